@@ -1,0 +1,118 @@
+"""Ranges and combinations of options. One UserError a mistake: what is wrong, where, what to do. Free of torch."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from unet3d.config import Config, Model
+from unet3d.errors import UserError
+from unet3d.model import geometry
+
+
+def check(config: Config) -> None:
+    """Raise UserError for the first option out of its range or at odds with another."""
+    for name, value, metadata in options(config):
+        _check_range(name, value, metadata)
+    _check_model(config.model)
+    _check_checkpointing(config)
+    _check_patch(config)
+    _check_data(config)
+
+
+def options(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every option below `node` as (dotted name, value, metadata)."""
+    for item in dataclasses.fields(node):
+        value = getattr(node, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from options(value, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}", value, item.metadata
+
+
+def _check_range(name: str, value: Any, metadata: Any) -> None:
+    low, high, among = metadata.get("low"), metadata.get("high"), metadata.get("among")
+    if among and value not in among:
+        raise UserError(f"{name}={value}: use one of {', '.join(among)}")
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, int | float):
+            continue
+        if item != item or (low is not None and item < low) or (high is not None and item > high):
+            bounds = [f">= {low}" if low is not None else "", f"<= {high}" if high is not None else ""]
+            raise UserError(f"{name}={value}: must be {' and '.join(b for b in bounds if b)} ({metadata['about']})")
+
+
+def _check_model(model: Model) -> None:
+    levels = len(model.features)
+    if not levels:
+        raise UserError("model.features=[] has no level; give one width a level, e.g. [16,32,64]")
+    if model.decoder is not None and len(model.decoder) != levels - 1:
+        raise UserError(f"model.decoder has {len(model.decoder)} widths; {levels} levels need {levels - 1}")
+    for name in ("kernels", "strides"):
+        if getattr(model, name) != "auto":
+            getattr(geometry, name)(model)
+    if model.norm == "group":
+        widths = {*model.features, *(model.decoder or [])}
+        widths |= {w // 2 for w in model.features} if model.widen == "second" else set()
+        bad = sorted(w for w in widths if w % model.groups)
+        if bad:
+            raise UserError(f"model.groups={model.groups} does not divide {bad[0]} channels; choose a divisor of all")
+    if model.inplace and model.activation not in ("relu", "leaky_relu", "silu"):
+        raise UserError(f"model.inplace=true does nothing for model.activation={model.activation}; set it to false")
+    if model.deep_supervision and model.padding == "valid":
+        raise UserError("model.deep_supervision=true needs model.padding=same: the levels' crops would not align")
+    if model.deep_supervision and levels < 3:
+        raise UserError(f"model.deep_supervision=true needs 3 levels or more; model.features has {levels}")
+
+
+def stages(model: Model) -> int:
+    """Stages of the model, the units of checkpointing: inc, downs, ups, outc."""
+    return 2 * len(model.features)
+
+
+def _check_checkpointing(config: Config) -> None:
+    most = stages(config.model)
+    if config.ckpt == 1 or config.ckpt > most:
+        why = "one segment is never checkpointed" if config.ckpt == 1 else f"this model has {most} stages"
+        raise UserError(f"ckpt={config.ckpt}: {why}; use 0 (off) or 2 to {most}")
+
+
+def _check_patch(config: Config) -> None:
+    model, data = config.model, config.data
+    if len(data.patch) != 3:
+        raise UserError(f"data.patch={data.patch}: give three lengths D,H,W, e.g. data.patch=[64,64,32]")
+    if "auto" in (model.kernels, model.strides):
+        return  # needs the data's spacing: checked again once it is known
+    geometry.output_size(data.patch, model)
+    if model.padding == "same" and model.norm == "instance" and geometry.deepest_size(data.patch, model) == (1, 1, 1):
+        raise UserError(
+            f"data.patch={data.patch} leaves one voxel at the deepest of {len(model.features)} levels, and "
+            "model.norm=instance has nothing to normalise there; use a larger patch, fewer levels or model.norm=group"
+        )
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    for name in ("scaling", "contrast", "gamma", "blur"):
+        pair = getattr(data.augment, name)
+        if len(pair) != 2 or pair[0] > pair[1]:
+            raise UserError(f"data.augment.{name}={pair}: give [smallest, largest]")
+    if len(config.optim.betas) != 2:
+        raise UserError(f"optim.betas={config.optim.betas}: give two")
+    if data.spacing is not None and len(data.spacing) != 3:
+        raise UserError(f"data.spacing={data.spacing}: give three lengths in mm")
+    if len(data.phantom.shape) != 3:
+        raise UserError(f"data.phantom.shape={data.phantom.shape}: give three lengths x,y,z")
+    if data.fold is not None and data.fold >= data.folds:
+        raise UserError(f"data.fold={data.fold}: with data.folds={data.folds} it runs from 0 to {data.folds - 1}")
+    if data.format == "folders" and not data.classes:
+        raise UserError("data.classes is not set: data=folders needs the class names, e.g. [background,organ]")
+    if data.format != "phantom":
+        _check_root(data.format, data.root)
+
+
+def _check_root(format_: str, root: str | None) -> None:
+    if root is None:
+        raise UserError(f"data.root is not set: data={format_} needs the data set's folder; add data.root=PATH")
+    if not Path(root).is_dir():
+        raise UserError(f"data.root={root}: no such folder; give the folder that holds the data set")

@@ -1,0 +1,124 @@
+"""From a command line to a checked `Config`, or to one line that says what is wrong. Hydra stays in here."""
+
+import difflib
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from unet3d.checks import check, options
+from unet3d.config import Config
+from unet3d.errors import UserError
+
+VERSION_BASE = "1.3"
+CONFIG_NAME = "config"
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def config_folder() -> Path:
+    """The YAML files: beside the package in a checkout, inside it once installed."""
+    package = Path(__file__).resolve().parent
+    checkout = package.parent / "configs"
+    return checkout if checkout.is_dir() else package / "configs"
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """The checked config that `python train.py OVERRIDES` would run. Raises UserError in one line."""
+    try:
+        GlobalHydra.instance().clear()
+        with hydra.initialize_config_dir(str(config_folder()), version_base=VERSION_BASE):
+            tree = hydra.compose(CONFIG_NAME, list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error)) from error
+    return load(tree)
+
+
+def load(tree: DictConfig) -> Config:
+    """Typed and checked config from a composed tree. Raises UserError."""
+    try:
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from error
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def from_plain(values: dict) -> Config:
+    """Typed and checked config from plain values, such as a snapshot's. Instantiates nothing else. Raises UserError."""
+    try:
+        return load(OmegaConf.merge(OmegaConf.structured(Config), values))
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from error
+
+
+def to_plain(config: Config) -> dict:
+    """The config as dicts, lists and scalars."""
+    values = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    assert isinstance(values, dict)
+    return values
+
+
+def to_yaml(config: Config) -> str:
+    """The config as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """The override lists of every job of a multirun: `a=1,2 b=3` gives `[[a=1, b=3], [a=2, b=3]]`."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        choices = [
+            [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+            if o.is_sweep_override()
+            else [str(o.input_line)]
+            for o in parsed
+        ]
+    except HydraException as error:
+        raise UserError(explain(error)) from error
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def explain(error: Exception) -> str:
+    """One line for a composition error: what is wrong, where, and the nearest name that exists."""
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    for link in reversed(chain):
+        if isinstance(link, MissingConfigException) and link.missing_cfg_file:
+            return _explain_choice(link.missing_cfg_file, list(link.options or []))
+        if isinstance(link, ConfigAttributeError | ConfigKeyError):
+            return f"{link.full_key}: no such option{_nearest(str(link.full_key), _names())}"
+        if isinstance(link, OmegaConfBaseException):
+            return f"{link.full_key}: {str(link.msg or link).splitlines()[0]}{_meaning(str(link.full_key))}"
+    return " ".join(line.strip() for line in str(chain[-1]).splitlines()[:2])
+
+
+def _explain_choice(missing: str, choices: list[str]) -> str:
+    group, _, name = missing.rpartition("/")
+    listed = f"; choose from {', '.join(sorted(choices))}" if choices else ""
+    return f"{group}={name}: no such config{_nearest(name, choices)}{listed}"
+
+
+def _names() -> list[str]:
+    named = [name for name, _, _ in options(Config())]
+    return [*named, *{name.rpartition(".")[0] for name in named if "." in name}, "experiment"]
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    if not close:
+        last = {k.rpartition(".")[2]: k for k in known}
+        close = [last[k] for k in difflib.get_close_matches(name.rpartition(".")[2], last, n=1)]
+    return f"; did you mean {close[0]}?" if close else "; python train.py --cfg job lists them all"
+
+
+def _meaning(name: str) -> str:
+    return next((f" ({name}: {metadata['about']})" for key, _, metadata in options(Config()) if key == name), "")

@@ -1,0 +1,162 @@
+"""Every option of a run: its type, its range, its meaning. The schema that Hydra checks against.
+
+Free of torch, so that a wrong option is answered before torch loads. `check` in `unet3d.checks` holds the rules that
+concern more than one option.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(default: Any, about: str, *, low: float | None = None, high: float | None = None, among: tuple = ()) -> Any:
+    """A dataclass field with its meaning and its allowed range (inclusive) or values; a list's range is its items'."""
+    metadata = {"about": about, "low": low, "high": high, "among": among}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class Model:
+    """The U-Net. Lists run from the shallowest level (full resolution) to the deepest."""
+
+    features: list[int] = option([16, 32, 64, 128], "channels of each level's encoder; its length is the depth", low=1)
+    decoder: list[int] | None = option(None, "channels of each decoder level; null: the encoder's", low=1)
+    in_channels: int | None = option(None, "image channels; null: the data's", low=1)
+    classes: int | None = option(None, "classes with background; null: the data's", low=2, high=65535)
+    kernels: Any = option(3, "3, [3,3,3], or one of them a level (voxels); auto: from the spacing")
+    strides: Any = option(2, "between levels: 2, [2,2,1], or one of them a step down; auto: from the spacing")
+    padding: str = option("same", "same: output as large as the input; valid: unpadded", among=("same", "valid"))
+    conv_bias: bool = option(True, "bias in the convolutions of the blocks")
+    widen: str = option("first", "which convolution of an encoder block widens", among=("first", "second"))
+    norm: str = option("instance", "normalisation", among=("instance", "batch", "batch_current", "group", "none"))
+    norm_affine: bool = option(True, "learned scale and shift in the normalisation")
+    groups: int = option(8, "groups of norm=group", low=1)
+    activation: str = option(
+        "relu",
+        "activation; swish is the plain x*sigmoid(x), swish_lean the same with explicit gradients, keeping only x",
+        among=("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean"),
+    )
+    negative_slope: float = option(0.01, "slope of leaky_relu below zero", low=0, high=1)
+    inplace: bool = option(False, "activation in place (relu, leaky_relu, silu)")
+    downsampling: str = option("max_pool", "between levels", among=("max_pool", "strided_conv"))
+    upsampling: str = option("transposed", "between levels", among=("transposed", "trilinear", "nearest"))
+    up_reduce: bool = option(True, "map to the skip's width while upsampling (1x1x1 convolution if interpolated)")
+    up_bias: bool = option(True, "bias in what maps channels while upsampling")
+    residual: bool = option(False, "blocks add their input (1x1x1 projection where channels or stride change)")
+    dropout: float = option(0.0, "probability to drop a whole channel after each activation", low=0, high=0.95)
+    deep_supervision: bool = option(False, "a head, and a loss, at every decoder level")
+
+
+@dataclass
+class Augment:
+    """Training-time augmentation. Each `*_p` is the probability that a patch gets it."""
+
+    spatial_p: float = option(0.3, "rotation, scaling and elastic deformation, one resampling for all", low=0, high=1)
+    rotation: float = option(30.0, "largest rotation about each axis (degrees)", low=0, high=180)
+    scaling: list[float] = option([0.7, 1.4], "zoom range; below 1 shrinks what is seen", low=0.1, high=10)
+    elastic: float = option(0.0, "std of the B-spline deformation's control vectors (voxels)", low=0)
+    elastic_grid: int = option(32, "spacing of its control points (voxels)", low=4)
+    mirror: list[int] = option([0, 1, 2], "axes mirrored with probability 0.5 each (0 = D)", low=0, high=2)
+    noise_p: float = option(0.1, "Gaussian noise", low=0, high=1)
+    noise: float = option(0.1, "its largest std (intensities have unit std)", low=0)
+    blur_p: float = option(0.1, "Gaussian blur", low=0, high=1)
+    blur: list[float] = option([0.5, 1.0], "its sigma range (voxels)", low=0)
+    contrast_p: float = option(0.15, "brightness and contrast factors", low=0, high=1)
+    contrast: list[float] = option([0.75, 1.25], "their range", low=0)
+    gamma_p: float = option(0.15, "gamma correction", low=0, high=1)
+    gamma: list[float] = option([0.7, 1.5], "its range", low=0.1, high=10)
+
+
+@dataclass
+class Phantom:
+    """The embedded data set, generated once under data/."""
+
+    cases: int = option(16, "volumes generated", low=2, high=1000)
+    shape: list[int] = option([64, 64, 32], "voxels along x, y, z", low=16, high=512)
+    seed: int = option(0, "same seed, same bytes", low=0)
+
+
+@dataclass
+class Data:
+    """Where volumes come from and how patches are cut."""
+
+    format: str = option("phantom", "layout on disk", among=("phantom", "decathlon", "nnunet", "folders"))
+    root: str | None = option(None, "folder of the data set")
+    images: str = option("images", "folders: sub-folder of the images")
+    labels: str = option("labels", "folders: sub-folder of the label maps")
+    classes: list[str] | None = option(None, "folders: class names, background first")
+    ignore: int | None = option(None, "folders: label value that is neither learned nor scored", low=0, high=65535)
+    patch: list[int] = option([64, 64, 32], "training patch and inference window D,H,W (voxels)", low=1, high=2048)
+    spacing: list[float] | None = option(None, "resample to this spacing (mm); null: as stored", low=0.01, high=100)
+    intensity: str = option("auto", "auto: ct channels as ct, else zscore", among=("auto", "zscore", "ct", "none"))
+    val_fraction: float = option(0.2, "share of the cases held out", low=0.01, high=0.9)
+    folds: int = option(5, "folds of the cross-validation", low=2, high=100)
+    fold: int | None = option(None, "which fold is held out; null: val_fraction instead", low=0)
+    split: str | None = option(None, "JSON file {train: [ids], val: [ids]} instead of either")
+    foreground: float = option(0.33, "share of patches centred on a foreground voxel", low=0, high=1)
+    augment: Augment = field(default_factory=Augment)
+    phantom: Phantom = field(default_factory=Phantom)
+
+
+@dataclass
+class Loss:
+    """What training minimises, computed in float32."""
+
+    name: str = option("dice_ce", "cross-entropy, soft Dice, or their sum", among=("dice_ce", "ce", "dice"))
+    weights: list[float] | None = option(None, "one weight a class for the cross-entropy", low=0)
+    batch_dice: bool = option(True, "Dice over the batch as one volume; false: mean over its samples")
+
+
+@dataclass
+class Optim:
+    """Optimizer and learning-rate schedule."""
+
+    name: str = option("adamw", "optimizer", among=("sgd", "adam", "adamw"))
+    lr: float = option(1e-3, "peak learning rate", low=0, high=100)
+    weight_decay: float = option(1e-5, "L2 (sgd, adam) or decoupled (adamw)", low=0, high=1)
+    momentum: float = option(0.99, "sgd, Nesterov's", low=0, high=0.9999)
+    betas: list[float] = option([0.9, 0.999], "adam, adamw", low=0, high=0.999999)
+    schedule: str = option("poly", "of the learning rate", among=("poly", "cosine", "one_cycle", "constant"))
+    warmup: float = option(0.1, "one_cycle: share of the steps that rises", low=0, high=0.9)
+    clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=0)
+
+
+@dataclass
+class Inference:
+    """The sliding window."""
+
+    overlap: float = option(0.5, "share of the window that neighbours share", low=0, high=0.9)
+    mirror: bool = option(False, "average over all mirrorings (8 times the cost)")
+
+
+@dataclass
+class Wandb:
+    """Tracking. Offline by default: no account, no network."""
+
+    mode: str = option("offline", "where to", among=("offline", "online", "disabled"))
+    project: str = option("unet3d", "project name")
+    private: bool = option(True, "record nothing about this machine: host, program path, console, packages")
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    loss: Loss = field(default_factory=Loss)
+    optim: Optim = field(default_factory=Optim)
+    inference: Inference = field(default_factory=Inference)
+    wandb: Wandb = field(default_factory=Wandb)
+    amp: bool = option(False, "automatic mixed precision")
+    amp_dtype: str = option("auto", "auto: what the device does well", among=("auto", "bf16", "fp16"))
+    ckpt: int = option(0, "activation checkpointing in this many segments; 0: off", low=0)
+    seed: int = option(0, "of weights, batches and augmentation", low=0, high=2**32 - 1)
+    device: str = option("auto", "where to run", among=("auto", "cpu", "cuda"))
+    steps: int = option(100, "optimizer steps", low=1)
+    batch: int = option(2, "patches a step (or a micro-batch, with accumulate)", low=1, high=4096)
+    accumulate: int = option(1, "micro-batches a step", low=1, high=4096)
+    workers: int = option(1, "processes that prepare batches", low=0, high=256)
+    eval_every: int = option(50, "steps between validations; 0: only at the end", low=0)
+    resume: str | None = option(None, "run folder to go on with")
