@@ -10,14 +10,16 @@ from unet3d.errors import UserError
 from unet3d.model import geometry
 
 
-def check(config: Config) -> None:
-    """Raise UserError for the first option out of its range or at odds with another."""
+def check(config: Config, here: bool = True) -> None:
+    """Raise UserError for the first option out of its range or at odds with another; `here`: paths must exist."""
     for name, value, metadata in options(config):
         _check_range(name, value, metadata)
     _check_model(config.model)
     _check_checkpointing(config)
     _check_patch(config)
     _check_data(config)
+    if here and config.data.format != "phantom":
+        _check_root(config.data.format, config.data.root)
 
 
 def options(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -107,8 +109,6 @@ def _check_data(config: Config) -> None:
         raise UserError(f"data.fold={data.fold}: with data.folds={data.folds} it runs from 0 to {data.folds - 1}")
     if data.format == "folders" and not data.classes:
         raise UserError("data.classes is not set: data=folders needs the class names, e.g. [background,organ]")
-    if data.format != "phantom":
-        _check_root(data.format, data.root)
 
 
 def _check_root(format_: str, root: str | None) -> None:

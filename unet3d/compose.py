@@ -40,21 +40,23 @@ def compose(overrides: Sequence[str]) -> Config:
     return load(tree)
 
 
-def load(tree: DictConfig) -> Config:
-    """Typed and checked config from a composed tree. Raises UserError."""
+def load(tree: DictConfig, here: bool = True) -> Config:
+    """Typed and checked config from a composed tree; `here` False: its paths need not exist. Raises UserError."""
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     assert isinstance(config, Config)
-    check(config)
+    check(config, here)
     return config
 
 
 def from_plain(values: dict) -> Config:
-    """Typed and checked config from plain values, such as a snapshot's. Instantiates nothing else. Raises UserError."""
+    """The config that a snapshot carries: typed, checked, nothing instantiated but options. Raises UserError."""
     try:
-        return load(OmegaConf.merge(OmegaConf.structured(Config), values))
+        tree = OmegaConf.merge(OmegaConf.structured(Config), values)
+        assert isinstance(tree, DictConfig)
+        return load(tree, here=False)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
 

@@ -47,16 +47,19 @@ def strides(model: Model) -> list[Triple]:
 def from_spacing(spacing: Sequence[float], patch: Sequence[int], levels: int) -> tuple[list[Triple], list[Triple]]:
     """Kernels and strides that bring the voxels towards cubes, after nnU-Net's planner (arXiv:1809.10486, 2.2).
 
-    An axis more than twice as coarse as the finest is neither convolved nor halved until the others caught up; an axis
-    is halved while 8 voxels or more are left of it.
+    An axis is halved while 8 voxels or more are left of it, and only once the finest of such axes has come within a
+    factor of 2 of it; it is convolved from then on.
     """
     size, step = list(patch), list(spacing)
+    convolved = [s < 2 * min(step) for s in step]
     chosen_kernels: list[Triple] = []
     chosen_strides: list[Triple] = []
     for level in range(levels):
-        fine = [s < 2 * min(step) for s in step]
-        chosen_kernels.append(_triple("kernel", [3 if f else 1 for f in fine]))
-        halved = [2 if f and n >= 8 else 1 for f, n in zip(fine, size, strict=True)]
+        finest = min((s for s, n in zip(step, size, strict=True) if n >= 8), default=min(step))
+        near = [s < 2 * finest for s in step]
+        convolved = [a or b for a, b in zip(convolved, near, strict=True)]
+        chosen_kernels.append(_triple("kernel", [3 if c else 1 for c in convolved]))
+        halved = [2 if b and n >= 8 else 1 for b, n in zip(near, size, strict=True)]
         if level < levels - 1:
             chosen_strides.append(_triple("stride", halved))
         size = [-(-n // h) for n, h in zip(size, halved, strict=True)]
@@ -113,6 +116,4 @@ def _valid_length(n: int, model: Model, axis: int) -> int | None:
 
 
 def _nearest(n: int, model: Model, axis: int) -> int:
-    return next(
-        m for step in range(1, 10_000) for m in (n - step, n + step) if m > 0 and _valid_length(m, model, axis)
-    )
+    return next(m for step in range(1, 10_000) for m in (n - step, n + step) if m > 0 and _valid_length(m, model, axis))

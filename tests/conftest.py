@@ -1,0 +1,36 @@
+"""Shared by all tests: small models, and one thread, so that results do not depend on the machine's cores."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from unet3d import compose
+from unet3d.config import Model
+from unet3d.model.unet import UNet3D
+
+torch.set_num_threads(1)  # these nets are too small to share; threads that wait for each other take minutes
+
+
+@pytest.fixture
+def options() -> Callable[..., Model]:
+    """Model options from overrides, with channels and classes set: `options("model=unet_tiny", "model.norm=batch")`."""
+
+    def make(*overrides: str, in_channels: int = 1, classes: int = 3) -> Model:
+        model = compose.compose(overrides or ["model=unet_tiny"]).model
+        model.in_channels = model.in_channels or in_channels
+        model.classes = model.classes or classes
+        return model
+
+    return make
+
+
+@pytest.fixture
+def network(options: Callable[..., Model]) -> Callable[..., UNet3D]:
+    """A seeded network from overrides."""
+
+    def make(*overrides: str, in_channels: int = 1, classes: int = 3) -> UNet3D:
+        torch.manual_seed(0)
+        return UNet3D(options(*overrides, in_channels=in_channels, classes=classes))
+
+    return make

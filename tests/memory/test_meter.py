@@ -1,0 +1,57 @@
+"""Peaks per phase, first and steady, ridden on marks alone."""
+
+from collections.abc import Callable
+
+import torch
+
+from unet3d.losses import SegmentationLoss
+from unet3d.memory.meter import STEADY, CudaMeter, LedgerMeter, first_and_steady
+from unet3d.model.unet import UNet3D
+from unet3d.policy import MemoryPolicy
+from unet3d.step import PHASES, Batch, train_step
+
+
+def test_first_step_and_steady_state_differ_by_what_adam_keeps(network: Callable[..., UNet3D]) -> None:
+    model = network("model=unet_tiny")
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    meter = LedgerMeter(model, optimizer)
+    memory = MemoryPolicy()
+    batch = Batch(torch.randn(1, 1, 16, 16, 16), torch.zeros(1, 16, 16, 16, dtype=torch.int16))
+    for _ in range(STEADY + 2):
+        train_step(model, SegmentationLoss("ce"), optimizer, memory.scaler(), memory, [batch], meter.mark)
+    summary = meter.summary()
+    states = sum(v.nbytes for state in optimizer.state.values() for v in state.values())
+    assert tuple(summary["phases"]) == PHASES
+    for phase in ("forward", "loss", "backward"):
+        peaks = summary["phases"][phase]
+        assert peaks["steady"] - peaks["first"] == states, phase
+    assert summary["peak_bytes"] == max(max(p.values()) for p in summary["phases"].values())
+    assert sum(name == "end" for _, name in meter.ledger.marks) == STEADY, "later steps run unmeasured"
+
+
+def test_accumulation_counts_as_one_step() -> None:
+    micro = [("data", 1), ("forward", 5), ("loss", 2), ("backward", 6)]
+    peaks = [("before", 0), *micro, *micro, ("step", 3), ("end", 1), *micro, ("step", 4), ("end", 1)]
+    found = first_and_steady(peaks)
+    assert found["step"] == {"first": 3, "steady": 4}
+    assert found["forward"] == {"first": 5, "steady": 5}
+
+
+def test_a_run_of_one_step_has_no_other_steady_state() -> None:
+    peaks = [(phase, i) for i, phase in enumerate(PHASES)]
+    assert first_and_steady(peaks)["backward"] == {"first": 3, "steady": 3}
+
+
+def test_cuda_meter_keeps_the_highest_of_later_steps(monkeypatch) -> None:
+    """The allocator's counters replaced by a script: what is read at a mark belongs to the phase before it."""
+    readings = iter([0, *(10 * s + i for s in range(1, 6) for i in range(6))])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(readings))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    meter = CudaMeter(torch.device("cuda"))
+    for _ in range(5):
+        for phase in (*PHASES, "end"):
+            meter.mark(phase)
+    phases = meter.summary()["phases"]
+    assert phases["data"] == {"first": 10, "steady": 50}
+    assert phases["step"] == {"first": 14, "steady": 54}
+    assert len(meter.peaks) <= 3 * 6

@@ -1,0 +1,55 @@
+"""Sizes, strides and kernels in plain integers, held against the network they speak of."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from unet3d.config import Model
+from unet3d.errors import UserError
+from unet3d.model import geometry
+from unet3d.model.unet import UNet3D
+
+
+@pytest.mark.parametrize("override", ["model.downsampling=max_pool", "model.downsampling=strided_conv"])
+@pytest.mark.parametrize("kernels", ["3", "[3,5,1]"])
+def test_predicted_size_is_the_networks(options: Callable[..., Model], override: str, kernels: str) -> None:
+    model = options("model=unet_tiny", override, f"model.kernels={kernels}", "model.upsampling=nearest")
+    model.padding = "valid"
+    lengths = [[n for n in range(30, 110) if _fits(n, axis, model)] for axis in range(3)]
+    assert min(map(len, lengths)) >= 5
+    with torch.device("meta"):
+        network = UNet3D(model)
+        for size in zip(*lengths, strict=False):
+            assert network(torch.empty(1, 1, *size)).shape[2:] == geometry.output_size(size, model)
+
+
+def _fits(n: int, axis: int, model: Model) -> bool:
+    return geometry._valid_length(n, model, axis) is not None
+
+
+def test_a_length_that_does_not_fit_names_the_nearest_that_does(options: Callable[..., Model]) -> None:
+    model = options("model=cicek2016", "data.patch=[132,132,116]")
+    assert geometry.output_size((132, 132, 116), model) == (44, 44, 28)
+    with pytest.raises(UserError, match=r"nearest that fits: data.patch=\[132, 132, 116\]"):
+        geometry.output_size((130, 131, 116), model)
+    with pytest.raises(UserError, match="nearest that fits"):
+        geometry.output_size((8, 132, 116), model)
+
+
+def test_deepest_size(options: Callable[..., Model]) -> None:
+    assert geometry.deepest_size((33, 17, 5), options("model=unet")) == (5, 3, 1)
+
+
+def test_strides_and_kernels_from_spacing() -> None:
+    """1 x 1 x 5 mm: the coarse axis waits until the others have caught up."""
+    kernels, strides = geometry.from_spacing((1, 1, 5), (128, 128, 24), 4)
+    assert kernels == [(3, 3, 1), (3, 3, 1), (3, 3, 3), (3, 3, 3)]
+    assert strides == [(2, 2, 1), (2, 2, 1), (2, 2, 2)]
+    assert geometry.from_spacing((1, 1, 1), (40, 56, 6), 3)[1] == [(2, 2, 1), (2, 2, 1)]
+
+
+@pytest.mark.parametrize("value", ["three", [3, 3], [[3, 3], 3, 3], 0, [True, 3, 3]])
+def test_malformed_kernels_are_refused(value: object) -> None:
+    with pytest.raises(UserError, match=r"^k"):
+        geometry.triples("k", value, 3)

@@ -1,0 +1,40 @@
+"""Joining, cropping, and states that no stage changes."""
+
+from collections.abc import Callable
+
+import torch
+
+from unet3d.model.stages import State, crop, join
+from unet3d.model.unet import UNet3D
+
+
+def ramp(*size: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(size).numel())).reshape(1, 1, *size)
+
+
+def test_crop_is_centred_and_an_odd_surplus_loses_the_last_plane() -> None:
+    assert crop(ramp(1, 1, 6), torch.Size((1, 1, 2))).flatten().tolist() == [2, 3]
+    assert crop(ramp(1, 1, 5), torch.Size((1, 1, 4))).flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_join_crops_whichever_is_larger() -> None:
+    joined = join(ramp(8, 5, 4), 100 + ramp(4, 6, 4))
+    assert joined.shape == (1, 2, 4, 5, 4)
+    assert torch.equal(joined[:, :1], ramp(8, 5, 4)[:, :, 2:6])
+    assert torch.equal(joined[:, 1:], 100 + ramp(4, 6, 4)[:, :, :, :5])
+
+
+def test_stages_leave_their_state_as_it_was(network: Callable[..., UNet3D]) -> None:
+    """A checkpointed segment runs twice on the same state."""
+    model = network("model=unet_tiny", "model.activation=leaky_relu", "model.inplace=true")
+    state: State | torch.Tensor = torch.randn(1, 1, 9, 8, 7)
+    for stage in model:
+        before = [t.clone() for t in _tensors(state)]
+        first, again = stage(state), stage(state)
+        assert all(torch.equal(a, b) for a, b in zip(before, _tensors(state), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(_tensors(first), _tensors(again), strict=True))
+        state = first
+
+
+def _tensors(state: State | torch.Tensor) -> list[torch.Tensor]:
+    return [state] if isinstance(state, torch.Tensor) else [state.x, *state.skips, *state.sides]

@@ -1,0 +1,101 @@
+"""Losses against the formula written out, with ignored voxels, in half precision, over several scales."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from unet3d.losses import IGNORE, SegmentationLoss, subsample
+
+NAMES = ("ce", "dice", "dice_ce")
+
+
+def example(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 6, 5, 4, generator=generator).to(dtype)
+    return logits, torch.randint(0, 3, (2, 6, 5, 4), generator=generator).short()
+
+
+def one_hot_dice(logits: torch.Tensor, label: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    p = logits.double().softmax(1)[:, 1:]
+    t = F.one_hot(label.long(), 3).permute(0, 4, 1, 2, 3)[:, 1:].double()
+    return 1 - (2 * (p * t).sum(axes) / (p.sum(axes) + t.sum(axes))).mean()
+
+
+def test_cross_entropy_is_torchs() -> None:
+    logits, label = example()
+    torch.testing.assert_close(SegmentationLoss("ce")(logits, label), F.cross_entropy(logits, label.long()))
+    weights = torch.tensor([0.2, 1.0, 3.0])
+    expected = F.cross_entropy(logits, label.long(), weights)
+    torch.testing.assert_close(SegmentationLoss("ce", weights)(logits, label), expected)
+
+
+@pytest.mark.parametrize(("batch_dice", "axes"), [(True, (0, 2, 3, 4)), (False, (2, 3, 4))])
+def test_dice_is_the_one_hot_formula(batch_dice: bool, axes: tuple[int, ...]) -> None:
+    logits, label = example()
+    found = SegmentationLoss("dice", batch_dice=batch_dice)(logits, label)
+    torch.testing.assert_close(found.double(), one_hot_dice(logits, label, axes), atol=1e-5, rtol=0)
+
+
+def test_sum_is_the_sum() -> None:
+    logits, label = example()
+    parts = SegmentationLoss("ce")(logits, label) + SegmentationLoss("dice")(logits, label)
+    assert torch.equal(SegmentationLoss("dice_ce")(logits, label), parts)
+
+
+@pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 1.0, 2.0])])
+@pytest.mark.parametrize("name", NAMES)
+def test_ignored_voxels_count_for_nothing(name: str, weights: torch.Tensor | None) -> None:
+    """The loss of a volume whose border is ignored is the loss of the volume without the border."""
+    loss = SegmentationLoss(name, weights)
+    logits, label = example()
+    label[:, 4:] = IGNORE
+    logits.requires_grad_()
+    value = loss(logits, label)
+    torch.testing.assert_close(value, loss(logits[:, :, :4], label[:, :4]))
+    value.backward()
+    assert logits.grad is not None
+    assert logits.grad[:, :, 4:].abs().max() == 0 < logits.grad[:, :, :4].abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_but_ignored_voxels_gives_zero_and_zero_gradients(name: str) -> None:
+    logits, label = example()
+    logits.requires_grad_()
+    value = SegmentationLoss(name)(logits, torch.full_like(label, IGNORE))
+    value.backward()
+    assert value.item() == 0
+    assert logits.grad is not None and logits.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_logits_are_summed_in_float32(name: str, dtype: torch.dtype) -> None:
+    """96^3 voxels overflow fp16's largest number, 65504."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 2, 96, 96, 96, generator=generator).to(dtype)
+    label = torch.randint(0, 2, (1, 96, 96, 96), generator=generator).short()
+    value = SegmentationLoss(name)(logits, label)
+    assert value.dtype is torch.float32
+    torch.testing.assert_close(value, SegmentationLoss(name)(logits.float(), label), atol=1e-3, rtol=0)
+
+
+def test_scales_are_weighted_by_halves_and_labels_subsampled() -> None:
+    logits, label = example()
+    coarse = torch.randn(2, 3, 3, 3, 2)
+    single = SegmentationLoss("dice_ce")
+    small = subsample(label, torch.Size((3, 3, 2)))
+    assert small.shape == (2, 3, 3, 2)
+    found = single((logits, coarse), label)
+    torch.testing.assert_close(found, (single(logits, label) + 0.5 * single(coarse, small)) / 1.5)
+
+
+def test_subsampling_takes_the_nearest_voxel_of_torchs_interpolation() -> None:
+    label = torch.arange(7 * 5 * 6).reshape(1, 7, 5, 6)
+    expected = F.interpolate(label[None].double(), (4, 3, 3), mode="nearest")[0].long()
+    assert torch.equal(subsample(label, torch.Size((4, 3, 3))), expected)
+
+
+def test_valid_logits_meet_the_centre_of_the_label() -> None:
+    logits, label = example()
+    border = F.pad(label, (2, 2, 2, 2, 2, 2), value=1)
+    assert torch.equal(SegmentationLoss("dice_ce")(logits, border), SegmentationLoss("dice_ce")(logits, label))

@@ -1,0 +1,120 @@
+"""Memory techniques change no bit: loss, gradients, buffers and evaluation output with and without."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unet3d import policy
+from unet3d.losses import SegmentationLoss
+from unet3d.memory.meter import LedgerMeter
+from unet3d.model.unet import UNet3D
+from unet3d.policy import MemoryPolicy
+from unet3d.step import Batch, train_step
+
+NORMS = ("instance", "group", "batch", "batch_current")
+Network = Callable[..., UNet3D]
+
+
+def outcome(model: UNet3D, memory: MemoryPolicy) -> tuple[list[Tensor], list[int]]:
+    """(loss, gradients, buffers, evaluation output) after two forward and backward passes; calls of each convolution."""
+    torch.manual_seed(1)
+    image, label = torch.randn(2, 1, 17, 12, 9), torch.randint(0, 3, (2, 17, 12, 9))
+    calls = [_count_calls(m) for m in model.modules() if isinstance(m, nn.Conv3d | nn.ConvTranspose3d)]
+    losses = []
+    for _ in range(2):
+        loss = SegmentationLoss("dice_ce")(memory.forward(model, image), label)
+        loss.backward()
+        losses.append(loss.detach())
+    counts = [len(c) for c in calls]
+    model.eval()
+    with torch.no_grad():
+        output = memory.forward(model, image)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == len(list(model.parameters()))
+    return [*losses, *gradients, *model.buffers(), output], counts
+
+
+def _count_calls(module: nn.Module) -> list[int]:
+    calls: list[int] = []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("norm", NORMS)
+def test_checkpointing_changes_no_bit(
+    network: Network, norm: str, dropout: float, dtype: torch.dtype | None
+) -> None:
+    overrides = ("model=unet_tiny", f"model.norm={norm}", f"model.dropout={dropout}")
+    expected, _ = outcome(network(*overrides), MemoryPolicy("cpu", dtype))
+    for ckpt in (2, 3, 4, 5, 6):
+        found, calls = outcome(network(*overrides), MemoryPolicy("cpu", dtype, ckpt))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), ckpt
+        assert max(calls) <= 4, "two steps: each convolution runs at most twice in each"
+        assert max(calls) > 2, "nothing was recomputed"
+
+
+def test_checkpointing_changes_no_bit_with_deep_supervision(network: Network) -> None:
+    overrides = ("model=nnunet_hippocampus", "model.features=[4,8,8,8]", "model.norm=batch")
+    expected, _ = outcome(network(*overrides), MemoryPolicy())
+    found, _ = outcome(network(*overrides), MemoryPolicy(ckpt=8))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_without_the_guard_running_statistics_see_a_batch_twice(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy.Segment, "has_run", property(lambda self: False, lambda self, value: None), raising=False)
+    model, plain = network("model=unet_tiny", "model.norm=batch"), network("model=unet_tiny", "model.norm=batch")
+    outcome(model, MemoryPolicy(ckpt=6)), outcome(plain, MemoryPolicy())
+    counts = [m.inc.block.conv1.norm.num_batches_tracked.item() for m in (plain, model)]
+    assert counts == [2, 4]
+
+
+def test_names_of_weights_do_not_depend_on_the_policy(network: Network) -> None:
+    before = list(network().state_dict())
+    model = network()
+    outcome(model, MemoryPolicy("cpu", torch.bfloat16, 4))
+    assert list(model.state_dict()) == before
+
+
+def test_checkpointing_lowers_the_peak(network: Network) -> None:
+    plain = _peak(network, 0)
+    assert all(_peak(network, ckpt) < plain for ckpt in (2, 3, 4, 5, 6))
+
+
+def _peak(network: Network, ckpt: int) -> int:
+    model, memory = network("model=unet_tiny"), MemoryPolicy(ckpt=ckpt)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    meter = LedgerMeter(model, optimizer)
+    batch = Batch(torch.randn(1, 1, 32, 32, 32), torch.zeros(1, 32, 32, 32, dtype=torch.int16))
+    train_step(model, SegmentationLoss("ce"), optimizer, memory.scaler(), memory, [batch], meter.mark)
+    peak: int = meter.summary()["peak_bytes"]
+    return peak
+
+
+def test_mixed_precision_computes_in_its_dtype(network: Network) -> None:
+    model, image = network("model=unet_tiny"), torch.randn(1, 1, 8, 8, 8)
+    for dtype, expected in ((None, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)):
+        assert MemoryPolicy("cpu", dtype).forward(model, image).dtype is expected
+
+
+def test_only_fp16_scales_the_loss() -> None:
+    enabled = [MemoryPolicy("cpu", d).scaler().is_enabled() for d in (None, torch.bfloat16, torch.float16)]
+    assert enabled == [False, False, True]
+
+
+def test_auto_is_bf16_on_the_cpu() -> None:
+    assert policy.amp_dtype("auto", "cpu") is torch.bfloat16
+    assert policy.amp_dtype("fp16", "cpu") is torch.float16
+
+
+def test_split_covers_every_stage_once_in_order() -> None:
+    stages = [nn.Identity() for _ in range(8)]
+    for segments in range(2, 9):
+        parts = policy.split(stages, segments)
+        assert len(parts) == segments
+        assert [s for part in parts for s in part.stages] == stages

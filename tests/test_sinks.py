@@ -1,0 +1,364 @@
+"""A run's numbers survive what happens to it and to its sinks; what wandb records, and what it must not."""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from wandb_records import read_run
+
+from unet3d import sinks
+from unet3d.config import Config
+from unet3d.sinks import JsonLines, Sinks, open_sinks
+
+SOURCE = str(Path(sinks.__file__).parents[1])
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds wandb-core through /proc")
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def python(*command, folder, **variables):
+    """Run Python in `folder`, as a user who never set up wandb; returns its stdout and the lines of its stderr."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    environment = kept | {"HOME": str(folder / "home"), "PYTHONPATH": SOURCE} | variables
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr.splitlines()
+
+
+# --- metrics.jsonl
+
+
+def test_records_are_what_was_told_with_their_step(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.scalars({"train/loss": 0.1, "note": "é"}, 1)
+    sink.scalars({"val/dice/left": None}, 2)
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "train/loss": 0.1, "note": "é"},
+        {"step": 2, "val/dice/left": None},
+    ]
+    sink.close(0)
+
+
+def test_what_json_lacks_is_a_string_that_float_reads(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.scalars({"a": math.nan, "b": math.inf, "c": -math.inf}, 1)
+    sink.close(0)
+    record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert record == {"step": 1, "a": "nan", "b": "inf", "c": "-inf"}
+    assert float(record["c"]) == -math.inf
+
+
+def test_a_resumed_run_appends_and_mends_a_record_cut_short(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "train/lo')
+    for step in (3, 4):
+        sink = JsonLines(path)
+        sink.scalars({}, step)
+        sink.close(0)
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "train/lo\n{"step": 3}\n{"step": 4}\n'
+
+
+def test_a_killed_run_has_every_record_that_it_was_told(tmp_path):
+    code = (
+        "import itertools, pathlib; from unet3d.sinks import JsonLines\n"
+        "sink = JsonLines(pathlib.Path('metrics.jsonl'))\n"
+        "for step in itertools.count(1):\n    sink.scalars({'train/loss': 1 / step}, step)\n    print(step, flush=True)"
+    )
+    environment = os.environ | {"PYTHONPATH": SOURCE}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, env=environment) as child:
+        while int(child.stdout.readline()) < 500:
+            pass
+        child.send_signal(signal.SIGKILL)
+        told = int([b"500", *child.stdout.read().split(b"\n")][-2])
+    records = lines(tmp_path / "metrics.jsonl")
+    assert len(records) >= told >= 500
+    assert records[told - 1] == {"step": told, "train/loss": 1 / told}
+
+
+# --- the fan-out
+
+
+class Memory:
+    """Keeps what it is told; raises on the `fails`-th telling."""
+
+    def __init__(self, fails=-1, error=OSError):
+        self.told, self.fails, self.error = [], fails, error
+
+    def _keep(self, *what):
+        self.told.append(what)
+        if len(self.told) - 1 == self.fails:
+            raise self.error("disk\nfull")
+
+    def scalars(self, values, step):
+        self._keep("scalars", dict(values), step)
+
+    def image(self, key, path, step):
+        self._keep("image", key, path, step)
+
+    def table(self, key, columns, rows):
+        self._keep("table", key, columns, rows)
+
+    def summary(self, values):
+        self._keep("summary", dict(values))
+
+    def close(self, exit_code):
+        self._keep("close", exit_code)
+
+
+def tell_all(sink):
+    sink.scalars({"a": 1}, 1)
+    sink.image("picture", Path("a.png"), 2)
+    sink.table("scores", ["case"], [["x"]])
+    sink.summary({"best": 1})
+    sink.close(4)
+
+
+@pytest.mark.parametrize("fails", range(5))
+def test_a_sink_that_fails_is_dropped_with_one_line_and_the_others_go_on(fails, capsys):
+    alone, bad, good = Memory(), Memory(fails), Memory()
+    tell_all(alone)
+    tell_all(Sinks([bad, good]))
+    assert good.told == alone.told
+    assert bad.told == [*alone.told[: fails + 1], ("close", 1)]
+    assert capsys.readouterr().err == "warning: Memory failed (OSError: disk full); the run goes on without it\n"
+
+
+def test_what_stops_the_program_is_not_taken_for_a_failing_sink():
+    with pytest.raises(KeyboardInterrupt):
+        Sinks([Memory(0, KeyboardInterrupt)]).scalars({}, 1)
+
+
+# --- wandb, for real
+
+
+SESSION = """
+import pathlib, socket, sys
+from unet3d.config import Config
+from unet3d.sinks import open_sinks
+
+socket.gethostname = lambda: "radiology-pc-12"
+config = Config()
+config.wandb.private = "public" not in sys.argv
+config.model.features = [8, 16]
+config.data.root, config.data.images = "patients_2024", "/archive/images"
+folder = pathlib.Path("run")
+folder.mkdir(exist_ok=True)
+sinks = open_sinks(config, folder)
+print("on the console: Mrs Smith")
+sinks.scalars({"train/loss": 1.5, "val/dice/left": None}, 10)
+sinks.scalars({"train/loss": 0.5}, 20)
+sinks.scalars({"train/loss": 0.7}, 20)
+sinks.image("val/prediction", pathlib.Path("picture.png"), 20)
+sinks.table("val/scores", ["case", "dice/left", "from"], [["a", None, "/archive/a"], ["b", 1, None], ["c", 0.5, None]])
+sinks.summary({"val/dice_mean": 0.75, "from": "/archive/b"})
+sinks.close(3)
+"""
+
+
+def session(folder, *arguments, code=SESSION):
+    """Run SESSION as a program of its own, in a folder and by a user with names that can be searched for."""
+    from PIL import Image
+
+    place = folder / "ward-seven"
+    place.mkdir()
+    Image.new("RGB", (8, 6)).save(place / "picture.png")
+    program = place / "segment_everyone.py"
+    program.write_text(code.replace("sys.argv", repr(arguments)))
+    user = {"USER": "marie.curie", "LOGNAME": "marie.curie", "HOME": str(folder / "marie.curie")}
+    _, warnings = python(program, folder=place, **user)
+    return place / "run", warnings
+
+
+@pytest.fixture(scope="module")
+def private(tmp_path_factory):
+    folder, warnings = session(tmp_path_factory.mktemp("private"))
+    assert warnings == []
+    return folder
+
+
+def test_wandb_records_the_config_as_nested_values_without_paths(private):
+    config = read_run(private).config
+    assert config["model"]["features"] == [8, 16]
+    assert config["data"]["augment"]["mirror"] == [0, 1, 2]
+    assert config["seed"] == 0
+    assert not {"root", "images", "split"} & set(config["data"])
+    assert "resume" not in config
+
+
+def test_wandb_records_scalars_at_their_own_step_and_loses_none_of_a_step_told_twice(private):
+    recorded = read_run(private)
+    rows = [(row["trainer/step"], row["train/loss"]) for row in recorded.history if "train/loss" in row]
+    assert rows == [(10, 1.5), (20, 0.5), (20, 0.7)]
+    assert recorded.history[0]["val/dice/left"] is None
+    assert recorded.step_metrics == {"trainer/step": "", "*": "trainer/step"}
+
+
+def test_wandb_records_pictures_tables_summary_and_exit_code(private):
+    recorded = read_run(private)
+    assert recorded.exit_code == 3
+    assert recorded.summary["val/dice_mean"] == 0.75
+    (image,) = (row for row in recorded.history if "val/prediction._type" in row)
+    assert (image["val/prediction.width"], image["val/prediction.height"], image["trainer/step"]) == (8, 6, 20)
+    (table,) = (row for row in recorded.history if "val/scores._type" in row)
+    (files,) = private.glob("wandb/*/files")
+    assert recorded.files == {image["val/prediction.path"], table["val/scores.path"]}
+    assert (files / image["val/prediction.path"]).is_file()
+    assert json.loads((files / table["val/scores.path"]).read_text()) == {
+        "columns": ["case", "dice/left", "from"],
+        "data": [["a", None, None], ["b", 1, None], ["c", 0.5, None]],
+    }
+
+
+def everything(folder):
+    """All that wandb left in a run folder: bytes and names of files, targets of links."""
+    found = []
+    for path in (folder / "wandb").rglob("*"):
+        found.append(os.fsencode(path.relative_to(folder)))
+        if path.is_symlink():
+            found.append(os.fsencode(path.readlink()))
+        elif path.is_file():
+            found.append(path.read_bytes())
+    return b"\n".join(found)
+
+
+def secrets(folder):
+    """What could tell who ran this where. The machine's real name only if it is no chance find, like "vm"."""
+    names = [socket.gethostname()] if len(socket.gethostname()) > 4 else []
+    return {"radiology-pc-12", "marie.curie", "ward-seven", "segment_everyone", str(folder), sys.prefix, *names}
+
+
+def test_a_private_run_tells_nothing_of_machine_user_and_paths(private):
+    recorded = everything(private)
+    told = {name for name in secrets(private) | {"archive", "patients_2024", "Mrs Smith"} if name.encode() in recorded}
+    assert told == set()
+    assert "environment" not in read_run(private).kinds
+    assert not list(private.glob("wandb/*/files/*.*"))  # requirements.txt, output.log, wandb-metadata.json
+
+
+def test_the_search_for_secrets_finds_them_in_a_run_that_is_not_private(tmp_path):
+    folder, _ = session(tmp_path, "public")
+    recorded = everything(folder)
+    names = {"radiology-pc-12", "marie.curie", "ward-seven", "segment_everyone", "patients_2024", "Mrs Smith"}
+    assert {name for name in names if name.encode() not in recorded} == set()
+    assert "environment" in read_run(folder).kinds
+    assert read_run(folder).config["data"]["images"] == "/archive/images"
+
+
+def test_every_private_setting_is_known_to_this_wandb():
+    import wandb
+
+    assert set(sinks.PRIVATE) | set(sinks.QUIET) <= set(wandb.Settings.model_fields)
+    assert sinks.QUIET["init_timeout"] <= 20
+
+
+def test_settings_that_an_older_wandb_lacks_are_left_out():
+    older = type("Settings", (SimpleNamespace,), {"model_fields": {"console": None}})
+    assert vars(sinks._settings(older, private=True)) == {"console": "off"}
+    assert vars(sinks._settings(older, private=False)) == {}
+
+
+def test_a_resumed_folder_goes_on_with_its_wandb_run(tmp_path):
+    folder, warnings = session(tmp_path, code=SESSION + "\nsinks = open_sinks(config, folder)\nsinks.close(0)\n")
+    ids = [path.stem for path in folder.glob("wandb/*/run-*.wandb")]
+    assert warnings == []
+    assert len(set(ids)) == 1
+
+
+def test_the_id_is_that_of_the_latest_run(tmp_path):
+    assert sinks._earlier_id(tmp_path) is None
+    for name in ("offline-run-20250102_101010-old", "run-20260102_101010-new", "run-20240102_101010-older"):
+        (tmp_path / "wandb" / name).mkdir(parents=True)
+    assert sinks._earlier_id(tmp_path) == "new"
+
+
+def test_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path):
+    code = SESSION.replace("config = Config()", "config = Config(); config.wandb.mode = 'online'")
+    folder, warnings = session(tmp_path, code=code)
+    assert len(warnings) == 1
+    assert warnings[0].startswith("warning: wandb cannot go online (UsageError: ")
+    assert len(read_run(folder).history) == 5
+
+
+def test_without_network_an_online_run_goes_on_offline_with_one_line_and_the_same_id(tmp_path):
+    code = (
+        "import os, unet3d.sinks; unet3d.sinks.QUIET['init_timeout'] = 1\n"
+        "os.environ |= {'WANDB_MODE': 'online', 'WANDB_API_KEY': 'a' * 40, 'WANDB_BASE_URL': 'http://127.0.0.1:9'}\n"
+        "pathlib.Path('run/wandb/offline-run-20200101_101010-abcd1234').mkdir(parents=True)\n"
+    )
+    folder, warnings = session(tmp_path, code=SESSION.replace("config = Config()", f"{code}config = Config()"))
+    assert len(warnings) == 1
+    assert warnings[0].startswith("warning: wandb cannot go online (CommError: ")
+    assert len(list(folder.glob("wandb/offline-run-*/run-abcd1234.wandb"))) == 1
+    assert len(lines(folder / "metrics.jsonl")) == 3
+
+
+KILLED = """
+import os, pathlib
+from unet3d.config import Config
+from unet3d.sinks import open_sinks
+
+sinks = open_sinks(Config(), pathlib.Path())
+children = [int(pid) for pid in pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+for child in children:
+    os.kill(child, 9)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+for step in range(50):
+    sinks.scalars({"train/loss": 1.0}, step)
+sinks.close(0)
+print(len(children))
+"""
+
+
+@LINUX
+def test_a_killed_wandb_core_costs_one_line_and_no_record(tmp_path):
+    stdout, warnings = python("-c", KILLED, folder=tmp_path)
+    assert stdout == "1\n"
+    assert warnings == ["warning: Wandb failed (ConnectionResetError: Connection lost); the run goes on without it"]
+    assert [record["step"] for record in lines(tmp_path / "metrics.jsonl")] == list(range(50))
+
+
+def test_wandb_that_cannot_be_loaded_costs_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    out = open_sinks(Config(), tmp_path)
+    out.scalars({"train/loss": 1.0}, 1)
+    out.close(0)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: wandb does not start (ModuleNotFoundError: ")
+    assert len(lines(tmp_path / "metrics.jsonl")) == 1
+
+
+@pytest.mark.parametrize(("variable", "option"), [("disabled", "online"), (None, "disabled"), ("", "disabled")])
+def test_disabled_wandb_is_not_even_loaded(tmp_path, monkeypatch, capsys, variable, option):
+    if variable is None:
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+    else:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = Config()
+    config.wandb.mode = option
+    out = open_sinks(config, tmp_path)
+    out.close(0)
+    assert capsys.readouterr().err == ""
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_importing_the_sinks_loads_neither_torch_nor_wandb(tmp_path):
+    code = "import sys, unet3d.sinks; print({'torch', 'monai', 'wandb', 'matplotlib'} & set(sys.modules))"
+    assert python("-c", code, folder=tmp_path) == ("set()\n", [])

@@ -1,0 +1,86 @@
+"""The one training step: phases, accumulation, clipping, and what it refuses."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from unet3d.errors import NonFiniteLoss
+from unet3d.losses import SegmentationLoss
+from unet3d.model.unet import UNet3D
+from unet3d.policy import MemoryPolicy
+from unet3d.step import Batch, StepResult, ignore_mark, train_step
+
+Network = Callable[..., UNet3D]
+
+
+def batch(samples: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.randn(samples, 1, 8, 8, 8, generator=generator)
+    return Batch(image, torch.randint(0, 3, (samples, 8, 8, 8), generator=generator).short(), ("a",) * samples)
+
+
+def step(
+    model: UNet3D,
+    batches: list[Batch],
+    clip: float | None = None,
+    memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 (frozen)
+    mark: Callable[[str], None] = ignore_mark,
+) -> StepResult:
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    loss = SegmentationLoss("ce")
+    return train_step(model, loss, optimizer, memory.scaler(), memory, batches, mark, clip)
+
+
+def test_marks_each_phase_in_order(network: Network) -> None:
+    marks: list[str] = []
+    step(network(), [batch(1), batch(1)], mark=marks.append)
+    assert marks == ["data", "forward", "loss", "backward"] * 2 + ["step", "end"]
+
+
+def test_accumulated_halves_equal_the_whole(network: Network) -> None:
+    """Instance norm knows no batch, so two micro-batches of one are a batch of two."""
+    whole, halves = network(), network()
+    both = batch(2)
+    parts = [Batch(both.image[i : i + 1], both.label[i : i + 1]) for i in range(2)]
+    results = [step(whole, [both]), step(halves, parts)]
+    assert results[0].loss == pytest.approx(results[1].loss, abs=1e-6)
+    for a, b in zip(whole.parameters(), halves.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_clipping_bounds_the_update_and_reports_the_norm_before(network: Network) -> None:
+    model, before = network(), network()
+    norm = step(model, [batch(1)], clip=1e-3).grad_norm
+    assert norm is not None and norm > 1e-3
+    moved = sum((a - b).square().sum() for a, b in zip(model.parameters(), before.parameters(), strict=True))
+    assert float(moved.detach()) ** 0.5 == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_gradients_are_released(network: Network) -> None:
+    model = network()
+    step(model, [batch(1)])
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_non_finite_loss_stops_before_the_update(network: Network, dtype: torch.dtype | None) -> None:
+    model, before = network(), network()
+    poisoned = batch(1)
+    poisoned.image[0, 0, 0, 0, 0] = float("nan")
+    with pytest.raises(NonFiniteLoss, match="cases a"):
+        step(model, [poisoned], memory=MemoryPolicy("cpu", dtype))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None:
+    model, before = network(), network()
+    memory = MemoryPolicy("cpu", torch.float16)
+    scaler = memory.scaler()
+    start = scaler.get_scale()
+    poisoned = batch(1)
+    poisoned.image[:] = float("inf")
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    train_step(model, SegmentationLoss("ce"), optimizer, scaler, memory, [poisoned])
+    assert scaler.get_scale() < start
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))

@@ -1,0 +1,68 @@
+"""Reads an offline wandb run back from its .wandb file, for the tests: wandb itself has no reader.
+
+The file is a LevelDB log: 7 bytes of header, then blocks of 32 KiB; in them chunks of crc, length, type and bytes. A
+record (protobuf) is one full chunk (type 1) or a first, any middle and a last one (types 2, 3, 4).
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+BLOCK = 32768
+CHUNK = struct.Struct("<IHB")
+FULL, FIRST, LAST = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run told wandb."""
+
+    kinds: set[str]
+    config: dict[str, Any]
+    history: list[dict[str, Any]]
+    summary: dict[str, Any]
+    files: set[str]
+    step_metrics: dict[str, str]
+    exit_code: int | None
+
+
+def read_run(folder: Path) -> Recorded:
+    """The one wandb run below a run folder; nested keys are dotted."""
+    (path,) = folder.glob("wandb/*run-*/*.wandb")
+    records = list(_records(path.read_bytes()))
+    runs = [record.run for record in records if record.HasField("run")]
+    metrics = [record.metric for record in records if record.HasField("metric")]
+    return Recorded(
+        kinds={record.WhichOneof("record_type") for record in records},
+        config=_values(item for run in runs for item in run.config.update),
+        history=[_values(record.history.item) for record in records if record.HasField("history")],
+        summary=_values(item for record in records for item in record.summary.update),
+        files={file.path for record in records for file in record.files.files},
+        step_metrics={metric.name or metric.glob_name: metric.step_metric for metric in metrics},
+        exit_code=next((record.exit.exit_code for record in records if record.HasField("exit")), None),
+    )
+
+
+def _values(items: Iterable[Any]) -> dict[str, Any]:
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def _records(data: bytes) -> Iterator[Any]:
+    assert data[:4] == b":W&B"
+    at, parts = CHUNK.size, b""
+    while at + CHUNK.size <= len(data):
+        room = BLOCK - at % BLOCK
+        if room < CHUNK.size:
+            at += room
+            continue
+        _, length, kind = CHUNK.unpack_from(data, at)
+        chunk = data[at + CHUNK.size : at + CHUNK.size + length]
+        at += CHUNK.size + length
+        parts = chunk if kind in (FULL, FIRST) else parts + chunk
+        if kind in (FULL, LAST):
+            yield Record.FromString(parts)

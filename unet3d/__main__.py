@@ -1,0 +1,86 @@
+"""The other commands: python -m unet3d predict | check-data | report"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from unet3d import compose
+from unet3d.errors import SnapshotError, UserError
+
+
+def main() -> int:
+    """Run the command that the arguments name. Returns its exit code."""
+    arguments = _parser().parse_args()
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except (UserError, SnapshotError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m unet3d", description="Apply, check and report.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    predict = commands.add_parser("predict", help="segment NIfTI files with a run's snapshot")
+    predict.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt")
+    predict.add_argument("inputs", type=Path, nargs="+", help="NIfTI files, or folders of them")
+    predict.add_argument("-o", "--out", type=Path, required=True, help="folder for the label maps")
+    predict.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    predict.add_argument("--mirror", action=argparse.BooleanOptionalAction, help="average over mirrorings")
+    predict.add_argument("--overwrite", action="store_true", help="replace label maps that are there")
+    predict.set_defaults(run=_predict)
+    check = commands.add_parser("check-data", help="list every problem of a data set")
+    check.add_argument("overrides", nargs="*", help="as for train.py: data=decathlon data.root=PATH")
+    check.set_defaults(run=_check_data)
+    report = commands.add_parser("report", help="write a run's figures and report.html anew")
+    report.add_argument("folder", type=Path, help="the run's folder")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    """Every file that can be segmented is; returns 2 if one could not."""
+    from unet3d import apply
+
+    segmenter = apply.open_snapshot(arguments.snapshot, arguments.device, arguments.mirror)
+    failed = 0
+    for case in apply.find_cases(arguments.inputs, len(segmenter.intensity)):
+        path = arguments.out / f"{case.id}.nii.gz"
+        if path.exists() and not arguments.overwrite:
+            print(f"{path}: there already, left alone (--overwrite replaces it)")
+            continue
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            segmenter.to_file(case, path)
+            print(path)
+        except UserError as error:
+            failed += 1
+            print(f"error: {error}", file=sys.stderr)
+    return UserError.exit_code if failed else 0
+
+
+def _check_data(arguments: argparse.Namespace) -> int:
+    """Read every voxel of every case; returns 2 if there is a problem."""
+    config = compose.compose(arguments.overrides)
+    from unet3d.data import cases, check
+
+    task = cases.read_task(config.data)
+    train, val = cases.split(task, config.data)
+    problems = check.check_cases(task, [*train, *val], config.data, full=True)
+    print("\n".join([*check.summary(task, train, val), *problems]))
+    print(f"{len(problems)} problems" if problems else "no problems")
+    return UserError.exit_code if problems else 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from unet3d import report
+
+    if not (arguments.folder / "config.yaml").is_file():
+        raise UserError(f"{arguments.folder}: not a run folder; give outputs/DATE/TIME-ID")
+    print(report.write(arguments.folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""From config to objects: the only place where a name becomes a class."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from unet3d import checks
+from unet3d.config import Config, Model, Optim
+from unet3d.data.cases import Case, Task, read_task, split
+from unet3d.data.check import check_cases
+from unet3d.data.reader import Reader
+from unet3d.errors import UserError
+from unet3d.inference import Predictor
+from unet3d.losses import SegmentationLoss
+from unet3d.model import geometry
+from unet3d.model.unet import UNet3D
+from unet3d.policy import MemoryPolicy, amp_dtype
+
+
+@dataclass(frozen=True)
+class Data:
+    """The task, its split, and how to get a case ready for the network."""
+
+    task: Task
+    train: tuple[Case, ...]
+    val: tuple[Case, ...]
+    read: Reader
+
+
+def device(config: Config) -> torch.device:
+    """The device of `device=`. Raises UserError for cuda where there is none."""
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise UserError("device=cuda: this torch sees no CUDA device; use device=cpu, or install torch with CUDA")
+    return torch.device("cuda" if config.device != "cpu" and available else "cpu")
+
+
+def data(config: Config) -> Data:
+    """Read, check and split the cases. Raises UserError that lists every problem of every case."""
+    options = config.data
+    task = read_task(options)
+    train, val = split(task, options)
+    problems = check_cases(task, [*train, *val], options, full=False)
+    if problems:
+        raise UserError("\n".join(problems))
+    reader = Reader(task, options.spacing, cache={} if options.cache else None)
+    reader.fit_intensity(options.intensity, train)
+    if options.cache:
+        reader.fill([*train, *val])
+    return Data(task, train, val, reader)
+
+
+def model_options(config: Config, channels: int, classes: int, spacing: Sequence[float]) -> Model:
+    """The model's options with nothing left open. Raises UserError where model and data disagree."""
+    options = dataclasses.replace(config.model)
+    for name, found in (("in_channels", channels), ("classes", classes)):
+        if getattr(options, name) is None:
+            setattr(options, name, found)
+        elif getattr(options, name) != found:
+            raise UserError(
+                f"model.{name}={getattr(options, name)}, but the data has {found}; set model.{name}={found}, "
+                f"or model.{name}=null to take the data's"
+            )
+    kernels, strides = geometry.from_spacing(spacing, config.data.patch, len(options.features))
+    if options.kernels == "auto":
+        options.kernels = [list(kernel) for kernel in kernels]
+    if options.strides == "auto":
+        options.strides = [list(stride) for stride in strides]
+    checks.check(dataclasses.replace(config, model=options))
+    return options
+
+
+def model(options: Model, seed: int) -> UNet3D:
+    """The network with weights drawn from `seed`."""
+    torch.manual_seed(seed)
+    return UNet3D(options)
+
+
+def loss(config: Config, classes: int) -> SegmentationLoss:
+    """The loss. Raises UserError where the weights do not match the classes."""
+    weights = config.loss.weights
+    if weights is not None and len(weights) != classes:
+        raise UserError(f"loss.weights={weights}: {classes} classes need {classes} weights")
+    tensor = None if weights is None else torch.tensor(weights)
+    return SegmentationLoss(config.loss.name, tensor, config.loss.batch_dice)
+
+
+def optimizer(options: Optim, network: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over all of the network's parameters."""
+    parameters = network.parameters()
+    betas = (options.betas[0], options.betas[1])
+    match options.name:
+        case "sgd":
+            return torch.optim.SGD(
+                parameters,
+                options.lr,
+                momentum=options.momentum,
+                nesterov=options.momentum > 0,
+                weight_decay=options.weight_decay,
+            )
+        case "adam":
+            return torch.optim.Adam(parameters, options.lr, betas, weight_decay=options.weight_decay)
+        case "adamw":
+            return torch.optim.AdamW(parameters, options.lr, betas, weight_decay=options.weight_decay)
+    raise AssertionError(options.name)
+
+
+def policy(config: Config, device_type: str) -> MemoryPolicy:
+    """Mixed precision and checkpointing."""
+    return MemoryPolicy(device_type, amp_dtype(config.amp_dtype, device_type) if config.amp else None, config.ckpt)
+
+
+def predictor(config: Config, network: nn.Sequential, options: Model, memory: MemoryPolicy) -> Predictor:
+    """The sliding window with the training patch as window."""
+    window = (config.data.patch[0], config.data.patch[1], config.data.patch[2])
+    mirror = tuple(config.data.augment.mirror) if config.inference.mirror else ()
+    return Predictor(network, options, memory, window, config.inference.overlap, mirror)

@@ -1,0 +1,105 @@
+"""The command face of training: one line for a mistake, a run folder and an exit code for a job. Hydra in here."""
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import hydra
+from hydra._internal.utils import get_args_parser  # the only place that knows which flags take a value
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from unet3d import compose
+from unet3d.compose import CONFIG_NAME, VERSION_BASE
+from unet3d.config import Config
+from unet3d.errors import NonFiniteLoss, SnapshotError, UserError
+
+Job = Callable[[Config, Path], None]
+OUT_OF_MEMORY, INTERRUPTED = 5, 130
+
+
+def main(job: Job) -> int:
+    """Check what every job of the command line asks for, then run them. Returns the highest exit code."""
+    OmegaConf.register_new_resolver("uid", _uid, use_cache=True, replace=True)
+    try:
+        arguments = _checked(sys.argv[1:])
+    except UserError as error:
+        return _say(f"error: {error}", error.exit_code)
+    codes: list[int] = []
+
+    @hydra.main(version_base=VERSION_BASE, config_path=str(compose.config_folder()), config_name=CONFIG_NAME)
+    def task(tree: DictConfig) -> None:
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        codes.append(_guarded(job, compose.load(tree), folder))
+
+    sys.argv[1:] = arguments
+    task()
+    return max(codes, default=0)
+
+
+def _checked(arguments: Sequence[str]) -> list[str]:
+    """The arguments to hand to Hydra. Raises UserError before any folder is made."""
+    flags = get_args_parser().parse_args(list(arguments))
+    if flags.cfg or flags.info or flags.help or flags.hydra_help or flags.version or flags.shell_completion:
+        return list(arguments)
+    if flags.multirun:
+        for overrides in compose.sweep(flags.overrides):
+            compose.compose(overrides)
+        return list(arguments)
+    config = compose.compose(flags.overrides)
+    if config.resume is None:
+        return list(arguments)
+    return resumed(Path(config.resume), flags.overrides)
+
+
+def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
+    """The overrides of the run in `folder`, then the new ones, in the same folder. Raises UserError."""
+    told = folder / ".hydra" / "overrides.yaml"
+    if not told.is_file() or not (folder / "checkpoints" / "last.pt").is_file():
+        raise UserError(f"resume={folder}: no run with a snapshot there; give a run folder, outputs/DATE/TIME-ID")
+    before = [str(o) for o in OmegaConf.load(told) if not str(o).startswith("resume=")]
+    arguments = [*before, *overrides]
+    compose.compose(arguments)
+    quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return [*arguments, f"hydra.run.dir='{quoted}'"]
+
+
+def _guarded(job: Job, config: Config, folder: Path) -> int:
+    """Run the job; turn what can be foreseen into a last line, STATUS and an exit code."""
+    try:
+        job(config, folder)
+    except (UserError, SnapshotError, NonFiniteLoss) as error:
+        return _end(folder, f"error: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        return _end(folder, f"interrupted; to go on: python train.py resume={folder}", INTERRUPTED)
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            _end(folder, f"failed: {error!r}", 1)
+            raise
+        traceback.clear_frames(error.__traceback__)
+        return _end(folder, f"out of memory: {str(error).splitlines()[0]}", OUT_OF_MEMORY)
+    return _end(folder, None, 0)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """torch raises OutOfMemoryError for a device, and a plain RuntimeError for the host."""
+    return (
+        isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__ or "can't allocate" in str(error)
+    )
+
+
+def _end(folder: Path, line: str | None, code: int) -> int:
+    (folder / "STATUS").write_text(f"{line or 'done'}\nexit code {code}\n")
+    return _say(line, code) if line else code
+
+
+def _say(line: str, code: int) -> int:
+    print(line, file=sys.stderr)
+    return code
+
+
+def _uid() -> str:
+    import secrets
+
+    return secrets.token_hex(3)

@@ -1,0 +1,56 @@
+"""Progress for a person: a bar on a terminal, else one plain line now and then."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+LINES = 20  # about as many plain lines a run
+
+
+class Console:
+    """A sink that prints."""
+
+    def __init__(self, steps: int, terminal: Terminal | None = None) -> None:
+        self.steps = steps
+        self.terminal = terminal or Terminal()
+        self.every = max(1, steps // LINES)
+        self.started = time.perf_counter()
+        self.bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=self.terminal,
+            disable=not self.terminal.is_terminal,
+        )
+        self.bar.start()
+        self.task = self.bar.add_task("", total=steps, state="")
+
+    def scalars(self, values: Mapping[str, float | int | str | None], step: int) -> None:
+        if "train/loss" in values:
+            loss = f"loss {values['train/loss']:.4f}"
+            self.bar.update(self.task, completed=step, state=loss)
+            if self.bar.disable and (step % self.every == 0 or step == 1):
+                self._line(step, f"{loss}  {values['time/step_s']:.2f} s/step")
+        elif "val/dice_mean" in values:
+            dice = {key: value for key, value in values.items() if key.startswith("val/dice")}
+            self._line(step, "  ".join(f"{key.removeprefix('val/')} {_shown(value)}" for key, value in dice.items()))
+
+    def _line(self, step: int, text: str) -> None:
+        elapsed = time.perf_counter() - self.started
+        self.terminal.print(f"{elapsed:6.0f} s  step {step:>5}/{self.steps}  {text}", highlight=False, soft_wrap=True)
+
+    def image(self, key: str, path: Path, step: int) -> None: ...
+    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None: ...
+    def summary(self, values: Mapping[str, object]) -> None: ...
+
+    def close(self, exit_code: int) -> None:
+        self.bar.stop()
+
+
+def _shown(value: float | int | str | None) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "n/a"

@@ -1,0 +1,94 @@
+"""Random changes to a patch, each drawn from the generator it is given and from nothing else.
+
+Everything spatial is one coordinate field and one resampling, for image and label alike, in millimetres where
+rotation is concerned: voxels are rarely cubes.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from monai.transforms import Compose, RandAdjustContrast, RandGaussianNoise, RandGaussianSmooth, RandScaleIntensity
+from scipy.interpolate import make_interp_spline
+from scipy.spatial.transform import Rotation
+from torch import Tensor
+
+from unet3d.config import Augment
+from unet3d.losses import IGNORE
+
+
+def coordinates(
+    centre: np.ndarray, patch: Sequence[int], spacing: Sequence[float], options: Augment, rng: np.random.Generator
+) -> Tensor | None:
+    """Where in the volume each voxel of the patch comes from: float32 D H W 3 (voxels), or None for a plain crop."""
+    if rng.random() >= options.spatial_p:
+        return None
+    matrix = _affine(spacing, options, rng)
+    axes = [np.arange(n, dtype=np.float32) - (n - 1) / 2 for n in patch]
+    grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
+    field = grid @ matrix.T.astype(np.float32) + centre.astype(np.float32)
+    if options.elastic:
+        field += elastic_field(patch, options.elastic, options.elastic_grid, rng)
+    return torch.from_numpy(field)
+
+
+def _affine(spacing: Sequence[float], options: Augment, rng: np.random.Generator) -> np.ndarray:
+    """Rotation and zoom about the patch's centre, 3x3, in voxels."""
+    angles = rng.uniform(-options.rotation, options.rotation, 3)
+    turn = Rotation.from_euler("xyz", angles, degrees=True).as_matrix()
+    low, high = options.scaling
+    zoom = math.exp(rng.uniform(math.log(low), math.log(high)))  # a zoom by 2 is as likely as one by 1/2
+    to_mm = np.diag(np.asarray(spacing, float))
+    return np.asarray(np.linalg.inv(to_mm) @ turn @ to_mm / zoom)
+
+
+def elastic_field(patch: Sequence[int], std: float, grid: int, rng: np.random.Generator) -> np.ndarray:
+    """Smooth random displacements D H W 3 (voxels): cubic splines through vectors ~ N(0, std) every `grid` voxels.
+
+    Cicek et al. 2016, section 3: std 4 on a grid of 32.
+    """
+    a, b, c = (spline_matrix(n, grid) for n in patch)
+    vectors = rng.normal(0, std, (a.shape[1], b.shape[1], c.shape[1], 3)).astype(np.float32)
+    return np.asarray(np.einsum("ai,bj,ck,ijkd->abcd", a, b, c, vectors, optimize=True))
+
+
+@functools.lru_cache(maxsize=64)
+def spline_matrix(length: int, grid: int) -> np.ndarray:
+    """The linear map from values at control points, `grid` voxels apart and centred, to `length` voxels."""
+    count = max(4, math.ceil((length - 1) / grid) + 2)  # a cubic spline needs four
+    points = (np.arange(count) - (count - 1) / 2) * grid + (length - 1) / 2
+    return np.asarray(make_interp_spline(points, np.eye(count), k=3)(np.arange(length)), dtype=np.float32)
+
+
+def resample(image: Tensor, label: Tensor, field: Tensor) -> tuple[Tensor, Tensor]:
+    """Image C X Y Z (trilinear) and label X Y Z (nearest) at D H W 3; outside the volume 0 and IGNORE."""
+    low = field.reshape(-1, 3).min(0).values.floor().long() - 1
+    high = field.reshape(-1, 3).max(0).values.ceil().long() + 2
+    box = tuple(slice(max(0, int(a)), max(1, int(b))) for a, b in zip(low, high, strict=True))
+    image, label = image[(slice(None), *box)], label[box]
+    if not label.numel():  # the whole patch lies outside
+        return image.new_zeros(len(image), *field.shape[:3]), label.new_full(field.shape[:3], IGNORE)
+    start = torch.tensor([b.start for b in box])
+    size = torch.tensor(label.shape)
+    grid = ((2 * (field - start) + 1) / size - 1).flip(-1)[None]  # grid_sample wants W H D, edges at -1 and 1
+    warped = F.grid_sample(image[None], grid, align_corners=False)[0]
+    shifted = (label - IGNORE).float()[None, None]  # so that the zeros it pads with mean IGNORE
+    classes = F.grid_sample(shifted, grid, mode="nearest", align_corners=False)[0, 0]
+    return warped, classes.to(label.dtype) + IGNORE
+
+
+def intensities(options: Augment) -> Compose:
+    """Noise, blur, contrast and gamma for C D H W patches; `set_random_state` before each call."""
+    blur, gamma = tuple(options.blur), tuple(options.gamma)
+    low, high = options.contrast
+    return Compose(
+        [
+            RandGaussianNoise(prob=options.noise_p, std=options.noise),
+            RandGaussianSmooth(blur, blur, blur, prob=options.blur_p),
+            RandScaleIntensity(factors=(low - 1, high - 1), prob=options.contrast_p),
+            RandAdjustContrast(prob=options.gamma_p, gamma=gamma, retain_stats=True),
+        ]
+    )

@@ -1,0 +1,165 @@
+"""What there is to learn from: a data set on disk as one typed `Task`, whichever of the known layouts it has.
+
+Reads names and JSON, not voxels. Anything but a usable data set raises UserError with the path and the remedy.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unet3d.config import Data
+from unet3d.data import manifest, nifti, phantom, splits
+from unet3d.errors import UserError
+
+
+@dataclass(frozen=True)
+class Case:
+    """One subject: its image files (one a channel, or a single 4D file) and its label map, if it has one."""
+
+    id: str
+    images: tuple[Path, ...]
+    label: Path | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set. `classes` are named by label value, background first; `cases` are sorted by id."""
+
+    name: str
+    channels: tuple[str, ...]
+    classes: tuple[str, ...]
+    ignore: int | None
+    cases: tuple[Case, ...]
+
+
+def read_task(data: Data) -> Task:
+    """The data set that `data` describes. The phantom is generated first where it is absent. Raises UserError."""
+    if data.format == "phantom":
+        return _decathlon(phantom.ensure(data.phantom, Path(data.root or phantom.ROOT)), data)
+    assert data.root is not None, "unet3d.checks asks for it"
+    layouts = {"decathlon": _decathlon, "nnunet": _nnunet, "folders": _folders}
+    return layouts[data.format](Path(data.root), data)
+
+
+def split(task: Task, data: Data) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
+    """The labelled cases as (train, val): by data.split, else data.fold, else data.val_fraction. Raises UserError."""
+    labelled = {case.id: case for case in task.cases if case.label is not None}
+    if len(labelled) < 2:
+        raise UserError(f"{task.name}: {len(labelled)} labelled cases; training and validation need one each")
+    ids = sorted(labelled)
+    if data.split is not None:
+        train, val = splits.listed(ids, manifest.read(Path(data.split)), data.split)
+    elif data.fold is not None:
+        train, val = splits.fold(ids, data.folds, data.fold)
+    else:
+        train, val = splits.fraction(ids, data.val_fraction)
+    return tuple(labelled[name] for name in train), tuple(labelled[name] for name in val)
+
+
+def _decathlon(root: Path, data: Data) -> Task:
+    """Medical Segmentation Decathlon: dataset.json lists the files; several channels are one 4D image."""
+    where = root / "dataset.json"
+    content = manifest.read(where)
+    if "channel_names" in content and "modality" not in content:
+        raise UserError(f"{where} is in nnU-Net's format; read it with data=nnunet")
+    entries = manifest.field(content, "training", list, where)
+    modality = manifest.numbered(manifest.field(content, "modality", dict, where), "modality", where)
+    labels = manifest.numbered(manifest.field(content, "labels", dict, where), "labels", where)
+    return Task(
+        name=str(content.get("name", root.name)),
+        channels=manifest.in_order(modality, "modality", where),
+        classes=manifest.classes(labels, data.ignore, where),
+        ignore=data.ignore,
+        cases=_sorted((_decathlon_case(root, entry, where) for entry in entries), where),
+    )
+
+
+def _decathlon_case(root: Path, entry: Any, where: Path) -> Case:
+    if not isinstance(entry, dict) or "image" not in entry:
+        raise UserError(f'{where}: {entry!r} in "training" is not {{"image": path, "label": path}}')
+    image = manifest.inside(root, entry["image"], where)
+    label = manifest.inside(root, entry["label"], where) if "label" in entry else None
+    return Case(nifti.stem(image), (image,), label)
+
+
+def _nnunet(root: Path, data: Data) -> Task:
+    """nnU-Net raw: imagesTr/<case>_<channel>, one file a channel, and labelsTr/<case>."""
+    where = root / "dataset.json"
+    content = manifest.read(where)
+    ending = manifest.field(content, "file_ending", str, where)
+    if ending not in nifti.SUFFIXES:
+        raise UserError(f'{where}: "file_ending" is {ending}; convert the volumes to {" or ".join(nifti.SUFFIXES)}')
+    names = manifest.numbered(manifest.field(content, "channel_names", dict, where), "channel_names", where)
+    channels = manifest.in_order(names, "channel_names", where)
+    labels = manifest.by_value(manifest.field(content, "labels", dict, where), where)
+    ignore = next((value for value, name in labels.items() if name == "ignore"), data.ignore)
+    if data.ignore not in (None, ignore):
+        raise UserError(f"data.ignore={data.ignore}, but {where} says {ignore}; leave data.ignore unset")
+    return Task(
+        name=str(content.get("name", root.name)),
+        channels=channels,
+        classes=manifest.classes(labels, ignore, where),
+        ignore=ignore,
+        cases=_nnunet_cases(root, [f"_{channel:04d}{ending}" for channel in range(len(channels))], ending),
+    )
+
+
+def _nnunet_cases(root: Path, endings: list[str], ending: str) -> tuple[Case, ...]:
+    """Every case with a label or an image; files that are missing among them are found when they are opened."""
+    labels = {nifti.stem(path): path for path in _volumes(root / "labelsTr") if path.name.endswith(ending)}
+    images = {_without_channel(nifti.stem(path)) for path in _volumes(root / "imagesTr")}
+    cases = (
+        Case(name, tuple(root / "imagesTr" / f"{name}{end}" for end in endings), labels.get(name))
+        for name in {*labels, *images}
+    )
+    return _sorted(cases, root / "imagesTr")
+
+
+def _folders(root: Path, data: Data) -> Task:
+    """Two folders with equal names; an image may be split into <case>_0000, <case>_0001 ..., one a channel."""
+    assert data.classes is not None, "unet3d.checks asks for them"
+    images, labels = root / data.images, root / data.labels
+    cases = _folder_cases(images, labels)
+    first = cases[0]
+    count = len(first.images) if len(first.images) > 1 else nifti.channels(nifti.open_image(first.id, first.images[0]))
+    classes = manifest.classes(dict(enumerate(data.classes)), data.ignore, "data.classes")
+    return Task(root.name, tuple(f"channel_{c}" for c in range(count)), classes, data.ignore, cases)
+
+
+def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:
+    found = _sorted((Case(nifti.stem(path), (), path) for path in _volumes(labels)), labels)
+    maps = {case.id: case.label for case in found}
+    grouped: dict[str, list[Path]] = {}
+    for path in _volumes(images):
+        # A name such as scan_2019 ends like a channel; it is one only if no label has the whole name.
+        name = nifti.stem(path) if nifti.stem(path) in maps else _without_channel(nifti.stem(path))
+        grouped.setdefault(name, []).append(path)
+    alone = sorted({*maps} - {*grouped})
+    if alone:
+        raise UserError(f"{maps[alone[0]]}: no image of that name in {images}; add it or take the label away")
+    return _sorted((Case(name, tuple(paths), maps.get(name)) for name, paths in grouped.items()), images)
+
+
+def _volumes(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; check data.root, data/README.md shows the layouts")
+    # Hidden files are skipped: archives made on a Mac hold a `._name.nii.gz` beside each volume.
+    return sorted(p for p in folder.iterdir() if p.name.endswith(nifti.SUFFIXES) and not p.name.startswith("."))
+
+
+def _without_channel(stem: str) -> str:
+    return re.sub(r"_\d{4}$", "", stem)
+
+
+def _sorted(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
+    """The cases by id, of which there must be one, and each only once."""
+    by_id: dict[str, Case] = {}
+    for case in cases:
+        if case.id in by_id:
+            raise UserError(f"{where}: two cases are called {case.id}; rename one of them")
+        by_id[case.id] = case
+    if not by_id:
+        raise UserError(f"{where}: lists no case; there must be at least two with labels")
+    return tuple(by_id[name] for name in sorted(by_id))

@@ -1,0 +1,162 @@
+"""Everything that is wrong with a data set, at once, before a run finds one fault after the other.
+
+A line reads `<case>: <path>: <what is wrong; what to do>`. Lines that begin with "warning: " keep no run from starting.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+from nibabel.affines import voxel_sizes
+
+from unet3d.config import Data
+from unet3d.data import nifti, volumes
+from unet3d.data.cases import Case, Task, split
+from unet3d.errors import UserError
+
+WARNING = "warning: "
+SHEAR = 1e-3  # cosine of the angle between two axes that counts as a right one
+
+
+@dataclass(frozen=True)
+class Content:
+    """What the voxels of a case hold: a digest of its image, and which label values occur."""
+
+    digest: bytes
+    labels: frozenset[int]
+
+
+def check_cases(task: Task, cases: Sequence[Case], data: Data, full: bool) -> list[str]:
+    """All problems of all `cases`, a line each, with those of the split into train and val at the end.
+
+    The quick pass reads headers alone: missing, truncated or foreign files, sizes, channels, geometry. `full` reads the
+    voxels too: damage, NaN, labels that are no class, images that occur in both parts, classes that do not occur.
+    """
+    lines = []
+    contents: dict[str, Content] = {}
+    for case in cases:
+        opened, found = _headers(task, case)
+        lines += [str(error) for error in found] + [WARNING + text for text in _oddities(case, opened)]
+        if full and not found:
+            content, errors = _content(task, case, opened)
+            lines += errors
+            contents |= content
+    try:
+        train, val = split(task, data)
+    except UserError as error:
+        return [*lines, str(error)]
+    return [*lines, *_leaks(train, val, contents), *_absences(task, train, val, contents)]
+
+
+def summary(task: Task, train: Sequence[Case], val: Sequence[Case]) -> list[str]:
+    """A few plain lines about a data set that `check_cases` finds sound. Raises UserError for an unreadable file."""
+    opened = (nifti.open_image(case.id, case.images[0]) for case in task.cases)
+    grids = [volumes.canonical_grid(image) for image in opened]
+    unlabelled = sum(case.label is None for case in task.cases)
+    return [
+        f"{task.name}: {len(task.cases)} cases: {len(train)} train, {len(val)} val, {unlabelled} without labels",
+        f"channels: {', '.join(task.channels)}",
+        f"classes: {', '.join(f'{value} {name}' for value, name in enumerate(task.classes))}"
+        + ("" if task.ignore is None else f"; {task.ignore} is ignored"),
+        f"size (voxels): {_range([grid.shape for grid in grids])}",
+        f"spacing (mm): {_range([grid.spacing for grid in grids])}",
+    ]
+
+
+def _range(triples: Sequence[Sequence[float]]) -> str:
+    """The median of each axis, with the smallest and largest where they differ."""
+    low, middle, high = (
+        " x ".join(f"{value:.4g}" for value in row)
+        for row in np.quantile(triples, (0, 0.5, 1), axis=0, method="nearest")
+    )
+    return middle if low == high else f"{middle} (median), from {low} to {high}"
+
+
+def _headers(task: Task, case: Case) -> tuple[dict[Path, nib.Nifti1Image], list[UserError]]:
+    """The files that could be opened, and everything wrong that their headers show."""
+    opened, found = {}, []
+    for path in (*case.images, case.label) if case.label else case.images:
+        try:
+            opened[path] = nifti.open_image(case.id, path)
+        except UserError as error:
+            found.append(error)
+    found += volumes.contradictions(case, opened)
+    count = sum(nifti.channels(opened[path]) for path in case.images if path in opened)
+    if not found and count != len(task.channels):
+        what = f"has {count} channels, the data set {len(task.channels)} ({', '.join(task.channels)}); make them agree"
+        found.append(nifti.problem(case.id, case.images[0], what))
+    return opened, found
+
+
+def _oddities(case: Case, opened: Mapping[Path, nib.Nifti1Image]) -> Iterator[str]:
+    """What may be right but often is not."""
+    if case.label is None:
+        yield f"{case.id}: {case.images[0]}: has no label map; it is neither learned from nor scored"
+    for path, image in opened.items():
+        for what in _geometry_oddities(image):
+            yield f"{case.id}: {path}: {what}"
+
+
+def _geometry_oddities(image: nib.Nifti1Image) -> Iterator[str]:
+    header = image.header
+    axes = image.affine[:3, :3] / voxel_sizes(image.affine)
+    if np.abs(axes.T @ axes - np.eye(3)).max() > SHEAR:
+        yield "its grid is sheared; it is used as if its axes were at right angles"
+    sform, qform = header.get_sform(coded=True)[0], header.get_qform(coded=True)[0]
+    if sform is None and qform is None:
+        yield "neither sform nor qform is set: which side is left is a guess; set one"
+    elif sform is not None and qform is not None and not np.allclose(sform, qform, atol=0.01):
+        yield "sform and qform differ; the sform is used"
+    unit = header.get_xyzt_units()[0]
+    if unit not in ("mm", "unknown"):
+        yield f"lengths are in {unit}; they are taken for mm, in data.spacing and in distances"
+
+
+def _content(task: Task, case: Case, opened: Mapping[Path, nib.Nifti1Image]) -> tuple[dict[str, Content], list[str]]:
+    """What the voxels hold, by the case's id, if they can be read; and what is wrong with them."""
+    errors = []
+    digest = hashlib.blake2b()
+    labels = frozenset[int]()
+    for path, image in opened.items():
+        try:
+            if path == case.label:
+                label = volumes.read_label(case.id, path, image, len(task.classes), task.ignore)
+                labels = frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
+            else:
+                digest.update(volumes.read_image(case.id, path, image).tobytes())
+        except UserError as error:
+            errors.append(str(error))
+    if errors:
+        return {}, errors
+    if case.label and labels <= {0, task.ignore}:
+        errors.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
+    return {case.id: Content(digest.digest(), labels)}, errors
+
+
+def _leaks(train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:
+    """Cases held out that training sees under another name: the same file, also by a link, or the same voxels."""
+    files = {path.resolve(): case.id for case in train for path in case.images}
+    digests = {contents[case.id].digest: case.id for case in train if case.id in contents}
+    for case in val:
+        twins = [files.get(path.resolve()) for path in case.images]
+        if case.id in contents:
+            twins.append(digests.get(contents[case.id].digest))
+        twin = next((name for name in twins if name), None)
+        if twin:
+            yield f"{case.id}: {case.images[0]}: is held out, but training sees the same image as {twin}; take one out"
+
+
+def _absences(task: Task, train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:
+    """Classes that do not occur in a part all of whose cases were read."""
+    for part, cases in (("train", train), ("val", val)):
+        if not all(case.id in contents for case in cases):
+            continue
+        present = frozenset[int]().union(*(contents[case.id].labels for case in cases))
+        absent = [name for value, name in enumerate(task.classes) if value and value not in present]
+        if len(absent) == len(task.classes) - 1 and part == "train":
+            yield f"{task.name}: no foreground in any training case; there is nothing to learn, check the label maps"
+        elif absent:
+            yield f"{WARNING}{task.name}: {', '.join(absent)} in no {part} case; its score will mean nothing there"

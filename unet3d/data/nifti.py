@@ -1,0 +1,160 @@
+"""One NIfTI file: refused from its header before memory is taken, read in full, written atomically.
+
+Every UserError names the case and the file. Takes .nii and .nii.gz, NIfTI-1 and -2; the affine is the sform, else the
+qform, as nibabel has it. The writer copies an image's geometry field by field, and nothing that could name a patient.
+"""
+
+import gzip
+import os
+import zlib
+from math import prod
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+from nibabel.filebasedimages import ImageFileError
+from nibabel.openers import ImageOpener
+from nibabel.spatialimages import HeaderDataError
+
+from unet3d.errors import UserError
+
+SUFFIXES = (".nii.gz", ".nii")
+# A case is held in memory: 2^31 voxels are 8 GiB as float32, four times the largest whole-body CT.
+MAX_VOXELS = 2**31
+# Deflate cannot shrink further than this: a file that claims more voxels than it can hold lies.
+MAX_DEFLATE = 1032
+CHUNK = 2**20
+READ_ERRORS = (
+    OSError,
+    EOFError,
+    ValueError,
+    zlib.error,
+    ImageFileError,
+    HeaderDataError,
+)
+GEOMETRY = (
+    *("qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z"),
+    *("srow_x", "srow_y", "srow_z", "xyzt_units"),
+)
+
+
+def problem(case: str, path: Path, what: str) -> UserError:
+    """The error for a file: which case, which file, what is wrong and what to do."""
+    return UserError(f"{case}: {path}: {what}")
+
+
+def stem(path: Path) -> str:
+    """The file's name without .nii or .nii.gz."""
+    return next((path.name.removesuffix(suffix) for suffix in SUFFIXES if path.name.endswith(suffix)), path.name)
+
+
+def open_image(case: str, path: Path) -> nib.Nifti1Image:
+    """The file with its header checked, its voxels unread. Raises UserError."""
+    _check_file(case, path)
+    try:
+        image = nib.load(path, mmap=False)
+        with ImageOpener(str(path)) as stream:
+            raw = type(image.header).from_fileobj(stream, check=False)  # as stored: load turns a pixdim of 0 into 1
+    except READ_ERRORS as error:
+        raise problem(case, path, f"not readable as NIfTI ({error}); replace the file") from error
+    _check_size(case, path, image)
+    _check_geometry(case, path, image, raw["pixdim"][1:4])
+    return image
+
+
+def size(image: nib.Nifti1Image) -> tuple[int, int, int]:
+    """Voxels along the three axes of space, as in the file."""
+    x, y, z = image.shape[:3]
+    return x, y, z
+
+
+def channels(image: nib.Nifti1Image) -> int:
+    """Length of the fourth axis, 1 where there is none."""
+    return prod(image.shape[3:])
+
+
+def read_array(case: str, path: Path, image: nib.Nifti1Image) -> np.ndarray:
+    """All voxels (X, Y, Z) or (X, Y, Z, C), scaled by the header's slope and intercept. Raises UserError if damaged."""
+    try:
+        voxels = _inflated(path, image) if path.name.endswith(".gz") else image
+        array: np.ndarray = np.asanyarray(voxels.dataobj)
+    except READ_ERRORS as error:
+        raise problem(case, path, f"damaged ({error}); replace the file") from error
+    return array.reshape(*image.shape[:3], -1) if channels(image) > 1 else array.reshape(image.shape[:3])
+
+
+def _check_file(case: str, path: Path) -> None:
+    if not path.name.endswith(SUFFIXES):
+        raise problem(case, path, f"is no {' or '.join(SUFFIXES)} file; convert it")
+    if not path.is_file():
+        raise problem(case, path, "no such file; restore it or take the case out")
+    if not path.stat().st_size:
+        raise problem(case, path, "is empty; replace the file")
+    with path.open("rb") as stream:
+        if path.name.endswith(".gz") and stream.read(2) != b"\x1f\x8b":
+            raise problem(case, path, "is not gzip-compressed, whatever its name says; rename or replace it")
+
+
+def _check_size(case: str, path: Path, image: nib.Nifti1Image) -> None:
+    shape, kind = image.shape, image.get_data_dtype()
+    if len(shape) < 3 or min(shape) < 1 or sum(n > 1 for n in shape[3:]) > 1:
+        raise problem(case, path, f"has shape {shape}; a volume is X,Y,Z or, with channels, X,Y,Z,C")
+    if kind.kind not in "iuf":
+        raise problem(case, path, f"stores {kind}; convert the voxels to integers or floats")
+    if prod(shape) > MAX_VOXELS:
+        raise problem(
+            case, path, f"claims {prod(shape):,} voxels, more than {MAX_VOXELS:,}; replace, crop or resample it"
+        )
+    claimed = image.dataobj.offset + prod(shape) * kind.itemsize
+    held = path.stat().st_size * (MAX_DEFLATE if path.name.endswith(".gz") else 1)
+    if claimed > held:
+        raise problem(case, path, f"claims {claimed:,} bytes but holds {held:,} at most: truncated; replace the file")
+
+
+def _check_geometry(case: str, path: Path, image: nib.Nifti1Image, zooms: np.ndarray) -> None:
+    if not np.isfinite(zooms).all() or not zooms.all():
+        raise problem(case, path, f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header")
+    matrix = image.affine[:3, :3]
+    if (
+        not np.isfinite(image.affine).all()
+        or abs(np.linalg.det(matrix)) <= 1e-6 * np.linalg.norm(matrix, axis=0).prod()
+    ):
+        raise problem(case, path, f"has the affine {image.affine.tolist()}, which maps no volume; mend its sform")
+
+
+def _inflated(path: Path, image: nib.Nifti1Image) -> nib.Nifti1Image:
+    """The image in memory. Reads to the end of the stream, where the CRC stands: nibabel stops before it."""
+    with gzip.open(path) as stream:
+        content = stream.read(image.dataobj.offset + prod(image.shape) * image.get_data_dtype().itemsize)
+        while stream.read(CHUNK):
+            pass
+    return type(image).from_bytes(content)
+
+
+def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
+    """Write integer labels (X, Y, Z), which lie on the grid of the image `like`, with its geometry to the bit.
+
+    uint8, or uint16 where a label needs it; unscaled. Atomic: `path` is absent, or as it was, or complete.
+    """
+    source = open_image(stem(path), like)
+    assert labels.shape == size(source), f"{labels.shape} labels for a grid of {size(source)}"
+    header = type(source.header)()
+    for name in GEOMETRY:
+        header[name] = source.header[name]
+    header["pixdim"][:4] = source.header["pixdim"][:4]
+    kind = np.uint8 if labels.max() < 256 else np.uint16
+    header.set_data_dtype(kind)
+    replace(path, type(source)(labels.astype(kind), None, header))
+
+
+def replace(path: Path, image: nib.Nifti1Image) -> None:
+    """Write `image` to `path` (.nii or .nii.gz) through a temporary file beside it. Same image, same bytes."""
+    content = image.to_bytes()
+    if path.name.endswith(".gz"):
+        content = gzip.compress(content, mtime=0)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,102 @@
+"""Patches from volumes. A patch is a pure function of the seed and its place in the run, whoever computes it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from monai.data import set_track_meta
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from unet3d.config import Data
+from unet3d.data import augment
+from unet3d.losses import IGNORE
+
+MOST_VOXELS = 10_000  # remembered of each class as patch centres
+
+
+class Place(NamedTuple):
+    """A patch's place in the run."""
+
+    micro_batch: int
+    slot: int
+    case: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A training case, normalised, with the voxels that patches may be centred on."""
+
+    case: str
+    image: Tensor  # C X Y Z, float32
+    label: Tensor  # X Y Z, int16; unlabelled voxels are IGNORE
+    spacing: tuple[float, float, float]  # mm
+    foreground: tuple[np.ndarray, ...]  # (n, 3) voxel indices of each foreground class that is there
+
+
+def prepare(
+    case: str, image: np.ndarray, label: np.ndarray, spacing: tuple[float, float, float], ignore: int | None
+) -> Prepared:
+    """From a normalised image C X Y Z and its label map X Y Z."""
+    classes = label.astype(np.int16)
+    if ignore is not None:
+        classes[label == ignore] = IGNORE
+    found = [np.argwhere(classes == k) for k in np.unique(classes) if k > 0]
+    thinned = tuple(voxels[:: max(1, len(voxels) // MOST_VOXELS)].astype(np.int32) for voxels in found)
+    return Prepared(case, torch.from_numpy(image), torch.from_numpy(classes), spacing, thinned)
+
+
+class Patches(Dataset[tuple[Tensor, Tensor, str]]):
+    """Maps a `Place` to (image C D H W, label D H W, case id)."""
+
+    def __init__(self, read: Callable[[int], Prepared], options: Data, seed: int) -> None:
+        self.read = read
+        self.options = options
+        self.seed = seed
+        set_track_meta(False)
+        self.intensities = augment.intensities(options.augment)
+
+    def __getitem__(self, place: Place) -> tuple[Tensor, Tensor, str]:
+        # PCG64 seeded by the place: no state is kept, so nothing has to be saved or replayed.
+        rng = np.random.default_rng([self.seed, place.micro_batch, place.slot])
+        case = self.read(place.case)
+        centre = choose_centre(case, self.options.patch, self.options.foreground, rng)
+        field = augment.coordinates(centre, self.options.patch, case.spacing, self.options.augment, rng)
+        if field is None:
+            image, label = crop(case.image, case.label, centre, self.options.patch)
+        else:
+            image, label = augment.resample(case.image, case.label, field)
+        flips = [axis for axis in self.options.augment.mirror if rng.random() < 0.5]
+        image, label = image.flip([axis + 1 for axis in flips]), label.flip(flips)
+        self.intensities.set_random_state(seed=int(rng.integers(2**32)))
+        return torch.as_tensor(self.intensities(image)).float(), label.contiguous(), case.case
+
+
+def choose_centre(case: Prepared, patch: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:
+    """Centre of a patch (voxels, may lie between two): on a voxel of a random foreground class, or anywhere.
+
+    The patch stays inside the volume; along axes where it is longer, the volume lies in its middle.
+    """
+    shape, size = np.array(case.label.shape), np.array(patch)
+    anywhere = rng.random(3)
+    start = np.floor(anywhere * (np.maximum(shape - size, 0) + 1))
+    if rng.random() < foreground and case.foreground:
+        voxels = case.foreground[rng.integers(len(case.foreground))]
+        start = voxels[rng.integers(len(voxels))] - size // 2
+    start = np.where(shape > size, np.clip(start, 0, np.maximum(shape - size, 0)), -((size - shape) // 2))
+    return np.asarray(start + (size - 1) / 2)
+
+
+def crop(image: Tensor, label: Tensor, centre: np.ndarray, patch: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The patch around `centre`; outside the volume 0 and IGNORE."""
+    start = np.rint(centre - (np.array(patch) - 1) / 2).astype(int)
+    stop = start + patch
+    inside = tuple(slice(max(0, a), min(b, n)) for a, b, n in zip(start, stop, label.shape, strict=True))
+    into = tuple(slice(s.start - a, s.stop - a) for s, a in zip(inside, start, strict=True))
+    patch_image = image.new_zeros(len(image), *patch)
+    patch_label = label.new_full(tuple(patch), IGNORE)
+    patch_image[(slice(None), *into)] = image[(slice(None), *inside)]
+    patch_label[into] = label[inside]
+    return patch_image, patch_label

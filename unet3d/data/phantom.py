@@ -1,0 +1,169 @@
+"""The embedded data set: abdomen-like volumes with labels, in Decathlon's layout. Same options, same bytes.
+
+An organ (1) holds a branching vessel (2) and dark lesions (3). Structures outside of it look like each of them and are
+background: a voxel's class follows from its surroundings, not from its value.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+from scipy.ndimage import gaussian_filter
+from scipy.spatial import cKDTree
+from scipy.spatial.transform import Rotation
+
+from unet3d.config import Phantom
+from unet3d.data import nifti
+
+ROOT = Path("data/phantom")
+VERSION = 1  # goes up with every change of what is generated
+CLASSES = ("background", "organ", "vessel", "lesion")
+SPACING = (1.0, 1.0, 2.5)  # mm, as coarse along z as many a clinical scan
+AIR, BODY, ORGAN, VESSEL, LESION = 0.02, 0.45, 0.75, 1.15, 0.22
+JITTER = 0.02  # std of each structure's intensity from case to case
+NOISE = 0.03  # of each of the two channels whose magnitude is Rician
+WARP = 0.06
+VESSEL_RADIUS = 0.12  # this and lengths below: 1 is half the volume
+BLOB_RADIUS = (0.17, 0.25)
+GAP = 0.03  # between structures
+BIAS = 0.10  # std of the logarithm of the multiplicative field
+
+
+def ensure(options: Phantom, parent: Path) -> Path:
+    """The data set's folder below `parent`, named after the options. It is complete, or generated as a whole."""
+    shape = "x".join(map(str, options.shape))
+    folder = parent / f"v{VERSION}-{options.cases}x{shape}-seed{options.seed}"
+    if folder.is_dir():
+        return folder
+    temporary = parent / f".{folder.name}.{os.getpid()}.tmp"
+    try:
+        generate(options, temporary)
+        os.rename(temporary, folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was faster, and its bytes are the same
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def generate(options: Phantom, folder: Path) -> None:
+    """Write dataset.json, imagesTr and labelsTr to the new `folder`."""
+    entries = []
+    for sub in ("imagesTr", "labelsTr"):
+        (folder / sub).mkdir(parents=True)
+    for index in range(options.cases):
+        image, label = draw(np.random.default_rng([options.seed, index]), options.shape)
+        entry = {"image": f"imagesTr/phantom_{index:03d}.nii.gz", "label": f"labelsTr/phantom_{index:03d}.nii.gz"}
+        nifti.replace(folder / entry["image"], _volume(np.rint(1000 * image).astype(np.int16)))
+        nifti.replace(folder / entry["label"], _volume(label))
+        entries.append(entry)
+    content = {
+        "name": "Phantom",
+        "description": "Generated: no patient, no licence",
+        "modality": {"0": "MRI"},
+        "labels": {str(value): name for value, name in enumerate(CLASSES)},
+        "numTraining": options.cases,
+        "training": entries,
+    }
+    (folder / "dataset.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def draw(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """One case: image float64 (X, Y, Z), air near 0 and vessels near 1; label uint8 (X, Y, Z)."""
+    points = _points(shape) + WARP * np.stack([_smooth(rng, shape, 0.12) for _ in range(3)])
+    pose = Rotation.from_rotvec(rng.normal(0, 0.25, 3))
+    centre = rng.uniform((-0.2, -0.3, -0.1), (0.2, 0.0, 0.1))
+    radii = rng.uniform((0.60, 0.48, 0.62), (0.72, 0.56, 0.76))
+    body = _ellipsoid(points, np.zeros(3), np.array((0.94, 0.88, 1.5)), Rotation.identity())
+    spine = _tube(points, np.linspace((0, 0.6, -1.2), (0, 0.6, 1.2), 60), 0.16)
+    organ = np.maximum(_ellipsoid(points, centre, radii, pose), GAP - np.minimum(-body, spine))
+    vessel = np.maximum(_tube(points, centre + pose.apply(radii * _tree(rng)), VESSEL_RADIUS), organ + GAP)
+    lesions = _blobs(rng, points, np.minimum(-organ, vessel) - GAP, int(rng.integers(1, 4)))
+    others = _blobs(rng, points, np.minimum.reduce([-body, organ, spine]) - GAP, 5)
+    layers = [(body, BODY), (spine, VESSEL), (organ, ORGAN), (vessel, VESSEL), *((ball, LESION) for ball in lesions)]
+    layers += zip(others, (LESION, LESION, VESSEL, LESION, ORGAN), strict=False)
+    label = np.zeros(organ.shape, np.uint8)
+    for value, distance in enumerate((organ, vessel, np.minimum.reduce(lesions)), start=1):
+        label[distance < 0] = value
+    return _scanned(rng, _painted(rng, layers)), label
+
+
+def _painted(rng: np.random.Generator, layers: Sequence[tuple[np.ndarray, float]]) -> np.ndarray:
+    """Each layer's tone, jittered alike wherever it occurs, where its distance is negative; borders share a voxel."""
+    tones = {tone: tone + JITTER * rng.standard_normal() for tone in (BODY, ORGAN, VESSEL, LESION)}
+    image = np.full(layers[0][0].shape, AIR)
+    for distance, tone in layers:
+        share = np.clip(0.5 - distance * len(image) / 2, 0, 1)
+        image += share * (tones[tone] - image)
+    return image
+
+
+def _scanned(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
+    """What a scanner makes of it: blur, a smooth gain, and the magnitude of a noisy complex signal."""
+    blurred = gaussian_filter(image, (0.4, 0.4, 0.2)) * np.exp(BIAS * _smooth(rng, image.shape, 0.3))
+    real, imaginary = NOISE * rng.standard_normal((2, *image.shape))
+    magnitude: np.ndarray = np.hypot(blurred + real, imaginary)
+    return magnitude
+
+
+def _points(shape: Sequence[int]) -> np.ndarray:
+    """Voxel centres (3, X, Y, Z) in [-1, 1]: structures keep their proportions in any shape."""
+    return np.stack(np.meshgrid(*((np.arange(n) + 0.5) / n * 2 - 1 for n in shape), indexing="ij"))
+
+
+def _smooth(rng: np.random.Generator, shape: Sequence[int], width: float) -> np.ndarray:
+    """A random field of unit std that varies over `width` (share of each length)."""
+    field: np.ndarray = gaussian_filter(rng.standard_normal(shape), [width * n for n in shape], mode="nearest")
+    return np.asarray((field - field.mean()) / field.std())
+
+
+def _ellipsoid(points: np.ndarray, centre: np.ndarray, radii: np.ndarray, pose: Rotation) -> np.ndarray:
+    """Distance to its surface (X, Y, Z), negative inside; exact for a ball."""
+    offset = np.tensordot(pose.inv().as_matrix(), points - centre[:, None, None, None], 1)
+    norm = np.linalg.norm(offset / radii[:, None, None, None], axis=0)
+    return np.asarray((norm - 1) * radii.min())
+
+
+def _tree(rng: np.random.Generator) -> np.ndarray:
+    """Points (N, 3) on a winding trunk and a branch, in the unit ball."""
+    t = np.linspace(-0.8, 0.8, 60)
+    phase = rng.uniform(0, 2 * np.pi)
+    trunk = np.stack([t, 0.2 + 0.25 * np.sin(2.5 * t + phase), 0.25 * np.cos(2.5 * t + phase)], axis=1)
+    away = np.array([0.6, -np.sin(phase), -np.cos(phase)])
+    branch = trunk[25] + np.linspace(0, 0.7, 40)[:, None] * away
+    return np.concatenate([trunk, branch])
+
+
+def _tube(points: np.ndarray, axis: np.ndarray, radius: float) -> np.ndarray:
+    """Distance to the surface of a tube around the points `axis` (N, 3), negative inside."""
+    distance, _ = cKDTree(axis).query(np.moveaxis(points, 0, -1))
+    return np.asarray(distance - radius)
+
+
+def _blobs(rng: np.random.Generator, points: np.ndarray, room: np.ndarray, count: int) -> list[np.ndarray]:
+    """Distances to `count` balls that do not touch; `room` (X, Y, Z) is the largest radius possible at each voxel."""
+    balls: list[np.ndarray] = []
+    for radius in rng.uniform(*BLOB_RADIUS, size=count):
+        fitting = np.flatnonzero(room > radius)
+        if balls and not fitting.size:
+            break
+        chosen = rng.choice(fitting) if fitting.size else room.argmax()
+        size = min(radius, room.flat[chosen])
+        centre = points.reshape(3, -1)[:, chosen]
+        balls.append(_ellipsoid(points, centre, np.full(3, size), Rotation.identity()))
+        room = np.minimum(room, balls[-1] - GAP)
+    return balls
+
+
+def _volume(voxels: np.ndarray) -> nib.Nifti1Image:
+    """NIfTI with axes towards left, posterior, superior, as scanners store them, and its centre at 0 mm."""
+    affine = np.diag([-SPACING[0], -SPACING[1], SPACING[2], 1])
+    affine[:3, 3] = -affine[:3, :3] @ (np.subtract(voxels.shape, 1) / 2)
+    image = nib.Nifti1Image(voxels, affine)
+    image.header.set_xyzt_units("mm")
+    return image

@@ -1,0 +1,63 @@
+"""From a case on disk to tensors ready for the network, kept in memory if there is room."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from unet3d.data.cases import Case, Task
+from unet3d.data.intensity import Intensity, normalise, rules
+from unet3d.data.patches import Prepared, prepare
+from unet3d.data.volumes import Volume, read_volume
+from unet3d.errors import UserError
+
+
+@dataclass
+class Reader:
+    """Call it with a case. `cache` None: read from disk each time."""
+
+    task: Task
+    spacing: list[float] | None
+    intensity: tuple[Intensity, ...] = ()
+    cache: dict[str, Prepared] | None = field(default_factory=dict, repr=False)
+
+    def __call__(self, case: Case) -> Prepared:
+        if self.cache is None:
+            return self._prepare(case)
+        if case.id not in self.cache:
+            self.cache[case.id] = self._prepare(case)
+        return self.cache[case.id]
+
+    def raw(self, case: Case) -> Volume:
+        """The volume as stored, but for orientation and spacing."""
+        return read_volume(case, len(self.task.classes), self.task.ignore, self.spacing)
+
+    def fit_intensity(self, choice: str, train: Sequence[Case]) -> None:
+        """Settle the normalisation from the training cases."""
+        self.intensity = rules(choice, self.task.channels, self._foreground(train))
+
+    def fill(self, cases: Sequence[Case]) -> None:
+        """Read every case now. Raises UserError that lists all that cannot be used."""
+        problems = []
+        for case in cases:
+            try:
+                self(case)
+            except UserError as error:
+                problems.append(str(error))
+        if problems:
+            raise UserError("\n".join(problems))
+
+    def _prepare(self, case: Case) -> Prepared:
+        volume = self.raw(case)
+        assert volume.label is not None, case.id
+        image = normalise(volume.image, self.intensity)
+        return prepare(volume.case, image, volume.label, volume.spacing, self.task.ignore)
+
+    def _foreground(self, cases: Sequence[Case]) -> Iterator[np.ndarray]:
+        for case in cases:
+            volume = self.raw(case)
+            assert volume.label is not None, case.id
+            learned = volume.label > 0
+            if self.task.ignore is not None:
+                learned &= volume.label != self.task.ignore
+            yield volume.image[:, learned]

@@ -1,0 +1,198 @@
+"""A case as arrays on one grid (RAS+ axes, the asked spacing, exact labels), and predictions back on the file's grid.
+
+Nothing is mended in silence: files of a case that contradict each other, voxels that are not finite and labels that are
+no class raise UserError with the case, the file and what to do.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+from nibabel.affines import apply_affine, voxel_sizes
+from scipy import ndimage
+
+from unet3d.data import nifti
+from unet3d.data.cases import Case
+from unet3d.data.nifti import save_labels
+from unet3d.errors import UserError
+
+SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
+SAME_SPACING = 1e-3  # relative
+# Cubic for images: linear blurs, by how much depending on where the new voxels fall. What cubic overshoots is clipped.
+CUBIC, LINEAR, NEAREST = 3, 1, 0
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Where voxels lie: `shape` (X, Y, Z) and `affine` (4, 4), from voxel indices to mm."""
+
+    shape: tuple[int, int, int]
+    affine: np.ndarray
+
+    @property
+    def spacing(self) -> tuple[float, float, float]:
+        """Voxel size along the three axes (mm)."""
+        x, y, z = voxel_sizes(self.affine).tolist()
+        return x, y, z
+
+
+@dataclass(frozen=True, eq=False)
+class Volume:
+    """A case: `image` float32 (C, X, Y, Z), `label` uint8 or uint16 (X, Y, Z), and where both lie (mm)."""
+
+    case: str
+    image: np.ndarray
+    label: np.ndarray | None
+    affine: np.ndarray
+    spacing: tuple[float, float, float]
+
+
+def read_volume(case: Case, classes: int, ignore: int | None, spacing: Sequence[float] | None) -> Volume:
+    """The case in the canonical orientation closest to its files', resampled if `spacing` (mm) is given.
+
+    Labels are 0 .. classes-1, and `ignore`, which is kept. Raises UserError for anything damaged or contradictory.
+    """
+    paths = (*case.images, case.label) if case.label else case.images
+    opened = {path: nifti.open_image(case.id, path) for path in paths}
+    for error in contradictions(case, opened):
+        raise error
+    first = opened[case.images[0]]
+    source = canonical_grid(first)
+    target = source if spacing is None else _respaced(case, source, spacing)
+    channels = (c for path in case.images for c in read_image(case.id, path, opened[path]))
+    image = np.stack([_resample(_canonical(channel, first), source, target, CUBIC) for channel in channels])
+    label = None
+    if case.label:
+        label = _canonical(read_label(case.id, case.label, opened[case.label], classes, ignore), first)
+        label = np.ascontiguousarray(_resample(label, source, target, NEAREST))
+    return Volume(case.id, image, label, target.affine, target.spacing)
+
+
+def to_original(probabilities: np.ndarray, volume: Volume, like: Path) -> np.ndarray:
+    """The likeliest class of each voxel of the file `like`, in its own axes: uint8 or uint16 (X, Y, Z).
+
+    `probabilities` float32 (K, X, Y, Z) lie on the volume's grid. They are interpolated linearly before the choice:
+    borders come out smoother than from resampled labels.
+    """
+    image = nifti.open_image(volume.case, like)
+    source, target = _grid_of(probabilities[0], volume), canonical_grid(image)
+    best = _resample(probabilities[0], source, target, LINEAR)
+    labels = np.zeros(target.shape, _label_kind(len(probabilities) - 1))
+    for label, scores in enumerate(probabilities[1:], start=1):  # one class at a time: K volumes at once may not fit
+        scores = _resample(scores, source, target, LINEAR)
+        labels[scores > best] = label
+        best = np.maximum(best, scores)
+    return _native(labels, image)
+
+
+def write_labels(path: Path, labels: np.ndarray, volume: Volume, like: Path) -> None:
+    """Write integer labels (X, Y, Z) that lie on the volume's grid to `path`, on the grid of the file `like`."""
+    image = nifti.open_image(volume.case, like)
+    resampled = _resample(labels, _grid_of(labels, volume), canonical_grid(image), NEAREST)
+    save_labels(path, _native(resampled, image), like)
+
+
+def contradictions(case: Case, opened: Mapping[Path, nib.Nifti1Image]) -> list[UserError]:
+    """What does not fit among those files of the case that could be opened; the first image is the measure."""
+    first = opened.get(case.images[0])
+    found = []
+    for path, image in opened.items():
+        if path == case.label and nifti.channels(image) > 1:
+            what = f"has shape {image.shape}; a label map is X,Y,Z with one integer a voxel, e.g. the one-hot's argmax"
+            found.append(nifti.problem(case.id, path, what))
+        elif len(case.images) > 1 and nifti.channels(image) > 1:
+            found.append(nifti.problem(case.id, path, f"has shape {image.shape}, but is one channel of several"))
+        misfit = _misfit(first, image) if first is not None else None
+        if misfit:
+            found.append(nifti.problem(case.id, path, f"{misfit} {case.images[0]}; resample it onto the image's grid"))
+    return found
+
+
+def canonical_grid(image: nib.Nifti1Image) -> Grid:
+    """The grid of the file's voxels, axes permuted and flipped to run closest to right, anterior, superior (RAS+)."""
+    orientation = nib.io_orientation(image.affine)
+    x, y, z = (nifti.size(image)[axis] for axis in np.argsort(orientation[:, 0]))
+    return Grid((x, y, z), image.affine @ nib.orientations.inv_ornt_aff(orientation, nifti.size(image)))
+
+
+def _canonical(array: np.ndarray, image: nib.Nifti1Image) -> np.ndarray:
+    turned: np.ndarray = nib.orientations.apply_orientation(array, nib.io_orientation(image.affine))
+    return turned
+
+
+def _native(array: np.ndarray, image: nib.Nifti1Image) -> np.ndarray:
+    """The inverse of `_canonical`."""
+    ras = nib.orientations.axcodes2ornt("RAS")
+    back = nib.orientations.ornt_transform(ras, nib.io_orientation(image.affine))
+    return np.ascontiguousarray(nib.orientations.apply_orientation(array, back))
+
+
+def _grid_of(array: np.ndarray, volume: Volume) -> Grid:
+    x, y, z = array.shape
+    return Grid((x, y, z), volume.affine)
+
+
+def _respaced(case: Case, grid: Grid, spacing: Sequence[float]) -> Grid:
+    """The grid of that spacing (mm) with the same centre; it covers the same box to within half a voxel."""
+    ratio = np.asarray(spacing) / grid.spacing
+    if np.allclose(ratio, 1, rtol=0, atol=SAME_SPACING):
+        return grid
+    x, y, z = (max(1, round(n / r)) for n, r in zip(grid.shape, ratio, strict=True))
+    if prod((x, y, z)) > nifti.MAX_VOXELS:
+        raise nifti.problem(
+            case.id, case.images[0], f"needs {x}x{y}x{z} voxels at data.spacing={list(spacing)} mm; widen it"
+        )
+    step = np.diag([*ratio, 1])
+    step[:3, 3] = (np.subtract(grid.shape, 1) - ratio * np.subtract((x, y, z), 1)) / 2
+    return Grid((x, y, z), grid.affine @ step)
+
+
+def _resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.ndarray:
+    """`array` (X, Y, Z) on the target grid by splines of that order, the edge continued outwards."""
+    if source.shape == target.shape and np.allclose(source.affine, target.affine):
+        return array
+    matrix = np.linalg.inv(source.affine) @ target.affine
+    result = ndimage.affine_transform(array, matrix, output_shape=target.shape, order=order, mode="nearest")
+    return np.clip(result, array.min(), array.max())
+
+
+def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image) -> str | None:
+    if nifti.size(first) != nifti.size(image):
+        return f"has {nifti.size(image)} voxels, not the {nifti.size(first)} of"
+    corners = np.array(list(product(*((0, n - 1) for n in nifti.size(first)))))
+    matrix = np.linalg.inv(first.affine) @ image.affine
+    distance = np.abs(apply_affine(matrix, corners) - corners).max()
+    return f"lies up to {distance:.3g} voxels away from" if distance > SAME_GRID else None
+
+
+def read_image(case: str, path: Path, image: nib.Nifti1Image) -> np.ndarray:
+    """Voxels as float32 (C, X, Y, Z)."""
+    with np.errstate(over="ignore"):  # becomes infinite, which is refused below
+        array = nifti.read_array(case, path, image).astype(np.float32, copy=False)
+    bad = array.size - np.count_nonzero(np.isfinite(array))
+    if bad:
+        raise nifti.problem(case, path, f"{bad} voxels are NaN or infinite; give them a value, e.g. the background's")
+    return array[np.newaxis] if array.ndim == 3 else np.moveaxis(array, -1, 0)
+
+
+def read_label(case: str, path: Path, image: nib.Nifti1Image, classes: int, ignore: int | None) -> np.ndarray:
+    """Voxels as uint8 or uint16 (X, Y, Z), every one a class or `ignore`."""
+    array = nifti.read_array(case, path, image)
+    bad = ~((array >= 0) & (array < classes) & (array == np.rint(array)))
+    if ignore is not None:
+        bad &= array != ignore
+    if bad.any():
+        values = ", ".join(f"{value:g}" for value in np.unique(array[bad])[:5].tolist())
+        allowed = f"0 to {classes - 1}" + ("" if ignore is None else f" and {ignore} (ignored)")
+        raise nifti.problem(
+            case, path, f"{bad.sum()} voxels have the label {values}; allowed are {allowed}; relabel them"
+        )
+    return array.astype(_label_kind(max(classes - 1, ignore or 0)), copy=False)
+
+
+def _label_kind(highest: int) -> type[np.uint8] | type[np.uint16]:
+    return np.uint8 if highest < 256 else np.uint16

@@ -1,0 +1,119 @@
+"""Peak memory of each phase of a step, first step and steady state apart, read through the step's `mark` alone."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unet3d.memory.ledger import Ledger, categories_at_peak, phase_peaks
+from unet3d.step import PHASES
+
+STEADY = 3  # measured steps; gradients and optimizer state appear in the first, the third repeats the second
+
+
+class Meter(Protocol):
+    def mark(self, phase: str) -> None:
+        """A phase of `train_step` begins, or the step "end"s."""
+
+    def summary(self) -> dict[str, Any]:
+        """`peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and `categories` where known."""
+
+
+def open_meter(model: nn.Module, optimizer: torch.optim.Optimizer) -> Meter:
+    """The CUDA allocator's own counters where the model is on a GPU, else a ledger of storages."""
+    device = next(model.parameters()).device
+    return CudaMeter(device) if device.type == "cuda" else LedgerMeter(model, optimizer)
+
+
+class LedgerMeter:
+    """Counts storages during the first steps, then steps aside: the same shapes have the same peaks."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.ledger = Ledger()
+        self.ledger.adopt(_static(model), "params")
+        self.ledger.adopt(_states(optimizer), "optimizer")
+        self.steps = 0
+        self.is_open = False
+
+    def mark(self, phase: str) -> None:
+        if self.steps >= STEADY:
+            return
+        if not self.is_open:
+            self.ledger.__enter__()
+            self.is_open = True
+        self.ledger.mark(phase)
+        if phase == "end":
+            self.ledger.__exit__(None, None, None)
+            self.is_open = False
+            self.steps += 1
+
+    def summary(self) -> dict[str, Any]:
+        peaks = phase_peaks(self.ledger)
+        return {
+            "peak_bytes": max(peak for _, peak in peaks),
+            "kind": "ledger",
+            "phases": first_and_steady(peaks),
+            "categories": categories_at_peak(self.ledger),
+        }
+
+
+class CudaMeter:
+    """Peak bytes that torch's CUDA allocator gave out between two marks: host counters, nothing is synchronised."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peaks: list[tuple[str, int]] = [("before", 0)]
+
+    def mark(self, phase: str) -> None:
+        self.peaks[-1] = (self.peaks[-1][0], torch.cuda.max_memory_allocated(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.peaks.append((phase, 0))
+        if phase == "end":
+            self.peaks = _folded(self.peaks)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "peak_bytes": max(peak for _, peak in self.peaks),
+            "kind": "cuda allocated",
+            "phases": first_and_steady(self.peaks),
+        }
+
+
+def first_and_steady(peaks: list[tuple[str, int]]) -> dict[str, dict[str, int]]:
+    """Highest peak of each phase in the first step and in the later ones (equal if there was one step)."""
+    steps: list[dict[str, int]] = [{}]
+    for name, peak in peaks:
+        if name == "end":
+            steps.append({})
+        elif name in PHASES:
+            steps[-1][name] = max(peak, steps[-1].get(name, 0))
+    steps = [step for step in steps if len(step) == len(PHASES)]
+    later = steps[1:] or steps
+    return {
+        phase: {"first": steps[0][phase], "steady": max(step[phase] for step in later)} for phase in PHASES if steps
+    }
+
+
+def _folded(peaks: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The same with steps after the second merged into it, so that a long run's list stays short."""
+    ends = [i for i, (name, _) in enumerate(peaks) if name == "end"]
+    if len(ends) < 3:
+        return peaks
+    older, newer = peaks[: ends[1] + 1], peaks[ends[1] + 1 :]
+    highest = dict[str, int]()
+    for name, peak in newer:
+        highest[name] = max(peak, highest.get(name, 0))
+    start = ends[0] + 1
+    merged = [(name, max(peak, highest.get(name, 0))) for name, peak in older[start:]]
+    return older[:start] + merged
+
+
+def _static(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -1,0 +1,70 @@
+"""The files of a run folder that are not streams: config.yaml, env.json, memory.json, STATUS."""
+
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unet3d import compose
+from unet3d.config import Config
+
+PACKAGES = ("unet3d", "torch", "monai", "hydra-core", "nibabel", "numpy", "scipy", "wandb")
+
+
+def start(folder: Path, config: Config, device: torch.device) -> None:
+    """Make the folder's parts and write what is known before the first step."""
+    for part in ("checkpoints", "figures", "predictions"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    write_text(folder / "config.yaml", compose.to_yaml(config))
+    write_json(folder / "env.json", environment(device))
+    write_text(folder / "STATUS", "running\n")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and the device, nothing that names the machine or its user."""
+    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.system()}
+    found |= {name: _version(name) for name in PACKAGES}
+    found |= {"device": device.type, "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+        found["cudnn"] = torch.backends.cudnn.version()
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # unet3d run from a checkout that was never installed
+        return None
+
+
+def forget_after(metrics: Path, step: int) -> None:
+    """Drop the records of steps that a resumed run will take again."""
+    if not metrics.exists():
+        return
+    kept = [line for line in metrics.read_text().splitlines() if (found := _step(line)) is not None and found <= step]
+    write_text(metrics, "".join(f"{line}\n" for line in kept))
+
+
+def _step(line: str) -> int | None:
+    """A record's step; None for a line that a kill cut short."""
+    try:
+        return int(json.loads(line)["step"])
+    except json.JSONDecodeError:
+        return None
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Readable JSON, whole or not at all."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Text, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,139 @@
+"""One training run in its folder: what is built for it, when it pauses, what is kept of it."""
+
+import dataclasses
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unet3d import build, compose, metrics, record, schedules, snapshot
+from unet3d.config import Config
+from unet3d.console import Console
+from unet3d.data.cases import Case
+from unet3d.data.loader import batches
+from unet3d.data.patches import Patches, Prepared
+from unet3d.data.reader import Reader
+from unet3d.errors import UserError
+from unet3d.evaluation import evaluate
+from unet3d.memory.meter import open_meter
+from unet3d.sinks import open_sinks
+from unet3d.trainer import Trainer
+
+# What a resumed run may not change: it would be another run. Paths and ways of working may.
+FIXED = ("model.", "data.", "loss.", "optim.name", "seed", "batch", "accumulate", "amp")
+FREE = ("data.root", "data.cache")
+
+
+class Run:
+    """Builds everything of a run; with `config.resume`, goes on from its last snapshot."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        device = build.device(config)
+        self.data = build.data(config)
+        task = self.data.task
+        spacing = self.data.read(self.data.train[0]).spacing
+        self.options = build.model_options(config, len(task.channels), len(task.classes), spacing)
+        loss = build.loss(config, len(task.classes))
+        policy = build.policy(config, device.type)
+        self.model = build.model(self.options, config.seed).to(device)
+        self.optimizer = build.optimizer(config.optim, self.model)
+        self.predictor = build.predictor(config, self.model, self.options, policy)
+        self.scaler = policy.scaler()
+        self.best: float | None = None
+        step = self._restore(folder / "checkpoints" / "last.pt") if config.resume else 0
+        record.start(folder, config, device)
+        self.meter = open_meter(self.model, self.optimizer)
+        self.sinks = open_sinks(config, folder)
+        self.sinks.add(Console(config.steps))
+        rate = functools.partial(schedules.learning_rate, config.optim, config.steps)
+        self.trainer = Trainer(
+            self.model,
+            loss,
+            self.optimizer,
+            self.scaler,
+            policy,
+            rate,
+            config.optim.clip,
+            self.meter.mark,
+            self.sinks.scalars,
+            step,
+        )
+
+    def fit(self) -> None:
+        """Train to the end, pausing to validate and to save."""
+        config, data = self.config, self.data
+        read = functools.partial(_read_nth, data.read, data.train)
+        patches = Patches(read, config.data, config.seed)
+        cases, first = len(data.train), self.trainer.step
+        stream = batches(patches, cases, config.batch, config.accumulate, config.seed, config.workers, first)
+        self.trainer.fit(stream, config.steps, config.eval_every, self._pause)
+
+    def _pause(self) -> None:
+        """Validate, keep the best, save the last. The last validation also measures surface distances."""
+        started = time.perf_counter()
+        step, task = self.trainer.step, self.data.task
+        scores = evaluate(
+            self.predictor, map(self.data.read, self.data.val), len(task.classes), hd95=step == self.config.steps
+        )
+        values = metrics.summarise(scores, task.classes)
+        metrics.write_csv(self.folder / "scores.csv", scores, task.classes)
+        dice = values["val/dice_mean"]
+        is_best = dice is not None and (self.best is None or dice > self.best)
+        self.best = dice if is_best else self.best
+        for name in ("best", "last") if is_best else ("last",):
+            snapshot.save(self.folder / "checkpoints" / f"{name}.pt", self._state())
+        self.sinks.scalars({**values, "time/val_s": time.perf_counter() - started}, step)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "config": compose.to_plain(self.config),
+            "model_options": dataclasses.asdict(self.options),
+            "classes": list(self.data.task.classes),
+            "channels": list(self.data.task.channels),
+            "intensity": [dataclasses.asdict(rule) for rule in self.data.read.intensity],
+            "step": self.trainer.step,
+            "best": self.best,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+
+    def _restore(self, path: Path) -> int:
+        """Put a snapshot's state back, the random state last: building things draws from it. Returns the step."""
+        state = snapshot.load(path)
+        refuse_changes(state["config"], compose.to_plain(self.config))
+        snapshot.load_weights(self.model, state["model"], path)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.best = state["best"]
+        torch.set_rng_state(state["rng"])
+        step: int = state["step"]
+        record.forget_after(self.folder / "metrics.jsonl", step)
+        return step
+
+
+def refuse_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise UserError with the options that would make a resumed run another run."""
+    old, new = _flat(before), _flat(now)
+    changed = [
+        f"{name}: {old.get(name)} -> {new.get(name)}"
+        for name in sorted(old.keys() | new.keys())
+        if name.startswith(FIXED) and name not in FREE and old.get(name) != new.get(name)
+    ]
+    if changed:
+        raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(changed)}")
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _read_nth(read: Reader, cases: tuple[Case, ...], index: int) -> Prepared:
+    return read(cases[index])

@@ -1,0 +1,86 @@
+"""One training step. Training, measuring and predicting memory all call this function; there is no second one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unet3d.errors import NonFiniteLoss
+from unet3d.policy import MemoryPolicy
+
+PHASES = ("data", "forward", "loss", "backward", "step")
+Mark = Callable[[str], None]
+
+
+class Batch(NamedTuple):
+    """Patches and their label maps, on any device."""
+
+    image: Tensor  # N C D H W, float32
+    label: Tensor  # N D H W, integers
+    cases: tuple[str, ...] = ()  # where the patches come from
+
+
+class StepResult(NamedTuple):
+    loss: float  # mean over the micro-batches
+    grad_norm: float | None  # before clipping; None without clipping
+
+
+class LossFunction(Protocol):
+    def __call__(self, logits: Any, label: Tensor) -> Tensor: ...
+
+
+def ignore_mark(phase: str) -> None:
+    """The meter that measures nothing."""
+
+
+def train_step(
+    model: nn.Sequential,
+    loss: LossFunction,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    policy: MemoryPolicy,
+    batches: Sequence[Batch],
+    mark: Mark = ignore_mark,
+    clip: float | None = None,
+) -> StepResult:
+    """Accumulate gradients over the micro-batches, then update once.
+
+    `mark` is called with each phase's name as it begins and with "end". Raises NonFiniteLoss before the update.
+    """
+    device = next(model.parameters()).device
+    total = 0.0
+    for batch in batches:
+        mark("data")
+        # detach is an operation even where `to` has nothing to do: a ledger sees the batch arrive.
+        image = batch.image.to(device, non_blocking=True).detach()
+        label = batch.label.to(device, non_blocking=True).detach()
+        mark("forward")
+        logits = policy.forward(model, image)
+        mark("loss")
+        value = loss(logits, label) / len(batches)
+        del logits, image, label
+        mark("backward")
+        scaler.scale(value).backward()
+        total += value.item()
+        del value
+    mark("step")
+    if not scaler.is_enabled():  # fp16 is allowed to overflow now and then: the scaler skips the update
+        _refuse_non_finite(total, batches)
+    grad_norm = None
+    if clip is not None:
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    mark("end")
+    return StepResult(total, grad_norm)
+
+
+def _refuse_non_finite(loss: float, batches: Sequence[Batch]) -> None:
+    if loss != loss or loss in (float("inf"), float("-inf")):
+        cases = sorted({case for batch in batches for case in batch.cases})
+        raise NonFiniteLoss(
+            f"the loss became {loss} on cases {', '.join(cases)}; the weights are those before the step"
+        )

@@ -1,0 +1,64 @@
+"""The training loop. It is given built objects and a log to write to; it knows no config, no tracker and no file."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from unet3d.policy import MemoryPolicy
+from unet3d.step import Batch, LossFunction, Mark, StepResult, train_step
+
+Values = Mapping[str, float | int | str | None]
+
+
+@dataclass
+class Trainer:
+    """Everything one step needs, and the step the run is at."""
+
+    model: nn.Sequential
+    loss: LossFunction
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    policy: MemoryPolicy
+    learning_rate: Callable[[int], float]  # of the optimizer step, counted from 0
+    clip: float | None
+    mark: Mark
+    log: Callable[[Values, int], None]
+    step: int = 0
+
+    def fit(self, stream: Iterator[Sequence[Batch]], steps: int, every: int, at_pause: Callable[[], None]) -> None:
+        """Train up to optimizer step `steps`; call `at_pause` every `every` steps (0: never) and at the end."""
+        self.model.train()
+        while self.step < steps:
+            started = time.perf_counter()
+            batches = next(stream)
+            fetched = time.perf_counter()
+            rate, result = self._update(batches)
+            self._log(result, rate, fetched - started, time.perf_counter() - started)
+            if self.step == steps or (every and self.step % every == 0):
+                at_pause()
+                self.model.train()
+
+    def _update(self, batches: Sequence[Batch]) -> tuple[float, StepResult]:
+        rate = self.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        result = train_step(
+            self.model, self.loss, self.optimizer, self.scaler, self.policy, batches, self.mark, self.clip
+        )
+        self.step += 1
+        return rate, result
+
+    def _log(self, result: StepResult, rate: float, wait: float, total: float) -> None:
+        values: dict[str, float | int | str | None] = {
+            "train/loss": result.loss,
+            "train/lr": rate,
+            "train/grad_norm": result.grad_norm,
+            "time/step_s": total,
+            "time/data_wait_s": wait,
+        }
+        if self.scaler.is_enabled():
+            values["train/scale"] = self.scaler.get_scale()
+        self.log(values, self.step)
