@@ -4,17 +4,18 @@ import csv
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from unet3d.metrics import CaseScore, _box, hausdorff95, score_case, summarise, write_csv
+from unet3d.metrics import CaseScore, Labels, Mask, _box, hausdorff95, score_case, summarise, write_csv
 
 NAMES = ("background", "left", "right")
 MM = (1.0, 1.0, 1.0)
 
 
-def counted(prediction, truth, index):
+def counted(prediction: Labels, truth: Labels, index: int) -> tuple[float, float]:
     """Dice and IoU of one class by looking at every voxel."""
     hit = false = missed = 0
     for p, t in zip(prediction.flat, truth.flat, strict=True):
@@ -24,12 +25,12 @@ def counted(prediction, truth, index):
     return 2 * hit / (2 * hit + false + missed), hit / (hit + false + missed)
 
 
-def volume(*labels):
+def volume(*labels: int) -> Labels:
     """A label map of as many voxels, along x."""
     return np.array(labels, np.uint8).reshape(-1, 1, 1)
 
 
-def test_dice_and_iou_equal_counting_voxel_by_voxel():
+def test_dice_and_iou_equal_counting_voxel_by_voxel() -> None:
     rng = np.random.default_rng(0)
     prediction, truth = rng.integers(0, 3, (2, 7, 6, 5)).astype(np.uint8)
     score = score_case("a", prediction, truth, 3, MM)
@@ -39,27 +40,27 @@ def test_dice_and_iou_equal_counting_voxel_by_voxel():
     assert score.hd95_mm == ()
 
 
-def test_known_values():
+def test_known_values() -> None:
     score = score_case("a", volume(0, 1, 1, 1), volume(1, 1, 1, 0), 2, MM)
     assert score.dice == (2 * 2 / 6,)
     assert score.iou == (2 / 4,)
 
 
-def test_many_classes_do_not_wrap_around():
+def test_many_classes_do_not_wrap_around() -> None:
     truth = np.full((4, 4, 4), 299, np.uint16)
     score = score_case("a", truth.copy(), truth, 300, MM)
     assert score.dice[298] == 1
     assert score.dice[297] is None
 
 
-def test_absent_from_both_is_not_a_score_and_absent_from_one_is_zero():
+def test_absent_from_both_is_not_a_score_and_absent_from_one_is_zero() -> None:
     score = score_case("a", volume(0, 0, 1), volume(2, 0, 0), 4, MM, hd95=True)
     assert score.dice == (0, 0, None)
     assert score.iou == (0, 0, None)
     assert score.hd95_mm == (None, None, None)
 
 
-def test_ignored_voxels_count_for_nothing():
+def test_ignored_voxels_count_for_nothing() -> None:
     truth = volume(1, 1, 0, 255, 255)
     for behind in (0, 1, 2):
         score = score_case("a", volume(1, 0, 0, behind, behind), truth, 3, MM, ignore=255)
@@ -67,12 +68,12 @@ def test_ignored_voxels_count_for_nothing():
         assert score.iou == (1 / 2, None)
 
 
-def test_a_case_that_is_ignored_throughout_has_no_score():
+def test_a_case_that_is_ignored_throughout_has_no_score() -> None:
     score = score_case("a", volume(1, 1), volume(255, 255), 2, MM, ignore=255, hd95=True)
     assert (score.dice, score.iou, score.hd95_mm) == ((None,), (None,), (None,))
 
 
-def test_shapes_and_labels_that_do_not_fit_are_refused():
+def test_shapes_and_labels_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="case a: prediction is"):
         score_case("a", volume(1, 1), volume(1), 2, MM)
     with pytest.raises(ValueError, match="case a: truth has labels outside 0 to 1"):
@@ -83,19 +84,19 @@ def test_shapes_and_labels_that_do_not_fit_are_refused():
         score_case("a", np.array([[[-1]]]), volume(0), 2, MM)
 
 
-def test_hd95_is_a_distance_in_mm_along_the_axis_it_lies_on():
+def test_hd95_is_a_distance_in_mm_along_the_axis_it_lies_on() -> None:
     prediction, truth = np.zeros((2, 12, 12, 12), np.uint8)
     truth[3, 3, 3] = prediction[3, 3, 7] = 1
     score = score_case("a", prediction, truth, 2, (1, 2.0, 2.5), hd95=True)
     assert score.hd95_mm == (pytest.approx(10.0),)
 
 
-def test_hd95_of_the_same_mask_is_zero():
+def test_hd95_of_the_same_mask_is_zero() -> None:
     mask = np.ones((4, 4, 4), bool)
     assert hausdorff95(mask, mask, MM) == 0
 
 
-def test_hd95_takes_ignored_voxels_as_background():
+def test_hd95_takes_ignored_voxels_as_background() -> None:
     truth = np.zeros((10, 4, 4), np.uint8)
     prediction = truth.copy()
     truth[1:3, 1:3, 1:3] = prediction[1:3, 1:3, 1:3] = 1
@@ -103,7 +104,7 @@ def test_hd95_takes_ignored_voxels_as_background():
     assert score_case("a", prediction, truth, 2, MM, ignore=255, hd95=True).hd95_mm == (0.0,)
 
 
-def blobs(seed, shape=(20, 16, 12)):
+def blobs(seed: int, shape: tuple[int, int, int] = (20, 16, 12)) -> Mask:
     """Two overlapping boxes, some of them touching the border of the volume."""
     rng = np.random.default_rng(seed)
     masks = np.zeros((2, *shape), bool)
@@ -115,7 +116,7 @@ def blobs(seed, shape=(20, 16, 12)):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_cropping_to_the_masks_does_not_change_hd95(seed):
+def test_cropping_to_the_masks_does_not_change_hd95(seed: int) -> None:
     import torch
     from monai.metrics import compute_hausdorff_distance
 
@@ -133,13 +134,13 @@ def test_cropping_to_the_masks_does_not_change_hd95(seed):
     assert hausdorff95(prediction, truth, spacing) == float(whole)
 
 
-def test_the_crop_leaves_out_what_holds_no_mask():
+def test_the_crop_leaves_out_what_holds_no_mask() -> None:
     mask = np.zeros((50, 50, 50), bool)
     mask[10:12, 0, 48:] = True
     assert _box(mask) == (slice(9, 13), slice(0, 2), slice(47, 51))
 
 
-def test_means_leave_out_what_does_not_exist():
+def test_means_leave_out_what_does_not_exist() -> None:
     scores = [
         CaseScore("a", (0.5, None), (0.25, None), (2.0, None)),
         CaseScore("b", (1.0, None), (1.0, None), (None, None)),
@@ -156,21 +157,21 @@ def test_means_leave_out_what_does_not_exist():
     }
 
 
-def test_the_mean_is_over_classes_not_over_cases():
+def test_the_mean_is_over_classes_not_over_cases() -> None:
     scores = [CaseScore("a", (1.0, 0.0), (1.0, 0.0)), CaseScore("b", (1.0, None), (1.0, None))]
     assert summarise(scores, NAMES)["val/dice_mean"] == 0.5
 
 
-def test_no_case_and_no_score_are_n_a():
+def test_no_case_and_no_score_are_n_a() -> None:
     assert summarise([], NAMES)["val/dice_mean"] is None
     assert summarise([CaseScore("a", (None, None), (None, None))], NAMES)["val/iou_mean"] is None
 
 
-def test_hd95_that_nobody_asked_for_is_absent():
+def test_hd95_that_nobody_asked_for_is_absent() -> None:
     assert not [key for key in summarise([CaseScore("a", (1.0, 1.0), (1.0, 1.0))], NAMES) if "hd95" in key]
 
 
-def test_csv_has_a_row_a_case_and_leaves_n_a_empty(tmp_path):
+def test_csv_has_a_row_a_case_and_leaves_n_a_empty(tmp_path: Path) -> None:
     scores = [CaseScore("a,1", (0.5, None), (0.25, None), (2.0, None)), CaseScore("b", (1.0, 0.0), (1.0, 0.0))]
     write_csv(tmp_path / "scores.csv", scores, NAMES)
     with (tmp_path / "scores.csv").open(newline="") as file:
@@ -182,7 +183,7 @@ def test_csv_has_a_row_a_case_and_leaves_n_a_empty(tmp_path):
     ]
 
 
-def test_scores_of_overlap_load_neither_torch_nor_monai():
+def test_scores_of_overlap_load_neither_torch_nor_monai() -> None:
     code = (
         "import sys, numpy as np; from unet3d.metrics import score_case; a = np.zeros((2, 2, 2), int);"
         "score_case('a', a, a, 2, (1, 1, 1)); print({'torch', 'monai'} & set(sys.modules))"

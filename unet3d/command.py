@@ -1,5 +1,6 @@
 """The command face of training: one line for a mistake, a run folder and an exit code for a job. Hydra in here."""
 
+import secrets
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ def main(job: Job) -> int:
 def _checked(arguments: Sequence[str]) -> list[str]:
     """The arguments to hand to Hydra. Raises UserError before any folder is made."""
     flags = get_args_parser().parse_args(list(arguments))
-    if flags.cfg or flags.info or flags.help or flags.hydra_help or flags.version or flags.shell_completion:
+    if flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion:
         return list(arguments)
     if flags.multirun:
         for overrides in compose.sweep(flags.overrides):
@@ -90,7 +91,9 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _end(folder: Path, line: str | None, code: int) -> int:
-    (folder / "STATUS").write_text(f"{line or 'done'}\nexit code {code}\n")
+    from unet3d import record
+
+    record.end(folder, line or "done", code)
     return _say(line, code) if line else code
 
 
@@ -100,6 +103,4 @@ def _say(line: str, code: int) -> int:
 
 
 def _uid() -> str:
-    import secrets
-
     return secrets.token_hex(3)

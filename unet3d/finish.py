@@ -16,6 +16,7 @@ def finish(run: Run) -> None:
     _picture(run)
     run.sinks.summary(flat(memory, "memory"))
     run.sinks.close(0)
+    record.end(run.folder, "done", 0)
 
 
 def _predict_held_out(run: Run) -> None:

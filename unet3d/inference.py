@@ -1,11 +1,12 @@
 """Whole volumes through a sliding window of the training patch's size; volumes and label maps of any size.
 
 Padded networks overlap their windows and weigh them by a Gaussian. Valid ones see mirrored context beyond the border
-(the paper's overlap-tile strategy) and their outputs tile the volume without overlap: each voxel is computed as it
-would be in one piece.
+(the paper's overlap-tile strategy); their windows start on multiples of the network's total stride, so that each voxel
+is computed as it would be in one piece.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,21 +43,23 @@ class Predictor:
     def _slide(self, image: Tensor) -> Tensor:
         device = next(self.model.parameters()).device
         out_window = geometry.output_size(self.window, self.options)
-        overlap = self.overlap if out_window == self.window else 0.0
-        padded, size, offset = _pad(image, self.window, out_window)
-        weight = gaussian(out_window) if overlap else torch.ones(out_window)
+        is_valid = self.options.padding == "valid"
+        sizes = image.shape[1:]
+        corners = _aligned(sizes, out_window, self.options) if is_valid else _overlapping(sizes, self.window, self.overlap)
+        size = [max(axis) + w for axis, w in zip(corners, out_window, strict=True)]
+        padded, offset = _pad(image, size, self.window, out_window)
+        weight = torch.ones(out_window) if is_valid else gaussian(out_window)
         total: Tensor | None = None
         weights = torch.zeros(size)
-        for start in starts(size, out_window, overlap):
-            tile = padded[(slice(None), *(slice(s, s + w) for s, w in zip(start, self.window, strict=True)))]
+        for corner in itertools.product(*corners):
+            tile = padded[_box(corner, self.window)]
             logits = self._logits(tile[None].to(device)).cpu()
             total = logits.new_zeros(len(logits), *size) if total is None else total
-            place = tuple(slice(s, s + w) for s, w in zip(start, out_window, strict=True))
-            total[(slice(None), *place)] += logits * weight
-            weights[place] += weight
+            total[_box(corner, out_window)] += logits * weight
+            weights[_box(corner, out_window)[1:]] += weight
         assert total is not None
-        inside = tuple(slice(o, o + n) for o, n in zip(offset, image.shape[1:], strict=True))
-        return total[(slice(None), *inside)] / weights[inside]
+        inside = _box(offset, sizes)
+        return total[inside] / weights[inside[1:]]
 
     def _logits(self, tile: Tensor) -> Tensor:
         """Mean logits K D H W over all combinations of the mirrored axes."""
@@ -70,30 +73,44 @@ class Predictor:
         return total / len(flips)
 
 
+def _box(corner: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    """All channels of a box."""
+    return (slice(None), *(slice(start, start + n) for start, n in zip(corner, size, strict=True)))
+
+
+def _overlapping(sizes: Sequence[int], window: Sequence[int], overlap: float) -> list[list[int]]:
+    """Starts along each axis: evenly spread, sharing at least `overlap` of a window."""
+    starts = []
+    for n, w in zip(sizes, window, strict=True):
+        count = max(0, math.ceil((n - w) / (w * (1 - overlap)))) + 1
+        starts.append([round(i * (n - w) / max(1, count - 1)) for i in range(count)])
+    return starts
+
+
+def _aligned(sizes: Sequence[int], out_window: Sequence[int], options: Model) -> list[list[int]]:
+    """Starts along each axis on multiples of the total stride: elsewhere pooling would see other groups of voxels."""
+    starts = []
+    for axis, (n, w) in enumerate(zip(sizes, out_window, strict=True)):
+        stride = math.prod(s[axis] for s in geometry.strides(options))
+        step = max(w // stride * stride, min(w, stride))  # an output shorter than the stride cannot be aligned
+        starts.append([i * step for i in range(max(0, math.ceil((n - w) / step)) + 1)])
+    return starts
+
+
 def _pad(
-    image: Tensor, window: Sequence[int], out_window: Sequence[int]
-) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """The image with room for one window at least, the size of the output over it, and where the volume lies in that.
+    image: Tensor, size: Sequence[int], window: Sequence[int], out_window: Sequence[int]
+) -> tuple[Tensor, tuple[int, ...]]:
+    """The image with room for windows over an output of `size`, and where in that output the volume begins.
 
-    Zeros (the mean) around a volume smaller than the window; mirrored context for valid convolutions.
+    A padded network gets zeros (the mean) all around a volume smaller than its window; a valid one mirrored context.
     """
-    sizes = image.shape[1:]
-    missing = [max(0, o - n) for n, o in zip(sizes, out_window, strict=True)]
+    surplus = [total - n for total, n in zip(size, image.shape[1:], strict=True)]
     border = [(w - o) // 2 for w, o in zip(window, out_window, strict=True)]
-    before = [m // 2 for m in missing]
-    widths = [(b + e, b + m - e) for b, m, e in zip(border, missing, before, strict=True)]
-    room = [(0, 0), *widths]
-    padded = np.pad(image.numpy(), room, mode="reflect") if any(border) else np.pad(image.numpy(), room)
-    return torch.from_numpy(padded), tuple(n + m for n, m in zip(sizes, missing, strict=True)), tuple(before)
-
-
-def starts(size: Sequence[int], window: Sequence[int], overlap: float) -> Iterator[tuple[int, ...]]:
-    """Corners of windows that cover `size`, evenly spread, sharing at least `overlap` of their length."""
-    axes = []
-    for n, w in zip(size, window, strict=True):
-        count = int(np.ceil((n - w) / (w * (1 - overlap)))) + 1
-        axes.append([round(i * (n - w) / max(1, count - 1)) for i in range(count)])
-    return itertools.product(*axes)
+    if any(border):
+        widths = [(0, 0), *((b, b + s) for b, s in zip(border, surplus, strict=True))]
+        return torch.from_numpy(np.pad(image.numpy(), widths, mode="reflect")), (0, 0, 0)
+    widths = [(0, 0), *((s // 2, s - s // 2) for s in surplus)]
+    return torch.from_numpy(np.pad(image.numpy(), widths)), tuple(s // 2 for s in surplus)
 
 
 def gaussian(window: Sequence[int]) -> Tensor:

@@ -24,6 +24,11 @@ def start(folder: Path, config: Config, device: torch.device) -> None:
     write_text(folder / "STATUS", "running\n")
 
 
+def end(folder: Path, line: str, code: int) -> None:
+    """STATUS of a run that has ended: what happened, and the exit code."""
+    write_text(folder / "STATUS", f"{line}\nexit code {code}\n")
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and the device, nothing that names the machine or its user."""
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.system()}

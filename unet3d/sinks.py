@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from unet3d import privacy
 from unet3d.config import Config
 
 Scalar = float | int | str | None
 
 STEP = "trainer/step"
-PATHS = frozenset({"data.root", "data.images", "data.labels", "data.split", "resume"})
 QUIET = {
     "silent": True,
     "quiet": True,
@@ -28,18 +28,6 @@ QUIET = {
     "init_timeout": 20,
     "finish_timeout": 120,
     "finish_timeout_raises": True,
-}
-PRIVATE = {
-    "host": "",  # None would be filled in
-    "console": "off",
-    "disable_git": True,
-    "disable_code": True,
-    "disable_job_creation": True,
-    "save_code": False,
-    "x_disable_meta": True,
-    "x_disable_machine_info": True,
-    "x_disable_stats": True,
-    "x_save_requirements": False,
 }
 
 
@@ -79,7 +67,10 @@ class JsonLines:
 
 
 def _jsonable(value: Scalar) -> Scalar:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if value is None or isinstance(value, int | str):
+        return value
+    number = float(value)  # which numpy's and torch's scalars are not
+    return number if math.isfinite(number) else str(number)
 
 
 class Wandb:
@@ -138,7 +129,7 @@ class Wandb:
         self._run.log({STEP: step, key: self._wandb.Image(str(path))})
 
     def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
-        cells = [[None if self._private and _is_path(cell) else cell for cell in row] for row in rows]
+        cells = [[None if self._private and privacy.is_path(cell) else cell for cell in row] for row in rows]
         table = self._wandb.Table(columns=list(columns), data=cells, allow_mixed_types=True)
         # bound first, a table is a file of the run; else it also becomes an artifact, recorded with the home folder
         table.bind_to_run(self._run, key, self._run.step)
@@ -154,7 +145,7 @@ class Wandb:
             self._wandb.teardown(exit_code)  # else a wandb-core that died is found out, loudly, at exit
 
     def _open(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return _without_paths(values) if self._private else dict(values)
+        return privacy.without_paths(values) if self._private else dict(values)
 
 
 def wandb_mode(config: Config) -> str:
@@ -164,7 +155,7 @@ def wandb_mode(config: Config) -> str:
 
 def _settings(kind: Any, private: bool) -> Any:
     """wandb.Settings of what this version of wandb has: before 0.31 some are missing."""
-    wanted = QUIET | (PRIVATE if private else {})
+    wanted = QUIET | (privacy.SETTINGS if private else {})
     return kind(**{name: value for name, value in wanted.items() if name in kind.model_fields})
 
 
@@ -172,23 +163,6 @@ def _earlier_id(folder: Path) -> str | None:
     """The id of the wandb run that this folder already holds: wandb/[offline-]run-<time>-<id>."""
     runs = sorted(folder.glob("wandb/*run-*-*"), key=lambda run: run.name.removeprefix("offline-"))
     return runs[-1].name.rsplit("-", 1)[1] if runs else None
-
-
-def _without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`values` without the options that are paths and without whatever looks like one."""
-    kept: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            kept[name] = _without_paths(value, f"{prefix}{name}.")
-        elif f"{prefix}{name}" not in PATHS and not _is_path(value):
-            kept[name] = value
-    return kept
-
-
-def _is_path(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return any(_is_path(item) for item in value)
-    return isinstance(value, os.PathLike) or (isinstance(value, str) and ("/" in value or "\\" in value))
 
 
 class Sinks:

@@ -3,6 +3,7 @@
 A line reads `<case>: <path>: <what is wrong; what to do>`. Lines that begin with "warning: " keep no run from starting.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,14 +34,16 @@ def check_cases(task: Task, cases: Sequence[Case], data: Data, full: bool) -> li
     """All problems of all `cases`, a line each, with those of the split into train and val at the end.
 
     The quick pass reads headers alone: missing, truncated or foreign files, sizes, channels, geometry. `full` reads the
-    voxels too: damage, NaN, labels that are no class, images that occur in both parts, classes that do not occur.
+    voxels too (damage, NaN, labels that are no class, images that occur in both parts), and only `full` warns: of odd
+    headers, and of classes that do not occur.
     """
-    lines = []
+    lines: list[str] = []
     contents: dict[str, Content] = {}
     for case in cases:
         opened, found = _headers(task, case)
-        lines += [str(error) for error in found] + [WARNING + text for text in _oddities(case, opened)]
-        if full and not found:
+        lines += map(str, found)
+        if full:
+            lines += [WARNING + text for text in _oddities(case, opened)]
             content, errors = _content(task, case, opened)
             lines += errors
             contents |= content
@@ -52,9 +55,8 @@ def check_cases(task: Task, cases: Sequence[Case], data: Data, full: bool) -> li
 
 
 def summary(task: Task, train: Sequence[Case], val: Sequence[Case]) -> list[str]:
-    """A few plain lines about a data set that `check_cases` finds sound. Raises UserError for an unreadable file."""
-    opened = (nifti.open_image(case.id, case.images[0]) for case in task.cases)
-    grids = [volumes.canonical_grid(image) for image in opened]
+    """A few plain lines about a data set; sizes are those of the images that can be read."""
+    grids = [*_grids(task.cases)]
     unlabelled = sum(case.label is None for case in task.cases)
     return [
         f"{task.name}: {len(task.cases)} cases: {len(train)} train, {len(val)} val, {unlabelled} without labels",
@@ -66,8 +68,16 @@ def summary(task: Task, train: Sequence[Case], val: Sequence[Case]) -> list[str]
     ]
 
 
+def _grids(cases: Sequence[Case]) -> Iterator[volumes.Grid]:
+    for case in cases:
+        with contextlib.suppress(UserError):  # `check_cases` tells of it
+            yield volumes.canonical_grid(nifti.open_image(case.id, case.images[0]))
+
+
 def _range(triples: Sequence[Sequence[float]]) -> str:
     """The median of each axis, with the smallest and largest where they differ."""
+    if not triples:
+        return "unknown"
     low, middle, high = (
         " x ".join(f"{value:.4g}" for value in row)
         for row in np.quantile(triples, (0, 0.5, 1), axis=0, method="nearest")

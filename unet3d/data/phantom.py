@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nibabel as nib
 import numpy as np
-from scipy.ndimage import gaussian_filter
+from scipy.ndimage import distance_transform_edt, gaussian_filter
 from scipy.spatial import cKDTree
 from scipy.spatial.transform import Rotation
 
@@ -23,12 +23,12 @@ ROOT = Path("data/phantom")
 VERSION = 1  # goes up with every change of what is generated
 CLASSES = ("background", "organ", "vessel", "lesion")
 SPACING = (1.0, 1.0, 2.5)  # mm, as coarse along z as many a clinical scan
-AIR, BODY, ORGAN, VESSEL, LESION = 0.02, 0.45, 0.75, 1.15, 0.22
+AIR, BODY, ORGAN, VESSEL, LESION = 0.02, 0.40, 0.75, 1.15, 0.18
 JITTER = 0.02  # std of each structure's intensity from case to case
-NOISE = 0.03  # of each of the two channels whose magnitude is Rician
+NOISE = 0.025  # of each of the two channels whose magnitude is Rician
 WARP = 0.06
-VESSEL_RADIUS = 0.12  # this and lengths below: 1 is half the volume
-BLOB_RADIUS = (0.17, 0.25)
+VESSEL_RADIUS = 0.15  # this and lengths below: 1 is half the volume
+FAR = 0.6  # where a distance only has to be large
 GAP = 0.03  # between structures
 BIAS = 0.10  # std of the logarithm of the multiplicative field
 
@@ -78,15 +78,15 @@ def draw(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.ndarray, np
     points = _points(shape) + WARP * np.stack([_smooth(rng, shape, 0.12) for _ in range(3)])
     pose = Rotation.from_rotvec(rng.normal(0, 0.25, 3))
     centre = rng.uniform((-0.2, -0.3, -0.1), (0.2, 0.0, 0.1))
-    radii = rng.uniform((0.60, 0.48, 0.62), (0.72, 0.56, 0.76))
+    radii = rng.uniform((0.62, 0.52, 0.66), (0.74, 0.60, 0.80))
     body = _ellipsoid(points, np.zeros(3), np.array((0.94, 0.88, 1.5)), Rotation.identity())
-    spine = _tube(points, np.linspace((0, 0.6, -1.2), (0, 0.6, 1.2), 60), 0.16)
+    spine = np.hypot(points[0], points[1] - 0.6) - 0.16
     organ = np.maximum(_ellipsoid(points, centre, radii, pose), GAP - np.minimum(-body, spine))
     vessel = np.maximum(_tube(points, centre + pose.apply(radii * _tree(rng)), VESSEL_RADIUS), organ + GAP)
-    lesions = _blobs(rng, points, np.minimum(-organ, vessel) - GAP, int(rng.integers(1, 4)))
-    others = _blobs(rng, points, np.minimum.reduce([-body, organ, spine]) - GAP, 5)
+    lesions = _blobs(rng, points, (organ < -GAP) & (vessel > 0), rng.uniform(0.20, 0.30, 3))
+    others = _blobs(rng, points, (body < 0) & (organ > GAP) & (spine > 0), rng.uniform(0.15, 0.25, 5))
     layers = [(body, BODY), (spine, VESSEL), (organ, ORGAN), (vessel, VESSEL), *((ball, LESION) for ball in lesions)]
-    layers += zip(others, (LESION, LESION, VESSEL, LESION, ORGAN), strict=False)
+    layers += zip(others, (LESION, VESSEL, LESION, ORGAN, LESION), strict=False)
     label = np.zeros(organ.shape, np.uint8)
     for value, distance in enumerate((organ, vessel, np.minimum.reduce(lesions)), start=1):
         label[distance < 0] = value
@@ -123,39 +123,39 @@ def _smooth(rng: np.random.Generator, shape: Sequence[int], width: float) -> np.
 
 
 def _ellipsoid(points: np.ndarray, centre: np.ndarray, radii: np.ndarray, pose: Rotation) -> np.ndarray:
-    """Distance to its surface (X, Y, Z), negative inside; exact for a ball."""
+    """Distance to its surface (X, Y, Z), negative inside; at most the true one."""
     offset = np.tensordot(pose.inv().as_matrix(), points - centre[:, None, None, None], 1)
     norm = np.linalg.norm(offset / radii[:, None, None, None], axis=0)
     return np.asarray((norm - 1) * radii.min())
 
 
 def _tree(rng: np.random.Generator) -> np.ndarray:
-    """Points (N, 3) on a winding trunk and a branch, in the unit ball."""
+    """Points (N, 3) on a winding trunk and a branch, in the posterior half of the unit ball."""
     t = np.linspace(-0.8, 0.8, 60)
-    phase = rng.uniform(0, 2 * np.pi)
-    trunk = np.stack([t, 0.2 + 0.25 * np.sin(2.5 * t + phase), 0.25 * np.cos(2.5 * t + phase)], axis=1)
-    away = np.array([0.6, -np.sin(phase), -np.cos(phase)])
-    branch = trunk[25] + np.linspace(0, 0.7, 40)[:, None] * away
-    return np.concatenate([trunk, branch])
+    phase = 2.5 * t + rng.uniform(0, 2 * np.pi)
+    trunk = np.stack([t, 0.35 + 0.15 * np.sin(phase), 0.25 * np.cos(phase)], axis=1)
+    away = np.array([rng.choice([-0.5, 0.5]), 0, -np.copysign(0.9, trunk[30, 2])])
+    return np.concatenate([trunk, trunk[30] + np.linspace(0, 1, 40)[:, None] * away])
 
 
 def _tube(points: np.ndarray, axis: np.ndarray, radius: float) -> np.ndarray:
-    """Distance to the surface of a tube around the points `axis` (N, 3), negative inside."""
-    distance, _ = cKDTree(axis).query(np.moveaxis(points, 0, -1))
+    """Distance to the surface of a tube around the points `axis` (N, 3), negative inside; infinite beyond FAR."""
+    distance, _ = cKDTree(axis).query(np.moveaxis(points, 0, -1), distance_upper_bound=FAR)
     return np.asarray(distance - radius)
 
 
-def _blobs(rng: np.random.Generator, points: np.ndarray, room: np.ndarray, count: int) -> list[np.ndarray]:
-    """Distances to `count` balls that do not touch; `room` (X, Y, Z) is the largest radius possible at each voxel."""
+def _blobs(rng: np.random.Generator, points: np.ndarray, free: np.ndarray, radii: np.ndarray) -> list[np.ndarray]:
+    """Distances to balls, the largest and those that fit, that touch neither each other nor what is not `free`."""
+    room = distance_transform_edt(free, sampling=np.divide(2, free.shape)) - GAP
     balls: list[np.ndarray] = []
-    for radius in rng.uniform(*BLOB_RADIUS, size=count):
+    for radius in np.sort(radii)[::-1]:
         fitting = np.flatnonzero(room > radius)
         if balls and not fitting.size:
             break
         chosen = rng.choice(fitting) if fitting.size else room.argmax()
         size = min(radius, room.flat[chosen])
         centre = points.reshape(3, -1)[:, chosen]
-        balls.append(_ellipsoid(points, centre, np.full(3, size), Rotation.identity()))
+        balls.append(np.linalg.norm(points - centre[:, None, None, None], axis=0) - size)
         room = np.minimum(room, balls[-1] - GAP)
     return balls
 

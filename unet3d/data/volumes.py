@@ -156,8 +156,8 @@ def _resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.n
     if source.shape == target.shape and np.allclose(source.affine, target.affine):
         return array
     matrix = np.linalg.inv(source.affine) @ target.affine
-    result = ndimage.affine_transform(array, matrix, output_shape=target.shape, order=order, mode="nearest")
-    return np.clip(result, array.min(), array.max())
+    result: np.ndarray = ndimage.affine_transform(array, matrix, output_shape=target.shape, order=order, mode="nearest")
+    return result.clip(array.min(), array.max())
 
 
 def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image) -> str | None:

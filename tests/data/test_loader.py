@@ -1,0 +1,106 @@
+"""A batch is a function of the seed and the step: not of workers, nor of where the run started."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from unet3d.config import Data
+from unet3d.data.loader import Places, batches
+from unet3d.data.patches import Patches, Place, Prepared, choose_centre, crop, prepare
+from unet3d.losses import IGNORE
+from unet3d.step import Batch
+
+
+def case(index: int) -> Prepared:
+    rng = np.random.default_rng(index)
+    image = rng.normal(size=(1, 14, 12, 10)).astype(np.float32)
+    return prepare(f"case{index}", image, (image[0] > 1).astype(np.uint8), (1.0, 1.0, 2.0), None)
+
+
+def stream(workers: int = 0, first: int = 0, seed: int = 5, accumulate: int = 1) -> list[list[Batch]]:
+    patches = Patches(case, Data(patch=[8, 8, 12]), seed)
+    return list(islice(batches(patches, 3, 2, accumulate, seed, workers, first), 4))
+
+
+def equal(a: list[list[Batch]], b: list[list[Batch]]) -> bool:
+    flat = [(x, y) for s, t in zip(a, b, strict=True) for x, y in zip(s, t, strict=True)]
+    return all(torch.equal(x.image, y.image) and torch.equal(x.label, y.label) and x.cases == y.cases for x, y in flat)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_same_stream_for_any_number_of_workers(workers: int) -> None:
+    assert equal(stream(0), stream(workers))
+
+
+def test_the_same_stream_wherever_it_starts() -> None:
+    assert equal(stream(first=2)[:2], stream()[2:])
+
+
+def test_another_seed_is_another_stream() -> None:
+    assert not equal(stream(), stream(seed=6))
+
+
+def test_making_batches_leaves_the_global_random_state_alone() -> None:
+    """Dropout draws from it."""
+    before = torch.get_rng_state()
+    stream(workers=0), stream(workers=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_accumulation_takes_the_micro_batches_in_order() -> None:
+    flat = [batch for step in stream()[:4] for batch in step]
+    grouped = [batch for step in stream(accumulate=2)[:2] for batch in step]
+    assert equal([flat], [grouped])
+
+
+def test_every_case_once_an_epoch_in_a_new_order() -> None:
+    places = [p.case for micro in islice(Places(7, 3, seed=1), 14) for p in micro]
+    epochs = [places[i : i + 7] for i in range(0, 42, 7)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_augmentation_differs_from_visit_to_visit() -> None:
+    patches = Patches(case, Data(patch=[8, 8, 8]), 0)
+    assert not torch.equal(patches[Place(0, 0, 1)][0], patches[Place(9, 0, 1)][0])
+    assert not torch.equal(patches[Place(0, 0, 1)][0], patches[Place(0, 1, 1)][0])
+
+
+def test_patches_longer_than_the_volume_hold_all_of_it() -> None:
+    prepared, size = case(0), [20, 12, 13]
+    centre = choose_centre(prepared, size, 0.0, np.random.default_rng(0))
+    image, label = crop(prepared.image, prepared.label, centre, size)
+    assert torch.equal(image[:, 3:17, :, 1:11], prepared.image)
+    assert (label != IGNORE).sum() == prepared.label.numel()
+    assert image.abs().sum() == prepared.image.abs().sum()
+
+
+def test_foreground_patches_contain_foreground_and_stay_inside() -> None:
+    label = np.zeros((30, 30, 30), np.uint8)
+    label[0, 0, 0], label[25, 3, 29] = 1, 2
+    prepared = prepare("a", np.zeros((1, 30, 30, 30), np.float32), label, (1.0, 1.0, 1.0), None)
+    rng, seen = np.random.default_rng(0), set()
+    for _ in range(40):
+        centre = choose_centre(prepared, [8, 8, 8], 1.0, rng)
+        patch = crop(prepared.image, prepared.label, centre, [8, 8, 8])[1]
+        assert (patch != IGNORE).all()
+        seen |= set(patch.unique().tolist()) - {0}
+        assert patch.max() > 0
+    assert seen == {1, 2}
+
+
+def test_patches_without_oversampling_cover_the_volume_to_its_corners() -> None:
+    prepared, rng = case(0), np.random.default_rng(0)
+    starts = np.array([choose_centre(prepared, [8, 8, 8], 0.0, rng) for _ in range(300)]) - 3.5
+    assert starts.min(0).tolist() == [0, 0, 0]
+    assert starts.max(0).tolist() == [6, 4, 2]
+
+
+def test_the_ignore_label_is_no_foreground() -> None:
+    label = np.full((4, 4, 4), 255, np.uint8)
+    label[1, 2, 3] = 1
+    prepared = prepare("a", np.zeros((1, 4, 4, 4), np.float32), label, (1.0, 1.0, 1.0), 255)
+    assert [voxels.tolist() for voxels in prepared.foreground] == [[[1, 2, 3]]]
+    assert (prepared.label == IGNORE).sum() == 63

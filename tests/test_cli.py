@@ -1,0 +1,174 @@
+"""The command face in real processes: exit codes, one line, no torch for a typo, no litter."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = [
+    *("model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"),
+    *("data.phantom.cases=4", "batch=1", "steps=4", "eval_every=2", "device=cpu", "workers=0"),
+]
+
+
+def run(*arguments: str, cwd: Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(["-c", code] if code else [str(ROOT / "train.py")]), *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
+
+
+def train(cwd: Path, *arguments: str) -> Path:
+    """A finished tiny run's folder."""
+    done = run(*TINY, f"hydra.run.dir={cwd / 'run'}", *arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return cwd / "run"
+
+
+@pytest.mark.parametrize("wrong", ["amp=maybe", "chkpt=2", "model=unet_smal", "data=decathlon", "ckpt=999", "amp"])
+def test_a_mistake_is_one_line_and_exit_2_without_a_trace(tmp_path: Path, wrong: str) -> None:
+    done = run(wrong, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == "" and done.stderr.count("\n") == 1
+    assert wrong.split("=")[0].replace("data", "data.root") in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_loads_neither_torch_nor_monai(tmp_path: Path) -> None:
+    code = "import sys; from unet3d import command; c = command.main(None); print(c, {'torch', 'monai'} & {*sys.modules})"
+    assert run("ckpt=-1", cwd=tmp_path, code=code).stdout == "2 set()\n"
+
+
+def test_one_wrong_job_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
+    done = run("-m", "ckpt=0,999", cwd=tmp_path)
+    assert done.returncode == 2 and "ckpt=999" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_composed_config_can_be_shown(tmp_path: Path) -> None:
+    done = run("--cfg", "job", "model=forum_mid", cwd=tmp_path)
+    assert done.returncode == 0 and "trilinear" in done.stdout
+
+
+def test_a_run_leaves_the_folder_of_the_design(finished: Path) -> None:
+    folder = finished
+    there = {path.name for path in folder.iterdir()}
+    assert there >= {
+        *("config.yaml", "env.json", "metrics.jsonl", "metrics.csv", "scores.csv", "memory.json", "report.html"),
+        *("STATUS", "checkpoints", "figures", "predictions", "wandb"),
+    }
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {"best.pt", "last.pt"}
+    assert (folder / "STATUS").read_text().startswith("done")
+    memory = json.loads((folder / "memory.json").read_text())
+    assert memory["parameters"] == sum(v.numel() for v in _weights(folder).values())
+    assert set(memory["measured"]["phases"]) == {"data", "forward", "loss", "backward", "step"}
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "train/loss" in r] == [1, 2, 3, 4]
+    assert [r["step"] for r in records if "val/dice_mean" in r] == [2, 4]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One finished run for the tests that only look."""
+    return train(tmp_path_factory.mktemp("finished"), "amp=true", "ckpt=2")
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["model"]
+    return weights
+
+
+def _curve(folder: Path) -> list[dict]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in records]
+
+
+def test_one_seed_one_run_whatever_the_workers_and_checkpointing(tmp_path: Path) -> None:
+    """Dropout, augmentation and mixed precision on; equal weights and equal metrics, to the bit."""
+    folders = []
+    for name, extra in (("a", ["workers=0"]), ("b", ["workers=2"]), ("c", ["workers=0", "ckpt=3"])):
+        (tmp_path / name).mkdir()
+        root = f"data.root={tmp_path / 'phantom'}"
+        folders.append(train(tmp_path / name, "amp=true", "model.dropout=0.2", "wandb.mode=disabled", root, *extra))
+    first = folders[0]
+    for other in folders[1:]:
+        assert _curve(first) == _curve(other)
+        assert all(torch.equal(a, b) for a, b in zip(_weights(first).values(), _weights(other).values(), strict=True))
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
+    """Stopped after step 2 of 4 by an error, then resumed with the command it was given."""
+    root = f"data.root={tmp_path / 'phantom'}"
+    (tmp_path / "whole").mkdir(), (tmp_path / "parts").mkdir()
+    whole = train(tmp_path / "whole", root, "model.dropout=0.2", "wandb.mode=disabled")
+    code = (
+        "import sys; sys.path.insert(0, '.'); from unet3d import command, run; import train\n"
+        "fit = run.Run._pause\n"
+        "def stop(self): fit(self); raise KeyboardInterrupt\n"
+        "run.Run._pause = stop\n"
+        "sys.exit(command.main(train.job))"
+    )
+    folder = tmp_path / "parts" / "run"
+    arguments = [*TINY, root, "model.dropout=0.2", "wandb.mode=disabled", f"hydra.run.dir={folder}"]
+    stopped = run(*arguments, cwd=ROOT, code=code)
+    assert stopped.returncode == 130, stopped.stderr
+    assert f"train.py resume={folder}" in stopped.stderr
+    resumed = run(f"resume={folder}", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert _curve(folder) == _curve(whole)
+    assert all(torch.equal(a, b) for a, b in zip(_weights(folder).values(), _weights(whole).values(), strict=True))
+
+
+def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:
+    done = run(f"resume={finished}", "model.features=[8,8]", cwd=tmp_path)
+    assert done.returncode == 2 and "model.features: [4, 8] -> [8, 8]" in done.stderr
+    nowhere = run("resume=nowhere", cwd=tmp_path)
+    assert nowhere.returncode == 2 and "resume=nowhere: no run" in nowhere.stderr
+
+
+def test_predict_writes_label_maps_on_the_inputs_grid(finished: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    affine = np.array([[0, -1.5, 0, 10], [0.9, 0, 0, -20], [0, 0, 3, 5], [0, 0, 0, 1]])
+    image = nib.Nifti1Image(rng.normal(size=(17, 23, 9)).astype(np.float32), affine)
+    image.header.set_xyzt_units("mm", "sec")
+    nib.save(image, tmp_path / "scan one.nii.gz")
+    (tmp_path / "broken.nii.gz").write_bytes(b"<html>")
+    module = [sys.executable, "-m", "unet3d", "predict", str(finished / "checkpoints" / "last.pt")]
+    inputs = [str(tmp_path / "scan one.nii.gz"), str(tmp_path / "broken.nii.gz"), "-o", str(tmp_path / "out")]
+    done = subprocess.run([*module, *inputs], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and "broken.nii.gz" in done.stderr and done.stderr.count("\n") == 1
+    image, found = nib.load(tmp_path / "scan one.nii.gz"), nib.load(tmp_path / "out" / "scan one.nii.gz")
+    assert found.shape == image.shape and found.get_data_dtype() == np.uint8
+    assert np.array_equal(found.affine, image.affine)
+    for field in ("pixdim", "qform_code", "sform_code", "xyzt_units", "srow_x", "quatern_b"):
+        assert np.array_equal(found.header[field], image.header[field]), field
+    assert set(np.unique(found.dataobj)) <= {0, 1, 2, 3}
+    again = subprocess.run([*module, *inputs], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert "left alone" in again.stdout
+
+
+def test_a_foreign_snapshot_is_exit_3(tmp_path: Path) -> None:
+    torch.save({"model": {}}, tmp_path / "x.pt")
+    command = [sys.executable, "-m", "unet3d", "predict", str(tmp_path / "x.pt"), ".", "-o", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 3 and done.stderr.count("\n") == 1
+
+
+def test_check_data_lists_every_problem(tmp_path: Path) -> None:
+    for part in ("images", "labels"):
+        (tmp_path / part).mkdir()
+    for name in "abc":
+        for part in ("images", "labels"):
+            data = np.zeros((4, 4, 4), np.uint8)
+            nib.save(nib.Nifti1Image(data, np.eye(4)), tmp_path / part / f"{name}.nii.gz")
+    nib.save(nib.Nifti1Image(np.full((4, 4, 4), 7, np.uint8), np.eye(4)), tmp_path / "labels" / "b.nii.gz")
+    (tmp_path / "images" / "c.nii.gz").write_bytes(b"")
+    arguments = ["data=folders", f"data.root={tmp_path}", "data.classes=[background,organ]"]
+    command = [sys.executable, "-m", "unet3d", "check-data", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2
+    assert "b" in done.stdout and "7" in done.stdout and "c.nii.gz" in done.stdout

@@ -1,0 +1,109 @@
+"""Wrong options are answered in one line that names the key and the remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from unet3d import compose
+from unet3d.config import Config
+from unet3d.errors import UserError
+
+WRONG = {
+    "amp=maybe": r"^amp: .*'maybe'.*bool",
+    "ckpt=two": r"^ckpt: .*'two'.*Integer",
+    "ckpt=-1": r"^ckpt=-1: must be >= 0",
+    "ckpt=1": r"^ckpt=1: .*use 0 \(off\) or 2 to 8",
+    "ckpt=999": r"^ckpt=999: this model has 8 stages; use 0 \(off\) or 2 to 8",
+    "chkpt=2": r"^chkpt: no such option; did you mean ckpt\?",
+    "batch=0": r"^batch=0: must be >= 1",
+    "seed=-1": r"^seed=-1: must be >= 0",
+    "model=unet_smal": r"^model=unet_smal: no such config; did you mean unet_small\?",
+    "modle=unet": r"^modle: no such option; did you mean model\?",
+    "experiment=hipocampus": r"^experiment=hipocampus: .*did you mean hippocampus\?",
+    "data=decathlon": r"^data.root is not set: .*add data.root=PATH",
+    "data.pach=[1,1,1]": r"^data.pach: no such option; did you mean data.patch\?",
+    "data.patch=[64,64]": r"^data.patch=\[64, 64\]: give three",
+    "data.patch=[1,1,1]": r"^data.patch=\[1, 1, 1\] leaves one voxel",
+    "data.patch=3": r"^data.patch: ",
+    "data.augment.scaling=[2,1]": r"^data.augment.scaling=\[2.0, 1.0\]: give \[smallest, largest\]",
+    "data.fold=5": r"^data.fold=5: with data.folds=5 it runs from 0 to 4",
+    "model.features=[]": r"^model.features=\[\] has no level",
+    "model.features=[8,x]": r"^model.features\[1\]: .*'x'.*Integer",
+    "model.decoder=[8]": r"^model.decoder has 1 widths; 4 levels need 3",
+    "model.norm=bacth": r"^model.norm=bacth: use one of instance",
+    "model.kernels=2": r"^model.kernels=2: kernels must be odd",
+    "model.strides=[[2,2],2,2]": r"^model.strides: \[2, 2\] is neither",
+    "optim.lr=fast": r"^optim.lr: .*'fast'.*Float",
+    "optim.lr=nan": r"^optim.lr=nan: must be",
+    "loss.weights=[1,-1]": r"^loss.weights=\[1.0, -1.0\]: must be >= 0",
+    "amp": r"^Error parsing override 'amp'",
+    "amp=true,false": r"amp=true,false",
+}
+CONFLICTS = {
+    ("model.norm=group", "model.groups=3"): r"^model.groups=3 does not divide",
+    ("model.activation=prelu", "model.inplace=true"): r"^model.inplace=true does nothing",
+    ("model=cicek2016", "data.patch=[130,132,116]"): r"nearest that fits: data.patch=\[132, 132, 116\]",
+    ("model.deep_supervision=true", "model.padding=valid"): r"^model.deep_supervision=true needs",
+    ("model.deep_supervision=true", "model.features=[8,8]"): r"^model.deep_supervision=true needs 3 levels",
+    ("data=nnunet", "data.root=/no/such"): r"^data.root=/no/such: no such folder",
+    ("data=folders", "data.root=."): r"^data.classes is not set",
+}
+
+
+@pytest.mark.parametrize(("override", "message"), WRONG.items())
+def test_one_line_for_a_wrong_option(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        compose.compose([override])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("overrides", "message"), CONFLICTS.items())
+def test_one_line_for_options_at_odds(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose.compose(overrides)
+
+
+def configs(group: str) -> list[str]:
+    return sorted(path.stem for path in (compose.config_folder() / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("group", ["model", "data", "loss", "optim", "experiment"])
+def test_every_yaml_composes(group: str, tmp_path: Path) -> None:
+    patch = {"cicek2016": "data.patch=[132,132,116]"}
+    assert configs(group)
+    for name in configs(group):
+        overrides = [f"{group}={name}", patch.get(name, "seed=0")]
+        if group != "data" or name != "phantom":
+            overrides += [f"data.root={tmp_path}", "data.classes=[background,organ]"]
+        assert isinstance(compose.compose(overrides), Config), name
+
+
+def test_an_experiment_sets_and_the_command_line_beats_it(tmp_path: Path) -> None:
+    root = f"data.root={tmp_path}"
+    assert compose.compose([root]).amp is False
+    found = compose.compose(["experiment=hippocampus", root])
+    assert found.amp is True and found.data.format == "decathlon"
+    beaten = compose.compose(["experiment=hippocampus", "amp=false", "model=unet_tiny", root])
+    assert beaten.amp is False and beaten.model.features == [8, 16, 32]
+
+
+def test_plain_values_round_trip() -> None:
+    config = compose.compose(["model=forum_large", "seed=7", "optim=sgd"])
+    assert compose.from_plain(compose.to_plain(config)) == config
+
+
+def test_a_snapshots_config_is_checked_and_cannot_smuggle_keys() -> None:
+    plain = compose.to_plain(Config())
+    with pytest.raises(UserError, match="_target_"):
+        compose.from_plain(plain | {"model": {"_target_": "os.system"}})
+    with pytest.raises(UserError, match="batch=0"):
+        compose.from_plain(plain | {"batch": 0})
+
+
+def test_sweep_lists_every_job() -> None:
+    assert compose.sweep(["amp=true,false", "ckpt=2,4", "seed=1"]) == [
+        ["amp=True", "ckpt=2", "seed=1"],
+        ["amp=True", "ckpt=4", "seed=1"],
+        ["amp=False", "ckpt=2", "seed=1"],
+        ["amp=False", "ckpt=4", "seed=1"],
+    ]

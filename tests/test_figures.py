@@ -1,0 +1,233 @@
+"""What the pictures show, and that nothing in them overlaps or is cut off."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from PIL import Image
+
+from unet3d import figures
+from unet3d.figures import MIB, colours
+from unet3d.slices import centre
+
+Draw = Callable[..., Figure]
+NAMES = ("background", "left", "right")
+
+
+@pytest.fixture
+def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draw:
+    """Calls a function of `figures` with a path in its place; returns the figure that it saved, legible throughout."""
+    saved: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, path: Path) -> None:
+        save(figure, path)
+        saved.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+
+    def call(function: Callable[..., None], *arguments: Any, title: str | None = None) -> Figure:
+        path = tmp_path / "figure.png"
+        function(*arguments, path, *([title] if title else []))
+        with Image.open(path) as image:
+            assert image.convert("RGBA").getpixel((0, image.height - 1)) == (255, 255, 255, 255)
+        assert_legible(saved[-1])
+        return saved[-1]
+
+    return call
+
+
+def assert_legible(figure: Figure) -> None:
+    """Titles, labels, legends and numbers at bars lie inside the figure and not on each other."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    texts = [*figure.texts, *(text for legend in figure.legends for text in legend.texts)]
+    for axes in figure.axes:
+        texts += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+        texts += axes.get_legend().texts if axes.get_legend() else []
+    boxes = {text: text.get_window_extent(renderer) for text in texts if text.get_text()}
+    legends = {legend: legend.get_window_extent(renderer) for legend in figure.legends}
+    for text, box in (boxes | legends).items():
+        assert figure.bbox.padded(1).containsx(box.x0), text
+        assert figure.bbox.padded(1).containsx(box.x1), text
+        assert figure.bbox.padded(1).containsy(box.y0), text
+        assert figure.bbox.padded(1).containsy(box.y1), text
+    for (one, a), (other, b) in itertools.combinations(boxes.items(), 2):
+        assert not a.overlaps(b), (one, other)
+
+
+def lines(axes: Any) -> dict[str, Any]:
+    return {line.get_label(): line for line in axes.lines}
+
+
+# --- colours
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 30])
+def test_every_class_has_a_colour_of_its_own(count: int) -> None:
+    assert len({to_hex(colour) for colour in colours(count)}) == count
+
+
+def test_a_class_keeps_its_colour_when_there_are_more() -> None:
+    assert colours(7)[:3] == colours(3)
+
+
+# --- curves
+
+
+def training(*losses: float | str | None) -> list[dict[str, Any]]:
+    return [{"step": step, "train/loss": loss} for step, loss in enumerate(losses, 1)]
+
+
+def validation(step: int, **dice: float | None) -> dict[str, Any]:
+    return {"step": step, **{f"val/dice/{name}": value for name, value in dice.items()}, "val/dice_mean": 0.5}
+
+
+def test_curves_show_loss_and_dice_per_class_over_steps(draw: Draw) -> None:
+    records = [*training(1.0, 0.5), validation(2, left=0.25, right=None), validation(4, left=0.75, right=0.5)]
+    loss, dice = draw(figures.curves, records).axes
+    assert loss.lines[0].get_xydata().tolist() == [[1, 1.0], [2, 0.5]]
+    shown = lines(dice)
+    assert list(shown) == ["left", "right", "mean of classes"]
+    assert shown["left"].get_xydata().tolist() == [[2, 0.25], [4, 0.75]]
+    assert shown["right"].get_xydata().tolist() == [[4, 0.5]]
+    assert dice.get_ylim()[0] == 0
+    assert dice.get_ylim()[1] >= 1
+
+
+def test_a_class_without_a_score_does_not_change_the_colours_of_others(draw: Draw) -> None:
+    _, dice = draw(figures.curves, [validation(2, left=None, right=0.5)]).axes
+    assert to_hex(lines(dice)["right"].get_color()) == to_hex(colours(2)[1])
+
+
+@pytest.mark.parametrize(
+    ("losses", "scale"),
+    [((2.0, 0.2), "linear"), ((2.0, 0.02), "log"), ((2.0, 0.02, -0.1), "linear"), ((2.0, "inf", "nan"), "linear")],
+)
+def test_the_loss_axis_is_logarithmic_where_that_helps(draw: Draw, losses: tuple[float, ...], scale: str) -> None:
+    assert draw(figures.curves, training(*losses)).axes[0].get_yscale() == scale
+
+
+def test_a_loss_that_was_never_finite_is_said_to_be_so(draw: Draw) -> None:
+    (loss,) = draw(figures.curves, training("nan", "inf", None)).axes
+    assert [text.get_text() for text in loss.texts] == ["no finite loss"]
+
+
+def test_many_steps_are_smoothed_by_a_mean_of_the_steps_before(draw: Draw) -> None:
+    (loss,) = draw(figures.curves, training(*range(1, 501))).axes
+    mean = lines(loss)["mean of 10 steps"].get_xydata()
+    assert mean[0] == pytest.approx([10, 5.5])
+    assert mean[-1] == pytest.approx([500, 495.5])
+
+
+def test_many_classes_with_long_names_stay_legible(draw: Draw) -> None:
+    names = [f"structure_number_{i}_of_the_left_and_the_right_hemisphere" for i in range(30)]
+    draw(figures.curves, [*training(1, 0.5), validation(2, **dict.fromkeys(names, 0.5))])
+
+
+# --- memory
+
+
+def memory(*peaks: tuple[str, float, float]) -> dict[str, Any]:
+    phases = {name: {"first": int(first * MIB), "steady": int(steady * MIB)} for name, first, steady in peaks}
+    return {"measured": {"kind": "ledger", "phases": phases}}
+
+
+@pytest.mark.parametrize("scale", [0.01, 1, 1000])
+def test_bars_are_the_peaks_in_mib(draw: Draw, scale: float) -> None:
+    peaks = [("data", 4, 5), ("forward", 310, 320), ("loss", 330, 340), ("backward", 560, 570), ("step", 20, 572)]
+    figure = draw(figures.memory_phases, memory(*((name, a * scale, b * scale) for name, a, b in peaks)))
+    (axes,) = figure.axes
+    first, steady = axes.containers
+    assert [bar.get_width() for bar in first] == pytest.approx([a * scale for _, a, _ in peaks], rel=1e-3)
+    assert [bar.get_width() for bar in steady] == pytest.approx([b * scale for _, _, b in peaks], rel=1e-3)
+    assert [label.get_text() for label in axes.get_yticklabels()] == [name for name, _, _ in peaks]
+    assert axes.get_xlabel() == "peak memory (MiB)"
+    assert "ledger" in axes.get_title()
+
+
+# --- slices
+
+
+def labels(shape: Sequence[int], *boxes: tuple[int, tuple[slice, ...]]) -> Any:
+    made = np.zeros(shape, np.int64)
+    for value, box in boxes:
+        made[box] = value
+    return made
+
+
+def drawn(axes: Any) -> set[str]:
+    """Colours of the classes that are drawn on an image."""
+    if len(axes.images) == 1:
+        return set()
+    overlay = axes.images[1].get_array().reshape(-1, 4)
+    return {to_hex(colour[:3]) for colour in overlay if colour[3]}
+
+
+def test_the_picture_has_three_planes_of_image_truth_and_prediction(draw: Draw) -> None:
+    truth = labels((30, 20, 10), (1, np.s_[4:8, 4:8, 4:8]), (-100, np.s_[:, :, :2]))
+    prediction = labels((30, 20, 10), (2, np.s_[4:8, 4:8, 4:8]))
+    image = np.random.default_rng(0).random((30, 20, 10))
+    figure = draw(figures.prediction, image, truth, prediction, (1, 1, 2.5), NAMES, title="case 7")
+    left, right = (to_hex(colour) for colour in colours(2))
+    grid = np.array(figure.axes).reshape(3, 3)
+    assert [axes.get_title() for axes in grid[0]] == ["image", "truth", "prediction"]
+    assert [[drawn(axes) for axes in row] for row in grid] == [[set(), {left}, {right}]] * 3
+    assert [text.get_text() for text in figure.legends[0].texts] == ["left", "right"]
+    assert figure.get_suptitle() == "case 7"
+
+
+def test_planes_have_their_true_proportions_and_say_where_they_are(draw: Draw) -> None:
+    truth = labels((30, 20, 10), (1, np.s_[4:7, 8:11, 2:5]), (255, np.s_[20:, :, 5:]))
+    figure = draw(figures.prediction, np.zeros(truth.shape), truth, truth, (1, 1.5, 4), NAMES, title="a")
+    rows = np.array(figure.axes).reshape(3, 3)[:, 0]
+    assert [axes.images[0].get_extent() for axes in rows] == [[0, 30, 0, 40], [0, 30, 0, 40], [0, 30, 0, 30]]
+    assert [axes.get_aspect() for axes in rows] == [1, 1, 1]
+    assert [axes.get_ylabel() for axes in rows] == ["sagittal\nx = 5", "coronal\ny = 9", "axial\nz = 3"]
+    assert [[text.get_text() for text in axes.texts] for axes in rows] == [["A", "S"], ["R", "S"], ["R", "A"]]
+
+
+def test_a_plane_is_shown_with_its_axes_growing_to_the_right_and_upwards(draw: Draw) -> None:
+    image = np.arange(4 * 3 * 2.0).reshape(4, 3, 2)
+    nothing = labels(image.shape)
+    figure = draw(figures.prediction, image, None, nothing, (1, 1, 1), NAMES, title="a")
+    axial = figure.axes[4].images[0]
+    assert axial.origin == "lower"
+    np.testing.assert_array_equal(axial.get_array(), image[:, :, 1].T)
+
+
+def test_without_truth_there_are_two_columns_through_what_was_predicted(draw: Draw) -> None:
+    prediction = labels((20, 20, 20), (1, np.s_[15:18, 2:4, 9:12]))
+    figure = draw(figures.prediction, np.zeros(prediction.shape), None, prediction, (1, 1, 1), NAMES, title="a")
+    grid = np.array(figure.axes).reshape(3, 2)
+    assert [axes.get_title() for axes in grid[0]] == ["image", "prediction"]
+    assert all(drawn(row[1]) for row in grid)
+
+
+@pytest.mark.parametrize("shape", [(8, 64, 64), (64, 64, 4), (20, 30, 200), (1, 1, 1)])
+def test_thin_and_tall_volumes_without_foreground_stay_legible(draw: Draw, shape: tuple[int, int, int]) -> None:
+    names = ["background", *(f"structure_number_{i}_of_the_left_and_the_right_hemisphere" for i in range(12))]
+    figures_of = np.zeros(shape), labels(shape), labels(shape)
+    draw(figures.prediction, *figures_of, (1, 1, 1), names, title="no foreground")
+
+
+def test_the_planes_through_the_centre_hold_some_of_the_mask() -> None:
+    mask = np.zeros((9, 9, 9), bool)
+    mask[0, :, 0] = mask[8, :, 0] = True  # its centre of mass lies between the two
+    x, y, z = centre(mask)
+    assert mask[x].any() and mask[:, y].any() and mask[:, :, z].any()
+    assert centre(np.zeros((4, 6, 8), bool)) == [2, 3, 4]
+
+
+def test_importing_the_figures_loads_neither_torch_nor_matplotlib() -> None:
+    code = "import sys, unet3d.figures, unet3d.report; print({'torch', 'matplotlib', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,74 @@
+"""Imports go down only, and each library stays in its rooms."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = [  # lowest first; a module may import from any floor below its own
+    {"config", "errors", "policy", "metrics", "console", "page", "privacy", "slices"},
+    {"model.geometry", "schedules", "snapshot", "sinks", "figures", "memory.ledger"},
+    {"checks", "model.layers", "readback", "data.intensity", "data.manifest", "data.nifti", "data.splits"},
+    {"compose", "model.stages", "report", "data.phantom"},
+    {"losses", "model.unet", "step", "record", "data.cases"},
+    {"trainer", "inference", "memory.meter", "data.augment", "data.volumes"},
+    {"data.patches", "data.check"},
+    {"data.loader", "data.reader", "evaluation"},
+    {"build"},
+    {"run", "apply"},
+    {"finish", "command", "__main__"},
+]
+ROOMS = {
+    "hydra": {"compose", "command"},
+    "wandb": {"sinks"},
+    "nibabel": {"data.nifti", "data.phantom", "data.volumes", "data.check"},
+    "monai": {"metrics", "data.augment", "data.patches"},
+    "matplotlib": {"figures", "slices"},
+    "rich": {"console", "report"},
+}
+LIGHT = {"config", "errors", "checks", "compose", "command", "model.geometry", "sinks", "console", "data.cases"}
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text())
+    found: set[str] = set()
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def modules() -> dict[str, Path]:
+    package = ROOT / "unet3d"
+    paths = {".".join(p.relative_to(package).with_suffix("").parts): p for p in package.rglob("*.py")}
+    return {name: path for name, path in paths.items() if not name.endswith("__init__")}
+
+
+def test_every_module_has_a_floor_and_imports_from_below() -> None:
+    floor = {name: level for level, names in enumerate(FLOORS) for name in names}
+    found = modules()
+    assert not found.keys() - floor.keys(), "modules without a floor"
+    climbing = [
+        f"{name} -> {other}"
+        for name, path in found.items()
+        for other in found
+        if f"unet3d.{other}" in imports(path) and floor[other] >= floor[name]
+    ]
+    assert not climbing
+
+
+def test_libraries_stay_in_their_rooms() -> None:
+    strays = [
+        f"{name} imports {library}"
+        for name, path in modules().items()
+        for library, rooms in ROOMS.items()
+        if any(i.split(".")[0] == library for i in imports(path)) and name not in rooms
+    ]
+    assert not strays
+
+
+def test_what_answers_a_typo_loads_no_torch() -> None:
+    heavy = {"torch", "monai", "matplotlib", "wandb"}
+    found = {name: {i.split(".")[0] for i in imports(modules()[name], top_level_only=True)} & heavy for name in LIGHT}
+    assert not {name: libraries for name, libraries in found.items() if libraries}

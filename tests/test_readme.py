@@ -1,0 +1,61 @@
+"""What the README says can be run, runs; what it points to, exists."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from unet3d import compose
+from unet3d.__main__ import _parser
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", "CONTRIBUTING.md", "data/README.md"]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def commands() -> list[list[str]]:
+    """Every train.py and unet3d command in an indented block, split into words."""
+    lines = [line.strip() for line in TEXT.splitlines() if line.startswith("    ")]
+    parts = [part.strip().removeprefix("$ ") for line in lines for part in line.split("&&")]
+    return [shlex.split(part) for part in parts if "train.py" in part or "-m unet3d" in part]
+
+
+def overrides(words: list[str], folder: Path) -> list[str]:
+    return [word.replace("PATH", str(folder)) for word in words if "=" in word]
+
+
+def test_training_commands_compose(tmp_path: Path) -> None:
+    (tmp_path / "Task04_Hippocampus").mkdir()
+    found = [words for words in commands() if "train.py" in words[1] and "chkpt=2" not in words]
+    assert len(found) >= 3
+    for words in found:
+        compose.compose(overrides(words, tmp_path))
+
+
+def test_other_commands_parse(tmp_path: Path) -> None:
+    found = [words for words in commands() if "unet3d" in words]
+    assert {words[words.index("unet3d") + 1] for words in found} >= {"predict", "check-data"}
+    for words in found:
+        _parser().parse_args(words[words.index("unet3d") + 1 :])
+
+
+def test_the_mistake_shown_is_the_mistake_made() -> None:
+    with pytest.raises(compose.UserError) as caught:
+        compose.compose(["chkpt=2"])
+    assert f"    error: {caught.value}\n" in TEXT
+
+
+def test_every_choice_named_exists() -> None:
+    rows = re.findall(r"`(model|loss|optim)=` ((?:`\w+` ?)+)", TEXT)
+    assert {group for group, _ in rows} == {"model", "loss", "optim"}
+    for group, names in rows:
+        found = {path.stem for path in (ROOT / "configs" / group).glob("*.yaml")}
+        assert set(re.findall(r"`(\w+)`", names)) == found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
+    missing = [t for t in targets if "://" not in t and not ((ROOT / page).parent / t).exists()]
+    assert not missing

@@ -1,0 +1,276 @@
+"""The report says what the files say, whatever of them is missing, and depends on nothing else."""
+
+import base64
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from unet3d import compose, page, readback, report
+from unet3d.metrics import CaseScore, write_csv
+
+MIB = 2**20
+FILES = ("STATUS", "config.yaml", "env.json", "metrics.jsonl", "scores.csv", "memory.json", "figures/prediction.png")
+NASTY = "<b>&'x'</b>"
+
+
+def write_scores(folder: Path, *names: str) -> None:
+    scores = [
+        CaseScore("a", (0.9, None, 0.5), (0.8, None, 0.4), (1.0, None, None)),
+        CaseScore("b", (0.7, None, None), (0.6, None, None), (2.0, None, None)),
+    ]
+    write_csv(folder / "scores.csv", scores, ("background", *names))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run folder as a finished run leaves it."""
+    run = tmp_path / "12-30-05-ab12cd"
+    (run / "figures").mkdir(parents=True)
+    (run / "STATUS").write_text("done\nexit code 0\n")
+    (run / "config.yaml").write_text(compose.to_yaml(compose.compose(["model=unet_tiny", "seed=7"])))
+    (run / "env.json").write_text(json.dumps({"torch": "9.8.7", "gpu": None}))
+    train = {"train/loss": 0.5, "time/step_s": 0.25, "time/data_wait_s": 0.025}
+    last = {
+        "val/dice_mean": 0.55,
+        "val/dice/left": 0.61,
+        "val/dice/none": None,
+        "val/iou/left": 0.52,
+        "time/val_s": 4.0,
+    }
+    records = [{"step": 1, **train}, {"step": 2, **train, "train/loss": "nan"}, {"step": 2, **last}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_scores(run, "left", "none", NASTY)
+    peaks = {phase: {"first": MIB, "steady": 1234 * MIB + MIB // 2} for phase in ("data", "forward")}
+    measured = {"peak_bytes": 1500 * MIB, "kind": "ledger", "phases": peaks, "categories": {"params": 7 * MIB}}
+    (run / "memory.json").write_text(json.dumps({"parameters": 1402803, "measured": measured}))
+    Image.new("RGB", (4, 4)).save(run / "figures" / "prediction.png")
+    return run
+
+
+class Reader(HTMLParser):
+    """Tables as lists of rows, all text, and the sources of pictures; an unclosed element fails."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.text: list[str] = []
+        self.sources: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+        self.rows += [[]] if tag == "tr" else []
+        self.sources += [str(value) for name, value in attrs if name == "src"]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1].append(data)
+        elif data.strip() and self.open[-1] != "style":
+            self.text.append(data)
+
+
+def written(folder: Path) -> Reader:
+    path = report.write(folder)
+    assert path == folder / "report.html"
+    return Reader(path.read_text(encoding="utf-8"))
+
+
+def test_the_report_tells_what_ran_and_how_it_went(folder: Path) -> None:
+    text = " | ".join(written(folder).text)
+    assert "unet3d run 12-30-05-ab12cd" in text
+    assert "U-Net 8-16-32 on phantom" in text
+    assert "AMP off, checkpointing off, seed 7" in text
+    assert "Status: done, exit code 0" in text
+    assert "Dice, mean of classes | 0.650" in text
+    assert "peak memory, measured | 1,500.0 MiB" in text
+    assert "parameters | 1,402,803" in text
+    assert "steps done | 2" in text
+    assert "torch | 9.8.7" in text
+    assert "gpu" not in text
+    assert "seed: 7" in text
+
+
+def test_scores_are_means_over_cases_that_have_them_and_n_a_stays_n_a(folder: Path) -> None:
+    rows = written(folder).rows
+    assert rows[:5] == [
+        ["class", "Dice", "IoU", "HD95 (mm)", "cases"],
+        ["left", "0.800", "0.700", "1.50", "2"],
+        ["none", "n/a", "n/a", "n/a", "0"],
+        [NASTY, "0.500", "0.400", "n/a", "1"],
+        ["mean of classes", "0.650", "0.550", "1.50"],
+    ]
+
+
+def test_without_scores_the_last_validation_is_told(folder: Path) -> None:
+    (folder / "scores.csv").unlink()
+    rows = written(folder).rows
+    assert rows[:4] == [
+        ["class", "Dice", "IoU"],
+        ["left", "0.610", "0.520"],
+        ["none", "n/a", "n/a"],
+        ["mean of classes", "0.610", "0.520"],
+    ]
+
+
+def test_memory_is_told_per_phase_in_mib_with_its_kind(folder: Path) -> None:
+    found = written(folder)
+    at = found.rows.index(["phase", "first step (MiB)", "later steps (MiB)"])
+    assert found.rows[at + 1 : at + 3] == [["data", "1.0", "1,234.5"], ["forward", "1.0", "1,234.5"]]
+    assert ["params", "7.0"] in found.rows
+    assert any(text.startswith("Measured (ledger)") for text in found.text)
+
+
+def test_time_is_told_with_the_share_of_waiting(folder: Path) -> None:
+    assert readback.timing(readback.read(folder)) == {
+        "step, median": "0.25 s",
+        "waiting for data": "10.0% of step time",
+        "validation, median": "4 s",
+    }
+
+
+def test_the_page_is_complete_in_itself(folder: Path) -> None:
+    found = written(folder)
+    pictures = [folder / "figures" / f"{name}.png" for name in ("prediction", "curves", "memory_phases")]
+    inside = [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in found.sources]
+    assert inside == [picture.read_bytes() for picture in pictures]
+    html = (folder / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|<script|<link|@import|url\(", html)
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_everything_that_is_told_is_escaped(folder: Path) -> None:
+    attack = "<script>alert('&')</script>"
+    (folder / "STATUS").write_text(attack)
+    (folder / "config.yaml").write_text(f"{attack}\n")
+    (folder / "env.json").write_text(json.dumps({attack: attack}))
+    write_scores(folder, attack, "b", "c")
+    for name in ("phases", "categories"):
+        memory = json.loads((folder / "memory.json").read_text())
+        values = memory["measured"][name]
+        memory["measured"][name] = {attack: next(iter(values.values()))}
+        (folder / "memory.json").write_text(json.dumps(memory))
+    found = written(folder.rename(folder.with_name("<script>")))
+    assert not {"script", "b"} & set(found.tags)
+    assert sum(attack in cell for row in found.rows for cell in row) == 3
+    assert sum(attack in text for text in found.text) == 4
+    assert found.text.count("unet3d run <script>") == 2
+    assert Reader(page.table([attack], [[""]])).rows == [[attack], []]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_report_without_what_is_missing(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    assert "unet3d run 12-30-05-ab12cd" in written(folder).text
+    report.print_summary(folder)
+
+
+@pytest.mark.parametrize("name", FILES[:-1])
+@pytest.mark.parametrize("share", [0.0, 0.7])
+def test_a_report_without_what_was_cut_short(folder: Path, name: str, share: float) -> None:
+    path = folder / name
+    half_a_letter = "é".encode()[:1]
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)] + half_a_letter)
+    assert "unet3d run 12-30-05-ab12cd" in written(folder).text
+    report.print_summary(folder)
+
+
+def test_a_run_that_measured_no_step_has_a_report_without_memory(folder: Path) -> None:
+    (folder / "memory.json").write_text(
+        json.dumps({"parameters": 5, "measured": {"peak_bytes": 0, "kind": "ledger", "phases": {}}})
+    )
+    assert "Memory" not in written(folder).text
+
+
+@pytest.mark.parametrize(
+    ("name", "heading"),
+    [("config.yaml", "Config"), ("env.json", "Environment"), ("memory.json", "Memory"), ("metrics.jsonl", "Training")],
+)
+def test_a_section_is_there_only_with_its_file(folder: Path, name: str, heading: str) -> None:
+    assert heading in written(folder).text
+    (folder / name).unlink()
+    for picture in (folder / "figures").glob("*.png"):
+        picture.unlink()
+    assert heading not in written(folder).text
+
+
+def test_a_run_that_left_nothing_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert written(tmp_path).rows == []
+    report.print_summary(tmp_path)
+    assert capsys.readouterr().out == f"run folder: {tmp_path}\n"
+
+
+@pytest.mark.parametrize("config", ["a: [1", "- a list", "model: 1", "model: {features: 3}"])
+def test_a_config_that_is_none_is_shown_as_it_is(folder: Path, config: str) -> None:
+    (folder / "config.yaml").write_text(config)
+    assert readback.what_ran(readback.read(folder)) == ""
+    assert config in written(folder).text
+
+
+def test_metrics_csv_is_metrics_jsonl_as_a_table(folder: Path) -> None:
+    report.write(folder)
+    with (folder / "metrics.csv").open(newline="") as file:
+        first, second, third = csv.DictReader(file)
+    assert list(first)[:4] == ["step", "train/loss", "time/step_s", "time/data_wait_s"]
+    assert (first["step"], first["train/loss"], first["val/dice/left"]) == ("1", "0.5", "")
+    assert second["train/loss"] == "nan"
+    assert (third["train/loss"], third["val/dice/left"], third["val/dice/none"]) == ("", "0.61", "")
+
+
+def test_the_report_is_a_function_of_the_folder(folder: Path) -> None:
+    before = {name: (folder / name).read_bytes() for name in FILES}
+    first = report.write(folder).read_bytes()
+    assert report.write(folder).read_bytes() == first
+    assert {name: (folder / name).read_bytes() for name in FILES} == before
+
+
+# --- the terminal
+
+
+def printed(folder: Path, **variables: str) -> str:
+    """What a process prints whose stdout is a pipe."""
+    code = "import pathlib, sys; from unet3d import report; report.print_summary(pathlib.Path(sys.argv[1]))"
+    source = str(Path(report.__file__).parents[1])
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+        env=environment | {"PYTHONPATH": source, "PYTHONIOENCODING": "utf-8"} | variables,
+    )
+    return done.stdout
+
+
+def test_the_closing_lines_fit_80_columns_without_colours(folder: Path) -> None:
+    write_scores(folder, "left_hippocampus_" * 8, "[red]none[/red]", "right")
+    folder = folder.rename(folder.with_name("[red]" + "a_long_name" * 9))
+    *lines, last = printed(folder).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not re.search(r"\x1b", "".join(lines))
+    cells = [line.split() for line in lines]
+    assert ["[red]none[/red]", "n/a", "n/a", "n/a", "0"] in cells
+    assert ["right", "0.500", "0.400", "n/a", "1"] in cells
+    assert ["mean", "of", "classes", "0.650", "0.550", "1.50"] in cells
+    assert ["data", "1.0", "1,234.5"] in cells
+    assert any("measured (ledger)" in line for line in lines)
+    assert last == f"run folder: {folder}"
+
+
+def test_the_closing_lines_need_no_more_than_ascii(folder: Path) -> None:
+    assert printed(folder, PYTHONIOENCODING="ascii").isascii()

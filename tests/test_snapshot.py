@@ -1,0 +1,98 @@
+"""Snapshots survive kills, notice damage, and run nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from unet3d import snapshot
+from unet3d.errors import SnapshotError
+
+STATE = {"model": {"w": torch.arange(1000.0)}, "step": 3}
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    snapshot.save(tmp_path / "last.pt", STATE)
+    found = snapshot.load(tmp_path / "last.pt")
+    assert found["step"] == 3 and torch.equal(found["model"]["w"], STATE["model"]["w"])
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_a_truncated_file_is_refused(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "last.pt"
+    snapshot.save(path, STATE)
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(SnapshotError, match=r"last\.pt"):
+        snapshot.load(path)
+
+
+def test_one_flipped_bit_is_refused_though_torch_would_load_it(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    snapshot.save(path, STATE)
+    content = bytearray(path.read_bytes())
+    at = content.find(torch.tensor(500.0).numpy().tobytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    assert not torch.equal(torch.load(path, weights_only=True)["model"]["w"], STATE["model"]["w"])
+    with pytest.raises(SnapshotError, match="checksum"):
+        snapshot.load(path)
+
+
+class Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickled_command_is_refused_and_not_run(tmp_path: Path) -> None:
+    torch.save({"format": 1, "model": Payload(tmp_path / "ran")}, tmp_path / "evil.pt")
+    with pytest.raises(SnapshotError):
+        snapshot.load(tmp_path / "evil.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_another_format_or_a_stranger_is_refused(tmp_path: Path) -> None:
+    for content in ({"format": 99}, [1, 2]):
+        torch.save(content, tmp_path / "x.pt")
+        with pytest.raises(SnapshotError, match="format"):
+            snapshot.load(tmp_path / "x.pt")
+    with pytest.raises(SnapshotError, match=r"missing\.pt"):
+        snapshot.load(tmp_path / "missing.pt")
+
+
+@pytest.mark.parametrize("weights", [{}, {"weight": torch.zeros(3)}, {"weight": torch.zeros(2, 2), "extra": torch.zeros(1)}])
+def test_weights_that_do_not_fit_are_named(weights: dict) -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    with pytest.raises(SnapshotError, match=r"weight|extra"):
+        snapshot.load_weights(model, weights, Path("a.pt"))
+
+
+LOOP = """
+import sys, torch
+from pathlib import Path
+from unet3d import snapshot
+step = 0
+while True:
+    step += 1
+    snapshot.save(Path(sys.argv[1]), {"step": step, "w": torch.full((300_000,), float(step))})
+    print(step, flush=True)
+"""
+
+
+def test_a_kill_leaves_a_whole_snapshot(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    process = subprocess.Popen([sys.executable, "-c", LOOP, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(5):
+        process.stdout.readline()
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    found = snapshot.load(path)
+    assert found["step"] >= 5 and (found["w"] == found["step"]).all()

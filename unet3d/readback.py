@@ -1,0 +1,172 @@
+"""A run folder read back: what its files say, and that as tables of text for the report and the terminal.
+
+What a run that died early did not write, or only in part, is empty. n/a stays n/a.
+"""
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from unet3d.figures import mib
+from unet3d.metrics import mean_of
+
+Record = Mapping[str, Any]
+METRICS = {"dice": ("Dice", 3), "iou": ("IoU", 3), "hd95_mm": ("HD95 (mm)", 2)}  # heading, digits
+
+
+class Table(NamedTuple):
+    """Headings with their units, and rows of text."""
+
+    columns: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What the files of a run folder say; empty where a file is missing."""
+
+    path: Path
+    status: str
+    config: str
+    environment: Record
+    records: list[Record]
+    scores: list[dict[str, str]]
+    memory: Record
+
+    def values(self, key: str) -> list[float]:
+        """A number's values in the records, in their order; NaN and infinity included."""
+        return [number for record in self.records if (number := _number(record.get(key))) is not None]
+
+
+def read(path: Path) -> RunFolder:
+    """Read a run folder."""
+    lines = (_object(line) for line in _text(path / "metrics.jsonl").splitlines())
+    memory = _object(_text(path / "memory.json"))
+    return RunFolder(
+        path=path,
+        status=", ".join(_text(path / "STATUS").split("\n")).strip(", "),
+        config=_text(path / "config.yaml"),
+        environment={key: value for key, value in _object(_text(path / "env.json")).items() if value is not None},
+        records=[record for record in lines if "step" in record],
+        scores=list(csv.DictReader(_text(path / "scores.csv").splitlines())),
+        memory=memory if memory.get("measured", {}).get("phases") else {},
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _object(text: str) -> Record:
+    """A JSON object; empty for what a kill left of one."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _number(cell: Any) -> float | None:
+    """The number in a cell or record; None where there is none."""
+    try:
+        return float(cell)
+    except (TypeError, ValueError):
+        return None
+
+
+def score_table(run: RunFolder) -> Table:
+    """A row a class with its means over the cases, and their mean over the classes.
+
+    From scores.csv, or without it from the last validation in metrics.jsonl, which does not know how many cases. HD95
+    is a column if it was measured.
+    """
+    scores = _scores(run)
+    classes = [key.removeprefix("dice/") for key in scores if key.startswith("dice/")]
+    metrics = [metric for metric in METRICS if any(key.startswith(f"{metric}/") for key in scores)]
+    means = [[mean_of(scores.get(f"{metric}/{name}", ())) for metric in metrics] for name in classes]
+    rows = [[name, *_shown(metrics, row)] for name, row in zip(classes, means, strict=True)]
+    if len(classes) > 1:
+        rows.append(["mean of classes", *_shown(metrics, [mean_of(column) for column in zip(*means, strict=True)])])
+    headings = [METRICS[metric][0] for metric in metrics]
+    if not run.scores:
+        return Table(["class", *headings], rows)
+    counts = [str(len(scores[f"dice/{name}"])) for name in classes] + [""]
+    return Table(["class", *headings, "cases"], [[*row, count] for row, count in zip(rows, counts, strict=False)])
+
+
+def _scores(run: RunFolder) -> dict[str, list[float]]:
+    """metric/class -> the values that there are."""
+    if run.scores:
+        cells = {key: [row.get(key) for row in run.scores] for key in run.scores[0]}
+    else:
+        last = next((record for record in reversed(run.records) if "val/dice_mean" in record), {})
+        cells = {key.removeprefix("val/"): [value] for key, value in last.items()}
+    return {key: [n for cell in column if (n := _number(cell)) is not None] for key, column in cells.items()}
+
+
+def _shown(metrics: list[str], values: list[float | None]) -> list[str]:
+    return [shown(value, METRICS[metric][1]) for metric, value in zip(metrics, values, strict=True)]
+
+
+def shown(value: float | None, digits: int) -> str:
+    return "n/a" if value is None else f"{value:,.{digits}f}"
+
+
+def memory_table(run: RunFolder) -> Table:
+    """A row a phase with its measured peak, in the first step and in later ones."""
+    phases = run.memory["measured"]["phases"] if run.memory else {}
+    rows = [[phase, mib(peak["first"]), mib(peak["steady"])] for phase, peak in phases.items()]
+    return Table(["phase", "first step (MiB)", "later steps (MiB)"], rows)
+
+
+def category_table(run: RunFolder) -> Table:
+    """A row a kind of tensor with its bytes at the moment of the peak."""
+    categories = run.memory["measured"].get("categories", {}) if run.memory else {}
+    return Table(["at the peak", "MiB"], [[name, mib(size)] for name, size in categories.items()])
+
+
+def timing(run: RunFolder) -> dict[str, str]:
+    """Step time, the share of it that was waiting for data, validation time; each with its unit."""
+    steps, waits, validations = (run.values(f"time/{name}") for name in ("step_s", "data_wait_s", "val_s"))
+    found = {}
+    if sum(steps):
+        found["step, median"] = f"{median(steps):.3g} s"
+        found["waiting for data"] = f"{sum(waits) / sum(steps):.1%} of step time"
+    if validations:
+        found["validation, median"] = f"{median(validations):.3g} s"
+    return found
+
+
+def highlights(run: RunFolder) -> dict[str, str]:
+    """The few numbers of a run that matter most."""
+    found = {}
+    scores = score_table(run)
+    if scores.rows:
+        found["Dice, " + scores.rows[-1][0]] = scores.rows[-1][1]
+    if run.memory:
+        found["peak memory, measured"] = f"{mib(run.memory['measured']['peak_bytes'])} MiB"
+        found["parameters"] = f"{run.memory['parameters']:,}"
+    if run.records:
+        found["steps done"] = f"{max(record['step'] for record in run.records):,}"
+    return found
+
+
+def what_ran(run: RunFolder) -> str:
+    """The config in a line; "" without one."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        config = yaml.safe_load(run.config)
+        widths = "-".join(map(str, config["model"]["features"]))
+        patch = "x".join(map(str, config["data"]["patch"]))
+        return (
+            f"U-Net {widths} on {config['data']['format']}, {config['steps']} steps of "
+            f"{config['batch'] * config['accumulate']} patches of {patch} voxels, "
+            f"AMP {'on' if config['amp'] else 'off'}, checkpointing {config['ckpt'] or 'off'}, seed {config['seed']}"
+        )
+    except (yaml.YAMLError, KeyError, TypeError):  # not a whole config
+        return ""
