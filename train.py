@@ -8,12 +8,18 @@ from unet3d.config import Config
 
 
 def job(config: Config, folder: Path) -> None:
-    """One run in its folder."""
-    from unet3d import report  # torch and monai load here: a wrong option was answered before
+    """One run in its folder: predict, build, fit, report."""
+    from unet3d import build, report  # torch and monai load here: a wrong option was answered before
     from unet3d.finish import finish
+    from unet3d.memory.predict import forecast
     from unet3d.run import Run
 
-    run = Run(config, folder)
+    data = None if config.dry_run and build.is_complete(config.model) else build.data(config)
+    options = build.model_options(config, data) if data else config.model
+    forecast(config, options, folder)
+    if data is None or config.dry_run:
+        return
+    run = Run(config, folder, data, options)
     run.fit()
     finish(run)
     report.write(folder)

@@ -1,20 +1,21 @@
 """Imports go down only, and each library stays in its rooms."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # lowest first; a module may import from any floor below its own
     {"config", "errors", "policy", "metrics", "console", "page", "privacy", "slices"},
     {"model.geometry", "schedules", "snapshot", "sinks", "figures", "memory.ledger"},
-    {"checks", "model.layers", "readback", "data.intensity", "data.manifest", "data.nifti", "data.splits"},
+    {"checks", "model.layers", "readback", "memory.dry", "data.intensity", "data.manifest", "data.nifti", "data.splits"},
     {"compose", "model.stages", "report", "data.phantom"},
     {"losses", "model.unet", "step", "record", "data.cases"},
     {"trainer", "inference", "memory.meter", "data.augment", "data.volumes"},
     {"data.patches", "data.check"},
     {"data.loader", "data.reader", "evaluation"},
     {"build"},
-    {"run", "apply"},
+    {"run", "apply", "memory.predict"},
     {"finish", "command", "__main__"},
 ]
 ROOMS = {
@@ -28,6 +29,7 @@ ROOMS = {
 LIGHT = {"config", "errors", "checks", "compose", "command", "model.geometry", "sinks", "console", "data.cases"}
 
 
+@functools.cache
 def imports(path: Path, top_level_only: bool = False) -> set[str]:
     tree = ast.parse(path.read_text())
     found: set[str] = set()

@@ -1,7 +1,6 @@
 """From config to objects: the only place where a name becomes a class."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,10 +52,16 @@ def data(config: Config) -> Data:
     return Data(task, train, val, reader)
 
 
-def model_options(config: Config, channels: int, classes: int, spacing: Sequence[float]) -> Model:
+def is_complete(options: Model) -> bool:
+    """Whether the model's options leave nothing to be taken from the data."""
+    return None not in (options.in_channels, options.classes) and "auto" not in (options.kernels, options.strides)
+
+
+def model_options(config: Config, data: Data) -> Model:
     """The model's options with nothing left open. Raises UserError where model and data disagree."""
     options = dataclasses.replace(config.model)
-    for name, found in (("in_channels", channels), ("classes", classes)):
+    spacing = data.read(data.train[0]).spacing
+    for name, found in (("in_channels", len(data.task.channels)), ("classes", len(data.task.classes))):
         if getattr(options, name) is None:
             setattr(options, name, found)
         elif getattr(options, name) != found:

@@ -10,10 +10,10 @@ from unet3d.run import Run
 
 def finish(run: Run) -> None:
     """Write everything and close the sinks."""
-    memory = {"parameters": sum(p.numel() for p in run.model.parameters()), "measured": run.meter.summary()}
-    record.write_json(run.folder / "memory.json", memory)
+    memory = record.add_measured(run.folder, sum(p.numel() for p in run.model.parameters()), run.meter.summary())
     _predict_held_out(run)
     _picture(run)
+    run.sinks.scalars({"memory/peak_allocated_bytes": memory["measured"]["peak_bytes"]}, run.trainer.step)
     run.sinks.summary(flat(memory, "memory"))
     run.sinks.close(0)
     record.end(run.folder, "done", 0)

@@ -29,6 +29,17 @@ def end(folder: Path, line: str, code: int) -> None:
     write_text(folder / "STATUS", f"{line}\nexit code {code}\n")
 
 
+def add_measured(folder: Path, parameters: int, measured: dict[str, Any]) -> dict[str, Any]:
+    """memory.json with what was measured beside what was predicted. Returns it."""
+    path = folder / "memory.json"
+    memory: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    memory |= {"parameters": parameters, "measured": measured}
+    if "predicted" in memory:
+        memory["error_bytes"] = memory["predicted"]["peak_bytes"] - measured["peak_bytes"]
+    write_json(path, memory)
+    return memory
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and the device, nothing that names the machine or its user."""
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.system()}

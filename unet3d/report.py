@@ -81,7 +81,10 @@ def print_summary(folder: Path) -> None:
     if run.memory:
         title = f"Peak memory, measured ({run.memory['measured']['kind']})"
         console.print(_terminal_table(title, readback.memory_table(run)))
-    console.print(f"run folder: {folder}", soft_wrap=True)
+    for what, value in readback.timing(run).items():
+        console.print(f"{what}: {value}")
+    here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    console.print(f"run folder: {here}", soft_wrap=True)
 
 
 def _terminal_table(title: str, table: Table) -> "rich.table.Table":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unet3d import build, compose, metrics, record, schedules, snapshot
-from unet3d.config import Config
+from unet3d.config import Config, Model
 from unet3d.console import Console
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches
@@ -29,14 +29,10 @@ FREE = ("data.root", "data.cache")
 class Run:
     """Builds everything of a run; with `config.resume`, goes on from its last snapshot."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        self.config, self.folder = config, folder
+    def __init__(self, config: Config, folder: Path, data: build.Data, options: Model) -> None:
+        self.config, self.folder, self.data, self.options = config, folder, data, options
         device = build.device(config)
-        self.data = build.data(config)
-        task = self.data.task
-        spacing = self.data.read(self.data.train[0]).spacing
-        self.options = build.model_options(config, len(task.channels), len(task.classes), spacing)
-        loss = build.loss(config, len(task.classes))
+        loss = build.loss(config, len(data.task.classes))
         policy = build.policy(config, device.type)
         self.model = build.model(self.options, config.seed).to(device)
         self.optimizer = build.optimizer(config.optim, self.model)

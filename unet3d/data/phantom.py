@@ -25,12 +25,12 @@ CLASSES = ("background", "organ", "vessel", "lesion")
 SPACING = (1.0, 1.0, 2.5)  # mm, as coarse along z as many a clinical scan
 AIR, BODY, ORGAN, VESSEL, LESION = 0.02, 0.40, 0.75, 1.15, 0.18
 JITTER = 0.02  # std of each structure's intensity from case to case
-NOISE = 0.025  # of each of the two channels whose magnitude is Rician
+NOISE = 0.03  # of each of the two channels whose magnitude is Rician
 WARP = 0.06
 VESSEL_RADIUS = 0.15  # this and lengths below: 1 is half the volume
 FAR = 0.6  # where a distance only has to be large
 GAP = 0.03  # between structures
-BIAS = 0.10  # std of the logarithm of the multiplicative field
+BIAS = 0.15  # std of the logarithm of the multiplicative field
 
 
 def ensure(options: Phantom, parent: Path) -> Path:
@@ -80,13 +80,13 @@ def draw(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.ndarray, np
     centre = rng.uniform((-0.2, -0.3, -0.1), (0.2, 0.0, 0.1))
     radii = rng.uniform((0.62, 0.52, 0.66), (0.74, 0.60, 0.80))
     body = _ellipsoid(points, np.zeros(3), np.array((0.94, 0.88, 1.5)), Rotation.identity())
-    spine = np.hypot(points[0], points[1] - 0.6) - 0.16
+    spine = np.hypot(points[0], points[1] - 0.6) - 0.20
     organ = np.maximum(_ellipsoid(points, centre, radii, pose), GAP - np.minimum(-body, spine))
     vessel = np.maximum(_tube(points, centre + pose.apply(radii * _tree(rng)), VESSEL_RADIUS), organ + GAP)
     lesions = _blobs(rng, points, (organ < -GAP) & (vessel > 0), rng.uniform(0.20, 0.30, 3))
-    others = _blobs(rng, points, (body < 0) & (organ > GAP) & (spine > 0), rng.uniform(0.15, 0.25, 5))
+    others = _blobs(rng, points, (body < 0) & (organ > GAP) & (spine > 0), rng.uniform(0.15, 0.25, 4))
     layers = [(body, BODY), (spine, VESSEL), (organ, ORGAN), (vessel, VESSEL), *((ball, LESION) for ball in lesions)]
-    layers += zip(others, (LESION, VESSEL, LESION, ORGAN, LESION), strict=False)
+    layers += zip(others, (LESION, VESSEL, LESION, ORGAN), strict=False)
     label = np.zeros(organ.shape, np.uint8)
     for value, distance in enumerate((organ, vessel, np.minimum.reduce(lesions)), start=1):
         label[distance < 0] = value
@@ -104,10 +104,10 @@ def _painted(rng: np.random.Generator, layers: Sequence[tuple[np.ndarray, float]
 
 
 def _scanned(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
-    """What a scanner makes of it: blur, a smooth gain, and the magnitude of a noisy complex signal."""
-    blurred = gaussian_filter(image, (0.4, 0.4, 0.2)) * np.exp(BIAS * _smooth(rng, image.shape, 0.3))
+    """What a scanner makes of it: a smooth gain, and the magnitude of a noisy complex signal."""
+    gained = image * np.exp(BIAS * _smooth(rng, image.shape, 0.3))
     real, imaginary = NOISE * rng.standard_normal((2, *image.shape))
-    magnitude: np.ndarray = np.hypot(blurred + real, imaginary)
+    magnitude: np.ndarray = np.hypot(gained + real, imaginary)
     return magnitude
 
 

@@ -104,9 +104,9 @@ def category(ledger: Ledger, storage: Storage) -> str:
     """What a storage is for. Born in forward and alive when backward begins: saved for backward, and so on."""
     if storage.operation in ("params", "optimizer"):
         return storage.operation
-    if storage.operation == "adopted":
-        return "inputs"
     phase = ledger.marks[storage.phase][1]
+    if storage.operation == "adopted" and phase != "step":  # in step: the counters that torch.tensor makes unseen
+        return "inputs"
     outlives = {"forward": "backward", "loss": "backward", "backward": "step", "step": "end", "data": "forward"}
     kind = {"forward": "activations", "loss": "activations", "backward": "grads", "step": "optimizer", "data": "inputs"}
     later = (start for start, name in ledger.marks[storage.phase + 1 :] if name == outlives.get(phase))

@@ -1,0 +1,81 @@
+"""What is predicted is what is measured, to the byte, without an allocation."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from unet3d import build, compose
+from unet3d.config import Config
+from unet3d.losses import IGNORE
+from unet3d.memory.dry import dry
+from unet3d.memory.meter import STEADY, LedgerMeter
+from unet3d.memory.predict import predict
+from unet3d.step import Batch, train_step
+
+VARIANTS = [
+    *product(["model.norm=instance", "model.norm=batch", "model.norm=group"], ["ckpt=0", "ckpt=3"]),
+    *product(["amp=true", "amp_dtype=fp16"], ["ckpt=0", "ckpt=4"]),
+    ("model.upsampling=trilinear", "model.activation=silu"),
+    ("model.downsampling=strided_conv", "model.deep_supervision=true"),
+    ("accumulate=2", "optim=sgd"),
+    ("model.norm=none", "optim.clip=null"),
+    ("loss=ce", "model.activation=swish_lean"),
+    ("model.residual=true", "model.inplace=true"),
+]
+
+
+def config(*overrides: str) -> Config:
+    found = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", *overrides])
+    found.amp = found.amp or found.amp_dtype != "auto"
+    found.model.in_channels, found.model.classes = 2, 3
+    return found
+
+
+def measure(options: Config) -> dict:
+    """The same step on real tensors."""
+    model = build.model(options.model, options.seed)
+    policy, optimizer = build.policy(options, "cpu"), build.optimizer(options.optim, model)
+    meter, loss, scaler = LedgerMeter(model, optimizer), build.loss(options, 3), policy.scaler()
+    size = (options.batch, *options.data.patch)
+    for _ in range(STEADY):
+        batches = [
+            Batch(torch.randn(options.batch, 2, *size[1:]), torch.full(size, IGNORE, dtype=torch.int16))
+            for _ in range(options.accumulate)
+        ]
+        train_step(model, loss, optimizer, scaler, policy, batches, meter.mark, options.optim.clip)
+    return meter.summary()
+
+
+@pytest.mark.parametrize("overrides", VARIANTS, ids=" ".join)
+def test_predicted_equals_measured_to_the_byte(overrides: tuple[str, ...]) -> None:
+    options = config(*overrides)
+    predicted = predict(options, options.model)
+    assert predicted.pop("parameters") == sum(p.numel() for p in build.model(options.model, 0).parameters())
+    assert predicted == measure(options)
+
+
+def test_a_full_width_forum_net_is_predicted_without_its_gigabytes() -> None:
+    """320 x 150 x 26 voxels, batch 2: the smaller net needs more, for it joins 192 channels at full resolution."""
+    forum = ["data.patch=[320,150,26]", "batch=2", "amp=true"]
+    large, mid = (compose.compose([f"model=forum_{name}", *forum]) for name in ("large", "mid"))
+    peaks = [predict(c, c.model)["peak_bytes"] for c in (large, mid)]
+    assert peaks[1] > peaks[0] > 2**31
+
+
+def test_predicting_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    options = config()
+    predict(options, options.model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_data_numbers_read_are_zero_and_steps_still_count() -> None:
+    with dry():
+        assert torch.empty(3).sum().item() == 0
+        parameter = torch.nn.Parameter(torch.empty(2))
+        optimizer = torch.optim.Adam([parameter], foreach=False)
+        for _ in range(2):
+            parameter.sum().backward()
+            optimizer.step()
+        assert next(iter(optimizer.state.values()))["step"].item() == 2
