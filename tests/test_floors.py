@@ -8,7 +8,16 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # lowest first; a module may import from any floor below its own
     {"config", "errors", "policy", "metrics", "console", "page", "privacy", "slices"},
     {"model.geometry", "schedules", "snapshot", "sinks", "figures", "memory.ledger"},
-    {"checks", "model.layers", "readback", "memory.dry", "data.intensity", "data.manifest", "data.nifti", "data.splits"},
+    {
+        "checks",
+        "model.layers",
+        "readback",
+        "memory.dry",
+        "data.intensity",
+        "data.manifest",
+        "data.nifti",
+        "data.splits",
+    },
     {"compose", "model.stages", "report", "data.phantom"},
     {"losses", "model.unet", "step", "record", "data.cases"},
     {"trainer", "inference", "memory.meter", "data.augment", "data.volumes"},

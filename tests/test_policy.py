@@ -45,9 +45,7 @@ def _count_calls(module: nn.Module) -> list[int]:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("norm", NORMS)
-def test_checkpointing_changes_no_bit(
-    network: Network, norm: str, dropout: float, dtype: torch.dtype | None
-) -> None:
+def test_checkpointing_changes_no_bit(network: Network, norm: str, dropout: float, dtype: torch.dtype | None) -> None:
     overrides = ("model=unet_tiny", f"model.norm={norm}", f"model.dropout={dropout}")
     expected, _ = outcome(network(*overrides), MemoryPolicy("cpu", dtype))
     for ckpt in (2, 3, 4, 5, 6):
@@ -67,7 +65,9 @@ def test_checkpointing_changes_no_bit_with_deep_supervision(network: Network) ->
 def test_without_the_guard_running_statistics_see_a_batch_twice(
     network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy.Segment, "has_run", property(lambda self: False, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        policy.Segment, "has_run", property(lambda self: False, lambda self, value: None), raising=False
+    )
     model, plain = network("model=unet_tiny", "model.norm=batch"), network("model=unet_tiny", "model.norm=batch")
     outcome(model, MemoryPolicy(ckpt=6)), outcome(plain, MemoryPolicy())
     counts = [m.inc.block.conv1.norm.num_batches_tracked.item() for m in (plain, model)]

@@ -67,7 +67,9 @@ def test_another_format_or_a_stranger_is_refused(tmp_path: Path) -> None:
         snapshot.load(tmp_path / "missing.pt")
 
 
-@pytest.mark.parametrize("weights", [{}, {"weight": torch.zeros(3)}, {"weight": torch.zeros(2, 2), "extra": torch.zeros(1)}])
+@pytest.mark.parametrize(
+    "weights", [{}, {"weight": torch.zeros(3)}, {"weight": torch.zeros(2, 2), "extra": torch.zeros(1)}]
+)
 def test_weights_that_do_not_fit_are_named(weights: dict) -> None:
     model = torch.nn.Linear(2, 2, bias=False)
     with pytest.raises(SnapshotError, match=r"weight|extra"):

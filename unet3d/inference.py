@@ -45,7 +45,9 @@ class Predictor:
         out_window = geometry.output_size(self.window, self.options)
         is_valid = self.options.padding == "valid"
         sizes = image.shape[1:]
-        corners = _aligned(sizes, out_window, self.options) if is_valid else _overlapping(sizes, self.window, self.overlap)
+        corners = (
+            _aligned(sizes, out_window, self.options) if is_valid else _overlapping(sizes, self.window, self.overlap)
+        )
         size = [max(axis) + w for axis, w in zip(corners, out_window, strict=True)]
         padded, offset = _pad(image, size, self.window, out_window)
         weight = torch.ones(out_window) if is_valid else gaussian(out_window)

@@ -129,7 +129,10 @@ def table(results: dict[str, list[dict[str, float]]], options: argparse.Namespac
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, r in best.items():
-        seconds, peak = f"{r['s']:.3f} | {r['s'] / base['s']:.3f}", f"{r['peak'] / 2**20:.1f} | {r['peak'] / base['peak']:.3f}"
+        seconds, peak = (
+            f"{r['s']:.3f} | {r['s'] / base['s']:.3f}",
+            f"{r['peak'] / 2**20:.1f} | {r['peak'] / base['peak']:.3f}",
+        )
         lines.append(f"| {name} | {int(r['parameters']):,} | {seconds} | {peak} |")
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
 """One NIfTI file: refused from its header before memory is taken, read in full, written atomically.
 
 Every UserError names the case and the file. Takes .nii and .nii.gz, NIfTI-1 and -2; the affine is the sform, else the
-qform, as nibabel has it. The writer copies an image's geometry field by field, and nothing that could name a patient.
+qform, as nibabel has it. The writer keeps the header of the image that labels belong to.
 """
 
 import gzip
@@ -31,10 +31,6 @@ READ_ERRORS = (
     zlib.error,
     ImageFileError,
     HeaderDataError,
-)
-GEOMETRY = (
-    *("qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z"),
-    *("srow_x", "srow_y", "srow_z", "xyzt_units"),
 )
 
 
@@ -132,16 +128,15 @@ def _inflated(path: Path, image: nib.Nifti1Image) -> nib.Nifti1Image:
 
 
 def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
-    """Write integer labels (X, Y, Z), which lie on the grid of the image `like`, with its geometry to the bit.
+    """Write integer labels (X, Y, Z), which lie on the grid of the image `like`, with its header.
 
-    uint8, or uint16 where a label needs it; unscaled. Atomic: `path` is absent, or as it was, or complete.
+    uint8, or uint16 where a label needs it; what spoke of the intensities, scaling and display range, is reset. Atomic: `path` is absent, or as it was, or complete.
     """
     source = open_image(stem(path), like)
     assert labels.shape == size(source), f"{labels.shape} labels for a grid of {size(source)}"
-    header = type(source.header)()
-    for name in GEOMETRY:
-        header[name] = source.header[name]
-    header["pixdim"][:4] = source.header["pixdim"][:4]
+    header = source.header.copy()
+    header.set_slope_inter(1, 0)
+    header["cal_min"] = header["cal_max"] = 0
     kind = np.uint8 if labels.max() < 256 else np.uint16
     header.set_data_dtype(kind)
     replace(path, type(source)(labels.astype(kind), None, header))

@@ -18,6 +18,7 @@ from scipy.spatial.transform import Rotation
 
 from unet3d.config import Phantom
 from unet3d.data import nifti
+from unet3d.errors import UserError
 
 ROOT = Path("data/phantom")
 VERSION = 1  # goes up with every change of what is generated
@@ -34,18 +35,24 @@ BIAS = 0.15  # std of the logarithm of the multiplicative field
 
 
 def ensure(options: Phantom, parent: Path) -> Path:
-    """The data set's folder below `parent`, named after the options. It is complete, or generated as a whole."""
+    """The data set's folder below `parent`, named after the options: complete, or generated as a whole.
+
+    Raises UserError where it cannot be written.
+    """
     shape = "x".join(map(str, options.shape))
     folder = parent / f"v{VERSION}-{options.cases}x{shape}-seed{options.seed}"
     if folder.is_dir():
         return folder
     temporary = parent / f".{folder.name}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a killed process that had the same number
     try:
         generate(options, temporary)
         os.rename(temporary, folder)
-    except OSError:
+    except OSError as error:
         if not folder.is_dir():  # else another process was faster, and its bytes are the same
-            raise
+            raise UserError(
+                f"{folder}: cannot be generated ({error}); name a folder to write to in data.root"
+            ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
@@ -153,10 +160,10 @@ def _blobs(rng: np.random.Generator, points: np.ndarray, free: np.ndarray, radii
         if balls and not fitting.size:
             break
         chosen = rng.choice(fitting) if fitting.size else room.argmax()
-        size = min(radius, room.flat[chosen])
-        centre = points.reshape(3, -1)[:, chosen]
-        balls.append(np.linalg.norm(points - centre[:, None, None, None], axis=0) - size)
-        room = np.minimum(room, balls[-1] - GAP)
+        centre = points.reshape(3, -1)[:, chosen, None, None, None]
+        distance = np.linalg.norm(points - centre, axis=0) - min(radius, room.flat[chosen])
+        balls.append(np.where(free, distance, FAR))
+        room = np.minimum(room, distance - GAP)
     return balls
 
 
