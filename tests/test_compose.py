@@ -36,6 +36,7 @@ WRONG = {
     "optim.lr=fast": r"^optim.lr: .*'fast'.*Float",
     "optim.lr=nan": r"^optim.lr=nan: must be",
     "loss.weights=[1,-1]": r"^loss.weights=\[1.0, -1.0\]: must be >= 0",
+    "budget=lots": r"^budget=lots: give an amount and a unit",
     "amp": r"^Error parsing override 'amp'",
     "amp=true,false": r"amp=true,false",
 }

@@ -18,7 +18,7 @@ Network = Callable[..., UNet3D]
 
 
 def outcome(model: UNet3D, memory: MemoryPolicy) -> tuple[list[Tensor], list[int]]:
-    """(loss, gradients, buffers, evaluation output) after two forward and backward passes; calls of each convolution."""
+    """(losses, gradients, buffers, evaluation output) of two passes, and the calls of each convolution."""
     torch.manual_seed(1)
     image, label = torch.randn(2, 1, 17, 12, 9), torch.randint(0, 3, (2, 17, 12, 9))
     calls = [_count_calls(m) for m in model.modules() if isinstance(m, nn.Conv3d | nn.ConvTranspose3d)]

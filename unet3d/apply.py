@@ -31,9 +31,8 @@ class Segmenter:
         """Segment one case. Raises UserError where its images cannot be used."""
         volume = read_volume(dataclasses.replace(case, label=None), 0, None, self.spacing)
         if len(volume.image) != len(self.intensity):
-            raise UserError(
-                f"{case.id}: {case.images[0]} has {len(volume.image)} channels; this network takes {len(self.intensity)}"
-            )
+            found, wanted = len(volume.image), len(self.intensity)
+            raise UserError(f"{case.id}: {case.images[0]} has {found} channels; this network takes {wanted}")
         image = torch.from_numpy(normalise(volume.image, self.intensity))
         probabilities = self.predictor.probabilities(image).numpy()
         save_labels(path, to_original(probabilities, volume, case.images[0]), case.images[0])

@@ -1,6 +1,7 @@
 """Ranges and combinations of options. One UserError a mistake: what is wrong, where, what to do. Free of torch."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,15 @@ from typing import Any
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.model import geometry
+
+
+def budget_bytes(text: str) -> int:
+    """Bytes of `8GiB`, `900 MiB`, `1.5GB`. Raises UserError."""
+    units = {"MIB": 2**20, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]i?B)", text.strip(), re.IGNORECASE)
+    if not found or not float(found[1]):
+        raise UserError(f"budget={text}: give an amount and a unit, MiB or GiB, e.g. budget=8GiB")
+    return int(float(found[1]) * units[found[2].upper()])
 
 
 def check(config: Config, here: bool = True) -> None:
@@ -18,6 +28,8 @@ def check(config: Config, here: bool = True) -> None:
     _check_checkpointing(config)
     _check_patch(config)
     _check_data(config)
+    if config.budget is not None:
+        budget_bytes(config.budget)
     if here and config.data.format != "phantom":
         _check_root(config.data.format, config.data.root)
 

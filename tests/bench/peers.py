@@ -3,9 +3,9 @@
     pip install -c constraints.txt -e ".[bench]"
     python tests/bench/peers.py --amp bf16
 
-Every network trains with the same `train_step`, patch, loss and optimizer, each in processes of its own; the rounds take
-turns, so that a machine that slows down slows all of them. Seconds are the median of a round, the fastest round counts.
-The first row is what the ratios are to.
+Every network trains with the same `train_step`, patch, loss and optimizer, each in processes of its own; the rounds
+take turns, so that a machine that slows down slows all of them. Seconds are the median of a round, the fastest round
+counts. The first row is what the ratios are to.
 """
 
 import argparse

@@ -1,16 +1,19 @@
 """What is predicted is what is measured, to the byte, without an allocation."""
 
+import json
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from unet3d import build, compose
 from unet3d.config import Config
+from unet3d.errors import UserError
 from unet3d.losses import IGNORE
 from unet3d.memory.dry import dry
 from unet3d.memory.meter import STEADY, LedgerMeter
-from unet3d.memory.predict import predict
+from unet3d.memory.predict import forecast, plan, predict
 from unet3d.step import Batch, train_step
 
 VARIANTS = [
@@ -61,6 +64,29 @@ def test_a_full_width_forum_net_is_predicted_without_its_gigabytes() -> None:
     large, mid = (compose.compose([f"model=forum_{name}", *forum]) for name in ("large", "mid"))
     peaks = [predict(c, c.model)["peak_bytes"] for c in (large, mid)]
     assert peaks[1] > peaks[0] > 2**31
+
+
+def test_a_budget_that_does_not_fit_names_what_would_and_a_dry_run_confirms_it() -> None:
+    options = config("batch=4", "model.features=[16,32,64]")
+    whole = predict(options, options.model)["peak_bytes"]
+    options.budget = f"{whole / 4 / 2**20:.3f}MiB"
+    *_, last = plan(options, options.model, whole // 4).splitlines()
+    assert last.endswith("(fits)")
+    said, overrides = last.removesuffix("(fits)").split(" MiB ")
+    again = config("batch=4", "model.features=[16,32,64]", *overrides.split())
+    peak = predict(again, again.model)["peak_bytes"]
+    assert peak <= whole // 4
+    assert f"{peak / 2**20:,.1f}" == said.strip()
+    assert plan(options, options.model, 1000).endswith("a smaller data.patch would")
+
+
+def test_a_run_over_its_budget_stops_and_one_within_goes_on(tmp_path: Path) -> None:
+    options = config("budget=1MiB")
+    with pytest.raises(UserError, match="does not fit"):
+        forecast(options, options.model, tmp_path)
+    options.budget = "1GiB"
+    forecast(options, options.model, tmp_path)
+    assert json.loads((tmp_path / "memory.json").read_text())["predicted"]["peak_bytes"] < 2**30
 
 
 def test_predicting_leaves_the_random_state_alone() -> None:

@@ -130,7 +130,8 @@ def _inflated(path: Path, image: nib.Nifti1Image) -> nib.Nifti1Image:
 def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
     """Write integer labels (X, Y, Z), which lie on the grid of the image `like`, with its header.
 
-    uint8, or uint16 where a label needs it; what spoke of the intensities, scaling and display range, is reset. Atomic: `path` is absent, or as it was, or complete.
+    uint8, or uint16 where a label needs it; what spoke of the intensities, scaling and display range, is reset.
+    Atomic: `path` is absent, or as it was, or complete.
     """
     source = open_image(stem(path), like)
     assert labels.shape == size(source), f"{labels.shape} labels for a grid of {size(source)}"

@@ -4,13 +4,17 @@ Error class: exact against the ledger of the real run on the CPU, to the byte. W
 in neither.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unet3d import build, record
+from unet3d.checks import budget_bytes, stages
 from unet3d.config import Config, Model
+from unet3d.errors import UserError
 from unet3d.memory.dry import dry
 from unet3d.memory.meter import STEADY, LedgerMeter
 from unet3d.step import Batch, train_step
@@ -26,6 +30,44 @@ def forecast(config: Config, options: Model, folder: Path) -> None:
     peak = found["peak_bytes"] / 2**20
     phase = max(found["phases"], key=lambda name: found["phases"][name]["steady"])
     print(f"{parameters:,} parameters; predicted peak of a step {peak:,.1f} MiB (ledger), in {phase}", flush=True)
+    if config.budget is not None and found["peak_bytes"] > budget_bytes(config.budget):
+        raise UserError(plan(config, options, budget_bytes(config.budget)))
+
+
+def plan(config: Config, options: Model, budget: int) -> str:
+    """What would fit, one change after the other, those that leave the mathematics alone first."""
+    lines = [f"budget={config.budget}: the step does not fit. Predicted peaks with"]
+    overrides: dict[str, str] = {}
+    for override, changed, changed_options in levers(config, options):
+        overrides[override.partition("=")[0]] = override  # a narrower net takes the place of a narrow one
+        peak = predict(changed, changed_options)["peak_bytes"]
+        lines.append(
+            f"  {peak / 2**20:10,.1f} MiB  {' '.join(overrides.values())}{'  (fits)' if peak <= budget else ''}"
+        )
+        if peak <= budget:
+            return "\n".join(lines)
+    return "\n".join([*lines, "nothing of this fits; a smaller data.patch would"])
+
+
+def levers(config: Config, options: Model) -> Iterator[tuple[str, Config, Model]]:
+    """Overrides to add one by one, each with the config and model options that they lead to together."""
+    if not config.amp:
+        config = replace(config, amp=True)
+        yield "amp=true", config, options
+    if not config.ckpt:
+        choices = [replace(config, ckpt=n) for n in range(2, stages(options) + 1)]
+        config = min(choices, key=lambda choice: predict(choice, options)["peak_bytes"])
+        yield f"ckpt={config.ckpt}", config, options
+    if config.batch > 1:
+        parts = config.batch * config.accumulate
+        config = replace(config, batch=1, accumulate=parts)
+        yield f"batch=1 accumulate={parts}", config, options
+    while min(options.features) >= 16:
+        halved = [width // 2 for width in options.features]
+        decoder = None if options.decoder is None else [width // 2 for width in options.decoder]
+        options = replace(options, features=halved, decoder=decoder)
+        given = f"model.features={halved}".replace(" ", "")
+        yield given if decoder is None else f"{given} model.decoder={decoder}".replace(", ", ","), config, options
 
 
 def predict(config: Config, options: Model) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""Small NIfTI files and data sets for the tests of this folder."""
+
+import json
+import struct
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+
+from unet3d.config import Data
+from unet3d.data.cases import Case
+
+# Axes towards left, posterior, superior, as most scanners store them; voxels of 1 x 1.5 x 2.5 mm.
+LPS = np.array([[-1, 0, 0, 10], [0, -1.5, 0, 20], [0, 0, 2.5, -30], [0, 0, 0, 1]], float)
+HEADER_FIELDS = {"dim": (40, "<8h"), "datatype": (70, "<h"), "pixdim": (76, "<8f"), "sform_code": (254, "<h")}
+
+
+def write(path: Path, voxels: np.ndarray, affine: np.ndarray = LPS) -> Path:
+    """Save the voxels as they are to a .nii or .nii.gz file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = nib.Nifti1Image(voxels, affine, dtype=voxels.dtype)
+    image.header.set_xyzt_units("mm")
+    nib.save(image, path)
+    return path
+
+
+def write_header(path: Path, field: str, values: tuple) -> Path:
+    """Change one field in the header of an uncompressed file."""
+    offset, layout = HEADER_FIELDS[field]
+    content = bytearray(path.read_bytes())
+    struct.pack_into(layout, content, offset, *values)
+    path.write_bytes(content)
+    return path
+
+
+def image(shape: tuple[int, ...] = (6, 5, 4), seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(100, 20, shape).astype(np.float32)
+
+
+def label(shape: tuple[int, ...] = (6, 5, 4), classes: int = 3, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, classes, shape).astype(np.uint8)
+
+
+def case(folder: Path, image_voxels: np.ndarray, label_voxels: np.ndarray, name: str = "a") -> Case:
+    """One case with its two files."""
+    return Case(
+        name,
+        (write(folder / "imagesTr" / f"{name}.nii.gz", image_voxels),),
+        write(folder / "labelsTr" / f"{name}.nii.gz", label_voxels),
+    )
+
+
+def decathlon(root: Path, names: tuple[str, ...] = ("a", "b", "c", "d")) -> Data:
+    """A sound data set of background and two classes, as Decathlon has it."""
+    for seed, name in enumerate(names):
+        case(root, image(seed=seed), label(seed=seed), name)
+    manifest = {
+        "name": "Small",
+        "modality": {"0": "CT"},
+        "labels": {"0": "background", "1": "organ", "2": "tumour"},
+        "training": [{"image": f"./imagesTr/{n}.nii.gz", "label": f"./labelsTr/{n}.nii.gz"} for n in names],
+    }
+    (root / "dataset.json").write_text(json.dumps(manifest))
+    return Data(format="decathlon", root=str(root))
