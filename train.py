@@ -9,19 +9,24 @@ from unet3d.config import Config
 
 def job(config: Config, folder: Path) -> None:
     """One run in its folder: predict, build, fit, report."""
-    from unet3d import build, report  # torch and monai load here: a wrong option was answered before
+    from unet3d import build, record, report  # torch and monai load here: a wrong option was answered before
     from unet3d.finish import finish
     from unet3d.memory.predict import forecast
     from unet3d.run import Run
 
     data = None if config.dry_run and build.is_complete(config.model) else build.data(config)
     options = build.model_options(config, data) if data else config.model
-    forecast(config, options, folder)
+    predicted = forecast(config, options)
     if data is None or config.dry_run:
+        record.add(folder, predicted)
         return
-    run = Run(config, folder, data, options)
-    run.fit()
-    finish(run)
+    with Run(config, folder, data, options) as run:
+        record.add(folder, predicted)
+        if run.is_done:
+            print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; steps=N goes on")
+            return
+        run.fit()
+        finish(run)
     report.write(folder)
     report.print_summary(folder)
 

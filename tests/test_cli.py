@@ -86,7 +86,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def _curve(folder: Path) -> list[dict]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in records]
+    return [{k: v for k, v in record.items() if not k.startswith(("time/", "memory/"))} for record in records]
 
 
 def test_one_seed_one_run_whatever_the_workers_and_checkpointing(tmp_path: Path) -> None:
@@ -123,6 +123,22 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
     assert resumed.returncode == 0, resumed.stderr
     assert _curve(folder) == _curve(whole)
     assert all(torch.equal(a, b) for a, b in zip(_weights(folder).values(), _weights(whole).values(), strict=True))
+
+
+def test_a_folder_holds_one_run(finished: Path, tmp_path: Path) -> None:
+    before = {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file()}
+    again = run(*TINY, f"hydra.run.dir={finished}", cwd=tmp_path)
+    assert again.returncode == 2 and "holds a run already" in again.stderr
+    over = run(f"resume={finished}", cwd=tmp_path)
+    assert over.returncode == 0 and "nothing to do: step 4 of 4" in over.stdout
+    after = {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file()}
+    assert json.loads(after["memory.json"]) == json.loads(before["memory.json"])
+    assert after["metrics.jsonl"] == before["metrics.jsonl"] and after["STATUS"] == before["STATUS"]
+
+
+def test_what_was_predicted_is_what_was_measured(finished: Path) -> None:
+    memory = json.loads((finished / "memory.json").read_text())
+    assert memory["error_bytes"] == 0 and memory["predicted"] == memory["measured"]
 
 
 def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_accumulated_halves_equal_the_whole(network: Network) -> None:
 def test_clipping_bounds_the_update_and_reports_the_norm_before(network: Network) -> None:
     model, before = network(), network()
     norm = step(model, [batch(1)], clip=1e-3).grad_norm
-    assert norm is not None and norm > 1e-3
+    assert norm > 1e-3
     moved = sum((a - b).square().sum() for a, b in zip(model.parameters(), before.parameters(), strict=True))
     assert float(moved.detach()) ** 0.5 == pytest.approx(1e-3, rel=1e-2)
 
@@ -68,9 +68,43 @@ def test_a_non_finite_loss_stops_before_the_update(network: Network, dtype: torc
     model, before = network(), network()
     poisoned = batch(1)
     poisoned.image[0, 0, 0, 0, 0] = float("nan")
-    with pytest.raises(NonFiniteLoss, match="cases a"):
+    with pytest.raises(NonFiniteLoss, match=r"nan.* on a; the weights are those before"):
         step(model, [poisoned], memory=MemoryPolicy("cpu", dtype))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+
+
+class BrokenGradient(torch.autograd.Function):
+    """A finite loss with a gradient that is not."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan")
+
+
+def broken(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return SegmentationLoss("ce")(BrokenGradient.apply(logits), label)
+
+
+@pytest.mark.parametrize("clip", [None, 12.0])
+def test_a_non_finite_gradient_stops_before_the_update(network: Network, clip: float | None) -> None:
+    model, before, memory = network(), network(), MemoryPolicy()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    with pytest.raises(NonFiniteLoss, match="gradient norm nan"):
+        train_step(model, broken, optimizer, memory.scaler(), memory, [batch(1)], clip=clip)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_fp16_that_overflows_at_any_scale_is_stopped(network: Network) -> None:
+    model, memory = network(), MemoryPolicy("cpu", torch.float16)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 1.0), memory.scaler()
+    for _ in range(17):
+        train_step(model, broken, optimizer, scaler, memory, [batch(1)])
+    with pytest.raises(NonFiniteLoss):
+        train_step(model, broken, optimizer, scaler, memory, [batch(1)])
 
 
 def test_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None:

@@ -43,6 +43,8 @@ def _predict(arguments: argparse.Namespace) -> int:
     """Every file that can be segmented is; returns 2 if one could not."""
     from unet3d import apply
 
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise UserError(f"{arguments.out}: is a file; -o names the folder for the label maps")
     segmenter = apply.open_snapshot(arguments.snapshot, arguments.device, arguments.mirror)
     failed = 0
     for case in apply.find_cases(arguments.inputs, len(segmenter.intensity)):

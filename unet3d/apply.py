@@ -1,22 +1,20 @@
 """A trained network applied to files: NIfTI in, label maps out on each input's own grid."""
 
 import dataclasses
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from unet3d import build, compose, snapshot
+from unet3d import build, checks, compose, snapshot
 from unet3d.config import Model
-from unet3d.data.cases import Case
+from unet3d.data.cases import Case, volumes_in, without_channel
 from unet3d.data.intensity import Intensity, normalise
-from unet3d.data.volumes import read_volume, save_labels, to_original
+from unet3d.data.nifti import save_labels, stem
+from unet3d.data.volumes import Volume, read_volume, to_original
 from unet3d.errors import SnapshotError, UserError
 from unet3d.inference import Predictor
-
-CHANNEL = re.compile(r"_(\d{4})$")
 
 
 @dataclass(frozen=True)
@@ -27,15 +25,16 @@ class Segmenter:
     intensity: tuple[Intensity, ...]
     spacing: list[float] | None  # mm, of the grid it was trained on; None: the file's own
 
-    def to_file(self, case: Case, path: Path) -> None:
-        """Segment one case. Raises UserError where its images cannot be used."""
+    def to_file(self, case: Case, path: Path) -> tuple[Volume, torch.Tensor]:
+        """Segment one case. Returns it on the network's grid, with the class of each voxel X Y Z. Raises UserError."""
         volume = read_volume(dataclasses.replace(case, label=None), 0, None, self.spacing)
-        if len(volume.image) != len(self.intensity):
-            found, wanted = len(volume.image), len(self.intensity)
+        found, wanted = len(volume.image), len(self.intensity)
+        if found != wanted:
             raise UserError(f"{case.id}: {case.images[0]} has {found} channels; this network takes {wanted}")
         image = torch.from_numpy(normalise(volume.image, self.intensity))
-        probabilities = self.predictor.probabilities(image).numpy()
-        save_labels(path, to_original(probabilities, volume, case.images[0]), case.images[0])
+        probabilities = self.predictor.probabilities(image)
+        save_labels(path, to_original(probabilities.numpy(), volume, case.images[0]), case.images[0])
+        return volume, probabilities.argmax(0)
 
 
 def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmenter:
@@ -44,6 +43,7 @@ def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmen
     try:
         config = compose.from_plain(state["config"] | {"device": device, "resume": None, "ckpt": 0})
         options = Model(**state["model_options"])
+        checks.check(dataclasses.replace(config, model=options), here=False)
         rules = tuple(Intensity(**rule) for rule in state["intensity"])
         weights = state["model"]
     except (KeyError, TypeError, UserError) as error:
@@ -59,25 +59,15 @@ def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmen
 
 def find_cases(inputs: Sequence[Path], channels: int) -> list[Case]:
     """Files, and the NIfTI files of folders, as cases; `_0000`, `_0001` .. are one case's channels."""
-    files = sorted(file for path in inputs for file in _files(path))
-    if not files:
+    grouped: dict[str, list[Path]] = {}
+    for path in inputs:
+        for file in [path] if path.is_file() else volumes_in(path):
+            name = stem(file) if channels == 1 else without_channel(stem(file))
+            grouped.setdefault(name, []).append(file)
+    if not grouped:
         raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}")
-    if channels == 1:
-        return [Case(_stem(file), (file,), None) for file in files]
-    grouped: dict[tuple[Path, str], list[Path]] = {}
-    for file in files:
-        grouped.setdefault((file.parent, CHANNEL.sub("", _stem(file))), []).append(file)
-    return [Case(name, tuple(images), None) for (_, name), images in grouped.items()]
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_dir():
-        yield from (file for file in path.iterdir() if file.name.endswith((".nii", ".nii.gz")) and file.name[0] != ".")
-    elif path.is_file():
-        yield path
-    else:
-        raise UserError(f"{path}: no such file or folder")
-
-
-def _stem(file: Path) -> str:
-    return file.name.removesuffix(".gz").removesuffix(".nii")
+    for name, files in grouped.items():
+        if len(files) > channels:
+            listed = ", ".join(map(str, files))
+            raise UserError(f"{name}: {len(files)} files of one name ({listed}); their label maps would be one file")
+    return [Case(name, tuple(files), None) for name, files in grouped.items()]

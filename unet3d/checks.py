@@ -71,7 +71,7 @@ def _check_model(model: Model) -> None:
         bad = sorted(w for w in widths if w % model.groups)
         if bad:
             raise UserError(f"model.groups={model.groups} does not divide {bad[0]} channels; choose a divisor of all")
-    if model.inplace and model.activation not in ("relu", "leaky_relu", "silu"):
+    if model.inplace and model.activation not in ("relu", "leaky_relu"):
         raise UserError(f"model.inplace=true does nothing for model.activation={model.activation}; set it to false")
     if model.deep_supervision and model.padding == "valid":
         raise UserError("model.deep_supervision=true needs model.padding=same: the levels' crops would not align")
@@ -98,10 +98,11 @@ def _check_patch(config: Config) -> None:
     if "auto" in (model.kernels, model.strides):
         return  # needs the data's spacing: checked again once it is known
     geometry.output_size(data.patch, model)
-    if model.padding == "same" and model.norm == "instance" and geometry.deepest_size(data.patch, model) == (1, 1, 1):
+    lone = model.norm in ("instance", "batch_current") or (model.norm == "batch" and config.batch == 1)
+    if lone and model.padding == "same" and geometry.deepest_size(data.patch, model) == (1, 1, 1):
         raise UserError(
             f"data.patch={data.patch} leaves one voxel at the deepest of {len(model.features)} levels, and "
-            "model.norm=instance has nothing to normalise there; use a larger patch, fewer levels or model.norm=group"
+            f"model.norm={model.norm} has nothing to normalise there; use a larger patch, fewer levels, or norm=group"
         )
 
 
@@ -117,6 +118,16 @@ def _check_data(config: Config) -> None:
         raise UserError(f"data.spacing={data.spacing}: give three lengths in mm")
     if len(data.phantom.shape) != 3:
         raise UserError(f"data.phantom.shape={data.phantom.shape}: give three lengths x,y,z")
+    if len(set(data.augment.mirror)) != len(data.augment.mirror):
+        raise UserError(f"data.augment.mirror={data.augment.mirror}: name each axis once")
+    if config.inference.mirror and not data.augment.mirror:
+        raise UserError("inference.mirror=true does nothing with data.augment.mirror=[]; name axes, or set it to false")
+    if config.loss.weights is not None and config.loss.name == "dice":
+        raise UserError("loss.weights does nothing for loss=dice; use loss=dice_ce or loss=ce, or leave it null")
+    if data.classes and data.format != "folders":
+        raise UserError(f"data.classes does nothing for data={data.format}: dataset.json names them; leave it null")
+    if data.fold is not None and data.split is not None:
+        raise UserError("data.fold does nothing beside data.split; leave one of them null")
     if data.fold is not None and data.fold >= data.folds:
         raise UserError(f"data.fold={data.fold}: with data.folds={data.folds} it runs from 0 to {data.folds - 1}")
     if data.format == "folders" and not data.classes:

@@ -1,6 +1,7 @@
 """The command face of training: one line for a mistake, a run folder and an exit code for a job. Hydra in here."""
 
 import secrets
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from unet3d.errors import NonFiniteLoss, SnapshotError, UserError
 
 Job = Callable[[Config, Path], None]
 OUT_OF_MEMORY, INTERRUPTED = 5, 130
+OVERRIDES = "overrides.yaml"  # what the command line said, for `resume`
 
 
 def main(job: Job) -> int:
@@ -32,7 +34,9 @@ def main(job: Job) -> int:
     @hydra.main(version_base=VERSION_BASE, config_path=str(compose.config_folder()), config_name=CONFIG_NAME)
     def task(tree: DictConfig) -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)
-        codes.append(_guarded(job, compose.load(tree), folder))
+        codes.append(_guarded(job, compose.load(tree), folder, list(HydraConfig.get().overrides.task)))
+        if codes[-1] == INTERRUPTED:
+            sys.exit(INTERRUPTED)  # the sweep too
 
     sys.argv[1:] = arguments
     task()
@@ -41,12 +45,13 @@ def main(job: Job) -> int:
 
 def _checked(arguments: Sequence[str]) -> list[str]:
     """The arguments to hand to Hydra. Raises UserError before any folder is made."""
-    flags = get_args_parser().parse_args(list(arguments))
+    flags = get_args_parser().parse_intermixed_args(list(arguments))
     if flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion:
         return list(arguments)
     if flags.multirun:
         for overrides in compose.sweep(flags.overrides):
-            compose.compose(overrides)
+            if compose.compose(overrides).resume is not None:
+                raise UserError("resume goes on with one run; leave -m away")
         return list(arguments)
     config = compose.compose(flags.overrides)
     if config.resume is None:
@@ -56,31 +61,41 @@ def _checked(arguments: Sequence[str]) -> list[str]:
 
 def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
     """The overrides of the run in `folder`, then the new ones, in the same folder. Raises UserError."""
-    told = folder / ".hydra" / "overrides.yaml"
+    told = folder / OVERRIDES
     if not told.is_file() or not (folder / "checkpoints" / "last.pt").is_file():
         raise UserError(f"resume={folder}: no run with a snapshot there; give a run folder, outputs/DATE/TIME-ID")
-    before = [str(o) for o in OmegaConf.load(told) if not str(o).startswith("resume=")]
-    arguments = [*before, *overrides]
+    arguments = [*map(str, OmegaConf.load(told)), *overrides]
     compose.compose(arguments)
     quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [*arguments, f"hydra.run.dir='{quoted}'"]
 
 
-def _guarded(job: Job, config: Config, folder: Path) -> int:
+def _guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
     """Run the job; turn what can be foreseen into a last line, STATUS and an exit code."""
+    if config.resume is None and (folder / "metrics.jsonl").exists():
+        used = UserError(f"{folder}: holds a run already; choose another folder, or resume it")
+        return _say(f"error: {used}", used.exit_code)
+    if config.resume is None:
+        OmegaConf.save(OmegaConf.create(overrides), folder / OVERRIDES)
     try:
         job(config, folder)
     except (UserError, SnapshotError, NonFiniteLoss) as error:
         return _end(folder, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        return _end(folder, f"interrupted; to go on: python train.py resume={folder}", INTERRUPTED)
-    except (MemoryError, RuntimeError) as error:
+        return _end(folder, f"interrupted; {_how_to_go_on(folder)}", INTERRUPTED)
+    except Exception as error:
         if not _out_of_memory(error):
             _end(folder, f"failed: {error!r}", 1)
             raise
         traceback.clear_frames(error.__traceback__)
         return _end(folder, f"out of memory: {str(error).splitlines()[0]}", OUT_OF_MEMORY)
     return _end(folder, None, 0)
+
+
+def _how_to_go_on(folder: Path) -> str:
+    if (folder / "checkpoints" / "last.pt").exists():
+        return f"to go on: python train.py resume={shlex.quote(str(folder))}"
+    return "there is no snapshot yet to go on from"
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -9,7 +9,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -100,7 +100,9 @@ def explain(error: Exception) -> str:
             return f"{link.full_key}: no such option{_nearest(str(link.full_key), _names())}"
         if isinstance(link, OmegaConfBaseException):
             return f"{link.full_key}: {str(link.msg or link).splitlines()[0]}{_meaning(str(link.full_key))}"
-    return " ".join(line.strip() for line in str(chain[-1]).splitlines()[:2])
+    said = " ".join(line.strip() for line in str(chain[-1]).splitlines()[:2])
+    is_grammar = isinstance(chain[-1], OverrideParseException)
+    return said + ("; write key=value, in quotes if it has spaces or brackets: \"key='a (b)'\"" if is_grammar else "")
 
 
 def _explain_choice(missing: str, choices: list[str]) -> str:

@@ -38,7 +38,7 @@ class Model:
         among=("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean"),
     )
     negative_slope: float = option(0.01, "slope of leaky_relu below zero", low=0, high=1)
-    inplace: bool = option(False, "activation in place (relu, leaky_relu, silu)")
+    inplace: bool = option(False, "activation in place (relu, leaky_relu)")
     downsampling: str = option("max_pool", "between levels", among=("max_pool", "strided_conv"))
     upsampling: str = option("transposed", "between levels", among=("transposed", "trilinear", "nearest"))
     up_reduce: bool = option(True, "map to the skip's width while upsampling (1x1x1 convolution if interpolated)")
@@ -62,7 +62,7 @@ class Augment:
     noise: float = option(0.1, "its largest std (intensities have unit std)", low=0)
     blur_p: float = option(0.1, "Gaussian blur", low=0, high=1)
     blur: list[float] = option([0.5, 1.0], "its sigma range (voxels)", low=0)
-    contrast_p: float = option(0.15, "brightness and contrast factors", low=0, high=1)
+    contrast_p: float = option(0.15, "a factor on all intensities", low=0, high=1)
     contrast: list[float] = option([0.75, 1.25], "their range", low=0)
     gamma_p: float = option(0.15, "gamma correction", low=0, high=1)
     gamma: list[float] = option([0.7, 1.5], "its range", low=0.1, high=10)
@@ -120,7 +120,7 @@ class Optim:
     betas: list[float] = option([0.9, 0.999], "adam, adamw", low=0, high=0.999999)
     schedule: str = option("poly", "of the learning rate", among=("poly", "cosine", "one_cycle", "constant"))
     warmup: float = option(0.1, "one_cycle: share of the steps that rises", low=0, high=0.9)
-    clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=0)
+    clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=1e-6)
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Inference:
     """The sliding window."""
 
     overlap: float = option(0.5, "share of the window that neighbours share", low=0, high=0.9)
-    mirror: bool = option(False, "average over all mirrorings (8 times the cost)")
+    mirror: bool = option(False, "average over the mirrorings of data.augment.mirror: 8 times the cost for three axes")
 
 
 @dataclass

@@ -20,7 +20,7 @@ SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
 
 @dataclass(frozen=True)
 class SegmentationLoss:
-    """Weighted sum over the scales of deep supervision: 1, 1/2, 1/4 ... normalised, as in nnU-Net."""
+    """Weighted mean over the scales of deep supervision: 1, 1/2, 1/4 ... of the finest, the next, and so on."""
 
     name: str
     weights: Tensor | None = None  # K, of the cross-entropy

@@ -31,11 +31,17 @@ def end(folder: Path, line: str, code: int) -> None:
 
 def add_measured(folder: Path, parameters: int, measured: dict[str, Any]) -> dict[str, Any]:
     """memory.json with what was measured beside what was predicted. Returns it."""
+    memory = add(folder, {"parameters": parameters, "measured": measured})
+    if "predicted" in memory:
+        memory = add(folder, {"error_bytes": memory["predicted"]["peak_bytes"] - measured["peak_bytes"]})
+    return memory
+
+
+def add(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """memory.json with these entries added or replaced. Returns it."""
     path = folder / "memory.json"
     memory: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    memory |= {"parameters": parameters, "measured": measured}
-    if "predicted" in memory:
-        memory["error_bytes"] = memory["predicted"]["peak_bytes"] - measured["peak_bytes"]
+    memory |= values
     write_json(path, memory)
     return memory
 

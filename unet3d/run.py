@@ -27,7 +27,7 @@ FREE = ("data.root", "data.cache")
 
 
 class Run:
-    """Builds everything of a run; with `config.resume`, goes on from its last snapshot."""
+    """Builds everything of a run; with `config.resume`, goes on from its last snapshot. Use it in a `with`."""
 
     def __init__(self, config: Config, folder: Path, data: build.Data, options: Model) -> None:
         self.config, self.folder, self.data, self.options = config, folder, data, options
@@ -57,6 +57,18 @@ class Run:
             self.sinks.scalars,
             step,
         )
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.meter.close()
+        self.sinks.close(0 if kind is None else 1)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a resumed run has no step left."""
+        return self.trainer.step >= self.config.steps
 
     def fit(self) -> None:
         """Train to the end, pausing to validate and to save."""
@@ -96,6 +108,7 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
 
     def _restore(self, path: Path) -> int:
@@ -107,6 +120,8 @@ class Run:
         self.scaler.load_state_dict(state["scaler"])
         self.best = state["best"]
         torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
         step: int = state["step"]
         record.forget_after(self.folder / "metrics.jsonl", step)
         return step

@@ -46,6 +46,8 @@ def load(path: Path) -> dict[str, Any]:
 
 def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
     """Put weights into the model. Raises SnapshotError with the first difference in names or shapes."""
+    if not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise SnapshotError(f"{path}: its weights are not all tensors")
     mine = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     theirs = {name: tuple(value.shape) for name, value in weights.items()}
     for name in sorted(mine.keys() | theirs.keys()):

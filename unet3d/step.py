@@ -1,5 +1,6 @@
 """One training step. Training, measuring and predicting memory all call this function; there is no second one."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ from unet3d.errors import NonFiniteLoss
 from unet3d.policy import MemoryPolicy
 
 PHASES = ("data", "forward", "loss", "backward", "step")
+LOWEST_SCALE = 1.0  # of fp16 losses; below it the gradients overflow whatever the scale
 Mark = Callable[[str], None]
 
 
@@ -23,7 +25,7 @@ class Batch(NamedTuple):
 
 class StepResult(NamedTuple):
     loss: float  # mean over the micro-batches
-    grad_norm: float | None  # before clipping; None without clipping
+    grad_norm: float  # before clipping
 
 
 class LossFunction(Protocol):
@@ -65,12 +67,12 @@ def train_step(
         total += value.item()
         del value
     mark("step")
-    if not scaler.is_enabled():  # fp16 is allowed to overflow now and then: the scaler skips the update
-        _refuse_non_finite(total, batches)
-    grad_norm = None
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    grad_norm = norm.item()
+    _refuse_non_finite(total, grad_norm, scaler, batches)
     if clip is not None:
-        scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
@@ -78,9 +80,11 @@ def train_step(
     return StepResult(total, grad_norm)
 
 
-def _refuse_non_finite(loss: float, batches: Sequence[Batch]) -> None:
-    if loss != loss or loss in (float("inf"), float("-inf")):
-        cases = sorted({case for batch in batches for case in batch.cases})
-        raise NonFiniteLoss(
-            f"the loss became {loss} on cases {', '.join(cases)}; the weights are those before the step"
-        )
+def _refuse_non_finite(loss: float, norm: float, scaler: torch.amp.GradScaler, batches: Sequence[Batch]) -> None:
+    """fp16 may overflow now and then: the scaler skips the update and halves its scale, but not for ever."""
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    if scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE:
+        return
+    cases = ", ".join(sorted({case for batch in batches for case in batch.cases}))
+    raise NonFiniteLoss(f"loss {loss}, gradient norm {norm} on {cases}; the weights are those before the step")

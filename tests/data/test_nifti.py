@@ -167,14 +167,14 @@ def test_a_small_file_that_claims_much_is_refused_before_memory_is_taken(tmp_pat
 
 
 def test_a_flipped_byte_is_found_though_it_still_inflates(tmp_path: Path) -> None:
-    voxels = image()
+    voxels = image((20, 20, 20))
     path = write(tmp_path / "a.nii", voxels)
     content = bytearray(gzip.compress(path.read_bytes(), compresslevel=0))
     content[-100] ^= 1
     packed = tmp_path / "a.nii.gz"
     packed.write_bytes(content)
     assert not np.array_equal(nib.load(packed).get_fdata(), voxels), "nibabel takes it"
-    with pytest.raises(UserError, match="damaged .CRC check failed"):
+    with pytest.raises(UserError, match=r"damaged \(CRC check failed"):
         read(packed)
 
 

@@ -108,8 +108,8 @@ def _nnunet(root: Path, data: Data) -> Task:
 
 def _nnunet_cases(root: Path, endings: list[str], ending: str) -> tuple[Case, ...]:
     """Every case with a label or an image; files that are missing among them are found when they are opened."""
-    labels = {nifti.stem(path): path for path in _volumes(root / "labelsTr") if path.name.endswith(ending)}
-    images = {_without_channel(nifti.stem(path)) for path in _volumes(root / "imagesTr")}
+    labels = {nifti.stem(path): path for path in volumes_in(root / "labelsTr") if path.name.endswith(ending)}
+    images = {without_channel(nifti.stem(path)) for path in volumes_in(root / "imagesTr")}
     cases = (
         Case(name, tuple(root / "imagesTr" / f"{name}{end}" for end in endings), labels.get(name))
         for name in {*labels, *images}
@@ -129,12 +129,12 @@ def _folders(root: Path, data: Data) -> Task:
 
 
 def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:
-    found = _sorted((Case(nifti.stem(path), (), path) for path in _volumes(labels)), labels)
+    found = _sorted((Case(nifti.stem(path), (), path) for path in volumes_in(labels)), labels)
     maps = {case.id: case.label for case in found}
     grouped: dict[str, list[Path]] = {}
-    for path in _volumes(images):
+    for path in volumes_in(images):
         # A name such as scan_2019 ends like a channel; it is one only if no label has the whole name.
-        name = nifti.stem(path) if nifti.stem(path) in maps else _without_channel(nifti.stem(path))
+        name = nifti.stem(path) if nifti.stem(path) in maps else without_channel(nifti.stem(path))
         grouped.setdefault(name, []).append(path)
     alone = sorted({*maps} - {*grouped})
     if alone:
@@ -142,14 +142,16 @@ def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:
     return _sorted((Case(name, tuple(paths), maps.get(name)) for name, paths in grouped.items()), images)
 
 
-def _volumes(folder: Path) -> list[Path]:
+def volumes_in(folder: Path) -> list[Path]:
+    """The NIfTI files of a folder by name. Raises UserError where there is no folder."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; check data.root, data/README.md shows the layouts")
     # Hidden files are skipped: archives made on a Mac hold a `._name.nii.gz` beside each volume.
     return sorted(p for p in folder.iterdir() if p.name.endswith(nifti.SUFFIXES) and not p.name.startswith("."))
 
 
-def _without_channel(stem: str) -> str:
+def without_channel(stem: str) -> str:
+    """A case's name from its channel's: `case_0001` is `case`."""
     return re.sub(r"_\d{4}$", "", stem)
 
 

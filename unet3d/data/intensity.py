@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unet3d.errors import UserError
+
 
 @dataclass(frozen=True)
 class Intensity:
@@ -27,6 +29,8 @@ def rules(choice: str, channels: Sequence[str], foreground: Iterable[np.ndarray]
     if "ct" not in kinds:
         return tuple(Intensity(kind) for kind in kinds)
     values = np.concatenate(list(foreground), axis=1)
+    if not values.size:
+        raise UserError("data.intensity=ct: no training case has a foreground voxel to take the scale from; use zscore")
     return tuple(_ct(values[i]) if kind == "ct" else Intensity(kind) for i, kind in enumerate(kinds))
 
 

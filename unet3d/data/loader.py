@@ -10,7 +10,10 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from unet3d.data.patches import Patches, Place
+from unet3d.errors import UserError
 from unet3d.step import Batch
+
+WRAPPED = f"{UserError.__module__}.{UserError.__name__}: "
 
 
 class Places(Sampler[list[Place]]):
@@ -48,7 +51,10 @@ def batches(
     )
     stream = iter(loader)
     while True:
-        yield [next(stream) for _ in range(accumulate)]
+        try:
+            yield [next(stream) for _ in range(accumulate)]
+        except UserError as error:  # from a worker it comes with a traceback around it
+            raise UserError(str(error).strip().splitlines()[-1].removeprefix(WRAPPED)) from None
 
 
 def collate(samples: list[tuple[torch.Tensor, torch.Tensor, str]]) -> Batch:

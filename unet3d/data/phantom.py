@@ -89,11 +89,11 @@ def draw(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.ndarray, np
     body = _ellipsoid(points, np.zeros(3), np.array((0.94, 0.88, 1.5)), Rotation.identity())
     spine = np.hypot(points[0], points[1] - 0.6) - 0.20
     organ = np.maximum(_ellipsoid(points, centre, radii, pose), GAP - np.minimum(-body, spine))
-    vessel = np.maximum(_tube(points, centre + pose.apply(radii * _tree(rng)), VESSEL_RADIUS), organ + GAP)
+    vessel = np.maximum(_tube(points, centre + pose.apply(radii * _tree(rng)), VESSEL_RADIUS), organ + 2 * GAP)
     lesions = _blobs(rng, points, (organ < -GAP) & (vessel > 0), rng.uniform(0.20, 0.30, 3))
-    others = _blobs(rng, points, (body < 0) & (organ > GAP) & (spine > 0), rng.uniform(0.15, 0.25, 4))
+    others = _blobs(rng, points, (body < 0) & (organ > GAP) & (spine > 0), rng.uniform(0.15, 0.25, 5))
     layers = [(body, BODY), (spine, VESSEL), (organ, ORGAN), (vessel, VESSEL), *((ball, LESION) for ball in lesions)]
-    layers += zip(others, (LESION, VESSEL, LESION, ORGAN), strict=False)
+    layers += zip(others, (LESION, VESSEL, LESION, ORGAN, LESION), strict=False)
     label = np.zeros(organ.shape, np.uint8)
     for value, distance in enumerate((organ, vessel, np.minimum.reduce(lesions)), start=1):
         label[distance < 0] = value

@@ -11,6 +11,8 @@ from unet3d.data.patches import Prepared, prepare
 from unet3d.data.volumes import Volume, read_volume
 from unet3d.errors import UserError
 
+SAMPLED = 10_000  # about as many foreground voxels a case settle the scale of CT
+
 
 @dataclass
 class Reader:
@@ -60,4 +62,5 @@ class Reader:
             learned = volume.label > 0
             if self.task.ignore is not None:
                 learned &= volume.label != self.task.ignore
-            yield volume.image[:, learned]
+            voxels = volume.image[:, learned]
+            yield voxels[:, :: max(1, voxels.shape[1] // SAMPLED)]

@@ -69,7 +69,7 @@ def read_volume(case: Case, classes: int, ignore: int | None, spacing: Sequence[
     if case.label:
         label = _canonical(read_label(case.id, case.label, opened[case.label], classes, ignore), first)
         label = np.ascontiguousarray(_resample(label, source, target, NEAREST))
-    return Volume(case.id, image, label, target.affine, target.spacing)
+    return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing)
 
 
 def to_original(probabilities: np.ndarray, volume: Volume, like: Path) -> np.ndarray:

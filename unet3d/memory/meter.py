@@ -16,6 +16,9 @@ class Meter(Protocol):
     def mark(self, phase: str) -> None:
         """A phase of `train_step` begins, or the step "end"s."""
 
+    def close(self) -> None:
+        """Stop measuring, also within a step that failed."""
+
     def summary(self) -> dict[str, Any]:
         """`peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and `categories` where known."""
 
@@ -44,9 +47,13 @@ class LedgerMeter:
             self.is_open = True
         self.ledger.mark(phase)
         if phase == "end":
+            self.close()
+            self.steps += 1
+
+    def close(self) -> None:
+        if self.is_open:
             self.ledger.__exit__(None, None, None)
             self.is_open = False
-            self.steps += 1
 
     def summary(self) -> dict[str, Any]:
         peaks = phase_peaks(self.ledger)
@@ -72,12 +79,13 @@ class CudaMeter:
         if phase == "end":
             self.peaks = _folded(self.peaks)
 
+    def close(self) -> None:
+        pass
+
     def summary(self) -> dict[str, Any]:
-        return {
-            "peak_bytes": max(peak for _, peak in self.peaks),
-            "kind": "cuda allocated",
-            "phases": first_and_steady(self.peaks),
-        }
+        phases = first_and_steady(self.peaks)  # of steps alone: validation is not in the peak
+        peak = max((peak for phase in phases.values() for peak in phase.values()), default=0)
+        return {"peak_bytes": peak, "kind": "cuda allocated", "phases": phases}
 
 
 def first_and_steady(peaks: list[tuple[str, int]]) -> dict[str, dict[str, int]]:

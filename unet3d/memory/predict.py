@@ -6,12 +6,11 @@ in neither.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from unet3d import build, record
+from unet3d import build
 from unet3d.checks import budget_bytes, stages
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
@@ -20,18 +19,21 @@ from unet3d.memory.meter import STEADY, LedgerMeter
 from unet3d.step import Batch, train_step
 
 
-def forecast(config: Config, options: Model, folder: Path) -> None:
-    """Predict, print it, and write it to memory.json. On CUDA nothing is predicted yet."""
+def forecast(config: Config, options: Model) -> dict[str, Any]:
+    """Predict, print it, and return memory.json's first entries; none on CUDA, where nothing is predicted yet.
+
+    Raises UserError where the step needs more than `budget`.
+    """
     if build.device(config).type != "cpu":
-        return
+        return {}
     found = predict(config, options)
     parameters = found.pop("parameters")
-    record.write_json(folder / "memory.json", {"parameters": parameters, "predicted": found})
     peak = found["peak_bytes"] / 2**20
     phase = max(found["phases"], key=lambda name: found["phases"][name]["steady"])
     print(f"{parameters:,} parameters; predicted peak of a step {peak:,.1f} MiB (ledger), in {phase}", flush=True)
     if config.budget is not None and found["peak_bytes"] > budget_bytes(config.budget):
         raise UserError(plan(config, options, budget_bytes(config.budget)))
+    return {"parameters": parameters, "predicted": found}
 
 
 def plan(config: Config, options: Model, budget: int) -> str:

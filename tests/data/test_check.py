@@ -1,0 +1,188 @@
+"""Every fault of a data set is told at once, with case and path, and a sound one gets not a word."""
+
+import json
+import shutil
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+from nifti_files import LPS, case, decathlon, image, label, write
+
+from unet3d.config import Data, Phantom
+from unet3d.data.cases import read_task, split
+from unet3d.data.check import WARNING, check_cases, summary
+
+
+def told(data: Data, full: bool = True) -> list[str]:
+    task = read_task(data)
+    return check_cases(task, task.cases, data, full)
+
+
+def errors(lines: list[str]) -> list[str]:
+    return [line for line in lines if not line.startswith(WARNING)]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_nothing_is_said_against_the_phantom(tmp_path: Path, full: bool) -> None:
+    assert told(Data(root=str(tmp_path), phantom=Phantom(cases=3, shape=[16, 16, 16])), full) == []
+
+
+def test_all_problems_of_all_cases_are_told_at_once(tmp_path: Path) -> None:
+    data = decathlon(tmp_path, tuple("abcdef"))
+    images, labels = tmp_path / "imagesTr", tmp_path / "labelsTr"
+    (images / "a.nii.gz").unlink()
+    (labels / "a.nii.gz").write_bytes(b"")
+    write(images / "b.nii.gz", np.full((6, 5, 4), np.nan, np.float32))
+    write(labels / "b.nii.gz", np.full((6, 5, 4), 7, np.uint8))
+    write(labels / "c.nii.gz", label((6, 5, 3)))
+    write(images / "d.nii.gz", image((6, 5, 4, 2)))
+    case(tmp_path, image((20, 20, 20)), label((20, 20, 20)), "e")
+    (images / "e.nii.gz").write_bytes((images / "e.nii.gz").read_bytes()[:-9])
+    assert errors(told(data)) == [
+        f"a: {images / 'a.nii.gz'}: no such file; restore it or take the case out",
+        f"a: {labels / 'a.nii.gz'}: is empty; replace the file",
+        f"b: {images / 'b.nii.gz'}: 120 voxels are NaN or infinite; give them a value, e.g. the background's",
+        f"b: {labels / 'b.nii.gz'}: 120 voxels have the label 7; allowed are 0 to 2; relabel them",
+        f"c: {labels / 'c.nii.gz'}: has (6, 5, 3) voxels, not the (6, 5, 4) of {images / 'c.nii.gz'}; "
+        "resample it onto the image's grid",
+        f"d: {images / 'd.nii.gz'}: has 2 channels, the data set 1 (CT); make them agree",
+        f"e: {images / 'e.nii.gz'}: damaged (Compressed file ended before the end-of-stream marker was reached); "
+        "replace the file",
+    ]
+    assert [line[0] for line in told(data, full=False)] == list("aacd"), "headers alone show these"
+
+
+def test_the_quick_pass_reads_no_voxel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = decathlon(tmp_path)
+
+    def never(*arguments: object) -> None:
+        raise AssertionError("voxels are read")
+
+    monkeypatch.setattr("unet3d.data.nifti.read_array", never)
+    assert told(data, full=False) == []
+    with pytest.raises(AssertionError, match="voxels are read"):
+        told(data, full=True)
+
+
+def held_out(tmp_path: Path) -> tuple[Data, Path, Path]:
+    """A data set with its split, one training image and the one held out."""
+    data = decathlon(tmp_path)
+    train, val = split(read_task(data), data)
+    return data, train[0].images[0], val[0].images[0]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_link_from_val_to_train_is_told(tmp_path: Path, full: bool) -> None:
+    data, seen, unseen = held_out(tmp_path)
+    unseen.unlink()
+    unseen.symlink_to(seen)
+    assert told(data, full) == [
+        f"c: {unseen}: is held out, but training sees the same image as a; take one out"
+    ]
+
+
+def test_the_same_voxels_in_train_and_val_are_told_whatever_the_files(tmp_path: Path) -> None:
+    data, seen, unseen = held_out(tmp_path)
+    stored = nib.load(seen)
+    write(unseen, np.asanyarray(stored.dataobj).astype(np.float64), stored.affine)
+    assert seen.read_bytes() != unseen.read_bytes()
+    assert told(data, full=False) == []
+    assert [line.split(";")[0] for line in told(data)] == [
+        f"c: {unseen}: is held out, but training sees the same image as a"
+    ]
+
+
+def test_a_copy_within_train_is_no_leak(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    shutil.copy(tmp_path / "imagesTr/a.nii.gz", tmp_path / "imagesTr/b.nii.gz")
+    assert told(data) == []
+
+
+def test_a_split_that_cannot_be_made_is_told_with_the_rest(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    (tmp_path / "imagesTr/a.nii.gz").unlink()
+    data.split = str(tmp_path / "split.json")
+    lines = told(data)
+    assert [line.split(": ")[0] for line in lines] == ["a", data.split]
+
+
+def test_odd_headers_are_warned_of(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    images = [tmp_path / f"imagesTr/{name}.nii.gz" for name in "abcd"]
+    sheared, unplaced, twofold, metres = (nib.Nifti1Image(image(seed=n), LPS) for n in range(4))
+    slanted = LPS.copy()
+    slanted[0, 1] = 0.5
+    sheared.set_sform(slanted, code=1)
+    sheared.set_qform(None, code=0)
+    unplaced.set_sform(None, code=0)
+    unplaced.set_qform(None, code=0)
+    twofold.set_qform(LPS @ np.diag([-1, 1, 1, 1]), code=1)
+    metres.header.set_xyzt_units("meter")
+    for path, stored in zip(images, (sheared, unplaced, twofold, metres), strict=True):
+        nib.save(stored, path)
+        write(tmp_path / "labelsTr" / path.name, label(), nib.load(path).affine)
+    warned = [line for line in told(data) if "imagesTr" in line]
+    assert [line.split(";")[0] for line in warned] == [
+        f"{WARNING}a: {images[0]}: its grid is sheared",
+        f"{WARNING}b: {images[1]}: neither sform nor qform is set: which side is left is a guess",
+        f"{WARNING}c: {images[2]}: sform and qform differ",
+        f"{WARNING}d: {images[3]}: lengths are in meter",
+    ]
+    assert told(data, full=False) == [], "a run is not kept from starting"
+
+
+def test_classes_that_do_not_occur_are_warned_of(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    paths = {name: tmp_path / f"labelsTr/{name}.nii.gz" for name in "abcd"}
+    write(paths["a"], np.zeros((6, 5, 4), np.uint8))
+    for name in "bd":
+        write(paths[name], label(classes=2))
+    assert told(data) == [
+        f"{WARNING}a: {paths['a']}: has no foreground",
+        f"{WARNING}Small: tumour in no train case; its score will mean nothing there",
+    ]
+
+
+def test_a_training_part_without_any_foreground_is_an_error(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    data.ignore = 3
+    for name in "abd":
+        write(tmp_path / f"labelsTr/{name}.nii.gz", label(classes=1) + 3 * (label(classes=2) > 0).astype(np.uint8))
+    assert errors(told(data)) == [
+        "Small: no foreground in any training case; there is nothing to learn, check the label maps"
+    ]
+
+
+def test_a_case_without_a_label_is_warned_of(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    path = tmp_path / "dataset.json"
+    content = json.loads(path.read_text())
+    del content["training"][0]["label"]
+    path.write_text(json.dumps(content))
+    assert [line.split(";")[0] for line in told(data)] == [
+        f"{WARNING}a: {tmp_path / 'imagesTr/a.nii.gz'}: has no label map"
+    ]
+
+
+def test_the_summary_is_plain(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    write(tmp_path / "imagesTr/b.nii.gz", image((8, 9, 7)), np.diag([1, 1, 3, 1]))
+    task = read_task(data)
+    assert summary(task, *split(task, data)) == [
+        "Small: 4 cases: 3 train, 1 val, 0 without labels",
+        "channels: CT",
+        "classes: 0 background, 1 organ, 2 tumour",
+        "size (voxels): 6 x 5 x 4 (median), from 6 x 5 x 4 to 8 x 9 x 7",
+        "spacing (mm): 1 x 1.5 x 2.5 (median), from 1 x 1 x 2.5 to 1 x 1.5 x 3",
+    ]
+
+
+def test_the_summary_survives_files_that_cannot_be_read(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    data.ignore = 255
+    task = read_task(data)
+    shutil.rmtree(tmp_path / "imagesTr")
+    lines = summary(task, *split(task, data))
+    assert lines[2] == "classes: 0 background, 1 organ, 2 tumour; 255 is ignored"
+    assert lines[3:] == ["size (voxels): unknown", "spacing (mm): unknown"]

@@ -1,0 +1,261 @@
+"""Arrays checked by where they lie in space, and predictions by the way back to the file's own grid."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+from nibabel.affines import apply_affine
+from nibabel.eulerangles import euler2mat
+from nifti_files import LPS, case, image, label, write
+
+from unet3d.data.cases import Case
+from unet3d.data.volumes import Volume, read_volume, save_labels, to_original, write_labels
+from unet3d.errors import UserError
+
+ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]
+
+
+def affine(codes: str, turn: Sequence[float] = (0, 0, 0)) -> np.ndarray:
+    """Axes that run towards `codes`, with voxels of 1 x 1.5 x 2.5 mm, turned by angles."""
+    ornt = nib.orientations.axcodes2ornt(codes)
+    matrix = np.zeros((3, 3))
+    for axis, (world, sign) in enumerate(ornt):
+        matrix[int(world), axis] = sign * (1, 1.5, 2.5)[axis]
+    return nib.affines.from_matvec(euler2mat(*turn) @ matrix, (5, -7, 11))
+
+
+def one_case(folder: Path, codes: str, turn: Sequence[float] = (0, 0, 0), shape: Sequence[int] = (12, 10, 8)) -> Case:
+    where = affine(codes, turn)
+    paths = (write(folder / "i.nii.gz", image(tuple(shape)), where), write(folder / "l.nii.gz", blob(shape), where))
+    return Case("a", paths[:1], paths[1])
+
+
+def blob(shape: Sequence[int]) -> np.ndarray:
+    """An asymmetric ball of 1 with a 2 in it."""
+    grid = np.stack(np.meshgrid(*(np.arange(n) for n in shape), indexing="ij"), -1)
+    distance = np.linalg.norm((grid - np.multiply(shape, 0.4)) / np.multiply(shape, 0.3), axis=-1)
+    return ((distance < 1).astype(np.uint8) + (distance < 0.4)).astype(np.uint8)
+
+
+def one_hot(labels: np.ndarray, classes: int = 3) -> np.ndarray:
+    return np.stack([labels == k for k in range(classes)]).astype(np.float32)
+
+
+@pytest.mark.parametrize("turn", [(0, 0, 0), (0.3, -0.2, 0.25)])
+@pytest.mark.parametrize("codes", ORIENTATIONS)
+def test_a_voxel_keeps_its_place_and_its_label(tmp_path: Path, codes: str, turn: tuple) -> None:
+    stored = image((12, 10, 8))
+    stored[3, 7, 2] = 1000
+    where = affine(codes, turn)
+    path = write(tmp_path / "i.nii", stored, where)
+    volume = read_volume(Case("a", (path,), write(tmp_path / "l.nii", blob(stored.shape), where)), 3, None, None)
+    assert nib.aff2axcodes(volume.affine) == tuple("RAS")
+    found = np.unravel_index(volume.image[0].argmax(), volume.image.shape[1:])
+    assert np.allclose(apply_affine(volume.affine, found), apply_affine(where, (3, 7, 2)), atol=1e-4)
+    assert volume.label is not None
+    assert volume.label[found] == blob(stored.shape)[3, 7, 2]
+    assert np.allclose(volume.spacing, nib.affines.voxel_sizes(volume.affine))
+    assert volume.image.dtype == np.float32
+    assert volume.image.flags.c_contiguous
+    assert volume.label.flags.c_contiguous
+
+
+@pytest.mark.parametrize("codes", ORIENTATIONS)
+def test_labels_return_to_their_file_unchanged(tmp_path: Path, codes: str) -> None:
+    one = one_case(tmp_path, codes, (0.2, 0.1, -0.3))
+    volume = read_volume(one, 3, None, None)
+    assert volume.label is not None
+    stored = np.asanyarray(nib.load(one.label).dataobj)
+    returned = to_original(one_hot(volume.label), volume, one.images[0])
+    assert returned.dtype == np.uint8
+    assert np.array_equal(returned, stored)
+    write_labels(tmp_path / "out.nii.gz", volume.label, volume, one.images[0])
+    assert np.array_equal(np.asanyarray(nib.load(tmp_path / "out.nii.gz").dataobj), stored)
+
+
+@pytest.mark.parametrize("codes", ORIENTATIONS)
+def test_resampled_labels_return_within_a_voxel(tmp_path: Path, codes: str) -> None:
+    one = one_case(tmp_path, codes, shape=(40, 30, 24))
+    volume = read_volume(one, 3, None, [1.2, 1.2, 1.2])
+    assert volume.label is not None
+    assert np.allclose(volume.spacing, 1.2)
+    stored = np.asanyarray(nib.load(one.label).dataobj)
+    returned = to_original(one_hot(volume.label), volume, one.images[0])
+    assert returned.shape == stored.shape
+    for k in (1, 2):
+        assert 2 * ((returned == k) & (stored == k)).sum() / ((returned == k).sum() + (stored == k).sum()) > 0.93
+    write_labels(tmp_path / "out.nii", volume.label, volume, one.images[0])
+    assert (np.asanyarray(nib.load(tmp_path / "out.nii").dataobj) == stored).mean() > 0.98
+
+
+@pytest.mark.parametrize("spacing", [[0.7, 0.9, 1.1], [2, 2, 2], [1.0, 1.5, 1.0]])
+def test_resampling_moves_nothing(tmp_path: Path, spacing: list[float]) -> None:
+    """A ramp in space stays that ramp: cubic splines are exact for it, and half a voxel's shift would show."""
+    shape, slope = (30, 24, 20), np.array([2.0, -3.0, 1.5])
+    where = affine("LPS")
+    positions = apply_affine(where, np.stack(np.meshgrid(*(np.arange(n) for n in shape), indexing="ij"), -1))
+    path = write(tmp_path / "i.nii", (positions @ slope).astype(np.float32), where)
+    volume = read_volume(Case("a", (path,), None), 2, None, spacing)
+    inner = tuple(slice(n // 3, -(n // 3)) for n in volume.image.shape[1:])
+    grid = np.stack(np.meshgrid(*(np.arange(n) for n in volume.image.shape[1:]), indexing="ij"), -1)
+    assert np.allclose(volume.image[0][inner], (apply_affine(volume.affine, grid) @ slope)[inner], atol=0.05)
+    before, after = np.multiply(shape, (1, 1.5, 2.5)), np.multiply(volume.image.shape[1:], volume.spacing)
+    assert np.all(np.abs(before - after) <= np.array(spacing) / 2 + 1e-6)
+    centres = [
+        apply_affine(m, (np.array(n) - 1) / 2) for m, n in ((where, shape), (volume.affine, volume.image.shape[1:]))
+    ]
+    assert np.allclose(*centres, atol=1e-4)
+
+
+def test_resampling_invents_no_intensity(tmp_path: Path) -> None:
+    stored = np.zeros((20, 20, 20), np.int16)
+    stored[:10] = 1000
+    volume = read_volume(Case("a", (write(tmp_path / "i.nii", stored),), None), 2, None, [0.8, 0.8, 0.8])
+    assert volume.image.min() == 0
+    assert volume.image.max() == 1000
+
+
+def test_the_files_own_spacing_is_left_alone(tmp_path: Path) -> None:
+    one = one_case(tmp_path, "RAS")
+    volume = read_volume(one, 3, None, [1.0004, 1.5, 2.5])
+    assert np.array_equal(volume.image[0], np.asanyarray(nib.load(one.images[0]).dataobj))
+
+
+def test_probabilities_are_interpolated_before_the_choice(tmp_path: Path) -> None:
+    """Half way between two voxels the larger class wins, also where neither of them chose it."""
+    path = write(tmp_path / "i.nii", image((3, 1, 1)), np.eye(4))
+    volume = Volume("a", np.zeros((1, 2, 1, 1), np.float32), None, np.diag([2.0, 1, 1, 1]), (2.0, 1.0, 1.0))
+    probabilities = np.array([[0.5, 0.1], [0.1, 0.5], [0.4, 0.4]], np.float32).reshape(3, 2, 1, 1)
+    assert to_original(probabilities, volume, path).ravel().tolist() == [0, 2, 1]
+
+
+def test_channels_come_first(tmp_path: Path) -> None:
+    stored = image((6, 5, 4, 3))
+    packed = Case("a", (write(tmp_path / "4d.nii.gz", stored, np.eye(4)),), None)
+    files = tuple(write(tmp_path / f"a_{c:04d}.nii", stored[..., c], np.eye(4)) for c in range(3))
+    for one in (packed, Case("a", files, None)):
+        assert np.array_equal(read_volume(one, 2, None, None).image, np.moveaxis(stored, -1, 0))
+
+
+def test_the_name_and_the_packing_change_nothing(tmp_path: Path) -> None:
+    plain, packed = (write(tmp_path / name, image()) for name in ("a.nii", "Bild 1 µm.nii.gz"))
+    volumes = [read_volume(Case("a", (path,), None), 2, None, None) for path in (plain, packed)]
+    assert np.array_equal(volumes[0].image, volumes[1].image)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.float32, np.float64])
+def test_integral_labels_are_exact_in_any_type(tmp_path: Path, kind: type) -> None:
+    volume = read_volume(case(tmp_path, image(), label().astype(kind)), 3, None, None)
+    assert volume.label is not None
+    assert volume.label.dtype == np.uint8
+    assert np.array_equal(volume.label[::-1, ::-1], label())
+
+
+@pytest.mark.parametrize(
+    ("value", "classes", "ignore", "kind"),
+    [(255, 3, 255, np.uint8), (300, 3, 300, np.uint16), (299, 300, None, np.uint16)],
+)
+def test_high_labels_are_kept(tmp_path: Path, value: int, classes: int, ignore: int | None, kind: type) -> None:
+    stored = label().astype(np.int16)
+    stored[0, 0, 0] = value
+    volume = read_volume(case(tmp_path, image(), stored), classes, ignore, None)
+    assert volume.label is not None
+    assert (volume.label.max(), volume.label.dtype) == (value, kind)
+
+
+def replaced(voxels: np.ndarray, value: float) -> np.ndarray:
+    changed = voxels.astype(np.float64)
+    changed[1, 2, 3] = value
+    return changed
+
+
+NOT_LABELS = {7: "7", -1: "-1", 255: "255", 1.5: "1.5", np.nan: "nan"}
+
+
+@pytest.mark.parametrize("value", NOT_LABELS)
+def test_what_is_no_class_is_refused(tmp_path: Path, value: float) -> None:
+    one = case(tmp_path, image(), replaced(label(), value), "case7")
+    with pytest.raises(UserError, match=r"1 voxels have the label .*; allowed are 0 to 2; relabel them") as caught:
+        read_volume(one, 3, None, None)
+    assert str(caught.value).startswith(f"case7: {one.label}: 1 voxels have the label {NOT_LABELS[value]};")
+
+
+def test_the_ignored_label_is_named_among_the_allowed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"0 to 2 and 255 \(ignored\)"):
+        read_volume(case(tmp_path, image(), replaced(label(), 254)), 3, 255, None)
+
+
+def test_a_scaled_label_is_what_the_scaling_says(tmp_path: Path) -> None:
+    one = case(tmp_path, image(), label())
+    assert one.label is not None
+    stored = nib.Nifti1Image(label() * 2, LPS)
+    stored.header.set_slope_inter(0.5, 0)
+    content = bytearray(stored.header.binaryblock)
+    content[108:112] = np.float32(352).tobytes()
+    content[112:120] = np.array([0.5, 0], np.float32).tobytes()
+    content[344:348] = b"n+1\0"
+    plain = tmp_path / "l.nii"
+    plain.write_bytes(bytes(content) + bytes(4) + (label() * 2).tobytes("F"))
+    volume = read_volume(Case("a", one.images, plain), 3, None, None)
+    assert volume.label is not None
+    assert np.array_equal(volume.label[::-1, ::-1], label())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_voxels_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    one = case(tmp_path, replaced(image(), value), label())
+    with pytest.raises(UserError, match="1 voxels are NaN or infinite") as caught:
+        read_volume(one, 3, None, None)
+    assert str(caught.value).startswith(f"a: {one.images[0]}: ")
+
+
+SHIFTED, FLIPPED, NOISY = LPS.copy(), LPS @ np.diag([-1, 1, 1, 1]), LPS + 1e-6
+SHIFTED[0, 3] += 1
+
+
+@pytest.mark.parametrize(
+    ("voxels", "where", "what"),
+    [
+        (label((6, 5, 3)), LPS, r"has \(6, 5, 3\) voxels, not the \(6, 5, 4\) of"),
+        (label(), SHIFTED, "lies up to 1 voxels away from"),
+        (label(), FLIPPED, "lies up to 10 voxels away from"),
+        (label((6, 5, 4, 3)), LPS, "e.g. the one-hot's argmax"),
+    ],
+)
+def test_a_label_that_does_not_lie_on_the_image_is_refused(
+    tmp_path: Path, voxels: np.ndarray, where: np.ndarray, what: str
+) -> None:
+    one = Case("a", (write(tmp_path / "i.nii", image()),), write(tmp_path / "l.nii", voxels, where))
+    with pytest.raises(UserError, match=what) as caught:
+        read_volume(one, 3, None, None)
+    assert str(caught.value).startswith(f"a: {one.label}: ")
+
+
+def test_rounding_in_an_affine_is_no_shift(tmp_path: Path) -> None:
+    one = Case("a", (write(tmp_path / "i.nii", image()),), write(tmp_path / "l.nii", label(), NOISY))
+    assert read_volume(one, 3, None, None).label is not None
+
+
+def test_channels_in_files_must_be_single_and_fit(tmp_path: Path) -> None:
+    first = write(tmp_path / "a_0000.nii", image())
+    with pytest.raises(UserError, match="is one channel of several"):
+        read_volume(Case("a", (first, write(tmp_path / "a_0001.nii", image((6, 5, 4, 2)))), None), 3, None, None)
+    with pytest.raises(UserError, match="lies up to 1 voxels away"):
+        read_volume(Case("a", (first, write(tmp_path / "a_0002.nii", image(), SHIFTED)), None), 3, None, None)
+
+
+def test_a_spacing_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
+    one = case(tmp_path, image(), label())
+    with pytest.raises(
+        UserError, match=r"needs 6000x7500x10000 voxels at data.spacing=\[0.001, 0.001, 0.001\] mm; widen"
+    ):
+        read_volume(one, 3, None, [0.001, 0.001, 0.001])
+
+
+def test_labels_of_another_grid_are_not_saved(tmp_path: Path) -> None:
+    like = write(tmp_path / "i.nii", image())
+    with pytest.raises(AssertionError):
+        save_labels(tmp_path / "out.nii", label((6, 5, 3)), like)
+    assert not (tmp_path / "out.nii").exists()
