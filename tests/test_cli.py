@@ -9,6 +9,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+from wandb_records import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -139,6 +140,19 @@ def test_a_folder_holds_one_run(finished: Path, tmp_path: Path) -> None:
 def test_what_was_predicted_is_what_was_measured(finished: Path) -> None:
     memory = json.loads((finished / "memory.json").read_text())
     assert memory["error_bytes"] == 0 and memory["predicted"] == memory["measured"]
+
+
+def test_the_offline_wandb_run_holds_config_scalars_memory_and_the_picture(finished: Path) -> None:
+    found = read_run(finished)
+    memory = json.loads((finished / "memory.json").read_text())
+    assert found.config["model"]["features"] == [4, 8] and found.config["ckpt"] == 2
+    losses = [record["train/loss"] for record in found.history if "train/loss" in record]
+    assert losses == [record["train/loss"] for record in _curve(finished) if "train/loss" in record]
+    assert found.summary["memory/measured/peak_bytes"] == memory["measured"]["peak_bytes"]
+    assert found.summary["memory/predicted/phases/backward/steady"] > 0
+    assert any("val/prediction._type" in record for record in found.history)
+    assert any("prediction" in name and name.endswith(".png") for name in found.files)
+    assert found.exit_code == 0
 
 
 def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:

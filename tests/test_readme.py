@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,13 @@ def test_every_link_leads_somewhere(page: str) -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
     missing = [t for t in targets if "://" not in t and not ((ROOT / page).parent / t).exists()]
     assert not missing
+
+
+@pytest.mark.slow
+def test_the_budget_answer_shown_is_the_answer_given(tmp_path: Path) -> None:
+    (command,) = [words for words in commands() if "dry_run=true" in words]
+    words = [sys.executable, str(ROOT / "train.py"), *command[2:]]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2
+    shown = re.search(r"and answers\n\n```\n(.*?)\n```", TEXT, re.DOTALL)
+    assert shown and (done.stdout + done.stderr).strip() == shown[1].strip()

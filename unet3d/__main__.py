@@ -68,10 +68,14 @@ def _check_data(arguments: argparse.Namespace) -> int:
     from unet3d.data import cases, check
 
     task = cases.read_task(config.data)
-    train, val = cases.split(task, config.data)
-    problems = check.check_cases(task, [*train, *val], config.data, full=True)
-    print("\n".join([*check.summary(task, train, val), *problems]))
-    print(f"{len(problems)} problems" if problems else "no problems")
+    try:
+        train, val = cases.split(task, config.data)
+    except UserError:  # check_cases tells of it, among the rest
+        train, val = (), ()
+    found = check.check_cases(task, task.cases, config.data, full=True)
+    problems = [line for line in found if not line.startswith(check.WARNING)]
+    print("\n".join([*check.summary(task, train, val), *found]))
+    print(f"{len(problems) or 'no'} problems, {len(found) - len(problems)} warnings")
     return UserError.exit_code if problems else 0
 
 

@@ -102,7 +102,17 @@ def test_a_folder_without_dataset_json_is_refused(tmp_path: Path, layout: str) -
 
 @pytest.mark.parametrize("kind", ["image", "label"])
 @pytest.mark.parametrize(
-    "name", ["../x.nii.gz", "imagesTr/../../x.nii.gz", "/etc/x.nii.gz", "{root}/a.nii", "a\0b", 7, None]
+    "name",
+    [
+        "../x.nii.gz",
+        "imagesTr/../../x.nii.gz",
+        "imagesTr/../imagesTr/a.nii.gz",
+        "/etc/x.nii.gz",
+        "{root}/a.nii",
+        "a\0b",
+        7,
+        None,
+    ],
 )
 def test_a_path_that_leaves_the_folder_is_refused(tmp_path: Path, kind: str, name: Any) -> None:
     data = decathlon(tmp_path)

@@ -77,9 +77,7 @@ def test_a_link_from_val_to_train_is_told(tmp_path: Path, full: bool) -> None:
     data, seen, unseen = held_out(tmp_path)
     unseen.unlink()
     unseen.symlink_to(seen)
-    assert told(data, full) == [
-        f"c: {unseen}: is held out, but training sees the same image as a; take one out"
-    ]
+    assert told(data, full) == [f"c: {unseen}: is held out, but training sees the same image as a; take one out"]
 
 
 def test_the_same_voxels_in_train_and_val_are_told_whatever_the_files(tmp_path: Path) -> None:

@@ -129,6 +129,18 @@ def test_lesions_and_vessels_lie_inside_the_organ(cases: list) -> None:
         assert (label[grown] > 0).mean() > 0.999
 
 
+def test_balls_stay_where_there_is_room_and_apart() -> None:
+    rng = np.random.default_rng(3)
+    points = np.stack(np.meshgrid(*(np.linspace(-1, 1, 40),) * 3, indexing="ij"))
+    points += 0.3 * np.sin(3 * points[[1, 2, 0]])  # stretched, so that a ball of this radius does not fit as a ball
+    free = np.zeros(points.shape[1:], bool)
+    free[5:20, 5:35, 5:35] = True
+    balls = phantom._blobs(rng, points, free, np.array([0.2, 0.3, 0.25]))
+    assert len(balls) > 1
+    assert not (np.array(balls) < 0).any(0)[~free].any()
+    assert (np.array(balls) < 0).sum(0).max() == 1
+
+
 def test_no_classifier_of_single_voxels_solves_it(cases: list) -> None:
     """Not even the one that knows how often each class has each intensity, whatever weight it gives the rare ones."""
     bins = [np.digitize(image, np.linspace(0, 2, 200)) for image, _ in cases]

@@ -11,10 +11,17 @@ from nibabel.eulerangles import euler2mat
 from nifti_files import LPS, case, image, label, write
 
 from unet3d.data.cases import Case
-from unet3d.data.volumes import Volume, read_volume, save_labels, to_original, write_labels
+from unet3d.data.nifti import save_labels
+from unet3d.data.volumes import Volume, read_volume, to_original
 from unet3d.errors import UserError
 
 ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]
+
+
+def write_labels(path: Path, labels: np.ndarray, volume: Volume, like: Path) -> None:
+    """As a network that is sure of them would."""
+    sure = np.stack([labels == k for k in range(int(labels.max()) + 1)]).astype(np.float32)
+    save_labels(path, to_original(sure, volume, like), like)
 
 
 def affine(codes: str, turn: Sequence[float] = (0, 0, 0)) -> np.ndarray:
@@ -115,6 +122,13 @@ def test_resampling_invents_no_intensity(tmp_path: Path) -> None:
     volume = read_volume(Case("a", (write(tmp_path / "i.nii", stored),), None), 2, None, [0.8, 0.8, 0.8])
     assert volume.image.min() == 0
     assert volume.image.max() == 1000
+
+
+def test_resampling_continues_the_edge(tmp_path: Path) -> None:
+    stored = np.full((8, 8, 8), 50, np.int16)
+    stored[3:5, 3:5, 3:5] = 0
+    volume = read_volume(Case("a", (write(tmp_path / "i.nii", stored),), None), 2, None, [0.4, 0.4, 0.4])
+    assert volume.image[0][[0, 0, -1], [0, -1, -1], [0, 0, -1]] == pytest.approx(50, abs=0.5)
 
 
 def test_the_files_own_spacing_is_left_alone(tmp_path: Path) -> None:

@@ -131,12 +131,13 @@ def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
     """Write integer labels (X, Y, Z), which lie on the grid of the image `like`, with its header.
 
     uint8, or uint16 where a label needs it; what spoke of the intensities, scaling and display range, is reset.
-    Atomic: `path` is absent, or as it was, or complete.
+    Extensions stay behind. Atomic: `path` is absent, or as it was, or complete.
     """
     source = open_image(stem(path), like)
     assert labels.shape == size(source), f"{labels.shape} labels for a grid of {size(source)}"
     header = source.header.copy()
     header.set_slope_inter(1, 0)
+    header.extensions.clear()  # DICOM fields in there may name the patient
     header["cal_min"] = header["cal_max"] = 0
     kind = np.uint8 if labels.max() < 256 else np.uint16
     header.set_data_dtype(kind)

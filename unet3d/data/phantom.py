@@ -27,11 +27,12 @@ SPACING = (1.0, 1.0, 2.5)  # mm, as coarse along z as many a clinical scan
 AIR, BODY, ORGAN, VESSEL, LESION = 0.02, 0.40, 0.75, 1.15, 0.18
 JITTER = 0.02  # std of each structure's intensity from case to case
 NOISE = 0.03  # of each of the two channels whose magnitude is Rician
-WARP = 0.06
-VESSEL_RADIUS = 0.15  # this and lengths below: 1 is half the volume
-FAR = 0.6  # where a distance only has to be large
-GAP = 0.03  # between structures
 BIAS = 0.15  # std of the logarithm of the multiplicative field
+# Lengths, here and in `draw`: 1 is half the volume.
+WARP = 0.06  # std of the displacement that makes every shape irregular
+VESSEL_RADIUS = 0.15
+GAP = 0.03  # between structures
+FAR = 0.6  # where a distance only has to be large
 
 
 def ensure(options: Phantom, parent: Path) -> Path:

@@ -17,7 +17,6 @@ from scipy import ndimage
 
 from unet3d.data import nifti
 from unet3d.data.cases import Case
-from unet3d.data.nifti import save_labels
 from unet3d.errors import UserError
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
@@ -87,13 +86,6 @@ def to_original(probabilities: np.ndarray, volume: Volume, like: Path) -> np.nda
         labels[scores > best] = label
         best = np.maximum(best, scores)
     return _native(labels, image)
-
-
-def write_labels(path: Path, labels: np.ndarray, volume: Volume, like: Path) -> None:
-    """Write integer labels (X, Y, Z) that lie on the volume's grid to `path`, on the grid of the file `like`."""
-    image = nifti.open_image(volume.case, like)
-    resampled = _resample(labels, _grid_of(labels, volume), canonical_grid(image), NEAREST)
-    save_labels(path, _native(resampled, image), like)
 
 
 def contradictions(case: Case, opened: Mapping[Path, nib.Nifti1Image]) -> list[UserError]:
