@@ -21,10 +21,10 @@ def job(config: Config, folder: Path) -> None:
         record.add(folder, predicted)
         return
     with Run(config, folder, data, options) as run:
-        record.add(folder, predicted)
         if run.is_done:
             print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; steps=N goes on")
             return
+        record.add(folder, predicted)
         run.fit()
         finish(run)
     report.write(folder)

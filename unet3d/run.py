@@ -18,7 +18,7 @@ from unet3d.data.reader import Reader
 from unet3d.errors import UserError
 from unet3d.evaluation import evaluate
 from unet3d.memory.meter import open_meter
-from unet3d.sinks import open_sinks
+from unet3d.sinks import Sinks, open_sinks
 from unet3d.trainer import Trainer
 
 # What a resumed run may not change: it would be another run. Paths and ways of working may.
@@ -40,10 +40,12 @@ class Run:
         self.scaler = policy.scaler()
         self.best: float | None = None
         step = self._restore(folder / "checkpoints" / "last.pt") if config.resume else 0
-        record.start(folder, config, device)
         self.meter = open_meter(self.model, self.optimizer)
-        self.sinks = open_sinks(config, folder)
-        self.sinks.add(Console(config.steps))
+        self.sinks = Sinks([])
+        if step < config.steps:  # a finished run is left as it is
+            record.start(folder, config, device)
+            self.sinks = open_sinks(config, folder)
+            self.sinks.add(Console(config.steps))
         rate = functools.partial(schedules.learning_rate, config.optim, config.steps)
         self.trainer = Trainer(
             self.model,
