@@ -52,6 +52,12 @@ def test_one_wrong_job_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("flags", [["--cfg", "job"], ["--help"]])
+def test_a_mistake_beside_a_flag_is_one_line_too(tmp_path: Path, flags: list[str]) -> None:
+    done = run(*flags, "chkpt=2", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
 def test_the_composed_config_can_be_shown(tmp_path: Path) -> None:
     done = run("--cfg", "job", "model=forum_mid", cwd=tmp_path)
     assert done.returncode == 0 and "trilinear" in done.stdout
@@ -124,6 +130,10 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
     assert resumed.returncode == 0, resumed.stderr
     assert _curve(folder) == _curve(whole)
     assert all(torch.equal(a, b) for a, b in zip(_weights(folder).values(), _weights(whole).values(), strict=True))
+    longer = run(f"resume={folder}", "steps=5", cwd=tmp_path)
+    assert longer.returncode == 0, longer.stderr
+    again = run(f"resume={folder}", cwd=tmp_path)
+    assert "step 5 of 5 is done" in again.stdout, "what was added on resuming is remembered"
 
 
 def test_a_folder_holds_one_run(finished: Path, tmp_path: Path) -> None:
@@ -158,6 +168,7 @@ def test_the_offline_wandb_run_holds_config_scalars_memory_and_the_picture(finis
 def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:
     done = run(f"resume={finished}", "model.features=[8,8]", cwd=tmp_path)
     assert done.returncode == 2 and "model.features: [4, 8] -> [8, 8]" in done.stderr
+    assert (finished / "STATUS").read_text().startswith("done"), "the run in the folder is as it was"
     nowhere = run("resume=nowhere", cwd=tmp_path)
     assert nowhere.returncode == 2 and "resume=nowhere: no run" in nowhere.stderr
 

@@ -37,6 +37,9 @@ WRONG = {
     "optim.lr=nan": r"^optim.lr=nan: must be",
     "loss.weights=[1,-1]": r"^loss.weights=\[1.0, -1.0\]: must be >= 0",
     "budget=lots": r"^budget=lots: give an amount and a unit",
+    "+chkpt=2": r"^chkpt: no such option; did you mean ckpt\?",
+    "+model.depth=2": r"^model.depth: no such option",
+    "model=foo": r"^model=foo: no such config; choose from cicek2016",
     "amp": r"^Error parsing override 'amp'",
     "amp=true,false": r"amp=true,false",
 }

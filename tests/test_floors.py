@@ -12,6 +12,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "checks",
         "model.layers",
         "readback",
+        "resuming",
         "memory.dry",
         "data.intensity",
         "data.manifest",
@@ -35,7 +36,10 @@ ROOMS = {
     "matplotlib": {"figures", "slices"},
     "rich": {"console", "report"},
 }
-LIGHT = {"config", "errors", "checks", "compose", "command", "model.geometry", "sinks", "console", "data.cases"}
+LIGHT = {
+    *("config", "resuming", "errors", "checks", "compose", "command", "model.geometry"),
+    *("sinks", "console", "data.cases"),
+}
 
 
 @functools.cache

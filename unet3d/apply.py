@@ -61,6 +61,8 @@ def find_cases(inputs: Sequence[Path], channels: int) -> list[Case]:
     """Files, and the NIfTI files of folders, as cases; `_0000`, `_0001` .. are one case's channels."""
     grouped: dict[str, list[Path]] = {}
     for path in inputs:
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder")
         for file in [path] if path.is_file() else volumes_in(path):
             name = stem(file) if channels == 1 else without_channel(stem(file))
             grouped.setdefault(name, []).append(file)

@@ -16,6 +16,7 @@ from unet3d import compose
 from unet3d.compose import CONFIG_NAME, VERSION_BASE
 from unet3d.config import Config
 from unet3d.errors import NonFiniteLoss, SnapshotError, UserError
+from unet3d.resuming import refuse_changes
 
 Job = Callable[[Config, Path], None]
 OUT_OF_MEMORY, INTERRUPTED = 5, 130
@@ -46,7 +47,7 @@ def main(job: Job) -> int:
 def _checked(arguments: Sequence[str]) -> list[str]:
     """The arguments to hand to Hydra. Raises UserError before any folder is made."""
     flags = get_args_parser().parse_intermixed_args(list(arguments))
-    if flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion:
+    if flags.shell_completion or flags.hydra_help:
         return list(arguments)
     if flags.multirun:
         for overrides in compose.sweep(flags.overrides):
@@ -54,7 +55,7 @@ def _checked(arguments: Sequence[str]) -> list[str]:
                 raise UserError("resume goes on with one run; leave -m away")
         return list(arguments)
     config = compose.compose(flags.overrides)
-    if config.resume is None:
+    if config.resume is None or flags.cfg or flags.info or flags.help:
         return list(arguments)
     return resumed(Path(config.resume), flags.overrides)
 
@@ -65,7 +66,10 @@ def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
     if not told.is_file() or not (folder / "checkpoints" / "last.pt").is_file():
         raise UserError(f"resume={folder}: no run with a snapshot there; give a run folder, outputs/DATE/TIME-ID")
     arguments = [*map(str, OmegaConf.load(told)), *overrides]
-    compose.compose(arguments)
+    now = compose.to_plain(compose.compose(arguments))
+    before = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    assert isinstance(before, dict)
+    refuse_changes(before, now)
     quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [*arguments, f"hydra.run.dir='{quoted}'"]
 
@@ -75,11 +79,13 @@ def _guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> in
     if config.resume is None and (folder / "metrics.jsonl").exists():
         used = UserError(f"{folder}: holds a run already; choose another folder, or resume it")
         return _say(f"error: {used}", used.exit_code)
-    if config.resume is None:
-        OmegaConf.save(OmegaConf.create(overrides), folder / OVERRIDES)
+    said = [override for override in overrides if not override.startswith("resume=")]
+    OmegaConf.save(OmegaConf.create(said), folder / OVERRIDES)
     try:
         job(config, folder)
     except (UserError, SnapshotError, NonFiniteLoss) as error:
+        if config.resume is not None and not isinstance(error, NonFiniteLoss):
+            return _say(f"error: {error}", error.exit_code)  # the run in the folder is as it was
         return _end(folder, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
         return _end(folder, f"interrupted; {_how_to_go_on(folder)}", INTERRUPTED)

@@ -13,6 +13,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from unet3d import resuming
 from unet3d.checks import check, options
 from unet3d.config import Config
 from unet3d.errors import UserError
@@ -43,12 +44,22 @@ def compose(overrides: Sequence[str]) -> Config:
 def load(tree: DictConfig, here: bool = True) -> Config:
     """Typed and checked config from a composed tree; `here` False: its paths need not exist. Raises UserError."""
     try:
+        _refuse_additions(tree)
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     assert isinstance(config, Config)
     check(config, here)
     return config
+
+
+def _refuse_additions(tree: DictConfig) -> None:
+    """Raise UserError for options that do not exist: `+key=value` adds them in silence."""
+    values = OmegaConf.to_container(tree)
+    assert isinstance(values, dict)
+    for name in resuming.flat(values, "."):
+        if name not in {known for known, _, _ in options(Config())}:
+            raise UserError(f"{name}: no such option{_nearest(name, _names())}")
 
 
 def from_plain(values: dict) -> Config:
@@ -107,8 +118,9 @@ def explain(error: Exception) -> str:
 
 def _explain_choice(missing: str, choices: list[str]) -> str:
     group, _, name = missing.rpartition("/")
-    listed = f"; choose from {', '.join(sorted(choices))}" if choices else ""
-    return f"{group}={name}: no such config{_nearest(name, choices)}{listed}"
+    close = difflib.get_close_matches(name, choices, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return f"{group}={name}: no such config; {meant}choose from {', '.join(sorted(choices))}"
 
 
 def _names() -> list[str]:

@@ -1,10 +1,8 @@
 """What a finished run leaves behind: memory.json, predictions of the held-out cases, a picture, wandb's summary."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from unet3d import figures, record
 from unet3d.apply import Segmenter
+from unet3d.resuming import flat
 from unet3d.run import Run
 
 
@@ -16,7 +14,7 @@ def finish(run: Run) -> None:
     run.sinks.scalars({"memory/peak_allocated_bytes": measured["peak_bytes"]}, run.trainer.step)
     rows = [[phase, peaks["first"], peaks["steady"]] for phase, peaks in measured["phases"].items()]
     run.sinks.table("memory/phases", ["phase", "first step (bytes)", "later steps (bytes)"], rows)
-    run.sinks.summary(flat(memory, "memory"))
+    run.sinks.summary(flat(memory, "/", "memory/"))
     record.end(run.folder, "done", 0)
 
 
@@ -31,11 +29,3 @@ def _predict_held_out(run: Run) -> None:
             classes = run.data.task.classes
             figures.prediction(volume.image[0], truth, labels.numpy(), volume.spacing, classes, path, case.id)
             run.sinks.image("val/prediction", path, run.trainer.step)
-
-
-def flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """`{a: {b: 1}}` as `{prefix/a/b: 1}`."""
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        values |= flat(value, f"{prefix}/{key}") if isinstance(value, Mapping) else {f"{prefix}/{key}": value}
-    return values

@@ -8,22 +8,17 @@ from typing import Any
 
 import torch
 
-from unet3d import build, compose, metrics, record, schedules, snapshot
+from unet3d import build, compose, metrics, record, resuming, schedules, snapshot
 from unet3d.config import Config, Model
 from unet3d.console import Console
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, Prepared
 from unet3d.data.reader import Reader
-from unet3d.errors import UserError
 from unet3d.evaluation import evaluate
 from unet3d.memory.meter import open_meter
 from unet3d.sinks import Sinks, open_sinks
 from unet3d.trainer import Trainer
-
-# What a resumed run may not change: it would be another run. Paths and ways of working may.
-FIXED = ("model.", "data.", "loss.", "optim.name", "seed", "batch", "accumulate", "amp")
-FREE = ("data.root", "data.cache")
 
 
 class Run:
@@ -116,7 +111,7 @@ class Run:
     def _restore(self, path: Path) -> int:
         """Put a snapshot's state back, the random state last: building things draws from it. Returns the step."""
         state = snapshot.load(path)
-        refuse_changes(state["config"], compose.to_plain(self.config))
+        resuming.refuse_changes(state["config"], compose.to_plain(self.config))
         snapshot.load_weights(self.model, state["model"], path)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
@@ -127,25 +122,6 @@ class Run:
         step: int = state["step"]
         record.forget_after(self.folder / "metrics.jsonl", step)
         return step
-
-
-def refuse_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise UserError with the options that would make a resumed run another run."""
-    old, new = _flat(before), _flat(now)
-    changed = [
-        f"{name}: {old.get(name)} -> {new.get(name)}"
-        for name in sorted(old.keys() | new.keys())
-        if name.startswith(FIXED) and name not in FREE and old.get(name) != new.get(name)
-    ]
-    if changed:
-        raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(changed)}")
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _read_nth(read: Reader, cases: tuple[Case, ...], index: int) -> Prepared:

@@ -29,6 +29,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """A snapshot's state. Raises SnapshotError where it is damaged, foreign, or of another format."""
+    if path.is_dir():
+        raise SnapshotError(f"{path}: is a folder; give a snapshot, RUN/checkpoints/best.pt or last.pt")
     try:
         # torch does not check the archive's checksums: one flipped bit would load in silence.
         with zipfile.ZipFile(path) as archive:

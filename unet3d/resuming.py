@@ -1,0 +1,31 @@
+"""What a run that goes on must have in common with what it was. Free of torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from unet3d.errors import UserError
+
+# What a resumed run may not change: it would be another run. Paths and ways of working may.
+FIXED = ("model.", "data.", "loss.", "optim.name", "seed", "batch", "accumulate", "amp")
+FREE = ("data.root", "data.cache")
+
+
+def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
+    """Raise UserError with the options, of two configs as plain values, that would make it another run."""
+    old, new = flat(before, "."), flat(now, ".")
+    changed = [
+        f"{name}: {old.get(name)} -> {new.get(name)}"
+        for name in sorted(old.keys() | new.keys())
+        if name.startswith(FIXED) and name not in FREE and old.get(name) != new.get(name)
+    ]
+    if changed:
+        raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(changed)}")
+
+
+def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str, Any]:
+    """`{a: {b: 1}}` as `{a<separator>b: 1}`."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, Mapping)
+        values |= flat(value, separator, f"{prefix}{key}{separator}") if nested else {f"{prefix}{key}": value}
+    return values
