@@ -58,6 +58,15 @@ def test_a_mistake_beside_a_flag_is_one_line_too(tmp_path: Path, flags: list[str
     assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 
+def test_a_flag_may_stand_between_overrides_and_a_failed_job_stops_no_other(tmp_path: Path) -> None:
+    """Job 0 breaks its budget; job 1 is predicted all the same."""
+    closed = ["model.in_channels=1", "model.classes=3", "dry_run=true"]
+    done = run(*TINY, *closed, "-m", "budget=0.001MiB,1GiB", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("does not fit") == 1
+    assert not (tmp_path / "sweep" / "0" / "memory.json").exists()
+    assert json.loads((tmp_path / "sweep" / "1" / "memory.json").read_text())["predicted"]["peak_bytes"] > 0
+
+
 def test_the_composed_config_can_be_shown(tmp_path: Path) -> None:
     done = run("--cfg", "job", "model=forum_mid", cwd=tmp_path)
     assert done.returncode == 0 and "trilinear" in done.stdout
@@ -150,6 +159,7 @@ def test_a_folder_holds_one_run(finished: Path, tmp_path: Path) -> None:
 def test_what_was_predicted_is_what_was_measured(finished: Path) -> None:
     memory = json.loads((finished / "memory.json").read_text())
     assert memory["error_bytes"] == 0 and memory["predicted"] == memory["measured"]
+    assert "predicted less measured: 0 bytes" in (finished / "report.html").read_text()
 
 
 def test_the_offline_wandb_run_holds_config_scalars_memory_and_the_picture(finished: Path) -> None:

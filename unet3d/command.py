@@ -49,15 +49,24 @@ def _checked(arguments: Sequence[str]) -> list[str]:
     flags = get_args_parser().parse_intermixed_args(list(arguments))
     if flags.shell_completion or flags.hydra_help:
         return list(arguments)
+    ordered = _overrides_first(arguments, flags.overrides)
     if flags.multirun:
         for overrides in compose.sweep(flags.overrides):
             if compose.compose(overrides).resume is not None:
                 raise UserError("resume goes on with one run; leave -m away")
-        return list(arguments)
+        return ordered
     config = compose.compose(flags.overrides)
     if config.resume is None or flags.cfg or flags.info or flags.help:
-        return list(arguments)
+        return ordered
     return resumed(Path(config.resume), flags.overrides)
+
+
+def _overrides_first(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The same arguments with the overrides in one row: Hydra takes no flag between them."""
+    flags = list(arguments)
+    for override in overrides:
+        flags.remove(override)
+    return [*overrides, *flags]
 
 
 def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:

@@ -123,6 +123,14 @@ def memory_table(run: RunFolder) -> Table:
     return Table(["phase", "first step (MiB)", "later steps (MiB)"], rows)
 
 
+def prediction(run: RunFolder) -> str:
+    """The peak that was predicted before the run, and how far the measured one is from it."""
+    if "error_bytes" not in run.memory:
+        return "The peak was not predicted."
+    peak, error = run.memory["predicted"]["peak_bytes"], run.memory["error_bytes"]
+    return f"Peak predicted before the run: {mib(peak)} MiB; predicted less measured: {error:,} bytes."
+
+
 def category_table(run: RunFolder) -> Table:
     """A row a kind of tensor with its bytes at the moment of the peak."""
     categories = run.memory["measured"].get("categories", {}) if run.memory else {}

@@ -64,6 +64,7 @@ def _memory(run: RunFolder) -> str:
     return page.section(
         "Memory",
         page.paragraph(about),
+        page.paragraph(readback.prediction(run)),
         page.table(*readback.memory_table(run)),
         page.picture(run.path / "figures" / "memory_phases.png", "peak memory per phase"),
         page.table(*readback.category_table(run)),
@@ -81,6 +82,7 @@ def print_summary(folder: Path) -> None:
     if run.memory:
         title = f"Peak memory, measured ({run.memory['measured']['kind']})"
         console.print(_terminal_table(title, readback.memory_table(run)))
+        console.print(readback.prediction(run))
     for what, value in readback.timing(run).items():
         console.print(f"{what}: {value}")
     here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
