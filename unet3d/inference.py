@@ -2,7 +2,7 @@
 
 Padded networks overlap their windows and weigh them by a Gaussian. Valid ones see mirrored context beyond the border
 (the paper's overlap-tile strategy); their windows start on multiples of the network's total stride, so that each voxel
-is computed as it would be in one piece.
+is computed as it would be in one piece, unless a normalisation takes its statistics from the window.
 """
 
 import itertools

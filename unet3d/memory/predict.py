@@ -37,7 +37,7 @@ def forecast(config: Config, options: Model) -> dict[str, Any]:
 
 
 def plan(config: Config, options: Model, budget: int) -> str:
-    """What would fit, one change after the other, those that leave the mathematics alone first."""
+    """What would fit, one change after the other: those that leave the network as it is first, a narrower one last."""
     lines = [f"budget={config.budget}: the step does not fit. Predicted peaks with"]
     overrides: dict[str, str] = {}
     for override, changed, changed_options in levers(config, options):
