@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # lowest first; a module may import from any floor below its own
-    {"config", "errors", "policy", "metrics", "console", "page", "privacy", "slices"},
+    {"config", "errors", "policy", "metrics", "console", "page", "privacy", "slices", "memory.attribution"},
     {"model.geometry", "schedules", "snapshot", "sinks", "figures", "memory.ledger"},
     {
         "checks",
@@ -21,8 +21,8 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
     },
     {"compose", "model.stages", "report", "data.phantom"},
     {"losses", "model.unet", "step", "record", "data.cases"},
-    {"trainer", "inference", "memory.meter", "data.augment", "data.volumes"},
-    {"data.patches", "data.check"},
+    {"trainer", "inference", "memory.explain", "data.augment", "data.volumes"},
+    {"memory.meter", "data.patches", "data.check"},
     {"data.loader", "data.reader", "evaluation"},
     {"build"},
     {"run", "apply", "memory.predict"},

@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
 from unet3d.losses import SegmentationLoss
-from unet3d.memory.ledger import Ledger, categories_at_peak, levels, phase_peaks
+from unet3d.memory.ledger import Ledger, categories_at, levels, peak_moment, phase_peaks
 from unet3d.model.unet import UNet3D
 from unet3d.policy import MemoryPolicy
 from unet3d.step import Batch, train_step
@@ -48,7 +48,7 @@ def test_what_was_there_before_counts_once_used() -> None:
     with ledger:
         b = a + 1
     assert max(levels(ledger)) == 2 * KIB
-    assert categories_at_peak(ledger)["inputs"] == KIB
+    assert categories_at(ledger, peak_moment(ledger))["inputs"] == KIB
     assert b.numel()
 
 
@@ -64,7 +64,8 @@ def run(model: UNet3D, ckpt: int, steps: int, ledger: Ledger | None) -> None:
 def test_peak_equals_torchs_mem_tracker(network: Network) -> None:
     model = network("model=unet_tiny")
     ledger = Ledger()
-    ledger.adopt(model.parameters(), "params")
+    for parameter in model.parameters():
+        ledger.claim(parameter, "params", "")
     with ledger:
         run(model, 0, 1, ledger)
     again = network("model=unet_tiny")
@@ -103,10 +104,11 @@ def test_peak_equals_the_allocators_truth(tmp_path: Path, network: Network, ckpt
 def test_categories_at_the_peak_add_up(network: Network) -> None:
     model = network("model=unet_tiny")
     ledger = Ledger()
-    ledger.adopt(model.parameters(), "params")
+    for parameter in model.parameters():
+        ledger.claim(parameter, "params", "")
     with ledger:
         run(model, 0, 2, ledger)
-    categories = categories_at_peak(ledger)
+    categories = categories_at(ledger, peak_moment(ledger))
     parameters = sum(p.numel() for p in model.parameters())
     assert sum(categories.values()) == max(levels(ledger))
     assert categories["params"] == 4 * parameters

@@ -5,7 +5,7 @@ included. What a kernel takes and gives back inside one operation, convolution s
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,52 +15,78 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unet3d.memory.attribution import Crossing, Place
+
+CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
+
 
 @dataclass
 class Storage:
     """One storage's life; times are indices into the ledger's events."""
 
     bytes: int
+    shape: tuple[int, ...]  # of the tensor that it was first seen with
+    dtype: torch.dtype
     phase: int  # index of the mark in which it appeared
     operation: str  # what made it; "adopted" if it was there before
+    place: Place
     born: int
     died: int | None = None
+    role: str | None = None  # params, grads or optimizer, where its owner said so
 
 
 class Ledger(TorchDispatchMode):
-    """`events` holds (storage index, bytes gained or lost); `marks` holds (event index, phase name)."""
+    """`events` holds (storage index, bytes gained or lost); `marks` and `crossings` hold (event index, what began).
 
-    def __init__(self) -> None:
+    `here` tells which module is at work.
+    """
+
+    def __init__(self, here: Callable[[], Place] = lambda: Place("")) -> None:
         super().__init__()
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = [(0, "before")]
+        self.crossings: list[tuple[int, Crossing]] = []
+        self._here = here
         self._known: Any = WeakIdKeyDictionary()
 
     def mark(self, phase: str) -> None:
         """A phase begins."""
         self.marks.append((len(self.events), phase))
 
-    def adopt(self, tensors: Iterable[Tensor], owner: str = "adopted") -> None:
+    def cross(self, crossing: Crossing) -> None:
+        """A module is entered or left."""
+        self.crossings.append((len(self.events), crossing))
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
         """Count storages that exist already."""
         for tensor in tensors:
-            self._add(tensor, owner)
+            self._add(tensor, "adopted")
+
+    def claim(self, tensor: Tensor, role: str, module: str) -> None:
+        """Say what a storage is for and whose it is; count it if it was not."""
+        self._add(tensor, "adopted")
+        if tensor.untyped_storage().nbytes():
+            storage = self.storages[self._known[tensor.untyped_storage()]]
+            storage.role, storage.place = role, Place(module)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.adopt(_tensors((args, kwargs)))
         result = func(*args, **(kwargs or {}))
+        place = self._here()
         for tensor in _tensors(result):
-            self._add(tensor, str(func))
+            self._add(tensor, str(func), place)
         return result
 
-    def _add(self, tensor: Tensor, operation: str) -> None:
+    def _add(self, tensor: Tensor, operation: str, place: Place | None = None) -> None:
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if storage in self._known or not size:
             return
-        index = len(self.storages)
+        index, now = len(self.storages), len(self.events)
         self._known[storage] = index
-        self.storages.append(Storage(size, len(self.marks) - 1, operation, len(self.events)))
+        shape, phase = tuple(tensor.shape), len(self.marks) - 1
+        self.storages.append(Storage(size, shape, tensor.dtype, phase, operation, place or self._here(), now))
         self.events.append((index, size))
         weakref.finalize(storage, self._release, index).atexit = False
 
@@ -81,36 +107,56 @@ def levels(ledger: Ledger) -> list[int]:
     return alive
 
 
+def phase_spans(ledger: Ledger) -> list[tuple[str, int, int]]:
+    """(phase, first event, end) for each mark, in order."""
+    starts = [start for start, _ in ledger.marks]
+    ends = [*starts[1:], len(ledger.events)]
+    return [(name, a, b) for (_, name), a, b in zip(ledger.marks, starts, ends, strict=True)]
+
+
 def phase_peaks(ledger: Ledger) -> list[tuple[str, int]]:
     """(phase, most bytes alive in it) for each mark, in order."""
     alive = levels(ledger)
-    starts = [start for start, _ in ledger.marks]
-    ends = [*starts[1:], len(ledger.events)]
-    return [(name, max(alive[a : b + 1])) for (_, name), a, b in zip(ledger.marks, starts, ends, strict=True)]
+    return [(name, max(alive[a : b + 1])) for name, a, b in phase_spans(ledger)]
 
 
-def categories_at_peak(ledger: Ledger) -> dict[str, int]:
-    """Bytes alive at the highest moment by what they are for, known from when each storage appeared and vanished."""
+def peak_moment(ledger: Ledger) -> int:
+    """How many events had happened when most bytes were alive, for the first time."""
     alive = levels(ledger)
-    moment = alive.index(max(alive))
-    totals = dict.fromkeys(("params", "grads", "optimizer", "activations", "temporaries", "inputs"), 0)
-    for storage in ledger.storages:
-        if storage.born < moment and (storage.died is None or storage.died >= moment):
-            totals[category(ledger, storage)] += storage.bytes
+    return alive.index(max(alive))
+
+
+def alive_at(ledger: Ledger, moment: int) -> list[Storage]:
+    """The storages alive after so many events."""
+    return [s for s in ledger.storages if s.born < moment and (s.died is None or s.died >= moment)]
+
+
+def categories_at(ledger: Ledger, moment: int) -> dict[str, int]:
+    """Bytes alive after so many events by what they are for."""
+    totals = dict.fromkeys(CATEGORIES, 0)
+    for storage in alive_at(ledger, moment):
+        totals[category(ledger, storage)] += storage.bytes
     return totals
 
 
+OUTLIVES = {"forward": "backward", "loss": "backward", "backward": "step", "step": "end", "data": "forward"}
+KIND = {"forward": "activations", "loss": "activations", "backward": "grads", "step": "optimizer", "data": "inputs"}
+
+
 def category(ledger: Ledger, storage: Storage) -> str:
-    """What a storage is for. Born in forward and alive when backward begins: saved for backward, and so on."""
-    if storage.operation in ("params", "optimizer"):
-        return storage.operation
+    """What a storage is for. Born in forward and alive when backward begins: saved for backward, and so on.
+
+    What checkpointing makes a second time are activations.
+    """
+    if storage.role is not None:
+        return storage.role
     phase = ledger.marks[storage.phase][1]
     if storage.operation == "adopted" and phase != "step":  # in step: the counters that torch.tensor makes unseen
         return "inputs"
-    outlives = {"forward": "backward", "loss": "backward", "backward": "step", "step": "end", "data": "forward"}
-    kind = {"forward": "activations", "loss": "activations", "backward": "grads", "step": "optimizer", "data": "inputs"}
-    later = (start for start, name in ledger.marks[storage.phase + 1 :] if name == outlives.get(phase))
+    if storage.place.is_recomputed:
+        return "activations"
+    later = (start for start, name in ledger.marks[storage.phase + 1 :] if name == OUTLIVES.get(phase))
     start = next(later, None)
     if start is not None and (storage.died is None or storage.died >= start):
-        return kind[phase]
+        return KIND[phase]
     return "temporaries"

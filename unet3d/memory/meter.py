@@ -1,12 +1,13 @@
 """Peak memory of each phase of a step, first step and steady state apart, read through the step's `mark` alone."""
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from unet3d.memory.ledger import Ledger, categories_at_peak, phase_peaks
+from unet3d.memory import explain
+from unet3d.memory.attribution import ModuleTracker, Place
+from unet3d.memory.ledger import Ledger, phase_peaks
 from unet3d.step import PHASES
 
 STEADY = 3  # measured steps; gradients and optimizer state appear in the first, the third repeats the second
@@ -33,9 +34,10 @@ class LedgerMeter:
     """Counts storages during the first steps, then steps aside: the same shapes have the same peaks."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.ledger = Ledger()
-        self.ledger.adopt(_static(model), "params")
-        self.ledger.adopt(_states(optimizer), "optimizer")
+        self.model, self.optimizer = model, optimizer
+        self.ledger = Ledger(self._here)
+        self.tracker = ModuleTracker(model, self.ledger.cross)
+        self._claim(weights=True)
         self.steps = 0
         self.is_open = False
 
@@ -43,8 +45,11 @@ class LedgerMeter:
         if self.steps >= STEADY:
             return
         if not self.is_open:
+            self.tracker.open()
             self.ledger.__enter__()
             self.is_open = True
+        self._claim(weights=False)
+        self.tracker.mark(phase)
         self.ledger.mark(phase)
         if phase == "end":
             self.close()
@@ -53,6 +58,7 @@ class LedgerMeter:
     def close(self) -> None:
         if self.is_open:
             self.ledger.__exit__(None, None, None)
+            self.tracker.close()
             self.is_open = False
 
     def summary(self) -> dict[str, Any]:
@@ -61,8 +67,25 @@ class LedgerMeter:
             "peak_bytes": max(peak for _, peak in peaks),
             "kind": "ledger",
             "phases": first_and_steady(peaks),
-            "categories": categories_at_peak(self.ledger),
+            **explain.summary(self.ledger),
         }
+
+    def _here(self) -> Place:
+        return self.tracker.here()
+
+    def _claim(self, weights: bool) -> None:
+        """Tell the ledger whose the long-lived tensors are."""
+        for path, module in self.model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                if weights:
+                    self.ledger.claim(parameter, "params", path)
+                if parameter.grad is not None:
+                    self.ledger.claim(parameter.grad, "grads", path)
+                for state in self.optimizer.state.get(parameter, {}).values():
+                    if isinstance(state, Tensor):
+                        self.ledger.claim(state, "optimizer", path)
+            for buffer in module.buffers(recurse=False) if weights else ():
+                self.ledger.claim(buffer, "params", path)
 
 
 class CudaMeter:
@@ -115,13 +138,3 @@ def _folded(peaks: list[tuple[str, int]]) -> list[tuple[str, int]]:
     start = ends[0] + 1
     merged = [(name, max(peak, highest.get(name, 0))) for name, peak in older[start:]]
     return older[:start] + merged
-
-
-def _static(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))

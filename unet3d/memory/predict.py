@@ -73,28 +73,36 @@ def levers(config: Config, options: Model) -> Iterator[tuple[str, Config, Model]
 
 
 def predict(config: Config, options: Model) -> dict[str, Any]:
-    """`peak_bytes`, `phases`, `categories` in bytes as `Meter.summary` gives them, and `parameters`.
+    """`peak_bytes`, `phases`, `categories` and more in bytes as `Meter.summary` gives them, and `parameters`."""
+    meter = rehearse(config, options)
+    return {**meter.summary(), "parameters": sum(p.numel() for p in meter.model.parameters())}
 
-    `options` are concrete: channels, classes, kernels and strides set.
+
+def rehearse(config: Config, options: Model, dtype: torch.dtype = torch.float32) -> LedgerMeter:
+    """The run's own build and step on tensors without data; the meter holds the ledger.
+
+    `options` are concrete: channels, classes, kernels and strides set. `dtype` is that of weights and images.
     """
     assert options.in_channels is not None and options.classes is not None
     random_state = torch.get_rng_state()
     with dry():
-        model = build.model(options, config.seed)
+        torch.set_default_dtype(dtype)
+        try:
+            model = build.model(options, config.seed)
+        finally:
+            torch.set_default_dtype(torch.float32)
         loss, policy = build.loss(config, options.classes), build.policy(config, "cpu")
         optimizer, scaler = build.optimizer(config.optim, model), policy.scaler()
         meter = LedgerMeter(model, optimizer)
         for _ in range(STEADY):
-            batches = [_batch(config, options.in_channels) for _ in range(config.accumulate)]
+            batches = [_batch(config, options.in_channels, dtype) for _ in range(config.accumulate)]
             train_step(model, loss, optimizer, scaler, policy, batches, meter.mark, config.optim.clip)
-        summary = meter.summary()
-        parameters = sum(p.numel() for p in model.parameters())
     torch.set_rng_state(random_state)
-    return {**summary, "parameters": parameters}
+    return meter
 
 
-def _batch(config: Config, channels: int) -> Batch:
+def _batch(config: Config, channels: int, dtype: torch.dtype) -> Batch:
     """As the loader makes it: float32 images, int16 labels."""
     size = (config.batch, *config.data.patch)
-    image = torch.empty(config.batch, channels, *config.data.patch)
+    image = torch.empty(config.batch, channels, *config.data.patch, dtype=dtype)
     return Batch(image, torch.zeros(size, dtype=torch.int16))
