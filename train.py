@@ -11,7 +11,7 @@ def job(config: Config, folder: Path) -> None:
     """One run in its folder: predict, build, fit, report."""
     from unet3d import build, record, report  # torch and monai load here: a wrong option was answered before
     from unet3d.finish import finish
-    from unet3d.memory.predict import forecast
+    from unet3d.memory.forecast import forecast
     from unet3d.run import Run
 
     data = None if config.dry_run and build.is_complete(config.model) else build.data(config)

@@ -1,5 +1,6 @@
 """The command face in real processes: exit codes, one line, no torch for a typo, no litter."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def test_a_run_leaves_the_folder_of_the_design(finished: Path) -> None:
     there = {path.name for path in folder.iterdir()}
     assert there >= {
         *("config.yaml", "env.json", "metrics.jsonl", "metrics.csv", "scores.csv", "memory.json", "report.html"),
-        *("STATUS", "checkpoints", "figures", "predictions", "wandb"),
+        *("STATUS", "checkpoints", "figures", "memory", "predictions", "wandb"),
     }
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"best.pt", "last.pt"}
     assert (folder / "STATUS").read_text().startswith("done")
@@ -160,6 +161,36 @@ def test_what_was_predicted_is_what_was_measured(finished: Path) -> None:
     memory = json.loads((finished / "memory.json").read_text())
     assert memory["error_bytes"] == 0 and memory["predicted"] == memory["measured"]
     assert "predicted less measured: 0 bytes" in (finished / "report.html").read_text()
+
+
+def test_a_run_shows_where_its_memory_went(finished: Path) -> None:
+    page = (finished / "report.html").read_text()
+    for said in ("At its highest: ", "of the peak (", "half the width there", "down1.conv1", "gradients"):
+        assert said in page, said
+    assert len(page) < 5 * 2**20
+    assert page.count("<img") == 5, "prediction, curves, and memory per phase, over a step, by layer"
+    assert {path.name for path in (finished / "memory").iterdir()} == {
+        *("snapshot.pickle", "timeline.csv", "trace.csv", "changes.txt")
+    }
+    memory = json.loads((finished / "memory.json").read_text())
+    with (finished / "memory" / "timeline.csv").open() as file:
+        assert max(int(row["alive_bytes"]) for row in csv.DictReader(file)) == memory["measured"]["peak_bytes"]
+
+
+def test_wandb_has_the_tables_and_pictures_of_memory(finished: Path) -> None:
+    found = read_run(finished)
+    memory = json.loads((finished / "memory.json").read_text())
+    kinds = {key: value for record in found.history for key, value in record.items() if key.endswith("_type")}
+    for name in ("phases", "levels", "layers"):
+        assert kinds[f"memory/{name}._type"] == "table-file"
+    for name in ("phases", "timeline", "layers"):
+        assert kinds[f"memory/{name}_picture._type"] == "image-file"
+    (path,) = finished.glob("wandb/*run-*/files/media/table/memory/layers_*.table.json")
+    table = json.loads(path.read_text())
+    assert table["columns"][:3] == ["module", "level", "bytes"]
+    assert sum(row[2] for row in table["data"]) == memory["measured"]["peak_bytes"]
+    assert found.summary["memory/advice/level"] == memory["advice"]["level"]
+    assert found.summary["memory/measured/moment/words"] == memory["measured"]["moment"]["words"]
 
 
 def test_the_offline_wandb_run_holds_config_scalars_memory_and_the_picture(finished: Path) -> None:

@@ -1,6 +1,5 @@
 """What the pictures show, and that nothing in them overlaps or is cut off."""
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -9,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from legibility import assert_legible
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
 from unet3d import figures
-from unet3d.figures import MIB, colours
+from unet3d.figures import colours
 from unet3d.slices import centre
 
 Draw = Callable[..., Figure]
@@ -43,25 +42,6 @@ def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draw:
         return saved[-1]
 
     return call
-
-
-def assert_legible(figure: Figure) -> None:
-    """Titles, labels, legends and numbers at bars lie inside the figure and not on each other."""
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    figure.draw(renderer)
-    texts = [*figure.texts, *(text for legend in figure.legends for text in legend.texts)]
-    for axes in figure.axes:
-        texts += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
-        texts += axes.get_legend().texts if axes.get_legend() else []
-    boxes = {text: text.get_window_extent(renderer) for text in texts if text.get_text()}
-    legends = {legend: legend.get_window_extent(renderer) for legend in figure.legends}
-    for text, box in (boxes | legends).items():
-        assert figure.bbox.padded(1).containsx(box.x0), text
-        assert figure.bbox.padded(1).containsx(box.x1), text
-        assert figure.bbox.padded(1).containsy(box.y0), text
-        assert figure.bbox.padded(1).containsy(box.y1), text
-    for (one, a), (other, b) in itertools.combinations(boxes.items(), 2):
-        assert not a.overlaps(b), (one, other)
 
 
 def lines(axes: Any) -> dict[str, Any]:
@@ -134,24 +114,6 @@ def test_many_classes_with_long_names_stay_legible(draw: Draw) -> None:
 
 
 # --- memory
-
-
-def memory(*peaks: tuple[str, float, float]) -> dict[str, Any]:
-    phases = {name: {"first": int(first * MIB), "steady": int(steady * MIB)} for name, first, steady in peaks}
-    return {"measured": {"kind": "ledger", "phases": phases}}
-
-
-@pytest.mark.parametrize("scale", [0.01, 1, 1000])
-def test_bars_are_the_peaks_in_mib(draw: Draw, scale: float) -> None:
-    peaks = [("data", 4, 5), ("forward", 310, 320), ("loss", 330, 340), ("backward", 560, 570), ("step", 20, 572)]
-    figure = draw(figures.memory_phases, memory(*((name, a * scale, b * scale) for name, a, b in peaks)))
-    (axes,) = figure.axes
-    first, steady = axes.containers
-    assert [bar.get_width() for bar in first] == pytest.approx([a * scale for _, a, _ in peaks], rel=1e-3)
-    assert [bar.get_width() for bar in steady] == pytest.approx([b * scale for _, _, b in peaks], rel=1e-3)
-    assert [label.get_text() for label in axes.get_yticklabels()] == [name for name, _, _ in peaks]
-    assert axes.get_xlabel() == "peak memory (MiB)"
-    assert "ledger" in axes.get_title()
 
 
 # --- slices
@@ -228,6 +190,6 @@ def test_the_planes_through_the_centre_hold_some_of_the_mask() -> None:
 
 
 def test_importing_the_figures_loads_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, unet3d.figures, unet3d.report; print({'torch', 'matplotlib', 'rich'} & set(sys.modules))"
+    code = "import sys, unet3d.figures, unet3d.report; print({'torch', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -6,14 +6,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # lowest first; a module may import from any floor below its own
-    {"config", "errors", "policy", "metrics", "console", "page", "privacy", "slices", "memory.attribution"},
-    {"model.geometry", "schedules", "snapshot", "sinks", "figures", "memory.ledger"},
+    {"config", "errors", "policy", "metrics", "page", "privacy", "slices", "table", "memory.attribution"},
+    {"model.geometry", "schedules", "snapshot", "sinks", "figures", "console", "memory.ledger", "memory.tables"},
     {
         "checks",
         "model.layers",
         "readback",
         "resuming",
         "memory.dry",
+        "memory.estimates",
+        "memory.figures",
         "data.intensity",
         "data.manifest",
         "data.nifti",
@@ -22,19 +24,22 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
     {"compose", "model.stages", "report", "data.phantom"},
     {"losses", "model.unet", "step", "record", "data.cases"},
     {"trainer", "inference", "memory.explain", "data.augment", "data.volumes"},
-    {"memory.meter", "data.patches", "data.check"},
-    {"data.loader", "data.reader", "evaluation"},
+    {"memory.export", "memory.meter", "data.patches", "data.check"},
+    {"data.loader", "data.reader", "evaluation", "memory.save"},
     {"build"},
     {"run", "apply", "memory.predict"},
-    {"finish", "command", "__main__"},
+    {"finish", "memory.advise", "memory.look"},
+    {"memory.facts", "memory.plan", "memory.show", "memory.spread"},
+    {"memory.forecast"},
+    {"command", "__main__"},
 ]
 ROOMS = {
     "hydra": {"compose", "command"},
     "wandb": {"sinks"},
     "nibabel": {"data.nifti", "data.phantom", "data.volumes", "data.check"},
     "monai": {"metrics", "data.augment", "data.patches"},
-    "matplotlib": {"figures", "slices"},
-    "rich": {"console", "report"},
+    "matplotlib": {"figures", "slices", "memory.figures"},
+    "rich": {"console"},
 }
 LIGHT = {
     *("config", "resuming", "errors", "checks", "compose", "command", "model.geometry"),

@@ -130,9 +130,9 @@ def test_without_scores_the_last_validation_is_told(folder: Path) -> None:
 
 def test_memory_is_told_per_phase_in_mib_with_its_kind(folder: Path) -> None:
     found = written(folder)
-    at = found.rows.index(["phase", "first step (MiB)", "later steps (MiB)"])
+    at = found.rows.index(["phase", "peak, first step (MiB)", "peak, later steps (MiB)"])
     assert found.rows[at + 1 : at + 3] == [["data", "1.0", "1,234.5"], ["forward", "1.0", "1,234.5"]]
-    assert ["params", "7.0"] in found.rows
+    assert ["weights", "7.0", "0.5%"] in found.rows
     assert any(text.startswith("Measured (ledger)") for text in found.text)
 
 

@@ -1,4 +1,4 @@
-"""The other commands: python -m unet3d predict | check-data | report"""
+"""The other commands: python -m unet3d memory | predict | check-data | report"""
 
 import argparse
 import sys
@@ -22,6 +22,13 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m unet3d", description="Apply, check and report.")
     commands = parser.add_subparsers(required=True, metavar="command")
+    memory = commands.add_parser("memory", help="tell where the memory of a training step goes, without running it")
+    memory.add_argument("overrides", nargs="*", help="as for train.py: model=forum_mid batch=2 amp=true")
+    memory.add_argument("-o", "--out", type=Path, help="folder for report, figures and tables")
+    memory.add_argument("--half", action="store_true", help="weights and images in float16, instead of amp")
+    memory.add_argument("--curves", action="store_true", help="with -o: peak against batch size, width and patch")
+    memory.add_argument("--facts", action="store_true", help="print the published figures that this reproduces")
+    memory.set_defaults(run=_memory)
     predict = commands.add_parser("predict", help="segment NIfTI files with a run's snapshot")
     predict.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt")
     predict.add_argument("inputs", type=Path, nargs="+", help="NIfTI files, or folders of them")
@@ -37,6 +44,26 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("folder", type=Path, help="the run's folder")
     report.set_defaults(run=_report)
     return parser
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    """One config is explained; several, as `batch=1,2,4`, are set side by side."""
+    jobs = compose.sweep(arguments.overrides)
+    for job in jobs:
+        compose.compose(job)  # a mistake is answered before torch loads
+    if arguments.curves and arguments.out is None:
+        raise UserError("--curves writes a picture and a table; add -o FOLDER")
+    from unet3d.memory import facts, show, spread
+
+    if arguments.facts:
+        facts.show()
+    elif arguments.curves:
+        spread.curves(jobs, arguments.half, arguments.out)
+    elif len(jobs) > 1:
+        spread.compare(jobs, arguments.half, arguments.out)
+    else:
+        show.show(jobs[0], arguments.half, arguments.out)
+    return 0
 
 
 def _predict(arguments: argparse.Namespace) -> int:

@@ -41,6 +41,19 @@ def compose(overrides: Sequence[str]) -> Config:
     return load(tree)
 
 
+def choice(group: str, overrides: Sequence[str]) -> str:
+    """The name that a command line chooses in a config group, also where it leaves the default."""
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(config_folder()), version_base=VERSION_BASE):
+        tree = hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
+    return str(tree.hydra.runtime.choices[group])
+
+
+def choices(group: str) -> list[str]:
+    """The names in a config group."""
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+
+
 def load(tree: DictConfig, here: bool = True) -> Config:
     """Typed and checked config from a composed tree; `here` False: its paths need not exist. Raises UserError."""
     try:

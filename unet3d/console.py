@@ -4,10 +4,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import rich.box
+import rich.table
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from unet3d.table import Table
+
 LINES = 20  # about as many plain lines a run
+NARROW, WIDE = 80, 132  # characters of a plain file's line
 
 
 class Console:
@@ -54,3 +59,19 @@ class Console:
 
 def _shown(value: float | int | str | None) -> str:
     return f"{value:.4f}" if isinstance(value, float) else "n/a"
+
+
+def paper(width: int) -> Terminal:
+    """A terminal to print results on; where it is a file, of so many characters a line."""
+    terminal = Terminal(highlight=False, markup=False)
+    return terminal if terminal.is_terminal else Terminal(highlight=False, markup=False, width=width)
+
+
+def terminal_table(title: str, table: Table) -> rich.table.Table:
+    """A table for the terminal, and for plain files."""
+    made = rich.table.Table(title=title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD)
+    for index, column in enumerate(table.columns):
+        made.add_column(column, justify="right" if index else "left", overflow="fold")
+    for row in table.rows:
+        made.add_row(*row)
+    return made

@@ -1,4 +1,4 @@
-"""Pictures of a run, as PNG files: training curves, slices with classes on them, peak memory per phase.
+"""Pictures of a run, as PNG files: training curves, slices with classes on them.
 
 Always on white, in colours that colour-blind eyes tell apart (Okabe and Ito, 2008). matplotlib is loaded by the first
 picture and used without windows and global state.
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 OKABE_ITO = ("#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7", "#F0E442")
 BLUE, GREY = "#0072B2", "#A0A0A0"
-MIB = 2**20
 MANY = 200  # records; from here on single steps fade behind their running mean
 
 Array = NDArray[Any]
@@ -47,7 +46,7 @@ def curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     names = dict.fromkeys(key for record in records for key in record if key.startswith("val/dice"))
     dice = {name: _series(records, name) for name in names}
     columns = len(dice) // 13 + 1  # of the legend
-    figure = _figure(8.0 + 2.2 * columns if dice else 5, 3.6)
+    figure = blank(8.0 + 2.2 * columns if dice else 5, 3.6)
     panels = figure.subplots(1, 2 if dice else 1, squeeze=False)[0]
     _draw_loss(panels[0], *_series(records, "train/loss"))
     if dice:
@@ -107,33 +106,6 @@ def _short(name: str) -> str:
     return shorten(name.replace("_", " "), 24, placeholder="...") if len(name) > 24 else name
 
 
-def memory_phases(memory: Mapping[str, Any], path: Path) -> None:
-    """Bars of the measured peak per phase in MiB, of the first step and of later ones, from memory.json."""
-    measured = memory["measured"]
-    phases = list(measured["phases"])
-    figure = _figure(9.6, 1.2 + 0.5 * len(phases))
-    axes = figure.subplots()
-    for offset, when, colour in ((-0.19, "first", "#56B4E9"), (0.19, "steady", BLUE)):
-        peaks = [measured["phases"][phase][when] / MIB for phase in phases]
-        label = {"first": "first step", "steady": "later steps"}[when]
-        bars = axes.barh(np.arange(len(phases)) + offset, peaks, 0.36, color=colour, label=label)
-        axes.bar_label(bars, [mib(peak * MIB) for peak in peaks], padding=3, fontsize=9)
-    axes.set_yticks(range(len(phases)), phases)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlabel("peak memory (MiB)")
-    axes.xaxis.set_major_formatter("{x:,g}")
-    axes.set_title(f"Peak memory per phase, measured ({measured['kind']})")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    figure.savefig(path)
-
-
-def mib(size: float) -> str:
-    """Bytes as MiB (2^20 bytes), to a tenth."""
-    return f"{size / MIB:,.1f}"
-
-
 def prediction(
     image: Array,
     truth: Array | None,
@@ -156,7 +128,7 @@ def prediction(
     size = [count * mm for count, mm in zip(image.shape, spacing, strict=True)]
     heights = [min(max(2.7 * size[plane.up] / max(size[:2]), 0.45), 4.0) for plane in PLANES]
     columns, legend = 1 + len(layers), 0.25 * ceil(len(class_names) / (1 + len(layers)))
-    figure = _figure(2.8 * columns + 0.3, sum(heights) + legend + 0.9)
+    figure = blank(2.8 * columns + 0.3, sum(heights) + legend + 0.9)
     grid = figure.subplots(len(PLANES), columns, height_ratios=heights)
     palette = dict(enumerate(colours(len(class_names) - 1), start=1))
     for row, plane in zip(grid, PLANES, strict=True):
@@ -171,7 +143,7 @@ def prediction(
     figure.savefig(path)
 
 
-def _figure(width: float, height: float) -> "Figure":
+def blank(width: float, height: float) -> "Figure":
     """A figure of a size in inches, which sees to it that nothing overlaps."""
     from matplotlib.figure import Figure
 

@@ -1,7 +1,12 @@
 """What a finished run leaves behind: memory.json, predictions of the held-out cases, a picture, wandb's summary."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from unet3d import figures, record
 from unet3d.apply import Segmenter
+from unet3d.memory import figures as memory_figures
+from unet3d.memory import save
 from unet3d.resuming import flat
 from unet3d.run import Run
 
@@ -9,13 +14,28 @@ from unet3d.run import Run
 def finish(run: Run) -> None:
     """Write everything that is known at the end; predictions and scores are those of the last weights."""
     memory = record.add_measured(run.folder, sum(p.numel() for p in run.model.parameters()), run.meter.summary())
-    measured = memory["measured"]
     _predict_held_out(run)
-    run.sinks.scalars({"memory/peak_allocated_bytes": measured["peak_bytes"]}, run.trainer.step)
+    _tell_memory(run, memory)
+    record.end(run.folder, "done", 0)
+
+
+def _tell_memory(run: Run, memory: Mapping[str, Any]) -> None:
+    """Files and pictures of the measured steps; the same to the sinks, as tables, pictures and summary."""
+    measured, pictures = memory["measured"], run.folder / "figures"
+    save.write(run.meter.ledger, run.folder.name, run.folder)
+    memory_figures.phases(measured, pictures / "memory_phases.png")
+    memory_figures.along_the_u(measured, pictures / "memory_layers.png")
+    for name in ("phases", "timeline", "layers"):
+        if (path := pictures / f"memory_{name}.png").exists():
+            run.sinks.image(f"memory/{name}_picture", path, run.trainer.step)
     rows = [[phase, peaks["first"], peaks["steady"]] for phase, peaks in measured["phases"].items()]
     run.sinks.table("memory/phases", ["phase", "first step (bytes)", "later steps (bytes)"], rows)
-    run.sinks.summary(flat(memory, "/", "memory/"))
-    record.end(run.folder, "done", 0)
+    for name in ("levels", "layers"):
+        head = [key if key in ("level", "module", "bytes") else f"{key} (bytes)" for key in measured[name][0]]
+        run.sinks.table(f"memory/{name}", head, [list(row.values()) for row in measured[name]])
+    run.sinks.scalars({"memory/peak_allocated_bytes": measured["peak_bytes"]}, run.trainer.step)
+    scalars = {key: value for key, value in flat(memory, "/", "memory/").items() if not isinstance(value, list)}
+    run.sinks.summary(scalars)
 
 
 def _predict_held_out(run: Run) -> None:

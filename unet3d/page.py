@@ -26,8 +26,10 @@ dd { margin: 0; font-size: 1.1rem; font-weight: 600 }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; margin: 0 0 1rem; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .9rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
-th { font-size: .85rem; font-weight: 600; color: var(--soft) }
-th:first-child, td:first-child { text-align: left; white-space: normal; padding-left: 0; min-width: 6rem }
+th { font-size: .85rem; font-weight: 600; color: var(--soft); white-space: normal; overflow-wrap: break-word;
+  vertical-align: bottom }
+th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: break-word; padding-left: 0;
+  min-width: 6rem; max-width: 20rem }
 img { display: block; max-width: 100%; height: auto; margin: 0 0 1rem; background: #fff; border: 1px solid var(--line);
   border-radius: 8px; padding: .6rem }
 pre { overflow-x: auto; padding: .9rem 1.1rem; background: var(--tint); border: 1px solid var(--line);

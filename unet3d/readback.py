@@ -9,20 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from unet3d.figures import mib
+from unet3d.memory.tables import sentence
 from unet3d.metrics import mean_of
+from unet3d.table import Table, mib
 
 Record = Mapping[str, Any]
+KINDS = ("measured", "predicted")  # of memory; what was measured goes before what was predicted
 METRICS = {"dice": ("Dice", 3), "iou": ("IoU", 3), "hd95_mm": ("HD95 (mm)", 2)}  # heading, digits
-
-
-class Table(NamedTuple):
-    """Headings with their units, and rows of text."""
-
-    columns: list[str]
-    rows: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +31,17 @@ class RunFolder:
     records: list[Record]
     scores: list[dict[str, str]]
     memory: Record
+
+    @property
+    def memory_kind(self) -> str:
+        """Whether `memory_entry` was measured or predicted."""
+        return next(kind for kind in KINDS if self.memory.get(kind, {}).get("phases"))
+
+    @property
+    def memory_entry(self) -> Record:
+        """What memory.json says of the step; only where `memory` is not empty."""
+        entry: Record = self.memory[self.memory_kind]
+        return entry
 
     def values(self, key: str) -> list[float]:
         """A number's values in the records, in their order; NaN and infinity included."""
@@ -53,7 +59,7 @@ def read(path: Path) -> RunFolder:
         environment={key: value for key, value in _object(_text(path / "env.json")).items() if value is not None},
         records=[record for record in lines if "step" in record],
         scores=list(csv.DictReader(_text(path / "scores.csv").splitlines())),
-        memory=memory if memory.get("measured", {}).get("phases") else {},
+        memory=memory if any(memory.get(kind, {}).get("phases") for kind in KINDS) else {},
     )
 
 
@@ -116,25 +122,20 @@ def shown(value: float | None, digits: int) -> str:
     return "n/a" if value is None else f"{value:,.{digits}f}"
 
 
-def memory_table(run: RunFolder) -> Table:
-    """A row a phase with its measured peak, in the first step and in later ones."""
-    phases = run.memory["measured"]["phases"] if run.memory else {}
-    rows = [[phase, mib(peak["first"]), mib(peak["steady"])] for phase, peak in phases.items()]
-    return Table(["phase", "first step (MiB)", "later steps (MiB)"], rows)
-
-
 def prediction(run: RunFolder) -> str:
     """The peak that was predicted before the run, and how far the measured one is from it."""
+    if run.memory_kind == "predicted":
+        return "Predicted on tensors without data; nothing was run."
     if "error_bytes" not in run.memory:
         return "The peak was not predicted."
     peak, error = run.memory["predicted"]["peak_bytes"], run.memory["error_bytes"]
     return f"Peak predicted before the run: {mib(peak)} MiB; predicted less measured: {error:,} bytes."
 
 
-def category_table(run: RunFolder) -> Table:
-    """A row a kind of tensor with its bytes at the moment of the peak."""
-    categories = run.memory["measured"].get("categories", {}) if run.memory else {}
-    return Table(["at the peak", "MiB"], [[name, mib(size)] for name, size in categories.items()])
+def advice(run: RunFolder) -> str:
+    """What dominates the peak and what would lower it, in a sentence; "" where it is not known."""
+    found = run.memory.get("advice")
+    return sentence(found, run.memory["predicted"]["peak_bytes"]) if found else ""
 
 
 def timing(run: RunFolder) -> dict[str, str]:
@@ -156,7 +157,7 @@ def highlights(run: RunFolder) -> dict[str, str]:
     if scores.rows:
         found["Dice, " + scores.rows[-1][0]] = scores.rows[-1][1]
     if run.memory:
-        found["peak memory, measured"] = f"{mib(run.memory['measured']['peak_bytes'])} MiB"
+        found[f"peak memory, {run.memory_kind}"] = f"{mib(run.memory_entry['peak_bytes'])} MiB"
         found["parameters"] = f"{run.memory['parameters']:,}"
     if run.records:
         found["steps done"] = f"{max(record['step'] for record in run.records):,}"

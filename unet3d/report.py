@@ -5,24 +5,25 @@ A pure function of the run folder, so that it can be had again at any time, also
 
 import csv
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from unet3d import figures, page, readback
-from unet3d.readback import RunFolder, Table
-
-if TYPE_CHECKING:
-    import rich.table
+from unet3d.console import NARROW, paper, terminal_table
+from unet3d.memory import figures as memory_figures
+from unet3d.memory import tables
+from unet3d.readback import RunFolder
 
 
 def write(folder: Path) -> Path:
-    """Write figures/curves.png, figures/memory_phases.png, metrics.csv and report.html; returns the latter's path."""
+    """Write metrics.csv, figures/curves.png, memory_phases.png, memory_layers.png, report.html; returns its path."""
     run = readback.read(folder)
     (folder / "figures").mkdir(exist_ok=True)
     if run.records:
         figures.curves(run.records, folder / "figures" / "curves.png")
         _write_csv(folder / "metrics.csv", run)
     if run.memory:
-        figures.memory_phases(run.memory, folder / "figures" / "memory_phases.png")
+        memory_figures.phases(run.memory_entry, folder / "figures" / "memory_phases.png")
+        if "layers" in run.memory_entry:
+            memory_figures.along_the_u(run.memory_entry, folder / "figures" / "memory_layers.png")
     path = folder / "report.html"
     path.write_text(_html(run), encoding="utf-8")
     return path
@@ -59,43 +60,38 @@ def _html(run: RunFolder) -> str:
 def _memory(run: RunFolder) -> str:
     if not run.memory:
         return ""
-    kind = run.memory["measured"]["kind"]
-    about = f"Measured ({kind}): most bytes held at once in each phase of a training step, in MiB (2^20 bytes)."
+    entry, pictures = run.memory_entry, run.path / "figures"
+    words = f" At its highest: {tables.moment(entry)}." if "moment" in entry else ""
+    about = (
+        f"{run.memory_kind.capitalize()} ({entry['kind']}): bytes held at once in a training step, in MiB (2^20 bytes)."
+    )
     return page.section(
         "Memory",
-        page.paragraph(about),
+        page.paragraph(about + words),
         page.paragraph(readback.prediction(run)),
-        page.table(*readback.memory_table(run)),
-        page.picture(run.path / "figures" / "memory_phases.png", "peak memory per phase"),
-        page.table(*readback.category_table(run)),
+        page.paragraph(readback.advice(run)),
+        page.table(*tables.phases(entry)),
+        page.picture(pictures / "memory_phases.png", "peak memory per phase, by what it is for"),
+        page.picture(pictures / "memory_timeline.png", "memory over one step, by what it is for"),
+        page.picture(pictures / "memory_layers.png", "memory at the peak, by layer along the U"),
+        page.table(*tables.categories(entry)),
+        page.table(*tables.levels(entry)),
+        page.table(*tables.layers(entry)),
+        page.table(*tables.state(entry, run.memory["parameters"])),
     )
 
 
 def print_summary(folder: Path) -> None:
     """Print scores per class, peak memory per phase and the run folder, for terminals and plain files alike."""
-    from rich.console import Console
-
     run = readback.read(folder)
-    console = Console(highlight=False, markup=False)
+    console = paper(NARROW)
     if (scores := readback.score_table(run)).rows:
-        console.print(_terminal_table("Scores on the held-out cases", scores))
+        console.print(terminal_table("Scores on the held-out cases", scores))
     if run.memory:
-        title = f"Peak memory, measured ({run.memory['measured']['kind']})"
-        console.print(_terminal_table(title, readback.memory_table(run)))
+        title = f"Memory of a step, {run.memory_kind} ({run.memory_entry['kind']})"
+        console.print(terminal_table(title, tables.phases(run.memory_entry)))
         console.print(readback.prediction(run))
     for what, value in readback.timing(run).items():
         console.print(f"{what}: {value}")
     here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     console.print(f"run folder: {here}", soft_wrap=True)
-
-
-def _terminal_table(title: str, table: Table) -> "rich.table.Table":
-    import rich.box
-    import rich.table
-
-    made = rich.table.Table(title=title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD)
-    for index, column in enumerate(table.columns):
-        made.add_column(column, justify="right" if index else "left", overflow="fold")
-    for row in table.rows:
-        made.add_row(*row)
-    return made

@@ -1,19 +1,16 @@
-"""The ledger against hand-made programs and against torch's own tracker and allocator."""
+"""The ledger against hand-made programs and against torch's own tracker; `test_truth.py` has the allocator."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
-import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.profiler import ProfilerActivity, profile
 
 from unet3d.losses import SegmentationLoss
 from unet3d.memory.ledger import Ledger, categories_at, levels, peak_moment, phase_peaks
+from unet3d.memory.meter import LedgerMeter
 from unet3d.model.unet import UNet3D
 from unet3d.policy import MemoryPolicy
-from unet3d.step import Batch, train_step
+from unet3d.step import Batch, Mark, ignore_mark, train_step
 
 Network = Callable[..., UNet3D]
 KIB = 1024
@@ -52,11 +49,9 @@ def test_what_was_there_before_counts_once_used() -> None:
     assert b.numel()
 
 
-def run(model: UNet3D, ckpt: int, steps: int, ledger: Ledger | None) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-    memory = MemoryPolicy(ckpt=ckpt)
+def run(model: UNet3D, steps: int, mark: Mark, optimizer: torch.optim.Optimizer) -> None:
+    memory = MemoryPolicy()
     batch = Batch(torch.randn(2, 1, 16, 16, 16), torch.zeros(2, 16, 16, 16, dtype=torch.int16))
-    mark = ledger.mark if ledger else lambda phase: None
     for _ in range(steps):
         train_step(model, SegmentationLoss("dice_ce"), optimizer, memory.scaler(), memory, [batch], mark)
 
@@ -67,50 +62,25 @@ def test_peak_equals_torchs_mem_tracker(network: Network) -> None:
     for parameter in model.parameters():
         ledger.claim(parameter, "params", "")
     with ledger:
-        run(model, 0, 1, ledger)
+        run(model, 1, ledger.mark, torch.optim.Adam(model.parameters(), foreach=False))
     again = network("model=unet_tiny")
     tracker = MemTracker()
     tracker.track_external(again)
     with tracker:
-        run(again, 0, 1, None)
+        run(again, 1, ignore_mark, torch.optim.Adam(again.parameters(), foreach=False))
     truth = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
     assert max(levels(ledger)) == truth
 
 
-RNG_STATE = 5056  # bytes; checkpointing keeps one a segment, on the CPU, made where no dispatch mode sees it
-
-
-@pytest.mark.parametrize(("ckpt", "unseen"), [(0, 0), (3, 2 * RNG_STATE)])
-def test_peak_equals_the_allocators_truth(tmp_path: Path, network: Network, ckpt: int, unseen: int) -> None:
-    """In-place after instance norm: the peak lies in no convolution, so kernel scratch does not hide it."""
-    overrides = ("model=unet_tiny", "model.inplace=true")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model = network(*overrides)
-        run(model, ckpt, 2, None)
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    steps = [e["args"]["Bytes"] for e in sorted(events, key=lambda e: e.get("ts", 0)) if e.get("name") == "[memory]"]
-    truth = peak = 0
-    for change in steps:
-        peak += change
-        truth = max(truth, peak)
-    ledger = Ledger()
-    with ledger:
-        model = network(*overrides)
-        run(model, ckpt, 2, ledger)
-    assert max(levels(ledger)) == truth - unseen
-
-
 def test_categories_at_the_peak_add_up(network: Network) -> None:
     model = network("model=unet_tiny")
-    ledger = Ledger()
-    for parameter in model.parameters():
-        ledger.claim(parameter, "params", "")
-    with ledger:
-        run(model, 0, 2, ledger)
-    categories = categories_at(ledger, peak_moment(ledger))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    meter = LedgerMeter(model, optimizer)
+    run(model, 2, meter.mark, optimizer)
+    categories = categories_at(meter.ledger, peak_moment(meter.ledger))
     parameters = sum(p.numel() for p in model.parameters())
-    assert sum(categories.values()) == max(levels(ledger))
+    tensors = len(list(model.parameters()))
+    assert sum(categories.values()) == max(levels(meter.ledger))
     assert categories["params"] == 4 * parameters
-    assert categories["optimizer"] == pytest.approx(8 * parameters, rel=1e-2)
+    assert categories["optimizer"] == 8 * parameters + 4 * tensors, "moments, and a step count a tensor"
     assert categories["activations"] > categories["temporaries"] > 0

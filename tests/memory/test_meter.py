@@ -42,16 +42,34 @@ def test_a_run_of_one_step_has_no_other_steady_state() -> None:
     assert first_and_steady(peaks)["backward"] == {"first": 3, "steady": 3}
 
 
-def test_cuda_meter_keeps_the_highest_of_later_steps(monkeypatch) -> None:
+def test_cuda_meter_keeps_the_highest_of_later_steps(monkeypatch, network: Callable[..., UNet3D]) -> None:
     """The allocator's counters replaced by a script: what is read at a mark belongs to the phase before it."""
     readings = iter([0, *(10 * s + i for s in range(1, 6) for i in range(6))])
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(readings))
+
+    def stats(device: torch.device) -> dict[str, int]:
+        n = next(readings)
+        return {
+            "allocated_bytes.all.peak": n,
+            "requested_bytes.all.peak": n - 1,
+            "reserved_bytes.all.peak": 10**6 if n % 10 == 5 else 2 * n,  # between steps, validation reserves a lot
+            "num_alloc_retries": 1,
+        }
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", stats)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    meter = CudaMeter(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
+    model = network("model=unet_tiny")
+    ledger = LedgerMeter(model, torch.optim.Adam(model.parameters()))
+    meter = CudaMeter(torch.device("cuda"), ledger)
     for _ in range(5):
         for phase in (*PHASES, "end"):
             meter.mark(phase)
-    phases = meter.summary()["phases"]
-    assert phases["data"] == {"first": 10, "steady": 50}
-    assert phases["step"] == {"first": 14, "steady": 54}
+    found = meter.summary()
+    assert found["phases"]["data"] == {"first": 10, "steady": 50}
+    assert found["phases"]["step"] == {"first": 14, "steady": 54}
+    assert (found["peak_bytes"], found["kind"]) == (54, "cuda allocated")
+    assert (found["requested_bytes"], found["reserved_bytes"]) == (53, 108)
+    assert (found["retries"], found["device_used_bytes"]) == (1, 700)
+    assert found["categories"]["params"] == found["ledger_peak_bytes"] == sum(p.nbytes for p in model.parameters())
     assert len(meter.peaks) <= 3 * 6
+    assert not ledger.is_open

@@ -10,8 +10,10 @@ from unet3d.config import Config
 from unet3d.errors import UserError
 from unet3d.losses import IGNORE
 from unet3d.memory.dry import dry
+from unet3d.memory.forecast import forecast
 from unet3d.memory.meter import STEADY, LedgerMeter
-from unet3d.memory.predict import forecast, plan, predict
+from unet3d.memory.plan import plan
+from unet3d.memory.predict import predict
 from unet3d.step import Batch, train_step
 
 VARIANTS = [

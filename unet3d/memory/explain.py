@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from unet3d.memory.ledger import (
     CATEGORIES,
     Ledger,
+    Row,
     Storage,
     alive_at,
     categories_at,
@@ -95,7 +96,8 @@ def by_layer(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
     """A row a layer, along the U: its level, its bytes, also by category."""
     down = depth(ledger)
     rows = _grouped(ledger, moment, lambda s: layer(s.place.module))
-    order = list(dict.fromkeys(layer(s.place.module) for s in ledger.storages))
+    made = sorted(ledger.storages, key=lambda s: s.role is not None)  # weights lie in no order of work
+    order = dict.fromkeys(layer(s.place.module) for s in made)
     return [{"module": key, "level": level(key, down), **rows[key]} for key in order if key in rows]
 
 
@@ -112,14 +114,14 @@ def steady_moments(ledger: Ledger) -> dict[str, int]:
     """For each phase, the moment in the last step when most bytes were alive."""
     alive = levels(ledger)
     best: dict[str, int] = {}
-    for name, start, end in _last_step(ledger):
+    for name, start, end in last_step(ledger):
         moment = max(range(start, end + 1), key=lambda at: (alive[at], -at))
         if name not in best or alive[moment] > alive[best[name]]:
             best[name] = moment
     return best
 
 
-def _last_step(ledger: Ledger) -> list[tuple[str, int, int]]:
+def last_step(ledger: Ledger) -> list[tuple[str, int, int]]:
     """The phases of the last complete step."""
     spans = phase_spans(ledger)
     ends = [i for i, (name, _, _) in enumerate(spans) if name == "end"]
@@ -143,10 +145,11 @@ def phase_ends(ledger: Ledger) -> dict[str, dict[str, int]]:
 
 
 def state_bytes(ledger: Ledger) -> dict[str, int]:
-    """Bytes of weights (with buffers), of gradients as the update begins, and of optimizer state after it."""
+    """Bytes of weights (with buffers) and gradients as the last update begins, of optimizer state after it."""
     begins = [start for start, name in ledger.marks if name == "step"]
-    totals = categories_at(ledger, begins[-1]) if begins else dict.fromkeys(CATEGORIES, 0)
-    return {role: totals[role] for role in ("params", "grads", "optimizer")}
+    ends = [start for start, name in ledger.marks if name == "end"]
+    before, after = (categories_at(ledger, moments[-1] if moments else 0) for moments in (begins, ends))
+    return {"params": before["params"], "grads": before["grads"], "optimizer": after["optimizer"]}
 
 
 class Group(NamedTuple):
@@ -182,21 +185,9 @@ def _groups(ledger: Ledger, storages: Iterable[Storage]) -> list[Group]:
     return sorted(found, key=lambda group: -group.bytes)
 
 
-class Row(NamedTuple):
-    """One event of the last step."""
-
-    event: int
-    phase: str
-    module: str  # of the storage
-    operation: str  # that made the storage
-    category: str  # of the storage
-    change_bytes: int  # > 0: allocated
-    alive_bytes: int  # after the event
-
-
 def timeline(ledger: Ledger) -> tuple[dict[str, int], list[Row]]:
     """Bytes alive by category as the last step begins, and every event from there to its end."""
-    spans = _last_step(ledger)
+    spans = last_step(ledger)
     if not spans:
         return dict.fromkeys(CATEGORIES, 0), []
     alive, rows = levels(ledger), []

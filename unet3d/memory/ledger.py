@@ -7,7 +7,7 @@ included. What a kernel takes and gives back inside one operation, convolution s
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,18 @@ class Storage:
     born: int
     died: int | None = None
     role: str | None = None  # params, grads or optimizer, where its owner said so
+
+
+class Row(NamedTuple):
+    """One event, told."""
+
+    event: int
+    phase: str
+    module: str  # of the storage
+    operation: str  # that made the storage
+    category: str  # of the storage
+    change_bytes: int  # > 0: allocated
+    alive_bytes: int  # after the event
 
 
 class Ledger(TorchDispatchMode):
@@ -139,19 +151,19 @@ def categories_at(ledger: Ledger, moment: int) -> dict[str, int]:
     return totals
 
 
-OUTLIVES = {"forward": "backward", "loss": "backward", "backward": "step", "step": "end", "data": "forward"}
-KIND = {"forward": "activations", "loss": "activations", "backward": "grads", "step": "optimizer", "data": "inputs"}
+OUTLIVES = {"forward": "backward", "loss": "backward", "data": "forward"}
+KIND = {"forward": "activations", "loss": "activations", "data": "inputs"}
 
 
 def category(ledger: Ledger, storage: Storage) -> str:
-    """What a storage is for. Born in forward and alive when backward begins: saved for backward, and so on.
+    """What a storage is for: what its owner said, or born in forward and alive when backward begins, and so on.
 
     What checkpointing makes a second time are activations.
     """
     if storage.role is not None:
         return storage.role
     phase = ledger.marks[storage.phase][1]
-    if storage.operation == "adopted" and phase != "step":  # in step: the counters that torch.tensor makes unseen
+    if storage.operation == "adopted" and phase != "step":  # in step: numbers that torch.tensor makes unseen
         return "inputs"
     if storage.place.is_recomputed:
         return "activations"

@@ -14,6 +14,10 @@ STEADY = 3  # measured steps; gradients and optimizer state appear in the first,
 
 
 class Meter(Protocol):
+    @property
+    def ledger(self) -> Ledger:
+        """Every storage of the first steps."""
+
     def mark(self, phase: str) -> None:
         """A phase of `train_step` begins, or the step "end"s."""
 
@@ -21,13 +25,14 @@ class Meter(Protocol):
         """Stop measuring, also within a step that failed."""
 
     def summary(self) -> dict[str, Any]:
-        """`peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and `categories` where known."""
+        """`peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and what `explain.summary` tells."""
 
 
 def open_meter(model: nn.Module, optimizer: torch.optim.Optimizer) -> Meter:
-    """The CUDA allocator's own counters where the model is on a GPU, else a ledger of storages."""
+    """A ledger of storages; where the model is on a GPU, beside the CUDA allocator's own counters."""
+    ledger = LedgerMeter(model, optimizer)
     device = next(model.parameters()).device
-    return CudaMeter(device) if device.type == "cuda" else LedgerMeter(model, optimizer)
+    return CudaMeter(device, ledger) if device.type == "cuda" else ledger
 
 
 class LedgerMeter:
@@ -89,26 +94,54 @@ class LedgerMeter:
 
 
 class CudaMeter:
-    """Peak bytes that torch's CUDA allocator gave out between two marks: host counters, nothing is synchronised."""
+    """Peak bytes that torch's CUDA allocator gave out between two marks: host counters, nothing is synchronised.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    The counters know no categories and no modules: who holds the bytes is told by the ledger of the first steps, which
+    sees every tensor, but neither the kernels' workspaces nor the allocator's rounding.
+    """
+
+    def __init__(self, device: torch.device, ledger: LedgerMeter) -> None:
+        self.device, self._meter = device, ledger
         self.peaks: list[tuple[str, int]] = [("before", 0)]
+        self.highest = {"requested_bytes": 0, "reserved_bytes": 0}
+        self.retries = 0
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._meter.ledger
 
     def mark(self, phase: str) -> None:
-        self.peaks[-1] = (self.peaks[-1][0], torch.cuda.max_memory_allocated(self.device))
+        stats = torch.cuda.memory_stats(self.device)
+        last = self.peaks[-1][0]
+        self.peaks[-1] = (last, stats["allocated_bytes.all.peak"])
+        self.retries = stats["num_alloc_retries"]
+        if last in PHASES:  # what lies between steps, validation above all, is not the step's
+            for name in self.highest:
+                self.highest[name] = max(self.highest[name], stats[f"{name}.all.peak"])
         torch.cuda.reset_peak_memory_stats(self.device)
         self.peaks.append((phase, 0))
+        self._meter.mark(phase)
         if phase == "end":
             self.peaks = _folded(self.peaks)
 
     def close(self) -> None:
-        pass
+        self._meter.close()
 
     def summary(self) -> dict[str, Any]:
         phases = first_and_steady(self.peaks)  # of steps alone: validation is not in the peak
         peak = max((peak for phase in phases.values() for peak in phase.values()), default=0)
-        return {"peak_bytes": peak, "kind": "cuda allocated", "phases": phases}
+        free, total = torch.cuda.mem_get_info(self.device)
+        seen = self._meter.summary()
+        return {
+            **seen,
+            "peak_bytes": peak,
+            "kind": "cuda allocated",
+            "phases": phases,
+            **self.highest,
+            "retries": self.retries,
+            "device_used_bytes": total - free,  # by all processes on it, the CUDA context included
+            "ledger_peak_bytes": seen["peak_bytes"],
+        }
 
 
 def first_and_steady(peaks: list[tuple[str, int]]) -> dict[str, dict[str, int]]:

@@ -1,0 +1,28 @@
+"""Whether a picture can be read."""
+
+import itertools
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+
+def assert_legible(figure: Figure) -> None:
+    """Titles, labels, legends and numbers at bars and axes lie inside the figure and not on each other."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    texts = [*figure.texts, *(text for legend in figure.legends for text in legend.texts)]
+    for axes in figure.axes:
+        texts += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+        texts += axes.get_legend().texts if axes.get_legend() else []
+        for index, axis in enumerate((axes.xaxis, axes.yaxis)):
+            low, high = sorted(axis.get_view_interval())
+            texts += [text for text in axis.get_majorticklabels() if low <= text.get_position()[index] <= high]
+    boxes = {text: text.get_window_extent(renderer) for text in texts if text.get_text()}
+    legends = {legend: legend.get_window_extent(renderer) for legend in figure.legends}
+    for text, box in (boxes | legends).items():
+        assert figure.bbox.padded(1).containsx(box.x0), text
+        assert figure.bbox.padded(1).containsx(box.x1), text
+        assert figure.bbox.padded(1).containsy(box.y0), text
+        assert figure.bbox.padded(1).containsy(box.y1), text
+    for (one, a), (other, b) in itertools.combinations(boxes.items(), 2):
+        assert not a.overlaps(b), (one, other)

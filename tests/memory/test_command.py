@@ -1,0 +1,98 @@
+"""`python -m unet3d memory` as a user runs it."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unet3d import __main__ as face
+
+NET = ("model.in_channels=1", "model.classes=3", "data.patch=[16,16,16]")
+
+
+def memory(*arguments: object) -> int:
+    """In this process."""
+    before, sys.argv = sys.argv, ["unet3d", "memory", *map(str, arguments)]
+    try:
+        return face.main()
+    finally:
+        sys.argv = before
+
+
+def test_one_config_is_explained_and_its_files_written(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert memory("model=unet_tiny", *NET, "ckpt=2", "-o", out) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "unet_tiny: ",
+        "2 checkpointed segments",
+        "of the peak (",
+        "the first convolution's output: 2 x 8 x 16 x 16 x 16 float32 = 262,144 bytes",
+        "Usual estimates and their error",
+        "Half the width at one level",
+        "unet_small",  # of the same family
+    ):
+        assert part in said, part
+    found = json.loads((out / "memory.json").read_text())
+    assert found["predicted"]["peak_bytes"] > 0 and "measured" not in found
+    page = (out / "report.html").read_text()
+    assert "Predicted (ledger)" in page and "nothing was run" in page
+    assert page.count("<img") == 3
+    assert (out / "memory" / "snapshot.pickle").stat().st_size > 0
+
+
+def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert memory("model=unet_tiny", *NET, "model.activation=swish,swish_lean", "-o", out) == 0
+    assert "model.activation=swish_lean" in capsys.readouterr().out
+    with (out / "peaks.csv").open() as file:
+        peaks = {row["config"]: int(row["peak_bytes"]) for row in csv.DictReader(file)}
+    assert peaks["model.activation=swish_lean"] < peaks["model.activation=swish"]
+    with (out / "trace.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["layer_idx", "call_idx", "layer_type", "exp", "hook_type", "mem_all", "mem_cached"]
+    assert {row["exp"] for row in rows} == set(peaks)
+    assert (out / "figures" / "trace.png").exists()
+
+
+def test_peaks_against_batch_width_and_patch(tmp_path: Path) -> None:
+    assert memory("model=unet_tiny", *NET, "model.activation=relu,silu", "--curves", "-o", tmp_path) == 0
+    with (tmp_path / "curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for varied in ("batch size", "first width (channels)", "patch (voxels)"):
+        for series in ("model.activation=relu", "model.activation=silu"):
+            line = [
+                (float(r["x"]), int(r["peak_bytes"])) for r in rows if (r["varied"], r["series"]) == (varied, series)
+            ]
+            assert len(line) >= 4 and line == sorted(line), "more of it, more memory"
+            assert [peak for _, peak in line] == sorted(peak for _, peak in line)
+    assert (tmp_path / "figures" / "curves.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["modle=unet"], "modle"),
+        (["--curves"], "add -o FOLDER"),
+        (["model=forum_mid", "amp=true", "--half"], "drop one"),
+        (["model=unet_tiny", "ckpt=99"], "ckpt=99"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture, arguments: list[str], said: str) -> None:
+    assert memory(*arguments) == 2
+    found = capsys.readouterr()
+    assert said in found.err and found.err.count("\n") == 1 and not found.out
+
+
+def test_a_mistake_is_answered_before_torch_loads() -> None:
+    code = "import sys; from unet3d import __main__ as m; sys.argv = ['unet3d', 'memory', 'ckpt=two']; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "c = m.main(); print('torch' in sys.modules); sys.exit(c)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stdout == "False\n"

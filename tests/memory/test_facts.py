@@ -1,0 +1,23 @@
+"""Published figures come out of this package's instruments."""
+
+from unet3d.memory.facts import facts, table
+
+
+def test_every_published_figure_is_reproduced() -> None:
+    found = list(facts())
+    assert len(found) >= 29
+    wrong = [fact for fact in found if abs(fact.found - fact.said) > fact.within]
+    assert not wrong
+
+
+def test_the_smaller_network_needs_more() -> None:
+    by_name = {fact.what: fact.found for fact in facts()}
+    assert by_name["forum_mid: parameters"] < by_name["forum_large: parameters"]
+    peak = ": peak of a float16 step, batch 2"
+    assert by_name["forum_mid" + peak] > by_name["forum_large" + peak] > by_name["forum_32" + peak]
+
+
+def test_the_table_says_what_was_published_and_what_was_found() -> None:
+    made = table()
+    (row,) = [row for row in made.rows if row[0].startswith("forum_mid: output of the first convolution")]
+    assert row == [row[0], "bytes", "319,488,000", "319,488,000", "+0.00%"]

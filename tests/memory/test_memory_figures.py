@@ -1,0 +1,249 @@
+"""What the pictures of memory show, in MiB, and that nothing in them overlaps or is cut off."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from legibility import assert_legible
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from PIL import Image
+
+from unet3d import compose
+from unet3d.memory import explain, figures
+from unet3d.memory.ledger import CATEGORIES
+from unet3d.memory.meter import LedgerMeter
+from unet3d.memory.predict import rehearse
+from unet3d.table import MIB
+
+Draw = Callable[..., Axes]
+PHASES = ["data", "forward", "loss", "backward", "step"]
+COLOUR_OF = dict(figures.KINDS.values())
+
+
+@cache
+def meter(*overrides: str) -> LedgerMeter:
+    config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", *overrides])
+    config.model.in_channels, config.model.classes = 2, 3
+    return rehearse(config, config.model)
+
+
+DEEP = ("model.features=[8,8,8,8,8,8]", "data.patch=[64,64,64]", "model.upsampling=trilinear")
+
+
+@pytest.fixture
+def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draw:
+    """Calls a function with a path at the end; returns the first axes of what it saved, legible throughout."""
+    saved: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, path: Path) -> None:
+        save(figure, path)
+        saved.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+
+    def call(function: Callable[..., None], *arguments: Any) -> Axes:
+        function(*arguments, tmp_path / "figure.png")
+        with Image.open(tmp_path / "figure.png") as image:
+            assert image.convert("RGBA").getpixel((0, image.height - 1)) == (255, 255, 255, 255)
+        assert_legible(saved[-1])
+        return saved[-1].axes[0]
+
+    return call
+
+
+def legend(axes: Axes) -> dict[str, str]:
+    """Names and colours of the bars and areas."""
+    (found,) = axes.figure.legends
+    pairs = zip(found.texts, found.legend_handles, strict=True)
+    return {text.get_text(): to_hex(h.get_facecolor()) for text, h in pairs if hasattr(h, "get_facecolor")}
+
+
+def lengths(axes: Axes, of: str) -> dict[str, np.ndarray]:
+    """Name of a kind: its bars."""
+    return {bars.get_label(): np.array([getattr(bar, of)() for bar in bars]) for bars in axes.containers}
+
+
+# --- phases
+
+
+def test_a_phase_s_bar_is_as_long_as_its_categories_at_its_peak(draw: Draw) -> None:
+    entry = meter().summary()
+    axes = draw(figures.phases, entry)
+    widths = lengths(axes, "get_width")
+    for category, (name, _) in figures.KINDS.items():
+        expected = [entry["phase_categories"][phase][category] / MIB for phase in PHASES]
+        assert widths[name] == pytest.approx(expected)
+    ends = [bar.get_x() + bar.get_width() for bar in axes.containers[-1]]
+    assert ends == pytest.approx([entry["phases"][phase]["steady"] / MIB for phase in PHASES])
+    assert [text.get_text() for text in axes.texts] == [f"{end:,.1f}" for end in ends]
+    assert axes.lines[0].get_xdata() == pytest.approx([entry["phases"][phase]["first"] / MIB for phase in PHASES])
+    assert [label.get_text() for label in axes.get_yticklabels()] == PHASES
+    assert (axes.get_title(), axes.get_xlabel()) == ("Peak memory per phase, ledger", "peak memory (MiB)")
+
+
+def allocator(scale: float) -> dict[str, Any]:
+    peaks = {"data": (1, 2), "forward": (60, 60), "loss": (61, 61), "backward": (90, 70), "step": (3, 4)}
+    phases = {name: {"first": int(a * scale), "steady": int(b * scale)} for name, (a, b) in peaks.items()}
+    return {"peak_bytes": int(90 * scale), "kind": "cuda allocated", "phases": phases}
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e7, 1e9])
+def test_an_allocator_that_knows_no_categories_has_plain_bars(draw: Draw, scale: float) -> None:
+    entry = allocator(scale)
+    axes = draw(figures.phases, entry)
+    (bars,) = axes.containers
+    expected = [entry["phases"][phase]["steady"] / MIB for phase in PHASES]
+    assert [bar.get_width() for bar in bars] == pytest.approx(expected)
+    assert set(legend(axes)) == {"later steps"}
+    assert f"first step {90 * scale / MIB:,.1f}" in axes.texts[3].get_text()
+
+
+# --- timeline
+
+
+def test_the_areas_of_a_step_end_at_the_bytes_alive_after_every_event(draw: Draw) -> None:
+    start, rows = explain.timeline(meter().ledger)
+    axes = draw(figures.timeline, start, rows)
+    outline = axes.collections[-1].get_paths()[0].vertices
+    highest = np.zeros(len(rows) + 1)
+    np.maximum.at(highest, outline[:, 0].astype(int), outline[:, 1])
+    alive = np.array([sum(start.values()), *(row.alive_bytes for row in rows)]) / MIB
+    assert highest[1:] == pytest.approx(np.maximum(alive[1:], alive[:-1]))  # at an event, before it and after it
+    assert highest.max() == pytest.approx(meter().summary()["peak_bytes"] / MIB)
+    assert axes.get_xlim() == (0, len(rows))
+
+
+def test_the_peak_of_a_step_is_named_and_its_categories_lie_on_each_other(draw: Draw) -> None:
+    start, rows = explain.timeline(meter().ledger)
+    entry = meter().summary()
+    axes = draw(figures.timeline, start, rows)
+    peak = max(rows, key=lambda row: row.alive_bytes)
+    assert f"{entry['peak_bytes'] / MIB:,.1f} MiB, {peak.module}" in [text.get_text() for text in axes.texts]
+    marker = axes.lines[0].get_xydata()[0]
+    assert marker == pytest.approx([1 + rows.index(peak), entry["peak_bytes"] / MIB])
+    assert [area.get_label() for area in axes.collections] == [name for name, _ in figures.KINDS.values()]
+
+
+def test_phases_too_narrow_for_their_names_have_none(draw: Draw) -> None:
+    axes = draw(figures.timeline, *explain.timeline(meter().ledger))
+    names = {text.get_text() for text in axes.texts}
+    assert "backward" in names
+    assert "data" not in names  # two events wide
+
+
+@pytest.mark.parametrize("peak", [None, 0, 9999])
+def test_a_peak_anywhere_in_many_events_is_legible(draw: Draw, peak: int | None) -> None:
+    rows = [
+        explain.Row(i, "forward" if i < 5000 else "backward", "inc.conv1", "add", "temporaries", change, 0)
+        for i, change in enumerate(MIB if i == peak else 0 for i in range(10000))
+    ]
+    axes = draw(figures.timeline, {"params": MIB // 2}, rows)
+    assert set(legend(axes)) == ({"weights"} if peak is None else {"weights", "temporaries"})
+    assert axes.lines[0].get_xdata()[0] == (0 if peak is None else peak + 1)
+
+
+# --- along the U
+
+
+def test_the_layers_at_the_peak_stand_in_the_order_of_the_network_and_make_up_the_peak(draw: Draw) -> None:
+    entry = meter().summary()
+    axes = draw(figures.along_the_u, entry)
+    heights = lengths(axes, "get_height")
+    assert sum(heights.values()).sum() == pytest.approx(entry["peak_bytes"] / MIB)
+    for category in CATEGORIES:
+        name, _ = figures.KINDS[category]
+        assert heights.get(name, np.zeros(1)).sum() == pytest.approx(entry["categories"][category] / MIB)
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    sizes = dict(zip(names, sum(heights.values()), strict=True))
+    for layer in entry["layers"]:
+        if layer["level"] is not None:
+            assert sizes[layer["module"]] == pytest.approx(layer["bytes"] / MIB)
+    along = [name.split(".")[0] for name in names]
+    assert list(dict.fromkeys(along)) == ["data", "inc", "down1", "down2", "up1", "up2", "outc", "loss", "other"]
+    assert names.index("down1.pool") < names.index("down1.conv1") < names.index("down1.conv2")
+
+
+def test_what_belongs_to_no_level_is_one_bar(draw: Draw) -> None:
+    entry = dict(meter().summary())
+    lost = [{**entry["layers"][0], "module": name, "level": None} for name in ("backward", "step")]
+    entry["layers"] = [*(layer for layer in entry["layers"] if layer["level"] is not None), *lost]
+    axes = draw(figures.along_the_u, entry)
+    assert [label.get_text() for label in axes.get_xticklabels()][-1] == "other"
+    last = sum(heights[-1] for heights in lengths(axes, "get_height").values())
+    assert last == pytest.approx(2 * lost[0]["bytes"] / MIB)
+
+
+@pytest.mark.parametrize(("overrides", "down"), [((), 2), (DEEP, 5)], ids=["small", "deep"])
+def test_every_level_is_named_down_the_u_and_up_again(draw: Draw, overrides: tuple[str, ...], down: int) -> None:
+    axes = draw(figures.along_the_u, meter(*overrides).summary())
+    named = [" ".join(text.get_text().split()) for text in axes.texts]
+    expected = [*range(down + 1), *range(down - 1, -1, -1)]
+    assert named == [f"level {n}" if n else "level 0 (full resolution)" for n in expected]
+
+
+# --- all of them
+
+
+def test_what_bytes_are_for_has_one_colour_in_all_pictures(draw: Draw) -> None:
+    assert set(figures.KINDS) == set(CATEGORIES)
+    assert len(set(COLOUR_OF.values())) == len(COLOUR_OF)
+    entry = meter().summary()
+    found = [draw(figures.phases, entry), draw(figures.timeline, *explain.timeline(meter().ledger))]
+    for axes in [*found, draw(figures.along_the_u, entry)]:
+        for name, colour in legend(axes).items():
+            assert colour == COLOUR_OF[name].lower()
+    without_gradients = {phase: {**kinds, "grads": 0} for phase, kinds in entry["phase_categories"].items()}
+    shown = legend(draw(figures.phases, entry | {"phase_categories": without_gradients}))
+    assert set(COLOUR_OF) - set(shown) == {"gradients"}
+
+
+def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Draw) -> None:
+    panels = [
+        ("batch (patches)", {"plain": [(1, MIB), (2, 2 * MIB)], "ckpt=2": [(1, MIB // 2), (2, MIB)]}),
+        ("first-level width (channels)", {"ckpt=2": [(8, 7 * MIB), (64, 30 * MIB)]}),
+        ("patch (voxels)", {"plain": [(64**3, 90 * MIB), (256**3, 1000 * MIB)]}),
+    ]
+    grid = draw(figures.curves, panels).figure.axes
+    assert [axes.get_xlabel() for axes in grid] == [title for title, _ in panels]
+    assert grid[0].get_ylabel() == "peak memory (MiB)"
+    assert grid[0].lines[0].get_xydata().tolist() == [[1, 1], [2, 2]]
+    assert grid[0].lines[1].get_color() == grid[1].lines[0].get_color()
+    assert grid[0].get_ylim() == grid[2].get_ylim()
+    assert grid[0].get_ylim()[0] == 0
+    assert [text.get_text() for text in grid[0].figure.legends[0].texts] == ["plain", "ckpt=2"]
+
+
+def test_a_single_curve_with_long_names_is_legible(draw: Draw) -> None:
+    series = {f"predicted with checkpoints in {n} stages": [(0.5, n * MIB), (1.5, n**2 * MIB)] for n in range(1, 10)}
+    draw(figures.curves, [("patch (million voxels)", series)])
+
+
+def test_a_trace_has_a_line_an_experiment_and_says_where_backward_begins(draw: Draw) -> None:
+    hooks = ["pre", "fwd", "fwd", "bwd", "bwd"]
+    rows = [
+        {"layer_idx": 0, "call_idx": i, "layer_type": "Conv3d", "exp": exp, "hook_type": hook}
+        | {"mem_all": (i + scale) * MIB, "mem_cached": None}
+        for exp, scale in (("plain", 1000), ("ckpt=2", 500))
+        for i, hook in enumerate(hooks)
+    ]
+    axes = draw(figures.trace, rows)
+    lines = [line for line in axes.lines if len(line.get_xdata()) > 1]
+    assert [line.get_label() for line in lines] == ["plain", "ckpt=2"]
+    assert lines[1].get_xydata().tolist() == [[i, 500 + i] for i in range(5)]
+    marks = [line.get_xydata()[0].tolist() for line in axes.lines if len(line.get_xdata()) == 1]
+    assert marks == [[3, 1003], [3, 503]]
+    assert [text.get_text() for text in axes.figure.legends[0].texts] == ["plain", "ckpt=2", "backward begins"]
+
+
+def test_importing_the_figures_loads_neither_torch_nor_matplotlib() -> None:
+    code = "import sys, unet3d.memory.figures; print({'torch', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

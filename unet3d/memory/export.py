@@ -1,0 +1,171 @@
+"""A ledger as files for other eyes: PyTorch's memory visualiser, a spreadsheet, a text editor."""
+
+import csv
+import pickle
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from unet3d.memory.explain import Group, appeared, describe, last_step, layer, timeline, vanished
+from unet3d.memory.ledger import Ledger, Row, Storage, category, levels
+from unet3d.table import mib
+
+TRACE_COLUMNS = ("layer_idx", "call_idx", "layer_type", "exp", "hook_type", "mem_all", "mem_cached")
+GROUPS = 12  # shown of each sign and phase; the rest is summed up
+
+
+def write_snapshot(ledger: Ledger, path: Path) -> None:
+    """Write a pickle for pytorch.org/memory_viz and torch/cuda/_memory_viz.py, as device 0.
+
+    Sizes in bytes. The addresses are ours, not an allocator's: each storage takes the lowest gap that holds it, and the
+    one segment is as long as that needs. A frame says what made the storage, and gives its event as the line number.
+    """
+    with path.open("wb") as file:
+        pickle.dump(snapshot(ledger), file, protocol=4)  # the viewer reads 2 to 4
+
+
+def snapshot(ledger: Ledger) -> dict[str, list]:
+    """`segments` and `device_traces` in the layout of `torch.cuda.memory._snapshot`."""
+    addresses = first_fit(ledger)
+    end = max((a + s.bytes for a, s in zip(addresses, ledger.storages, strict=True)), default=0)
+    # The viewer fails where there are categories and none is "unknown", so the segment has that one.
+    opening = {"frames": [{"filename": "all storages", "line": 0, "name": "ledger"}], "category": "unknown"}
+    trace: list[dict[str, Any]] = [{"action": "segment_alloc", "addr": 0, "size": end, "stream": 0, **opening}]
+    frames = [_frames(ledger, storage) for storage in ledger.storages]
+    for index, change in ledger.events:
+        place = {"addr": addresses[index], "size": abs(change), "stream": 0, "frames": frames[index]}
+        if change > 0:
+            trace.append({"action": "alloc", **place, "category": category(ledger, ledger.storages[index])})
+        else:
+            trace += [{"action": action, **place} for action in ("free_requested", "free_completed")]
+    alive = sorted((addresses[i], frames[i], s.bytes) for i, s in enumerate(ledger.storages) if s.died is None)
+    return {"segments": [_segment(alive, end)] if end else [], "device_traces": [trace if end else []]}
+
+
+def first_fit(ledger: Ledger) -> list[int]:
+    """For each storage, the lowest address at which its bytes were free when it appeared."""
+    taken: list[tuple[int, int]] = []  # (start, end) of what is alive, in order
+    addresses = [0] * len(ledger.storages)
+    for index, change in ledger.events:
+        if change > 0:
+            addresses[index] = _lowest(taken, change)
+            insort(taken, (addresses[index], addresses[index] + change))
+        else:
+            del taken[bisect_left(taken, (addresses[index],))]
+    return addresses
+
+
+def _lowest(taken: list[tuple[int, int]], size: int) -> int:
+    address = 0
+    for start, end in taken:
+        if start - address >= size:
+            break
+        address = end
+    return address
+
+
+def _segment(alive: list[tuple[int, list, int]], end: int) -> dict[str, Any]:
+    """The segment at the last event. Its blocks leave no gap, for the viewer adds up their sizes to place them."""
+    blocks: list[dict[str, Any]] = []
+    cursor = 0
+    for address, frames, size in [*alive, (end, [], 0)]:
+        if address > cursor:
+            blocks.append(_block(cursor, address - cursor, "inactive", []))
+        if size:
+            blocks.append(_block(address, size, "active_allocated", frames))
+        cursor = address + size
+    used = sum(size for _, _, size in alive)
+    sizes = {"total_size": end, "allocated_size": used, "active_size": used, "requested_size": used}
+    return {"device": 0, "address": 0, "stream": 0, "segment_type": "large", **sizes, "blocks": blocks}
+
+
+def _block(address: int, size: int, state: str, frames: list) -> dict[str, Any]:
+    return {"address": address, "size": size, "requested_size": size, "state": state, "frames": frames}
+
+
+def _frames(ledger: Ledger, storage: Storage) -> list[dict[str, Any]]:
+    """A stack of two, innermost first: what made the storage, and in which step (from 1) and phase."""
+    made = describe(ledger, storage.born + 1)
+    is_found = storage.operation == "adopted"  # nothing that the ledger saw made it
+    words = f"{category(ledger, storage)} of {layer(storage.place.module)}" if is_found else made["words"]
+    what = f"{words}, {_dtype(storage)} {storage.shape}"
+    step = {"filename": "step", "line": _steps(ledger)[storage.phase] + 1, "name": made["phase"]}
+    return [{"filename": what, "line": storage.born, "name": made["operation"]}, step]
+
+
+def _dtype(storage: Storage) -> str:
+    return str(storage.dtype).removeprefix("torch.")
+
+
+def _steps(ledger: Ledger) -> list[int]:
+    """For each mark, how many steps had ended before it."""
+    return [0, *accumulate(int(name == "end") for _, name in ledger.marks[:-1])]
+
+
+def trace(ledger: Ledger, experiment: str, step: int = 0) -> list[dict[str, Any]]:
+    """The crossings of one step (from 0) as rows of TRACE_COLUMNS; none where the ledger holds no such step.
+
+    `layer_idx` counts leaf modules in the order in which they are first entered, `call_idx` crossings. `mem_all` is
+    bytes alive; `mem_cached` is None, for a ledger has no cache.
+    """
+    ends = [start for start, name in ledger.marks if name == "end"]
+    alive, order, rows = levels(ledger), dict[str, int](), list[dict[str, Any]]()
+    for moment, crossing in ledger.crossings:
+        # Right: a module may be entered before the step's first event, a backward is over before its step's last.
+        if bisect_right(ends, moment) == step:
+            index = order.setdefault(crossing.module, len(order))
+            values = (index, len(rows), crossing.layer, experiment, crossing.hook, alive[moment], None)
+            rows.append(dict(zip(TRACE_COLUMNS, values, strict=True)))
+    return rows
+
+
+def write_trace(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write the rows of `trace` as CSV; None is an empty cell."""
+    _write_csv(path, TRACE_COLUMNS, ([row[column] for column in TRACE_COLUMNS] for row in rows))
+
+
+def write_timeline(ledger: Ledger, path: Path) -> None:
+    """Write every event of the last step as CSV, with the fields of `explain.Row`."""
+    _write_csv(path, Row._fields, timeline(ledger)[1])
+
+
+def _write_csv(path: Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(rows)
+
+
+def write_changes(ledger: Ledger, path: Path) -> None:
+    """Write as text what each phase of the last step added (+) and took away (-), a line for storages that are alike.
+
+    Without a complete step the file is empty.
+    """
+    path.write_text("\n".join(_changes(ledger)), encoding="utf-8")
+
+
+def _changes(ledger: Ledger) -> Iterator[str]:
+    alive = levels(ledger)
+    for phase, start, end in last_step(ledger):
+        yield f"{phase}: {end - start} events, from {mib(alive[start])} MiB to {mib(alive[end])} MiB"
+        yield from _table({"+": appeared(ledger, start, end), "-": vanished(ledger, start, end)})
+        yield ""
+
+
+def _table(signed: dict[str, list[Group]]) -> Iterator[str]:
+    """The largest groups of each sign, in columns as wide as the widest cell of all."""
+    rows = [(sign, *_cells(group)) for sign, groups in signed.items() for group in groups[:GROUPS]]
+    number, what, wide = (max((len(row[column]) for row in rows), default=0) for column in (1, 2, 3))
+    for sign, groups in signed.items():
+        for _, n, tensor, size, kind in (row for row in rows if row[0] == sign):
+            yield f"{sign} | {n:>{number}} * {tensor:<{what}} | {size:>{wide}} MiB | {kind}"
+        if rest := groups[GROUPS:]:
+            total = sum(group.bytes for group in rest)
+            yield f"{sign} | ... and {len(rest)} more groups, {mib(total)} MiB"
+
+
+def _cells(group: Group) -> tuple[str, str, str, str]:
+    """Number, shape and type, MiB, category."""
+    return f"{group.number:3}", f"{group.shape} {group.dtype}", mib(group.bytes), group.category

@@ -1,0 +1,150 @@
+"""`python -m unet3d memory`: one config explained, from its own step on tensors without data."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from unet3d import build, compose, record, report
+from unet3d.console import WIDE, paper, terminal_table
+from unet3d.errors import UserError
+from unet3d.memory import explain, save, tables
+from unet3d.memory.advise import advise, halved
+from unet3d.memory.estimates import estimates
+from unet3d.memory.look import Look, look
+from unet3d.table import Table, mib, percent
+
+LARGEST = 10  # groups of tensors shown
+
+
+def show(overrides: Sequence[str], half: bool, out: Path | None) -> None:
+    """Print where the memory of a step goes; with `out`, also write report, figures and tables there."""
+    subject = look(overrides, half)
+    console = paper(WIDE)
+    for part in _parts(subject, overrides):
+        console.print(part if isinstance(part, str) else terminal_table(*part), soft_wrap=isinstance(part, str))
+    if out is not None:
+        print(write(subject, out))
+
+
+def write(subject: Look, out: Path) -> Path:
+    """memory.json, figures, tables and report.html in a folder; returns the report's path."""
+    out.mkdir(parents=True, exist_ok=True)
+    record.write_text(out / "config.yaml", compose.to_yaml(subject.config))
+    advice = advise(subject.config, subject.options, subject.entry)
+    record.add(out, {"parameters": subject.parameters, "predicted": subject.entry, "advice": advice})
+    save.write(subject.ledger, subject.name, out)
+    return report.write(out)
+
+
+def _parts(subject: Look, overrides: Sequence[str]) -> Iterator[str | tuple[str, Table]]:
+    entry, peak = subject.entry, subject.peak
+    yield _what(subject)
+    yield f"predicted peak of a step: {mib(peak)} MiB ({entry['kind']}), {tables.moment(entry)}"
+    yield tables.sentence(advise(subject.config, subject.options, entry), peak)
+    made = subject.first_convolution
+    shape = " x ".join(map(str, made.shape))
+    yield f"the first convolution's output: {shape} {_dtype(made.dtype)} = {made.bytes:,} bytes"
+    yield "Each phase", tables.phases(entry)
+    yield "At the peak, by what it is for", tables.categories(entry)
+    yield "At the peak, by level of the U", tables.levels(entry)
+    yield "At the peak, by layer", tables.layers(entry)
+    yield "At the peak, the largest groups of tensors", _groups(subject)
+    yield "What parameters cost", tables.state(entry, subject.parameters)
+    weights = sum(p.nbytes for p in subject.meter.model.parameters())
+    found = estimates(subject.counts(), subject.parameters, weights, subject.saved)
+    yield "Usual estimates and their error", tables.estimates(found, peak)
+    yield "Half the width at one level (predicted)", _widths(subject)
+    relatives = family(subject, overrides)
+    if len(relatives) > 1:
+        yield "Networks of this family, same patch, batch and policy (predicted)", _family(relatives)
+        yield from _why(subject, relatives)
+
+
+def _what(subject: Look) -> str:
+    config = subject.config
+    patch = "x".join(map(str, config.data.patch))
+    dtype = build.policy(config, "cpu").dtype
+    precision = f"amp {_dtype(dtype)}" if dtype else _dtype(subject.dtype)
+    checkpoints = f"{config.ckpt} checkpointed segments" if config.ckpt else "no checkpointing"
+    return (
+        f"{subject.name}: {subject.parameters:,} parameters; patch {patch}, batch {config.batch}, {precision}, "
+        f"{checkpoints}"
+    )
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _groups(subject: Look) -> Table:
+    groups = explain.held(subject.ledger, explain.peak_moment(subject.ledger))
+    rows = [
+        [f"{g.number} x {g.shape} {g.dtype}", tables.NAMES[g.category], mib(g.bytes), percent(g.bytes, subject.peak)]
+        for g in groups[:LARGEST]
+    ]
+    return Table(["tensors", "for", "MiB", "share"], rows)
+
+
+def _widths(subject: Look) -> Table:
+    """What each level's width is worth, in bytes and in parameters."""
+    rows = []
+    for level in range(len(subject.options.features)):
+        narrower = halved(subject.config, subject.options, level)
+        if narrower is None:
+            continue
+        other = replace(subject, options=narrower)
+        fewer = f"{other.parameters / subject.parameters - 1:+.0%}"
+        widths = f"{subject.options.features[level]} -> {narrower.features[level]}"
+        change = f"{other.peak / subject.peak - 1:+.0%}"
+        rows.append([str(level), widths, mib(other.peak), change, f"{other.parameters:,}", fewer])
+    return Table(["level", "width", "peak (MiB)", "change", "parameters", "change"], rows)
+
+
+def family(subject: Look, overrides: Sequence[str]) -> list[Look]:
+    """The named networks whose names begin alike, under the same overrides; alone if these set widths."""
+    stem = subject.name.partition("_")[0]
+    names = [name for name in compose.choices("model") if name.partition("_")[0] == stem]
+    if any(override.startswith(("model.features", "model.decoder")) for override in overrides):
+        return [subject]
+    rest = [override for override in overrides if not override.startswith("model=")]
+    found = []
+    for name in names:
+        try:
+            found.append(
+                subject if name == subject.name else look([f"model={name}", *rest], subject.dtype.itemsize == 2)
+            )
+        except UserError:  # a relative that this patch or option does not suit
+            continue
+    return sorted(found, key=lambda relative: -relative.parameters)
+
+
+def _family(relatives: Sequence[Look]) -> Table:
+    rows = [
+        [
+            relative.name,
+            "-".join(map(str, relative.options.features)),
+            f"{relative.parameters:,}",
+            mib(relative.peak),
+            f"{relative.share:.0%}",
+            _joined(relative),
+        ]
+        for relative in relatives
+    ]
+    columns = ["network", "widths", "parameters", "peak (MiB)", "of it at full resolution", "channels joined there"]
+    return Table(columns, rows)
+
+
+def _joined(subject: Look) -> str:
+    return "" if subject.joined is None else f"{subject.joined[0]} + {subject.joined[1]} = {sum(subject.joined)}"
+
+
+def _why(subject: Look, relatives: Sequence[Look]) -> Iterator[str]:
+    """For relatives with more parameters and a lower peak: how that can be."""
+    for other in relatives:
+        if other.parameters > subject.parameters and other.peak < subject.peak:
+            times = other.parameters / subject.parameters
+            yield (
+                f"{other.name} has {times:.1f} times the parameters of {subject.name} and needs "
+                f"{mib(subject.peak - other.peak)} MiB less: at full resolution it joins {_joined(other)} channels, "
+                f"{subject.name} {_joined(subject)}. Parameters live at the bottom of the U, activations at the top."
+            )
