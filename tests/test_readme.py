@@ -64,6 +64,19 @@ def test_every_link_leads_somewhere(page: str) -> None:
 
 
 @pytest.mark.slow
+def test_the_forum_answer_shown_is_the_answer_given(tmp_path: Path) -> None:
+    """Line by line: the README leaves some out."""
+    (command,) = [words for words in commands() if "memory" in words]
+    words = [sys.executable, "-m", "unet3d", *command[3:]]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    shown = re.search(r"among more:\n\n```\n(.*?)\n```", TEXT, re.DOTALL)
+    given = iter([line.rstrip() for line in done.stdout.splitlines()])
+    assert shown and all(line in given for line in shown[1].splitlines())
+    assert (tmp_path / "where" / "report.html").exists()
+
+
+@pytest.mark.slow
 def test_the_budget_answer_shown_is_the_answer_given(tmp_path: Path) -> None:
     (command,) = [words for words in commands() if "dry_run=true" in words]
     words = [sys.executable, str(ROOT / "train.py"), *command[2:]]
