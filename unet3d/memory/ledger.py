@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unet3d.memory.attribution import Crossing, Place
 
+CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
 
 
@@ -47,6 +48,14 @@ class Row(NamedTuple):
     alive_bytes: int  # after the event
 
 
+class Site(NamedTuple):
+    """One call of a convolution: kernels take scratch that no storage shows."""
+
+    event: int  # events that had happened before it
+    operation: str  # convolution or convolution_backward
+    arguments: tuple  # as called; a tensor is (shape, strides, dtype)
+
+
 class Ledger(TorchDispatchMode):
     """`events` holds (storage index, bytes gained or lost); `marks` and `crossings` hold (event index, what began).
 
@@ -59,6 +68,7 @@ class Ledger(TorchDispatchMode):
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = [(0, "before")]
         self.crossings: list[tuple[int, Crossing]] = []
+        self.sites: list[Site] = []
         self._here = here
         self._known: Any = WeakIdKeyDictionary()
 
@@ -84,6 +94,8 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.adopt(_tensors((args, kwargs)))
+        if func in CONVOLUTIONS:
+            self.sites.append(Site(len(self.events), func.name().removeprefix("aten::"), _plain(args)))
         result = func(*args, **(kwargs or {}))
         place = self._here()
         for tensor in _tensors(result):
@@ -109,6 +121,13 @@ class Ledger(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _plain(value: Any) -> Any:
+    """An argument without its data, fit to be compared and hashed."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), str(value.dtype).removeprefix("torch.")
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def levels(ledger: Ledger) -> list[int]:
