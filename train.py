@@ -16,15 +16,15 @@ def job(config: Config, folder: Path) -> None:
 
     data = None if config.dry_run and build.is_complete(config.model) else build.data(config)
     options = build.model_options(config, data) if data else config.model
-    predicted = forecast(config, options)
+    told = forecast(config, options)
     if data is None or config.dry_run:
-        record.add(folder, predicted)
+        record.add(folder, told.memory)
         return
-    with Run(config, folder, data, options) as run:
+    with Run(config, folder, data, options, told.starts) as run:
         if run.is_done:
             print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; steps=N goes on")
             return
-        record.add(folder, predicted)
+        record.add(folder, told.memory)
         run.fit()
         finish(run)
     report.write(folder)

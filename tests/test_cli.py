@@ -10,7 +10,10 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+import yaml
 from wandb_records import read_run
+
+from unet3d import process
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -66,6 +69,126 @@ def test_a_flag_may_stand_between_overrides_and_a_failed_job_stops_no_other(tmp_
     assert done.returncode == 2 and done.stderr.count("does not fit") == 1
     assert not (tmp_path / "sweep" / "0" / "memory.json").exists()
     assert json.loads((tmp_path / "sweep" / "1" / "memory.json").read_text())["predicted"]["peak_bytes"] > 0
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path, list[list[str]]]:
+    """A sweep of 2 x 2, of which one breaks its budget; its folder; pid, parent's pid and arguments of each process."""
+    place = tmp_path_factory.mktemp("swept")
+    said = "import os, sys; print(os.getpid(), os.getppid(), *sys.orig_argv, sep='|', file=open({!r}, 'a'))"
+    (place / "sitecustomize.py").write_text(said.format(str(place / "processes")))
+    words = ["ckpt=0,2", "batch=1,2", "budget=2MiB", "steps=2", f"data.root={place / 'phantom'}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(place))
+        done = run("-m", *TINY, *words, f"hydra.sweep.dir={place / 'sweep'}", cwd=place)
+    processes = [line.split("|") for line in (place / "processes").read_text().splitlines()]
+    return done, place / "sweep", [process for process in processes if "train.py" in "".join(process)]
+
+
+def test_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: tuple) -> None:
+    done, folder, _ = swept
+    assert done.returncode == 2 and "Comparison of 4 runs" in done.stdout
+    assert "run 2 failed: budget=2MiB: the step does not fit" in done.stdout
+    with (folder / "compare.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [f"{row['run']}: {row['batch']} {row['ckpt']}" for row in rows] == ["0: 1 0", "1: 1 2", "2: 2 0", "3: 2 2"]
+    assert [row["status"].partition(":")[0] for row in rows] == ["done", "done", "failed", "done"]
+    assert {row["error_bytes"] for row in rows} == {"0", ""} and rows[2]["peak_measured_bytes"] == ""
+    peak = json.loads((folder / "3" / "memory.json").read_text())["measured"]["peak_bytes"]
+    assert int(rows[3]["peak_measured_bytes"]) == peak
+    assert {path.name for path in folder.iterdir()} == {
+        *("0", "1", "2", "3", "compare.csv", "compare.html", "compare.png", "multirun.yaml", "wandb")
+    }
+
+
+def test_each_job_of_a_sweep_has_a_process_of_its_own(swept: tuple) -> None:
+    _, folder, processes = swept
+    (sweep, *_), *jobs = processes
+    assert len({sweep, *(pid for pid, *_ in jobs)}) == 5 and {parent for _, parent, *_ in jobs} == {sweep}
+    assert [arguments[-1] for arguments in jobs] == [f"hydra.run.dir='{folder / str(job)}'" for job in range(4)]
+
+
+def test_a_job_of_a_sweep_needs_what_it_needs_alone(swept: tuple, tmp_path: Path) -> None:
+    _, folder, _ = swept
+    words = [str(word) for word in yaml.safe_load((folder / "3" / "overrides.yaml").read_text())]
+    alone = run(*words, f"hydra.run.dir={tmp_path / 'alone'}", "wandb.mode=disabled", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    assert (tmp_path / "alone" / "memory.json").read_text() == (folder / "3" / "memory.json").read_text()
+
+
+def test_the_sweeps_wandb_run_holds_the_table(swept: tuple) -> None:
+    _, folder, _ = swept
+    found = read_run(folder)
+    assert [record["compare._type"] for record in found.history if "compare._type" in record] == ["table-file"]
+    (path,) = folder.glob("wandb/*run-*/files/media/table/compare_*.table.json")
+    table = json.loads(path.read_text())
+    with (folder / "compare.csv").open() as file:
+        assert table["columns"] == next(csv.reader(file))
+    assert [row[0] for row in table["data"]] == ["0", "1", "2", "3"] and found.exit_code == 0
+    assert str(folder.parent) not in path.read_text()
+
+
+def test_the_runs_of_a_sweep_can_be_compared_again(swept: tuple, tmp_path: Path) -> None:
+    _, folder, _ = swept
+    command = [sys.executable, "-m", "unet3d", "compare", str(folder), "-o", str(tmp_path / "again")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "Comparison of 4 runs" in done.stdout, done.stderr
+    for name in ("compare.csv", "compare.html"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+    nowhere = subprocess.run([*command[:4], "unet3d"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert nowhere.returncode == 2 and nowhere.stderr.count("\n") == 1 and "unet3d: not a run folder" in nowhere.stderr
+
+
+def test_a_sweep_that_predicts_stays_in_one_process(tmp_path: Path) -> None:
+    """Its jobs compare all the same; the one that fails in an unforeseen way ends no other."""
+    code = (
+        "import subprocess, sys; sys.path.insert(0, '.'); from unet3d import command; import train\n"
+        "def refuse(*_, **__): raise AssertionError('a process')\n"
+        "subprocess.Popen = refuse\n"
+        "def job(config, folder):\n"
+        "    if config.ckpt == 2: raise RuntimeError('lost')\n"
+        "    train.job(config, folder)\n"
+        "sys.exit(command.main(job))"
+    )
+    closed = ["model.in_channels=1", "model.classes=3", "dry_run=true", "wandb.mode=disabled"]
+    done = run(*TINY, *closed, "-m", "ckpt=0,2,3", f"hydra.sweep.dir={tmp_path}", cwd=ROOT, code=code)
+    assert done.returncode == 1 and "run 1 failed: RuntimeError('lost')" in done.stdout, done.stderr
+    with (tmp_path / "compare.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"].partition(":")[0] for row in rows] == ["predicted", "failed", "predicted"]
+    assert int(rows[2]["peak_predicted_bytes"]) < int(rows[0]["peak_predicted_bytes"])
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None:
+    """Only the sweep's process is told; the job, told by it, still writes its STATUS, and no job follows."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if any('hydra.run.dir' in word for word in sys.orig_argv):\n"
+        "    sys.path.insert(0, ROOT)\n"
+        "    from unet3d import record, run\n"
+        "    def stop(self): os.kill(os.getppid(), signal.SIGINT); signal.pause()\n"
+        "    run.Run.fit = stop\n"
+        "else:\n"
+        "    sys.path.insert(0, ROOT)\n"
+        "    from unet3d import process\n"
+        "    process.GRACE = 0.2\n".replace("ROOT", repr(str(ROOT)))
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        done = run("-m", *TINY, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
+    assert done.returncode == 130, done.stderr
+    assert (tmp_path / "sweep" / "0" / "STATUS").read_text() == (
+        "interrupted; there is no snapshot yet to go on from\nexit code 130\n"
+    )
+    assert not (tmp_path / "sweep" / "1").exists()
+    assert f"python -m unet3d compare {tmp_path / 'sweep'}" in done.stderr
+
+
+def test_a_process_that_was_killed_is_told_by_its_signal() -> None:
+    code = process.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    assert code == 137 and process.fate(code) == "killed by SIGKILL"
+    assert process.run([sys.executable, "-c", "raise SystemExit(4)"]) == 4
 
 
 def test_the_composed_config_can_be_shown(tmp_path: Path) -> None:

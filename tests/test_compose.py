@@ -10,10 +10,10 @@ from unet3d.errors import UserError
 
 WRONG = {
     "amp=maybe": r"^amp: .*'maybe'.*bool",
-    "ckpt=two": r"^ckpt: .*'two'.*Integer",
-    "ckpt=-1": r"^ckpt=-1: must be >= 0",
-    "ckpt=1": r"^ckpt=1: .*use 0 \(off\) or 2 to 8",
-    "ckpt=999": r"^ckpt=999: this model has 8 stages; use 0 \(off\) or 2 to 8",
+    "ckpt=two": r"^ckpt=two: give a number of segments",
+    "ckpt=-1": r"^ckpt=-1: give a number of segments",
+    "ckpt=1": r"^ckpt=1: .*use 0 \(off\), 2 to 8, or auto",
+    "ckpt=999": r"^ckpt=999: this model has 8 stages; use 0 \(off\), 2 to 8, or auto",
     "chkpt=2": r"^chkpt: no such option; did you mean ckpt\?",
     "batch=0": r"^batch=0: must be >= 1",
     "seed=-1": r"^seed=-1: must be >= 0",

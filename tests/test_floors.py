@@ -6,13 +6,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # lowest first; a module may import from any floor below its own
-    {"config", "errors", "policy", "metrics", "page", "privacy", "slices", "table", "memory.attribution"},
+    {"config", "errors", "policy", "metrics", "page", "privacy", "process", "slices", "table", "memory.attribution"},
     {"model.geometry", "schedules", "snapshot", "sinks", "figures", "console", "memory.ledger", "memory.tables"},
     {
         "checks",
+        "compare_figures",
         "model.layers",
         "readback",
         "resuming",
+        "memory.allocator",
+        "memory.breakdown",
         "memory.dry",
         "memory.estimates",
         "memory.figures",
@@ -21,16 +24,17 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "data.nifti",
         "data.splits",
     },
-    {"compose", "model.stages", "report", "data.phantom"},
-    {"losses", "model.unet", "step", "record", "data.cases"},
-    {"trainer", "inference", "memory.explain", "data.augment", "data.volumes"},
+    {"compose", "model.stages", "report", "data.phantom", "memory.bounds"},
+    {"losses", "model.unet", "step", "record", "compare_rows", "data.cases", "memory.kernels"},
+    {"trainer", "inference", "compare", "memory.explain", "data.augment", "data.volumes"},
     {"memory.export", "memory.meter", "data.patches", "data.check"},
     {"data.loader", "data.reader", "evaluation", "memory.save"},
     {"build"},
-    {"run", "apply", "memory.predict"},
-    {"finish", "memory.advise", "memory.look"},
-    {"memory.facts", "memory.plan", "memory.show", "memory.spread"},
-    {"memory.forecast"},
+    {"run", "apply", "memory.rehearsal"},
+    {"finish", "memory.segments"},
+    {"memory.predict", "memory.advise"},
+    {"memory.look", "memory.plan"},
+    {"memory.facts", "memory.fit", "memory.show", "memory.spread", "memory.forecast"},
     {"command", "__main__"},
 ]
 ROOMS = {
@@ -38,12 +42,12 @@ ROOMS = {
     "wandb": {"sinks"},
     "nibabel": {"data.nifti", "data.phantom", "data.volumes", "data.check"},
     "monai": {"metrics", "data.augment", "data.patches"},
-    "matplotlib": {"figures", "slices", "memory.figures"},
+    "matplotlib": {"compare_figures", "figures", "slices", "memory.figures"},
     "rich": {"console"},
 }
 LIGHT = {
     *("config", "resuming", "errors", "checks", "compose", "command", "model.geometry"),
-    *("sinks", "console", "data.cases"),
+    *("sinks", "console", "data.cases", "process"),
 }
 
 

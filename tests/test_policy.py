@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from evenly import evenly
 from torch import Tensor, nn
 
 from unet3d import policy
@@ -49,7 +50,7 @@ def test_checkpointing_changes_no_bit(network: Network, norm: str, dropout: floa
     overrides = ("model=unet_tiny", f"model.norm={norm}", f"model.dropout={dropout}")
     expected, _ = outcome(network(*overrides), MemoryPolicy("cpu", dtype))
     for ckpt in (2, 3, 4, 5, 6):
-        found, calls = outcome(network(*overrides), MemoryPolicy("cpu", dtype, ckpt))
+        found, calls = outcome(network(*overrides), MemoryPolicy("cpu", dtype, evenly(6, ckpt)))
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), ckpt
         assert max(calls) <= 4, "two steps: each convolution runs at most twice in each"
         assert max(calls) > 2, "nothing was recomputed"
@@ -58,7 +59,7 @@ def test_checkpointing_changes_no_bit(network: Network, norm: str, dropout: floa
 def test_checkpointing_changes_no_bit_with_deep_supervision(network: Network) -> None:
     overrides = ("model=nnunet_hippocampus", "model.features=[4,8,8,8]", "model.norm=batch")
     expected, _ = outcome(network(*overrides), MemoryPolicy())
-    found, _ = outcome(network(*overrides), MemoryPolicy(ckpt=8))
+    found, _ = outcome(network(*overrides), MemoryPolicy(starts=evenly(8, 8)))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
@@ -69,7 +70,7 @@ def test_without_the_guard_running_statistics_see_a_batch_twice(
         policy.Segment, "has_run", property(lambda self: False, lambda self, value: None), raising=False
     )
     model, plain = network("model=unet_tiny", "model.norm=batch"), network("model=unet_tiny", "model.norm=batch")
-    outcome(model, MemoryPolicy(ckpt=6)), outcome(plain, MemoryPolicy())
+    outcome(model, MemoryPolicy(starts=evenly(6, 6))), outcome(plain, MemoryPolicy())
     counts = [m.inc.block.conv1.norm.num_batches_tracked.item() for m in (plain, model)]
     assert counts == [2, 4]
 
@@ -77,7 +78,7 @@ def test_without_the_guard_running_statistics_see_a_batch_twice(
 def test_names_of_weights_do_not_depend_on_the_policy(network: Network) -> None:
     before = list(network().state_dict())
     model = network()
-    outcome(model, MemoryPolicy("cpu", torch.bfloat16, 4))
+    outcome(model, MemoryPolicy("cpu", torch.bfloat16, (0, 1, 4)))
     assert list(model.state_dict()) == before
 
 
@@ -87,7 +88,7 @@ def test_checkpointing_lowers_the_peak(network: Network) -> None:
 
 
 def _peak(network: Network, ckpt: int) -> int:
-    model, memory = network("model=unet_tiny"), MemoryPolicy(ckpt=ckpt)
+    model, memory = network("model=unet_tiny"), MemoryPolicy(starts=evenly(6, ckpt))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     meter = LedgerMeter(model, optimizer)
     batch = Batch(torch.randn(1, 1, 32, 32, 32), torch.zeros(1, 32, 32, 32, dtype=torch.int16))
@@ -112,9 +113,9 @@ def test_auto_is_bf16_on_the_cpu() -> None:
     assert policy.amp_dtype("fp16", "cpu") is torch.float16
 
 
-def test_split_covers_every_stage_once_in_order() -> None:
-    stages = [nn.Identity() for _ in range(8)]
-    for segments in range(2, 9):
-        parts = policy.split(stages, segments)
-        assert len(parts) == segments
-        assert [s for part in parts for s in part.stages] == stages
+@pytest.mark.parametrize("starts", [(0, 1), (0, 3, 7), (0, 1, 2, 6), evenly(8, 5)])
+def test_split_covers_every_stage_once_in_order(starts: tuple[int, ...]) -> None:
+    stages: list[nn.Module] = [nn.Identity() for _ in range(8)]
+    parts = policy.split(stages, starts)
+    assert [s for part in parts for s in part.stages] == stages
+    assert [stages.index(part.stages[0]) for part in parts] == list(starts)

@@ -1,4 +1,4 @@
-"""The other commands: python -m unet3d memory | predict | check-data | report"""
+"""The other commands: python -m unet3d memory | predict | check-data | report | compare"""
 
 import argparse
 import sys
@@ -20,10 +20,14 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m unet3d", description="Apply, check and report.")
+    parser = argparse.ArgumentParser(prog="python -m unet3d", description="Explain memory, apply, check and report.")
     commands = parser.add_subparsers(required=True, metavar="command")
     memory = commands.add_parser("memory", help="tell where the memory of a training step goes, without running it")
-    memory.add_argument("overrides", nargs="*", help="as for train.py: model=forum_mid batch=2 amp=true")
+    memory.add_argument(
+        "overrides",
+        nargs="*",
+        help="as for train.py: model=forum_mid amp=true; before them, fit: find what fits budget=8GiB",
+    )
     memory.add_argument("-o", "--out", type=Path, help="folder for report, figures and tables")
     memory.add_argument("--half", action="store_true", help="weights and images in float16, instead of amp")
     memory.add_argument("--curves", action="store_true", help="with -o: peak against batch size, width and patch")
@@ -43,19 +47,29 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write a run's figures and report.html anew")
     report.add_argument("folder", type=Path, help="the run's folder")
     report.set_defaults(run=_report)
+    compare = commands.add_parser("compare", help="set runs side by side")
+    compare.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders, or the folders of sweeps")
+    compare.add_argument("-o", "--out", type=Path, help="folder for compare.csv, compare.png and compare.html")
+    compare.set_defaults(run=_compare)
     return parser
 
 
 def _memory(arguments: argparse.Namespace) -> int:
     """One config is explained; several, as `batch=1,2,4`, are set side by side."""
-    jobs = compose.sweep(arguments.overrides)
+    wants_fit = arguments.overrides[:1] == ["fit"]
+    words = arguments.overrides[1:] if wants_fit else arguments.overrides
+    jobs = compose.sweep(words)
     for job in jobs:
         compose.compose(job)  # a mistake is answered before torch loads
-    if arguments.curves and arguments.out is None:
-        raise UserError("--curves writes a picture and a table; add -o FOLDER")
-    from unet3d.memory import facts, show, spread
+    _check_memory(arguments)
+    if wants_fit and len(jobs) > 1:
+        raise UserError("memory fit takes one config; leave the commas away")
+    from unet3d.memory import facts, fit, show, spread
+    from unet3d.memory.look import look
 
-    if arguments.facts:
+    if wants_fit:
+        print(f"fits: {fit.fit(look(jobs[0], arguments.half), jobs[0])}")
+    elif arguments.facts:
         facts.show()
     elif arguments.curves:
         spread.curves(jobs, arguments.half, arguments.out)
@@ -64,6 +78,18 @@ def _memory(arguments: argparse.Namespace) -> int:
     else:
         show.show(jobs[0], arguments.half, arguments.out)
     return 0
+
+
+def _check_memory(arguments: argparse.Namespace) -> None:
+    out = arguments.out
+    if arguments.facts and (arguments.overrides or arguments.half or arguments.curves or out):
+        raise UserError("--facts prints a table of its own; give it alone")
+    if arguments.curves and out is None:
+        raise UserError("--curves writes a picture and a table; add -o FOLDER")
+    if out is not None and out.exists() and not out.is_dir():
+        raise UserError(f"{out}: is a file; -o names a folder")
+    if out is not None and any((out / name).exists() for name in ("STATUS", "metrics.jsonl")):
+        raise UserError(f"{out}: holds a run; -o needs a folder of its own")
 
 
 def _predict(arguments: argparse.Namespace) -> int:
@@ -112,6 +138,15 @@ def _report(arguments: argparse.Namespace) -> int:
     if not (arguments.folder / "config.yaml").is_file():
         raise UserError(f"{arguments.folder}: not a run folder; give outputs/DATE/TIME-ID")
     print(report.write(arguments.folder))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
+        raise UserError(f"{arguments.out}: is a file; -o names the folder for the comparison")
+    from unet3d import compare
+
+    compare.compare(arguments.runs, arguments.out)
     return 0
 
 

@@ -41,7 +41,7 @@ def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmen
     """The segmenter that a run's snapshot holds. Raises SnapshotError, or UserError for the device."""
     state = snapshot.load(path)
     try:
-        config = compose.from_plain(state["config"] | {"device": device, "resume": None, "ckpt": 0})
+        config = compose.from_plain(state["config"] | {"device": device, "resume": None})
         options = Model(**state["model_options"])
         checks.check(dataclasses.replace(config, model=options), here=False)
         rules = tuple(Intensity(**rule) for rule in state["intensity"])
@@ -53,7 +53,7 @@ def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmen
     where = build.device(config)
     network = build.model(options, seed=0)
     snapshot.load_weights(network, weights, path)
-    predictor = build.predictor(config, network.to(where), options, build.policy(config, where.type))
+    predictor = build.predictor(config, network.to(where), options, build.policy(config, where.type, ()))
     return Segmenter(predictor, rules, config.data.spacing)
 
 

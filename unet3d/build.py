@@ -113,9 +113,9 @@ def optimizer(options: Optim, network: nn.Module) -> torch.optim.Optimizer:
     raise AssertionError(options.name)
 
 
-def policy(config: Config, device_type: str) -> MemoryPolicy:
-    """Mixed precision and checkpointing."""
-    return MemoryPolicy(device_type, amp_dtype(config.amp_dtype, device_type) if config.amp else None, config.ckpt)
+def policy(config: Config, device_type: str, starts: tuple[int, ...]) -> MemoryPolicy:
+    """Mixed precision, and checkpointing in segments that begin with these stages."""
+    return MemoryPolicy(device_type, amp_dtype(config.amp_dtype, device_type) if config.amp else None, starts)
 
 
 def predictor(config: Config, network: nn.Sequential, options: Model, memory: MemoryPolicy) -> Predictor:

@@ -85,10 +85,14 @@ def stages(model: Model) -> int:
 
 
 def _check_checkpointing(config: Config) -> None:
-    most = stages(config.model)
-    if config.ckpt == 1 or config.ckpt > most:
-        why = "one segment is never checkpointed" if config.ckpt == 1 else f"this model has {most} stages"
-        raise UserError(f"ckpt={config.ckpt}: {why}; use 0 (off) or 2 to {most}")
+    most, ckpt = stages(config.model), config.ckpt
+    if ckpt == "auto":
+        return
+    if not isinstance(ckpt, int) or isinstance(ckpt, bool) or ckpt < 0:
+        raise UserError(f"ckpt={ckpt}: give a number of segments, 0 (off) or 2 to {most}, or auto")
+    if ckpt == 1 or ckpt > most:
+        why = "one segment is never checkpointed" if ckpt == 1 else f"this model has {most} stages"
+        raise UserError(f"ckpt={ckpt}: {why}; use 0 (off), 2 to {most}, or auto")
 
 
 def _check_patch(config: Config) -> None:
@@ -99,11 +103,28 @@ def _check_patch(config: Config) -> None:
         return  # needs the data's spacing: checked again once it is known
     geometry.output_size(data.patch, model)
     lone = model.norm in ("instance", "batch_current") or (model.norm == "batch" and config.batch == 1)
-    if lone and model.padding == "same" and geometry.deepest_size(data.patch, model) == (1, 1, 1):
+    if lone and model.padding == "same" and geometry.level_sizes(data.patch, model)[-1] == (1, 1, 1):
         raise UserError(
             f"data.patch={data.patch} leaves one voxel at the deepest of {len(model.features)} levels, and "
             f"model.norm={model.norm} has nothing to normalise there; use a larger patch, fewer levels, or norm=group"
         )
+
+
+def refuse_shallow_bf16(config: Config, options: Model) -> None:
+    """Raise UserError where torch's CPU kernel would return wrong weight gradients for bf16 convolutions.
+
+    Maps of 2 or more voxels along D, but fewer than the kernel, padded: oneDNN leaves the gradient partly unwritten,
+    and may write beyond it (torch 2.13; fp16 and float32 are right).
+    """
+    if options.padding == "valid":
+        return
+    sizes, kernels = geometry.level_sizes(config.data.patch, options), geometry.kernels(options)
+    for level, (size, kernel) in enumerate(zip(sizes, kernels, strict=True)):
+        if 1 < size[0] < kernel[0]:
+            raise UserError(
+                f"data.patch={config.data.patch}: maps at level {level} are {size[0]} voxels long in D, where torch's "
+                f"bf16 convolutions on the CPU give wrong gradients; use another D, amp_dtype=fp16, or amp=false"
+            )
 
 
 def _check_data(config: Config) -> None:

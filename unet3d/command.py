@@ -10,16 +10,18 @@ from pathlib import Path
 import hydra
 from hydra._internal.utils import get_args_parser  # the only place that knows which flags take a value
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from unet3d import compose
+from unet3d import compose, process
 from unet3d.compose import CONFIG_NAME, VERSION_BASE
 from unet3d.config import Config
 from unet3d.errors import NonFiniteLoss, SnapshotError, UserError
+from unet3d.process import INTERRUPTED
 from unet3d.resuming import refuse_changes
 
 Job = Callable[[Config, Path], None]
-OUT_OF_MEMORY, INTERRUPTED = 5, 130
+OUT_OF_MEMORY = 5
 OVERRIDES = "overrides.yaml"  # what the command line said, for `resume`
 
 
@@ -31,16 +33,30 @@ def main(job: Job) -> int:
     except UserError as error:
         return _say(f"error: {error}", error.exit_code)
     codes: list[int] = []
+    swept: dict[Path, Config] = {}  # run folder -> config
+    sweep_folder = Path()
 
     @hydra.main(version_base=VERSION_BASE, config_path=str(compose.config_folder()), config_name=CONFIG_NAME)
     def task(tree: DictConfig) -> None:
-        folder = Path(HydraConfig.get().runtime.output_dir)
-        codes.append(_guarded(job, compose.load(tree), folder, list(HydraConfig.get().overrides.task)))
+        nonlocal sweep_folder
+        asked, config = HydraConfig.get(), compose.load(tree)
+        folder, overrides = Path(asked.runtime.output_dir), list(asked.overrides.task)
+        if asked.mode != RunMode.MULTIRUN:
+            codes.append(_guarded(job, config, folder, overrides))
+            return
+        sweep_folder, swept[folder] = Path(asked.runtime.cwd, asked.sweep.dir), config
+        print(f"job {asked.job.num}: {' '.join(overrides)}", flush=True)
+        codes.append(_job_of_sweep(job, config, folder, overrides))
         if codes[-1] == INTERRUPTED:
-            sys.exit(INTERRUPTED)  # the sweep too
+            ready = f"python -m unet3d compare {shlex.quote(str(sweep_folder))}"
+            sys.exit(_say(f"sweep interrupted; to compare what there is: {ready}", INTERRUPTED))
 
     sys.argv[1:] = arguments
     task()
+    if swept:
+        from unet3d import compare
+
+        compare.finish_sweep(swept, sweep_folder)
     return max(codes, default=0)
 
 
@@ -79,8 +95,38 @@ def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
     before = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     assert isinstance(before, dict)
     refuse_changes(before, now)
+    return [*arguments, _run_in(folder)]
+
+
+def _run_in(folder: Path) -> str:
+    """The override that makes `folder` the run's."""
     quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
-    return [*arguments, f"hydra.run.dir='{quoted}'"]
+    return f"hydra.run.dir='{quoted}'"
+
+
+def _job_of_sweep(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
+    """Run a sweep's job in a process of its own, so that nothing of it leaks into another. Returns its exit code.
+
+    One that only predicts stays here: tensors without data leave nothing behind, and torch need not load again.
+    """
+    if not config.dry_run:
+        script = Path(HydraConfig.get().runtime.cwd, sys.argv[0])
+        code = process.run([sys.executable, str(script), *overrides, _run_in(folder)])
+        if code == 0 or _has_ended(folder):
+            return code
+        OmegaConf.save(OmegaConf.create(overrides), folder / OVERRIDES)
+        return _end(folder, f"failed: {process.fate(code)}", code)
+    try:
+        return _guarded(job, config, folder, overrides)
+    except Exception:  # Hydra would tell it after the last job, and end the sweep with it
+        traceback.print_exc()
+        return 1
+
+
+def _has_ended(folder: Path) -> bool:
+    """Whether the run could still say how it ended."""
+    status = folder / "STATUS"
+    return status.is_file() and status.read_text() != "running\n"
 
 
 def _guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:

@@ -152,7 +152,7 @@ class Config:
     wandb: Wandb = field(default_factory=Wandb)
     amp: bool = option(False, "automatic mixed precision")
     amp_dtype: str = option("auto", "auto: what the device does well", among=("auto", "bf16", "fp16"))
-    ckpt: int = option(0, "activation checkpointing in this many segments; 0: off", low=0)
+    ckpt: Any = option(0, "activation checkpointing in at most this many segments, or auto; 0: off")
     seed: int = option(0, "of weights, batches and augmentation", low=0, high=2**32 - 1)
     device: str = option("auto", "where to run", among=("auto", "cpu", "cuda"))
     steps: int = option(100, "optimizer steps", low=1)

@@ -1,7 +1,8 @@
 """Progress for a person: a bar on a terminal, else one plain line now and then."""
 
+import io
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import rich.box
@@ -65,6 +66,15 @@ def paper(width: int) -> Terminal:
     """A terminal to print results on; where it is a file, of so many characters a line."""
     terminal = Terminal(highlight=False, markup=False)
     return terminal if terminal.is_terminal else Terminal(highlight=False, markup=False, width=width)
+
+
+def text(parts: Iterable[str | tuple[str, Table]], width: int) -> str:
+    """Lines and titled tables as plain text; only tables keep to the width."""
+    file = Terminal(file=io.StringIO(), width=width, markup=False, highlight=False)
+    for part in parts:
+        is_line = isinstance(part, str)
+        file.print(part if isinstance(part, str) else terminal_table(*part), soft_wrap=is_line)
+    return file.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def terminal_table(title: str, table: Table) -> rich.table.Table:

@@ -24,15 +24,16 @@ def _tell_memory(run: Run, memory: Mapping[str, Any]) -> None:
     measured, pictures = memory["measured"], run.folder / "figures"
     save.write(run.meter.ledger, run.folder.name, run.folder)
     memory_figures.phases(measured, pictures / "memory_phases.png")
-    memory_figures.along_the_u(measured, pictures / "memory_layers.png")
+    seen = measured.get("ledger", measured)
+    memory_figures.along_the_u(seen, pictures / "memory_layers.png")
     for name in ("phases", "timeline", "layers"):
         if (path := pictures / f"memory_{name}.png").exists():
             run.sinks.image(f"memory/{name}_picture", path, run.trainer.step)
     rows = [[phase, peaks["first"], peaks["steady"]] for phase, peaks in measured["phases"].items()]
     run.sinks.table("memory/phases", ["phase", "first step (bytes)", "later steps (bytes)"], rows)
     for name in ("levels", "layers"):
-        head = [key if key in ("level", "module", "bytes") else f"{key} (bytes)" for key in measured[name][0]]
-        run.sinks.table(f"memory/{name}", head, [list(row.values()) for row in measured[name]])
+        head = [key if key in ("level", "module", "bytes") else f"{key} (bytes)" for key in seen[name][0]]
+        run.sinks.table(f"memory/{name}", head, [list(row.values()) for row in seen[name]])
     run.sinks.scalars({"memory/peak_allocated_bytes": measured["peak_bytes"]}, run.trainer.step)
     scalars = {key: value for key, value in flat(memory, "/", "memory/").items() if not isinstance(value, list)}
     run.sinks.summary(scalars)

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """`dtype` None: no mixed precision. `ckpt` 0: no checkpointing, else the number of segments."""
+    """`dtype` None: no mixed precision. `starts` (): no checkpointing, else the first stage of each segment."""
 
     device_type: str = "cpu"
     dtype: torch.dtype | None = None
-    ckpt: int = 0
+    starts: tuple[int, ...] = ()
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context for forward passes."""
@@ -29,10 +29,10 @@ class MemoryPolicy:
     def forward(self, model: nn.Sequential, image: Tensor) -> Any:
         """The model's output for an image N C D H W; with gradients on, segments are recomputed in backward."""
         with self.autocast():
-            if not self.ckpt or not torch.is_grad_enabled():
+            if not self.starts or not torch.is_grad_enabled():
                 return model(image)
-            segments = split(list(model), self.ckpt)
-            return checkpoint_sequential(segments, self.ckpt, image, use_reentrant=False)
+            segments = split(list(model), self.starts)
+            return checkpoint_sequential(segments, len(segments), image, use_reentrant=False)
 
     def scaler(self) -> torch.amp.GradScaler:
         """Loss scaling, a no-op but for fp16: bf16 has the exponents of fp32."""
@@ -58,10 +58,9 @@ class Segment:
         return state
 
 
-def split(stages: list[nn.Module], segments: int) -> list[Segment]:
-    """Equal counts of stages; the remainder goes to the last, which checkpoint_sequential keeps in memory."""
-    size = len(stages) // segments
-    starts = [size * i for i in range(segments)]
+def split(stages: list[nn.Module], starts: tuple[int, ...]) -> list[Segment]:
+    """Segments that begin with these stages, the first with stage 0; checkpoint_sequential keeps the last in memory."""
+    assert starts[0] == 0 and sorted(set(starts)) == list(starts)
     return [Segment(stages[a:b]) for a, b in zip(starts, [*starts[1:], len(stages)], strict=True)]
 
 

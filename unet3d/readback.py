@@ -122,6 +122,13 @@ def shown(value: float | None, digits: int) -> str:
     return "n/a" if value is None else f"{value:,.{digits}f}"
 
 
+def about(run: RunFolder) -> list[str]:
+    """What ran and how it ended; of a rehearsal, what was rehearsed."""
+    if "rehearsed" in run.memory:
+        return [run.memory["rehearsed"]]
+    return [what_ran(run), f"Status: {run.status or 'unknown, there is no STATUS file'}"]
+
+
 def prediction(run: RunFolder) -> str:
     """The peak that was predicted before the run, and how far the measured one is from it."""
     if run.memory_kind == "predicted":

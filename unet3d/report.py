@@ -3,14 +3,16 @@
 A pure function of the run folder, so that it can be had again at any time, also of a run that died early.
 """
 
-import csv
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from unet3d import figures, page, readback
 from unet3d.console import NARROW, paper, terminal_table
 from unet3d.memory import figures as memory_figures
 from unet3d.memory import tables
 from unet3d.readback import RunFolder
+from unet3d.table import mib, write_csv
 
 
 def write(folder: Path) -> Path:
@@ -19,32 +21,25 @@ def write(folder: Path) -> Path:
     (folder / "figures").mkdir(exist_ok=True)
     if run.records:
         figures.curves(run.records, folder / "figures" / "curves.png")
-        _write_csv(folder / "metrics.csv", run)
+        columns = list(dict.fromkeys(key for record in run.records for key in record))
+        rows = ([record.get(key) for key in columns] for record in run.records)  # empty where a record lacks it
+        write_csv(folder / "metrics.csv", columns, rows)
     if run.memory:
         memory_figures.phases(run.memory_entry, folder / "figures" / "memory_phases.png")
-        if "layers" in run.memory_entry:
-            memory_figures.along_the_u(run.memory_entry, folder / "figures" / "memory_layers.png")
+        seen = run.memory_entry.get("ledger", run.memory_entry)
+        if "layers" in seen:
+            memory_figures.along_the_u(seen, folder / "figures" / "memory_layers.png")
     path = folder / "report.html"
     path.write_text(_html(run), encoding="utf-8")
     return path
 
 
-def _write_csv(path: Path, run: RunFolder) -> None:
-    """metrics.jsonl as a table: a row a record, a column a key, empty where a record lacks it."""
-    columns = list(dict.fromkeys(key for record in run.records for key in record))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(run.records)
-
-
 def _html(run: RunFolder) -> str:
-    name = f"unet3d run {run.path.resolve().name}"
+    name = f"unet3d run {run.path.resolve().name}" if "rehearsed" not in run.memory else "unet3d memory of a step"
     pictures = run.path / "figures"
     parts = [
         page.headline(name),
-        page.paragraph(readback.what_ran(run)),
-        page.paragraph(f"Status: {run.status or 'unknown, there is no STATUS file'}"),
+        *map(page.paragraph, readback.about(run)),
         page.facts(readback.highlights(run)),
         page.section("Scores on the held-out cases", page.table(*readback.score_table(run))),
         page.section("Prediction", page.picture(pictures / "prediction.png", "truth and prediction on three planes")),
@@ -61,24 +56,33 @@ def _memory(run: RunFolder) -> str:
     if not run.memory:
         return ""
     entry, pictures = run.memory_entry, run.path / "figures"
-    words = f" At its highest: {tables.moment(entry)}." if "moment" in entry else ""
-    about = (
-        f"{run.memory_kind.capitalize()} ({entry['kind']}): bytes held at once in a training step, in MiB (2^20 bytes)."
-    )
+    about = f"{run.memory_kind.capitalize()} ({entry['kind']}): bytes held at once in a step, in MiB (2^20 bytes)."
     return page.section(
         "Memory",
-        page.paragraph(about + words),
+        page.paragraph(about),
         page.paragraph(readback.prediction(run)),
         page.paragraph(readback.advice(run)),
         page.table(*tables.phases(entry)),
         page.picture(pictures / "memory_phases.png", "peak memory per phase, by what it is for"),
+        _owners(run, entry.get("ledger", entry)),
+    )
+
+
+def _owners(run: RunFolder, seen: Mapping[str, Any]) -> str:
+    """Who holds the bytes; of an entry that a ledger made."""
+    if "moment" not in seen:
+        return page.table(*tables.categories(seen))
+    pictures = run.path / "figures"
+    parts = [
+        page.paragraph(f"The ledger's peak, {mib(seen['peak_bytes'])} MiB: {tables.moment(seen)}."),
         page.picture(pictures / "memory_timeline.png", "memory over one step, by what it is for"),
         page.picture(pictures / "memory_layers.png", "memory at the peak, by layer along the U"),
-        page.table(*tables.categories(entry)),
-        page.table(*tables.levels(entry)),
-        page.table(*tables.layers(entry)),
-        page.table(*tables.state(entry, run.memory["parameters"])),
-    )
+        page.table(*tables.categories(seen)),
+        page.table(*tables.levels(seen)),
+        page.table(*tables.layers(seen)),
+        page.table(*tables.state(seen, run.memory["parameters"])),
+    ]
+    return "\n".join(parts)
 
 
 def print_summary(folder: Path) -> None:

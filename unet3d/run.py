@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unet3d import build, compose, metrics, record, resuming, schedules, snapshot
+from unet3d import build, checks, compose, metrics, record, resuming, schedules, snapshot
 from unet3d.config import Config, Model
 from unet3d.console import Console
 from unet3d.data.cases import Case
@@ -24,11 +24,13 @@ from unet3d.trainer import Trainer
 class Run:
     """Builds everything of a run; with `config.resume`, goes on from its last snapshot. Use it in a `with`."""
 
-    def __init__(self, config: Config, folder: Path, data: build.Data, options: Model) -> None:
+    def __init__(self, config: Config, folder: Path, data: build.Data, options: Model, starts: tuple[int, ...]) -> None:
         self.config, self.folder, self.data, self.options = config, folder, data, options
         device = build.device(config)
         loss = build.loss(config, len(data.task.classes))
-        policy = build.policy(config, device.type)
+        policy = build.policy(config, device.type, starts)
+        if device.type == "cpu" and policy.dtype is torch.bfloat16:
+            checks.refuse_shallow_bf16(config, options)
         self.model = build.model(self.options, config.seed).to(device)
         self.optimizer = build.optimizer(config.optim, self.model)
         self.predictor = build.predictor(config, self.model, self.options, policy)

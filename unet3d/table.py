@@ -1,6 +1,9 @@
 """A table of text, for the terminal, the report and files alike."""
 
-from typing import NamedTuple
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 MIB = 2**20
 
@@ -20,3 +23,11 @@ def mib(size: float) -> str:
 def percent(part: float, whole: float) -> str:
     """A share, or a change if signed by the caller; "" of nothing."""
     return f"{part / whole:.1%}" if whole else ""
+
+
+def write_csv(path: Path, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Write cells as they are; None is an empty one."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(head)
+        writer.writerows(rows)

@@ -42,6 +42,9 @@ def test_one_config_is_explained_and_its_files_written(capsys: pytest.CaptureFix
     assert "Predicted (ledger)" in page and "nothing was run" in page
     assert page.count("<img") == 3
     assert (out / "memory" / "snapshot.pickle").stat().st_size > 0
+    assert [line.rstrip() for line in (out / "explained.txt").read_text().splitlines()] == [
+        line.rstrip() for line in said.splitlines()[:-1]
+    ]
 
 
 def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -79,10 +82,17 @@ def test_peaks_against_batch_width_and_patch(tmp_path: Path) -> None:
         (["--curves"], "add -o FOLDER"),
         (["model=forum_mid", "amp=true", "--half"], "drop one"),
         (["model=unet_tiny", "ckpt=99"], "ckpt=99"),
+        (["--facts", "--half"], "give it alone"),
+        (["-o", "FILE"], "is a file"),
+        (["-o", "RUN"], "holds a run"),
+        (["model=unet_tiny", *NET, "batch=2,2"], "more than once"),
     ],
 )
-def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture, arguments: list[str], said: str) -> None:
-    assert memory(*arguments) == 2
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture, tmp_path: Path, arguments: list[str], said: str) -> None:
+    (tmp_path / "FILE").touch()
+    (tmp_path / "RUN").mkdir()
+    (tmp_path / "RUN" / "STATUS").touch()
+    assert memory(*(str(tmp_path / a) if a in ("FILE", "RUN") else a for a in arguments)) == 2
     found = capsys.readouterr()
     assert said in found.err and found.err.count("\n") == 1 and not found.out
 

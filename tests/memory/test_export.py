@@ -17,7 +17,7 @@ from unet3d.memory.attribution import Crossing
 from unet3d.memory.dry import dry
 from unet3d.memory.ledger import CATEGORIES, Ledger, alive_at, levels
 from unet3d.memory.meter import STEADY
-from unet3d.memory.predict import rehearse
+from unet3d.memory.predict import predicted
 
 VIEWER_KNOWS = {
     *("PROTO", "FRAME", "MEMOIZE", "MARK", "STOP", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE"),
@@ -29,7 +29,7 @@ VIEWER_KNOWS = {
 def rehearsed(*overrides: str) -> Ledger:
     config = compose.compose(list(overrides))
     config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 4
-    return rehearse(config, config.model).ledger
+    return predicted(config, config.model).ledger
 
 
 @pytest.fixture(scope="module")
@@ -135,11 +135,11 @@ def test_an_empty_ledger_can_be_written(tmp_path: Path) -> None:
     assert written(ledger, tmp_path) == {"segments": [], "device_traces": [[]]}
     export.write_changes(ledger, tmp_path / "changes.txt")
     assert (tmp_path / "changes.txt").read_text() == ""
-    assert export.trace(ledger, "none") == []
+    assert export.trace(ledger, "none", 0) == []
 
 
 def test_a_trace_of_the_first_convolution_grows_by_output_and_half_copies(forum: Ledger) -> None:
-    pre, fwd, *_ = export.trace(forum, "mid")
+    pre, fwd, *_ = export.trace(forum, "mid", 0)
     assert list(pre) == list(export.TRACE_COLUMNS)
     assert (pre["layer_type"], pre["exp"], pre["hook_type"], fwd["hook_type"]) == ("Conv3d", "mid", "pre", "fwd")
     voxels, channels, half = 2 * 320 * 150 * 26, 64, 2  # bytes of a bfloat16
@@ -150,7 +150,7 @@ def test_a_trace_of_the_first_convolution_grows_by_output_and_half_copies(forum:
 
 
 def test_a_trace_goes_through_each_layer_in_order(forum: Ledger) -> None:
-    rows = export.trace(forum, "mid")
+    rows = export.trace(forum, "mid", 0)
     assert [row["call_idx"] for row in rows] == list(range(len(rows)))
     first: dict[int, dict[str, int]] = {}
     for row in rows:
@@ -179,7 +179,7 @@ def test_a_module_entered_before_a_steps_first_event_belongs_to_that_step() -> N
 
 
 def test_a_trace_file_leaves_the_cache_empty(small: Ledger, tmp_path: Path) -> None:
-    rows = export.trace(small, "first, try")
+    rows = export.trace(small, "first, try", 0)
     export.write_trace(rows, tmp_path / "trace.csv")
     header, line, *_ = (tmp_path / "trace.csv").read_text().splitlines()
     assert header == "layer_idx,call_idx,layer_type,exp,hook_type,mem_all,mem_cached"

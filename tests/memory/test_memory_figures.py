@@ -19,7 +19,7 @@ from unet3d import compose
 from unet3d.memory import explain, figures
 from unet3d.memory.ledger import CATEGORIES
 from unet3d.memory.meter import LedgerMeter
-from unet3d.memory.predict import rehearse
+from unet3d.memory.predict import predicted
 from unet3d.table import MIB
 
 Draw = Callable[..., Axes]
@@ -31,7 +31,7 @@ COLOUR_OF = dict(figures.KINDS.values())
 def meter(*overrides: str) -> LedgerMeter:
     config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", *overrides])
     config.model.in_channels, config.model.classes = 2, 3
-    return rehearse(config, config.model)
+    return predicted(config, config.model)
 
 
 DEEP = ("model.features=[8,8,8,8,8,8]", "data.patch=[64,64,64]", "model.upsampling=trilinear")
@@ -240,7 +240,11 @@ def test_a_trace_has_a_line_an_experiment_and_says_where_backward_begins(draw: D
     assert lines[1].get_xydata().tolist() == [[i, 500 + i] for i in range(5)]
     marks = [line.get_xydata()[0].tolist() for line in axes.lines if len(line.get_xdata()) == 1]
     assert marks == [[3, 1003], [3, 503]]
-    assert [text.get_text() for text in axes.figure.legends[0].texts] == ["plain", "ckpt=2", "backward begins"]
+    assert [text.get_text() for text in axes.figure.legends[0].texts] == [
+        "plain",
+        "ckpt=2",
+        "backward has left the head",
+    ]
 
 
 def test_importing_the_figures_loads_neither_torch_nor_matplotlib() -> None:

@@ -70,6 +70,7 @@ def test_cuda_meter_keeps_the_highest_of_later_steps(monkeypatch, network: Calla
     assert (found["peak_bytes"], found["kind"]) == (54, "cuda allocated")
     assert (found["requested_bytes"], found["reserved_bytes"]) == (53, 108)
     assert (found["retries"], found["device_used_bytes"]) == (1, 700)
-    assert found["categories"]["params"] == found["ledger_peak_bytes"] == sum(p.nbytes for p in model.parameters())
+    seen = found["ledger"]
+    assert seen["categories"]["params"] == seen["peak_bytes"] == sum(p.nbytes for p in model.parameters())
     assert len(meter.peaks) <= 3 * 6
     assert not ledger.is_open

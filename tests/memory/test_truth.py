@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.memory.predict import predict
+from unet3d.memory.segments import cut
 from unet3d.step import Batch, train_step
 
 STEPS = 2  # the optimizer's state appears in the first
@@ -66,11 +67,12 @@ class Change(NamedTuple):
 def allocators_record(folder: Path, options: Config) -> list[Change]:
     """What the allocator did while a network was built and trained, in order."""
     size = (options.batch, *options.data.patch)
+    starts = cut(options, options.model).starts
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = build.model(options.model, options.seed)
         loss, policy, optimizer = (
             build.loss(options, 3),
-            build.policy(options, "cpu"),
+            build.policy(options, "cpu", starts),
             build.optimizer(options.optim, model),
         )
         for _ in range(STEPS):
@@ -130,7 +132,7 @@ def random_states(record: list[Change]) -> int:
     [
         (("model.inplace=true",), 0),
         (("model.inplace=true", "model.activation=leaky_relu"), 0),
-        (("model.inplace=true", "ckpt=3"), 2),  # the last of three is kept in memory
+        (("model.inplace=true", "ckpt=3"), 1),  # at the peak one segment waits for its recomputation
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

@@ -3,11 +3,11 @@
 Pure functions of the event list, the same for a measured step and a predicted one.
 """
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from unet3d.memory.breakdown import by_layer, by_level, layer
 from unet3d.memory.ledger import (
     CATEGORIES,
     Ledger,
@@ -22,11 +22,11 @@ from unet3d.memory.ledger import (
 )
 from unet3d.step import PHASES
 
-OTHER = "other"  # what belongs to no level: gradients on their way, the optimizer's temporaries
-
 
 def summary(ledger: Ledger) -> dict[str, Any]:
-    """What memory.json says of the peak: `moment`, `categories`, `phase_categories`, `levels`, `layers`, `state`."""
+    """What memory.json says of a step beside its peaks, in bytes: `moment`, `categories`, `levels` and `layers` of the
+    peak, `phase_categories` and `phase_ends` of every phase, and `state`, what parameters cost.
+    """
     moment = peak_moment(ledger)
     return {
         "moment": describe(ledger, moment),
@@ -45,7 +45,8 @@ def describe(ledger: Ledger, moment: int) -> dict[str, Any]:
     phase = next(name for start, name in reversed(ledger.marks) if start < moment)
     module, operation = layer(storage.place.module), operation_name(storage.operation)
     done = "recomputation" if storage.place.is_recomputed else phase
-    words = f"{done} of {module}" if module not in (*PHASES, "before", "end") else done
+    of = "the loss" if module == "loss" else module
+    words = done if module in (phase, "before", "end") else f"{done} of {of}"
     return {
         "phase": phase,
         "module": module,
@@ -58,56 +59,6 @@ def describe(ledger: Ledger, moment: int) -> dict[str, Any]:
 def operation_name(operation: str) -> str:
     """`aten.convolution_backward.default` as people say it."""
     return operation.removeprefix("aten.").partition(".")[0]
-
-
-def layer(path: str) -> str:
-    """A module path cut to the level of a layer: `up1.block.conv2.norm` is `up1.conv2`."""
-    return ".".join([part for part in path.split(".") if part != "block"][:2])
-
-
-def depth(ledger: Ledger) -> int:
-    """Steps down of the U whose stages the ledger saw."""
-    found = (re.match(r"down(\d+)", s.place.module) for s in ledger.storages)
-    return max((int(match[1]) for match in found if match), default=0)
-
-
-def level(path: str, down: int) -> int | None:
-    """The level of the U that a module works on: 0 is full resolution. The batch and the loss are there too."""
-    stage = path.partition(".")[0]
-    if stage in ("inc", "outc", "data", "loss"):
-        return 0
-    if found := re.fullmatch(r"(down|up)(\d+)", stage):
-        return int(found[2]) if found[1] == "down" else down - int(found[2])
-    return None
-
-
-def by_level(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
-    """A row a level, shallowest first, then `other`: its bytes, also by category."""
-    down = depth(ledger)
-
-    def key(storage: Storage) -> int | str:
-        found = level(storage.place.module, down)
-        return OTHER if found is None else found
-
-    return [{"level": found, **row} for found, row in _grouped(ledger, moment, key).items()]
-
-
-def by_layer(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
-    """A row a layer, along the U: its level, its bytes, also by category."""
-    down = depth(ledger)
-    rows = _grouped(ledger, moment, lambda s: layer(s.place.module))
-    made = sorted(ledger.storages, key=lambda s: s.role is not None)  # weights lie in no order of work
-    order = dict.fromkeys(layer(s.place.module) for s in made)
-    return [{"module": key, "level": level(key, down), **rows[key]} for key in order if key in rows]
-
-
-def _grouped(ledger: Ledger, moment: int, key: Callable[[Storage], int | str]) -> dict[Any, dict[str, int]]:
-    rows: dict[Any, dict[str, int]] = {}
-    for storage in alive_at(ledger, moment):
-        row = rows.setdefault(key(storage), {"bytes": 0} | dict.fromkeys(CATEGORIES, 0))
-        row["bytes"] += storage.bytes
-        row[category(ledger, storage)] += storage.bytes
-    return dict(sorted(rows.items(), key=lambda item: (isinstance(item[0], str), item[0])))
 
 
 def steady_moments(ledger: Ledger) -> dict[str, int]:
@@ -132,7 +83,10 @@ def last_step(ledger: Ledger) -> list[tuple[str, int, int]]:
 
 
 def phase_ends(ledger: Ledger) -> dict[str, dict[str, int]]:
-    """Bytes alive as each phase ends, in the first step and in the last: what statements between phases would see."""
+    """Bytes alive as each phase ends, in the first step and in the last: what statements between phases would see.
+
+    With several micro-batches, as the phase of the last one ends.
+    """
     alive = levels(ledger)
     steps: list[dict[str, int]] = [{}]
     for name, _, end in phase_spans(ledger):

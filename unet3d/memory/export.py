@@ -1,6 +1,5 @@
 """A ledger as files for other eyes: PyTorch's memory visualiser, a spreadsheet, a text editor."""
 
-import csv
 import pickle
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,9 +7,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from unet3d.memory.explain import Group, appeared, describe, last_step, layer, timeline, vanished
+from unet3d.memory.breakdown import layer
+from unet3d.memory.explain import Group, appeared, describe, last_step, timeline, vanished
 from unet3d.memory.ledger import Ledger, Row, Storage, category, levels
-from unet3d.table import mib
+from unet3d.table import mib, write_csv
 
 TRACE_COLUMNS = ("layer_idx", "call_idx", "layer_type", "exp", "hook_type", "mem_all", "mem_cached")
 GROUPS = 12  # shown of each sign and phase; the rest is summed up
@@ -104,7 +104,7 @@ def _steps(ledger: Ledger) -> list[int]:
     return [0, *accumulate(int(name == "end") for _, name in ledger.marks[:-1])]
 
 
-def trace(ledger: Ledger, experiment: str, step: int = 0) -> list[dict[str, Any]]:
+def trace(ledger: Ledger, experiment: str, step: int) -> list[dict[str, Any]]:
     """The crossings of one step (from 0) as rows of TRACE_COLUMNS; none where the ledger holds no such step.
 
     `layer_idx` counts leaf modules in the order in which they are first entered, `call_idx` crossings. `mem_all` is
@@ -123,19 +123,12 @@ def trace(ledger: Ledger, experiment: str, step: int = 0) -> list[dict[str, Any]
 
 def write_trace(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Write the rows of `trace` as CSV; None is an empty cell."""
-    _write_csv(path, TRACE_COLUMNS, ([row[column] for column in TRACE_COLUMNS] for row in rows))
+    write_csv(path, TRACE_COLUMNS, ([row[column] for column in TRACE_COLUMNS] for row in rows))
 
 
 def write_timeline(ledger: Ledger, path: Path) -> None:
-    """Write every event of the last step as CSV, with the fields of `explain.Row`."""
-    _write_csv(path, Row._fields, timeline(ledger)[1])
-
-
-def _write_csv(path: Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
-        writer.writerows(rows)
+    """Write every event of the last step as CSV, with the fields of `ledger.Row`."""
+    write_csv(path, Row._fields, timeline(ledger)[1])
 
 
 def write_changes(ledger: Ledger, path: Path) -> None:

@@ -17,11 +17,11 @@ from unet3d import compose
 from unet3d.console import WIDE, paper, terminal_table
 from unet3d.memory.dry import dry
 from unet3d.memory.estimates import layer_counts
-from unet3d.memory.explain import state_bytes
-from unet3d.memory.ledger import Ledger, levels
+from unet3d.memory.explain import appeared, state_bytes
+from unet3d.memory.ledger import Ledger
 from unet3d.memory.look import Look
 from unet3d.memory.meter import LedgerMeter
-from unet3d.memory.predict import dry_batch
+from unet3d.memory.rehearsal import dry_batch
 from unet3d.table import MIB, Table
 
 FORUM = ("data.patch=[320,150,26]", "optim=adam")
@@ -97,15 +97,17 @@ def tensors() -> Iterator[Fact]:
         ((512, 512, 3, 3), 7, 66.060, 0.001),
         ((120, 3, 512, 512), 1, 377.48, 0.01),  # cut off there
     ):
-        yield Fact(f"{number} x {shape} in float32", "MB (10^6 bytes)", said, number * _bytes(shape) / 1e6, within)
+        yield Fact(f"{number} x {shape} in float32", "MB (10^6 bytes)", said, _appeared(shape, number) / 1e6, within)
 
 
-def _bytes(shape: Sequence[int]) -> int:
+def _appeared(shape: Sequence[int], number: int) -> int:
+    """Bytes of one group of tensors, as told between two points of a program."""
     ledger = Ledger()
     with dry(), ledger:
-        tensor = torch.empty(*shape)
-        assert tensor.shape == torch.Size(shape)
-    return max(levels(ledger))
+        made = [torch.empty(*shape) for _ in range(number)]
+        (group,) = appeared(ledger, 0, len(ledger.events))
+    assert group.number == len(made)
+    return group.bytes
 
 
 def activations() -> Iterator[Fact]:
@@ -156,10 +158,10 @@ def avatar() -> Iterator[Fact]:
 def table() -> Table:
     """Published beside computed."""
     rows = [
-        [fact.what, fact.unit, _number(fact.said), _number(fact.found), f"{fact.found / fact.said - 1:+.2%}"]
+        [fact.what, fact.unit, *map(_number, (fact.said, fact.found, fact.found - fact.said, fact.within))]
         for fact in facts()
     ]
-    return Table(["figure", "unit", "published", "computed here", "difference"], rows)
+    return Table(["figure", "unit", "published", "computed here", "difference", "expected within"], rows)
 
 
 def _number(value: float) -> str:

@@ -130,7 +130,7 @@ def curves(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, int]]]
 
 
 def trace(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Allocated bytes at each call of a module's hook, a line an experiment, a mark where its backward begins.
+    """Allocated bytes at each call of a module's hook, a line an experiment, a mark where backward is under way.
 
     Of each row it reads `exp`, `call_idx`, `hook_type` ("pre", "fwd" or "bwd") and `mem_all` in bytes.
     """
@@ -141,7 +141,9 @@ def trace(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         calls = [(row["call_idx"], row["mem_all"] / MIB, row["hook_type"]) for row in rows if row["exp"] == name]
         axes.plot([call for call, _, _ in calls], [size for _, size, _ in calls], color=colour, label=str(name))
         for call, size in [(call, size) for call, size, hook in calls if hook == "bwd"][:1]:
-            axes.plot(call, size, "D", color="black", markersize=6, zorder=3, label="backward begins")
+            axes.plot(
+                call, size, "D", color="black", markersize=6, zorder=3, label="backward of the last layer is over"
+            )
     axes.set(xlabel="hook call (index)", ylabel="allocated memory (MiB)", ylim=(0, None), title="Memory at each hook")
     axes.grid(color="#E5E5E5")
     _finish(figure, path)

@@ -1,6 +1,6 @@
 """What a run says of its memory before it begins."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from unet3d import build
 from unet3d.checks import budget_bytes
@@ -9,23 +9,44 @@ from unet3d.errors import UserError
 from unet3d.memory.advise import advise
 from unet3d.memory.plan import plan
 from unet3d.memory.predict import predict
+from unet3d.memory.rehearsal import Starts, rehearse
+from unet3d.memory.segments import cut
 from unet3d.memory.tables import moment, sentence
 from unet3d.table import mib
 
 
-def forecast(config: Config, options: Model) -> dict[str, Any]:
-    """Predict, print it, and return memory.json's first entries; none on CUDA, where nothing is predicted yet.
+class Forecast(NamedTuple):
+    """The first stages of checkpointed segments, and memory.json's first entries."""
+
+    starts: Starts
+    memory: dict[str, Any]
+
+
+def forecast(config: Config, options: Model) -> Forecast:
+    """Cut, predict and print; on CUDA, where nothing is predicted yet, only cut.
 
     Raises UserError where the step needs more than `budget`.
     """
+    starts = cut(config, options).starts
     if build.device(config).type != "cpu":
-        return {}
-    found = predict(config, options)
-    parameters, peak = found.pop("parameters"), found["peak_bytes"]
-    where = moment(found)
-    print(f"{parameters:,} parameters; predicted peak of a step {mib(peak)} MiB (ledger), {where}", flush=True)
+        return Forecast(starts, {})
+    meter = rehearse(config, options, starts)
+    found, names = meter.summary(), [name for name, _ in meter.model.named_children()]
+    parameters, peak = sum(p.numel() for p in meter.model.parameters()), found["peak_bytes"]
+    print(f"{parameters:,} parameters; predicted peak of a step {mib(peak)} MiB (ledger), {moment(found)}", flush=True)
     if config.budget is not None and peak > budget_bytes(config.budget):
         raise UserError(plan(config, options, budget_bytes(config.budget)))
-    advice = advise(config, options, found)
+    advice = advise(config, options, found, lambda narrower: predict(config, narrower)["peak_bytes"])
     print(sentence(advice, peak), flush=True)
-    return {"parameters": parameters, "predicted": found, "advice": advice}
+    if starts:
+        print(f"checkpointed segments: {segments(names, starts)}", flush=True)
+    memory = {"parameters": parameters, "predicted": found, "advice": advice}
+    return Forecast(starts, memory | ({"segments": [names[start] for start in starts]} if starts else {}))
+
+
+def segments(names: list[str], starts: Starts) -> str:
+    """`inc | down1 to up2 | up3, outc (kept)`."""
+    ends = [*starts[1:], len(names)]
+    parts = [names[a:b] for a, b in zip(starts, ends, strict=True)]
+    said = [" to ".join((part[0], part[-1])) if len(part) > 2 else ", ".join(part) for part in parts]
+    return f"{' | '.join(said)} (kept)"

@@ -52,6 +52,7 @@ class Site(NamedTuple):
     """One call of a convolution: kernels take scratch that no storage shows."""
 
     event: int  # events that had happened before it
+    module: str  # dotted path
     operation: str  # convolution or convolution_backward
     arguments: tuple  # as called; a tensor is (shape, strides, dtype)
 
@@ -89,13 +90,20 @@ class Ledger(TorchDispatchMode):
         """Say what a storage is for and whose it is; count it if it was not."""
         self._add(tensor, "adopted")
         if tensor.untyped_storage().nbytes():
-            storage = self.storages[self._known[tensor.untyped_storage()]]
+            storage = self.storages[self.index(tensor)]
             storage.role, storage.place = role, Place(module)
+
+    def index(self, tensor: Tensor) -> int:
+        """Of a tensor's storage that was counted. KeyError for another."""
+        found: int = self._known[tensor.untyped_storage()]
+        return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.adopt(_tensors((args, kwargs)))
         if func in CONVOLUTIONS:
-            self.sites.append(Site(len(self.events), func.name().removeprefix("aten::"), _plain(args)))
+            self.sites.append(
+                Site(len(self.events), self._here().module, func.name().removeprefix("aten::"), _plain(args))
+            )
         result = func(*args, **(kwargs or {}))
         place = self._here()
         for tensor in _tensors(result):

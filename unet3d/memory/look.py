@@ -1,7 +1,7 @@
 """A config rehearsed on tensors without data, with its name, for the memory command."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +12,10 @@ from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.dry import dry
 from unet3d.memory.estimates import LayerCount, layer_counts
-from unet3d.memory.explain import level
 from unet3d.memory.ledger import Ledger, Storage, categories_at
 from unet3d.memory.meter import LedgerMeter
-from unet3d.memory.predict import dry_batch, dry_model, rehearse
+from unet3d.memory.predict import predicted
+from unet3d.memory.rehearsal import dry_batch, dry_model
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Look:
 
     @cached_property
     def meter(self) -> LedgerMeter:
-        return rehearse(self.config, self.options, self.dtype)
+        return predicted(self.config, self.options, self.dtype)
 
     @property
     def ledger(self) -> Ledger:
@@ -59,9 +59,9 @@ class Look:
     @property
     def joined(self) -> tuple[int, int] | None:
         """Channels of the skip and of what comes from below where they are joined at full resolution."""
-        made = (s for s in self.ledger.storages if s.operation == "aten.cat.default" and not s.place.is_recomputed)
-        deep = len(self.options.features) - 1
-        found = next((s for s in made if s.place.module.startswith("up") and level(s.place.module, deep) == 0), None)
+        last = f"up{len(self.options.features) - 1}"
+        made = (s for s in self.ledger.storages if s.operation == "aten.cat.default" and s.place.module == last)
+        found = next(made, None)
         return None if found is None else (self.options.features[0], found.shape[1] - self.options.features[0])
 
     @property
@@ -79,7 +79,7 @@ class Look:
         """Every module's input and output in one forward pass without checkpointing."""
         with dry():
             model = dry_model(self.config, self.options, self.dtype)
-            policy = build.policy(replace(self.config, ckpt=0), "cpu")
+            policy = build.policy(self.config, "cpu", ())
             image = dry_batch(self.config, self.options, self.dtype).image
             return layer_counts(model, lambda: policy.forward(model, image))
 

@@ -131,16 +131,14 @@ class CudaMeter:
         phases = first_and_steady(self.peaks)  # of steps alone: validation is not in the peak
         peak = max((peak for phase in phases.values() for peak in phase.values()), default=0)
         free, total = torch.cuda.mem_get_info(self.device)
-        seen = self._meter.summary()
         return {
-            **seen,
             "peak_bytes": peak,
             "kind": "cuda allocated",
             "phases": phases,
             **self.highest,
             "retries": self.retries,
             "device_used_bytes": total - free,  # by all processes on it, the CUDA context included
-            "ledger_peak_bytes": seen["peak_bytes"],
+            "ledger": self._meter.summary(),
         }
 
 

@@ -1,43 +1,113 @@
-"""What would fit a budget: levers one after the other, each with the peak that a dry run predicts."""
+"""What would fit a budget: levers on top of each other, each with its price; the predictions are dry runs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
-from unet3d.checks import stages
+from unet3d.checks import check
 from unet3d.config import Config, Model
-from unet3d.memory.advise import overrides
-from unet3d.memory.predict import predict
+from unet3d.errors import UserError
+from unet3d.memory.advise import overrides, resized
+from unet3d.memory.rehearsal import rehearse
+from unet3d.memory.segments import cut
 from unet3d.table import mib
+
+SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, that are still proposed
+
+
+class Lever(NamedTuple):
+    """Overrides to add, what they change in what is computed, and the config and network that they lead to."""
+
+    override: str
+    changes: str
+    config: Config
+    options: Model
+
+
+class Price(NamedTuple):
+    """Predicted bytes of a step, and convolution FLOPs done again as a share of a step's."""
+
+    peak: int
+    again: float
+
+
+def price(config: Config, options: Model) -> Price:
+    """Rehearse the step as it would be cut. A backward pass is counted as two forward ones."""
+    starts, again = cut(config, options)
+    return Price(rehearse(config, options, starts).summary()["peak_bytes"], again / 3)
 
 
 def plan(config: Config, options: Model, budget: int) -> str:
-    """What would fit, one change after the other: those that leave the network as it is first, a narrower one last."""
-    lines = [f"budget={config.budget}: the step does not fit. Predicted peaks with"]
-    chosen: dict[str, str] = {}
-    for override, changed, changed_options in levers(config, options):
-        chosen[override.partition("=")[0]] = override  # a narrower net takes the place of a narrow one
-        peak = predict(changed, changed_options)["peak_bytes"]
-        lines.append(f"  {mib(peak):>10} MiB  {' '.join(chosen.values())}{'  (fits)' if peak <= budget else ''}")
-        if peak <= budget:
+    """The levers in order until the step fits, or the smallest peak that they reach."""
+    before = price(config, options)
+    lines = [
+        f"budget={config.budget}: the step does not fit. Levers, each on top of those before (predicted)",
+        f"  {'peak MiB':>10} {'saves MiB':>10} {'more FLOPs':>10}  changes",
+        f"  {mib(before.peak):>10} {'':>10} {before.again:>10.0%}  as asked",
+    ]
+    for lever in levers(config, options):
+        now = price(lever.config, lever.options)
+        fits = "  (fits)" if now.peak <= budget else ""
+        saves = mib(before.peak - now.peak)
+        lines.append(
+            f"  {mib(now.peak):>10} {saves:>10} {now.again:>10.0%}  {lever.changes + ':':<12} {lever.override}{fits}"
+        )
+        if fits:
             return "\n".join(lines)
-    return "\n".join([*lines, "nothing of this fits; a smaller data.patch would"])
+        before = now
+    return "\n".join([*lines, f"nothing of this fits; the smallest peak within reach is {mib(before.peak)} MiB"])
 
 
-def levers(config: Config, options: Model) -> Iterator[tuple[str, Config, Model]]:
-    """Overrides to add one by one, each with the config and model options that they lead to together."""
+def levers(config: Config, options: Model) -> Iterator[Lever]:
+    """What leaves the result as it is first, then narrower networks, then smaller patches; each on top of the last."""
+    for override, lean in lean_options(options):
+        options = lean
+        yield Lever(override, "nothing", config, options)
     if not config.amp:
         config = replace(config, amp=True)
-        yield "amp=true", config, options
-    if not config.ckpt:
-        choices = [replace(config, ckpt=n) for n in range(2, stages(options) + 1)]
-        config = min(choices, key=lambda choice: predict(choice, options)["peak_bytes"])
-        yield f"ckpt={config.ckpt}", config, options
+        yield Lever("amp=true", "rounding", config, options)
+    if config.ckpt != "auto":
+        config = replace(config, ckpt="auto")
+        yield Lever("ckpt=auto", "nothing", config, options)
     if config.batch > 1:
         parts = config.batch * config.accumulate
         config = replace(config, batch=1, accumulate=parts)
-        yield f"batch=1 accumulate={parts}", config, options
-    while min(options.features) >= 16:
-        halved = [width // 2 for width in options.features]
-        decoder = None if options.decoder is None else [width // 2 for width in options.decoder]
-        options = replace(options, features=halved, decoder=decoder)
-        yield overrides(options), config, options
+        changes = "statistics" if knows_the_batch(config, options) else "nothing"
+        yield Lever(f"batch=1 accumulate={parts}", changes, config, options)
+    while min(options.features) >= 2 * SMALLEST:
+        options = resized(options, lambda level, width: width // 2)
+        yield Lever(overrides(options), "the network", config, options)
+    while (smaller := _smaller_patch(config, options)) is not None:
+        config = smaller
+        yield Lever(f"data.patch={config.data.patch}".replace(" ", ""), "the patch", config, options)
+
+
+def knows_the_batch(config: Config, options: Model) -> bool:
+    """Whether a batch in parts is another step: its normalisation or its Dice look at the batch as a whole."""
+    return options.norm.startswith("batch") or (config.loss.batch_dice and "dice" in config.loss.name)
+
+
+def lean_options(options: Model) -> Iterator[tuple[str, Model]]:
+    """The same function of the input, with less kept for backward."""
+    if options.activation == "swish":
+        options = replace(options, activation="swish_lean")
+        yield "model.activation=swish_lean", options
+    if options.inplace and options.norm == "instance":  # whose output is a view: autograd copies what changes it
+        yield "model.inplace=false", replace(options, inplace=False)
+    if not options.inplace and options.norm != "instance" and options.activation == "leaky_relu":
+        yield "model.inplace=true", replace(options, inplace=True)
+
+
+def _smaller_patch(config: Config, options: Model) -> Config | None:
+    """Half the longest side, if the network takes such a patch."""
+    patch = list(config.data.patch)
+    longest = patch.index(max(patch))
+    patch[longest] //= 2
+    smaller = replace(config, data=replace(config.data, patch=patch))
+    if patch[longest] < SMALLEST:
+        return None
+    try:
+        check(replace(smaller, model=options), here=False)
+    except UserError:
+        return None
+    return smaller

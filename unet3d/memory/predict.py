@@ -1,4 +1,4 @@
-"""The peak of a run before it: its own build and its own step, on tensors without data.
+"""The peak of a run before it: its own build and its own step, cut into its own segments, on tensors without data.
 
 Error class: exact against the ledger of the real run on the CPU, to the byte. What kernels take within one operation is
 in neither.
@@ -7,52 +7,19 @@ in neither.
 from typing import Any
 
 import torch
-from torch import nn
 
-from unet3d import build
 from unet3d.config import Config, Model
-from unet3d.memory.dry import dry
-from unet3d.memory.meter import STEADY, LedgerMeter
-from unet3d.step import Batch, train_step
+from unet3d.memory.meter import LedgerMeter
+from unet3d.memory.rehearsal import rehearse
+from unet3d.memory.segments import cut
 
 
 def predict(config: Config, options: Model) -> dict[str, Any]:
     """`peak_bytes`, `phases`, `categories` and more in bytes as `Meter.summary` gives them, and `parameters`."""
-    meter = rehearse(config, options)
+    meter = predicted(config, options)
     return {**meter.summary(), "parameters": sum(p.numel() for p in meter.model.parameters())}
 
 
-def rehearse(config: Config, options: Model, dtype: torch.dtype = torch.float32) -> LedgerMeter:
-    """The run's own build and step on tensors without data; the meter holds the ledger.
-
-    `options` are concrete: channels, classes, kernels and strides set. `dtype` is that of weights and images.
-    """
-    assert options.in_channels is not None and options.classes is not None
-    random_state = torch.get_rng_state()
-    with dry():
-        model = dry_model(config, options, dtype)
-        loss, policy = build.loss(config, options.classes), build.policy(config, "cpu")
-        optimizer, scaler = build.optimizer(config.optim, model), policy.scaler()
-        meter = LedgerMeter(model, optimizer)
-        for _ in range(STEADY):
-            batches = [dry_batch(config, options, dtype) for _ in range(config.accumulate)]
-            train_step(model, loss, optimizer, scaler, policy, batches, meter.mark, config.optim.clip)
-    torch.set_rng_state(random_state)
-    return meter
-
-
-def dry_model(config: Config, options: Model, dtype: torch.dtype) -> nn.Sequential:
-    """The network with weights of a type. To be called within `dry`."""
-    torch.set_default_dtype(dtype)  # tensors without data cannot be converted in place, as `Module.to` does
-    try:
-        return build.model(options, config.seed)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def dry_batch(config: Config, options: Model, dtype: torch.dtype) -> Batch:
-    """As the loader makes it: images, int16 labels. To be called within `dry`."""
-    assert options.in_channels is not None
-    size = (config.batch, *config.data.patch)
-    image = torch.empty(config.batch, options.in_channels, *config.data.patch, dtype=dtype)
-    return Batch(image, torch.zeros(size, dtype=torch.int16))
+def predicted(config: Config, options: Model, dtype: torch.dtype = torch.float32) -> LedgerMeter:
+    """The meter that holds the ledger of the rehearsed steps. `dtype` is that of weights and images."""
+    return rehearse(config, options, cut(config, options).starts, dtype)

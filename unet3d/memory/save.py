@@ -7,8 +7,12 @@ from unet3d.memory.ledger import Ledger
 
 
 def write(ledger: Ledger, name: str, folder: Path) -> None:
-    """Write memory/{snapshot.pickle, timeline.csv, trace.csv, changes.txt} and figures/memory_timeline.png."""
+    """Write memory/ {snapshot.pickle: all steps; timeline.csv, trace.csv, changes.txt: the last one}, and a picture.
+
+    The picture is figures/memory_timeline.png.
+    """
     start, rows = explain.timeline(ledger)
+    last = sum(mark == "end" for _, mark in ledger.marks) - 1
     if not rows:  # no step was completed
         return
     files = folder / "memory"
@@ -16,6 +20,6 @@ def write(ledger: Ledger, name: str, folder: Path) -> None:
     (folder / "figures").mkdir(exist_ok=True)
     export.write_snapshot(ledger, files / "snapshot.pickle")
     export.write_timeline(ledger, files / "timeline.csv")
-    export.write_trace(export.trace(ledger, name), files / "trace.csv")
+    export.write_trace(export.trace(ledger, name, last), files / "trace.csv")
     export.write_changes(ledger, files / "changes.txt")
     figures.timeline(start, rows, folder / "figures" / "memory_timeline.png")

@@ -1,11 +1,14 @@
 """`python -m unet3d memory`: one config explained, from its own step on tensors without data."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from unet3d import build, compose, record, report
-from unet3d.console import WIDE, paper, terminal_table
+from unet3d.console import WIDE, text
 from unet3d.errors import UserError
 from unet3d.memory import explain, save, tables
 from unet3d.memory.advise import advise, halved
@@ -17,30 +20,31 @@ LARGEST = 10  # groups of tensors shown
 
 
 def show(overrides: Sequence[str], half: bool, out: Path | None) -> None:
-    """Print where the memory of a step goes; with `out`, also write report, figures and tables there."""
+    """Print where the memory of a step goes; with `out`, also write it there, with report, figures and tables."""
     subject = look(overrides, half)
-    console = paper(WIDE)
-    for part in _parts(subject, overrides):
-        console.print(part if isinstance(part, str) else terminal_table(*part), soft_wrap=isinstance(part, str))
+    advice = advise(subject.config, subject.options, subject.entry, lambda o: replace(subject, options=o).peak)
+    said = text(_parts(subject, advice, overrides), WIDE)
+    print(said, end="")
     if out is not None:
-        print(write(subject, out))
+        out.mkdir(parents=True, exist_ok=True)
+        record.write_text(out / "explained.txt", said)
+        print(write(subject, advice, out))
 
 
-def write(subject: Look, out: Path) -> Path:
+def write(subject: Look, advice: Mapping[str, Any], out: Path) -> Path:
     """memory.json, figures, tables and report.html in a folder; returns the report's path."""
-    out.mkdir(parents=True, exist_ok=True)
     record.write_text(out / "config.yaml", compose.to_yaml(subject.config))
-    advice = advise(subject.config, subject.options, subject.entry)
-    record.add(out, {"parameters": subject.parameters, "predicted": subject.entry, "advice": advice})
+    told = {"rehearsed": _what(subject), "parameters": subject.parameters}
+    record.write_json(out / "memory.json", {**told, "predicted": subject.entry, "advice": advice})
     save.write(subject.ledger, subject.name, out)
     return report.write(out)
 
 
-def _parts(subject: Look, overrides: Sequence[str]) -> Iterator[str | tuple[str, Table]]:
+def _parts(subject: Look, advice: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[str | tuple[str, Table]]:
     entry, peak = subject.entry, subject.peak
     yield _what(subject)
     yield f"predicted peak of a step: {mib(peak)} MiB ({entry['kind']}), {tables.moment(entry)}"
-    yield tables.sentence(advise(subject.config, subject.options, entry), peak)
+    yield tables.sentence(advice, peak)
     made = subject.first_convolution
     shape = " x ".join(map(str, made.shape))
     yield f"the first convolution's output: {shape} {_dtype(made.dtype)} = {made.bytes:,} bytes"
@@ -63,7 +67,7 @@ def _parts(subject: Look, overrides: Sequence[str]) -> Iterator[str | tuple[str,
 def _what(subject: Look) -> str:
     config = subject.config
     patch = "x".join(map(str, config.data.patch))
-    dtype = build.policy(config, "cpu").dtype
+    dtype = build.policy(config, "cpu", ()).dtype
     precision = f"amp {_dtype(dtype)}" if dtype else _dtype(subject.dtype)
     checkpoints = f"{config.ckpt} checkpointed segments" if config.ckpt else "no checkpointing"
     return (
@@ -111,7 +115,7 @@ def family(subject: Look, overrides: Sequence[str]) -> list[Look]:
     for name in names:
         try:
             found.append(
-                subject if name == subject.name else look([f"model={name}", *rest], subject.dtype.itemsize == 2)
+                subject if name == subject.name else look([f"model={name}", *rest], subject.dtype is torch.float16)
             )
         except UserError:  # a relative that this patch or option does not suit
             continue

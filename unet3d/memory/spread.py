@@ -1,8 +1,9 @@
 """`python -m unet3d memory` over several configs: peaks side by side, and against batch size, width and patch."""
 
-import csv
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,8 +11,10 @@ from unet3d.checks import check
 from unet3d.console import WIDE, paper, terminal_table
 from unet3d.errors import UserError
 from unet3d.memory import export, figures, tables
+from unet3d.memory.advise import overrides, resized
 from unet3d.memory.look import Look, look
-from unet3d.table import Table, mib
+from unet3d.memory.meter import STEADY
+from unet3d.table import Table, mib, write_csv
 
 BATCHES = (1, 2, 4, 8)
 SCALES = (0.25, 0.5, 1, 1.5, 2)  # of widths
@@ -42,12 +45,12 @@ def compare(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None
     if out is None:
         return
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    _write_csv(
+    write_csv(
         out / "peaks.csv",
         ["config", "parameters", "peak_bytes"],
         [[name, one.parameters, one.peak] for name, one in looks.items()],
     )
-    calls = [row for name, one in looks.items() for row in export.trace(one.ledger, name)]
+    calls = [row for name, one in looks.items() for row in export.trace(one.ledger, name, STEADY - 1)]
     export.write_trace(calls, out / "trace.csv")
     figures.trace(calls, out / "figures" / "trace.png")
     print(out)
@@ -55,14 +58,10 @@ def compare(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None
 
 def curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     """Write curves.csv and figures/curves.png: peak against batch size, first width and patch, a line a job."""
-    points = [
-        point
-        for name, job in zip(names(jobs), jobs, strict=True)
-        for vary in (batches, widths, patches)
-        for point in vary(look(job, half), name)
-    ]
+    looks = {name: look(job, half) for name, job in zip(names(jobs), jobs, strict=True)}
+    points = [point for vary in (batches, widths, patches) for name, one in looks.items() for point in vary(one, name)]
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    _write_csv(out / "curves.csv", list(Point._fields), points)
+    write_csv(out / "curves.csv", list(Point._fields), points)
     panels = [(varied, _lines(points, varied)) for varied in dict.fromkeys(point.varied for point in points)]
     figures.curves(panels, out / "figures" / "curves.png")
     print(out / "curves.csv", out / "figures" / "curves.png", sep="\n")
@@ -77,9 +76,12 @@ def _lines(points: Sequence[Point], varied: str) -> dict[str, list[tuple[float, 
 
 
 def names(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """What tells each job from the others: its overrides that are not common to all."""
+    """What tells each job from the others: its overrides that are not common to all. UserError if nothing does."""
     common = set(jobs[0]).intersection(*jobs)
-    return [" ".join(word for word in job if word not in common) or "config" for job in jobs]
+    found = [" ".join(word for word in job if word not in common) or "config" for job in jobs]
+    if twice := [name for name, count in Counter(found).items() if count > 1]:
+        raise UserError(f"{twice[0]} is asked for more than once; name each value once")
+    return found
 
 
 def batches(subject: Look, series: str) -> Iterator[Point]:
@@ -92,24 +94,22 @@ def batches(subject: Look, series: str) -> Iterator[Point]:
 def widths(subject: Look, series: str) -> Iterator[Point]:
     """Peak against the first level's channels, all levels scaled alike."""
     for scale in SCALES:
-        options = subject.options
-        features = _scaled(options.features, scale)
-        decoder = options.decoder and _scaled(options.decoder, scale)
-        other = replace(subject, options=replace(options, features=features, decoder=decoder))
-        yield from _point("first width (channels)", features[0], series, f"model.features={features}", other)
+        options = resized(subject.options, partial(_scaled, scale))
+        other = replace(subject, options=options)
+        yield from _point("first width (channels)", options.features[0], series, overrides(options), other)
 
 
 def patches(subject: Look, series: str) -> Iterator[Point]:
     """Peak against the patch's voxels."""
     for scale in SIZES:
-        patch = _scaled(subject.config.data.patch, scale)
+        patch = [max(1, round(length * scale)) for length in subject.config.data.patch]
         config = replace(subject.config, data=replace(subject.config.data, patch=patch))
         voxels = patch[0] * patch[1] * patch[2]
         yield from _point("patch (voxels)", voxels, series, f"data.patch={patch}", replace(subject, config=config))
 
 
-def _scaled(numbers: Sequence[int], scale: float) -> list[int]:
-    return [max(1, round(number * scale)) for number in numbers]
+def _scaled(scale: float, level: int, width: int) -> int:
+    return max(1, round(width * scale))
 
 
 def _point(varied: str, x: float, series: str, config: str, subject: Look) -> Iterator[Point]:
@@ -119,8 +119,3 @@ def _point(varied: str, x: float, series: str, config: str, subject: Look) -> It
     except UserError:
         return
     yield Point(varied, x, series, config.replace(" ", ""), subject.parameters, subject.peak)
-
-
-def _write_csv(path: Path, head: Sequence[str], rows: Sequence[Sequence]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([head, *rows])

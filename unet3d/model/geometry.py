@@ -67,12 +67,13 @@ def from_spacing(spacing: Sequence[float], patch: Sequence[int], levels: int) ->
     return chosen_kernels, chosen_strides
 
 
-def deepest_size(size: Sequence[int], model: Model) -> Triple:
-    """Size of the deepest level's map for padded convolutions (voxels)."""
-    out = list(size)
+def level_sizes(size: Sequence[int], model: Model) -> list[Triple]:
+    """Size of each level's map for padded convolutions (voxels), shallowest first."""
+    found = [(size[0], size[1], size[2])]
     for stride in strides(model):
-        out = [-(-n // s) for n, s in zip(out, stride, strict=True)]
-    return out[0], out[1], out[2]
+        z, y, x = (-(-n // s) for n, s in zip(found[-1], stride, strict=True))
+        found.append((z, y, x))
+    return found
 
 
 def output_size(size: Sequence[int], model: Model) -> Triple:

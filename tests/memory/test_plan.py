@@ -1,0 +1,120 @@
+"""Levers with their price, and the search for what fits; a dry run confirms either."""
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from unet3d import compose
+from unet3d.checks import budget_bytes
+from unet3d.config import Config
+from unet3d.errors import UserError
+from unet3d.memory import fit
+from unet3d.memory.fit import Point, command, front
+from unet3d.memory.look import Look
+from unet3d.memory.plan import knows_the_batch, lean_options, plan
+from unet3d.memory.predict import predict
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NET = ("model=unet_tiny", "model.features=[8,16]", "data.patch=[8,16,8]", "batch=4", "model.norm=group")
+
+
+def config(*overrides: str) -> Config:
+    found = compose.compose([*NET, *overrides])
+    found.model.in_channels, found.model.classes = 1, 3
+    return found
+
+
+def look(options: Config) -> Look:
+    return Look("unet_tiny", options, options.model)
+
+
+def with_budget(options: Config, share: float) -> tuple[Config, int]:
+    whole = predict(options, options.model)["peak_bytes"]
+    budget = f"{share * whole / 2**20:.3f}MiB"
+    return replace(options, budget=budget), budget_bytes(budget)
+
+
+def test_a_budget_that_does_not_fit_names_what_would_and_a_dry_run_confirms_it() -> None:
+    options, budget = with_budget(config(), 0.3)
+    _, _, asked, *steps = plan(options, options.model, budget).splitlines()
+    assert asked.endswith("as asked") and steps[-1].endswith("(fits)")
+    words = [word for line in steps for word in line.removesuffix("(fits)").split(":")[1].split()]
+    again = config(f"budget={options.budget}", *words)
+    peak = predict(again, again.model)["peak_bytes"]
+    assert peak <= budget
+    assert f"{peak / 2**20:,.1f}" == steps[-1].split()[0]
+
+
+def test_a_budget_that_nothing_meets_is_told_so_with_the_smallest_peak() -> None:
+    options = config("budget=0.001MiB")
+    last = plan(options, options.model, 1000).splitlines()[-1]
+    assert last.startswith("nothing of this fits; the smallest peak within reach is ")
+
+
+def test_fit_gives_a_command_that_a_dry_run_confirms(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    options, budget = with_budget(config(), 0.5)
+    words = [*NET, "model.in_channels=1", "model.classes=3", f"budget={options.budget}"]
+    said = fit.fit(look(options), words)
+    assert "Least memory by cost" in capsys.readouterr().out
+    assert "batch=1" not in said, "Dice over the batch would be another loss"
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", *shlex.split(said)[2:], "dry_run=true", f"hydra.run.dir={tmp_path}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "memory.json").read_text())["predicted"]["peak_bytes"] <= budget
+
+
+def test_fit_says_when_nothing_does() -> None:
+    options = config("budget=0.01MiB")
+    with pytest.raises(UserError, match="nothing fits; the smallest peak within reach is"):
+        fit.fit(look(options), NET)
+    with pytest.raises(UserError, match="needs a budget"):
+        fit.fit(look(config()), NET)
+
+
+def test_the_front_holds_what_nothing_beats() -> None:
+    points = [
+        Point(("a",), 1, 100, 0.0, True),
+        Point(("b",), 2, 60, 0.1, True),
+        Point(("c",), 2, 80, 0.2, True),
+        Point(("d",), 3, 50, 0.3, True),
+        Point(("e",), 3, 60, 0.1, True),
+    ]
+    assert [point.overrides for point in front(points)] == [("a",), ("b",), ("d",)]
+
+
+def test_a_command_replaces_what_it_changes() -> None:
+    point = Point(("amp=true", "batch=1", "accumulate=4"), 1, 1, 0.0, True)
+    words = ["model=unet", "batch=4", "amp=false", "data.patch=[8,8,8]", "ckpt=3"]
+    assert (
+        command(words, point) == 'python train.py model=unet "data.patch=[8,8,8]" amp=true batch=1 accumulate=4 ckpt=0'
+    )
+
+
+def test_lean_operations_are_the_same_function() -> None:
+    swish = config("model.activation=swish").model
+    assert [name for name, _ in lean_options(swish)] == ["model.activation=swish_lean"]
+    view = config("model.norm=instance", "model.inplace=true").model
+    assert [name for name, _ in lean_options(view)] == ["model.inplace=false"]
+    leaky = config("model.activation=leaky_relu").model
+    assert [name for name, _ in lean_options(leaky)] == ["model.inplace=true"]
+    for options in (swish, view, leaky):
+        for _, lean in lean_options(options):
+            assert predict(config(), lean)["peak_bytes"] < predict(config(), options)["peak_bytes"]
+
+
+def test_what_looks_at_the_batch_is_another_step_in_parts() -> None:
+    assert knows_the_batch(config(), config().model), "Dice over the batch"
+    plain = config("loss.batch_dice=false")
+    assert not knows_the_batch(plain, plain.model)
+    batch_norm = config("loss=ce", "model.norm=batch")
+    assert knows_the_batch(batch_norm, batch_norm.model)

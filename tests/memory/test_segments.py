@@ -1,0 +1,127 @@
+"""What a cut costs, told from a step without one, against the dry run of the cut itself."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from evenly import evenly
+
+from unet3d import build, compose
+from unet3d.config import Config
+from unet3d.memory.ledger import Site
+from unet3d.memory.rehearsal import Starts, rehearse
+from unet3d.memory.segments import Profile, _first_step, choose, cut, cuts, flops, peak, profile, recomputed
+
+NETS = [
+    ("model=unet_tiny",),
+    ("model=unet_tiny", "amp=true", "model.norm=batch"),
+    ("model=unet_tiny", "accumulate=2", "optim=sgd"),
+    ("model=unet_small", "amp=true"),
+    ("model=nnunet_hippocampus", "model.features=[8,16,32]"),
+    ("model=unet_tiny", "model.activation=swish_lean", "model.upsampling=trilinear", "model.downsampling=strided_conv"),
+]
+NEAR = (-0.02, 0.11)  # relative errors of the profile
+
+
+@cache
+def config(*overrides: str) -> Config:
+    found = compose.compose(["data.patch=[32,32,32]", *overrides])
+    found.model.in_channels, found.model.classes = 1, 3
+    return found
+
+
+@cache
+def profiled(*overrides: str) -> Profile:
+    return profile(config(*overrides), config(*overrides).model)
+
+
+def starts_of(options: Config) -> Starts:
+    return cut(options, options.model).starts
+
+
+def true_peak(starts: Starts, *overrides: str) -> int:
+    found: int = rehearse(config(*overrides), config(*overrides).model, starts).summary()["peak_bytes"]
+    return found
+
+
+@pytest.mark.parametrize("overrides", NETS, ids=" ".join)
+def test_the_peak_of_a_cut_is_told_without_a_rehearsal_of_it(overrides: tuple[str, ...]) -> None:
+    found = profiled(*overrides)
+    count = len(found.forward)
+    assert peak(found, (0,)) == true_peak((), *overrides)
+    every = list(cuts(count, count))
+    for starts in every[:: len(every) // 5]:
+        error = peak(found, starts) / true_peak(starts, *overrides) - 1
+        assert NEAR[0] < error < NEAR[1], starts
+
+
+@pytest.mark.parametrize("overrides", NETS[1:5], ids=" ".join)
+def test_more_segments_never_need_more_memory(overrides: tuple[str, ...]) -> None:
+    chosen = [starts_of(replace(config(*overrides), ckpt=most)) for most in (2, 3, 5)]
+    assert [len(starts) <= most for most, starts in zip((2, 3, 5), chosen, strict=True)] == [True] * 3
+    peaks = [true_peak((), *overrides), *(true_peak(starts, *overrides) for starts in chosen)]
+    assert all(later <= earlier for earlier, later in pairwise(peaks))
+    assert peaks[-1] < 0.8 * peaks[0]
+
+
+def test_even_segments_are_not_like_that() -> None:
+    """As torch cuts, a further segment may need more memory: the last one is kept, and the last stages are large."""
+    overrides = ("model=unet_tiny",)
+    peaks = [true_peak(evenly(6, segments), *overrides) for segments in range(2, 7)]
+    assert any(later > earlier for earlier, later in pairwise(peaks))
+
+
+def test_the_choice_is_the_best_of_all_cuts() -> None:
+    overrides = ("model=unet_tiny",)
+    tiny = config(*overrides)
+    best = min(true_peak(starts, *overrides) for starts in cuts(6, 4))
+    assert true_peak(starts_of(replace(tiny, ckpt=4)), *overrides) == best
+
+
+def test_with_a_budget_auto_recomputes_as_little_as_fits() -> None:
+    overrides = ("model=unet_tiny",)
+    tiny, found = config(*overrides), profiled(*overrides)
+    low = starts_of(replace(tiny, ckpt="auto"))
+    between = (true_peak(low, *overrides) + true_peak((), *overrides)) // 2
+    frugal = starts_of(replace(tiny, ckpt="auto", budget=f"{between / 2**20:.3f}MiB"))
+    assert true_peak(frugal, *overrides) <= between
+    assert recomputed(found, frugal) < recomputed(found, low)
+    cheaper = [s for s in cuts(6, 6) if recomputed(found, s) < recomputed(found, frugal)]
+    assert all(true_peak(starts, *overrides) > between for starts in cheaper)
+    assert starts_of(replace(tiny, ckpt="auto", budget="1MiB")) == low, "nothing fits: the lowest"
+
+
+def test_ckpt_says_how_many() -> None:
+    tiny = config("model=unet_tiny")
+    assert starts_of(tiny) == ()
+    assert len(starts_of(replace(tiny, ckpt=2))) == 2
+    assert starts_of(replace(tiny, ckpt="auto")) == starts_of(replace(tiny, ckpt=6))
+
+
+def test_the_rehearsal_of_one_step_tells_the_peak_of_later_ones() -> None:
+    """What `cut` compares with a budget is what the run will be predicted to need."""
+    overrides = ("model=unet_tiny", "amp=true")
+    tiny, found = config(*overrides), profiled(*overrides)
+    seen = []
+    choose(found, 2, lambda starts: seen.append(starts) or 1)
+    for starts in seen:
+        assert _first_step(tiny, tiny.model, starts) + found.later == true_peak(starts, *overrides)
+
+
+def test_flops_are_two_for_each_product() -> None:
+    """Against torch's own counter."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    found = config("model=unet_tiny", "model.upsampling=transposed")
+    model = build.model(found.model, 0)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(found.batch, 1, *found.data.patch))
+    assert sum(profiled("model=unet_tiny", "model.upsampling=transposed").flops) == counter.get_total_flops()
+
+
+def test_flops_of_a_grouped_strided_convolution() -> None:
+    image, weight = ((2, 4, 9, 9, 9), (), "float32"), ((6, 2, 3, 3, 3), (), "float32")
+    site = Site(0, "", "convolution", (image, weight, None, (2, 2, 2), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 2))
+    assert flops(site) == 2 * (2 * 5**3) * 6 * 2 * 27

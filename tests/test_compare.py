@@ -1,0 +1,323 @@
+"""What a comparison of run folders says, on folders made by hand, and what it forbids to compare."""
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from legibility import assert_legible
+from matplotlib.figure import Figure
+
+from unet3d import compare, compare_figures, compose
+from unet3d.compare_figures import Point, pareto
+from unet3d.compare_rows import columns, differing, find, mismatches, read, short
+from unet3d.errors import UserError
+
+MIB = 2**20
+NASTY = "<script>alert('x')</script>&[bold]"
+Make = Callable[..., Path]
+
+
+def entry(peak: int, kind: str) -> dict[str, Any]:
+    return {"peak_bytes": peak, "kind": kind, "phases": {"forward": {"first": peak, "steady": peak}}}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Makes a run folder as a run of these overrides leaves it: a finished one, or one that only `predicts`."""
+
+    def run(
+        name: str, *words: str, peak: int = 3 * MIB, seconds: float = 0.5, kind: str = "ledger", **changed: Any
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "STATUS").write_text(changed.get("status", "done\nexit code 0\n"))
+        (folder / "overrides.yaml").write_text(json.dumps(words))
+        memory = {"parameters": 1234, "predicted": entry(peak, "ledger")}
+        if not changed.get("predicts"):
+            memory |= {"measured": entry(peak - 7, kind), "error_bytes": 7}
+            (folder / "config.yaml").write_text(compose.to_yaml(compose.compose(words)))
+            (folder / "env.json").write_text(json.dumps({"device": "cpu", "torch": "2.13", "threads": 1} | changed))
+            steps = [{"step": step, "time/step_s": seconds * step} for step in (1, 2, 3)]
+            records = [*steps, {"step": 2, "val/dice_mean": 0.25}, {"step": 3, "val/dice_mean": changed.get("dice")}]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / "memory.json").write_text(json.dumps(memory))
+        return folder
+
+    return run
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "compare.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+# --- what differs
+
+
+def test_only_what_differs_is_told_in_short_words(make: Make) -> None:
+    rows = read([make("0", "amp=true", "data.patch=[32,32,32]"), make("1", "optim.lr=0.01")])
+    assert differing(rows) == ["data.patch", "optim.lr", "amp"]
+    assert compare.table(rows).columns[:4] == ["run", "patch", "lr", "amp"]
+    assert [row[:4] for row in compare.table(rows).rows] == [
+        ["0", "[32,32,32]", "0.003", "true"],
+        ["1", "[64,64,32]", "0.01", "false"],
+    ]
+
+
+def test_words_that_two_keys_share_stay_whole() -> None:
+    assert short(["seed", "data.phantom.seed", "ckpt"]) == ["seed", "data.phantom.seed", "ckpt"]
+
+
+def test_a_groups_name_tells_its_options_but_not_those_changed_besides(make: Make) -> None:
+    rows = read(
+        [make("0", "model=unet"), make("1", "model=unet_tiny"), make("2", "model=unet_tiny", "model.dropout=0.1")]
+    )
+    assert differing(rows) == ["model", "model.features", "model.dropout"]
+    assert columns(rows) == ["model", "model.dropout"]
+    unnamed = [*rows[:2], *read([make("3", "model.features=[2,4]")])]
+    assert columns(unnamed) == ["model", "model.features"], "run 3 has no name for it"
+
+
+def test_runs_that_only_predict_and_runs_that_ran_are_told_apart_by_the_same_keys(make: Make) -> None:
+    rows = read([make("0", "ckpt=2", predicts=True), make("1", "amp=true"), make("2", predicts=True)])
+    assert columns(rows) == ["amp", "ckpt"]
+    assert [row[1:4] for row in compare.table(rows).rows] == [
+        ["false", "2", "predicted"],
+        ["true", "0", "done"],
+        ["false", "0", "predicted"],
+    ]
+
+
+def test_a_command_line_that_no_longer_composes_is_told_as_it_was(make: Make) -> None:
+    gone = ["data=folders", "data.root=/gone", "data.classes=[a,b]"]
+    rows = read([make("0", *gone, "amp=true", predicts=True), make("1", *gone, predicts=True)])
+    assert columns(rows) == ["amp"]
+    assert [row[1] for row in compare.table(rows).rows] == ["true", ""]
+    assert columns([*rows, *read([make("2", "ckpt=2")])]) == ["data.root", "data.classes", "amp"]
+
+
+# --- numbers
+
+
+def test_the_csv_has_plain_numbers_with_units_and_empty_cells(make: Make, tmp_path: Path) -> None:
+    line = "error: loss nan, 'a, b'\nmore\nexit code 4\n"
+    folders = [make("0", "ckpt=2", dice=0.5), make("1", predicts=True), make("2", "amp=true", status=line)]
+    (folders[2] / "memory.json").unlink()
+    compare.write(read(folders), tmp_path / "out")
+    first, second, third = rows_of(tmp_path / "out")
+    assert first == {
+        **{"run": "0", "amp": "false", "ckpt": "2", "status": "done", "parameters": "1234", "measured_kind": "ledger"},
+        **{"peak_predicted_bytes": str(3 * MIB), "peak_measured_bytes": str(3 * MIB - 7), "error_bytes": "7"},
+        **{"steps_done": "3", "step_median_s": "1.0", "dice_mean": "0.5"},
+    }
+    assert second["status"] == "predicted" and second["peak_predicted_bytes"] == str(3 * MIB)
+    assert {second[key] for key in ("peak_measured_bytes", "error_bytes", "step_median_s", "dice_mean")} == {""}
+    assert third["status"] == "failed: loss nan, 'a, b', more"
+    assert third["dice_mean"] == "", "n/a at the last validation is not the value of the one before"
+
+
+def test_the_face_has_mib_and_no_columns_without_numbers(make: Make) -> None:
+    table = compare.table(read([make("0", "ckpt=2", predicts=True), make("1", predicts=True)]))
+    assert table.columns == ["run", "ckpt", "status", "peak, predicted (MiB)", "parameters"]
+    assert table.rows[0] == ["0", "2", "predicted", "3.0", "1,234"]
+
+
+def test_a_run_that_wrote_nothing_but_how_it_ended_is_a_row(
+    tmp_path: Path, make: Make, capsys: pytest.CaptureFixture
+) -> None:
+    folders = [make("0", "ckpt=2"), make("1"), tmp_path / "2"]
+    folders[2].mkdir()
+    (folders[2] / "STATUS").write_text("failed: killed by SIGKILL\nexit code 137\n")
+    (folders[2] / "overrides.yaml").write_text("- ckpt=3\n")
+    compare.show(read(folders))
+    printed = capsys.readouterr().out
+    assert re.search(r"2 +3 +failed *\n", printed) and "run 2 failed: killed by SIGKILL\n" in printed
+
+
+@pytest.mark.parametrize(
+    "name", ["memory.json", "config.yaml", "env.json", "metrics.jsonl", "overrides.yaml", "STATUS"]
+)
+@pytest.mark.parametrize("left", ['{"torn', "[[", None])
+def test_a_file_that_a_kill_cut_short_ends_no_comparison(
+    make: Make, tmp_path: Path, name: str, left: str | None
+) -> None:
+    folders = [make("0", "ckpt=2"), make("1")]
+    (folders[0] / name).write_text(left) if left else (folders[0] / name).unlink()
+    rows = read(folders)
+    compare.write(rows, tmp_path / "out")
+    assert len(rows_of(tmp_path / "out")) == 2
+
+
+# --- what forbids to compare
+
+
+def test_like_runs_are_comparable(make: Make) -> None:
+    assert mismatches(read([make("0", "model=unet", "batch=1"), make("1", "amp=true", seconds=3)])) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "changed", "line"),
+    [
+        (["data.patch=[32,32,32]"], {}, "data.patch: [64,64,32] (runs 0, 1), [32,32,32] (run 2)"),
+        (["data.fold=1"], {}, "data.fold: null (runs 0, 1), 1 (run 2)"),
+        (["data.phantom.cases=9"], {}, "data.phantom.cases: 16 (runs 0, 1), 9 (run 2)"),
+        (["steps=7"], {}, "steps: 150 (runs 0, 1), 7 (run 2)"),
+        (["seed=5"], {}, "seed: 0 (runs 0, 1), 5 (run 2)"),
+        ([], {"device": "cuda"}, "device: cpu (runs 0, 1), cuda (run 2)"),
+        ([], {"torch": "2.9"}, "torch: 2.13 (runs 0, 1), 2.9 (run 2)"),
+        ([], {"threads": 8}, "threads: 1 (runs 0, 1), 8 (run 2)"),
+        ([], {"predicts": True}, "peak: measured (runs 0, 1), predicted (run 2)"),
+        ([], {"kind": "cuda allocated"}, "kind of measured peak: ledger (runs 0, 1), cuda allocated (run 2)"),
+    ],
+)
+def test_what_is_not_comparable_is_told_with_key_and_values(
+    make: Make, capsys: pytest.CaptureFixture, words: list[str], changed: dict[str, Any], line: str
+) -> None:
+    rows = read([make("0"), make("1"), make("2", *words, **changed)])
+    assert mismatches(rows) == [line]
+    compare.show(rows)
+    assert f"not comparable: {line}\n" in capsys.readouterr().out
+
+
+def test_a_data_set_is_known_by_its_name_wherever_it_lies(make: Make, tmp_path: Path) -> None:
+    roots = [tmp_path / "a" / "Task04", tmp_path / "b" / "Task04", tmp_path / "a" / "Task05"]
+    for root in roots:
+        root.mkdir(parents=True)
+    words = [["data=decathlon", f"data.root={root}"] for root in roots]
+    rows = read([make(str(index), *said) for index, said in enumerate(words)])
+    assert mismatches(rows) == ["data.root: Task04 (runs 0, 1), Task05 (run 2)"]
+
+
+def test_runs_that_ended_at_other_steps_are_not_comparable(make: Make) -> None:
+    folders = [make("0"), make("1")]
+    (folders[1] / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 1}\n')
+    assert mismatches(read(folders)) == ["steps done: 3 (run 0), 1 (run 1)"]
+
+
+# --- which runs
+
+
+def test_a_sweeps_folder_stands_for_its_numbered_children_in_their_order(make: Make, tmp_path: Path) -> None:
+    for name in ("sweep/10", "sweep/2", "sweep/0", "sweep/other", "alone"):
+        make(name)
+    found = find([tmp_path / "sweep", tmp_path / "alone", tmp_path / "sweep" / "2"])
+    assert [path.name for path in found] == ["0", "2", "10", "alone"]
+
+
+def test_runs_of_two_sweeps_keep_names_of_their_own(make: Make) -> None:
+    assert [row.name for row in read([make("a/0"), make("b/0")])] == ["a/0", "b/0"]
+
+
+def test_what_is_no_run_folder_is_one_line(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match="not a run folder; give outputs/DATE/TIME-ID") as caught:
+            find([path])
+        assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+# --- the picture
+
+
+@pytest.mark.parametrize(
+    ("points", "best"),
+    [
+        ([(1, 5), (2, 5), (2, 3), (9, 3), (4, 1)], [0, 2, 4]),
+        ([(3, 1), (1, 3), (2, 2)], [1, 2, 0]),
+        ([(1, 1), (1, 1), (1, 2)], [0, 1]),
+        ([(1, 1), (0, 1)], [1]),
+        ([(5, 5)], [0]),
+        ([], []),
+    ],
+)
+def test_the_best_trade_offs_are_those_that_no_other_betters(points: list, best: list[int]) -> None:
+    assert pareto(points) == best
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved from now on, legible throughout."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, path: Path) -> None:
+        save(figure, path)
+        assert_legible(figure)
+        figures.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+def joined(figure: Figure, panel: int) -> list[list[tuple[float, float]]]:
+    lines = figure.axes[panel].lines
+    return [[(x, y) for x, y in line.get_xydata()] for line in lines if line.get_linestyle() == "--"]
+
+
+def test_the_best_are_joined_less_time_and_more_dice(saved: list[Figure], tmp_path: Path) -> None:
+    """Peak, seconds, Dice; the third loses to the first in time and wins in Dice."""
+    numbers = [(1, 5.0, 0.2), (2, 3.0, 0.1), (3, 6.0, 0.9), (2, 4.0, None)]
+    points = [Point(f"{i}: x={i}", "measured, ledger", p * MIB, s, d) for i, (p, s, d) in enumerate(numbers)]
+    compare_figures.draw(points, "", tmp_path / "x.png")
+    assert joined(saved[0], 0) == [[(1, 5.0), (2, 3.0)]]
+    assert joined(saved[0], 1) == [[(1, 0.2), (3, 0.9)]]
+    assert saved[0].axes[0].get_xlabel() == "peak memory of a step (MiB), measured, ledger"
+
+
+def test_peaks_of_two_kinds_are_not_joined(saved: list[Figure], tmp_path: Path) -> None:
+    kinds = ["measured, ledger", "measured, cuda allocated"]
+    points = [Point(f"{i}", kinds[i % 2], (i + 1) * MIB, 9.0 - i, None) for i in range(4)]
+    compare_figures.draw(points, "Not comparable: the runs differ in device, kind of peak", tmp_path / "x.png")
+    assert joined(saved[0], 0) == [[(1, 9.0), (3, 7.0)], [(2, 8.0), (4, 6.0)]]
+    texts = [text.get_text() for text in saved[0].axes[-1].get_legend().texts]
+    assert texts[:2] == ["0 (measured, ledger)", "1 (measured, cuda allocated)"]
+
+
+@pytest.mark.parametrize("count", [2, 24])
+@pytest.mark.parametrize("seconds", [0.1, None])
+def test_the_picture_is_legible_of_few_runs_and_many_with_names_long_and_strange(
+    saved: list[Figure], tmp_path: Path, count: int, seconds: float | None
+) -> None:
+    label = f"model=unet_small $x_{{$ {NASTY} " + "optimizer=adamw " * 5
+    points = [Point(f"{i}: {label}", "predicted", 5000 * MIB, seconds, seconds) for i in range(count)]
+    compare_figures.draw(points, "Not comparable: the runs differ in " + "data.patch, " * 20, tmp_path / "x.png")
+    assert len(saved[0].axes) == (2 if seconds else 1)
+
+
+def test_runs_that_only_predict_are_bars(make: Make, saved: list[Figure], tmp_path: Path) -> None:
+    rows = read([make("0", "ckpt=2", predicts=True, peak=MIB), make("1", predicts=True, peak=2 * MIB)])
+    compare.write(rows, tmp_path / "out")
+    assert [bar.get_width() for bar in saved[0].axes[0].patches] == [1, 2]
+    assert saved[0].axes[0].get_xlabel() == "peak memory of a step (MiB), predicted"
+    assert [text.get_text() for text in saved[0].axes[0].get_yticklabels()] == ["0: ckpt=2", "1: ckpt=0"]
+
+
+def test_a_predicted_peak_is_not_drawn_among_measured_ones(make: Make, saved: list[Figure], tmp_path: Path) -> None:
+    compare.write(read([make("0", "ckpt=2"), make("1"), make("2", "ckpt=3", predicts=True)]), tmp_path / "out")
+    assert [text.get_text() for text in saved[0].axes[-1].get_legend().texts][:2] == ["0: ckpt=2", "1: ckpt=0"]
+    assert saved[0].get_suptitle() == "" and "peak: measured" in (tmp_path / "out" / "compare.html").read_text()
+
+
+# --- the page
+
+
+def test_the_page_escapes_what_it_shows_and_needs_no_network(make: Make, tmp_path: Path) -> None:
+    folders = [make("0", f'wandb.project="{NASTY}"'), make("1", status=f"error: {NASTY}\nexit code 2\n")]
+    page = compare.write(read(folders), tmp_path / "out").read_text()
+    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;&amp;[bold]" in page
+    assert "<script" not in page and "http" not in page
+    assert re.findall(r"(?:src|href)=\"(.{10})", page) == ["data:image"]
+    assert "Comparison of 2 runs" in page and "run 1 failed: &lt;script" in page
+
+
+def test_runs_without_any_peak_have_a_table_and_no_picture(make: Make, tmp_path: Path) -> None:
+    folders = [make("0"), make("1")]
+    for folder in folders:
+        (folder / "memory.json").unlink()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "compare.png").write_bytes(b"of an earlier one")
+    page = compare.write(read(folders), tmp_path / "out").read_text()
+    assert not (tmp_path / "out" / "compare.png").exists() and "<img" not in page
