@@ -329,6 +329,29 @@ def test_the_offline_wandb_run_holds_config_scalars_memory_and_the_picture(finis
     assert found.exit_code == 0
 
 
+def test_memory_that_runs_out_is_told_with_remedies_and_the_snapshot_is_kept(tmp_path: Path) -> None:
+    """The address space is limited for real, after the first snapshot."""
+    code = (
+        "import resource, sys; sys.path.insert(0, '.'); from unet3d import command, run; import train\n"
+        "pause = run.Run._pause\n"
+        "def limit(self):\n"
+        "    pause(self)\n"
+        "    used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))\n"
+        "    self.trainer.model[0].register_forward_hook(lambda *_: __import__('torch').empty(2**28))\n"
+        "run.Run._pause = limit\n"
+        "job = train.job\n"
+        "sys.exit(command.main(job))"
+    )
+    folder = tmp_path / "run"
+    done = run(*TINY, f"hydra.run.dir={folder}", "wandb.mode=disabled", cwd=ROOT, code=code)
+    assert done.returncode == 5, done.stderr
+    for said in ("can't allocate memory", "in forward of step 3", "MiB of tensors alive", "ckpt=auto", "resume="):
+        assert said in done.stderr, said
+    assert (folder / "STATUS").read_text().startswith("out of memory")
+    assert torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["step"] == 2
+
+
 def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:
     done = run(f"resume={finished}", "model.features=[8,8]", cwd=tmp_path)
     assert done.returncode == 2 and "model.features: [4, 8] -> [8, 8]" in done.stderr

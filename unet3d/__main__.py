@@ -56,19 +56,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _memory(arguments: argparse.Namespace) -> int:
     """One config is explained; several, as `batch=1,2,4`, are set side by side."""
-    wants_fit = arguments.overrides[:1] == ["fit"]
-    words = arguments.overrides[1:] if wants_fit else arguments.overrides
+    verb = next((word for word in arguments.overrides[:1] if word in ("fit", "probe")), None)
+    words = arguments.overrides[1:] if verb else arguments.overrides
     jobs = compose.sweep(words)
     for job in jobs:
         compose.compose(job)  # a mistake is answered before torch loads
     _check_memory(arguments)
-    if wants_fit and len(jobs) > 1:
-        raise UserError("memory fit takes one config; leave the commas away")
+    if verb and len(jobs) > 1:
+        raise UserError(f"memory {verb} takes one config; leave the commas away")
     from unet3d.memory import facts, fit, show, spread
     from unet3d.memory.look import look
 
-    if wants_fit:
+    if verb == "fit":
         print(f"fits: {fit.fit(look(jobs[0], arguments.half), jobs[0])}")
+    elif verb == "probe":
+        show.probe(look(jobs[0], arguments.half))
     elif arguments.facts:
         facts.show()
     elif arguments.curves:

@@ -37,6 +37,12 @@ def device(config: Config) -> torch.device:
     return torch.device("cuda" if config.device != "cpu" and available else "cpu")
 
 
+def target(config: Config) -> str:
+    """The type of device that a run of this config is for, whether or not it is here: cpu or cuda."""
+    is_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return "cuda" if is_cuda else "cpu"
+
+
 def data(config: Config) -> Data:
     """Read, check and split the cases. Raises UserError that lists every problem of every case."""
     options = config.data
@@ -93,8 +99,11 @@ def loss(config: Config, classes: int) -> SegmentationLoss:
     return SegmentationLoss(config.loss.name, tensor, config.loss.batch_dice)
 
 
-def optimizer(options: Optim, network: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over all of the network's parameters."""
+def optimizer(options: Optim, network: nn.Module, foreach: bool | None = None) -> torch.optim.Optimizer:
+    """The optimizer over all of the network's parameters.
+
+    `foreach` None: all parameters at once on CUDA, one by one on the CPU, as torch does.
+    """
     parameters = network.parameters()
     betas = (options.betas[0], options.betas[1])
     match options.name:
@@ -105,11 +114,12 @@ def optimizer(options: Optim, network: nn.Module) -> torch.optim.Optimizer:
                 momentum=options.momentum,
                 nesterov=options.momentum > 0,
                 weight_decay=options.weight_decay,
+                foreach=foreach,
             )
         case "adam":
-            return torch.optim.Adam(parameters, options.lr, betas, weight_decay=options.weight_decay)
+            return torch.optim.Adam(parameters, options.lr, betas, weight_decay=options.weight_decay, foreach=foreach)
         case "adamw":
-            return torch.optim.AdamW(parameters, options.lr, betas, weight_decay=options.weight_decay)
+            return torch.optim.AdamW(parameters, options.lr, betas, weight_decay=options.weight_decay, foreach=foreach)
     raise AssertionError(options.name)
 
 

@@ -16,12 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from unet3d import compose, process
 from unet3d.compose import CONFIG_NAME, VERSION_BASE
 from unet3d.config import Config
-from unet3d.errors import NonFiniteLoss, SnapshotError, UserError
+from unet3d.errors import NonFiniteLoss, OutOfMemory, SnapshotError, UserError, is_out_of_memory
 from unet3d.process import INTERRUPTED
 from unet3d.resuming import refuse_changes
 
 Job = Callable[[Config, Path], None]
-OUT_OF_MEMORY = 5
 OVERRIDES = "overrides.yaml"  # what the command line said, for `resume`
 
 
@@ -142,14 +141,15 @@ def _guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> in
         if config.resume is not None and not isinstance(error, NonFiniteLoss):
             return _say(f"error: {error}", error.exit_code)  # the run in the folder is as it was
         return _end(folder, f"error: {error}", error.exit_code)
+    except OutOfMemory as error:
+        return _end(folder, f"out of memory: {error}\n{_how_to_go_on(folder)}", error.exit_code)
     except KeyboardInterrupt:
         return _end(folder, f"interrupted; {_how_to_go_on(folder)}", INTERRUPTED)
     except Exception as error:
-        if not _out_of_memory(error):
+        if not is_out_of_memory(error):
             _end(folder, f"failed: {error!r}", 1)
             raise
-        traceback.clear_frames(error.__traceback__)
-        return _end(folder, f"out of memory: {str(error).splitlines()[0]}", OUT_OF_MEMORY)
+        return _end(folder, f"out of memory: {str(error).splitlines()[0]}", OutOfMemory.exit_code)
     return _end(folder, None, 0)
 
 
@@ -157,13 +157,6 @@ def _how_to_go_on(folder: Path) -> str:
     if (folder / "checkpoints" / "last.pt").exists():
         return f"to go on: python train.py resume={shlex.quote(str(folder))}"
     return "there is no snapshot yet to go on from"
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """torch raises OutOfMemoryError for a device, and a plain RuntimeError for the host."""
-    return (
-        isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__ or "can't allocate" in str(error)
-    )
 
 
 def _end(folder: Path, line: str | None, code: int) -> int:

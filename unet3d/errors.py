@@ -17,3 +17,16 @@ class NonFiniteLoss(ArithmeticError):
     """The loss became NaN or infinite; the weights are those before the step."""
 
     exit_code = 4
+
+
+class OutOfMemory(Exception):
+    """Memory ran out: exit code 5. The message says when, who held it, and what would need less."""
+
+    exit_code = 5
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch raises OutOfMemoryError for a device, and a plain RuntimeError for the host."""
+    return (
+        isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__ or "can't allocate" in str(error)
+    )

@@ -32,8 +32,9 @@ def end(folder: Path, line: str, code: int) -> None:
 def add_measured(folder: Path, parameters: int, measured: dict[str, Any]) -> dict[str, Any]:
     """memory.json with what was measured beside what was predicted. Returns it."""
     memory = add(folder, {"parameters": parameters, "measured": measured})
-    if "predicted" in memory:
-        memory = add(folder, {"error_bytes": memory["predicted"]["peak_bytes"] - measured["peak_bytes"]})
+    if "predicted" in memory:  # tensors against tensors: on CUDA what was requested, without the allocator's rounding
+        peak = measured.get("requested_bytes", measured["peak_bytes"])
+        memory = add(folder, {"error_bytes": memory["predicted"]["peak_bytes"] - peak})
     return memory
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from unet3d.data.cases import Case
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, Prepared
 from unet3d.data.reader import Reader
+from unet3d.errors import OutOfMemory, is_out_of_memory
 from unet3d.evaluation import evaluate
+from unet3d.memory import distress
 from unet3d.memory.meter import open_meter
 from unet3d.sinks import Sinks, open_sinks
 from unet3d.trainer import Trainer
@@ -76,7 +79,18 @@ class Run:
         patches = Patches(read, config.data, config.seed)
         cases, first = len(data.train), self.trainer.step
         stream = batches(patches, cases, config.batch, config.accumulate, config.seed, config.workers, first)
-        self.trainer.fit(stream, config.steps, config.eval_every, self._pause)
+        try:
+            self.trainer.fit(stream, config.steps, config.eval_every, self._pause)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            told = [str(error).partition("\n")[0], *distress.moment(self.meter.ledger)]
+            traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
+        else:
+            return
+        self.meter.close()
+        self.optimizer.zero_grad(set_to_none=True)  # room for the dry runs, outside of the except block
+        raise OutOfMemory("\n".join([*told, *distress.remedies(config, self.options)]))
 
     def _pause(self) -> None:
         """Validate, keep the best, save the last. The last validation also measures surface distances."""

@@ -141,9 +141,7 @@ def trace(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         calls = [(row["call_idx"], row["mem_all"] / MIB, row["hook_type"]) for row in rows if row["exp"] == name]
         axes.plot([call for call, _, _ in calls], [size for _, size, _ in calls], color=colour, label=str(name))
         for call, size in [(call, size) for call, size, hook in calls if hook == "bwd"][:1]:
-            axes.plot(
-                call, size, "D", color="black", markersize=6, zorder=3, label="backward of the last layer is over"
-            )
+            axes.plot(call, size, "D", color="black", markersize=6, zorder=3, label="backward has left the head")
     axes.set(xlabel="hook call (index)", ylabel="allocated memory (MiB)", ylim=(0, None), title="Memory at each hook")
     axes.grid(color="#E5E5E5")
     _finish(figure, path)

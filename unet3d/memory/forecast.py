@@ -7,6 +7,7 @@ from unet3d.checks import budget_bytes
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.advise import advise
+from unet3d.memory.allocator import replay
 from unet3d.memory.plan import plan
 from unet3d.memory.predict import predict
 from unet3d.memory.rehearsal import Starts, rehearse
@@ -23,17 +24,22 @@ class Forecast(NamedTuple):
 
 
 def forecast(config: Config, options: Model) -> Forecast:
-    """Cut, predict and print; on CUDA, where nothing is predicted yet, only cut.
+    """Cut, predict and print. Raises UserError where the step's tensors need more than `budget`.
 
-    Raises UserError where the step needs more than `budget`.
+    For CUDA also what its allocator would make of them: not yet verified on a GPU.
     """
-    starts = cut(config, options).starts
-    if build.device(config).type != "cpu":
-        return Forecast(starts, {})
+    if not config.dry_run:
+        build.device(config)
+    starts, is_cuda = cut(config, options).starts, build.target(config) == "cuda"
     meter = rehearse(config, options, starts)
     found, names = meter.summary(), [name for name, _ in meter.model.named_children()]
     parameters, peak = sum(p.numel() for p in meter.model.parameters()), found["peak_bytes"]
     print(f"{parameters:,} parameters; predicted peak of a step {mib(peak)} MiB (ledger), {moment(found)}", flush=True)
+    if is_cuda:
+        held = replay(meter.ledger.events)
+        found |= {"allocated_bytes": held.allocated_bytes, "reserved_bytes": held.reserved_bytes}
+        print(f"on CUDA: {mib(held.allocated_bytes)} MiB allocated, {mib(held.reserved_bytes)} MiB reserved (replay),")
+        print("without convolution workspaces and the context; not yet verified on a GPU", flush=True)
     if config.budget is not None and peak > budget_bytes(config.budget):
         raise UserError(plan(config, options, budget_bytes(config.budget)))
     advice = advise(config, options, found, lambda narrower: predict(config, narrower)["peak_bytes"])

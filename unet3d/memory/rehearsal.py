@@ -5,12 +5,14 @@ in neither.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 from unet3d import build
 from unet3d.config import Config, Model
+from unet3d.memory.cuda import cuda_policy
 from unet3d.memory.dry import dry
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEADY, LedgerMeter
@@ -32,14 +34,16 @@ def rehearse(
 
     `options` are concrete: channels, classes, kernels and strides set. `starts` are the first stages of
     checkpointed segments, () for none; `dtype` is that of weights and images. `watch` may hang hooks on the model.
+    For `device=cuda` as CUDA would do it, also where there is none.
     """
     assert options.in_channels is not None and options.classes is not None
     random_state = torch.get_rng_state()
-    with dry():
+    is_cuda = build.target(config) == "cuda"
+    with dry(), cuda_policy() if is_cuda else nullcontext():
         model = dry_model(config, options, dtype)
         loss, policy = build.loss(config, options.classes), build.policy(config, "cpu", starts)
-        optimizer, scaler = build.optimizer(config.optim, model), policy.scaler()
-        meter = LedgerMeter(model, optimizer)
+        optimizer = build.optimizer(config.optim, model, foreach=True if is_cuda else None)
+        scaler, meter = policy.scaler(), LedgerMeter(model, optimizer)
         if watch is not None:
             watch(model, meter.ledger)
         for _ in range(steps):

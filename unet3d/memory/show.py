@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from unet3d import build, compose, record, report
-from unet3d.console import WIDE, text
+from unet3d.console import WIDE, paper, terminal_table, text
 from unet3d.errors import UserError
-from unet3d.memory import explain, save, tables
+from unet3d.memory import explain, kernels, numbers, save, tables
 from unet3d.memory.advise import advise, halved
 from unet3d.memory.estimates import estimates
 from unet3d.memory.look import Look, look
@@ -31,6 +31,14 @@ def show(overrides: Sequence[str], half: bool, out: Path | None) -> None:
         print(write(subject, advice, out))
 
 
+def probe(subject: Look) -> None:
+    """Measure what this machine's kernels take for a config's convolutions, keep it for later predictions, print it."""
+    device = build.device(subject.config)
+    table = kernels.probe(subject.ledger.sites, device)
+    print(f"{len(table)} convolutions measured: {kernels.place(device)}")
+    paper(WIDE).print(terminal_table("Layers of the number", numbers.layers(subject.ledger, device.type)))
+
+
 def write(subject: Look, advice: Mapping[str, Any], out: Path) -> Path:
     """memory.json, figures, tables and report.html in a folder; returns the report's path."""
     record.write_text(out / "config.yaml", compose.to_yaml(subject.config))
@@ -45,6 +53,7 @@ def _parts(subject: Look, advice: Mapping[str, Any], overrides: Sequence[str]) -
     yield _what(subject)
     yield f"predicted peak of a step: {mib(peak)} MiB ({entry['kind']}), {tables.moment(entry)}"
     yield tables.sentence(advice, peak)
+    yield "Layers of the number", numbers.layers(subject.ledger, build.target(subject.config))
     made = subject.first_convolution
     shape = " x ".join(map(str, made.shape))
     yield f"the first convolution's output: {shape} {_dtype(made.dtype)} = {made.bytes:,} bytes"
@@ -72,7 +81,7 @@ def _what(subject: Look) -> str:
     checkpoints = f"{config.ckpt} checkpointed segments" if config.ckpt else "no checkpointing"
     return (
         f"{subject.name}: {subject.parameters:,} parameters; patch {patch}, batch {config.batch}, {precision}, "
-        f"{checkpoints}"
+        f"{checkpoints}, on {build.target(config)}"
     )
 
 

@@ -1,0 +1,93 @@
+"""CUDA's mixed precision without a GPU: golden bytes of the real policy, and what follows from it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+
+from unet3d import build, compose
+from unet3d.config import Config
+from unet3d.memory.cuda import cuda_policy
+from unet3d.memory.dry import dry
+from unet3d.memory.predict import predict
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# Bytes that autograd saves in forward and cross-entropy, widths 16..128, 32 x 32 x 32, batch 2: with a CUDA build of
+# torch on fake cuda tensors, autocast to float16; and the same in float32.
+GOLDEN = {
+    "model.norm=instance": (58_966_532, 34_027_972),
+    "model.norm=group": (58_950_532, 64_486_212),
+    "model.norm=batch": (58_960_900, 34_022_340),
+    "model.activation=silu": (81_117_700, 45_103_556),
+    "model.activation=leaky_relu": (81_117_700, 45_103_556),
+}
+
+
+def config(*overrides: str) -> Config:
+    found = compose.compose(["model=unet_small", "model.groups=4", "data.patch=[32,32,32]", *overrides])
+    found.model.in_channels, found.model.classes = 1, 3
+    return found
+
+
+def saved(options: Config, dtype: torch.dtype | None) -> int:
+    sizes, alive = {}, []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        alive.append(tensor)
+        sizes[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with dry(), cuda_policy():
+        model = build.model(options.model, 0)
+        image, label = torch.empty(2, 1, 32, 32, 32), torch.empty(2, 32, 32, 32, dtype=torch.int64)
+        autocast = torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+        with saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+            F.cross_entropy(model(image).float() if dtype is torch.bfloat16 else model(image), label)
+        weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    return sum(size for storage, size in sizes.items() if storage not in weights)
+
+
+@pytest.mark.parametrize(("override", "bytes_"), GOLDEN.items())
+def test_the_bytes_are_those_of_cudas_own_policy(override: str, bytes_: tuple[int, int]) -> None:
+    options = config(override)
+    assert (saved(options, None), saved(options, torch.float16)) == bytes_
+
+
+def test_the_cpus_policy_is_back_afterwards() -> None:
+    def pooled() -> torch.dtype:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.max_pool3d(torch.ones(1, 1, 2, 2, 2, dtype=torch.bfloat16), 2).dtype
+
+    assert pooled() is torch.float32
+    with cuda_policy():
+        assert pooled() is torch.bfloat16
+    assert pooled() is torch.float32
+
+
+def test_group_norm_under_amp_needs_more_than_float32_on_cuda() -> None:
+    peaks = {}
+    for norm in ("group", "instance"):
+        for amp in ("false", "true"):
+            options = config(f"model.norm={norm}", f"amp={amp}", "device=cuda")
+            peaks[norm, amp] = predict(options, options.model)["peak_bytes"]
+    assert peaks["group", "true"] > peaks["group", "false"]
+    assert peaks["instance", "true"] < 0.66 * peaks["instance", "false"]
+
+
+def test_a_dry_run_for_cuda_works_where_there_is_none(tmp_path: Path) -> None:
+    words = ["model=unet_tiny", "model.in_channels=1", "model.classes=4", "data.patch=[16,16,16]", "amp=true"]
+    command = [sys.executable, str(ROOT / "train.py"), *words, "device=cuda", f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run([*command, "dry_run=true"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "MiB reserved (replay)" in done.stdout and "not yet verified on a GPU" in done.stdout
+    found = json.loads((tmp_path / "run" / "memory.json").read_text())["predicted"]
+    assert found["peak_bytes"] <= found["allocated_bytes"] <= found["reserved_bytes"]
+    if not torch.cuda.is_available():
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 2 and "sees no CUDA device" in done.stderr

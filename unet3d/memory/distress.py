@@ -1,0 +1,41 @@
+"""What to say when memory ran out all the same: when, who held it, and what would need less."""
+
+from collections.abc import Iterator
+
+from unet3d.config import Config, Model
+from unet3d.memory import explain
+from unet3d.memory.ledger import Ledger, alive_at
+from unet3d.memory.plan import levers, price
+from unet3d.memory.tables import NAMES
+from unet3d.table import mib
+
+LARGEST = 5  # groups of tensors named
+REMEDIES = 4
+
+
+def moment(ledger: Ledger) -> Iterator[str]:
+    """When it was and the largest owners then alive, by the last event that the ledger saw.
+
+    To be asked before the frames of the error are cleared. The ledger steps aside after the first steps, which repeat.
+    """
+    now = len(ledger.events)
+    alive = sum(storage.bytes for storage in alive_at(ledger, now))
+    done = sum(name == "end" for _, name in ledger.marks)
+    phase = ledger.marks[-1][1]
+    if phase == "end":
+        peak = explain.peak_moment(ledger)
+        words = explain.describe(ledger, peak)["words"]
+        yield f"not in the first {done} steps, whose peak was in {words}; held then:"
+        now = peak
+    else:
+        yield f"in {phase} of step {done + 1}, {mib(alive)} MiB of tensors alive:"
+    for group in explain.held(ledger, now)[:LARGEST]:
+        yield f"  {mib(group.bytes):>10} MiB  {group.number} x {group.shape} {group.dtype}, {NAMES[group.category]}"
+
+
+def remedies(config: Config, options: Model) -> Iterator[str]:
+    """What would need less: levers that leave the network as it is come first, each on top of those before."""
+    yield "what would need less (predicted peak of a step):"
+    yield f"  {mib(price(config, options).peak):>10} MiB  as it was"
+    for lever, _ in zip(levers(config, options), range(REMEDIES), strict=False):
+        yield f"  {mib(price(lever.config, lever.options).peak):>10} MiB  {lever.override}"
