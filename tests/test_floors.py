@@ -32,7 +32,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
     {"data.loader", "data.reader", "evaluation", "memory.save"},
     {"build"},
     {"apply", "memory.rehearsal"},
-    {"memory.segments"},
+    {"memory.segments", "memory.validation"},
     {"memory.predict", "memory.advise"},
     {"memory.look", "memory.plan"},
     {"memory.facts", "memory.fit", "memory.show", "memory.spread", "memory.forecast", "memory.distress"},

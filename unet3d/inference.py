@@ -55,7 +55,7 @@ class Predictor:
         weights = torch.zeros(size)
         for corner in itertools.product(*corners):
             tile = padded[_box(corner, self.window)]
-            logits = self._logits(tile[None].to(device)).cpu()
+            logits = self.window_logits(tile[None].to(device)).cpu()
             total = logits.new_zeros(len(logits), *size) if total is None else total
             total[_box(corner, out_window)] += logits * weight
             weights[_box(corner, out_window)[1:]] += weight
@@ -63,8 +63,8 @@ class Predictor:
         inside = _box(offset, sizes)
         return total[inside] / weights[inside[1:]]
 
-    def _logits(self, tile: Tensor) -> Tensor:
-        """Mean logits K D H W over all combinations of the mirrored axes."""
+    def window_logits(self, tile: Tensor) -> Tensor:
+        """Mean logits K D H W of a window 1 C D H W, over all combinations of the mirrored axes."""
         total: Tensor | None = None
         flips = list(_subsets(self.mirror))
         for axes in flips:

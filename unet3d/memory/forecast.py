@@ -13,6 +13,7 @@ from unet3d.memory.predict import predict
 from unet3d.memory.rehearsal import Starts, rehearse
 from unet3d.memory.segments import cut
 from unet3d.memory.tables import moment, sentence
+from unet3d.memory.validation import validation_peak
 from unet3d.table import mib
 
 
@@ -46,7 +47,10 @@ def forecast(config: Config, options: Model) -> Forecast:
     print(sentence(advice, peak), flush=True)
     if starts:
         print(f"checkpointed segments: {segments(names, starts)}", flush=True)
-    memory = {"parameters": parameters, "predicted": found, "advice": advice}
+    validation = validation_peak(config, options, found["state"]["optimizer"])
+    if validation > peak:
+        print(f"validation needs more than a step: {mib(validation)} MiB (ledger, predicted)", flush=True)
+    memory = {"parameters": parameters, "predicted": found, "advice": advice, "predicted_validation_bytes": validation}
     return Forecast(starts, memory | ({"segments": [names[start] for start in starts]} if starts else {}))
 
 
