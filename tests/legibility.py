@@ -1,9 +1,38 @@
 """Whether a picture can be read."""
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
+
+Drawn = Callable[..., Figure]
+
+
+def drawing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    """Calls a function with a path after its arguments; returns the figure that it saved, legible throughout."""
+    saved: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, path: Path) -> None:
+        save(figure, path)
+        saved.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+
+    def call(function: Callable[..., None], *arguments: Any, title: str | None = None) -> Figure:
+        path = folder / "figure.png"
+        function(*arguments, path, *([title] if title else []))
+        with Image.open(path) as image:
+            assert image.convert("RGBA").getpixel((0, image.height - 1)) == (255, 255, 255, 255)
+        assert_legible(saved[-1])
+        return saved[-1]
+
+    return call
 
 
 def assert_legible(figure: Figure) -> None:

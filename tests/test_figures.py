@@ -2,46 +2,25 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from legibility import assert_legible
+from legibility import Drawn, drawing
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from PIL import Image
 
 from unet3d import figures
 from unet3d.figures import colours
 from unet3d.slices import centre
 
-Draw = Callable[..., Figure]
 NAMES = ("background", "left", "right")
 
 
 @pytest.fixture
-def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draw:
-    """Calls a function of `figures` with a path in its place; returns the figure that it saved, legible throughout."""
-    saved: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(figure: Figure, path: Path) -> None:
-        save(figure, path)
-        saved.append(figure)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-
-    def call(function: Callable[..., None], *arguments: Any, title: str | None = None) -> Figure:
-        path = tmp_path / "figure.png"
-        function(*arguments, path, *([title] if title else []))
-        with Image.open(path) as image:
-            assert image.convert("RGBA").getpixel((0, image.height - 1)) == (255, 255, 255, 255)
-        assert_legible(saved[-1])
-        return saved[-1]
-
-    return call
+def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    return drawing(tmp_path, monkeypatch)
 
 
 def lines(axes: Any) -> dict[str, Any]:
@@ -71,7 +50,7 @@ def validation(step: int, **dice: float | None) -> dict[str, Any]:
     return {"step": step, **{f"val/dice/{name}": value for name, value in dice.items()}, "val/dice_mean": 0.5}
 
 
-def test_curves_show_loss_and_dice_per_class_over_steps(draw: Draw) -> None:
+def test_curves_show_loss_and_dice_per_class_over_steps(draw: Drawn) -> None:
     records = [*training(1.0, 0.5), validation(2, left=0.25, right=None), validation(4, left=0.75, right=0.5)]
     loss, dice = draw(figures.curves, records).axes
     assert loss.lines[0].get_xydata().tolist() == [[1, 1.0], [2, 0.5]]
@@ -83,7 +62,7 @@ def test_curves_show_loss_and_dice_per_class_over_steps(draw: Draw) -> None:
     assert dice.get_ylim()[1] >= 1
 
 
-def test_a_class_without_a_score_does_not_change_the_colours_of_others(draw: Draw) -> None:
+def test_a_class_without_a_score_does_not_change_the_colours_of_others(draw: Drawn) -> None:
     _, dice = draw(figures.curves, [validation(2, left=None, right=0.5)]).axes
     assert to_hex(lines(dice)["right"].get_color()) == to_hex(colours(2)[1])
 
@@ -92,23 +71,23 @@ def test_a_class_without_a_score_does_not_change_the_colours_of_others(draw: Dra
     ("losses", "scale"),
     [((2.0, 0.2), "linear"), ((2.0, 0.02), "log"), ((2.0, 0.02, -0.1), "linear"), ((2.0, "inf", "nan"), "linear")],
 )
-def test_the_loss_axis_is_logarithmic_where_that_helps(draw: Draw, losses: tuple[float, ...], scale: str) -> None:
+def test_the_loss_axis_is_logarithmic_where_that_helps(draw: Drawn, losses: tuple[float, ...], scale: str) -> None:
     assert draw(figures.curves, training(*losses)).axes[0].get_yscale() == scale
 
 
-def test_a_loss_that_was_never_finite_is_said_to_be_so(draw: Draw) -> None:
+def test_a_loss_that_was_never_finite_is_said_to_be_so(draw: Drawn) -> None:
     (loss,) = draw(figures.curves, training("nan", "inf", None)).axes
     assert [text.get_text() for text in loss.texts] == ["no finite loss"]
 
 
-def test_many_steps_are_smoothed_by_a_mean_of_the_steps_before(draw: Draw) -> None:
+def test_many_steps_are_smoothed_by_a_mean_of_the_steps_before(draw: Drawn) -> None:
     (loss,) = draw(figures.curves, training(*range(1, 501))).axes
     mean = lines(loss)["mean of 10 steps"].get_xydata()
     assert mean[0] == pytest.approx([10, 5.5])
     assert mean[-1] == pytest.approx([500, 495.5])
 
 
-def test_many_classes_with_long_names_stay_legible(draw: Draw) -> None:
+def test_many_classes_with_long_names_stay_legible(draw: Drawn) -> None:
     names = [f"structure_number_{i}_of_the_left_and_the_right_hemisphere" for i in range(30)]
     draw(figures.curves, [*training(1, 0.5), validation(2, **dict.fromkeys(names, 0.5))])
 
@@ -134,7 +113,7 @@ def drawn(axes: Any) -> set[str]:
     return {to_hex(colour[:3]) for colour in overlay if colour[3]}
 
 
-def test_the_picture_has_three_planes_of_image_truth_and_prediction(draw: Draw) -> None:
+def test_the_picture_has_three_planes_of_image_truth_and_prediction(draw: Drawn) -> None:
     truth = labels((30, 20, 10), (1, np.s_[4:8, 4:8, 4:8]), (-100, np.s_[:, :, :2]))
     prediction = labels((30, 20, 10), (2, np.s_[4:8, 4:8, 4:8]))
     image = np.random.default_rng(0).random((30, 20, 10))
@@ -147,7 +126,7 @@ def test_the_picture_has_three_planes_of_image_truth_and_prediction(draw: Draw) 
     assert figure.get_suptitle() == "case 7"
 
 
-def test_planes_have_their_true_proportions_and_say_where_they_are(draw: Draw) -> None:
+def test_planes_have_their_true_proportions_and_say_where_they_are(draw: Drawn) -> None:
     truth = labels((30, 20, 10), (1, np.s_[4:7, 8:11, 2:5]), (255, np.s_[20:, :, 5:]))
     figure = draw(figures.prediction, np.zeros(truth.shape), truth, truth, (1, 1.5, 4), NAMES, title="a")
     rows = np.array(figure.axes).reshape(3, 3)[:, 0]
@@ -157,7 +136,7 @@ def test_planes_have_their_true_proportions_and_say_where_they_are(draw: Draw) -
     assert [[text.get_text() for text in axes.texts] for axes in rows] == [["A", "S"], ["R", "S"], ["R", "A"]]
 
 
-def test_a_plane_is_shown_with_its_axes_growing_to_the_right_and_upwards(draw: Draw) -> None:
+def test_a_plane_is_shown_with_its_axes_growing_to_the_right_and_upwards(draw: Drawn) -> None:
     image = np.arange(4 * 3 * 2.0).reshape(4, 3, 2)
     nothing = labels(image.shape)
     figure = draw(figures.prediction, image, None, nothing, (1, 1, 1), NAMES, title="a")
@@ -166,7 +145,7 @@ def test_a_plane_is_shown_with_its_axes_growing_to_the_right_and_upwards(draw: D
     np.testing.assert_array_equal(axial.get_array(), image[:, :, 1].T)
 
 
-def test_without_truth_there_are_two_columns_through_what_was_predicted(draw: Draw) -> None:
+def test_without_truth_there_are_two_columns_through_what_was_predicted(draw: Drawn) -> None:
     prediction = labels((20, 20, 20), (1, np.s_[15:18, 2:4, 9:12]))
     figure = draw(figures.prediction, np.zeros(prediction.shape), None, prediction, (1, 1, 1), NAMES, title="a")
     grid = np.array(figure.axes).reshape(3, 2)
@@ -175,7 +154,7 @@ def test_without_truth_there_are_two_columns_through_what_was_predicted(draw: Dr
 
 
 @pytest.mark.parametrize("shape", [(8, 64, 64), (64, 64, 4), (20, 30, 200), (1, 1, 1)])
-def test_thin_and_tall_volumes_without_foreground_stay_legible(draw: Draw, shape: tuple[int, int, int]) -> None:
+def test_thin_and_tall_volumes_without_foreground_stay_legible(draw: Drawn, shape: tuple[int, int, int]) -> None:
     names = ["background", *(f"structure_number_{i}_of_the_left_and_the_right_hemisphere" for i in range(12))]
     figures_of = np.zeros(shape), labels(shape), labels(shape)
     draw(figures.prediction, *figures_of, (1, 1, 1), names, title="no foreground")

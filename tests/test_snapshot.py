@@ -11,6 +11,7 @@ import torch
 
 from unet3d import snapshot
 from unet3d.errors import SnapshotError
+from unet3d.memory.ledger import Ledger
 
 STATE = {"model": {"w": torch.arange(1000.0)}, "step": 3}
 
@@ -20,6 +21,21 @@ def test_round_trip(tmp_path: Path) -> None:
     found = snapshot.load(tmp_path / "last.pt")
     assert found["step"] == 3 and torch.equal(found["model"]["w"], STATE["model"]["w"])
     assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_saving_copies_no_tensor(tmp_path: Path) -> None:
+    """So a run that fits does not run out of memory as it saves."""
+    model = torch.nn.Conv3d(4, 4, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4, 4, 4, 4)).sum().backward()
+    optimizer.step()
+    ledger = Ledger()
+    ledger.adopt([*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    ledger.adopt(value for state in optimizer.state.values() for value in state.values())
+    before = len(ledger.storages)
+    with ledger:
+        snapshot.save(tmp_path / "last.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    assert len(ledger.storages) == before
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])

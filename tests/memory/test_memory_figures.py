@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from legibility import assert_legible
+from legibility import drawing
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from PIL import Image
 
 from unet3d import compose
 from unet3d.memory import explain, figures
@@ -38,25 +36,10 @@ DEEP = ("model.features=[8,8,8,8,8,8]", "data.patch=[64,64,64]", "model.upsampli
 
 
 @pytest.fixture
-def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draw:
-    """Calls a function with a path at the end; returns the first axes of what it saved, legible throughout."""
-    saved: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(figure: Figure, path: Path) -> None:
-        save(figure, path)
-        saved.append(figure)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-
-    def call(function: Callable[..., None], *arguments: Any) -> Axes:
-        function(*arguments, tmp_path / "figure.png")
-        with Image.open(tmp_path / "figure.png") as image:
-            assert image.convert("RGBA").getpixel((0, image.height - 1)) == (255, 255, 255, 255)
-        assert_legible(saved[-1])
-        return saved[-1].axes[0]
-
-    return call
+def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Axes]:
+    """The first axes of what was drawn."""
+    call = drawing(tmp_path, monkeypatch)
+    return lambda *arguments: call(*arguments).axes[0]
 
 
 def legend(axes: Axes) -> dict[str, str]:
@@ -74,7 +57,7 @@ def lengths(axes: Axes, of: str) -> dict[str, np.ndarray]:
 # --- phases
 
 
-def test_a_phase_s_bar_is_as_long_as_its_categories_at_its_peak(draw: Draw) -> None:
+def test_a_phase_s_bar_is_as_long_as_its_categories_at_its_peak(draw: Callable[..., Axes]) -> None:
     entry = meter().summary()
     axes = draw(figures.phases, entry)
     widths = lengths(axes, "get_width")
@@ -96,7 +79,7 @@ def allocator(scale: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scale", [1e3, 1e7, 1e9])
-def test_an_allocator_that_knows_no_categories_has_plain_bars(draw: Draw, scale: float) -> None:
+def test_an_allocator_that_knows_no_categories_has_plain_bars(draw: Callable[..., Axes], scale: float) -> None:
     entry = allocator(scale)
     axes = draw(figures.phases, entry)
     (bars,) = axes.containers
@@ -109,7 +92,7 @@ def test_an_allocator_that_knows_no_categories_has_plain_bars(draw: Draw, scale:
 # --- timeline
 
 
-def test_the_areas_of_a_step_end_at_the_bytes_alive_after_every_event(draw: Draw) -> None:
+def test_the_areas_of_a_step_end_at_the_bytes_alive_after_every_event(draw: Callable[..., Axes]) -> None:
     start, rows = explain.timeline(meter().ledger)
     axes = draw(figures.timeline, start, rows)
     outline = axes.collections[-1].get_paths()[0].vertices
@@ -121,7 +104,7 @@ def test_the_areas_of_a_step_end_at_the_bytes_alive_after_every_event(draw: Draw
     assert axes.get_xlim() == (0, len(rows))
 
 
-def test_the_peak_of_a_step_is_named_and_its_categories_lie_on_each_other(draw: Draw) -> None:
+def test_the_peak_of_a_step_is_named_and_its_categories_lie_on_each_other(draw: Callable[..., Axes]) -> None:
     start, rows = explain.timeline(meter().ledger)
     entry = meter().summary()
     axes = draw(figures.timeline, start, rows)
@@ -132,7 +115,7 @@ def test_the_peak_of_a_step_is_named_and_its_categories_lie_on_each_other(draw: 
     assert [area.get_label() for area in axes.collections] == [name for name, _ in figures.KINDS.values()]
 
 
-def test_phases_too_narrow_for_their_names_have_none(draw: Draw) -> None:
+def test_phases_too_narrow_for_their_names_have_none(draw: Callable[..., Axes]) -> None:
     axes = draw(figures.timeline, *explain.timeline(meter().ledger))
     names = {text.get_text() for text in axes.texts}
     assert "backward" in names
@@ -140,7 +123,7 @@ def test_phases_too_narrow_for_their_names_have_none(draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("peak", [None, 0, 9999])
-def test_a_peak_anywhere_in_many_events_is_legible(draw: Draw, peak: int | None) -> None:
+def test_a_peak_anywhere_in_many_events_is_legible(draw: Callable[..., Axes], peak: int | None) -> None:
     rows = [
         explain.Row(i, "forward" if i < 5000 else "backward", "inc.conv1", "add", "temporaries", change, 0)
         for i, change in enumerate(MIB if i == peak else 0 for i in range(10000))
@@ -153,7 +136,9 @@ def test_a_peak_anywhere_in_many_events_is_legible(draw: Draw, peak: int | None)
 # --- along the U
 
 
-def test_the_layers_at_the_peak_stand_in_the_order_of_the_network_and_make_up_the_peak(draw: Draw) -> None:
+def test_the_layers_at_the_peak_stand_in_the_order_of_the_network_and_make_up_the_peak(
+    draw: Callable[..., Axes],
+) -> None:
     entry = meter().summary()
     axes = draw(figures.along_the_u, entry)
     heights = lengths(axes, "get_height")
@@ -171,7 +156,7 @@ def test_the_layers_at_the_peak_stand_in_the_order_of_the_network_and_make_up_th
     assert names.index("down1.pool") < names.index("down1.conv1") < names.index("down1.conv2")
 
 
-def test_what_belongs_to_no_level_is_one_bar(draw: Draw) -> None:
+def test_what_belongs_to_no_level_is_one_bar(draw: Callable[..., Axes]) -> None:
     entry = dict(meter().summary())
     lost = [{**entry["layers"][0], "module": name, "level": None} for name in ("backward", "step")]
     entry["layers"] = [*(layer for layer in entry["layers"] if layer["level"] is not None), *lost]
@@ -182,7 +167,9 @@ def test_what_belongs_to_no_level_is_one_bar(draw: Draw) -> None:
 
 
 @pytest.mark.parametrize(("overrides", "down"), [((), 2), (DEEP, 5)], ids=["small", "deep"])
-def test_every_level_is_named_down_the_u_and_up_again(draw: Draw, overrides: tuple[str, ...], down: int) -> None:
+def test_every_level_is_named_down_the_u_and_up_again(
+    draw: Callable[..., Axes], overrides: tuple[str, ...], down: int
+) -> None:
     axes = draw(figures.along_the_u, meter(*overrides).summary())
     named = [" ".join(text.get_text().split()) for text in axes.texts]
     expected = [*range(down + 1), *range(down - 1, -1, -1)]
@@ -192,7 +179,7 @@ def test_every_level_is_named_down_the_u_and_up_again(draw: Draw, overrides: tup
 # --- all of them
 
 
-def test_what_bytes_are_for_has_one_colour_in_all_pictures(draw: Draw) -> None:
+def test_what_bytes_are_for_has_one_colour_in_all_pictures(draw: Callable[..., Axes]) -> None:
     assert set(figures.KINDS) == set(CATEGORIES)
     assert len(set(COLOUR_OF.values())) == len(COLOUR_OF)
     entry = meter().summary()
@@ -205,7 +192,7 @@ def test_what_bytes_are_for_has_one_colour_in_all_pictures(draw: Draw) -> None:
     assert set(COLOUR_OF) - set(shown) == {"gradients"}
 
 
-def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Draw) -> None:
+def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Callable[..., Axes]) -> None:
     panels = [
         ("batch (patches)", {"plain": [(1, MIB), (2, 2 * MIB)], "ckpt=2": [(1, MIB // 2), (2, MIB)]}),
         ("first-level width (channels)", {"ckpt=2": [(8, 7 * MIB), (64, 30 * MIB)]}),
@@ -221,12 +208,12 @@ def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Draw) -> 
     assert [text.get_text() for text in grid[0].figure.legends[0].texts] == ["plain", "ckpt=2"]
 
 
-def test_a_single_curve_with_long_names_is_legible(draw: Draw) -> None:
+def test_a_single_curve_with_long_names_is_legible(draw: Callable[..., Axes]) -> None:
     series = {f"predicted with checkpoints in {n} stages": [(0.5, n * MIB), (1.5, n**2 * MIB)] for n in range(1, 10)}
     draw(figures.curves, [("patch (million voxels)", series)])
 
 
-def test_a_trace_has_a_line_an_experiment_and_says_where_backward_begins(draw: Draw) -> None:
+def test_a_trace_has_a_line_an_experiment_and_says_where_backward_begins(draw: Callable[..., Axes]) -> None:
     hooks = ["pre", "fwd", "fwd", "bwd", "bwd"]
     rows = [
         {"layer_idx": 0, "call_idx": i, "layer_type": "Conv3d", "exp": exp, "hook_type": hook}
