@@ -8,8 +8,8 @@ from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.advise import advise
 from unet3d.memory.allocator import replay
+from unet3d.memory.ledger import phase_peaks
 from unet3d.memory.plan import plan
-from unet3d.memory.predict import predict
 from unet3d.memory.rehearsal import Starts, rehearse
 from unet3d.memory.segments import cut
 from unet3d.memory.tables import moment, sentence
@@ -43,7 +43,7 @@ def forecast(config: Config, options: Model) -> Forecast:
         print("without convolution workspaces and the context; not yet verified on a GPU", flush=True)
     if config.budget is not None and peak > budget_bytes(config.budget):
         raise UserError(plan(config, options, budget_bytes(config.budget)))
-    advice = advise(config, options, found, lambda narrower: predict(config, narrower)["peak_bytes"])
+    advice = advise(config, options, found, lambda narrower: _peak(config, narrower, starts))
     print(sentence(advice, peak), flush=True)
     if starts:
         print(f"checkpointed segments: {segments(names, starts)}", flush=True)
@@ -52,6 +52,11 @@ def forecast(config: Config, options: Model) -> Forecast:
         print(f"validation needs more than a step: {mib(validation)} MiB (ledger, predicted)", flush=True)
     memory = {"parameters": parameters, "predicted": found, "advice": advice, "predicted_validation_bytes": validation}
     return Forecast(starts, memory | ({"segments": [names[start] for start in starts]} if starts else {}))
+
+
+def _peak(config: Config, options: Model, starts: Starts) -> int:
+    """Of the second step, which later ones repeat."""
+    return max(peak for _, peak in phase_peaks(rehearse(config, options, starts, steps=2).ledger))
 
 
 def segments(names: list[str], starts: Starts) -> str:

@@ -136,7 +136,7 @@ def profile(config: Config, options: Model) -> Profile:
     def note(ledger: Ledger, at: int, made: Any) -> None:
         entered[at] = frozenset(ledger.index(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
 
-    meter = rehearse(config, options, (), watch=watch)
+    meter = rehearse(config, options, (), watch=watch, steps=2)
     names = [name for name, _ in meter.model.named_children()]
     return _profile(meter.ledger, names, entered[:-1])
 
