@@ -61,7 +61,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     jobs = compose.sweep(words)
     for job in jobs:
         compose.compose(job)  # a mistake is answered before torch loads
-    _check_memory(arguments)
+    _check_memory(arguments, verb)
     if verb and len(jobs) > 1:
         raise UserError(f"memory {verb} takes one config; leave the commas away")
     from unet3d.memory import facts, fit, show, spread
@@ -82,8 +82,12 @@ def _memory(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_memory(arguments: argparse.Namespace) -> None:
+def _check_memory(arguments: argparse.Namespace, verb: str | None) -> None:
     out = arguments.out
+    if verb and (arguments.curves or arguments.facts or out):
+        raise UserError(f"memory {verb} prints what it finds; leave -o, --curves and --facts away")
+    if verb == "fit" and arguments.half:
+        raise UserError("memory fit prints a command for train.py, which has no --half; leave it away")
     if arguments.facts and (arguments.overrides or arguments.half or arguments.curves or out):
         raise UserError("--facts prints a table of its own; give it alone")
     if arguments.curves and out is None:

@@ -128,6 +128,12 @@ def policy(config: Config, device_type: str, starts: tuple[int, ...]) -> MemoryP
     return MemoryPolicy(device_type, amp_dtype(config.amp_dtype, device_type) if config.amp else None, starts)
 
 
+def refuse_wrong_gradients(config: Config, options: Model) -> None:
+    """Raise UserError where a run on the CPU would train on wrong gradients; see `checks.refuse_shallow_bf16`."""
+    if target(config) == "cpu" and config.amp and amp_dtype(config.amp_dtype, "cpu") is torch.bfloat16:
+        checks.refuse_shallow_bf16(config, options)
+
+
 def predictor(config: Config, network: nn.Sequential, options: Model, memory: MemoryPolicy) -> Predictor:
     """The sliding window with the training patch as window."""
     window = (config.data.patch[0], config.data.patch[1], config.data.patch[2])

@@ -95,7 +95,7 @@ def _words(path: Path) -> list[str] | None:
     """What the command line said; None without the file, or with half of it."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, UnicodeDecodeError):
         found = None
     return [str(word) for word in found] if isinstance(found, list) else None
 

@@ -161,5 +161,5 @@ class Config:
     workers: int = option(1, "processes that prepare batches", low=0, high=256)
     eval_every: int = option(50, "steps between validations; 0: only at the end", low=0)
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
-    budget: str | None = option(None, "refuse a run whose step is predicted to need more, e.g. 8GiB")
+    budget: str | None = option(None, "refuse a run whose step is predicted to hold more in tensors, e.g. 8GiB")
     resume: str | None = option(None, "run folder to go on with")

@@ -29,4 +29,5 @@ def run(command: Sequence[str]) -> int:
 
 def fate(code: int) -> str:
     """What ended a process that could not say it itself."""
-    return f"killed by {signal.Signals(code - 128).name}" if code > 128 else f"ended with exit code {code}"
+    killers = {number + 128: number.name for number in signal.Signals}
+    return f"killed by {killers[code]}" if code in killers else f"ended with exit code {code}"

@@ -59,8 +59,19 @@ def read(path: Path) -> RunFolder:
         environment={key: value for key, value in _object(_text(path / "env.json")).items() if value is not None},
         records=[record for record in lines if "step" in record],
         scores=list(csv.DictReader(_text(path / "scores.csv").splitlines())),
-        memory=memory if any(memory.get(kind, {}).get("phases") for kind in KINDS) else {},
+        memory=_sound(memory),
     )
+
+
+def _sound(memory: Record) -> Record:
+    """Without entries that are not what a meter writes; empty where no step was measured or predicted."""
+    found = {key: value for key, value in memory.items() if key not in KINDS or _is_entry(value)}
+    return found if any(kind in found for kind in KINDS) else {}
+
+
+def _is_entry(value: Any) -> bool:
+    is_object = isinstance(value, dict) and isinstance(value.get("phases"), dict) and bool(value["phases"])
+    return is_object and isinstance(value.get("peak_bytes"), int)
 
 
 def _text(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from unet3d import build, checks, compose, metrics, record, resuming, schedules, snapshot
+from unet3d import build, compose, metrics, record, resuming, schedules, snapshot
 from unet3d.config import Config, Model
 from unet3d.console import Console
 from unet3d.data.cases import Case
@@ -32,8 +32,7 @@ class Run:
         device = build.device(config)
         loss = build.loss(config, len(data.task.classes))
         policy = build.policy(config, device.type, starts)
-        if device.type == "cpu" and policy.dtype is torch.bfloat16:
-            checks.refuse_shallow_bf16(config, options)
+        build.refuse_wrong_gradients(config, options)
         self.model = build.model(self.options, config.seed).to(device)
         self.optimizer = build.optimizer(config.optim, self.model)
         self.predictor = build.predictor(config, self.model, self.options, policy)

@@ -28,7 +28,7 @@ def test_one_config_is_explained_and_its_files_written(capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     for part in (
         "unet_tiny: ",
-        "2 checkpointed segments",
+        "at most 2 checkpointed segments",
         "of the peak (",
         "the first convolution's output: 2 x 8 x 16 x 16 x 16 float32 = 262,144 bytes",
         "Usual estimates and their error",

@@ -16,7 +16,7 @@ from unet3d.errors import UserError
 from unet3d.memory import fit
 from unet3d.memory.fit import Point, command, front
 from unet3d.memory.look import Look
-from unet3d.memory.plan import knows_the_batch, lean_options, plan
+from unet3d.memory.plan import knows_the_batch, lean_options, levers, plan
 from unet3d.memory.predict import predict
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -53,7 +53,7 @@ def test_a_budget_that_does_not_fit_names_what_would_and_a_dry_run_confirms_it()
 def test_a_budget_that_nothing_meets_is_told_so_with_the_smallest_peak() -> None:
     options = config("budget=0.001MiB")
     last = plan(options, options.model, 1000).splitlines()[-1]
-    assert last.startswith("nothing of this fits; the smallest peak within reach is ")
+    assert last.startswith("nothing of this fits; the smallest peak among these is ")
 
 
 def test_fit_gives_a_command_that_a_dry_run_confirms(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -75,7 +75,7 @@ def test_fit_gives_a_command_that_a_dry_run_confirms(tmp_path: Path, capsys: pyt
 
 def test_fit_says_when_nothing_does() -> None:
     options = config("budget=0.01MiB")
-    with pytest.raises(UserError, match="nothing fits; the smallest peak within reach is"):
+    with pytest.raises(UserError, match="nothing tried fits; the smallest peak among it is"):
         fit.fit(look(options), NET)
     with pytest.raises(UserError, match="needs a budget"):
         fit.fit(look(config()), NET)
@@ -93,11 +93,35 @@ def test_the_front_holds_what_nothing_beats() -> None:
 
 
 def test_a_command_replaces_what_it_changes() -> None:
-    point = Point(("amp=true", "batch=1", "accumulate=4"), 1, 1, 0.0, True)
-    words = ["model=unet", "batch=4", "amp=false", "data.patch=[8,8,8]", "ckpt=3"]
+    words = ["model=unet", "batch=4", "amp=false", "data.patch=[8,8,8]", "ckpt=3", "budget=2 MiB"]
+    given = command(words, ["amp=true", "batch=1", "accumulate=4", "ckpt=0"])
     assert (
-        command(words, point) == 'python train.py model=unet "data.patch=[8,8,8]" amp=true batch=1 accumulate=4 ckpt=0'
+        given == "python train.py model=unet 'data.patch=[8,8,8]' 'budget=2 MiB' amp=true batch=1 accumulate=4 ckpt=0"
     )
+
+
+@pytest.mark.parametrize(
+    ("norm", "widen", "features", "decoder"),
+    [("group", "second", [16, 32], None), ("instance", "first", [64, 64], [4])],
+)
+def test_levers_stop_at_networks_that_do_not_exist(
+    norm: str, widen: str, features: list[int], decoder: list[int] | None
+) -> None:
+    """Groups of 8 on 4 channels; a decoder of no channels."""
+    options = config()
+    shape = replace(options.model, norm=norm, widen=widen, features=features, decoder=decoder)
+    for lever in levers(options, shape):
+        assert predict(lever.config, lever.options)["peak_bytes"] > 0
+
+
+def test_what_the_cpu_would_refuse_is_not_proposed() -> None:
+    """Maps two voxels long in D: bf16's gradients would be wrong."""
+    options = config()
+    options.data.patch = [4, 16, 16]
+    assert "amp=true" not in [lever.override for lever in levers(options, options.model)]
+    options.data.patch = [3, 16, 16]
+    found = [lever.override for lever in levers(options, options.model)]
+    assert "amp=true" not in found, "3 voxels become 2 at the second level"
 
 
 def test_lean_operations_are_the_same_function() -> None:

@@ -79,17 +79,23 @@ def test_the_choice_is_the_best_of_all_cuts() -> None:
     assert true_peak(starts_of(replace(tiny, ckpt=4)), *overrides) == best
 
 
-def test_with_a_budget_auto_recomputes_as_little_as_fits() -> None:
-    overrides = ("model=unet_tiny",)
+@pytest.mark.parametrize("share", [0.05, 0.35, 0.65])
+def test_with_a_budget_auto_recomputes_as_little_as_fits(share: float) -> None:
+    """Between the lowest peak and the whole: no cut that computes less again would have fitted."""
+    overrides = ("model=unet_tiny", "model.features=[8,16]")
     tiny, found = config(*overrides), profiled(*overrides)
-    low = starts_of(replace(tiny, ckpt="auto"))
-    between = (true_peak(low, *overrides) + true_peak((), *overrides)) // 2
-    frugal = starts_of(replace(tiny, ckpt="auto", budget=f"{between / 2**20:.3f}MiB"))
-    assert true_peak(frugal, *overrides) <= between
-    assert recomputed(found, frugal) < recomputed(found, low)
-    cheaper = [s for s in cuts(6, 6) if recomputed(found, s) < recomputed(found, frugal)]
-    assert all(true_peak(starts, *overrides) > between for starts in cheaper)
-    assert starts_of(replace(tiny, ckpt="auto", budget="1MiB")) == low, "nothing fits: the lowest"
+    low, whole = true_peak(starts_of(replace(tiny, ckpt="auto")), *overrides), true_peak((), *overrides)
+    budget = int(low + share * (whole - low)) // 2**10 * 2**10
+    frugal = starts_of(replace(tiny, ckpt="auto", budget=f"{budget / 2**20}MiB"))
+    assert true_peak(frugal, *overrides) <= budget
+    cheaper = [s for s in cuts(4, 4) if recomputed(found, s) < recomputed(found, frugal)]
+    assert all(true_peak(starts, *overrides) > budget for starts in cheaper)
+
+
+def test_with_room_enough_auto_cuts_nothing_and_with_none_it_cuts_for_the_lowest_peak() -> None:
+    tiny = config("model=unet_tiny", "model.features=[8,16]")
+    assert starts_of(replace(tiny, ckpt="auto", budget="100GiB")) == ()
+    assert starts_of(replace(tiny, ckpt="auto", budget="1MiB")) == starts_of(replace(tiny, ckpt="auto"))
 
 
 def test_ckpt_says_how_many() -> None:

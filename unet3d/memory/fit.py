@@ -1,5 +1,6 @@
 """`python -m unet3d memory fit`: of all ways to take the same step, those that fit a budget at the least cost."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -9,11 +10,12 @@ from unet3d.config import Config, Model
 from unet3d.console import WIDE, paper, terminal_table
 from unet3d.errors import UserError
 from unet3d.memory.look import Look
-from unet3d.memory.plan import knows_the_batch, lean_options, levers, price
+from unet3d.memory.plan import is_allowed, knows_the_batch, lean_options, levers, price
 from unet3d.memory.segments import cuts, peak, profile, recomputed
 from unet3d.table import Table, mib
 
 FRONT = 12  # rows shown
+SLACK = 1.11  # estimates are up to that much above the rehearsed peak
 
 
 class Point(NamedTuple):
@@ -34,10 +36,14 @@ def fit(subject: Look, words: Sequence[str]) -> str:
     budget = budget_bytes(config.budget)
     points = list(search(config, options))
     print_front([*front([p for p in points if p.is_same]), *front([p for p in points if not p.is_same])], budget)
-    for point in sorted((p for p in points if p.peak <= 1.02 * budget), key=_cost):  # estimates are a little off
-        changed, lean = _applied(config, options, point)
-        if price(changed, lean).peak <= budget:
-            return command(words, point)
+    tried = set()
+    for point in sorted((p for p in points if p.peak <= SLACK * budget), key=_cost):
+        if point.overrides in tried:  # other cuts of the same command: `ckpt=auto` chooses among them
+            continue
+        tried.add(point.overrides)
+        added = point.overrides if "ckpt=auto" in point.overrides else (*point.overrides, "ckpt=0")
+        if price(*_applied(config, options, point)).peak <= budget:
+            return command(words, added)
     return _beyond(config, options, budget, words)
 
 
@@ -51,6 +57,8 @@ def search(config: Config, options: Model) -> Iterator[Point]:
             split = (f"batch={batch}", f"accumulate={whole // batch}") if batch != config.batch else ()
             precision = ("amp=true",) if amp != config.amp else ()
             for lean, slim in leaner:
+                if not is_allowed(changed, slim):
+                    continue
                 found, added = profile(changed, slim), (*precision, *split, *lean)
                 is_same = batch == config.batch or not knows_the_batch(config, slim)
                 yield Point(added, 1, peak(found, (0,)), 0, is_same)
@@ -105,22 +113,22 @@ def _applied(config: Config, options: Model, point: Point) -> tuple[Config, Mode
     return config, lean[-1] if lean else options
 
 
-def command(words: Sequence[str], point: Point) -> str:
-    """The command line with the point's overrides in the place of those that they replace."""
-    added = point.overrides if "ckpt=auto" in point.overrides else (*point.overrides, "ckpt=0")
+def command(words: Sequence[str], added: Sequence[str]) -> str:
+    """The command line with overrides added in the place of those that they replace, ready to paste."""
     replaced = {word.partition("=")[0] for word in added}
     kept = [word for word in words if word.partition("=")[0] not in replaced]
-    return " ".join(["python train.py", *(f'"{w}"' if "[" in w else w for w in kept), *added])
+    return shlex.join(["python", "train.py", *kept, *added])
 
 
 def _beyond(config: Config, options: Model, budget: int, words: Sequence[str]) -> str:
     """Another network or patch, where the same result does not fit. UserError where that does not fit either."""
     given: dict[str, str] = {}
-    smallest = 0
+    smallest = price(config, options).peak
     for lever in levers(config, options):
         for word in lever.override.split():
             given[word.partition("=")[0]] = word
-        smallest = price(lever.config, lever.options).peak
-        if smallest <= budget:
-            return command(words, Point(tuple(given.values()), 0, smallest, 0, False))
-    raise UserError(f"budget={config.budget}: nothing fits; the smallest peak within reach is {mib(smallest)} MiB")
+        peak = price(lever.config, lever.options).peak
+        if peak <= budget:
+            return command(words, list(given.values()))
+        smallest = min(smallest, peak)
+    raise UserError(f"budget={config.budget}: nothing tried fits; the smallest peak among it is {mib(smallest)} MiB")

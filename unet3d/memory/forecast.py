@@ -31,6 +31,7 @@ def forecast(config: Config, options: Model) -> Forecast:
     """
     if not config.dry_run:
         build.device(config)
+    build.refuse_wrong_gradients(config, options)
     starts, is_cuda = cut(config, options).starts, build.target(config) == "cuda"
     meter = rehearse(config, options, starts)
     found, names = meter.summary(), [name for name, _ in meter.model.named_children()]
@@ -51,7 +52,7 @@ def forecast(config: Config, options: Model) -> Forecast:
     if validation > peak:
         print(f"validation needs more than a step: {mib(validation)} MiB (ledger, predicted)", flush=True)
     memory = {"parameters": parameters, "predicted": found, "advice": advice, "predicted_validation_bytes": validation}
-    return Forecast(starts, memory | ({"segments": [names[start] for start in starts]} if starts else {}))
+    return Forecast(starts, memory | {"segments": [names[start] for start in starts]})
 
 
 def _peak(config: Config, options: Model, starts: Starts) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from unet3d import build
 from unet3d.checks import check
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
@@ -45,8 +46,10 @@ def plan(config: Config, options: Model, budget: int) -> str:
         f"  {'peak MiB':>10} {'saves MiB':>10} {'more FLOPs':>10}  changes",
         f"  {mib(before.peak):>10} {'':>10} {before.again:>10.0%}  as asked",
     ]
+    smallest = before.peak
     for lever in levers(config, options):
         now = price(lever.config, lever.options)
+        smallest = min(smallest, now.peak)
         fits = "  (fits)" if now.peak <= budget else ""
         saves = mib(before.peak - now.peak)
         lines.append(
@@ -55,31 +58,47 @@ def plan(config: Config, options: Model, budget: int) -> str:
         if fits:
             return "\n".join(lines)
         before = now
-    return "\n".join([*lines, f"nothing of this fits; the smallest peak within reach is {mib(before.peak)} MiB"])
+    return "\n".join([*lines, f"nothing of this fits; the smallest peak among these is {mib(smallest)} MiB"])
 
 
 def levers(config: Config, options: Model) -> Iterator[Lever]:
-    """What leaves the result as it is first, then narrower networks, then smaller patches; each on top of the last."""
+    """Each on top of the last: what leaves the result as it is but for rounding, then smaller batches, widths, patches.
+
+    Those that this network and device cannot take are left out.
+    """
     for override, lean in lean_options(options):
         options = lean
         yield Lever(override, "nothing", config, options)
-    if not config.amp:
-        config = replace(config, amp=True)
+    if not config.amp and is_allowed(with_amp := replace(config, amp=True), options):
+        config = with_amp
         yield Lever("amp=true", "rounding", config, options)
     if config.ckpt != "auto":
         config = replace(config, ckpt="auto")
         yield Lever("ckpt=auto", "nothing", config, options)
-    if config.batch > 1:
+    if config.batch > 1 and is_allowed(single := replace(config, batch=1), options):
         parts = config.batch * config.accumulate
-        config = replace(config, batch=1, accumulate=parts)
+        config = replace(single, accumulate=parts)
         changes = "statistics" if knows_the_batch(config, options) else "nothing"
         yield Lever(f"batch=1 accumulate={parts}", changes, config, options)
     while min(options.features) >= 2 * SMALLEST:
-        options = resized(options, lambda level, width: width // 2)
+        narrower = resized(options, lambda level, width: max(1, width // 2))
+        if not is_allowed(config, narrower):
+            break
+        options = narrower
         yield Lever(overrides(options), "the network", config, options)
     while (smaller := _smaller_patch(config, options)) is not None:
         config = smaller
         yield Lever(f"data.patch={config.data.patch}".replace(" ", ""), "the patch", config, options)
+
+
+def is_allowed(config: Config, options: Model) -> bool:
+    """Whether a run of this would start."""
+    try:
+        check(replace(config, model=options), here=False)
+        build.refuse_wrong_gradients(config, options)
+    except UserError:
+        return False
+    return True
 
 
 def knows_the_batch(config: Config, options: Model) -> bool:
@@ -104,10 +123,4 @@ def _smaller_patch(config: Config, options: Model) -> Config | None:
     longest = patch.index(max(patch))
     patch[longest] //= 2
     smaller = replace(config, data=replace(config.data, patch=patch))
-    if patch[longest] < SMALLEST:
-        return None
-    try:
-        check(replace(smaller, model=options), here=False)
-    except UserError:
-        return None
-    return smaller
+    return smaller if patch[longest] >= SMALLEST and is_allowed(smaller, options) else None

@@ -20,7 +20,8 @@ from unet3d.memory.explain import last_step, phase_ends
 from unet3d.memory.ledger import Ledger, Site, alive_at, levels, phase_peaks
 from unet3d.memory.rehearsal import Starts, rehearse
 
-TRIED = 8  # cuts rehearsed before a budget is given up
+TRIED = 12  # cuts rehearsed for a budget before the one with the lowest peak is taken
+SLACK = 1.11  # the profile is up to that much above the rehearsed peak
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,18 @@ def _first_step(config: Config, options: Model, starts: Starts) -> int:
 
 
 def choose(profile: Profile, most: int, measure: Callable[[Starts], int], budget: int | None = None) -> Starts:
-    """The cut into at most so many segments with the lowest peak; if some fit a budget, of those the least recomputed.
+    """The cut into at most so many segments with the lowest peak; if some fit a budget, of those the least recomputed,
+    or no cut at all.
 
     `measure` tells a cut's peak by rehearsing it. The candidates for more segments include those for fewer, so more
     segments never need more memory: where a further cut does not help, fewer are made.
     """
     if budget is not None:
+        if peak(profile, (0,)) <= budget:
+            return ()
         every = cuts(len(profile.forward), most)
-        fitting = [starts for starts in every if peak(profile, starts) <= budget]
-        for starts in sorted(fitting, key=lambda starts: recomputed(profile, starts))[:TRIED]:
+        likely = [starts for starts in every if peak(profile, starts) <= SLACK * budget]
+        for starts in sorted(likely, key=lambda starts: (recomputed(profile, starts), peak(profile, starts)))[:TRIED]:
             if measure(starts) <= budget:
                 return starts
     return min(candidates(profile, most), key=lambda starts: (measure(starts), recomputed(profile, starts)))
@@ -114,7 +118,7 @@ def peak(profile: Profile, starts: Starts) -> int:
 
 def recomputed(profile: Profile, starts: Starts) -> float:
     """Convolution FLOPs that are done again, as a share of a forward pass."""
-    return sum(profile.flops[: starts[-1]]) / sum(profile.flops)
+    return sum(profile.flops[: starts[-1]]) / sum(profile.flops) if starts else 0
 
 
 def cuts(count: int, most: int, least: int = 2) -> Iterator[Starts]:

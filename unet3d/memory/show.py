@@ -35,7 +35,7 @@ def probe(subject: Look) -> None:
     """Measure what this machine's kernels take for a config's convolutions, keep it for later predictions, print it."""
     device = build.device(subject.config)
     table = kernels.probe(subject.ledger.sites, device)
-    print(f"{len(table)} convolutions measured: {kernels.place(device)}")
+    print(f"{len(table)} convolutions are measured on this machine: {kernels.place(device)}")
     paper(WIDE).print(terminal_table("Layers of the number", numbers.layers(subject.ledger, device.type)))
 
 
@@ -78,7 +78,8 @@ def _what(subject: Look) -> str:
     patch = "x".join(map(str, config.data.patch))
     dtype = build.policy(config, "cpu", ()).dtype
     precision = f"amp {_dtype(dtype)}" if dtype else _dtype(subject.dtype)
-    checkpoints = f"{config.ckpt} checkpointed segments" if config.ckpt else "no checkpointing"
+    many = "any number of" if config.ckpt == "auto" else f"at most {config.ckpt}"
+    checkpoints = f"{many} checkpointed segments" if config.ckpt else "no checkpointing"
     return (
         f"{subject.name}: {subject.parameters:,} parameters; patch {patch}, batch {config.batch}, {precision}, "
         f"{checkpoints}, on {build.target(config)}"
