@@ -3,7 +3,6 @@
 A pure function of the run folders, so that it can be had again at any time, also of runs that failed.
 """
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from unet3d.compare_rows import Numbers, Row, columns, differing, find, mismatch
 from unet3d.config import Config
 from unet3d.console import WIDE, paper, terminal_table
 from unet3d.sinks import Scalar, Sinks, Wandb, wandb_mode
-from unet3d.table import Table, mib
+from unet3d.table import Table, mib, write_csv
 
 FACE: dict[str, tuple[str, Callable[[Any], str]]] = {  # field of Numbers: heading, and how it is shown
     "status": ("status", lambda text: text.partition(":")[0]),  # why it failed is told below
@@ -119,9 +118,7 @@ def _failures(rows: Sequence[Row]) -> list[str]:
 def write(rows: Sequence[Row], folder: Path) -> Path:
     """Write compare.csv, compare.png and compare.html into the folder, which is made; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "compare.csv").open("w", newline="", encoding="utf-8") as file:
-        head, body = cells(rows)
-        csv.writer(file).writerows([head, *body])
+    write_csv(folder / "compare.csv", *cells(rows))
     picture = folder / "compare.png"
     _draw(rows, picture)
     path = folder / "compare.html"

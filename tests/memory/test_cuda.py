@@ -14,6 +14,7 @@ from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.memory.cuda import cuda_policy
 from unet3d.memory.dry import dry
+from unet3d.memory.look import Look
 from unet3d.memory.predict import predict
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -78,6 +79,16 @@ def test_group_norm_under_amp_needs_more_than_float32_on_cuda() -> None:
             peaks[norm, amp] = predict(options, options.model)["peak_bytes"]
     assert peaks["group", "true"] > peaks["group", "false"]
     assert peaks["instance", "true"] < 0.66 * peaks["instance", "false"]
+
+
+def test_outputs_of_layers_are_counted_under_the_same_policy() -> None:
+    """Max-pool gives float32 on the CPU, half precision on CUDA."""
+    sizes = {}
+    for device in ("cpu", "cuda"):
+        options = config("amp=true", f"device={device}")
+        counts = Look("net", options, options.model).counts()
+        sizes[device] = next(count.output_bytes for count in counts if count.module == "down1.pool")
+    assert sizes["cpu"] == 2 * sizes["cuda"]
 
 
 def test_a_dry_run_for_cuda_works_where_there_is_none(tmp_path: Path) -> None:

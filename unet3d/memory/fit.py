@@ -11,11 +11,10 @@ from unet3d.console import WIDE, paper, terminal_table
 from unet3d.errors import UserError
 from unet3d.memory.look import Look
 from unet3d.memory.plan import is_allowed, knows_the_batch, lean_options, levers, price
-from unet3d.memory.segments import cuts, peak, profile, recomputed
+from unet3d.memory.segments import SLACK, cuts, peak, profile, recomputed
 from unet3d.table import Table, mib
 
 FRONT = 12  # rows shown
-SLACK = 1.11  # estimates are up to that much above the rehearsed peak
 
 
 class Point(NamedTuple):

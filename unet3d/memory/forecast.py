@@ -8,7 +8,7 @@ from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.advise import advise
 from unet3d.memory.allocator import replay
-from unet3d.memory.ledger import phase_peaks
+from unet3d.memory.ledger import levels
 from unet3d.memory.plan import plan
 from unet3d.memory.rehearsal import Starts, rehearse
 from unet3d.memory.segments import cut
@@ -57,7 +57,7 @@ def forecast(config: Config, options: Model) -> Forecast:
 
 def _peak(config: Config, options: Model, starts: Starts) -> int:
     """Of the second step, which later ones repeat."""
-    return max(peak for _, peak in phase_peaks(rehearse(config, options, starts, steps=2).ledger))
+    return max(levels(rehearse(config, options, starts, steps=2).ledger))
 
 
 def segments(names: list[str], starts: Starts) -> str:

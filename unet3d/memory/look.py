@@ -10,12 +10,11 @@ import torch
 from unet3d import build, compose
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
-from unet3d.memory.dry import dry
 from unet3d.memory.estimates import LayerCount, layer_counts
 from unet3d.memory.ledger import Ledger, Storage, categories_at
 from unet3d.memory.meter import LedgerMeter
 from unet3d.memory.predict import predicted
-from unet3d.memory.rehearsal import dry_batch, dry_model
+from unet3d.memory.rehearsal import dry_batch, dry_model, rehearsing
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Look:
 
     def counts(self) -> list[LayerCount]:
         """Every module's input and output in one forward pass without checkpointing."""
-        with dry():
+        with rehearsing(self.config):
             model = dry_model(self.config, self.options, self.dtype)
             policy = build.policy(self.config, "cpu", ())
             image = dry_batch(self.config, self.options, self.dtype).image

@@ -9,6 +9,7 @@ from unet3d.checks import check
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.advise import overrides, resized
+from unet3d.memory.ledger import levels
 from unet3d.memory.rehearsal import rehearse
 from unet3d.memory.segments import cut
 from unet3d.table import mib
@@ -35,7 +36,7 @@ class Price(NamedTuple):
 def price(config: Config, options: Model) -> Price:
     """Rehearse the step as it would be cut. A backward pass is counted as two forward ones."""
     starts, again = cut(config, options)
-    return Price(rehearse(config, options, starts).summary()["peak_bytes"], again / 3)
+    return Price(max(levels(rehearse(config, options, starts).ledger)), again / 3)
 
 
 def plan(config: Config, options: Model, budget: int) -> str:

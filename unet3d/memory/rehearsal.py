@@ -4,8 +4,8 @@ Error class: exact against the ledger of the real run on the CPU, to the byte. W
 in neither.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -38,11 +38,10 @@ def rehearse(
     """
     assert options.in_channels is not None and options.classes is not None
     random_state = torch.get_rng_state()
-    is_cuda = build.target(config) == "cuda"
-    with dry(), cuda_policy() if is_cuda else nullcontext():
+    with rehearsing(config):
         model = dry_model(config, options, dtype)
         loss, policy = build.loss(config, options.classes), build.policy(config, "cpu", starts)
-        optimizer = build.optimizer(config.optim, model, foreach=True if is_cuda else None)
+        optimizer = build.optimizer(config.optim, model, foreach=True if build.target(config) == "cuda" else None)
         scaler, meter = policy.scaler(), LedgerMeter(model, optimizer)
         if watch is not None:
             watch(model, meter.ledger)
@@ -53,8 +52,15 @@ def rehearse(
     return meter
 
 
+@contextmanager
+def rehearsing(config: Config) -> Iterator[None]:
+    """Tensors without data, and mixed precision as the config's device does it."""
+    with dry(), cuda_policy() if build.target(config) == "cuda" else nullcontext():
+        yield
+
+
 def dry_model(config: Config, options: Model, dtype: torch.dtype) -> nn.Sequential:
-    """The network with weights of a type. To be called within `dry`."""
+    """The network with weights of a type. To be called within `rehearsing`."""
     torch.set_default_dtype(dtype)  # tensors without data cannot be converted in place, as `Module.to` does
     try:
         return build.model(options, config.seed)
@@ -63,7 +69,7 @@ def dry_model(config: Config, options: Model, dtype: torch.dtype) -> nn.Sequenti
 
 
 def dry_batch(config: Config, options: Model, dtype: torch.dtype) -> Batch:
-    """As the loader makes it: images, int16 labels. To be called within `dry`."""
+    """As the loader makes it: images, int16 labels. To be called within `rehearsing`."""
     assert options.in_channels is not None
     size = (config.batch, *config.data.patch)
     image = torch.empty(config.batch, options.in_channels, *config.data.patch, dtype=dtype)

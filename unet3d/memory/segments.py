@@ -28,10 +28,11 @@ SLACK = 1.11  # the profile is up to that much above the rehearsed peak
 class Profile:
     """The last step of a rehearsal without checkpointing, by stage; bytes."""
 
-    static: int  # alive as forward begins
     forward: list[int]  # most alive while stage i runs forward
     backward: list[int]  # most alive while stage i runs backward
-    waiting: list[int]  # alive as stage i begins to run backward, but for `static` and what stages 0 to i saved
+    waiting: list[
+        int
+    ]  # alive as stage i begins to run backward, but for what was as forward began and what stages 0 to i saved
     beyond: int  # most alive in the loss, and in backward outside of all stages
     update: int  # most alive in the optimizer's step and as data arrive
     saved: list[int]  # for backward, by the stages before i
@@ -63,6 +64,7 @@ def cut(config: Config, options: Model) -> Cut:
 
 
 def _first_step(config: Config, options: Model, starts: Starts) -> int:
+    """Most bytes of a first step but for its update, which no cut changes."""
     peaks = phase_peaks(rehearse(config, options, starts, steps=1).ledger)
     return max(peak for phase, peak in peaks if phase in ("forward", "loss", "backward"))
 
@@ -100,7 +102,7 @@ def peak(profile: Profile, starts: Starts) -> int:
     """Most bytes of a step that is cut there, near enough to tell a good cut from a bad one.
 
     A recomputation stops as soon as it has what it needs, and autocast keeps the weights it cast through all of a
-    forward pass: the profile knows neither. Off by -1 to +10 % of a rehearsal in `tests/memory/test_segments.py`.
+    forward pass: the profile knows neither. Off by -2 to +11 % of a rehearsal in `tests/memory/test_segments.py`.
     """
     count = len(profile.forward)
     kept: set[int] = set()
@@ -173,7 +175,6 @@ def _profile(ledger: Ledger, names: list[str], states: list[frozenset[int]]) -> 
     flops = _flops(ledger, names, begin, spans["forward"][1])
     later = phase_ends(ledger)["data"]
     return Profile(
-        alive[begin],
         forward,
         backward,
         [w or 0 for w in waiting],

@@ -1,15 +1,11 @@
 """The peak of validation before it: one window of the sliding window, on tensors without data."""
 
-from contextlib import nullcontext
-
 import torch
 
 from unet3d import build
 from unet3d.config import Config, Model
-from unet3d.memory.cuda import cuda_policy
-from unet3d.memory.dry import dry
 from unet3d.memory.ledger import Ledger, levels
-from unet3d.memory.rehearsal import dry_batch, dry_model
+from unet3d.memory.rehearsal import dry_batch, dry_model, rehearsing
 
 
 def validation_peak(config: Config, options: Model, optimizer: int) -> int:
@@ -18,7 +14,7 @@ def validation_peak(config: Config, options: Model, optimizer: int) -> int:
     `optimizer`: bytes of its state. The volume and its scores lie in host memory and are not counted.
     """
     ledger = Ledger()
-    with dry(), cuda_policy() if build.target(config) == "cuda" else nullcontext(), torch.no_grad():
+    with rehearsing(config), torch.no_grad():
         model = dry_model(config, options, torch.float32).eval()
         predictor = build.predictor(config, model, options, build.policy(config, "cpu", ()))
         tile = dry_batch(config, options, torch.float32).image[:1].clone()
