@@ -246,7 +246,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
     """Stopped after step 2 of 4 by an error, then resumed with the command it was given."""
     root = f"data.root={tmp_path / 'phantom'}"
     (tmp_path / "whole").mkdir(), (tmp_path / "parts").mkdir()
-    whole = train(tmp_path / "whole", root, "model.dropout=0.2", "wandb.mode=disabled")
+    whole = train(tmp_path / "whole", root, "model.dropout=0.2", "optim.average=0.9", "wandb.mode=disabled")
     code = (
         "import sys; sys.path.insert(0, '.'); from unet3d import command, run; import train\n"
         "fit = run.Run._pause\n"
@@ -255,7 +255,14 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
         "sys.exit(command.main(train.job))"
     )
     folder = tmp_path / "parts" / "run"
-    arguments = [*TINY, root, "model.dropout=0.2", "wandb.mode=disabled", f"hydra.run.dir={folder}"]
+    arguments = [
+        *TINY,
+        root,
+        "model.dropout=0.2",
+        "optim.average=0.9",
+        "wandb.mode=disabled",
+        f"hydra.run.dir={folder}",
+    ]
     stopped = run(*arguments, cwd=ROOT, code=code)
     assert stopped.returncode == 130, stopped.stderr
     assert f"train.py resume={folder}" in stopped.stderr

@@ -6,7 +6,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # lowest first; a module may import from any floor below its own
-    {"config", "errors", "policy", "metrics", "page", "privacy", "process", "slices", "table", "memory.attribution"},
+    {
+        "averaging",
+        "config",
+        "errors",
+        "policy",
+        "metrics",
+        "page",
+        "privacy",
+        "process",
+        "slices",
+        "table",
+        "memory.attribution",
+    },
     {"model.geometry", "schedules", "snapshot", "sinks", "figures", "console", "memory.ledger", "memory.tables"},
     {
         "checks",

@@ -45,7 +45,7 @@ def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmen
         options = Model(**state["model_options"])
         checks.check(dataclasses.replace(config, model=options), here=False)
         rules = tuple(Intensity(**rule) for rule in state["intensity"])
-        weights = state["model"]
+        weights = state["model"] | state["average"]
     except (KeyError, TypeError, UserError) as error:
         raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
     if mirror is not None:

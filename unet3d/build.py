@@ -1,12 +1,13 @@
 """From config to objects: the only place where a name becomes a class."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from unet3d import checks
+from unet3d import averaging, checks
 from unet3d.config import Config, Model, Optim
 from unet3d.data.cases import Case, Task, read_task, split
 from unet3d.data.check import check_cases
@@ -100,11 +101,17 @@ def loss(config: Config, classes: int) -> SegmentationLoss:
 
 
 def optimizer(options: Optim, network: nn.Module, foreach: bool | None = None) -> torch.optim.Optimizer:
-    """The optimizer over all of the network's parameters.
+    """The optimizer over all of the network's parameters, with their running average where the options ask for it.
 
     `foreach` None: all parameters at once on CUDA, one by one on the CPU, as torch does.
     """
-    parameters = network.parameters()
+    found = _optimizer(options, network.parameters(), foreach)
+    if options.average is not None:
+        averaging.follow(found, options.average)
+    return found
+
+
+def _optimizer(options: Optim, parameters: Iterator[nn.Parameter], foreach: bool | None) -> torch.optim.Optimizer:
     betas = (options.betas[0], options.betas[1])
     match options.name:
         case "sgd":

@@ -121,6 +121,9 @@ class Optim:
     schedule: str = option("poly", "of the learning rate", among=("poly", "cosine", "one_cycle", "constant"))
     warmup: float = option(0.1, "one_cycle: share of the steps that rises", low=0, high=0.9)
     clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=1e-6)
+    average: float | None = option(
+        None, "decay of a running average of the weights, validated and predicted with; null: none", low=0, high=0.99999
+    )
 
 
 @dataclass

@@ -14,7 +14,8 @@ from unet3d.run import Run
 def finish(run: Run) -> None:
     """Write everything that is known at the end; predictions and scores are those of the last weights."""
     memory = record.add_measured(run.folder, sum(p.numel() for p in run.model.parameters()), run.meter.summary())
-    _predict_held_out(run)
+    with run.averaged():
+        _predict_held_out(run)
     _tell_memory(run, memory)
     record.end(run.folder, "done", 0)
 

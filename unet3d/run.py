@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import time
 import traceback
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unet3d import build, compose, metrics, record, resuming, schedules, snapshot
+from unet3d import averaging, build, compose, metrics, record, resuming, schedules, snapshot
 from unet3d.config import Config, Model
 from unet3d.console import Console
 from unet3d.data.cases import Case
@@ -71,6 +72,10 @@ class Run:
         """Whether a resumed run has no step left."""
         return self.trainer.step >= self.config.steps
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """The weights to predict with: their running average, if the run keeps one."""
+        return averaging.averaged(self.model, self.optimizer)
+
     def fit(self) -> None:
         """Train to the end, pausing to validate and to save."""
         config, data = self.config, self.data
@@ -95,9 +100,10 @@ class Run:
         """Validate, keep the best, save the last. The last validation also measures surface distances."""
         started = time.perf_counter()
         step, task = self.trainer.step, self.data.task
-        scores = evaluate(
-            self.predictor, map(self.data.read, self.data.val), len(task.classes), hd95=step == self.config.steps
-        )
+        with self.averaged():
+            scores = evaluate(
+                self.predictor, map(self.data.read, self.data.val), len(task.classes), hd95=step == self.config.steps
+            )
         values = metrics.summarise(scores, task.classes)
         metrics.write_csv(self.folder / "scores.csv", scores, task.classes)
         dice = values["val/dice_mean"]
@@ -117,6 +123,7 @@ class Run:
             "step": self.trainer.step,
             "best": self.best,
             "model": self.model.state_dict(),
+            "average": averaging.averages(self.model, self.optimizer),  # shares the optimizer's storages, also on disk
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rng": torch.get_rng_state(),

@@ -14,7 +14,7 @@ from torch import nn
 
 from unet3d.errors import SnapshotError
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ VARIANTS = [
     ("model.upsampling=trilinear", "model.activation=silu"),
     ("model.downsampling=strided_conv", "model.deep_supervision=true"),
     ("accumulate=2", "optim=sgd"),
+    ("optim.average=0.99", "ckpt=3"),
     ("model.norm=none", "optim.clip=null"),
     ("loss=ce", "model.activation=swish_lean"),
     ("model.residual=true", "model.inplace=true"),
