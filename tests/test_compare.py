@@ -112,7 +112,7 @@ def test_the_csv_has_plain_numbers_with_units_and_empty_cells(make: Make, tmp_pa
     assert first == {
         **{"run": "0", "amp": "false", "ckpt": "2", "status": "done", "parameters": "1234", "measured_kind": "ledger"},
         **{"peak_predicted_bytes": str(3 * MIB), "peak_measured_bytes": str(3 * MIB - 7), "error_bytes": "7"},
-        **{"steps_done": "3", "step_median_s": "1.0", "dice_mean": "0.5"},
+        **{"steps_done": "3", "step_median_s": "1.0", "dice_mean": "0.5", "labelled_share": ""},
     }
     assert second["status"] == "predicted" and second["peak_predicted_bytes"] == str(3 * MIB)
     assert {second[key] for key in ("peak_measured_bytes", "error_bytes", "step_median_s", "dice_mean")} == {""}

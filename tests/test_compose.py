@@ -80,7 +80,7 @@ def configs(group: str) -> list[str]:
 
 @pytest.mark.parametrize("group", ["model", "data", "loss", "optim", "experiment"])
 def test_every_yaml_composes(group: str, tmp_path: Path) -> None:
-    patch = {"cicek2016": "data.patch=[132,132,116]"}
+    patch = {f"cicek2016{kind}": "data.patch=[132,132,116]" for kind in ("", "_no_bn", "_2d")}
     assert configs(group)
     for name in configs(group):
         overrides = [f"{group}={name}", patch.get(name, "seed=0")]

@@ -117,18 +117,32 @@ def test_the_picture_has_three_planes_of_image_truth_and_prediction(draw: Drawn)
     truth = labels((30, 20, 10), (1, np.s_[4:8, 4:8, 4:8]), (-100, np.s_[:, :, :2]))
     prediction = labels((30, 20, 10), (2, np.s_[4:8, 4:8, 4:8]))
     image = np.random.default_rng(0).random((30, 20, 10))
-    figure = draw(figures.prediction, image, truth, prediction, (1, 1, 2.5), NAMES, title="case 7")
+    figure = draw(
+        figures.segmentation, image, {"truth": truth, "prediction": prediction}, (1, 1, 2.5), NAMES, title="case 7"
+    )
     left, right = (to_hex(colour) for colour in colours(2))
     grid = np.array(figure.axes).reshape(3, 3)
     assert [axes.get_title() for axes in grid[0]] == ["image", "truth", "prediction"]
-    assert [[drawn(axes) for axes in row] for row in grid] == [[set(), {left}, {right}]] * 3
-    assert [text.get_text() for text in figure.legends[0].texts] == ["left", "right"]
+    dark = "#404040"  # the sagittal and the coronal plane cross what is unlabelled
+    assert [[drawn(axes) for axes in row] for row in grid] == [
+        [set(), {left, dark}, {right}],
+        [set(), {left, dark}, {right}],
+        [set(), {left}, {right}],
+    ]
+    assert [text.get_text() for text in figure.legends[0].texts] == ["left", "right", "unlabelled"]
     assert figure.get_suptitle() == "case 7"
 
 
 def test_planes_have_their_true_proportions_and_say_where_they_are(draw: Drawn) -> None:
     truth = labels((30, 20, 10), (1, np.s_[4:7, 8:11, 2:5]), (255, np.s_[20:, :, 5:]))
-    figure = draw(figures.prediction, np.zeros(truth.shape), truth, truth, (1, 1.5, 4), NAMES, title="a")
+    figure = draw(
+        figures.segmentation,
+        np.zeros(truth.shape),
+        {"truth": truth, "prediction": truth},
+        (1, 1.5, 4),
+        NAMES,
+        title="a",
+    )
     rows = np.array(figure.axes).reshape(3, 3)[:, 0]
     assert [axes.images[0].get_extent() for axes in rows] == [[0, 30, 0, 40], [0, 30, 0, 40], [0, 30, 0, 30]]
     assert [axes.get_aspect() for axes in rows] == [1, 1, 1]
@@ -139,7 +153,7 @@ def test_planes_have_their_true_proportions_and_say_where_they_are(draw: Drawn) 
 def test_a_plane_is_shown_with_its_axes_growing_to_the_right_and_upwards(draw: Drawn) -> None:
     image = np.arange(4 * 3 * 2.0).reshape(4, 3, 2)
     nothing = labels(image.shape)
-    figure = draw(figures.prediction, image, None, nothing, (1, 1, 1), NAMES, title="a")
+    figure = draw(figures.segmentation, image, {"prediction": nothing}, (1, 1, 1), NAMES, title="a")
     axial = figure.axes[4].images[0]
     assert axial.origin == "lower"
     np.testing.assert_array_equal(axial.get_array(), image[:, :, 1].T)
@@ -147,7 +161,9 @@ def test_a_plane_is_shown_with_its_axes_growing_to_the_right_and_upwards(draw: D
 
 def test_without_truth_there_are_two_columns_through_what_was_predicted(draw: Drawn) -> None:
     prediction = labels((20, 20, 20), (1, np.s_[15:18, 2:4, 9:12]))
-    figure = draw(figures.prediction, np.zeros(prediction.shape), None, prediction, (1, 1, 1), NAMES, title="a")
+    figure = draw(
+        figures.segmentation, np.zeros(prediction.shape), {"prediction": prediction}, (1, 1, 1), NAMES, title="a"
+    )
     grid = np.array(figure.axes).reshape(3, 2)
     assert [axes.get_title() for axes in grid[0]] == ["image", "prediction"]
     assert all(drawn(row[1]) for row in grid)
@@ -156,8 +172,8 @@ def test_without_truth_there_are_two_columns_through_what_was_predicted(draw: Dr
 @pytest.mark.parametrize("shape", [(8, 64, 64), (64, 64, 4), (20, 30, 200), (1, 1, 1)])
 def test_thin_and_tall_volumes_without_foreground_stay_legible(draw: Drawn, shape: tuple[int, int, int]) -> None:
     names = ["background", *(f"structure_number_{i}_of_the_left_and_the_right_hemisphere" for i in range(12))]
-    figures_of = np.zeros(shape), labels(shape), labels(shape)
-    draw(figures.prediction, *figures_of, (1, 1, 1), names, title="no foreground")
+    figures_of = np.zeros(shape), {"truth": labels(shape), "prediction": labels(shape)}
+    draw(figures.segmentation, *figures_of, (1, 1, 1), names, title="no foreground")
 
 
 def test_the_planes_through_the_centre_hold_some_of_the_mask() -> None:

@@ -1,7 +1,7 @@
 """From config to objects: the only place where a name becomes a class."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +9,11 @@ from torch import nn
 
 from unet3d import averaging, checks
 from unet3d.config import Config, Model, Optim
+from unet3d.config import Data as DataOptions
+from unet3d.data import sparse
 from unet3d.data.cases import Case, Task, read_task, split
 from unet3d.data.check import check_cases
+from unet3d.data.patches import Prepared
 from unet3d.data.reader import Reader
 from unet3d.errors import UserError
 from unet3d.inference import Predictor
@@ -18,6 +21,8 @@ from unet3d.losses import SegmentationLoss
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.policy import MemoryPolicy, amp_dtype
+
+Read = Callable[[Case], Prepared]
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class Data:
     train: tuple[Case, ...]
     val: tuple[Case, ...]
     read: Reader
+    learn: Read  # with the labels that training sees
+    score: Read  # with those that validation sees
 
 
 def device(config: Config) -> torch.device:
@@ -56,7 +63,21 @@ def data(config: Config) -> Data:
     reader.fit_intensity(options.intensity, train)
     if options.cache:
         reader.fill([*train, *val])
-    return Data(task, train, val, reader)
+    return Data(task, train, val, reader, *_annotations(options, reader, train))
+
+
+def _annotations(options: DataOptions, read: Reader, train: Sequence[Case]) -> tuple[Read, Read]:
+    """How to read what is learned, and what is scored."""
+    if options.sparse is None:
+        return read, read
+    learn, score = (
+        sparse.SparseReader(read, options, mask, {} if options.cache else None)
+        for mask in (sparse.learned, sparse.scored)
+    )
+    if options.cache:  # before workers copy it
+        for case in train:
+            learn(case)
+    return learn, score if options.semi else read
 
 
 def is_complete(options: Model) -> bool:

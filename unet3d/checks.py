@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unet3d.config import Config, Model
+from unet3d.config import Config, Data, Model
 from unet3d.errors import UserError
 from unet3d.model import geometry
 
@@ -30,7 +30,7 @@ def check(config: Config, here: bool = True) -> None:
     _check_data(config)
     if config.budget is not None:
         budget_bytes(config.budget)
-    if here and config.data.format != "phantom":
+    if here and config.data.format not in ("phantom", "mni152"):
         _check_root(config.data.format, config.data.root)
 
 
@@ -151,8 +151,29 @@ def _check_data(config: Config) -> None:
         raise UserError("data.fold does nothing beside data.split; leave one of them null")
     if data.fold is not None and data.fold >= data.folds:
         raise UserError(f"data.fold={data.fold}: with data.folds={data.folds} it runs from 0 to {data.folds - 1}")
+    _check_sparse(data)
     if data.format == "folders" and not data.classes:
         raise UserError("data.classes is not set: data=folders needs the class names, e.g. [background,organ]")
+
+
+def _check_sparse(data: Data) -> None:
+    for name, counts in (("sparse", data.sparse), ("scored", data.scored)):
+        if counts is not None and (len(counts) != 3 or not any(counts)):
+            raise UserError(f"data.{name}={counts}: give three numbers of slices, across x, y and z, not all 0")
+    if not data.semi:
+        if data.sparse_fold is not None:
+            raise UserError("data.sparse_fold does nothing without data.semi=true; leave it null")
+        return
+    if data.sparse is None:
+        raise UserError("data.semi=true needs slices to learn from: add data.sparse=[yz,xz,xy], e.g. [5,5,3]")
+    if data.fold is not None or data.split is not None:
+        raise UserError("data.semi=true learns from slices of every case; leave data.fold and data.split null")
+    if data.sparse_fold is None:
+        return
+    if data.sparse_fold >= data.sparse_folds:
+        raise UserError(f"data.sparse_fold={data.sparse_fold}: with data.sparse_folds={data.sparse_folds} it is less")
+    if max(data.sparse) < data.sparse_folds:
+        raise UserError(f"data.sparse={data.sparse}: too few slices for data.sparse_folds={data.sparse_folds} parts")
 
 
 def _check_root(format_: str, root: str | None) -> None:

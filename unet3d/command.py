@@ -65,11 +65,12 @@ def _checked(arguments: Sequence[str]) -> list[str]:
     if flags.shell_completion or flags.hydra_help:
         return list(arguments)
     ordered = _overrides_first(arguments, flags.overrides)
-    if flags.multirun:
-        for overrides in compose.sweep(flags.overrides):
+    added = [] if flags.cfg or flags.info or flags.help else compose.added_sweep(flags.overrides)
+    if flags.multirun or added:
+        for overrides in compose.sweep([*flags.overrides, *added]):
             if compose.compose(overrides).resume is not None:
                 raise UserError("resume goes on with one run; leave -m away")
-        return ordered
+        return [*flags.overrides, *added, *ordered[len(flags.overrides) :], *["-m"] * (not flags.multirun)]
     config = compose.compose(flags.overrides)
     if config.resume is None or flags.cfg or flags.info or flags.help:
         return ordered

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from unet3d import compare_figures, page
+from unet3d import compare_figures, page, published
 from unet3d.compare_figures import Point
 from unet3d.compare_rows import Numbers, Row, columns, differing, find, mismatches, read, short, sides
 from unet3d.config import Config
@@ -23,6 +23,7 @@ FACE: dict[str, tuple[str, Callable[[Any], str]]] = {  # field of Numbers: headi
     "peak_measured_bytes": ("peak, measured (MiB)", mib),
     "error_bytes": ("error (bytes)", "{:,}".format),
     "step_median_s": ("step (s)", "{:.3g}".format),
+    "labelled_share": ("labelled voxels", "{:.1%}".format),
     "dice_mean": ("Dice", "{:.3f}".format),
     "parameters": ("parameters", "{:,}".format),
 }
@@ -105,8 +106,16 @@ def show(rows: Sequence[Row]) -> None:
     """Print the table and, a line each, what failed and what forbids to compare."""
     console = paper(WIDE)
     console.print(terminal_table(_title(rows), table(rows)))
-    for line in [*_failures(rows), *(f"not comparable: {line}" for line in mismatches(rows))]:
+    experiment = published.experiment(rows)
+    if experiment:
+        console.print(terminal_table(experiment.title, published.table(experiment, rows)))
+    for line in [*_failures(rows), *(f"not comparable: {line}" for line in _odds(rows))]:
         console.print(line, soft_wrap=True)
+
+
+def _odds(rows: Sequence[Row]) -> list[str]:
+    experiment = published.experiment(rows)
+    return mismatches(rows, (experiment.by, experiment.across) if experiment else ())
 
 
 def _failures(rows: Sequence[Row]) -> list[str]:
@@ -116,13 +125,19 @@ def _failures(rows: Sequence[Row]) -> list[str]:
 
 
 def write(rows: Sequence[Row], folder: Path) -> Path:
-    """Write compare.csv, compare.png and compare.html into the folder, which is made; returns the page's path."""
+    """Write compare.csv, compare.png and compare.html into the folder, which is made; returns the page's path.
+
+    Of a published experiment also published.csv and published.png.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "compare.csv", *cells(rows))
     picture = folder / "compare.png"
     _draw(rows, picture)
+    if experiment := published.experiment(rows):
+        write_csv(folder / "published.csv", *published.table(experiment, rows))
+        compare_figures.beside(published.lines(experiment, rows), experiment.title, folder / "published.png")
     path = folder / "compare.html"
-    path.write_text(_html(rows, picture), encoding="utf-8")
+    path.write_text(_html(rows, folder), encoding="utf-8")
     return path
 
 
@@ -130,7 +145,7 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     """The picture of the runs with a measured peak; where these are not two, of all with a peak, none without any."""
     measured = [row for row in rows if row.basis == "measured"]
     shown = measured if len(measured) > 1 else [row for row in rows if row.basis is not None]
-    odds = [line.partition(":")[0] for line in mismatches(shown)]
+    odds = [line.partition(":")[0] for line in _odds(shown)]
     remark = f"Not comparable: the runs differ in {', '.join(odds)}" if odds else ""
     keys = columns(rows)
     path.unlink(missing_ok=True)  # of an earlier comparison
@@ -157,8 +172,8 @@ def _title(rows: Sequence[Row]) -> str:
     return f"Comparison of {len(rows)} runs" if len(rows) > 1 else "One run"
 
 
-def _html(rows: Sequence[Row], picture: Path) -> str:
-    odds = mismatches(rows)
+def _html(rows: Sequence[Row], folder: Path) -> str:
+    odds = _odds(rows)
     keys = differing(rows)
     told, full = columns(rows), table(rows)
     first = 1 + len(told)  # what sets a run apart goes into its first cell, which is wrapped: else numbers are cut off
@@ -169,8 +184,20 @@ def _html(rows: Sequence[Row], picture: Path) -> str:
         page.paragraph(ABOUT),
         page.table(["run", *full.columns[first:]], body),
         *map(page.paragraph, _failures(rows)),
+        _beside(rows, folder / "published.png"),
         page.section("Not comparable", *(page.paragraph(line) for line in odds)),
-        page.section("Peak memory", page.picture(picture, "peak memory, against seconds a step and Dice if measured")),
+        page.section(
+            "Peak memory",
+            page.picture(folder / "compare.png", "peak memory, against seconds a step and Dice if measured"),
+        ),
         page.section("What differs", page.table(["option", "values"], what)),
     ]
     return page.page(_title(rows), parts)
+
+
+def _beside(rows: Sequence[Row], picture: Path) -> str:
+    experiment = published.experiment(rows)
+    if not experiment:
+        return ""
+    told = page.table(*published.table(experiment, rows))
+    return page.section(experiment.title, told, page.picture(picture, "IoU of these runs beside the paper's"))

@@ -6,8 +6,9 @@ A run keeps its colour and its mark in every panel, so that runs that lie on eac
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from textwrap import shorten, wrap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from unet3d.figures import BLUE, GREY, OKABE_ITO, blank
 from unet3d.table import MIB, mib
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 LETTERS = 60  # of a run's label
 LETTER, LINE = 0.08, 0.19  # inches; a letter's mean width in 9 points, generously, and a line's height
 MARKS = [(mark, colour) for mark, colour in product("osD^vP*X", OKABE_ITO[:6])]  # yellow is faint on white
+
+
+class Beside(Protocol):
+    """A row of scores beside published ones."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ours(self) -> Sequence[float | None]: ...
+    @property
+    def paper(self) -> Sequence[float]: ...
 
 
 class Point(NamedTuple):
@@ -50,6 +62,25 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
         if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
     ]
     return sorted(best, key=lambda index: points[index])
+
+
+def beside(lines: Sequence[Beside], title: str, path: Path) -> None:
+    """Scores of these runs and the paper's, a column a row of the table; lines join the means."""
+    figure = blank(6.4, 4.2)
+    axes = figure.subplots()
+    for shift, colour, name in ((-0.06, BLUE, "these runs"), (0.06, GREY, "the paper's, on its own volumes")):
+        rows = [[v for v in (line.ours if colour == BLUE else line.paper) if v is not None] for line in lines]
+        for index, values in enumerate(rows):
+            axes.plot([index + shift] * len(values), values, "o", color=colour, markersize=5)
+        means = [(index + shift, fmean(values)) for index, values in enumerate(rows) if values]
+        axes.plot(*zip(*means, strict=True), color=colour, label=name) if means else None
+    axes.set(xlim=(-0.5, len(lines) - 0.5), ylim=(0, 1), ylabel="IoU")
+    axes.set_xticks(range(len(lines)), [line.name for line in lines])
+    axes.set_title("\n".join(wrap(title, LETTERS)), fontsize=11)
+    axes.grid(axis="y", color="#E5E5E5")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path)
 
 
 def draw(points: Sequence[Point], remark: str, path: Path) -> None:

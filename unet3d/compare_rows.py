@@ -18,7 +18,8 @@ from unet3d.resuming import flat
 MARKS = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has one of them
 SAME_CONFIG = (  # where these differ, runs are not comparable: other data, or another length or course of training
     *("data.format", "data.root", "data.images", "data.labels", "data.classes", "data.ignore", "data.patch"),
-    *("data.spacing", "data.val_fraction", "data.folds", "data.fold", "data.split"),
+    *("data.spacing", "data.val_fraction", "data.folds", "data.fold", "data.split", "data.sparse", "data.semi"),
+    *("data.scored", "data.sparse_folds", "data.sparse_fold"),
     *("data.phantom.cases", "data.phantom.shape", "data.phantom.seed", "model.classes", "steps", "seed"),
 )
 SAME_MACHINE = ("device", "gpu", "torch", "threads")  # of env.json
@@ -36,6 +37,7 @@ class Numbers(NamedTuple):
     steps_done: int | None
     step_median_s: float | None
     dice_mean: float | None
+    labelled_share: float | None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Row:
     """Whether `settings` is the whole config; else only what the command line said."""
     environment: Record
     numbers: Numbers
+    iou: Mapping[str, float]
+    """Mean over the foreground classes of each case scored last, where there are any."""
 
     @property
     def basis(self) -> str | None:
@@ -88,7 +92,7 @@ def _row(name: str, run: RunFolder) -> Row:
     groups = {path.name for path in compose.config_folder().iterdir() if path.is_dir()}
     chosen = {key: value for key, value in said.items() if key in groups or not config}
     settings = {key: value for key, value in (chosen | config).items() if key != "resume"}
-    return Row(name, settings, bool(config), run.environment, _numbers(run))
+    return Row(name, settings, bool(config), run.environment, _numbers(run), readback.case_iou(run))
 
 
 def _words(path: Path) -> list[str] | None:
@@ -136,6 +140,7 @@ def _numbers(run: RunFolder) -> Numbers:
         max((record["step"] for record in run.records), default=None),
         median(steps) if steps else None,
         last.get("val/dice_mean"),
+        next(iter(run.values("data/labelled_share")), None),
     )
 
 
@@ -172,10 +177,13 @@ def short(keys: Sequence[str]) -> list[str]:
     return [word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)]
 
 
-def mismatches(rows: Sequence[Row]) -> list[str]:
-    """A line for each thing that makes the runs, or their peaks, no like for like: its key, and the values."""
+def mismatches(rows: Sequence[Row], meant: Sequence[str] = ()) -> list[str]:
+    """A line for each thing that makes the runs, or their peaks, no like for like: its key, and the values.
+
+    `meant`: keys that an experiment varies.
+    """
     pairs: dict[str, dict[str, Any]]
-    pairs = {key: {row.name: row.settings.get(key) for row in rows} for key in SAME_CONFIG}
+    pairs = {key: {row.name: row.settings.get(key) for row in rows} for key in SAME_CONFIG if key not in meant}
     pairs |= {key: {row.name: row.environment.get(key) for row in rows} for key in SAME_MACHINE}
     if len({row.settings.get("steps") for row in rows}) == 1:
         pairs["steps done"] = {row.name: row.numbers.steps_done for row in rows}

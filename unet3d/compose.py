@@ -112,6 +112,15 @@ def sweep(overrides: Sequence[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*choices)]
 
 
+def added_sweep(overrides: Sequence[str]) -> list[str]:
+    """What the config's `sweep` adds to a command line: options with several values that it does not name itself."""
+    first = compose(sweep(overrides)[0])
+    if first.resume is not None:
+        return []
+    named = {override.partition("=")[0].lstrip("+~") for override in overrides}
+    return [override for override in first.sweep or [] if override.partition("=")[0] not in named]
+
+
 def explain(error: Exception) -> str:
     """One line for a composition error: what is wrong, where, and the nearest name that exists."""
     chain: list[BaseException] = [error]

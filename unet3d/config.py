@@ -81,7 +81,7 @@ class Phantom:
 class Data:
     """Where volumes come from and how patches are cut."""
 
-    format: str = option("phantom", "layout on disk", among=("phantom", "decathlon", "nnunet", "folders"))
+    format: str = option("phantom", "layout on disk", among=("phantom", "mni152", "decathlon", "nnunet", "folders"))
     root: str | None = option(None, "folder of the data set")
     images: str = option("images", "folders: sub-folder of the images")
     labels: str = option("labels", "folders: sub-folder of the label maps")
@@ -95,6 +95,13 @@ class Data:
     folds: int = option(5, "folds of the cross-validation", low=2, high=100)
     fold: int | None = option(None, "which fold is held out; null: val_fraction instead", low=0)
     split: str | None = option(None, "JSON file {train: [ids], val: [ids]} instead of either")
+    sparse: list[int] | None = option(
+        None, "slices learned from, across x, y, z (yz, xz, xy), spread over the foreground; null: every voxel", low=0
+    )
+    semi: bool = option(False, "with sparse: learn from these slices of every case, score others of the same cases")
+    scored: list[int] = option([4, 4, 4], "semi: slices scored, across x, y, z", low=0)
+    sparse_folds: int = option(3, "semi: parts of the sparse slices, of which all but one are learned from", low=2)
+    sparse_fold: int | None = option(None, "semi: which of these parts is scored; null: the slices of scored", low=0)
     foreground: float = option(0.33, "share of patches centred on a foreground voxel", low=0, high=1)
     augment: Augment = field(default_factory=Augment)
     phantom: Phantom = field(default_factory=Phantom)
@@ -166,3 +173,4 @@ class Config:
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
     budget: str | None = option(None, "refuse a run whose step is predicted to hold more in tensors, e.g. 8GiB")
     resume: str | None = option(None, "run folder to go on with")
+    sweep: list[str] | None = option(None, "of an experiment: overrides with several values, one job each, as for -m")

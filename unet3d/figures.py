@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 OKABE_ITO = ("#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7", "#F0E442")
 BLUE, GREY = "#0072B2", "#A0A0A0"
+UNLABELLED = -100  # in label maps: neither learned nor scored
 MANY = 200  # records; from here on single steps fade behind their running mean
 
 Array = NDArray[Any]
@@ -106,31 +107,35 @@ def _short(name: str) -> str:
     return shorten(name.replace("_", " "), 24, placeholder="...") if len(name) > 24 else name
 
 
-def prediction(
+def segmentation(
     image: Array,
-    truth: Array | None,
-    prediction: Array,
+    layers: Mapping[str, Array],
     spacing: Sequence[float],
     class_names: Sequence[str],
     path: Path,
     title: str,
+    where: Sequence[int] | None = None,
 ) -> None:
-    """Image, truth and prediction, all (X, Y, Z) of a canonical volume, on three planes through the foreground.
+    """An image and its label maps, by name, all (X, Y, Z) of a canonical volume, on three planes.
 
-    `spacing` is the voxel's size in mm; `class_names` begins with background. Label values beyond the classes (ignored
-    voxels) are not drawn. Without truth there is no such column.
+    The planes go through the voxel `where`; None: through the middle of the foreground. `spacing` is the voxel's size
+    in mm; `class_names` begins with background. Unlabelled voxels are dark; other values beyond the classes are
+    not drawn.
     """
     from matplotlib.patches import Patch
 
-    layers = {"prediction": prediction} if truth is None else {"truth": truth, "prediction": prediction}
-    masks = [(labels > 0) & (labels < len(class_names)) for labels in layers.values()]
-    where = centre(next((mask for mask in masks if mask.any()), masks[0]))
+    if where is None:
+        masks = [(labels > 0) & (labels < len(class_names)) for labels in layers.values()]
+        where = centre(next((mask for mask in masks if mask.any()), masks[0]))
     size = [count * mm for count, mm in zip(image.shape, spacing, strict=True)]
     heights = [min(max(2.7 * size[plane.up] / max(size[:2]), 0.45), 4.0) for plane in PLANES]
     columns, legend = 1 + len(layers), 0.25 * ceil(len(class_names) / (1 + len(layers)))
     figure = blank(2.8 * columns + 0.3, sum(heights) + legend + 0.9)
     grid = figure.subplots(len(PLANES), columns, height_ratios=heights)
     palette = dict(enumerate(colours(len(class_names) - 1), start=1))
+    names = {index: _short(class_names[index]) for index in palette}
+    if any((labels == UNLABELLED).any() for labels in layers.values()):
+        palette[UNLABELLED], names[UNLABELLED] = "#404040", "unlabelled"
     for row, plane in zip(grid, PLANES, strict=True):
         plane.draw_image(row, image, where, size)
         for axes, labels in zip(row[1:], layers.values(), strict=True):
@@ -138,7 +143,7 @@ def prediction(
     for axes, name in zip(grid[0], ("image", *layers), strict=True):
         axes.set_title(name)
     figure.suptitle(title)
-    patches = [Patch(color=colour, label=_short(class_names[index])) for index, colour in palette.items()]
+    patches = [Patch(color=colour, label=names[index]) for index, colour in palette.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     figure.savefig(path)
 

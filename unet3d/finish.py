@@ -3,8 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from unet3d import figures, record
 from unet3d.apply import Segmenter
+from unet3d.data import sparse
+from unet3d.data.cases import Case
 from unet3d.memory import figures as memory_figures
 from unet3d.memory import save
 from unet3d.resuming import flat
@@ -41,13 +45,29 @@ def _tell_memory(run: Run, memory: Mapping[str, Any]) -> None:
 
 
 def _predict_held_out(run: Run) -> None:
-    """A label map for each held-out case, and a picture of the first."""
+    """A label map for each scored case, and a picture of the first."""
     segmenter = Segmenter(run.predictor, run.data.read.intensity, run.config.data.spacing)
     for index, case in enumerate(run.data.val):
         volume, labels = segmenter.to_file(case, run.folder / "predictions" / f"{case.id}.nii.gz")
         if index == 0:
-            truth = run.data.read(case).label.numpy()
             path = run.folder / "figures" / "prediction.png"
-            classes = run.data.task.classes
-            figures.prediction(volume.image[0], truth, labels.numpy(), volume.spacing, classes, path, case.id)
+            layers = _annotation(run, case) | {"prediction": labels.numpy()}
+            where, classes = _plane_of_scores(run, case), run.data.task.classes
+            figures.segmentation(volume.image[0], layers, volume.spacing, classes, path, case.id, where)
             run.sinks.image("val/prediction", path, run.trainer.step)
+
+
+def _annotation(run: Run, case: Case) -> dict[str, np.ndarray]:
+    """The dense truth, and beside it what of it was learned, if that was less."""
+    truth = {"truth": run.data.read(case).label.numpy()}
+    return truth | {"learned": run.data.learn(case).label.numpy()} if run.config.data.semi else truth
+
+
+def _plane_of_scores(run: Run, case: Case) -> list[int] | None:
+    """A voxel where slices cross that were scored, not learned; None where whole volumes are scored."""
+    if not run.config.data.semi:
+        return None
+    label = run.data.read(case).label
+    middle = [(low + high) // 2 for low, high in sparse.extent(label)]
+    slices = sparse.scored_slices(label, run.config.data)
+    return [min(found, key=lambda index: abs(index - m), default=m) for found, m in zip(slices, middle, strict=True)]

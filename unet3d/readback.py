@@ -115,6 +115,16 @@ def score_table(run: RunFolder) -> Table:
     return Table(["class", *headings, "cases"], [[*row, count] for row, count in zip(rows, counts, strict=False)])
 
 
+def case_iou(run: RunFolder) -> dict[str, float]:
+    """Mean IoU over the foreground classes that each scored case has."""
+    found: dict[str, float] = {}
+    for row in run.scores:
+        values = [n for key, cell in row.items() if str(key).startswith("iou/") and (n := _number(cell)) is not None]
+        if values:
+            found[str(row.get("case", ""))] = sum(values) / len(values)
+    return found
+
+
 def _scores(run: RunFolder) -> dict[str, list[float]]:
     """metric/class -> the values that there are."""
     if run.scores:

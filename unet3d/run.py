@@ -6,6 +6,7 @@ import time
 import traceback
 from contextlib import AbstractContextManager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from unet3d.console import Console
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, Prepared
-from unet3d.data.reader import Reader
 from unet3d.errors import OutOfMemory, is_out_of_memory
 from unet3d.evaluation import evaluate
+from unet3d.losses import IGNORE
 from unet3d.memory import distress
 from unet3d.memory.meter import open_meter
+from unet3d.model import geometry
 from unet3d.sinks import Sinks, open_sinks
 from unet3d.trainer import Trainer
 
@@ -79,9 +81,13 @@ class Run:
     def fit(self) -> None:
         """Train to the end, pausing to validate and to save."""
         config, data = self.config, self.data
-        read = functools.partial(_read_nth, data.read, data.train)
-        patches = Patches(read, config.data, config.seed)
+        read = functools.partial(_read_nth, data.learn, data.train)
+        tile = geometry.output_size(config.data.patch, self.options)
+        patches = Patches(read, config.data, config.seed, tile)
         cases, first = len(data.train), self.trainer.step
+        if config.data.sparse is not None and not first:
+            shares = [(data.learn(case).label != IGNORE).float().mean().item() for case in data.train]
+            self.sinks.scalars({"data/labelled_share": fmean(shares)}, 0)
         stream = batches(patches, cases, config.batch, config.accumulate, config.seed, config.workers, first)
         try:
             self.trainer.fit(stream, config.steps, config.eval_every, self._pause)
@@ -102,7 +108,7 @@ class Run:
         step, task = self.trainer.step, self.data.task
         with self.averaged():
             scores = evaluate(
-                self.predictor, map(self.data.read, self.data.val), len(task.classes), hd95=step == self.config.steps
+                self.predictor, map(self.data.score, self.data.val), len(task.classes), hd95=self._measures_surfaces()
             )
         values = metrics.summarise(scores, task.classes)
         metrics.write_csv(self.folder / "scores.csv", scores, task.classes)
@@ -112,6 +118,10 @@ class Run:
         for name in ("best", "last") if is_best else ("last",):
             snapshot.save(self.folder / "checkpoints" / f"{name}.pt", self._state())
         self.sinks.scalars({**values, "time/val_s": time.perf_counter() - started}, step)
+
+    def _measures_surfaces(self) -> bool:
+        """At the last validation, where whole volumes are scored: slices have no surface."""
+        return self.trainer.step == self.config.steps and not self.config.data.semi
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -146,5 +156,5 @@ class Run:
         return step
 
 
-def _read_nth(read: Reader, cases: tuple[Case, ...], index: int) -> Prepared:
+def _read_nth(read: build.Read, cases: tuple[Case, ...], index: int) -> Prepared:
     return read(cases[index])

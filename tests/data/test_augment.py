@@ -6,6 +6,7 @@ import torch
 
 from unet3d.config import Augment
 from unet3d.data import augment
+from unet3d.data.patches import crop
 from unet3d.losses import IGNORE
 
 
@@ -28,25 +29,43 @@ def field(options: Augment, centre: list, patch: list, spacing: tuple = (1, 1, 1
 
 def test_no_change_is_a_crop() -> None:
     image, label = volume(12, 11, 10)
-    warped, classes = augment.resample(image, label, field(still(), [5.0, 5.0, 5.0], [3, 5, 7]))
+    warped, classes = augment.resample(image, label, field(still(), [5.0, 5.0, 5.0], [3, 5, 7]), mirror=False)
     torch.testing.assert_close(warped, image[:, 4:7, 3:8, 2:9], atol=1e-5, rtol=0)
     assert torch.equal(classes, label[4:7, 3:8, 2:9])
 
 
 def test_outside_the_volume_is_mean_and_ignored() -> None:
     image, label = volume(4, 4, 4)
-    warped, classes = augment.resample(image, label, field(still(), [0.0, 1.5, 1.5], [3, 4, 4]))
+    warped, classes = augment.resample(image, label, field(still(), [0.0, 1.5, 1.5], [3, 4, 4]), mirror=False)
     assert warped[:, 0].abs().max() < 1e-5 and (classes[0] == IGNORE).all()
     assert torch.equal(classes[1:], label[:2])
-    far, nothing = augment.resample(image, label, field(still(), [50.0, 1.5, 1.5], [3, 4, 4]))
+    far, nothing = augment.resample(image, label, field(still(), [50.0, 1.5, 1.5], [3, 4, 4]), mirror=False)
     assert far.abs().max() == 0 and (nothing == IGNORE).all()
+
+
+@pytest.mark.parametrize("size", [(9, 6, 5), (3, 2, 1)])
+def test_mirrored_context_is_the_reflected_volume(size: tuple[int, int, int]) -> None:
+    """As the sliding window sees it; resampled by a field that moves nothing, and cut, alike."""
+    image, label = volume(*size)
+    patch, centre = [11, 13, 12], np.array([1.0, 2.0, 0.5])
+    start = np.rint(centre - (np.array(patch) - 1) / 2).astype(int)
+    before, after = np.maximum(-start, 0), np.maximum(start + patch - np.array(size), 0)
+    widths = [(0, 0), *zip(before.tolist(), after.tolist(), strict=True)]
+    inside = tuple(slice(a + b, a + b + n) for a, b, n in zip(start, before, patch, strict=True))
+    expected = torch.from_numpy(np.pad(image.numpy(), widths, mode="reflect"))[(slice(None), *inside)]
+    cut, labels = crop(image, label, centre, patch, mirror=True)
+    assert torch.equal(cut, expected)
+    warped, classes = augment.resample(image, label, field(still(), centre.tolist(), patch), mirror=True)
+    torch.testing.assert_close(warped, expected, atol=1e-5, rtol=0)
+    assert torch.equal(classes, labels)
+    assert (labels == IGNORE).any(), "labels are not mirrored"
 
 
 def test_image_and_label_move_alike() -> None:
     _, label = volume(20, 20, 20)
     blocks = label.repeat_interleave(2, 0)[:20].repeat_interleave(2, 1)[:, :20].repeat_interleave(2, 2)[:, :, :20]
     options = still(rotation=30.0, scaling=[0.8, 1.2], elastic=2.0, elastic_grid=8)
-    warped, classes = augment.resample(blocks.float()[None], blocks, field(options, [9.5] * 3, [12] * 3))
+    warped, classes = augment.resample(blocks.float()[None], blocks, field(options, [9.5] * 3, [12] * 3), mirror=False)
     inside = classes != IGNORE
     flat = (warped[0] - warped[0].round()).abs() < 1e-6  # away from the borders between blocks
     chosen = inside & flat

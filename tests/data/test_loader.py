@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from unet3d.config import Data
+from unet3d.config import Augment, Data
 from unet3d.data.loader import Places, batches
 from unet3d.data.patches import Patches, Place, Prepared, choose_centre, crop, prepare
 from unet3d.losses import IGNORE
@@ -20,7 +20,7 @@ def case(index: int) -> Prepared:
 
 
 def stream(workers: int = 0, first: int = 0, seed: int = 5, accumulate: int = 1) -> list[list[Batch]]:
-    patches = Patches(case, Data(patch=[8, 8, 12]), seed)
+    patches = Patches(case, Data(patch=[8, 8, 12]), seed, [8, 8, 12])
     return list(islice(batches(patches, 3, 2, accumulate, seed, workers, first), 4))
 
 
@@ -63,7 +63,7 @@ def test_every_case_once_an_epoch_in_a_new_order() -> None:
 
 
 def test_augmentation_differs_from_visit_to_visit() -> None:
-    patches = Patches(case, Data(patch=[8, 8, 8]), 0)
+    patches = Patches(case, Data(patch=[8, 8, 8]), 0, [8, 8, 8])
     assert not torch.equal(patches[Place(0, 0, 1)][0], patches[Place(9, 0, 1)][0])
     assert not torch.equal(patches[Place(0, 0, 1)][0], patches[Place(0, 1, 1)][0])
 
@@ -71,10 +71,22 @@ def test_augmentation_differs_from_visit_to_visit() -> None:
 def test_patches_longer_than_the_volume_hold_all_of_it() -> None:
     prepared, size = case(0), [20, 12, 13]
     centre = choose_centre(prepared, size, 0.0, np.random.default_rng(0))
-    image, label = crop(prepared.image, prepared.label, centre, size)
+    image, label = crop(prepared.image, prepared.label, centre, size, mirror=False)
     assert torch.equal(image[:, 3:17, :, 1:11], prepared.image)
     assert (label != IGNORE).sum() == prepared.label.numel()
     assert image.abs().sum() == prepared.image.abs().sum()
+
+
+def test_a_valid_network_learns_from_the_whole_volume_to_its_corners() -> None:
+    """A patch of 20 voxels, of which the middle 8 are learned, in a volume of 14 x 12 x 10."""
+    label = np.zeros((14, 12, 10), np.uint8)
+    label[0, 0, 0], label[-1, -1, -1] = 1, 2
+    prepared = prepare("a", np.ones((1, 14, 12, 10), np.float32), label, (1.0, 1.0, 1.0), None)
+    options = Data(patch=[20, 20, 20], foreground=0, augment=Augment(spatial_p=0, mirror=[]))
+    patches = Patches(lambda index: prepared, options, 0, [8, 8, 8])
+    learned = [patches[Place(i, 0, 0)][1][6:14, 6:14, 6:14] for i in range(300)]
+    assert all((tile != IGNORE).all() for tile in learned), "only context reaches beyond the volume"
+    assert {tile.max().item() for tile in learned} == {0, 1, 2}
 
 
 def test_foreground_patches_contain_foreground_and_stay_inside() -> None:
@@ -84,7 +96,7 @@ def test_foreground_patches_contain_foreground_and_stay_inside() -> None:
     rng, seen = np.random.default_rng(0), set()
     for _ in range(40):
         centre = choose_centre(prepared, [8, 8, 8], 1.0, rng)
-        patch = crop(prepared.image, prepared.label, centre, [8, 8, 8])[1]
+        patch = crop(prepared.image, prepared.label, centre, [8, 8, 8], mirror=False)[1]
         assert (patch != IGNORE).all()
         seen |= set(patch.unique().tolist()) - {0}
         assert patch.max() > 0

@@ -63,21 +63,35 @@ def spline_matrix(length: int, grid: int) -> np.ndarray:
     return np.asarray(make_interp_spline(points, np.eye(count), k=3)(np.arange(length)), dtype=np.float32)
 
 
-def resample(image: Tensor, label: Tensor, field: Tensor) -> tuple[Tensor, Tensor]:
-    """Image C X Y Z (trilinear) and label X Y Z (nearest) at D H W 3; outside the volume 0 and IGNORE."""
-    low = field.reshape(-1, 3).min(0).values.floor().long() - 1
-    high = field.reshape(-1, 3).max(0).values.ceil().long() + 2
+def resample(image: Tensor, label: Tensor, field: Tensor, mirror: bool) -> tuple[Tensor, Tensor]:
+    """Image C X Y Z (trilinear) and label X Y Z (nearest) at D H W 3.
+
+    Outside the volume the label is IGNORE and the image 0, or with `mirror` its mirror image.
+    """
+    seen = mirrored(field, label.shape) if mirror else field
+    classes = _sample(label[None], field, "nearest", outside=IGNORE)[0]
+    return _sample(image, seen, "bilinear", outside=0), classes.to(label.dtype)
+
+
+def mirrored(field: Tensor, size: Sequence[int]) -> Tensor:
+    """The same points, those outside of a volume reflected at its outermost voxels' centres (voxels)."""
+    last = torch.tensor([max(n - 1, 1) for n in size])
+    inside = last - (field.remainder(2 * last) - last).abs()
+    return inside.minimum(torch.tensor(size) - 1)  # along an axis of one voxel there is nothing to reflect at
+
+
+def _sample(volume: Tensor, field: Tensor, mode: str, outside: int) -> Tensor:
+    """C X Y Z at D H W 3, float32; only the part of the volume that is needed is touched."""
+    points = field.reshape(-1, 3)
+    low, high = points.min(0).values.floor().long() - 1, points.max(0).values.ceil().long() + 2
     box = tuple(slice(max(0, int(a)), max(1, int(b))) for a, b in zip(low, high, strict=True))
-    image, label = image[(slice(None), *box)], label[box]
-    if not label.numel():  # the whole patch lies outside
-        return image.new_zeros(len(image), *field.shape[:3]), label.new_full(field.shape[:3], IGNORE)
+    part = volume[(slice(None), *box)]
+    if not part.numel():  # the whole patch lies outside
+        return torch.full((len(volume), *field.shape[:3]), float(outside))
     start = torch.tensor([b.start for b in box])
-    size = torch.tensor(label.shape)
-    grid = ((2 * (field - start) + 1) / size - 1).flip(-1)[None]  # grid_sample wants W H D, edges at -1 and 1
-    warped = F.grid_sample(image[None], grid, align_corners=False)[0]
-    shifted = (label - IGNORE).float()[None, None]  # so that the zeros it pads with mean IGNORE
-    classes = F.grid_sample(shifted, grid, mode="nearest", align_corners=False)[0, 0]
-    return warped, classes.to(label.dtype) + IGNORE
+    grid = ((2 * (field - start) + 1) / torch.tensor(part.shape[1:]) - 1).flip(-1)  # W H D, edges at -1 and 1
+    shifted = part.float() - outside  # what grid_sample puts outside is 0
+    return F.grid_sample(shifted[None], grid[None], mode=mode, align_corners=False)[0] + outside
 
 
 def intensities(options: Augment) -> Compose:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.config import Data
-from unet3d.data import manifest, nifti, phantom, splits
+from unet3d.data import manifest, mni152, nifti, phantom, splits
 from unet3d.errors import UserError
 
 
@@ -35,19 +35,29 @@ class Task:
 
 
 def read_task(data: Data) -> Task:
-    """The data set that `data` describes. The phantom is generated first where it is absent. Raises UserError."""
+    """The data set that `data` describes. The phantom and MNI152 are made first where absent. Raises UserError."""
     if data.format == "phantom":
         return _decathlon(phantom.ensure(data.phantom, Path(data.root or phantom.ROOT)), data)
+    if data.format == "mni152":
+        return _decathlon(mni152.ensure(Path(data.root or mni152.ROOT)), data)
     assert data.root is not None, "unet3d.checks asks for it"
     layouts = {"decathlon": _decathlon, "nnunet": _nnunet, "folders": _folders}
     return layouts[data.format](Path(data.root), data)
 
 
 def split(task: Task, data: Data) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    """The labelled cases as (train, val): by data.split, else data.fold, else data.val_fraction. Raises UserError."""
+    """The labelled cases as (train, val): by data.split, else data.fold, else data.val_fraction. Raises UserError.
+
+    With data.semi all of them are both: other slices are scored than learned from.
+    """
     labelled = {case.id: case for case in task.cases if case.label is not None}
+    if data.semi and labelled:
+        every = tuple(labelled[name] for name in sorted(labelled))
+        return every, every
     if len(labelled) < 2:
-        raise UserError(f"{task.name}: {len(labelled)} labelled cases; training and validation need one each")
+        raise UserError(
+            f"{task.name}: {len(labelled)} labelled cases; training and validation need one each (but for data.semi)"
+        )
     ids = sorted(labelled)
     if data.split is not None:
         train, val = splits.listed(ids, manifest.read(Path(data.split)), data.split)

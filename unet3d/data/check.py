@@ -51,7 +51,8 @@ def check_cases(task: Task, cases: Sequence[Case], data: Data, full: bool) -> li
         train, val = split(task, data)
     except UserError as error:
         return [*lines, str(error)]
-    return [*lines, *_leaks(train, val, contents), *_absences(task, train, val, contents)]
+    leaks = [] if data.semi else _leaks(train, val, contents)
+    return [*lines, *leaks, *_absences(task, train, val, contents)]
 
 
 def summary(task: Task, train: Sequence[Case], val: Sequence[Case]) -> list[str]:

@@ -43,16 +43,23 @@ def prepare(
     classes = label.astype(np.int16)
     if ignore is not None:
         classes[label == ignore] = IGNORE
+    return Prepared(case, torch.from_numpy(image), torch.from_numpy(classes), spacing, foreground(classes))
+
+
+def foreground(classes: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Voxels (n, 3) of each foreground class of a label map X Y Z, thinned where there are many."""
     found = [np.argwhere(classes == k) for k in np.unique(classes) if k > 0]
-    thinned = tuple(voxels[:: max(1, len(voxels) // MOST_VOXELS)].astype(np.int32) for voxels in found)
-    return Prepared(case, torch.from_numpy(image), torch.from_numpy(classes), spacing, thinned)
+    return tuple(voxels[:: max(1, len(voxels) // MOST_VOXELS)].astype(np.int32) for voxels in found)
 
 
 class Patches(Dataset[tuple[Tensor, Tensor, str]]):
     """Maps a `Place` to (image C D H W, label D H W, case id)."""
 
-    def __init__(self, read: Callable[[int], Prepared], options: Data, seed: int) -> None:
+    def __init__(self, read: Callable[[int], Prepared], options: Data, seed: int, tile: Sequence[int]) -> None:
+        """`tile`: what the network returns for a patch, D H W; smaller than the patch, it sees mirrored context."""
         self.read = read
+        self.tile = list(tile)
+        self.mirror = self.tile != list(options.patch)
         self.options = options
         self.seed = seed
         set_track_meta(False)
@@ -62,24 +69,25 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
         # PCG64 seeded by the place: no state is kept, so nothing has to be saved or replayed.
         rng = np.random.default_rng([self.seed, place.micro_batch, place.slot])
         case = self.read(place.case)
-        centre = choose_centre(case, self.options.patch, self.options.foreground, rng)
+        centre = choose_centre(case, self.tile, self.options.foreground, rng)
         field = augment.coordinates(centre, self.options.patch, case.spacing, self.options.augment, rng)
         if field is None:
-            image, label = crop(case.image, case.label, centre, self.options.patch)
+            image, label = crop(case.image, case.label, centre, self.options.patch, self.mirror)
         else:
-            image, label = augment.resample(case.image, case.label, field)
+            image, label = augment.resample(case.image, case.label, field, self.mirror)
         flips = [axis for axis in self.options.augment.mirror if rng.random() < 0.5]
         image, label = image.flip([axis + 1 for axis in flips]), label.flip(flips)
         self.intensities.set_random_state(seed=int(rng.integers(2**32)))
         return torch.as_tensor(self.intensities(image)).float(), label.contiguous(), case.case
 
 
-def choose_centre(case: Prepared, patch: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:
+def choose_centre(case: Prepared, tile: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:
     """Centre of a patch (voxels, may lie between two): on a voxel of a random foreground class, or anywhere.
 
-    The patch stays inside the volume; along axes where it is longer, the volume lies in its middle.
+    What is learned of the patch, its `tile`, stays inside the volume; along axes where it is longer, the volume lies in
+    its middle.
     """
-    shape, size = np.array(case.label.shape), np.array(patch)
+    shape, size = np.array(case.label.shape), np.array(tile)
     anywhere = rng.random(3)
     start = np.floor(anywhere * (np.maximum(shape - size, 0) + 1))
     if rng.random() < foreground and case.foreground:
@@ -89,14 +97,25 @@ def choose_centre(case: Prepared, patch: Sequence[int], foreground: float, rng: 
     return np.asarray(start + (size - 1) / 2)
 
 
-def crop(image: Tensor, label: Tensor, centre: np.ndarray, patch: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The patch around `centre`; outside the volume 0 and IGNORE."""
+def crop(image: Tensor, label: Tensor, centre: np.ndarray, patch: Sequence[int], mirror: bool) -> tuple[Tensor, Tensor]:
+    """The patch around `centre`; outside the volume IGNORE and 0, or with `mirror` the image's mirror image."""
     start = np.rint(centre - (np.array(patch) - 1) / 2).astype(int)
     stop = start + patch
     inside = tuple(slice(max(0, a), min(b, n)) for a, b, n in zip(start, stop, label.shape, strict=True))
     into = tuple(slice(s.start - a, s.stop - a) for s, a in zip(inside, start, strict=True))
-    patch_image = image.new_zeros(len(image), *patch)
     patch_label = label.new_full(tuple(patch), IGNORE)
-    patch_image[(slice(None), *into)] = image[(slice(None), *inside)]
     patch_label[into] = label[inside]
+    if mirror:
+        return _mirrored(image, start, patch), patch_label
+    patch_image = image.new_zeros(len(image), *patch)
+    patch_image[(slice(None), *into)] = image[(slice(None), *inside)]
     return patch_image, patch_label
+
+
+def _mirrored(image: Tensor, start: np.ndarray, patch: Sequence[int]) -> Tensor:
+    """A patch C D H W of the image continued by its mirror image."""
+    for axis, (first, length) in enumerate(zip(start.tolist(), patch, strict=True), start=1):
+        points = torch.arange(first, first + length)[:, None].expand(-1, 3)
+        inside = augment.mirrored(points, [image.shape[axis]] * 3)[:, 0]
+        image = image.index_select(axis, inside)
+    return image

@@ -4,21 +4,16 @@ An organ (1) holds a branching vessel (2) and dark lesions (3). Structures outsi
 background: a voxel's class follows from its surroundings, not from its value.
 """
 
-import json
-import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import nibabel as nib
 import numpy as np
 from scipy.ndimage import distance_transform_edt, gaussian_filter
 from scipy.spatial import cKDTree
 from scipy.spatial.transform import Rotation
 
 from unet3d.config import Phantom
-from unet3d.data import nifti
-from unet3d.errors import UserError
+from unet3d.data import generated
 
 ROOT = Path("data/phantom")
 VERSION = 1  # goes up with every change of what is generated
@@ -41,44 +36,20 @@ def ensure(options: Phantom, parent: Path) -> Path:
     Raises UserError where it cannot be written.
     """
     shape = "x".join(map(str, options.shape))
-    folder = parent / f"v{VERSION}-{options.cases}x{shape}-seed{options.seed}"
-    if folder.is_dir():
-        return folder
-    temporary = parent / f".{folder.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a killed process that had the same number
-    try:
-        generate(options, temporary)
-        os.rename(temporary, folder)
-    except OSError as error:
-        if not folder.is_dir():  # else another process was faster, and its bytes are the same
-            raise UserError(
-                f"{folder}: cannot be generated ({error}); name a folder to write to in data.root"
-            ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-def generate(options: Phantom, folder: Path) -> None:
-    """Write dataset.json, imagesTr and labelsTr to the new `folder`."""
-    entries = []
-    for sub in ("imagesTr", "labelsTr"):
-        (folder / sub).mkdir(parents=True)
-    for index in range(options.cases):
-        image, label = draw(np.random.default_rng([options.seed, index]), options.shape)
-        entry = {"image": f"imagesTr/phantom_{index:03d}.nii.gz", "label": f"labelsTr/phantom_{index:03d}.nii.gz"}
-        nifti.replace(folder / entry["image"], _volume(np.rint(1000 * image).astype(np.int16)))
-        nifti.replace(folder / entry["label"], _volume(label))
-        entries.append(entry)
-    content = {
+    about = {
         "name": "Phantom",
         "description": "Generated: no patient, no licence",
         "modality": {"0": "MRI"},
         "labels": {str(value): name for value, name in enumerate(CLASSES)},
-        "numTraining": options.cases,
-        "training": entries,
     }
-    (folder / "dataset.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return generated.ensure(parent / f"v{VERSION}-{options.cases}x{shape}-seed{options.seed}", about, _cases(options))
+
+
+def _cases(options: Phantom) -> Iterator[generated.Made]:
+    for index in range(options.cases):
+        image, label = draw(np.random.default_rng([options.seed, index]), options.shape)
+        voxels = np.rint(1000 * image).astype(np.int16)
+        yield generated.Made(f"phantom_{index:03d}", voxels, label, _affine(label.shape))
 
 
 def draw(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -168,10 +139,8 @@ def _blobs(rng: np.random.Generator, points: np.ndarray, free: np.ndarray, radii
     return balls
 
 
-def _volume(voxels: np.ndarray) -> nib.Nifti1Image:
-    """NIfTI with axes towards left, posterior, superior, as scanners store them, and its centre at 0 mm."""
+def _affine(shape: Sequence[int]) -> np.ndarray:
+    """Axes towards left, posterior, superior, as scanners store them, and the volume's centre at 0 mm."""
     affine = np.diag([-SPACING[0], -SPACING[1], SPACING[2], 1])
-    affine[:3, 3] = -affine[:3, :3] @ (np.subtract(voxels.shape, 1) / 2)
-    image = nib.Nifti1Image(voxels, affine)
-    image.header.set_xyzt_units("mm")
-    return image
+    affine[:3, 3] = -affine[:3, :3] @ (np.subtract(shape, 1) / 2)
+    return affine

@@ -1,0 +1,144 @@
+"""The paper's experiments: their sweeps, and the tables that set a sweep's scores beside the paper's."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from legibility import drawing
+from test_cli import TINY, run
+
+from unet3d import compare, compare_figures, compose, published
+from unet3d.compare_rows import read
+
+HEAD = "case,dice/gray,dice/white,iou/gray,iou/white\n"
+
+
+def make(folder: Path, words: list[str], scores: str) -> Path:
+    """A run folder of a published experiment, with these lines of scores.csv."""
+    folder.mkdir(parents=True)
+    (folder / "STATUS").write_text("done\nexit code 0\n")
+    (folder / "overrides.yaml").write_text(json.dumps(words))
+    (folder / "config.yaml").write_text(compose.to_yaml(compose.compose(words)))
+    if scores:
+        (folder / "scores.csv").write_text(HEAD + scores)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "mean"), [("cicek2016_semi", 0.863), ("cicek2016_full", 0.704)])
+def test_the_papers_numbers_are_the_papers(name: str, mean: float) -> None:
+    """The mean that its table prints follows from the three it prints."""
+    assert round(published.mean(published.TABLES[name].rows["cicek2016"][1]) or 0, 3) == mean
+
+
+def test_every_table_is_an_experiments_and_varies_what_its_sweep_does() -> None:
+    for name, table in published.TABLES.items():
+        jobs = compose.sweep([f"experiment={name}", *compose.added_sweep([f"experiment={name}"])])
+        values = {word.partition("=")[2] for job in jobs for word in job if word.startswith(f"{table.by}=")}
+        assert values == set(table.rows)
+        assert table.across == "case" or any(word.startswith(f"{table.across}=") for word in jobs[0])
+
+
+def test_what_the_command_line_names_is_not_swept() -> None:
+    assert compose.added_sweep(["experiment=cicek2016_slices", "data.sparse=[5,5,3]"]) == []
+    assert compose.added_sweep(["experiment=cicek2016_semi", "data.sparse_fold=0"]) == [
+        "model=cicek2016_no_bn,cicek2016,cicek2016_2d"
+    ]
+    assert compose.added_sweep(["model=unet"]) == []
+
+
+def test_iou_by_slices_has_a_column_a_case(tmp_path: Path) -> None:
+    said = "experiment=cicek2016_slices"
+    rows = read(
+        [
+            make(tmp_path / "0", [said, "data.sparse=[5,5,3]"], "b,1,1,.8,.9\na,1,1,.5,\n"),
+            make(tmp_path / "1", [said, "data.sparse=[1,1,1]"], "b,1,1,.25,.75\na,1,1,.25,.25\n"),
+        ]
+    )
+    found = published.experiment(rows)
+    assert found is not None
+    table = published.table(found, rows)
+    assert table.columns == ["", "a", "b", "mean", "paper: 1", "2", "3", "mean"]
+    assert table.rows == [
+        ["1,1,1", "0.250", "0.500", "0.375", "0.331", "0.483", "0.475", "0.430"],
+        ["5,5,3", "0.500", "0.850", "0.675", "0.856", "0.849", "0.872", "0.859"],
+    ]
+
+
+def test_iou_by_network_has_a_column_a_fold_and_no_mean_of_some(tmp_path: Path) -> None:
+    said = "experiment=cicek2016_full"
+    rows = read(
+        [
+            make(tmp_path / "0", [said, "model=cicek2016_2d", "data.fold=0"], "a,1,1,.25,.75\n"),
+            make(tmp_path / "1", [said, "model=cicek2016_2d", "data.fold=1"], "b,1,1,.25,.25\n"),
+            make(tmp_path / "2", [said, "data.fold=0"], "a,1,1,.5,.5\n"),
+            make(tmp_path / "3", [said, "data.fold=1"], ""),
+        ]
+    )
+    found = published.experiment(rows)
+    assert found is not None
+    assert [row[:4] for row in published.table(found, rows).rows] == [
+        ["3D with BN", "0.500", "", ""],
+        ["2D with BN", "0.500", "0.250", "0.375"],
+    ]
+
+
+def test_runs_of_two_experiments_have_no_published_table(tmp_path: Path) -> None:
+    rows = read(
+        [
+            make(tmp_path / "0", ["experiment=cicek2016_full", "data.fold=0"], ""),
+            make(tmp_path / "1", ["experiment=cicek2016_slices"], ""),
+            make(tmp_path / "2", [], ""),
+        ]
+    )
+    assert published.experiment(rows) is None and published.experiment(rows[2:]) is None
+    assert published.experiment(rows[:1]) is published.TABLES["cicek2016_full"]
+
+
+def test_the_comparison_holds_table_and_picture_and_calls_what_is_meant_comparable(tmp_path: Path) -> None:
+    words = [[f"data.sparse={counts}"] for counts in ("[1,1,1]", "[2,2,1]", "[5,5,3]")]
+    rows = read(
+        [
+            make(tmp_path / str(i), ["experiment=cicek2016_slices", *word], f"a,1,1,.{i + 4},.5\n")
+            for i, word in enumerate(words)
+        ]
+    )
+    compare.write(rows, tmp_path / "out")
+    with (tmp_path / "out" / "published.csv").open() as file:
+        assert [line[:3] for line in csv.reader(file)][1:] == [
+            ["1,1,1", "0.450", "0.450"],
+            ["2,2,1", "0.500", "0.500"],
+            ["5,5,3", "0.550", "0.550"],
+        ]
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert "beside Table 2" in page and "0.859" in page and page.count("<img") == 1
+    assert "Not comparable" not in page
+
+
+@pytest.mark.parametrize("name", list(published.TABLES))
+def test_the_picture_is_legible(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = published.TABLES[name]
+    lines = [published.Line(label, [0.4, None, 0.6], paper) for label, paper in table.rows.values()]
+    figure = drawing(tmp_path, monkeypatch)(lambda path: compare_figures.beside(lines, table.title, path))
+    axes = figure.axes[0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == [line.name for line in lines]
+    means = [line.get_ydata().tolist() for line in axes.lines if line.get_linestyle() == "-"]
+    assert means[0] == [0.5] * len(lines), "ours, without the one that is missing"
+    assert means[1] == pytest.approx([published.mean(line.paper) for line in lines])
+
+
+def test_an_experiment_is_one_command_and_its_jobs_are_sweeps_of_one_each(tmp_path: Path) -> None:
+    """Nothing but `experiment=` asks for several runs; each of them names its values, and so sweeps no more."""
+    small = [
+        "model=unet_tiny",
+        "data.patch=[16,16,16]",
+        "data.augment.elastic=0",
+        "dry_run=true",
+        "wandb.mode=disabled",
+    ]
+    words = [*TINY, "experiment=cicek2016_slices", *small, f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "job 3" in done.stdout and "job 4" not in done.stdout
+    assert sorted(p.name for p in (tmp_path / "sweep").iterdir() if p.is_dir()) == ["0", "1", "2", "3"]
+    assert (tmp_path / "sweep" / "3" / "overrides.yaml").read_text().strip().endswith("data.sparse=[5,5,3]")
