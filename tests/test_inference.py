@@ -1,14 +1,17 @@
 """The sliding window: complete, seamless where it must be, independent of sizes."""
 
+import itertools
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from unet3d.config import Model
 from unet3d.inference import Predictor, _aligned, _overlapping, gaussian
+from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.policy import MemoryPolicy
 
@@ -74,7 +77,71 @@ def test_valid_tiles_see_mirrored_context(network: Network) -> None:
 
 def test_valid_tiles_start_on_multiples_of_the_total_stride(options: Callable[..., Model]) -> None:
     paper = options("model=cicek2016", "data.patch=[132,132,116]")
-    assert _aligned((100, 44, 28), (44, 44, 28), paper) == [[0, 40, 80], [0], [0]]
+    assert _aligned((100, 44, 28), (44, 44, 28), paper) == [[0, 24, 56], [0], [0]]
+    for length, window in itertools.product(range(1, 200), (4, 12, 28, 44)):
+        starts = _aligned((length,) * 3, (window,) * 3, paper)[0]
+        stride = min(8, window)
+        assert starts[0] == 0 and not any(start % stride for start in starts)
+        assert all(0 < b - a <= window for a, b in itertools.pairwise(starts)), "no voxel is left out"
+        assert length <= starts[-1] + window < max(length, window) + stride, "nor is a window far outside"
+
+
+FULL = ("data.patch=[132,132,116]", "model.features=[4,4,4,4]")
+
+
+def at_once(model: UNet3D, image: Tensor) -> Tensor:
+    """Probabilities of the network run once over the mirrored volume, which is enlarged to a length that fits."""
+    lengths = []
+    for axis, n in enumerate(image.shape[1:]):
+        border = 44 if geometry.kernels(model.options)[0][axis] == 3 else 0
+        lengths.append((border, border + (4 - n) % 8 if border else 0))
+    context = np.pad(image.numpy(), [(0, 0), *lengths], mode="reflect")
+    with torch.no_grad():
+        whole = model(torch.from_numpy(context)[None])[0].softmax(0)
+    return whole[:, : image.shape[1], : image.shape[2], : image.shape[3]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "window", "sizes"),
+    [
+        (["model=cicek2016_no_bn"], (100, 100, 100), [(12, 4, 4), (21, 9, 5), (1, 14, 12)]),
+        (["model=cicek2016_no_bn"], (108, 100, 92), [(45, 13, 4)]),
+        (["model=cicek2016_2d", "model.norm=none"], (100, 108, 3), [(12, 20, 3), (47, 21, 7), (61, 100, 1)]),
+    ],
+    ids=["cubes", "other windows", "2D"],
+)
+def test_the_papers_tiles_are_the_network_run_once(
+    network: Network, overrides: list, window: tuple, sizes: list
+) -> None:
+    """Up to the border, where the context is mirrored, and for volumes smaller than their context."""
+    model = network(*overrides, *FULL)
+    for size in sizes:
+        image = torch.randn(3, *size)
+        found = predictor(model, window, model.options).probabilities(image)
+        torch.testing.assert_close(found, at_once(model, image), atol=1e-6, rtol=0)
+
+
+def test_the_2d_network_sees_each_slice_by_itself(network: Network) -> None:
+    model = network("model=cicek2016_2d", "model.norm=none", *FULL)
+    image = torch.randn(3, 14, 9, 5)
+    found = predictor(model, (100, 100, 4), model.options).probabilities(image)
+    for index in range(5):
+        alone = predictor(model, (100, 100, 1), model.options).probabilities(image[..., index : index + 1])
+        torch.testing.assert_close(found[..., index : index + 1], alone, atol=1e-6, rtol=0)
+
+
+def test_statistics_of_a_window_are_its_own(network: Network) -> None:
+    """With the paper's batch norm a tile is the network on that window, and where tiles meet, their logits' mean."""
+    model = network("model=cicek2016", *FULL)
+    image = torch.randn(3, 20, 12, 12) * torch.linspace(1, 3, 20)[:, None, None]
+    found = predictor(model, (100, 100, 100), model.options).probabilities(image)
+    context = torch.from_numpy(np.pad(image.numpy(), [(0, 0), *[(44, 44)] * 3], mode="reflect"))
+    with torch.no_grad():
+        first, second = (model(context[None, :, start : start + 100])[0] for start in (0, 8))
+        whole = model(context[None])[0].softmax(0)
+    expected = torch.cat((first[:, :8], (first[:, 8:] + second[:, :4]) / 2, second[:, 4:]), dim=1).softmax(0)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    assert (whole - expected).abs().max() > 1e-3  # so the window belongs to what was trained
 
 
 def test_mirroring_makes_the_prediction_symmetric(network: Network) -> None:

@@ -29,6 +29,22 @@ def test_cross_entropy_is_torchs() -> None:
     torch.testing.assert_close(SegmentationLoss("ce", weights)(logits, label), expected)
 
 
+def test_weights_and_ignored_voxels_together_are_torchs_mean_and_gradient() -> None:
+    """The labelled voxels' sum by the sum of their weights: the paper's weighted softmax, weight 0 elsewhere."""
+    weights = torch.tensor([1.0, 2.0, 0.2])
+    logits, label = example()
+    label[torch.rand(label.shape, generator=torch.Generator().manual_seed(1)) < 0.7] = IGNORE
+    ours, torchs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    value = SegmentationLoss("ce", weights)(ours, label)
+    expected = F.cross_entropy(torchs, label.long(), weights, ignore_index=IGNORE)
+    (value + expected).backward()
+    torch.testing.assert_close(value, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(ours.grad, torchs.grad, atol=1e-6, rtol=0)
+    by_hand = weights[label.clamp(min=0).long()] * (label != IGNORE)
+    surprise = -logits.log_softmax(1).gather(1, label.clamp(min=0)[:, None].long())[:, 0]
+    torch.testing.assert_close(value, (by_hand * surprise).sum() / by_hand.sum(), atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize(("batch_dice", "axes"), [(True, (0, 2, 3, 4)), (False, (2, 3, 4))])
 def test_dice_is_the_one_hot_formula(batch_dice: bool, axes: tuple[int, ...]) -> None:
     logits, label = example()

@@ -58,9 +58,9 @@ def _predict_held_out(run: Run) -> None:
 
 
 def _annotation(run: Run, case: Case) -> dict[str, np.ndarray]:
-    """The dense truth, and beside it what of it was learned, if that was less."""
-    truth = {"truth": run.data.read(case).label.numpy()}
-    return truth | {"learned": run.data.learn(case).label.numpy()} if run.config.data.semi else truth
+    """The dense truth, and before it what of it was learned, if that was less."""
+    learned = {"learned": run.data.learn(case).label.numpy()} if run.config.data.semi else {}
+    return learned | {"truth": run.data.read(case).label.numpy()}
 
 
 def _plane_of_scores(run: Run, case: Case) -> list[int] | None:

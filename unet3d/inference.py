@@ -90,12 +90,19 @@ def _overlapping(sizes: Sequence[int], window: Sequence[int], overlap: float) ->
 
 
 def _aligned(sizes: Sequence[int], out_window: Sequence[int], options: Model) -> list[list[int]]:
-    """Starts along each axis on multiples of the total stride: elsewhere pooling would see other groups of voxels."""
+    """Starts along each axis on multiples of the total stride: elsewhere pooling would see other groups of voxels.
+
+    Evenly spread, so that windows reach beyond the volume by less than a stride: training saw none further out.
+    """
     starts = []
     for axis, (n, w) in enumerate(zip(sizes, out_window, strict=True)):
-        stride = math.prod(s[axis] for s in geometry.strides(options))
-        step = max(w // stride * stride, min(w, stride))  # an output shorter than the stride cannot be aligned
-        starts.append([i * step for i in range(max(0, math.ceil((n - w) / step)) + 1)])
+        stride = min(math.prod(s[axis] for s in geometry.strides(options)), w)  # a shorter output cannot be aligned
+        last, most = (
+            math.ceil(max(0, n - w) / stride),
+            w // stride,
+        )  # in strides: the last start, and from one to the next
+        count = math.ceil(last / most)
+        starts.append([i * last // max(1, count) * stride for i in range(count + 1)])
     return starts
 
 

@@ -74,7 +74,9 @@ def assert_equal(options: Config) -> None:
 @pytest.mark.parametrize("name", compose.choices("model"))
 def test_every_named_network_is_predicted_to_the_byte(name: str, amp: str, ckpt: str) -> None:
     """An eighth of the widths, and patches just large enough; no map is too shallow for bf16 on the CPU."""
-    patch = "[92,92,92]" if name == "cicek2016" else "[36,16,16]"
+    patch = {"cicek2016": "[92,92,92]", "cicek2016_no_bn": "[92,92,92]", "cicek2016_2d": "[92,92,4]"}.get(
+        name, "[36,16,16]"
+    )
     options = compose.compose([f"model={name}", f"data.patch={patch}", f"amp={amp}", f"ckpt={ckpt}", "batch=2"])
     options.model = resized(options.model, lambda level, width: max(2, width // 8))
     options.model.in_channels, options.model.classes = 2, 3
