@@ -1,8 +1,7 @@
 """The sliding window: complete, seamless where it must be, independent of sizes."""
 
-import itertools
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -78,11 +77,11 @@ def test_valid_tiles_see_mirrored_context(network: Network) -> None:
 def test_valid_tiles_start_on_multiples_of_the_total_stride(options: Callable[..., Model]) -> None:
     paper = options("model=cicek2016", "data.patch=[132,132,116]")
     assert _aligned((100, 44, 28), (44, 44, 28), paper) == [[0, 24, 56], [0], [0]]
-    for length, window in itertools.product(range(1, 200), (4, 12, 28, 44)):
+    for length, window in product(range(1, 200), (4, 12, 28, 44)):
         starts = _aligned((length,) * 3, (window,) * 3, paper)[0]
         stride = min(8, window)
         assert starts[0] == 0 and not any(start % stride for start in starts)
-        assert all(0 < b - a <= window for a, b in itertools.pairwise(starts)), "no voxel is left out"
+        assert all(0 < b - a <= window for a, b in pairwise(starts)), "no voxel is left out"
         assert length <= starts[-1] + window < max(length, window) + stride, "nor is a window far outside"
 
 

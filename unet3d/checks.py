@@ -129,7 +129,7 @@ def refuse_shallow_bf16(config: Config, options: Model) -> None:
 
 def _check_data(config: Config) -> None:
     data = config.data
-    for name in ("scaling", "contrast", "gamma", "blur"):
+    for name in ("scaling", "contrast", "gamma", "blur", "low_resolution"):
         pair = getattr(data.augment, name)
         if len(pair) != 2 or pair[0] > pair[1]:
             raise UserError(f"data.augment.{name}={pair}: give [smallest, largest]")

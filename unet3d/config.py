@@ -66,6 +66,8 @@ class Augment:
     contrast: list[float] = option([0.75, 1.25], "their range", low=0)
     gamma_p: float = option(0.15, "gamma correction", low=0, high=1)
     gamma: list[float] = option([0.7, 1.5], "its range", low=0.1, high=10)
+    low_resolution_p: float = option(0.0, "seen as if scanned with fewer voxels", low=0, high=1)
+    low_resolution: list[float] = option([0.5, 1.0], "share of the voxels along each axis", low=0.1, high=1)
 
 
 @dataclass

@@ -106,10 +106,13 @@ def test_probability_zero_is_a_plain_crop() -> None:
     assert augment.coordinates(np.zeros(3), [4, 4, 4], (1, 1, 1), still(spatial_p=0.0), rng) is None
 
 
-@pytest.mark.parametrize("kind", ["noise_p", "blur_p", "contrast_p", "gamma_p"])
+INTENSITIES = ("noise_p", "blur_p", "contrast_p", "gamma_p", "low_resolution_p")
+
+
+@pytest.mark.parametrize("kind", INTENSITIES)
 def test_each_intensity_change_changes_and_repeats(kind: str) -> None:
-    off = {name: 0.0 for name in ("noise_p", "blur_p", "contrast_p", "gamma_p")}
-    image = volume(8, 8, 8)[0]
+    off = dict.fromkeys(INTENSITIES, 0.0)
+    image = volume(16, 16, 16)[0]
     changed = augment.intensities(Augment(**(off | {kind: 1.0})))
     outcomes = [changed.set_random_state(seed=s)(image.clone()) for s in (1, 1, 2)]
     assert torch.equal(torch.as_tensor(outcomes[0]), torch.as_tensor(outcomes[1]))

@@ -44,6 +44,15 @@ def test_no_voxel_is_both_learned_and_scored(changes: dict) -> None:
     assert not (learned & scored).any()
 
 
+@pytest.mark.parametrize("high", [142, 71])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [2, 2, 1], [3, 3, 2], [5, 5, 3]])
+def test_no_scored_slice_mirrors_a_learned_one(counts: list[int], high: int) -> None:
+    """The MNI152 template is its own mirror image across x, with this extent at 1 and at 2 mm."""
+    brain = torch.ones(high + 1, 9, 9, dtype=torch.int16)
+    learned, scored = (find(brain, options(sparse=counts))[0] for find in (sparse.learned_slices, sparse.scored_slices))
+    assert not {*learned} & {high - index for index in scored}
+
+
 def test_the_mask_holds_whole_slices_and_nothing_else() -> None:
     mask = sparse.planes(torch.Size((4, 5, 6)), [[1], [], [0, 5]])
     expected = torch.zeros(4, 5, 6, dtype=torch.bool)

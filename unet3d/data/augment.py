@@ -11,7 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
-from monai.transforms import Compose, RandAdjustContrast, RandGaussianNoise, RandGaussianSmooth, RandScaleIntensity
+from monai.transforms import (
+    Compose,
+    RandAdjustContrast,
+    RandGaussianNoise,
+    RandGaussianSmooth,
+    RandScaleIntensity,
+    RandSimulateLowResolution,
+)
 from scipy.interpolate import make_interp_spline
 from scipy.spatial.transform import Rotation
 from torch import Tensor
@@ -95,14 +102,16 @@ def _sample(volume: Tensor, field: Tensor, mode: str, outside: int) -> Tensor:
 
 
 def intensities(options: Augment) -> Compose:
-    """Noise, blur, contrast and gamma for C D H W patches; `set_random_state` before each call."""
+    """Noise, blur, contrast, gamma and low resolution for C D H W patches; `set_random_state` before each call."""
     blur, gamma = tuple(options.blur), tuple(options.gamma)
     low, high = options.contrast
+    coarsest, finest = options.low_resolution
     return Compose(
         [
             RandGaussianNoise(prob=options.noise_p, std=options.noise),
             RandGaussianSmooth(blur, blur, blur, prob=options.blur_p),
             RandScaleIntensity(factors=(low - 1, high - 1), prob=options.contrast_p),
             RandAdjustContrast(prob=options.gamma_p, gamma=gamma, retain_stats=True),
+            RandSimulateLowResolution(prob=options.low_resolution_p, zoom_range=(coarsest, finest)),
         ]
     )
