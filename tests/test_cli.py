@@ -367,6 +367,24 @@ def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:
     assert nowhere.returncode == 2 and "resume=nowhere: no run" in nowhere.stderr
 
 
+def test_a_published_snapshot_predicts_the_same_and_names_no_path(finished: Path, tmp_path: Path) -> None:
+    module = [sys.executable, "-m", "unet3d"]
+    whole, slim = finished / "checkpoints" / "best.pt", tmp_path / "net.pt"
+    told = subprocess.run([*module, "publish", whole, "-o", slim], cwd=ROOT, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert slim.stat().st_size < whole.stat().st_size / 2
+    for secret in (str(finished), "imagesTr", "phantom/"):
+        assert secret.encode() not in slim.read_bytes()
+    image = next((finished.parent).rglob("imagesTr/*.nii.gz"))
+    for name, path in (("whole", whole), ("slim", slim)):
+        subprocess.run(
+            [*module, "predict", path, image, "-o", tmp_path / name], cwd=ROOT, check=True, capture_output=True
+        )
+    assert (tmp_path / "whole" / image.name).read_bytes() == (tmp_path / "slim" / image.name).read_bytes()
+    again = subprocess.run([*module, "publish", whole, "-o", slim], cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 2 and "is there already" in again.stderr
+
+
 def test_predict_writes_label_maps_on_the_inputs_grid(finished: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     affine = np.array([[0, -1.5, 0, 10], [0.9, 0, 0, -20], [0, 0, 3, 5], [0, 0, 0, 1]])

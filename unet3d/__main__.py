@@ -1,4 +1,4 @@
-"""The other commands: python -m unet3d memory | predict | check-data | report | compare"""
+"""The other commands: python -m unet3d memory | predict | publish | check-data | report | compare"""
 
 import argparse
 import sys
@@ -41,6 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("--mirror", action=argparse.BooleanOptionalAction, help="average over mirrorings")
     predict.add_argument("--overwrite", action="store_true", help="replace label maps that are there")
     predict.set_defaults(run=_predict)
+    publish = commands.add_parser("publish", help="a snapshot to give away: the network alone, without any path")
+    publish.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt")
+    publish.add_argument("-o", "--out", type=Path, required=True, help="the file to write")
+    publish.set_defaults(run=_publish)
     check = commands.add_parser("check-data", help="list every problem of a data set")
     check.add_argument("overrides", nargs="*", help="as for train.py: data=decathlon data.root=PATH")
     check.set_defaults(run=_check_data)
@@ -119,6 +123,14 @@ def _predict(arguments: argparse.Namespace) -> int:
             failed += 1
             print(f"error: {error}", file=sys.stderr)
     return UserError.exit_code if failed else 0
+
+
+def _publish(arguments: argparse.Namespace) -> int:
+    from unet3d import apply
+
+    apply.publish(arguments.snapshot, arguments.out)
+    print(f"{arguments.out}: {arguments.out.stat().st_size / 1e6:.1f} MB")
+    return 0
 
 
 def _check_data(arguments: argparse.Namespace) -> int:

@@ -57,6 +57,21 @@ def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmen
     return Segmenter(predictor, rules, config.data.spacing)
 
 
+def publish(path: Path, out: Path) -> None:
+    """Write what prediction takes from a snapshot, and no more: no optimizer, no random state, no path of this machine.
+
+    Raises SnapshotError, and UserError where `out` is there already.
+    """
+    if out.exists():
+        raise UserError(f"{out}: is there already; give another file")
+    state = snapshot.load(path)
+    open_snapshot(path, "cpu")  # so that what is published can be used
+    data = state["config"]["data"] | {"root": None, "split": None}
+    kept = {name: state[name] for name in ("model_options", "classes", "channels", "intensity", "step")}
+    config = state["config"] | {"data": data}
+    snapshot.save(out, kept | {"config": config, "model": state["model"] | state["average"], "average": {}})
+
+
 def find_cases(inputs: Sequence[Path], channels: int) -> list[Case]:
     """Files, and the NIfTI files of folders, as cases; `_0000`, `_0001` .. are one case's channels."""
     grouped: dict[str, list[Path]] = {}
