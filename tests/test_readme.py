@@ -57,6 +57,22 @@ def test_every_choice_named_exists() -> None:
         assert set(re.findall(r"`(\w+)`", names)) == found
 
 
+EXPERIMENTS = sorted((ROOT / "configs" / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_an_experiment_opens_with_its_command_and_is_in_the_readmes_table(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "Task04_Hippocampus").mkdir()
+    package, command, *about = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    words = shlex.split(command.removeprefix("# "))
+    assert package == "# @package _global_" and words[:3] == ["python", "train.py", f"experiment={path.stem}"]
+    said = overrides(words, tmp_path)
+    for job in compose.sweep([*said, *compose.added_sweep(said)]):
+        compose.compose(job)
+    assert re.search(r"\d (minutes|hours|days)", " ".join(about)), "how long it takes"
+    assert f"](configs/experiment/{path.name})" in TEXT
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_somewhere(page: str) -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
