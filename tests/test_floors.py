@@ -37,7 +37,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "data.nifti",
         "data.splits",
     },
-    {"compose", "model.stages", "report", "data.phantom", "memory.bounds"},
+    {"compose", "model.stages", "report", "data.phantom", "data.voxels", "memory.bounds"},
     {"losses", "model.unet", "step", "record", "compare_rows", "data.cases", "memory.kernels"},
     {"trainer", "inference", "compare", "memory.explain", "memory.numbers", "data.augment", "data.volumes"},
     {"memory.export", "memory.meter", "data.patches", "data.check"},
@@ -55,7 +55,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
 ROOMS = {
     "hydra": {"compose", "command"},
     "wandb": {"sinks"},
-    "nibabel": {"data.nifti", "data.phantom", "data.volumes", "data.check"},
+    "nibabel": {"data.nifti", "data.phantom", "data.volumes", "data.voxels", "data.check"},
     "monai": {"metrics", "data.augment", "data.patches"},
     "matplotlib": {"compare_figures", "figures", "slices", "memory.figures"},
     "rich": {"console"},

@@ -13,6 +13,7 @@ from unet3d.data.cases import Case, volumes_in, without_channel
 from unet3d.data.intensity import Intensity, normalise
 from unet3d.data.nifti import save_labels, stem
 from unet3d.data.volumes import Volume, read_volume, to_original
+from unet3d.data.voxels import STRICT, Leniency
 from unet3d.errors import SnapshotError, UserError
 from unet3d.inference import Predictor
 
@@ -24,10 +25,11 @@ class Segmenter:
     predictor: Predictor
     intensity: tuple[Intensity, ...]
     spacing: list[float] | None  # mm, of the grid it was trained on; None: the file's own
+    leniency: Leniency = STRICT
 
     def to_file(self, case: Case, path: Path) -> tuple[Volume, torch.Tensor]:
         """Segment one case. Returns it on the network's grid, with the class of each voxel X Y Z. Raises UserError."""
-        volume = read_volume(dataclasses.replace(case, label=None), 0, None, self.spacing)
+        volume = read_volume(dataclasses.replace(case, label=None), 0, None, self.spacing, self.leniency)
         found, wanted = len(volume.image), len(self.intensity)
         if found != wanted:
             raise UserError(f"{case.id}: {case.images[0]} has {found} channels; this network takes {wanted}")
@@ -54,7 +56,7 @@ def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmen
     network = build.model(options, seed=0)
     snapshot.load_weights(network, weights, path)
     predictor = build.predictor(config, network.to(where), options, build.policy(config, where.type, ()))
-    return Segmenter(predictor, rules, config.data.spacing)
+    return Segmenter(predictor, rules, config.data.spacing, Leniency.of(config.data))
 
 
 def find_cases(inputs: Sequence[Path], channels: int) -> list[Case]:
