@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from unet3d import compose, process
 from unet3d.compose import CONFIG_NAME, VERSION_BASE
 from unet3d.config import Config
-from unet3d.errors import NonFiniteLoss, OutOfMemory, SnapshotError, UserError, is_out_of_memory
+from unet3d.errors import LoaderError, NonFiniteLoss, OutOfMemory, SnapshotError, UserError, is_out_of_memory
 from unet3d.process import INTERRUPTED
 from unet3d.resuming import refuse_changes
 
@@ -141,6 +141,8 @@ def _guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> in
         if config.resume is not None and not isinstance(error, NonFiniteLoss):
             return _say(f"error: {error}", error.exit_code)  # the run in the folder is as it was
         return _end(folder, f"error: {error}", error.exit_code)
+    except LoaderError as error:
+        return _end(folder, f"failed: {error}\n{_how_to_go_on(folder)}", error.exit_code)
     except OutOfMemory as error:
         return _end(folder, f"out of memory: {error}\n{_how_to_go_on(folder)}", error.exit_code)
     except KeyboardInterrupt:

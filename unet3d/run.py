@@ -14,7 +14,7 @@ from unet3d import averaging, build, compose, metrics, record, resuming, schedul
 from unet3d.config import Config, Model
 from unet3d.console import Console
 from unet3d.data.cases import Case
-from unet3d.data.loader import batches
+from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, Prepared
 from unet3d.data.reader import Reader
 from unet3d.errors import OutOfMemory, is_out_of_memory
@@ -81,11 +81,13 @@ class Run:
         config, data = self.config, self.data
         read = functools.partial(_read_nth, data.read, data.train)
         patches = Patches(read, config.data, config.seed)
-        cases, first = len(data.train), self.trainer.step
+        cases, first = [case.id for case in data.train], self.trainer.step
         stream = batches(patches, cases, config.batch, config.accumulate, config.seed, config.workers, first)
         try:
             self.trainer.fit(stream, config.steps, config.eval_every, self._pause)
         except (RuntimeError, MemoryError) as error:
+            if dead := lost(error):
+                raise dead from error
             if not is_out_of_memory(error):
                 raise
             told = [str(error).partition("\n")[0], *distress.moment(self.meter.ledger)]

@@ -148,7 +148,7 @@ def _content(
                     warnings.append(f"{WARNING}{case.id}: {path}: {voxels.replacement(replaced)}")
         except UserError as error:
             errors.append(str(error))
-    if errors:
+    if errors or len(opened) < len(case.images) + bool(case.label):  # nothing is known of what could not be read
         return {}, [*errors, *warnings]
     if case.label and labels <= {0, task.ignore}:
         warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
