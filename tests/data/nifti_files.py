@@ -13,7 +13,10 @@ from unet3d.data.check import WARNING, check_cases
 
 # Axes towards left, posterior, superior, as most scanners store them; voxels of 1 x 1.5 x 2.5 mm.
 LPS = np.array([[-1, 0, 0, 10], [0, -1.5, 0, 20], [0, 0, 2.5, -30], [0, 0, 0, 1]], float)
-HEADER_FIELDS = {"dim": (40, "<8h"), "datatype": (70, "<h"), "pixdim": (76, "<8f"), "sform_code": (254, "<h")}
+HEADER_FIELDS = {
+    **{"dim": (40, "<8h"), "datatype": (70, "<h"), "pixdim": (76, "<8f"), "sform_code": (254, "<h")},
+    **{"srow_x": (280, "<4f"), "srow_z": (312, "<4f")},
+}
 
 
 def write(path: Path, voxels: np.ndarray, affine: np.ndarray = LPS) -> Path:
