@@ -1,12 +1,13 @@
 """A process that prepares batches and raises, is killed or hangs: the run ends, and says with which cases."""
 
 import functools
+import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -55,9 +56,11 @@ def die() -> None:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch waits 5 s for a worker to end by itself before it ends it."""
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch waits 5 s for a worker to end by itself before it ends it, as soon as nothing holds its loader."""
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    yield
+    gc.collect()
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import nibabel as nib
 import numpy as np
+from nibabel import imageglobals
 from nibabel.arrayproxy import ArrayProxy
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
@@ -30,8 +31,8 @@ CHUNK = 2**20
 READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
 # By the header's own length, which also tells the byte order.
 KINDS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
-# nibabel logs what it mends in a header, without the file's name.
-SILENT = logging.Logger("silent", level=logging.CRITICAL + 1)
+# nibabel logs what it mends in a header, at every copy of it, without the file's name.
+imageglobals.logger = logging.Logger("silent", level=logging.CRITICAL + 1)
 
 
 def problem(case: str, path: Path, what: str) -> UserError:
@@ -54,7 +55,7 @@ def open_image(case: str, path: Path) -> nib.Nifti1Image:
         kind, stored = _stored_header(path)
         zooms = stored["pixdim"][1:4].copy()  # as stored: the check turns a 0 into 1
         header = stored.copy()
-        header.check_fix(SILENT, logging.ERROR)
+        header.check_fix()
         shape, number, offset = header.get_data_shape(), header.get_data_dtype(), header.get_data_offset()
         header.get_slope_inter()
         affine = header.get_best_affine()
