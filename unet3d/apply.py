@@ -52,11 +52,22 @@ def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmen
         raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
     if mirror is not None:
         config.inference.mirror = mirror
+    _refuse_misfit(options, weights, path)
     where = build.device(config)
     network = build.model(options, seed=0)
     snapshot.load_weights(network, weights, path)
     predictor = build.predictor(config, network.to(where), options, build.policy(config, where.type, ()))
     return Segmenter(predictor, rules, config.data.spacing, Leniency.of(config.data))
+
+
+def _refuse_misfit(options: Model, weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Raise SnapshotError where the weights are not those of the options, before memory is taken for a network."""
+    try:
+        with torch.device("meta"):
+            network = build.model(options, seed=0)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise SnapshotError(f"{path}: no network has these options ({error})") from error
+    snapshot.refuse_misfit(network, weights, path)
 
 
 def find_cases(inputs: Sequence[Path], channels: int) -> list[Case]:

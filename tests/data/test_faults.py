@@ -12,6 +12,7 @@ from nifti_files import decathlon, errors, image, label, told, write, write_head
 
 from unet3d import build
 from unet3d.config import Config, Data
+from unet3d.data import nifti
 from unet3d.data.cases import read_task
 from unet3d.data.check import WARNING
 from unet3d.data.reader import Reader
@@ -55,6 +56,12 @@ def test_d1_truncated_files_are_listed_with_case_and_path(tmp_path: Path) -> Non
     assert [line.split(": ")[:2] for line in lines] == [[path.name[0], str(path)] for path in bad]
     assert all(what in line for line, what in zip(lines, bad.values(), strict=True))
     assert len({*bad.values()}) == 5, "they are told apart"
+
+
+def test_d1_a_file_that_cannot_be_opened_is_listed(tmp_path: Path) -> None:
+    """Whatever the system says: here the name is too long for it; it might be permissions."""
+    with pytest.raises(UserError, match=r"^a: .*aaa\.nii: cannot be opened \(File name too long\); mend that or take"):
+        nifti.open_image("a", tmp_path / f"{'a' * 300}.nii")
 
 
 def test_d1_an_uncompressed_file_is_found_truncated_by_its_header(tmp_path: Path) -> None:

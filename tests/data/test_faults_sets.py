@@ -159,6 +159,7 @@ ENTRY = entry("imagesTr/a.nii.gz")
         ({"training": []}, "lists no case; there must be at least two with labels"),
         ({"training": None}, '"training" is missing or no JSON list'),
         ({"training": [entry("imagesTr/\x1b[2J.nii")]}, r"'imagesTr/\x1b[2J.nii' is no path inside"),
+        ({"training": [entry("a" * 5000 + ".nii")]}, "aaa.nii' is no path inside"),
         ({"training": [entry("imagesTr/\ud800.nii")]}, r"'imagesTr/\ud800.nii' is no path inside"),
         ({"name": ["a"]}, "\"name\" is ['a']; give one line of text"),
         ({"name": "a\nb"}, r'"name" is \'a\nb\'; give one line of text'.replace("\\'", "'")),

@@ -118,6 +118,7 @@ ODD = {
     "unplaced": "neither sform nor qform is set: which side is left is a guess; set one",
     "twofold": "sform and qform differ; the sform is used",
     "metres": "lengths are in meter; they are taken for mm, in data.spacing and in distances",
+    "yards": "lengths are in a unit of code 7; they are taken for mm, in data.spacing and in distances",
 }
 
 
@@ -134,7 +135,7 @@ def odd(kind: str) -> nib.Nifti1Image:
     elif kind == "twofold":
         stored.set_qform(LPS @ np.diag([-1, 1, 1, 1]), code=1)
     else:
-        stored.header.set_xyzt_units("meter")
+        stored.header["xyzt_units"] = {"metres": 1, "yards": 0xFF}[kind]
     return stored
 
 

@@ -20,6 +20,7 @@ from unet3d.data.voxels import Leniency
 from unet3d.errors import UserError
 
 WARNING = "warning: "
+MM, UNITS = (0, 2), {1: "meter", 3: "micron"}  # 0 is unset, and mm by custom
 SHEAR = 1e-3  # cosine of the angle between two axes that counts as a right one
 
 
@@ -124,9 +125,10 @@ def _geometry_oddities(image: nib.Nifti1Image) -> Iterator[str]:
         yield "neither sform nor qform is set: which side is left is a guess; set one"
     elif sform is not None and qform is not None and not np.allclose(sform, qform, atol=0.01):
         yield "sform and qform differ; the sform is used"
-    unit = header.get_xyzt_units()[0]
-    if unit not in ("mm", "unknown"):
-        yield f"lengths are in {unit}; they are taken for mm, in data.spacing and in distances"
+    unit = int(header["xyzt_units"]) % 8
+    if unit not in MM:
+        name = UNITS.get(unit, f"a unit of code {unit}")
+        yield f"lengths are in {name}; they are taken for mm, in data.spacing and in distances"
 
 
 def _content(

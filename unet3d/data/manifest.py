@@ -14,6 +14,7 @@ from unet3d.errors import UserError
 
 JSON_KINDS: dict[type, str] = {dict: "object", list: "list", str: "string"}
 MAX_BYTES = 2**24  # ten thousand cases are 2 MB; parsed, JSON takes many times its size
+LONGEST_PATH = 1024
 HIGHEST_LABEL = 65535  # label maps are held as uint16 at most
 
 
@@ -76,7 +77,7 @@ def field(content: Mapping[str, Any], name: str, kind: type, where: Path) -> Any
 
 def inside(root: Path, name: Any, where: Path, allow_outside: bool) -> Path:
     """The path `name` below `root`. Refuses what leaves it: an absolute path, `..`, or a link to elsewhere."""
-    if is_plain(name):
+    if is_plain(name) and len(name) <= LONGEST_PATH:
         relative = Path(name)
         if allow_outside:
             return root / relative

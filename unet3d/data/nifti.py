@@ -106,13 +106,24 @@ def read_array(case: str, path: Path, image: nib.Nifti1Image) -> np.ndarray:
 def _check_file(case: str, path: Path) -> None:
     if not path.name.endswith(SUFFIXES):
         raise problem(case, path, f"is no {' or '.join(SUFFIXES)} file; convert it")
-    if not path.is_file():
+    try:
+        start = _first_two(path)
+    except OSError as error:
+        raise problem(case, path, f"cannot be opened ({error.strerror}); mend that or take the case out") from error
+    if start is None:
         raise problem(case, path, "no such file; restore it or take the case out")
-    if not path.stat().st_size:
+    if not start:
         raise problem(case, path, "is empty; replace the file")
+    if path.name.endswith(".gz") and start != b"\x1f\x8b":
+        raise problem(case, path, "is not gzip-compressed, whatever its name says; rename or replace it")
+
+
+def _first_two(path: Path) -> bytes | None:
+    """The file's first bytes; None where there is no file, also for a pipe, which would be waited for."""
+    if not path.is_file():
+        return None
     with path.open("rb") as stream:
-        if path.name.endswith(".gz") and stream.read(2) != b"\x1f\x8b":
-            raise problem(case, path, "is not gzip-compressed, whatever its name says; rename or replace it")
+        return stream.read(2)
 
 
 def _check_size(case: str, path: Path, shape: tuple[int, ...], kind: np.dtype, offset: int) -> None:
