@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from unet3d import build, checks, compose, snapshot
+from unet3d import build, compose, snapshot
 from unet3d.config import Model
+from unet3d.data import intensity
 from unet3d.data.cases import Case, volumes_in, without_channel
 from unet3d.data.intensity import Intensity, normalise
 from unet3d.data.nifti import save_labels, stem
@@ -43,20 +44,19 @@ def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmen
     """The segmenter that a run's snapshot holds. Raises SnapshotError, or UserError for the device."""
     state = snapshot.load(path)
     try:
-        config = compose.from_plain(state["config"] | {"device": device, "resume": None})
-        options = Model(**state["model_options"])
-        checks.check(dataclasses.replace(config, model=options), here=False)
-        rules = tuple(Intensity(**rule) for rule in state["intensity"])
+        asked = {"device": device, "resume": None, "model": state["model_options"]}
+        config = compose.from_plain(state["config"] | asked)
+        rules = tuple(intensity.checked(rule) for rule in state["intensity"])
         weights = state["model"] | state["average"]
-    except (KeyError, TypeError, UserError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
     if mirror is not None:
         config.inference.mirror = mirror
-    _refuse_misfit(options, weights, path)
+    _refuse_misfit(config.model, weights, path)
     where = build.device(config)
-    network = build.model(options, seed=0)
+    network = build.model(config.model, seed=0)
     snapshot.load_weights(network, weights, path)
-    predictor = build.predictor(config, network.to(where), options, build.policy(config, where.type, ()))
+    predictor = build.predictor(config, network.to(where), config.model, build.policy(config, where.type, ()))
     return Segmenter(predictor, rules, config.data.spacing, Leniency.of(config.data))
 
 

@@ -89,11 +89,14 @@ def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
     told = folder / OVERRIDES
     if not told.is_file() or not (folder / "checkpoints" / "last.pt").is_file():
         raise UserError(f"resume={folder}: no run with a snapshot there; give a run folder, outputs/DATE/TIME-ID")
-    arguments = [*map(str, OmegaConf.load(told)), *overrides]
+    before = [*map(str, OmegaConf.load(told))]
+    if any(word.startswith("-") or word.lstrip("+~").startswith("hydra") for word in before):
+        raise UserError(f"{told}: holds more than options; it is not as a run has written it")
+    arguments = [*before, *overrides]
     now = compose.to_plain(compose.compose(arguments))
-    before = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    assert isinstance(before, dict)
-    refuse_changes(before, now)
+    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    assert isinstance(config, dict)
+    refuse_changes(config, now)
     return [*arguments, _run_in(folder)]
 
 

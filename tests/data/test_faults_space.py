@@ -162,6 +162,8 @@ def test_d11_the_sform_places_the_voxels_where_both_are_set(tmp_path: Path) -> N
         ("srow_x", (np.nan, 0, 0, 10), "maps no volume; mend its sform"),
         ("srow_x", (np.inf, 0, 0, 10), "maps no volume; mend its sform"),
         ("srow_z", (0, 0, 0, 0), "maps no volume; mend its sform"),
+        ("srow_x", (1e-30, 0, 0, 10), "by its affine; mend its sform"),
+        ("srow_z", (0, 0, 1e30, 0), "by its affine; mend its sform"),
         ("pixdim", (1, 1, 0, 2.5, 1, 1, 1, 1), "has voxel sizes [1.0, 0.0, 2.5] mm; write the true ones"),
         ("pixdim", (1, 1, -0.0, 2.5, 1, 1, 1, 1), "has voxel sizes [1.0, -0.0, 2.5] mm; write the true ones"),
         ("pixdim", (1, np.nan, 1.5, 2.5, 1, 1, 1, 1), "has voxel sizes [nan, 1.5, 2.5] mm; write the true ones"),

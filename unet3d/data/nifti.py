@@ -28,6 +28,7 @@ MAX_VOXELS = 2**31
 # Deflate cannot shrink further than this: a file that claims more voxels than it can hold lies.
 MAX_DEFLATE = 1032
 CHUNK = 2**20
+SMALLEST, LARGEST = 1e-7, 1e6  # voxel sizes (mm), from below a nanometre to a kilometre; squares of less vanish
 READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
 # By the header's own length, which also tells the byte order.
 KINDS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
@@ -145,8 +146,11 @@ def _check_geometry(case: str, path: Path, affine: np.ndarray, zooms: np.ndarray
     if not np.isfinite(zooms).all() or not zooms.all():
         raise problem(case, path, f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header")
     matrix = affine[:3, :3]
-    if not np.isfinite(affine).all() or abs(np.linalg.det(matrix)) <= 1e-6 * np.linalg.norm(matrix, axis=0).prod():
+    sizes = np.linalg.norm(matrix, axis=0)
+    if not np.isfinite(affine).all() or abs(np.linalg.det(matrix)) <= 1e-6 * sizes.prod():
         raise problem(case, path, f"has the affine {affine.tolist()}, which maps no volume; mend its sform")
+    if sizes.min() < SMALLEST or sizes.max() > LARGEST:
+        raise problem(case, path, f"has voxels of {sizes.tolist()} mm by its affine; mend its sform")
 
 
 def _inflated(path: Path, image: nib.Nifti1Image) -> ArrayProxy:
