@@ -161,6 +161,7 @@ ENTRY = entry("imagesTr/a.nii.gz")
         ({"training": [entry("imagesTr/\x1b[2J.nii")]}, r"'imagesTr/\x1b[2J.nii' is no path inside"),
         ({"training": [entry("a" * 5000 + ".nii")]}, "aaa.nii' is no path inside"),
         ({"training": [entry("imagesTr/\ud800.nii")]}, r"'imagesTr/\ud800.nii' is no path inside"),
+        ({"training": [entry("\u202ea.nii")]}, r"'\u202ea.nii' is no path inside"),
         ({"name": ["a"]}, "\"name\" is ['a']; give one line of text"),
         ({"name": "a\nb"}, r'"name" is \'a\nb\'; give one line of text'.replace("\\'", "'")),
         ({"modality": {"0": {"a": 1}}}, "modality: {'a': 1} is no name; give one line of text"),

@@ -12,6 +12,7 @@ from nifti_files import LPS, case, decathlon, errors, image, label, told, write,
 from unet3d import build, compose
 from unet3d.apply import Segmenter
 from unet3d.config import Config
+from unet3d.data import nifti
 from unet3d.data.cases import read_task
 from unet3d.data.check import WARNING
 from unet3d.data.patches import Patches, Place
@@ -162,8 +163,9 @@ def test_d11_the_sform_places_the_voxels_where_both_are_set(tmp_path: Path) -> N
         ("srow_x", (np.nan, 0, 0, 10), "maps no volume; mend its sform"),
         ("srow_x", (np.inf, 0, 0, 10), "maps no volume; mend its sform"),
         ("srow_z", (0, 0, 0, 0), "maps no volume; mend its sform"),
-        ("srow_x", (1e-30, 0, 0, 10), "by its affine; mend its sform"),
-        ("srow_z", (0, 0, 1e30, 0), "by its affine; mend its sform"),
+        ("srow_x", (1e-30, 0, 0, 10), "(mm), too small or large; mend its sform"),
+        ("srow_z", (0, 0, 1e30, 0), "(mm), too small or large; mend its sform"),
+        ("srow_z", (0, 0, 2.5, 1e30), "(mm), too small or large; mend its sform"),
         ("pixdim", (1, 1, 0, 2.5, 1, 1, 1, 1), "has voxel sizes [1.0, 0.0, 2.5] mm; write the true ones"),
         ("pixdim", (1, 1, -0.0, 2.5, 1, 1, 1, 1), "has voxel sizes [1.0, -0.0, 2.5] mm; write the true ones"),
         ("pixdim", (1, np.nan, 1.5, 2.5, 1, 1, 1, 1), "has voxel sizes [nan, 1.5, 2.5] mm; write the true ones"),
@@ -178,6 +180,14 @@ def test_d11_an_affine_that_places_nothing_is_an_error(tmp_path: Path, field: st
     for full in (False, True):
         (line, *_) = errors(told(data, full))
         assert line.startswith(f"a: {path}: has ") and what in line
+
+
+def test_d11_an_affine_that_overflows_is_an_error_and_no_warning(tmp_path: Path) -> None:
+    stored = nib.Nifti2Image(image(), LPS)
+    stored.header["srow_x"] = 1e200, 0, 0, 10
+    (tmp_path / "a.nii").write_bytes(stored.header.binaryblock + bytes(4) + image().tobytes("F"))
+    with pytest.raises(UserError, match="mend its sform"):
+        nifti.open_image("a", tmp_path / "a.nii")
 
 
 def stored_as(path: Path, order: str, kind: str, slope: float, inter: float) -> None:

@@ -15,6 +15,7 @@ from unet3d.errors import UserError
 JSON_KINDS: dict[type, str] = {dict: "object", list: "list", str: "string"}
 MAX_BYTES = 2**24  # ten thousand cases are 2 MB; parsed, JSON takes many times its size
 LONGEST_PATH = 1024
+TURNS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}  # characters that show text in another order
 HIGHEST_LABEL = 65535  # label maps are held as uint16 at most
 
 
@@ -57,7 +58,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def is_plain(text: Any) -> bool:
     """Whether it is text without what breaks a line, controls a terminal or cannot be encoded."""
-    return isinstance(text, str) and not any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in text)
+    return isinstance(text, str) and not any(
+        unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(c) in TURNS for c in text
+    )
 
 
 def leaves(root: Path, path: Path) -> bool:

@@ -28,7 +28,7 @@ MAX_VOXELS = 2**31
 # Deflate cannot shrink further than this: a file that claims more voxels than it can hold lies.
 MAX_DEFLATE = 1032
 CHUNK = 2**20
-SMALLEST, LARGEST = 1e-7, 1e6  # voxel sizes (mm), from below a nanometre to a kilometre; squares of less vanish
+SMALLEST, LARGEST = 1e-7, 1e7  # mm, below a nanometre and above a kilometre: squares of less vanish, of more overflow
 READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
 # By the header's own length, which also tells the byte order.
 KINDS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
@@ -145,12 +145,13 @@ def _check_size(case: str, path: Path, shape: tuple[int, ...], kind: np.dtype, o
 def _check_geometry(case: str, path: Path, affine: np.ndarray, zooms: np.ndarray) -> None:
     if not np.isfinite(zooms).all() or not zooms.all():
         raise problem(case, path, f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header")
-    matrix = affine[:3, :3]
-    sizes = np.linalg.norm(matrix, axis=0)
-    if not np.isfinite(affine).all() or abs(np.linalg.det(matrix)) <= 1e-6 * sizes.prod():
+    with np.errstate(all="ignore"):  # what overflows is refused
+        sizes = np.linalg.norm(affine[:3, :3], axis=0)
+        is_regular = abs(np.linalg.det(affine[:3, :3])) > 1e-6 * sizes.prod()
+    if not is_regular or not np.isfinite(affine).all():
         raise problem(case, path, f"has the affine {affine.tolist()}, which maps no volume; mend its sform")
-    if sizes.min() < SMALLEST or sizes.max() > LARGEST:
-        raise problem(case, path, f"has voxels of {sizes.tolist()} mm by its affine; mend its sform")
+    if sizes.min() < SMALLEST or np.abs(affine).max() > LARGEST:
+        raise problem(case, path, f"has the affine {affine.tolist()} (mm), too small or large; mend its sform")
 
 
 def _inflated(path: Path, image: nib.Nifti1Image) -> ArrayProxy:
