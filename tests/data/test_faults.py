@@ -1,5 +1,6 @@
 """Damaged files and impossible voxels, told with case and path by the check, the command and a run's start."""
 
+import dataclasses
 import gzip
 import subprocess
 import sys
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 from nifti_files import decathlon, errors, image, label, told, write, write_header
 
-from unet3d import build
+from unet3d import __main__, build, compose, snapshot
 from unet3d.config import Config, Data
 from unet3d.data import nifti
 from unet3d.data.cases import read_task
 from unet3d.data.check import WARNING
+from unet3d.data.intensity import Intensity
 from unet3d.data.reader import Reader
 from unet3d.data.voxels import Leniency
 from unet3d.errors import UserError
@@ -148,6 +150,29 @@ def test_d4_voxels_that_are_not_finite_are_an_error_or_counted_and_zero(
     volume = ready.read.raw(ready.train[0])
     stored[1, 2, 3] = stored[0, 0, 0] = 0
     assert volume.replaced == 2 and np.array_equal(volume.image[0], stored[::-1, ::-1])
+
+
+def test_d4_predict_follows_the_runs_choice_and_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose.compose(["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]"])
+    config.model.in_channels, config.model.classes = 1, 3
+    state = {
+        **{"model_options": dataclasses.asdict(config.model), "intensity": [dataclasses.asdict(Intensity("zscore"))]},
+        **{"model": build.model(config.model, 0).state_dict(), "average": {}},
+    }
+    stored = image()
+    stored[1, 2, 3] = np.nan
+    path = write(tmp_path / "a.nii.gz", stored)
+    for config.data.nonfinite, code, said in (
+        ("error", 2, f"error: a: {path}: 1 voxels are NaN or infinite; give them a value, e.g. the background's\n"),
+        ("zero", 0, "warning: a: 1 voxels are NaN or infinite and count as 0 (data.nonfinite=zero)\n"),
+    ):
+        snapshot.save(tmp_path / "s.pt", state | {"config": compose.to_plain(config)})
+        words = ["predict", str(tmp_path / "s.pt"), str(path), "-o", str(tmp_path / "out"), "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", ["unet3d", *words])
+        assert __main__.main() == code and capsys.readouterr().err == said
+    assert (tmp_path / "out" / "a.nii.gz").exists()
 
 
 def of_label(value: float) -> Callable[[], np.ndarray]:

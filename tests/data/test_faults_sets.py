@@ -1,6 +1,7 @@
 """Data sets whose parts do not fit: nothing to learn, cases in both parts, paths that leave, files that change."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,19 @@ def test_d13_json_that_says_two_things_or_too_much_is_refused(tmp_path: Path, mo
     where.write_text(sound)
     monkeypatch.setattr("unet3d.data.manifest.MAX_BYTES", len(sound) - 1)
     with pytest.raises(UserError, match=f"is larger than {len(sound) - 1} bytes"):
+        read_task(data)
+
+
+def test_d13_a_pipe_or_a_device_in_the_place_of_json_is_not_waited_for(tmp_path: Path) -> None:
+    data, where = decathlon(tmp_path), tmp_path / "dataset.json"
+    data.allow_outside = True
+    where.unlink()
+    os.mkfifo(where)
+    with pytest.raises(UserError, match="is no file; replace it"):
+        read_task(data)
+    where.unlink()
+    where.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="is no file; replace it"):
         read_task(data)
 
 
