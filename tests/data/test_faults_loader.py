@@ -106,16 +106,15 @@ def test_d16_what_was_said_of_a_worker_is_not_said_twice() -> None:
     assert lost(RuntimeError("shapes do not fit")) is None
 
 
-def test_d16_a_run_whose_worker_is_killed_ends_with_1_and_one_line(tmp_path: Path) -> None:
+def test_d16_a_run_whose_worker_is_killed_within_a_step_ends_with_1_and_one_line(tmp_path: Path) -> None:
+    """torch tells of it as soon as it hears, whatever the run is doing."""
     code = (
-        "import os, sys; sys.path.insert(0, '.'); from unet3d import command; import train\n"
+        "import multiprocessing, os, sys; sys.path.insert(0, '.'); from unet3d import command, trainer; import train\n"
         "from torch.utils.data import _utils; _utils.MP_STATUS_CHECK_INTERVAL = 0.2\n"
-        "from unet3d.data.patches import Patches\n"
-        "make = Patches.__getitem__\n"
-        "def die(self, place):\n"
-        "    if place.micro_batch == 1: os.kill(os.getpid(), 9)\n"
-        "    return make(self, place)\n"
-        "Patches.__getitem__ = die\n"
+        "def step(*_, **__):\n"
+        "    os.kill(multiprocessing.active_children()[0].pid, 9)\n"
+        "    while True: pass\n"
+        "trainer.train_step = step\n"
         "sys.exit(command.main(train.job))"
     )
     tiny = ["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"]
@@ -125,5 +124,5 @@ def test_d16_a_run_whose_worker_is_killed_ends_with_1_and_one_line(tmp_path: Pat
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
-    assert "DataLoader worker (pid" in line and "data.cache=false or fewer workers need less" in line
+    assert line.startswith("failed: DataLoader worker (pid") and "data.cache=false or fewer workers need less" in line
     assert (tmp_path / "run" / "STATUS").read_text().startswith(line)

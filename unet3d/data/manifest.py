@@ -34,11 +34,11 @@ def read(path: Path, root: Path | None = None) -> dict[str, Any]:
 
 
 def _bytes(path: Path) -> bytes:
-    if not path.exists():
-        raise UserError(f"{path}: no such file; check the path, data/README.md shows the layouts")
-    if not path.is_file():  # a pipe would be waited for, a device may never end
-        raise UserError(f"{path}: is no file; replace it")
     try:
+        if not path.exists():
+            raise UserError(f"{path}: no such file; check the path, data/README.md shows the layouts")
+        if not path.is_file():  # a pipe would be waited for, a device may never end
+            raise UserError(f"{path}: is no file; replace it")
         with path.open("rb") as stream:
             text = stream.read(MAX_BYTES + 1)
     except OSError as error:
