@@ -7,6 +7,7 @@ import pytest
 from unet3d import compose
 from unet3d.config import Config
 from unet3d.errors import UserError
+from unet3d.resuming import refuse_changes
 
 WRONG = {
     "amp=maybe": r"^amp: .*'maybe'.*bool",
@@ -110,6 +111,16 @@ def test_a_snapshots_config_is_checked_and_cannot_smuggle_keys() -> None:
         compose.from_plain(plain | {"model": {"_target_": "os.system"}})
     with pytest.raises(UserError, match="batch=0"):
         compose.from_plain(plain | {"batch": 0})
+
+
+def test_an_option_that_came_later_keeps_no_run_from_going_on() -> None:
+    now = compose.to_plain(compose.compose([]))
+    before = compose.to_plain(compose.compose([]))
+    del before["data"]["nonfinite"]
+    refuse_changes(before, now)
+    before["data"]["affine_check"], before["data"]["allow_outside"] = "warn", True
+    with pytest.raises(UserError, match=r"to change data\.affine_check: warn -> error$"):
+        refuse_changes(before, now)
 
 
 def test_sweep_lists_every_job() -> None:

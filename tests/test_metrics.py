@@ -53,7 +53,7 @@ def test_many_classes_do_not_wrap_around() -> None:
     assert score.dice[297] is None
 
 
-def test_absent_from_both_is_not_a_score_and_absent_from_one_is_zero() -> None:
+def test_d9_a_class_absent_from_both_has_no_score_and_absent_from_one_zero() -> None:
     score = score_case("a", volume(0, 0, 1), volume(2, 0, 0), 4, MM, hd95=True)
     assert score.dice == (0, 0, None)
     assert score.iou == (0, 0, None)

@@ -12,7 +12,7 @@ from unet3d import compose
 from unet3d.__main__ import _parser
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "data/README.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "data/README.md"]
 TEXT = (ROOT / "README.md").read_text()
 
 

@@ -105,6 +105,7 @@ def _check_memory(arguments: argparse.Namespace, verb: str | None) -> None:
 def _predict(arguments: argparse.Namespace) -> int:
     """Every file that can be segmented is; returns 2 if one could not."""
     from unet3d import apply
+    from unet3d.data.voxels import replacement
 
     if arguments.out.exists() and not arguments.out.is_dir():
         raise UserError(f"{arguments.out}: is a file; -o names the folder for the label maps")
@@ -117,7 +118,9 @@ def _predict(arguments: argparse.Namespace) -> int:
             continue
         try:
             arguments.out.mkdir(parents=True, exist_ok=True)
-            segmenter.to_file(case, path)
+            volume, _ = segmenter.to_file(case, path)
+            if volume.replaced:
+                print(f"warning: {case.id}: {replacement(volume.replaced)}", file=sys.stderr)
             print(path)
         except UserError as error:
             failed += 1

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 
-from unet3d import build, checks, compose, snapshot
+from unet3d import build, compose, snapshot
 from unet3d.config import Model
+from unet3d.data import intensity
 from unet3d.data.cases import Case, volumes_in, without_channel
 from unet3d.data.intensity import Intensity, normalise
 from unet3d.data.nifti import save_labels, stem
 from unet3d.data.volumes import Volume, read_volume, to_original
+from unet3d.data.voxels import STRICT, Leniency
 from unet3d.errors import SnapshotError, UserError
 from unet3d.inference import Predictor
 
@@ -24,10 +26,11 @@ class Segmenter:
     predictor: Predictor
     intensity: tuple[Intensity, ...]
     spacing: list[float] | None  # mm, of the grid it was trained on; None: the file's own
+    leniency: Leniency = STRICT
 
     def to_file(self, case: Case, path: Path) -> tuple[Volume, torch.Tensor]:
         """Segment one case. Returns it on the network's grid, with the class of each voxel X Y Z. Raises UserError."""
-        volume = read_volume(dataclasses.replace(case, label=None), 0, None, self.spacing)
+        volume = read_volume(dataclasses.replace(case, label=None), 0, None, self.spacing, self.leniency)
         found, wanted = len(volume.image), len(self.intensity)
         if found != wanted:
             raise UserError(f"{case.id}: {case.images[0]} has {found} channels; this network takes {wanted}")
@@ -41,20 +44,30 @@ def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmen
     """The segmenter that a run's snapshot holds. Raises SnapshotError, or UserError for the device."""
     state = snapshot.load(path)
     try:
-        config = compose.from_plain(state["config"] | {"device": device, "resume": None})
-        options = Model(**state["model_options"])
-        checks.check(dataclasses.replace(config, model=options), here=False)
-        rules = tuple(Intensity(**rule) for rule in state["intensity"])
+        asked = {"device": device, "resume": None, "model": state["model_options"]}
+        config = compose.from_plain(state["config"] | asked)
+        rules = tuple(intensity.checked(rule) for rule in state["intensity"])
         weights = state["model"] | state["average"]
-    except (KeyError, TypeError, UserError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
     if mirror is not None:
         config.inference.mirror = mirror
+    _refuse_misfit(config.model, weights, path)
     where = build.device(config)
-    network = build.model(options, seed=0)
+    network = build.model(config.model, seed=0)
     snapshot.load_weights(network, weights, path)
-    predictor = build.predictor(config, network.to(where), options, build.policy(config, where.type, ()))
-    return Segmenter(predictor, rules, config.data.spacing)
+    predictor = build.predictor(config, network.to(where), config.model, build.policy(config, where.type, ()))
+    return Segmenter(predictor, rules, config.data.spacing, Leniency.of(config.data))
+
+
+def _refuse_misfit(options: Model, weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Raise SnapshotError where the weights are not those of the options, before memory is taken for a network."""
+    try:
+        with torch.device("meta"):
+            network = build.model(options, seed=0)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise SnapshotError(f"{path}: no network has these options ({error})") from error
+    snapshot.refuse_misfit(network, weights, path)
 
 
 def publish(path: Path, out: Path) -> None:

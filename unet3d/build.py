@@ -1,6 +1,7 @@
 """From config to objects: the only place where a name becomes a class."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,9 +13,10 @@ from unet3d.config import Config, Model, Optim
 from unet3d.config import Data as DataOptions
 from unet3d.data import sparse
 from unet3d.data.cases import Case, Task, read_task, split
-from unet3d.data.check import check_cases
+from unet3d.data.check import WARNING, check_cases
 from unet3d.data.patches import Prepared
 from unet3d.data.reader import Reader
+from unet3d.data.voxels import Leniency
 from unet3d.errors import UserError
 from unet3d.inference import Predictor
 from unet3d.losses import SegmentationLoss
@@ -56,10 +58,13 @@ def data(config: Config) -> Data:
     options = config.data
     task = read_task(options)
     train, val = split(task, options)
-    problems = check_cases(task, [*train, *val], options, full=False)
+    found = check_cases(task, [*train, *val], options, full=False)
+    problems = [line for line in found if not line.startswith(WARNING)]
     if problems:
         raise UserError("\n".join(problems))
-    reader = Reader(task, options.spacing, cache={} if options.cache else None)
+    for line in found:
+        print(line, file=sys.stderr)
+    reader = Reader(task, options.spacing, cache={} if options.cache else None, leniency=Leniency.of(options))
     reader.fit_intensity(options.intensity, train)
     if options.cache:
         reader.fill([*train, *val])

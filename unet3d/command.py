@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from unet3d import compose, process
 from unet3d.compose import CONFIG_NAME, VERSION_BASE
 from unet3d.config import Config
-from unet3d.errors import NonFiniteLoss, OutOfMemory, SnapshotError, UserError, is_out_of_memory
+from unet3d.errors import LoaderError, NonFiniteLoss, OutOfMemory, SnapshotError, UserError, is_out_of_memory
 from unet3d.process import INTERRUPTED
 from unet3d.resuming import refuse_changes
 
@@ -90,11 +90,14 @@ def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
     told = folder / OVERRIDES
     if not told.is_file() or not (folder / "checkpoints" / "last.pt").is_file():
         raise UserError(f"resume={folder}: no run with a snapshot there; give a run folder, outputs/DATE/TIME-ID")
-    arguments = [*map(str, OmegaConf.load(told)), *overrides]
+    before = [*map(str, OmegaConf.load(told))]
+    if any(word.startswith("-") or word.lstrip("+~").startswith("hydra") for word in before):
+        raise UserError(f"{told}: holds more than options; it is not as a run has written it")
+    arguments = [*before, *overrides]
     now = compose.to_plain(compose.compose(arguments))
-    before = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    assert isinstance(before, dict)
-    refuse_changes(before, now)
+    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    assert isinstance(config, dict)
+    refuse_changes(config, now)
     return [*arguments, _run_in(folder)]
 
 
@@ -142,6 +145,8 @@ def _guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> in
         if config.resume is not None and not isinstance(error, NonFiniteLoss):
             return _say(f"error: {error}", error.exit_code)  # the run in the folder is as it was
         return _end(folder, f"error: {error}", error.exit_code)
+    except LoaderError as error:
+        return _end(folder, f"failed: {error}\n{_how_to_go_on(folder)}", error.exit_code)
     except OutOfMemory as error:
         return _end(folder, f"out of memory: {error}\n{_how_to_go_on(folder)}", error.exit_code)
     except KeyboardInterrupt:

@@ -77,6 +77,8 @@ def _refuse_additions(tree: DictConfig) -> None:
 
 def from_plain(values: dict) -> Config:
     """The config that a snapshot carries: typed, checked, nothing instantiated but options. Raises UserError."""
+    if "${" in repr(values):  # would be replaced by what it asks for, e.g. of the environment
+        raise UserError("a snapshot's config holds plain values, no ${...}")
     try:
         tree = OmegaConf.merge(OmegaConf.structured(Config), values)
         assert isinstance(tree, DictConfig)

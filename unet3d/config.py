@@ -89,6 +89,13 @@ class Data:
     labels: str = option("labels", "folders: sub-folder of the label maps")
     classes: list[str] | None = option(None, "folders: class names, background first")
     ignore: int | None = option(None, "folders: label value that is neither learned nor scored", low=0, high=65535)
+    nonfinite: str = option("error", "NaN and infinite voxels; zero: 0 takes their place", among=("error", "zero"))
+    affine_check: str = option(
+        "error",
+        "files of a case that lie apart in space; warn: voxel by voxel on the first image",
+        among=("error", "warn"),
+    )
+    allow_outside: bool = option(False, "read files that dataset.json or links name outside of data.root")
     cache: bool = option(True, "keep the prepared cases in memory; false: read each from disk when its turn comes")
     patch: list[int] = option([64, 64, 32], "training patch and inference window D,H,W (voxels)", low=1, high=2048)
     spacing: list[float] | None = option(None, "resample to this spacing (mm); null: as stored", low=0.01, high=100)

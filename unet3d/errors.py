@@ -19,6 +19,12 @@ class NonFiniteLoss(ArithmeticError):
     exit_code = 4
 
 
+class LoaderError(RuntimeError):
+    """A process that prepares batches was killed, or hangs."""
+
+    exit_code = 1
+
+
 class OutOfMemory(Exception):
     """Memory ran out: exit code 5. The message says when, who held it, and what would need less."""
 

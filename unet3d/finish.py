@@ -46,7 +46,7 @@ def _tell_memory(run: Run, memory: Mapping[str, Any]) -> None:
 
 def _predict_held_out(run: Run) -> None:
     """A label map for each scored case, and a picture of the first."""
-    segmenter = Segmenter(run.predictor, run.data.read.intensity, run.config.data.spacing)
+    segmenter = Segmenter(run.predictor, run.data.read.intensity, run.config.data.spacing, run.data.read.leniency)
     for index, case in enumerate(run.data.val):
         volume, labels = segmenter.to_file(case, run.folder / "predictions" / f"{case.id}.nii.gz")
         if index == 0:

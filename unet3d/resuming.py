@@ -7,16 +7,16 @@ from unet3d.errors import UserError
 
 # What a resumed run may not change: it would be another run. Paths and ways of working may.
 FIXED = ("model.", "data.", "loss.", "optim.name", "seed", "batch", "accumulate", "amp")
-FREE = ("data.root", "data.cache")
+FREE = ("data.root", "data.cache", "data.allow_outside")
 
 
 def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
     """Raise UserError with the options, of two configs as plain values, that would make it another run."""
     old, new = flat(before, "."), flat(now, ".")
     changed = [
-        f"{name}: {old.get(name)} -> {new.get(name)}"
-        for name in sorted(old.keys() | new.keys())
-        if name.startswith(FIXED) and name not in FREE and old.get(name) != new.get(name)
+        f"{name}: {old[name]} -> {new[name]}"
+        for name in sorted(old.keys() & new.keys())  # an option that came later is, by default, what was done before
+        if name.startswith(FIXED) and name not in FREE and old[name] != new[name]
     ]
     if changed:
         raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(changed)}")

@@ -15,7 +15,7 @@ from unet3d import averaging, build, compose, metrics, record, resuming, schedul
 from unet3d.config import Config, Model
 from unet3d.console import Console
 from unet3d.data.cases import Case
-from unet3d.data.loader import batches
+from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, Prepared
 from unet3d.errors import OutOfMemory, is_out_of_memory
 from unet3d.evaluation import evaluate
@@ -84,7 +84,7 @@ class Run:
         read = functools.partial(_read_nth, data.learn, data.train)
         tile = geometry.output_size(config.data.patch, self.options)
         patches = Patches(read, config.data, config.seed, tile)
-        cases, first = len(data.train), self.trainer.step
+        cases, first = [case.id for case in data.train], self.trainer.step
         if config.data.sparse is not None and not first:
             shares = [(data.learn(case).label != IGNORE).float().mean().item() for case in data.train]
             self.sinks.scalars({"data/labelled_share": fmean(shares)}, 0)
@@ -92,6 +92,8 @@ class Run:
         try:
             self.trainer.fit(stream, config.steps, config.eval_every, self._pause)
         except (RuntimeError, MemoryError) as error:
+            if dead := lost(error):
+                raise dead from error
             if not is_out_of_memory(error):
                 raise
             told = [str(error).partition("\n")[0], *distress.moment(self.meter.ledger)]

@@ -4,7 +4,6 @@ Read with `weights_only=True`, always: a snapshot may come from a stranger.
 """
 
 import os
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -34,20 +33,37 @@ def load(path: Path) -> dict[str, Any]:
     try:
         # torch does not check the archive's checksums: one flipped bit would load in silence.
         with zipfile.ZipFile(path) as archive:
+            _refuse_bombs(archive, path)
             damaged = archive.testzip()
         if damaged:
             raise SnapshotError(f"{path}: damaged ({damaged} fails its checksum); use another snapshot")
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).splitlines()[0]
+    except SnapshotError:
+        raise
+    except Exception as error:  # a pickle that is no pickle may raise anything
+        reason = (str(error) or repr(error)).splitlines()[0]
         raise SnapshotError(f"{path}: not a readable snapshot ({reason}); use another snapshot") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise SnapshotError(f"{path}: not a unet3d snapshot of format {FORMAT}")
     return state
 
 
+def _refuse_bombs(archive: zipfile.ZipFile, path: Path) -> None:
+    """Raise SnapshotError for contents that are larger than the file: torch stores them as they are, one by one."""
+    entries = archive.infolist()
+    packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+    if packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise SnapshotError(f"{path}: holds more than its size; torch.save writes no such file, use another snapshot")
+
+
 def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
     """Put weights into the model. Raises SnapshotError with the first difference in names or shapes."""
+    refuse_misfit(model, weights, path)
+    model.load_state_dict(weights)
+
+
+def refuse_misfit(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Raise SnapshotError with the first difference between the model's names and shapes and the weights'."""
     if not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise SnapshotError(f"{path}: its weights are not all tensors")
     mine = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -55,4 +71,3 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], path: Path)
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):
             raise SnapshotError(f"{path}: does not fit the model: {name} is {theirs.get(name)}, not {mine.get(name)}")
-    model.load_state_dict(weights)

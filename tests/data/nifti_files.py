@@ -8,11 +8,15 @@ import nibabel as nib
 import numpy as np
 
 from unet3d.config import Data
-from unet3d.data.cases import Case
+from unet3d.data.cases import Case, read_task
+from unet3d.data.check import WARNING, check_cases
 
 # Axes towards left, posterior, superior, as most scanners store them; voxels of 1 x 1.5 x 2.5 mm.
 LPS = np.array([[-1, 0, 0, 10], [0, -1.5, 0, 20], [0, 0, 2.5, -30], [0, 0, 0, 1]], float)
-HEADER_FIELDS = {"dim": (40, "<8h"), "datatype": (70, "<h"), "pixdim": (76, "<8f"), "sform_code": (254, "<h")}
+HEADER_FIELDS = {
+    **{"dim": (40, "<8h"), "datatype": (70, "<h"), "pixdim": (76, "<8f"), "sform_code": (254, "<h")},
+    **{"srow_x": (280, "<4f"), "srow_z": (312, "<4f")},
+}
 
 
 def write(path: Path, voxels: np.ndarray, affine: np.ndarray = LPS) -> Path:
@@ -62,3 +66,14 @@ def decathlon(root: Path, names: tuple[str, ...] = ("a", "b", "c", "d")) -> Data
     }
     (root / "dataset.json").write_text(json.dumps(manifest))
     return Data(format="decathlon", root=str(root))
+
+
+def told(data: Data, full: bool = True) -> list[str]:
+    """Every line that the check says of a data set."""
+    task = read_task(data)
+    return check_cases(task, task.cases, data, full)
+
+
+def errors(lines: list[str]) -> list[str]:
+    """Those that keep a run from starting."""
+    return [line for line in lines if not line.startswith(WARNING)]

@@ -186,7 +186,7 @@ def test_nnunet(tmp_path: Path) -> None:
         ({"labels": {"background": 0, "organ": 1, "tumour": 1}}, "two names share a value"),
         ({"labels": {"background": 0, "organ": 2}}, "labels are numbered [0, 2]"),
         ({"channel_names": None}, '"channel_names" is missing'),
-        ({"file_ending": ".png"}, '"file_ending" is .png; convert the volumes'),
+        ({"file_ending": ".png"}, "\"file_ending\" is '.png'; convert the volumes"),
         ({"file_ending": None}, '"file_ending" is missing'),
     ],
 )

@@ -4,23 +4,13 @@ import json
 import shutil
 from pathlib import Path
 
-import nibabel as nib
 import numpy as np
 import pytest
-from nifti_files import LPS, case, decathlon, image, label, write
+from nifti_files import case, decathlon, errors, image, label, told, write
 
 from unet3d.config import Data, Phantom
 from unet3d.data.cases import read_task, split
-from unet3d.data.check import WARNING, check_cases, summary
-
-
-def told(data: Data, full: bool = True) -> list[str]:
-    task = read_task(data)
-    return check_cases(task, task.cases, data, full)
-
-
-def errors(lines: list[str]) -> list[str]:
-    return [line for line in lines if not line.startswith(WARNING)]
+from unet3d.data.check import WARNING, summary
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -65,91 +55,12 @@ def test_the_quick_pass_reads_no_voxel(tmp_path: Path, monkeypatch: pytest.Monke
         told(data, full=True)
 
 
-def held_out(tmp_path: Path) -> tuple[Data, Path, Path]:
-    """A data set with its split, one training image and the one held out."""
-    data = decathlon(tmp_path)
-    train, val = split(read_task(data), data)
-    return data, train[0].images[0], val[0].images[0]
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_a_link_from_val_to_train_is_told(tmp_path: Path, full: bool) -> None:
-    data, seen, unseen = held_out(tmp_path)
-    unseen.unlink()
-    unseen.symlink_to(seen)
-    assert told(data, full) == [f"c: {unseen}: is held out, but training sees the same image as a; take one out"]
-
-
-def test_the_same_voxels_in_train_and_val_are_told_whatever_the_files(tmp_path: Path) -> None:
-    data, seen, unseen = held_out(tmp_path)
-    stored = nib.load(seen)
-    write(unseen, np.asanyarray(stored.dataobj).astype(np.float64), stored.affine)
-    assert seen.read_bytes() != unseen.read_bytes()
-    assert told(data, full=False) == []
-    assert [line.split(";")[0] for line in told(data)] == [
-        f"c: {unseen}: is held out, but training sees the same image as a"
-    ]
-
-
-def test_a_copy_within_train_is_no_leak(tmp_path: Path) -> None:
-    data = decathlon(tmp_path)
-    shutil.copy(tmp_path / "imagesTr/a.nii.gz", tmp_path / "imagesTr/b.nii.gz")
-    assert told(data) == []
-
-
 def test_a_split_that_cannot_be_made_is_told_with_the_rest(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     (tmp_path / "imagesTr/a.nii.gz").unlink()
     data.split = str(tmp_path / "split.json")
     lines = told(data)
     assert [line.split(": ")[0] for line in lines] == ["a", data.split]
-
-
-def test_odd_headers_are_warned_of(tmp_path: Path) -> None:
-    data = decathlon(tmp_path)
-    images = [tmp_path / f"imagesTr/{name}.nii.gz" for name in "abcd"]
-    sheared, unplaced, twofold, metres = (nib.Nifti1Image(image(seed=n), LPS) for n in range(4))
-    slanted = LPS.copy()
-    slanted[0, 1] = 0.5
-    sheared.set_sform(slanted, code=1)
-    sheared.set_qform(None, code=0)
-    unplaced.set_sform(None, code=0)
-    unplaced.set_qform(None, code=0)
-    twofold.set_qform(LPS @ np.diag([-1, 1, 1, 1]), code=1)
-    metres.header.set_xyzt_units("meter")
-    for path, stored in zip(images, (sheared, unplaced, twofold, metres), strict=True):
-        nib.save(stored, path)
-        write(tmp_path / "labelsTr" / path.name, label(), nib.load(path).affine)
-    warned = [line for line in told(data) if "imagesTr" in line]
-    assert [line.split(";")[0] for line in warned] == [
-        f"{WARNING}a: {images[0]}: its grid is sheared",
-        f"{WARNING}b: {images[1]}: neither sform nor qform is set: which side is left is a guess",
-        f"{WARNING}c: {images[2]}: sform and qform differ",
-        f"{WARNING}d: {images[3]}: lengths are in meter",
-    ]
-    assert told(data, full=False) == [], "a run is not kept from starting"
-
-
-def test_classes_that_do_not_occur_are_warned_of(tmp_path: Path) -> None:
-    data = decathlon(tmp_path)
-    paths = {name: tmp_path / f"labelsTr/{name}.nii.gz" for name in "abcd"}
-    write(paths["a"], np.zeros((6, 5, 4), np.uint8))
-    for name in "bd":
-        write(paths[name], label(classes=2))
-    assert told(data) == [
-        f"{WARNING}a: {paths['a']}: has no foreground",
-        f"{WARNING}Small: tumour in no train case; its score will mean nothing there",
-    ]
-
-
-def test_a_training_part_without_any_foreground_is_an_error(tmp_path: Path) -> None:
-    data = decathlon(tmp_path)
-    data.ignore = 3
-    for name in "abd":
-        write(tmp_path / f"labelsTr/{name}.nii.gz", label(classes=1) + 3 * (label(classes=2) > 0).astype(np.uint8))
-    assert errors(told(data)) == [
-        "Small: no foreground in any training case; there is nothing to learn, check the label maps"
-    ]
 
 
 def test_a_case_without_a_label_is_warned_of(tmp_path: Path) -> None:

@@ -19,9 +19,12 @@ def case(index: int) -> Prepared:
     return prepare(f"case{index}", image, (image[0] > 1).astype(np.uint8), (1.0, 1.0, 2.0), None)
 
 
+CASES = ["case0", "case1", "case2"]
+
+
 def stream(workers: int = 0, first: int = 0, seed: int = 5, accumulate: int = 1) -> list[list[Batch]]:
     patches = Patches(case, Data(patch=[8, 8, 12]), seed, [8, 8, 12])
-    return list(islice(batches(patches, 3, 2, accumulate, seed, workers, first), 4))
+    return list(islice(batches(patches, CASES, 2, accumulate, seed, workers, first), 4))
 
 
 def equal(a: list[list[Batch]], b: list[list[Batch]]) -> bool:

@@ -3,6 +3,7 @@
 import gzip
 import io
 import os
+import tracemalloc
 from pathlib import Path
 
 import nibabel as nib
@@ -164,6 +165,60 @@ def test_a_small_file_that_claims_much_is_refused_before_memory_is_taken(tmp_pat
     packed.write_bytes(gzip.compress(path.read_bytes()))
     with pytest.raises(UserError, match="claims 4,000,000,352 bytes but holds"):
         nifti.open_image("a", packed)
+
+
+def with_extension(path: Path, code: int, content: bytes, offset: float) -> Path:
+    """The sound image in `path` with a header extension before its voxels."""
+    plain = path.read_bytes()
+    block = np.array([8 + len(content), code], "<i4").tobytes() + content
+    header = bytearray(plain[:348])
+    header[108:112] = np.float32(offset).tobytes()
+    path.write_bytes(bytes(header) + b"\1\0\0\0" + block + plain[352:])
+    return path
+
+
+@pytest.mark.parametrize("code", [2, 4, 32], ids=["dicom", "afni", "cifti"])
+def test_an_extension_is_skipped_unread(tmp_path: Path, code: int) -> None:
+    """nibabel would hand it to a parser of DICOM or XML."""
+    content = b"<!DOCTYPE a [<!ENTITY b 'c'>]><a>&b;".ljust(40, b" ")
+    plain = with_extension(write(tmp_path / "a.nii", image()), code, content, 400)
+    assert np.array_equal(read(plain), image())
+    packed = tmp_path / "a.nii.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert np.array_equal(read(packed), image())
+
+
+def test_a_cifti_file_is_read_as_what_its_nifti_header_says(tmp_path: Path) -> None:
+    """nibabel takes such an intent for CIFTI-2, and its XML for true."""
+    stored = nib.Nifti2Image(image(), LPS)
+    stored.header["intent_code"] = 3006
+    path = tmp_path / "a.nii"
+    path.write_bytes(stored.to_bytes())
+    with pytest.raises(ValueError, match="CIFTI"):
+        nib.load(path)
+    assert np.array_equal(read(path), image())
+
+
+def test_voxels_that_begin_far_into_the_stream_take_no_memory_for_what_lies_before(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.nii", image())
+    content = bytearray(path.read_bytes())
+    content[108:112] = np.float32(2**26).tobytes()
+    packed = tmp_path / "a.nii.gz"
+    packed.write_bytes(gzip.compress(bytes(content[:352]).ljust(2**26, b"\0") + content[352:], 1))
+    tracemalloc.start()
+    voxels = read(packed)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.array_equal(voxels, image()) and peak < 2**22
+
+
+def test_what_nibabel_mends_in_a_header_is_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It would name neither case nor file."""
+    path = with_extension(write(tmp_path / "a.nii", image()), 6, b" " * 49, 409)
+    assert np.array_equal(read(path), image())
+    assert not caplog.text and capfd.readouterr() == ("", "")
 
 
 def test_a_flipped_byte_is_found_though_it_still_inflates(tmp_path: Path) -> None:

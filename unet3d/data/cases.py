@@ -4,7 +4,7 @@ Reads names and JSON, not voxels. Anything but a usable data set raises UserErro
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,36 +71,38 @@ def split(task: Task, data: Data) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
 def _decathlon(root: Path, data: Data) -> Task:
     """Medical Segmentation Decathlon: dataset.json lists the files; several channels are one 4D image."""
     where = root / "dataset.json"
-    content = manifest.read(where)
+    content = manifest.read(where, None if data.allow_outside else root)
     if "channel_names" in content and "modality" not in content:
         raise UserError(f"{where} is in nnU-Net's format; read it with data=nnunet")
     entries = manifest.field(content, "training", list, where)
     modality = manifest.numbered(manifest.field(content, "modality", dict, where), "modality", where)
     labels = manifest.numbered(manifest.field(content, "labels", dict, where), "labels", where)
     return Task(
-        name=str(content.get("name", root.name)),
+        name=manifest.title(content, root.name, where),
         channels=manifest.in_order(modality, "modality", where),
         classes=manifest.classes(labels, data.ignore, where),
         ignore=data.ignore,
-        cases=_sorted((_decathlon_case(root, entry, where) for entry in entries), where),
+        cases=_sorted((_decathlon_case(root, entry, where, data.allow_outside) for entry in entries), where),
     )
 
 
-def _decathlon_case(root: Path, entry: Any, where: Path) -> Case:
+def _decathlon_case(root: Path, entry: Any, where: Path, allow_outside: bool) -> Case:
     if not isinstance(entry, dict) or "image" not in entry:
-        raise UserError(f'{where}: {entry!r} in "training" is not {{"image": path, "label": path}}')
-    image = manifest.inside(root, entry["image"], where)
-    label = manifest.inside(root, entry["label"], where) if "label" in entry else None
+        raise UserError(f'{where}: {manifest.shown(entry)} in "training" is not {{"image": path, "label": path}}')
+    image = manifest.inside(root, entry["image"], where, allow_outside)
+    label = manifest.inside(root, entry["label"], where, allow_outside) if "label" in entry else None
     return Case(nifti.stem(image), (image,), label)
 
 
 def _nnunet(root: Path, data: Data) -> Task:
     """nnU-Net raw: imagesTr/<case>_<channel>, one file a channel, and labelsTr/<case>."""
     where = root / "dataset.json"
-    content = manifest.read(where)
+    content = manifest.read(where, None if data.allow_outside else root)
     ending = manifest.field(content, "file_ending", str, where)
     if ending not in nifti.SUFFIXES:
-        raise UserError(f'{where}: "file_ending" is {ending}; convert the volumes to {" or ".join(nifti.SUFFIXES)}')
+        raise UserError(
+            f'{where}: "file_ending" is {manifest.shown(ending)}; convert the volumes to {" or ".join(nifti.SUFFIXES)}'
+        )
     names = manifest.numbered(manifest.field(content, "channel_names", dict, where), "channel_names", where)
     channels = manifest.in_order(names, "channel_names", where)
     labels = manifest.by_value(manifest.field(content, "labels", dict, where), where)
@@ -108,15 +110,15 @@ def _nnunet(root: Path, data: Data) -> Task:
     if data.ignore not in (None, ignore):
         raise UserError(f"data.ignore={data.ignore}, but {where} says {ignore}; leave data.ignore unset")
     return Task(
-        name=str(content.get("name", root.name)),
+        name=manifest.title(content, root.name, where),
         channels=channels,
         classes=manifest.classes(labels, ignore, where),
         ignore=ignore,
-        cases=_nnunet_cases(root, [f"_{channel:04d}{ending}" for channel in range(len(channels))], ending),
+        cases=_nnunet_cases(root, [f"_{channel:04d}{ending}" for channel in range(len(channels))], ending, data),
     )
 
 
-def _nnunet_cases(root: Path, endings: list[str], ending: str) -> tuple[Case, ...]:
+def _nnunet_cases(root: Path, endings: list[str], ending: str, data: Data) -> tuple[Case, ...]:
     """Every case with a label or an image; files that are missing among them are found when they are opened."""
     labels = {nifti.stem(path): path for path in volumes_in(root / "labelsTr") if path.name.endswith(ending)}
     images = {without_channel(nifti.stem(path)) for path in volumes_in(root / "imagesTr")}
@@ -124,14 +126,16 @@ def _nnunet_cases(root: Path, endings: list[str], ending: str) -> tuple[Case, ..
         Case(name, tuple(root / "imagesTr" / f"{name}{end}" for end in endings), labels.get(name))
         for name in {*labels, *images}
     )
-    return _sorted(cases, root / "imagesTr")
+    return _inside(_sorted(cases, root / "imagesTr"), (root,), data.allow_outside)
 
 
 def _folders(root: Path, data: Data) -> Task:
     """Two folders with equal names; an image may be split into <case>_0000, <case>_0001 ..., one a channel."""
     assert data.classes is not None, "unet3d.checks asks for them"
     images, labels = root / data.images, root / data.labels
-    cases = _folder_cases(images, labels)
+    # A folder that the command line itself puts elsewhere is not left by accident.
+    roots = (root, *(folder for folder in (images, labels) if not folder.is_relative_to(root) or ".." in folder.parts))
+    cases = _inside(_folder_cases(images, labels), roots, data.allow_outside)
     first = cases[0]
     count = len(first.images) if len(first.images) > 1 else nifti.channels(nifti.open_image(first.id, first.images[0]))
     classes = manifest.classes(dict(enumerate(data.classes)), data.ignore, "data.classes")
@@ -165,10 +169,21 @@ def without_channel(stem: str) -> str:
     return re.sub(r"_\d{4}$", "", stem)
 
 
+def _inside(cases: tuple[Case, ...], roots: Sequence[Path], allow_outside: bool) -> tuple[Case, ...]:
+    """The cases, none of whose files is a link to somewhere outside of all `roots`."""
+    paths = (path for case in cases for path in (*case.images, *([case.label] if case.label else [])))
+    for path in () if allow_outside else paths:
+        if all(manifest.leaves(root, path) for root in roots):
+            raise UserError(f"{path}: is a link out of {roots[0]}; put the file there, or set data.allow_outside=true")
+    return cases
+
+
 def _sorted(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
     """The cases by id, of which there must be one, and each only once."""
     by_id: dict[str, Case] = {}
     for case in cases:
+        if not manifest.is_plain(case.id):
+            raise UserError(f"{where}: {case.id!r} is no name for a case; rename its files")
         if case.id in by_id:
             raise UserError(f"{where}: two cases are called {case.id}; rename one of them")
         by_id[case.id] = case

@@ -14,11 +14,13 @@ import numpy as np
 from nibabel.affines import voxel_sizes
 
 from unet3d.config import Data
-from unet3d.data import nifti, volumes
+from unet3d.data import nifti, volumes, voxels
 from unet3d.data.cases import Case, Task, split
+from unet3d.data.voxels import Leniency
 from unet3d.errors import UserError
 
 WARNING = "warning: "
+MM, UNITS = (0, 2), {1: "meter", 3: "micron"}  # 0 is unset, and mm by custom
 SHEAR = 1e-3  # cosine of the angle between two axes that counts as a right one
 
 
@@ -34,17 +36,18 @@ def check_cases(task: Task, cases: Sequence[Case], data: Data, full: bool) -> li
     """All problems of all `cases`, a line each, with those of the split into train and val at the end.
 
     The quick pass reads headers alone: missing, truncated or foreign files, sizes, channels, geometry. `full` reads the
-    voxels too (damage, NaN, labels that are no class, images that occur in both parts), and only `full` warns: of odd
-    headers, and of classes that do not occur.
+    voxels too (damage, NaN, labels that are no class, images that occur in both parts), and only `full` warns of odd
+    headers, and of classes that do not occur. What the options let pass is warned of.
     """
     lines: list[str] = []
     contents: dict[str, Content] = {}
+    leniency = Leniency.of(data)
     for case in cases:
-        opened, found = _headers(task, case)
-        lines += map(str, found)
+        opened, found = _headers(task, case, leniency)
+        lines += found
         if full:
             lines += [WARNING + text for text in _oddities(case, opened)]
-            content, errors = _content(task, case, opened)
+            content, errors = _content(task, case, opened, leniency)
             lines += errors
             contents |= content
     try:
@@ -86,20 +89,22 @@ def _range(triples: Sequence[Sequence[float]]) -> str:
     return middle if low == high else f"{middle} (median), from {low} to {high}"
 
 
-def _headers(task: Task, case: Case) -> tuple[dict[Path, nib.Nifti1Image], list[UserError]]:
+def _headers(task: Task, case: Case, leniency: Leniency) -> tuple[dict[Path, nib.Nifti1Image], list[str]]:
     """The files that could be opened, and everything wrong that their headers show."""
-    opened, found = {}, []
+    opened: dict[Path, nib.Nifti1Image] = {}
+    found: list[str] = []
     for path in (*case.images, case.label) if case.label else case.images:
         try:
             opened[path] = nifti.open_image(case.id, path)
         except UserError as error:
-            found.append(error)
-    found += volumes.contradictions(case, opened)
+            found.append(str(error))
+    found += map(str, volumes.contradictions(case, opened, leniency))
     count = sum(nifti.channels(opened[path]) for path in case.images if path in opened)
     if not found and count != len(task.channels):
         what = f"has {count} channels, the data set {len(task.channels)} ({', '.join(task.channels)}); make them agree"
-        found.append(nifti.problem(case.id, case.images[0], what))
-    return opened, found
+        found.append(str(nifti.problem(case.id, case.images[0], what)))
+    strict = [str(error) for error in volumes.contradictions(case, opened)]
+    return opened, [*found, *(f"{WARNING}{line}" for line in strict if line not in found)]
 
 
 def _oddities(case: Case, opened: Mapping[Path, nib.Nifti1Image]) -> Iterator[str]:
@@ -121,30 +126,36 @@ def _geometry_oddities(image: nib.Nifti1Image) -> Iterator[str]:
         yield "neither sform nor qform is set: which side is left is a guess; set one"
     elif sform is not None and qform is not None and not np.allclose(sform, qform, atol=0.01):
         yield "sform and qform differ; the sform is used"
-    unit = header.get_xyzt_units()[0]
-    if unit not in ("mm", "unknown"):
-        yield f"lengths are in {unit}; they are taken for mm, in data.spacing and in distances"
+    unit = int(header["xyzt_units"]) % 8
+    if unit not in MM:
+        name = UNITS.get(unit, f"a unit of code {unit}")
+        yield f"lengths are in {name}; they are taken for mm, in data.spacing and in distances"
 
 
-def _content(task: Task, case: Case, opened: Mapping[Path, nib.Nifti1Image]) -> tuple[dict[str, Content], list[str]]:
+def _content(
+    task: Task, case: Case, opened: Mapping[Path, nib.Nifti1Image], leniency: Leniency
+) -> tuple[dict[str, Content], list[str]]:
     """What the voxels hold, by the case's id, if they can be read; and what is wrong with them."""
-    errors = []
+    errors, warnings = [], []
     digest = hashlib.blake2b()
     labels = frozenset[int]()
     for path, image in opened.items():
         try:
             if path == case.label:
-                label = volumes.read_label(case.id, path, image, len(task.classes), task.ignore)
+                label = voxels.read_label(case.id, path, image, len(task.classes), task.ignore)
                 labels = frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
             else:
-                digest.update(volumes.read_image(case.id, path, image).tobytes())
+                read, replaced = voxels.read_image(case.id, path, image, leniency)
+                digest.update(read.tobytes())
+                if replaced:
+                    warnings.append(f"{WARNING}{case.id}: {path}: {voxels.replacement(replaced)}")
         except UserError as error:
             errors.append(str(error))
-    if errors:
-        return {}, errors
+    if errors or len(opened) < len(case.images) + bool(case.label):  # nothing is known of what could not be read
+        return {}, [*errors, *warnings]
     if case.label and labels <= {0, task.ignore}:
-        errors.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
-    return {case.id: Content(digest.digest(), labels)}, errors
+        warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
+    return {case.id: Content(digest.digest(), labels)}, warnings
 
 
 def _leaks(train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,15 @@ class Intensity:
     high: float = 0.0
     mean: float = 0.0
     std: float = 1.0
+
+
+def checked(values: Any) -> Intensity:
+    """The rule of a snapshot's plain values. Raises ValueError or TypeError for what is none."""
+    rule = Intensity(**values)
+    numbers = [float(number) for number in (rule.low, rule.high, rule.mean, rule.std)]
+    if rule.kind not in ("zscore", "ct", "none") or not np.isfinite(numbers).all() or rule.std <= 0:
+        raise ValueError(f"no rule of intensity: {values}")
+    return rule
 
 
 def rules(choice: str, channels: Sequence[str], foreground: Iterable[np.ndarray]) -> tuple[Intensity, ...]:

@@ -3,16 +3,17 @@
 Not on the number of workers, nor on where the run was resumed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from unet3d.data.patches import Patches, Place
-from unet3d.errors import UserError
+from unet3d.errors import LoaderError, UserError, is_out_of_memory
 from unet3d.step import Batch
 
+TIMEOUT = 300  # seconds without a batch, after which a worker counts as hanging
 WRAPPED = f"{UserError.__module__}.{UserError.__name__}: "
 
 
@@ -35,26 +36,61 @@ class Places(Sampler[list[Place]]):
 
 
 def batches(
-    patches: Patches, cases: int, batch: int, accumulate: int, seed: int, workers: int, first_step: int = 0
+    patches: Patches,
+    cases: Sequence[str],
+    batch: int,
+    accumulate: int,
+    seed: int,
+    workers: int,
+    first_step: int = 0,
+    timeout: float = TIMEOUT,
 ) -> Iterator[list[Batch]]:
-    """For each step from `first_step` on, its list of `accumulate` micro-batches. Endless."""
+    """For each step from `first_step` on, its list of `accumulate` micro-batches of the named cases. Endless.
+
+    Raises UserError for a case that cannot be used, LoaderError where a worker dies or takes longer than `timeout`
+    seconds for a batch, RuntimeError for what else it raises.
+    """
+    places = Places(len(cases), batch, seed, first_step * accumulate)
     loader = DataLoader(
         patches,
-        batch_sampler=Places(cases, batch, seed, first_step * accumulate),
+        batch_sampler=places,
         num_workers=workers,
         collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
         # torch draws a seed for its workers from here, else from the global generator, which would shift dropout.
         generator=torch.Generator().manual_seed(seed),
         worker_init_fn=single_thread,
-        timeout=300 if workers else 0,
+        timeout=timeout if workers else 0,
     )
-    stream = iter(loader)
+    # Batches come in order, so it is known which one does not come.
+    stream, awaited = iter(loader), iter(places)
     while True:
-        try:
-            yield [next(stream) for _ in range(accumulate)]
-        except UserError as error:  # from a worker it comes with a traceback around it
-            raise UserError(str(error).strip().splitlines()[-1].removeprefix(WRAPPED)) from None
+        yield [_next(stream, [cases[place.case] for place in next(awaited)]) for _ in range(accumulate)]
+
+
+def _next(stream: Iterator[Batch], cases: Sequence[str]) -> Batch:
+    try:
+        return next(stream)
+    except UserError as error:  # from a worker it comes with a traceback around it
+        raise UserError(str(error).strip().splitlines()[-1].removeprefix(WRAPPED)) from None
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        awaited = f"no batch of {', '.join(dict.fromkeys(cases))}: "
+        said = str(error).strip().splitlines() or [repr(error)]
+        raise lost(error, awaited) or RuntimeError(awaited + said[-1]) from error
+
+
+def lost(error: Exception, awaited: str = "") -> LoaderError | None:
+    """What to say where `error` is torch's word that a worker has died, at any time, or hangs; None where it is not."""
+    said = str(error).strip().partition("\n")[0]
+    if isinstance(error, LoaderError):
+        return None  # said already
+    if "DataLoader timed out" in said:
+        return LoaderError(f"{awaited}{said}; can the files still be read? workers=0 shows where it waits")
+    if "DataLoader worker (pid" in said:
+        return LoaderError(f"{awaited}{said}; for want of memory? data.cache=false or fewer workers need less")
+    return None
 
 
 def collate(samples: list[tuple[torch.Tensor, torch.Tensor, str]]) -> Batch:

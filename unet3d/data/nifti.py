@@ -5,15 +5,19 @@ qform, as nibabel has it. The writer keeps the header of the image that labels b
 """
 
 import gzip
+import io
+import logging
 import os
 import zlib
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
+from nibabel import imageglobals
+from nibabel.arrayproxy import ArrayProxy
 from nibabel.filebasedimages import ImageFileError
-from nibabel.openers import ImageOpener
 from nibabel.spatialimages import HeaderDataError
 
 from unet3d.errors import UserError
@@ -24,14 +28,12 @@ MAX_VOXELS = 2**31
 # Deflate cannot shrink further than this: a file that claims more voxels than it can hold lies.
 MAX_DEFLATE = 1032
 CHUNK = 2**20
-READ_ERRORS = (
-    OSError,
-    EOFError,
-    ValueError,
-    zlib.error,
-    ImageFileError,
-    HeaderDataError,
-)
+SMALLEST, LARGEST = 1e-7, 1e7  # mm, below a nanometre and above a kilometre: squares of less vanish, of more overflow
+READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
+# By the header's own length, which also tells the byte order.
+KINDS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
+# nibabel logs what it mends in a header, at every copy of it, without the file's name.
+imageglobals.logger = logging.Logger("silent", level=logging.CRITICAL + 1)
 
 
 def problem(case: str, path: Path, what: str) -> UserError:
@@ -45,17 +47,41 @@ def stem(path: Path) -> str:
 
 
 def open_image(case: str, path: Path) -> nib.Nifti1Image:
-    """The file with its header checked, its voxels unread. Raises UserError."""
+    """The file with its header checked, its voxels unread. Raises UserError.
+
+    Extensions are not read: nobody asks for them, and nibabel would hand some to parsers of other formats.
+    """
     _check_file(case, path)
     try:
-        image = nib.load(path, mmap=False)
-        with ImageOpener(str(path)) as stream:
-            raw = type(image.header).from_fileobj(stream, check=False)  # as stored: load turns a pixdim of 0 into 1
+        kind, stored = _stored_header(path)
+        zooms = stored["pixdim"][1:4].copy()  # as stored: the check turns a 0 into 1
+        header = stored.copy()
+        header.check_fix()
+        shape, number, offset = header.get_data_shape(), header.get_data_dtype(), header.get_data_offset()
+        header.get_slope_inter()
+        affine = header.get_best_affine()
     except READ_ERRORS as error:
         raise problem(case, path, f"not readable as NIfTI ({error}); replace the file") from error
-    _check_size(case, path, image)
-    _check_geometry(case, path, image, raw["pixdim"][1:4])
-    return image
+    _check_size(case, path, shape, number, offset)
+    _check_geometry(case, path, affine, zooms)
+    return kind(ArrayProxy(path, header, mmap=False), affine, header)
+
+
+def _stored_header(path: Path) -> tuple[type[nib.Nifti1Image], nib.Nifti1Header]:
+    """The kind of image and its header as it is in the file. Reads no more than the header."""
+    with _opener(path)() as stream:
+        block = stream.read(max(KINDS))
+    for order, name in (("<", "little"), (">", "big")):
+        length = int.from_bytes(block[:4], name)  # type: ignore[arg-type]
+        if length in KINDS and len(block) >= length:
+            kind, where, magic = KINDS[length]
+            if block[where] == magic:
+                return kind, kind.header_class(block[:length], order, check=False)
+    raise ImageFileError("no NIfTI-1 or NIfTI-2 header")
+
+
+def _opener(path: Path) -> Callable[[], io.BufferedIOBase]:
+    return (lambda: gzip.open(path)) if path.name.endswith(".gz") else (lambda: path.open("rb"))
 
 
 def size(image: nib.Nifti1Image) -> tuple[int, int, int]:
@@ -72,8 +98,7 @@ def channels(image: nib.Nifti1Image) -> int:
 def read_array(case: str, path: Path, image: nib.Nifti1Image) -> np.ndarray:
     """All voxels (X, Y, Z) or (X, Y, Z, C), scaled by the header's slope and intercept. Raises UserError if damaged."""
     try:
-        voxels = _inflated(path, image) if path.name.endswith(".gz") else image
-        array: np.ndarray = np.asanyarray(voxels.dataobj)
+        array: np.ndarray = np.asanyarray(_inflated(path, image) if path.name.endswith(".gz") else image.dataobj)
     except READ_ERRORS as error:
         raise problem(case, path, f"damaged ({error}); replace the file") from error
     return array.reshape(*image.shape[:3], -1) if channels(image) > 1 else array.reshape(image.shape[:3])
@@ -82,17 +107,27 @@ def read_array(case: str, path: Path, image: nib.Nifti1Image) -> np.ndarray:
 def _check_file(case: str, path: Path) -> None:
     if not path.name.endswith(SUFFIXES):
         raise problem(case, path, f"is no {' or '.join(SUFFIXES)} file; convert it")
-    if not path.is_file():
+    try:
+        start = _first_two(path)
+    except OSError as error:
+        raise problem(case, path, f"cannot be opened ({error.strerror}); mend that or take the case out") from error
+    if start is None:
         raise problem(case, path, "no such file; restore it or take the case out")
-    if not path.stat().st_size:
+    if not start:
         raise problem(case, path, "is empty; replace the file")
+    if path.name.endswith(".gz") and start != b"\x1f\x8b":
+        raise problem(case, path, "is not gzip-compressed, whatever its name says; rename or replace it")
+
+
+def _first_two(path: Path) -> bytes | None:
+    """The file's first bytes; None where there is no file, also for a pipe, which would be waited for."""
+    if not path.is_file():
+        return None
     with path.open("rb") as stream:
-        if path.name.endswith(".gz") and stream.read(2) != b"\x1f\x8b":
-            raise problem(case, path, "is not gzip-compressed, whatever its name says; rename or replace it")
+        return stream.read(2)
 
 
-def _check_size(case: str, path: Path, image: nib.Nifti1Image) -> None:
-    shape, kind = image.shape, image.get_data_dtype()
+def _check_size(case: str, path: Path, shape: tuple[int, ...], kind: np.dtype, offset: int) -> None:
     if len(shape) < 3 or min(shape) < 1 or sum(n > 1 for n in shape[3:]) > 1:
         raise problem(case, path, f"has shape {shape}; a volume is X,Y,Z or, with channels, X,Y,Z,C")
     if kind.kind not in "iuf":
@@ -101,30 +136,33 @@ def _check_size(case: str, path: Path, image: nib.Nifti1Image) -> None:
         raise problem(
             case, path, f"claims {prod(shape):,} voxels, more than {MAX_VOXELS:,}; replace, crop or resample it"
         )
-    claimed = image.dataobj.offset + prod(shape) * kind.itemsize
+    claimed = offset + prod(shape) * kind.itemsize
     held = path.stat().st_size * (MAX_DEFLATE if path.name.endswith(".gz") else 1)
     if claimed > held:
         raise problem(case, path, f"claims {claimed:,} bytes but holds {held:,} at most: truncated; replace the file")
 
 
-def _check_geometry(case: str, path: Path, image: nib.Nifti1Image, zooms: np.ndarray) -> None:
+def _check_geometry(case: str, path: Path, affine: np.ndarray, zooms: np.ndarray) -> None:
     if not np.isfinite(zooms).all() or not zooms.all():
         raise problem(case, path, f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header")
-    matrix = image.affine[:3, :3]
-    if (
-        not np.isfinite(image.affine).all()
-        or abs(np.linalg.det(matrix)) <= 1e-6 * np.linalg.norm(matrix, axis=0).prod()
-    ):
-        raise problem(case, path, f"has the affine {image.affine.tolist()}, which maps no volume; mend its sform")
+    with np.errstate(all="ignore"):  # what overflows is refused
+        sizes = np.linalg.norm(affine[:3, :3], axis=0)
+        is_regular = abs(np.linalg.det(affine[:3, :3])) > 1e-6 * sizes.prod()
+    if not is_regular or not np.isfinite(affine).all():
+        raise problem(case, path, f"has the affine {affine.tolist()}, which maps no volume; mend its sform")
+    if sizes.min() < SMALLEST or np.abs(affine).max() > LARGEST:
+        raise problem(case, path, f"has the affine {affine.tolist()} (mm), too small or large; mend its sform")
 
 
-def _inflated(path: Path, image: nib.Nifti1Image) -> nib.Nifti1Image:
-    """The image in memory. Reads to the end of the stream, where the CRC stands: nibabel stops before it."""
+def _inflated(path: Path, image: nib.Nifti1Image) -> ArrayProxy:
+    """The voxels in memory. Reads to the end of the stream, where the CRC stands: nibabel stops before it."""
+    voxels = image.dataobj
     with gzip.open(path) as stream:
-        content = stream.read(image.dataobj.offset + prod(image.shape) * image.get_data_dtype().itemsize)
+        stream.seek(voxels.offset)  # inflates what lies before, piece by piece
+        content = stream.read(prod(voxels.shape) * voxels.dtype.itemsize)
         while stream.read(CHUNK):
             pass
-    return type(image).from_bytes(content)
+    return ArrayProxy(io.BytesIO(content), (voxels.shape, voxels.dtype, 0, voxels.slope, voxels.inter))
 
 
 def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:

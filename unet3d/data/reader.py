@@ -1,5 +1,6 @@
 """From a case on disk to tensors ready for the network, kept in memory if there is room."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from unet3d.data.cases import Case, Task
 from unet3d.data.intensity import Intensity, normalise, rules
 from unet3d.data.patches import Prepared, prepare
 from unet3d.data.volumes import Volume, read_volume
+from unet3d.data.voxels import STRICT, Leniency, replacement
 from unet3d.errors import UserError
 
 SAMPLED = 10_000  # about as many foreground voxels a case settle the scale of CT
@@ -22,6 +24,8 @@ class Reader:
     spacing: list[float] | None
     intensity: tuple[Intensity, ...] = ()
     cache: dict[str, Prepared] | None = field(default_factory=dict, repr=False)
+    leniency: Leniency = STRICT
+    told: set[str] = field(default_factory=set, repr=False)  # cases whose replaced voxels were told
 
     def __call__(self, case: Case) -> Prepared:
         if self.cache is None:
@@ -32,7 +36,11 @@ class Reader:
 
     def raw(self, case: Case) -> Volume:
         """The volume as stored, but for orientation and spacing."""
-        return read_volume(case, len(self.task.classes), self.task.ignore, self.spacing)
+        volume = read_volume(case, len(self.task.classes), self.task.ignore, self.spacing, self.leniency)
+        if volume.replaced and case.id not in self.told:
+            self.told.add(case.id)
+            print(f"warning: {case.id}: {replacement(volume.replaced)}", file=sys.stderr)
+        return volume
 
     def fit_intensity(self, choice: str, train: Sequence[Case]) -> None:
         """Settle the normalisation from the training cases."""

@@ -17,6 +17,7 @@ from scipy import ndimage
 
 from unet3d.data import nifti
 from unet3d.data.cases import Case
+from unet3d.data.voxels import STRICT, Leniency, label_kind, read_image, read_label
 from unet3d.errors import UserError
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
@@ -48,27 +49,31 @@ class Volume:
     label: np.ndarray | None
     affine: np.ndarray
     spacing: tuple[float, float, float]
+    replaced: int = 0  # voxels that were NaN or infinite and became 0
 
 
-def read_volume(case: Case, classes: int, ignore: int | None, spacing: Sequence[float] | None) -> Volume:
+def read_volume(
+    case: Case, classes: int, ignore: int | None, spacing: Sequence[float] | None, leniency: Leniency = STRICT
+) -> Volume:
     """The case in the canonical orientation closest to its files', resampled if `spacing` (mm) is given.
 
     Labels are 0 .. classes-1, and `ignore`, which is kept. Raises UserError for anything damaged or contradictory.
     """
     paths = (*case.images, case.label) if case.label else case.images
     opened = {path: nifti.open_image(case.id, path) for path in paths}
-    for error in contradictions(case, opened):
+    for error in contradictions(case, opened, leniency):
         raise error
     first = opened[case.images[0]]
     source = canonical_grid(first)
     target = source if spacing is None else _respaced(case, source, spacing)
-    channels = (c for path in case.images for c in read_image(case.id, path, opened[path]))
+    files, replaced = zip(*(read_image(case.id, path, opened[path], leniency) for path in case.images), strict=True)
+    channels = (channel for file in files for channel in file)
     image = np.stack([_resample(_canonical(channel, first), source, target, CUBIC) for channel in channels])
     label = None
     if case.label:
         label = _canonical(read_label(case.id, case.label, opened[case.label], classes, ignore), first)
         label = np.ascontiguousarray(_resample(label, source, target, NEAREST))
-    return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing)
+    return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, sum(replaced))
 
 
 def to_original(probabilities: np.ndarray, volume: Volume, like: Path) -> np.ndarray:
@@ -80,7 +85,7 @@ def to_original(probabilities: np.ndarray, volume: Volume, like: Path) -> np.nda
     image = nifti.open_image(volume.case, like)
     source, target = _grid_of(probabilities[0], volume), canonical_grid(image)
     best = _resample(probabilities[0], source, target, LINEAR)
-    labels = np.zeros(target.shape, _label_kind(len(probabilities) - 1))
+    labels = np.zeros(target.shape, label_kind(len(probabilities) - 1))
     for label, scores in enumerate(probabilities[1:], start=1):  # one class at a time: K volumes at once may not fit
         scores = _resample(scores, source, target, LINEAR)
         labels[scores > best] = label
@@ -88,7 +93,7 @@ def to_original(probabilities: np.ndarray, volume: Volume, like: Path) -> np.nda
     return _native(labels, image)
 
 
-def contradictions(case: Case, opened: Mapping[Path, nib.Nifti1Image]) -> list[UserError]:
+def contradictions(case: Case, opened: Mapping[Path, nib.Nifti1Image], leniency: Leniency = STRICT) -> list[UserError]:
     """What does not fit among those files of the case that could be opened; the first image is the measure."""
     first = opened.get(case.images[0])
     found = []
@@ -98,7 +103,7 @@ def contradictions(case: Case, opened: Mapping[Path, nib.Nifti1Image]) -> list[U
             found.append(nifti.problem(case.id, path, what))
         elif len(case.images) > 1 and nifti.channels(image) > 1:
             found.append(nifti.problem(case.id, path, f"has shape {image.shape}, but is one channel of several"))
-        misfit = _misfit(first, image) if first is not None else None
+        misfit = _misfit(first, image, leniency) if first is not None else None
         if misfit:
             found.append(nifti.problem(case.id, path, f"{misfit} {case.images[0]}; resample it onto the image's grid"))
     return found
@@ -152,39 +157,12 @@ def _resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.n
     return result.clip(array.min(), array.max())
 
 
-def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image) -> str | None:
+def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image, leniency: Leniency) -> str | None:
     if nifti.size(first) != nifti.size(image):
         return f"has {nifti.size(image)} voxels, not the {nifti.size(first)} of"
+    if leniency.affine:
+        return None
     corners = np.array(list(product(*((0, n - 1) for n in nifti.size(first)))))
     matrix = np.linalg.inv(first.affine) @ image.affine
     distance = np.abs(apply_affine(matrix, corners) - corners).max()
     return f"lies up to {distance:.3g} voxels away from" if distance > SAME_GRID else None
-
-
-def read_image(case: str, path: Path, image: nib.Nifti1Image) -> np.ndarray:
-    """Voxels as float32 (C, X, Y, Z)."""
-    with np.errstate(over="ignore"):  # becomes infinite, which is refused below
-        array = nifti.read_array(case, path, image).astype(np.float32, copy=False)
-    bad = array.size - np.count_nonzero(np.isfinite(array))
-    if bad:
-        raise nifti.problem(case, path, f"{bad} voxels are NaN or infinite; give them a value, e.g. the background's")
-    return array[np.newaxis] if array.ndim == 3 else np.moveaxis(array, -1, 0)
-
-
-def read_label(case: str, path: Path, image: nib.Nifti1Image, classes: int, ignore: int | None) -> np.ndarray:
-    """Voxels as uint8 or uint16 (X, Y, Z), every one a class or `ignore`."""
-    array = nifti.read_array(case, path, image)
-    bad = ~((array >= 0) & (array < classes) & (array == np.rint(array)))
-    if ignore is not None:
-        bad &= array != ignore
-    if bad.any():
-        values = ", ".join(f"{value:g}" for value in np.unique(array[bad])[:5].tolist())
-        allowed = f"0 to {classes - 1}" + ("" if ignore is None else f" and {ignore} (ignored)")
-        raise nifti.problem(
-            case, path, f"{bad.sum()} voxels have the label {values}; allowed are {allowed}; relabel them"
-        )
-    return array.astype(_label_kind(max(classes - 1, ignore or 0)), copy=False)
-
-
-def _label_kind(highest: int) -> type[np.uint8] | type[np.uint16]:
-    return np.uint8 if highest < 256 else np.uint16

@@ -1,0 +1,40 @@
+"""A little of `tests/bench/fuzz.py`, and that it would notice."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+
+import fuzz
+
+
+@pytest.fixture(scope="module")
+def watch() -> fuzz.Watch:
+    return fuzz.Watch()
+
+
+def test_damage_is_told_or_harmless(tmp_path: Path, watch: fuzz.Watch) -> None:
+    found = [fuzz.trial(number, 0, tmp_path / "trial", watch)[:2] for number in range(60)]
+    assert not [line for line in found if line[1].startswith("FAILED")]
+    assert {outcome for _, outcome in found} == {"refused", "read"}
+
+
+def outcome(tmp_path: Path, watch: fuzz.Watch) -> set[str]:
+    return {fuzz.trial(number, 0, tmp_path / "trial", watch)[1].partition("\n")[0][:14] for number in range(40)}
+
+
+def test_a_file_opened_outside_is_noticed(tmp_path: Path, watch: fuzz.Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unet3d.data.manifest.leaves", lambda root, path: False)
+    monkeypatch.setattr(fuzz, "NIFTI", {"link": fuzz.NIFTI["link"]})
+    assert "FAILED: opened" in outcome(tmp_path, watch)
+
+
+def test_a_crash_and_memory_that_is_taken_are_noticed(
+    tmp_path: Path, watch: fuzz.Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unet3d.data.nifti.read_array", lambda *_: bytearray(2 * fuzz.HEADROOM))
+    assert "FAILED: Traceb" in {found[:14] for found in outcome(tmp_path, watch)}
+    monkeypatch.setattr("unet3d.data.nifti.read_array", lambda *_: 1 / 0)
+    assert "FAILED: Traceb" in {found[:14] for found in outcome(tmp_path, watch)}

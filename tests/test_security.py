@@ -1,0 +1,233 @@
+"""What SECURITY.md promises of snapshots, run folders and code; the promises for data sets are held in tests/data."""
+
+import ast
+import dataclasses
+import os
+import re
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from unet3d import apply, build, command, compose, snapshot
+from unet3d.errors import SnapshotError, UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = [ROOT / "train.py", *sorted((ROOT / "unet3d").rglob("*.py"))]
+PROMISES = (ROOT / "SECURITY.md").read_text()
+
+
+def test_every_test_that_holds_a_promise_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PROMISES)
+    assert len(named) >= 15
+    missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
+    assert not missing
+    rows = [line for line in PROMISES.splitlines() if line.startswith("| ")][1:]
+    assert all("::" in row for row in rows if not row.startswith("| promise")), "a promise without a test"
+
+
+def dotted(node: ast.expr) -> str:
+    """`torch.load` of its syntax tree; what is no name is a question mark."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+DANGEROUS = {
+    *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "importlib.import_module", "runpy.run_path"),
+    *("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "shelve.open", "joblib.load", "dill.load"),
+    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "numpy.load", "np.load"),
+    *("tarfile.open", "shutil.unpack_archive", "torch.jit.load", "torch.hub.load", "torch.package.PackageImporter"),
+    *("hydra.utils.instantiate", "instantiate", "hydra.utils.call", "hydra.utils.get_class", "hydra.utils.get_method"),
+}
+
+
+def dangers(source: str) -> Iterator[str]:
+    """Calls in the source that could run what a file says, or unpack one."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            called = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from called & {*DANGEROUS, "torch.load", "torch.serialization.load"}
+        if not isinstance(node, ast.Call):
+            continue
+        name, given = dotted(node.func), {word.arg: word.value for word in node.keywords}
+        if name in DANGEROUS or name.rpartition(".")[2] in ("extract", "extractall"):
+            yield name
+        if name == "torch.load" and not is_true(given.get("weights_only")):
+            yield "torch.load without weights_only=True"
+        if "shell" in given or any(is_true(value) for word, value in given.items() if word == "allow_pickle"):
+            yield f"{name} with shell or pickle"
+
+
+def is_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def test_no_call_runs_or_unpacks_what_a_file_says() -> None:
+    assert not [f"{path.name}: {danger}" for path in SOURCES for danger in dangers(path.read_text())]
+    assert sum("weights_only=True" in path.read_text() for path in SOURCES) == 1, "snapshots are read in one place"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("torch.load(p)", "torch.load(p, weights_only=False)", "torch.load(p, weights_only=flag)"),
+        *(
+            "pickle.load(f)",
+            "from pickle import load",
+            "from torch import load",
+            "eval(s)",
+            "exec(s)",
+            "yaml.load(s, L)",
+            "yaml.unsafe_load(s)",
+        ),
+        *("tarfile.open(p)", "archive.extractall(p)", "zipfile.ZipFile(p).extract(n)", "numpy.load(p)", "os.system(s)"),
+        *("subprocess.run(s, shell=True)", "read(p, allow_pickle=True)", "hydra.utils.instantiate(c)"),
+    ],
+)
+def test_a_call_that_does_would_be_found(source: str) -> None:
+    assert [*dangers(source)]
+
+
+Change = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Callable[[Change], Path]:
+    """The snapshot of a run of a tiny network, changed."""
+
+    def make(change: Change) -> Path:
+        config = compose.compose(["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]"])
+        config.model.in_channels, config.model.classes = 1, 3
+        state = {
+            "config": compose.to_plain(config),
+            "model_options": dataclasses.asdict(config.model),
+            "intensity": [{"kind": "zscore", "low": 0.0, "high": 0.0, "mean": 0.0, "std": 1.0}],
+            "model": build.model(config.model, 0).state_dict(),
+            "average": {},
+        }
+        change(state)
+        snapshot.save(tmp_path / "given.pt", state)
+        return tmp_path / "given.pt"
+
+    return make
+
+
+def test_a_sound_snapshot_opens(given: Callable[[Change], Path]) -> None:
+    assert apply.open_snapshot(given(lambda state: None), "cpu").intensity[0].kind == "zscore"
+
+
+def put(*keys: Any, value: Any) -> Change:
+    """Set state[key][key] ... to the value."""
+
+    def change(state: Any) -> None:
+        for key in keys[:-1]:
+            state = state[key]
+        state[keys[-1]] = value
+
+    return change
+
+
+CALL = {"_target_": "os.system", "command": "exit 7", "_args_": ["exit 7"]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(put("config", "_target_", value="os.system"), put("config", "loss", "_target_", value="os.system")),
+        *(put("config", "data", value=CALL), put("config", "data", "augment", value=CALL)),
+        *(put("config", "ckpt", value=CALL), put("config", "data", "root", value=CALL)),
+        *(put("model_options", value=CALL), put("model_options", "kernels", value=[CALL, CALL])),
+        *(put("model_options", "_target_", value="os.system"), put("intensity", value=[CALL])),
+    ],
+)
+def test_a_target_in_a_snapshot_is_never_instantiated(
+    given: Callable[[Change], Path], change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "system", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(SnapshotError, match="not a snapshot of a run"):
+        apply.open_snapshot(given(change), "cpu")
+
+
+@pytest.mark.parametrize("value", ["${oc.env:HOME}", "${seed}", "a${oc.env:HOME}"])
+def test_a_snapshot_cannot_ask_for_the_environment(given: Callable[[Change], Path], value: str) -> None:
+    with pytest.raises(SnapshotError, match=r"holds plain values, no \$"):
+        apply.open_snapshot(given(put("config", "wandb", "project", value=value)), "cpu")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(put("model_options", "features", value="abc"), put("model_options", "features", value=[4, {}])),
+        *(put("model_options", "dropout", value="x"), put("intensity", 0, "kind", value="sqrt")),
+        *(put("intensity", 0, "std", value=0.0), put("intensity", 0, "low", value="x"), put("intensity", value=7)),
+        *(put("intensity", 0, "mean", value=float("nan")), put("config", value=7), put("model", value=[1])),
+    ],
+)
+def test_a_snapshot_of_wrong_types_is_one_line(given: Callable[[Change], Path], change: Change) -> None:
+    with pytest.raises(SnapshotError, match=r"given\.pt"):
+        apply.open_snapshot(given(change), "cpu")
+
+
+@pytest.mark.parametrize("features", [[40_000, 40_000], [2**40, 8]])
+def test_a_snapshot_that_describes_a_huge_network_takes_no_memory(
+    given: Callable[[Change], Path], features: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, seen = given(put("model_options", "features", value=features)), []
+    make = build.model
+    monkeypatch.setattr(build, "model", lambda *a, **b: seen.append(torch.get_default_device().type) or make(*a, **b))
+    with pytest.raises(SnapshotError, match=r"given\.pt"):
+        apply.open_snapshot(path, "cpu")
+    assert seen == ["meta"]
+
+
+def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    """64 MiB of zeros in 64 KiB."""
+    snapshot.save(tmp_path / "a.pt", {"model": {"w": torch.zeros(2**20)}})
+    with zipfile.ZipFile(tmp_path / "a.pt") as sound, zipfile.ZipFile(tmp_path / "b.pt", "w") as bomb:
+        for name in sound.namelist():
+            content = bytes(2**26) if "/data/" in name else sound.read(name)
+            bomb.writestr(name, content, zipfile.ZIP_DEFLATED)
+    assert (tmp_path / "b.pt").stat().st_size < 2**17
+    tracemalloc.start()
+    with pytest.raises(SnapshotError, match="holds more than its size"):
+        snapshot.load(tmp_path / "b.pt")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize("content", [b"\x80\x02\x8c\x02\xff\xfe.", b"\x80\x02}q\x00h\x07.", b"\x80\x02(K\x01t."])
+def test_a_pickle_that_is_none_is_one_line(tmp_path: Path, content: bytes) -> None:
+    snapshot.save(tmp_path / "a.pt", {})
+    with zipfile.ZipFile(tmp_path / "a.pt") as sound, zipfile.ZipFile(tmp_path / "b.pt", "w") as damaged:
+        for name in sound.namelist():
+            damaged.writestr(name, content if name.endswith("data.pkl") else sound.read(name))
+    with pytest.raises(SnapshotError, match=r"b\.pt"):
+        snapshot.load(tmp_path / "b.pt")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("hydra.run.dir=/tmp", "+hydra.callbacks.x._target_=os.system", "~hydra.run", "hydra/launcher=joblib"),
+        *("--config-dir=/tmp", "-m", "+model._target_=os.system"),
+    ],
+)
+def test_overrides_in_a_run_folder_are_options_and_nothing_else(tmp_path: Path, word: str) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.pt").write_bytes(b"")
+    OmegaConf.save(OmegaConf.create(["seed=1", word]), tmp_path / "overrides.yaml")
+    with pytest.raises(UserError, match=r"holds more than options|no such option"):
+        command.resumed(tmp_path, [])
+
+
+def test_a_target_on_the_command_line_is_no_option() -> None:
+    for word in ("+model._target_=os.system", "+_target_=os.system", "++data.augment._target_=os.system"):
+        with pytest.raises(UserError, match="no such option"):
+            compose.compose([word])
