@@ -15,6 +15,7 @@ from unet3d.data import augment
 from unet3d.losses import IGNORE
 
 MOST_VOXELS = 10_000  # remembered of each class as patch centres
+TRIES = 20  # to find a place with labels, of which sparse annotation leaves few
 
 
 class Place(NamedTuple):
@@ -82,19 +83,29 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
 
 
 def choose_centre(case: Prepared, tile: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:
-    """Centre of a patch (voxels, may lie between two): on a voxel of a random foreground class, or anywhere.
+    """Centre of a patch (voxels, may lie between two): on a voxel of a random foreground class, or where labels are.
 
     What is learned of the patch, its `tile`, stays inside the volume; along axes where it is longer, the volume lies in
     its middle.
     """
     shape, size = np.array(case.label.shape), np.array(tile)
-    anywhere = rng.random(3)
-    start = np.floor(anywhere * (np.maximum(shape - size, 0) + 1))
+    room = np.maximum(shape - size, 0) + 1
+    start = np.floor(rng.random(3) * room)
     if rng.random() < foreground and case.foreground:
         voxels = case.foreground[rng.integers(len(case.foreground))]
         start = voxels[rng.integers(len(voxels))] - size // 2
+    else:
+        for _ in range(TRIES):
+            if _has_labels(case.label, start.astype(int), size):
+                break
+            start = np.floor(rng.random(3) * room)
     start = np.where(shape > size, np.clip(start, 0, np.maximum(shape - size, 0)), -((size - shape) // 2))
     return np.asarray(start + (size - 1) / 2)
+
+
+def _has_labels(label: Tensor, start: np.ndarray, size: np.ndarray) -> bool:
+    box = tuple(slice(a, a + n) for a, n in zip(start.tolist(), size.tolist(), strict=True))
+    return bool((label[box] != IGNORE).any())
 
 
 def crop(image: Tensor, label: Tensor, centre: np.ndarray, patch: Sequence[int], mirror: bool) -> tuple[Tensor, Tensor]:
