@@ -14,16 +14,27 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "metrics",
         "page",
         "privacy",
-        "process",
         "slices",
         "table",
         "memory.attribution",
     },
-    {"model.geometry", "schedules", "snapshot", "sinks", "figures", "console", "memory.ledger", "memory.tables"},
+    {
+        "lock",
+        "signals",
+        "model.geometry",
+        "schedules",
+        "snapshot",
+        "sinks",
+        "figures",
+        "console",
+        "memory.ledger",
+        "memory.tables",
+    },
     {
         "checks",
         "compare_figures",
         "model.layers",
+        "process",
         "readback",
         "resuming",
         "memory.allocator",
@@ -39,7 +50,16 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
     },
     {"compose", "model.stages", "report", "data.phantom", "memory.bounds"},
     {"losses", "model.unet", "step", "record", "compare_rows", "data.cases", "memory.kernels"},
-    {"trainer", "inference", "compare", "memory.explain", "memory.numbers", "data.augment", "data.volumes"},
+    {
+        "checkpoints",
+        "trainer",
+        "inference",
+        "compare",
+        "memory.explain",
+        "memory.numbers",
+        "data.augment",
+        "data.volumes",
+    },
     {"memory.export", "memory.meter", "data.patches", "data.check"},
     {"data.loader", "data.reader", "evaluation", "memory.save"},
     {"build"},
@@ -50,6 +70,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
     {"memory.facts", "memory.fit", "memory.show", "memory.spread", "memory.forecast", "memory.distress"},
     {"run"},
     {"finish"},
+    {"guard"},
     {"command", "__main__"},
 ]
 ROOMS = {
@@ -62,7 +83,7 @@ ROOMS = {
 }
 LIGHT = {
     *("config", "resuming", "errors", "checks", "compose", "command", "model.geometry"),
-    *("sinks", "console", "data.cases", "process"),
+    *("sinks", "console", "data.cases", "process", "lock", "signals", "guard"),
 }
 
 

@@ -166,3 +166,4 @@ class Config:
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
     budget: str | None = option(None, "refuse a run whose step is predicted to hold more in tensors, e.g. 8GiB")
     resume: str | None = option(None, "run folder to go on with")
+    requeue: bool = option(False, "under Slurm: put the job back in the queue once a signal has stopped it")

@@ -1,5 +1,8 @@
 """What can end a run in a foreseen way, each with the exit code that scripts rely on."""
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class UserError(ValueError):
     """Config or data that the user can mend. The message says what is wrong, where, and what to do."""
@@ -13,16 +16,37 @@ class SnapshotError(ValueError):
     exit_code = 3
 
 
+class DamagedSnapshot(SnapshotError):
+    """A snapshot that is missing, cut short or changed on disk: an older one may do."""
+
+
+class NotSaved(UserError):
+    """A file that could not be written: the disk is full, or the folder cannot be written to."""
+
+
 class NonFiniteLoss(ArithmeticError):
     """The loss became NaN or infinite; the weights are those before the step."""
 
     exit_code = 4
+
+    def __init__(self, message: str, batches: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.batches = batches  # the step's
 
 
 class OutOfMemory(Exception):
     """Memory ran out: exit code 5. The message says when, who held it, and what would need less."""
 
     exit_code = 5
+
+
+class Preempted(BaseException):
+    """A signal asked the run to stop: exit code 75, as of what may succeed when tried again.
+
+    No Exception, as KeyboardInterrupt is none: what survives any error must not survive this.
+    """
+
+    exit_code = 75
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -3,12 +3,14 @@
 Not on the number of workers, nor on where the run was resumed.
 """
 
+import multiprocessing
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from unet3d import signals
 from unet3d.data.patches import Patches, Place
 from unet3d.errors import UserError
 from unet3d.step import Batch
@@ -46,15 +48,19 @@ def batches(
         pin_memory=torch.cuda.is_available(),
         # torch draws a seed for its workers from here, else from the global generator, which would shift dropout.
         generator=torch.Generator().manual_seed(seed),
-        worker_init_fn=single_thread,
+        worker_init_fn=helper,
         timeout=300 if workers else 0,
     )
     stream = iter(loader)
-    while True:
-        try:
+    try:
+        while True:
             yield [next(stream) for _ in range(accumulate)]
-        except UserError as error:  # from a worker it comes with a traceback around it
-            raise UserError(str(error).strip().splitlines()[-1].removeprefix(WRAPPED)) from None
+    except UserError as error:  # from a worker it comes with a traceback around it
+        raise UserError(str(error).strip().splitlines()[-1].removeprefix(WRAPPED)) from None
+    finally:
+        del stream  # its workers end
+        for worker in multiprocessing.active_children():  # one that hangs: it ignores SIGTERM
+            worker.kill()
 
 
 def collate(samples: list[tuple[torch.Tensor, torch.Tensor, str]]) -> Batch:
@@ -63,6 +69,7 @@ def collate(samples: list[tuple[torch.Tensor, torch.Tensor, str]]) -> Batch:
     return Batch(torch.stack(images), torch.stack(labels), tuple(cases))
 
 
-def single_thread(worker: int) -> None:
-    """Workers leave the cores to the step."""
+def helper(worker: int) -> None:
+    """Workers leave the cores to the step, and signals to its process."""
     torch.set_num_threads(1)
+    signals.ignore()
