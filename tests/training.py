@@ -18,16 +18,8 @@ TINY = [
     *("data.phantom.cases=4", "batch=1", "steps=4", "eval_every=2", "device=cpu", "workers=0"),
 ]
 SERVER = multiprocessing.get_context("forkserver")
-PRELOADED = (
-    "training",
-    "unet3d.command",
-    "unet3d.finish",
-    "unet3d.report",
-    "unet3d.memory.forecast",
-    "unet3d.run",
-    "torch._dynamo",
-)
-SERVER.set_forkserver_preload(list(PRELOADED))
+MODULES = ("command", "finish", "report", "memory.forecast")
+SERVER.set_forkserver_preload(["training", "torch._dynamo", *(f"unet3d.{name}" for name in MODULES)])
 Hook = Callable[[], None]
 
 

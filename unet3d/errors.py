@@ -1,5 +1,6 @@
 """What can end a run in a foreseen way, each with the exit code that scripts rely on."""
 
+import errno
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,3 +55,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__ or "can't allocate" in str(error)
     )
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the disk, the user's share of it or the largest size of a file does not allow more."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -11,7 +11,15 @@ from omegaconf import OmegaConf
 
 from unet3d import lock, process, signals
 from unet3d.config import Config
-from unet3d.errors import NonFiniteLoss, OutOfMemory, Preempted, SnapshotError, UserError, is_out_of_memory
+from unet3d.errors import (
+    NonFiniteLoss,
+    OutOfMemory,
+    Preempted,
+    SnapshotError,
+    UserError,
+    is_disk_full,
+    is_out_of_memory,
+)
 from unet3d.process import INTERRUPTED
 from unet3d.resuming import SNAPSHOTS
 from unet3d.signals import Stop
@@ -57,6 +65,8 @@ def _told(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
     except KeyboardInterrupt:
         return end(folder, f"interrupted; {_how_to_go_on(folder)}", INTERRUPTED)
     except Exception as error:
+        if is_disk_full(error):
+            return end(folder, f"error: {error}; make room; {_how_to_go_on(folder)}", UserError.exit_code)
         if not is_out_of_memory(error):
             end(folder, f"failed: {error!r}", 1)
             raise
