@@ -12,6 +12,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "errors",
         "policy",
         "metrics",
+        "outlet",
         "page",
         "privacy",
         "slices",
@@ -83,7 +84,7 @@ ROOMS = {
 }
 LIGHT = {
     *("config", "resuming", "errors", "checks", "compose", "command", "model.geometry"),
-    *("sinks", "console", "data.cases", "process", "lock", "signals", "guard"),
+    *("sinks", "console", "data.cases", "process", "lock", "signals", "guard", "outlet"),
 }
 
 

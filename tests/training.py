@@ -27,8 +27,15 @@ class Ended:
     """A training that has ended, and what it printed."""
 
     def __init__(self, process: BaseProcess, folder: Path) -> None:
-        self._process = process
-        self.out, self.err = ((folder / name).read_text() for name in ("out", "err"))
+        self._process, self._folder = process, folder
+
+    @property
+    def out(self) -> str:
+        return (self._folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self._folder / "err").read_text()
 
     @property
     def code(self) -> int | None:
@@ -37,11 +44,9 @@ class Ended:
         return self._process.exitcode
 
 
-def train(place: Path, *arguments: str, hook: Hook | None = None) -> Ended:
+def train(place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "disabled") -> Ended:
     """`python train.py ARGUMENTS` in the folder `place`, after `hook`, as the leader of a process group."""
-    place.mkdir(exist_ok=True)
-    child = SERVER.Process(target=_train, args=(place, arguments, hook))
-    child.start()
+    child, _ = start(place, *arguments, hook=hook, wandb=wandb)
     assert child.pid
     descriptor = os.pidfd_open(child.pid)
     select.select([descriptor], [], [])
@@ -49,12 +54,21 @@ def train(place: Path, *arguments: str, hook: Hook | None = None) -> Ended:
     return Ended(child, place)
 
 
-def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None) -> None:
+def start(place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "disabled") -> tuple[BaseProcess, Path]:
+    """The same, not waited for."""
+    place.mkdir(exist_ok=True)
+    child = SERVER.Process(target=_train, args=(place, arguments, hook, wandb))
+    child.start()
+    return child, place
+
+
+def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: str) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # of data workers, as in a program of its own
     os.setpgid(0, 0)
     os.chdir(place)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
-    os.environ["WANDB_MODE"] = "disabled"
+    os.environ["WANDB_MODE"] = wandb
     torch.set_num_threads(1)
     sys.argv = [str(ROOT / "train.py"), *arguments]
     _without_frills()
@@ -86,10 +100,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def records(folder: Path) -> list[dict]:
     """metrics.jsonl, floats as hexadecimals, without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
+    bare = [
         {k: v.hex() if isinstance(v, float) else v for k, v in line.items() if not k.startswith(("time/", "memory/"))}
         for line in lines
     ]
+    return [record for record in bare if len(record) > 1]
 
 
 def status(folder: Path) -> str:

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from unet3d import compose, guard, process
+from unet3d import compose, guard, outlet, process
 from unet3d.compose import CONFIG_NAME, VERSION_BASE
 from unet3d.config import Config
 from unet3d.errors import Preempted, UserError
@@ -24,6 +24,7 @@ from unet3d.resuming import refuse_changes
 
 def main(job: Job) -> int:
     """Check what every job of the command line asks for, then run them. Returns the highest exit code."""
+    outlet.install()
     OmegaConf.register_new_resolver("uid", _uid, use_cache=True, replace=True)
     try:
         arguments = _checked(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: SIGTERM and SIGUSR1, as schedulers send them, and SIGINT, as Ctrl-C does.
+"""Signals that ask a run to stop: SIGTERM and SIGUSR1 of schedulers, SIGINT of Ctrl-C, SIGHUP of a closed terminal.
 
 They become a flag that the run asks for where it can stop in good order. Free of torch.
 """
@@ -10,7 +10,7 @@ from types import FrameType
 
 from unet3d.errors import Preempted
 
-ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 Handler = Callable[[int, FrameType | None], None]
 
 
@@ -61,8 +61,9 @@ class Stop:
 
 @contextmanager
 def handled(handler: Handler) -> Iterator[None]:
-    """Within, `handler` is called for the signals that ask."""
-    before = {number: signal.signal(number, handler) for number in ASKING}
+    """Within, `handler` is called for the signals that ask; but those that are ignored, as under nohup, stay so."""
+    heard = [number for number in ASKING if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:

@@ -1,0 +1,258 @@
+"""Signals, two processes for one folder, poisoned batches, lost trackers and closed terminals: what a run survives."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from training import ROOT, TINY, Ended, records, start, status, train, weights
+
+from unet3d import process, signals, snapshot
+from unet3d.errors import Preempted
+
+RUN = [*TINY, "steps=6", "eval_every=2", "model.dropout=0.2", "data.root=../phantom", "hydra.run.dir=run"]
+Patch = pytest.MonkeyPatch
+MARK = "UNET3D_TEST"
+
+
+def call(name: str, count: int, act: Callable[[], None]) -> None:
+    """`act` within the `count`-th call of this function of a module or class."""
+    module, _, attribute = name.rpartition(":")
+    owner: object = sys.modules[module.partition(".Run")[0]]
+    if module.endswith(".Run"):
+        owner = owner.Run  # type: ignore[attr-defined]
+    before, calls = getattr(owner, attribute), iter(range(1, 10**6))
+
+    def wrapped(*of: object, **named: object) -> object:
+        if next(calls) == count:
+            act()
+        return before(*of, **named)
+
+    setattr(owner, attribute, wrapped)
+
+
+def send(number: int, to_group: bool = False) -> None:
+    (os.killpg if to_group else os.kill)(0 if to_group else os.getpid(), number)
+
+
+STEP, EVALUATE, SAVE = "unet3d.trainer:train_step", "unet3d.run:evaluate", "torch:save"
+
+
+def signalled(where: str, count: int, number: int, to_group: bool, mark: str = "") -> None:
+    import unet3d.run  # noqa: F401
+
+    os.environ[MARK] = mark
+    call(where, count, functools.partial(send, number, to_group))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Path:
+    """A run that nothing befell."""
+    done = train(place / "whole", *RUN)
+    assert done.code == 0, done.err
+    return place / "whole" / "run"
+
+
+def same(a: Path, b: Path) -> bool:
+    equal = [torch.equal(x, y) for x, y in zip(weights(a).values(), weights(b).values(), strict=True)]
+    return all(equal) and records(a) == records(b)
+
+
+def alive(mark: str) -> list[int]:
+    """Processes that carry the mark in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("where", "count", "number", "to_group", "step"),
+    [
+        (STEP, 3, signal.SIGTERM, False, 3),
+        (STEP, 3, signal.SIGTERM, True, 3),
+        (STEP, 4, signal.SIGUSR1, True, 4),  # after which a validation is due
+        (STEP, 1, signal.SIGINT, True, 1),
+        (EVALUATE, 2, signal.SIGINT, True, 4),
+        (EVALUATE, 3, signal.SIGTERM, False, 6),  # after the last step
+        (SAVE, 2, signal.SIGUSR1, False, 2),
+        (SAVE, 3, signal.SIGHUP, True, 4),
+    ],
+)
+def test_r5_a_signal_ends_the_run_where_it_is(
+    where: str, count: int, number: signal.Signals, to_group: bool, step: int, place: Path, whole: Path
+) -> None:
+    """And it goes on from there, whatever the signal fell into."""
+    shutil.rmtree(place / "stopped", ignore_errors=True)
+    hook = functools.partial(signalled, where, count, number, to_group)
+    done = train(place / "stopped", *RUN, "workers=1", hook=hook)
+    folder = place / "stopped" / "run"
+    assert done.code == 75 and "Traceback" not in done.err, done.err
+    line = f"stopped by {number.name} after step {step} of 6; to go on: python train.py resume={folder}"
+    assert done.err == f"{line}\n" and status(folder) == f"{line}\nexit code 75\n"
+    assert snapshot.load(folder / "checkpoints" / "last.pt")["step"] == step
+    assert [record["step"] for record in records(folder) if "train/loss" in record] == [*range(1, step + 1)]
+    again = train(place / "stopped", "resume=run")
+    assert again.code == 0 and same(folder, whole), again.err
+
+
+def test_r5_a_second_interrupt_ends_the_run_at_once(place: Path) -> None:
+    done = train(place / "twice", *RUN, hook=interrupted_twice)
+    folder = place / "twice" / "run"
+    assert done.code == 130 and done.err == f"interrupted; to go on: python train.py resume={folder}\n"
+    assert snapshot.load(folder / "checkpoints" / "last.pt")["step"] == 2
+
+
+def interrupted_twice() -> None:
+    import unet3d.run  # noqa: F401
+
+    call(STEP, 3, lambda: [send(signal.SIGINT) for _ in range(2)] and None)
+
+
+def test_r5_before_the_first_step_there_is_nothing_to_wait_for(place: Path) -> None:
+    done = train(
+        place / "early", *RUN, hook=functools.partial(signalled, "unet3d.build:data", 1, signal.SIGTERM, False)
+    )
+    assert done.code == 75
+    assert done.err == "stopped by SIGTERM; there is no snapshot yet to go on from\n"
+
+
+def test_r5_no_process_is_left_behind(tmp_path: Path) -> None:
+    """Neither data workers nor wandb's."""
+    mark = str(tmp_path)
+    hook = functools.partial(signalled, STEP, 3, signal.SIGTERM, True, mark)
+    done = train(tmp_path, *TINY, "steps=9", "workers=2", "hydra.run.dir=run", hook=hook, wandb="offline")
+    assert done.code == 75, done.err
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert alive(mark) == []
+
+
+def test_r5_a_dry_run_and_what_comes_after_hear_signals_as_ever() -> None:
+    before = [signal.getsignal(number) for number in signals.ASKING]
+    with pytest.raises(KeyError), signals.stopping():
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+        raise KeyError
+    assert [signal.getsignal(number) for number in signals.ASKING] == before
+
+
+def test_r5_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.stopping() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_r5_noted_signals_wait_and_raised_ones_do_not() -> None:
+    with signals.stopping() as stop:
+        with stop.noted():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop() and stop.asked is signal.SIGUSR1
+            with pytest.raises(Preempted, match="SIGUSR1"), stop.raised():
+                pytest.fail("work that need not begin")
+        os.kill(os.getpid(), signal.SIGTERM)  # asked already
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def requeued(code: int) -> None:
+    place = Path.cwd()
+    tool = place / "scontrol"
+    tool.write_text(f"#!/bin/sh\ncat run/STATUS > told\necho $@ >> told\necho no such job >&2\nexit {code}\n")
+    tool.chmod(0o755)
+    os.environ |= {"PATH": f"{place}:{os.environ['PATH']}", "SLURM_JOB_ID": "41"}
+    signalled(STEP, 2, signal.SIGUSR1, False)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_r5_slurm_is_asked_for_another_turn(code: int, tmp_path: Path) -> None:
+    done = train(tmp_path, *TINY, "requeue=true", "hydra.run.dir=run", hook=functools.partial(requeued, code))
+    assert done.code == 75 and done.err.splitlines()[-1].startswith("stopped by SIGUSR1 after step 2 of 4; to go on")
+    assert (tmp_path / "told").read_text() == f"{status(tmp_path / 'run')}requeue 41\n"
+    assert done.err.count("\n") == 1 + code
+    assert ("warning: scontrol requeue 41: no such job" in done.err) is bool(code)
+
+
+def test_r5_slurm_is_not_asked_without_the_option(tmp_path: Path) -> None:
+    done = train(tmp_path, *TINY, "hydra.run.dir=run", hook=functools.partial(requeued, 0))
+    assert done.code == 75 and not (tmp_path / "told").exists()
+
+
+WAITING = "import os, signal; os.kill(os.getppid(), {0}); signal.pause()"
+DEAF = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+os.kill(os.getppid(), signal.SIGINT)
+signal.sigwait([signal.SIGTERM])
+os.kill(os.getppid(), signal.SIGINT)
+signal.pause()
+"""
+
+
+def test_r5_a_sweep_passes_the_question_on() -> None:
+    """The job ends by SIGTERM, whatever the sweep was told."""
+    for number in signals.ASKING:
+        assert process.run([sys.executable, "-c", WAITING.format(int(number))]) == 75
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "GRACE", 0)
+        assert process.run([sys.executable, "-c", DEAF]) == 130
+
+
+# --- R9: one process a folder
+
+
+def second() -> None:
+    """At step 3, another process asks for the folder of this one."""
+    import unet3d.run  # noqa: F401
+
+    def ask() -> None:
+        words = [sys.executable, str(ROOT / "train.py"), "resume=run"]
+        done = subprocess.run(words, capture_output=True, text=True)
+        Path("second").write_text(json.dumps([done.returncode, done.stdout, done.stderr, os.getpid()]))
+
+    call(STEP, 3, ask)
+
+
+def test_r9_a_folder_in_use_is_refused_and_its_run_unharmed(place: Path, whole: Path) -> None:
+    first = train(place / "shared", *RUN, hook=second)
+    code, out, err, pid = json.loads((place / "shared" / "second").read_text())
+    assert (code, out, err) == (
+        2,
+        "",
+        f"error: {place}/shared/run: process {pid} uses it; wait, or choose another folder\n",
+    )
+    assert first.code == 0 and same(place / "shared" / "run", whole)
+
+
+def test_r9_two_runs_of_one_second_have_two_folders(tmp_path: Path) -> None:
+    running = [start(tmp_path / name, *TINY, "hydra.sweep.dir=x", hook=stopped_clock) for name in "ab"]
+    assert [Ended(*one).code for one in running] == [0, 0]
+    found = [path for name in "ab" for path in (tmp_path / name).glob("outputs/*/*")]
+    assert len({path.name for path in found}) == 2 and {path.name[:9] for path in found} == {"12-00-00-"}
+
+
+def stopped_clock() -> None:
+    import time
+
+    import hydra.core.utils
+
+    hydra.core.utils.localtime = lambda: time.struct_time((2026, 1, 2, 12, 0, 0, 4, 2, 0))
