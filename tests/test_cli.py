@@ -332,7 +332,7 @@ def test_the_offline_wandb_run_holds_config_scalars_memory_and_the_picture(finis
     assert found.exit_code == 0
 
 
-def test_memory_that_runs_out_is_told_with_remedies_and_the_snapshot_is_kept(tmp_path: Path) -> None:
+def test_t1_memory_that_runs_out_is_told_with_remedies_and_the_snapshot_is_kept(tmp_path: Path) -> None:
     """The address space is limited for real, after the first snapshot."""
     code = (
         "import resource, sys; sys.path.insert(0, '.'); from unet3d import command, run; import train\n"

@@ -7,8 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,8 +254,155 @@ def test_r9_two_runs_of_one_second_have_two_folders(tmp_path: Path) -> None:
 
 
 def stopped_clock() -> None:
-    import time
-
     import hydra.core.utils
 
-    hydra.core.utils.localtime = lambda: time.struct_time((2026, 1, 2, 12, 0, 0, 4, 2, 0))
+    noon = datetime(2026, 1, 2, 12)
+    hydra.core.utils.datetime = SimpleNamespace(now=lambda: noon)
+
+
+# --- T: what befalls a training
+
+
+def poisoned(step: int, amp: bool) -> None:
+    """A NaN in the batch of this step; with `amp`, in fp16 and at its lowest scale."""
+    import unet3d.trainer
+
+    take, steps = unet3d.trainer.train_step, iter(range(1, 10**6))
+
+    def poison(*of: object, **named: object) -> object:
+        model, _, _, scaler, _, batches = of[:6]
+        if next(steps) == step:
+            batches[0].image[0, 0, 0, 0, 0] = float("nan")  # type: ignore[index]
+            if amp:
+                scaler.load_state_dict(scaler.state_dict() | {"scale": 0.5})  # type: ignore[attr-defined]
+            torch.save(model.state_dict(), "before.pt")  # type: ignore[attr-defined]
+            call("unet3d.snapshot:save", 1, lambda: torch.save(model.state_dict(), "after.pt"))  # type: ignore
+        return take(*of, **named)
+
+    unet3d.trainer.train_step = poison
+
+
+@pytest.mark.parametrize("precision", [[], ["amp=true", "amp_dtype=bf16"], ["amp=true", "amp_dtype=fp16"]])
+def test_t2_a_poisoned_batch_is_kept_and_changes_no_weight(precision: list[str], tmp_path: Path) -> None:
+    hook = functools.partial(poisoned, 3, "amp_dtype=fp16" in precision)
+    done = train(tmp_path, *TINY, *precision, "hydra.run.dir=run", hook=hook)
+    folder = tmp_path / "run"
+    assert done.code == 4 and done.err.count("\n") == 1
+    assert f"the batch is in {folder}/nan_batch.pt" in done.err and status(folder).startswith(done.err)
+    before, after = (torch.load(tmp_path / name, weights_only=True) for name in ("before.pt", "after.pt"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    found = snapshot.load(folder / "nan_batch.pt")
+    (batch,) = found["batches"]
+    assert found["step"] == 3 and batch["image"].isnan().sum() == 1 and batch["label"].shape == (1, 16, 16, 16)
+    assert batch["cases"] and batch["cases"][0] in done.err
+    assert snapshot.load(folder / "checkpoints" / "last.pt")["step"] == 2
+    assert all(value.isfinite().all() for value in weights(folder).values())
+
+
+def without_wandb_core() -> None:
+    """wandb's process is killed within step 3."""
+
+    def kill() -> None:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        assert len(children) == 1
+        os.kill(int(children[0]), signal.SIGKILL)
+        os.waitid(os.P_PID, int(children[0]), os.WEXITED | os.WNOWAIT)
+
+    signalled("unet3d.build:data", 0, 0, False)
+    call(STEP, 3, kill)
+
+
+def no_room_for_wandb() -> None:
+    Path("run").mkdir()
+    Path("run", "wandb").touch()
+
+
+@pytest.mark.parametrize(
+    ("mode", "hook", "said"),
+    [
+        ("offline", without_wandb_core, "warning: Wandb failed ("),
+        ("offline", no_room_for_wandb, "warning: wandb does not start ("),
+        ("disabled", None, ""),
+    ],
+)
+def test_t6_a_lost_tracker_costs_one_line(
+    mode: str, hook: Callable[[], None] | None, said: str, tmp_path: Path
+) -> None:
+    done = train(tmp_path, *TINY, "steps=6", "hydra.run.dir=run", hook=hook, wandb=mode)
+    assert done.code == 0, done.err
+    assert done.err.startswith(said) and done.err.count("\n") == bool(said), done.err
+    assert [record["step"] for record in records(tmp_path / "run") if "train/loss" in record] == [*range(1, 7)]
+
+
+def in_ascii() -> None:
+    """On a narrow terminal that is none."""
+    os.environ["COLUMNS"] = "20"
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="ascii", errors="strict")  # type: ignore[union-attr]
+
+
+def unread() -> None:
+    in_ascii()
+    for number in (1, 2):
+        reader, writer = os.pipe()
+        os.dup2(writer, number)
+        os.close(reader), os.close(writer)
+
+
+def closed() -> None:
+    sys.stdout = sys.stderr = None  # type: ignore[assignment]  # as Python has it then
+    os.close(1), os.close(2)
+
+
+@pytest.mark.parametrize("hook", [unread, closed, in_ascii])
+def test_t8_a_run_needs_no_reader(hook: Callable[[], None], tmp_path: Path) -> None:
+    done = train(tmp_path, *TINY, "hydra.run.dir=run", hook=hook)
+    assert done.code == 0, done.err
+    assert status(tmp_path / "run") == "done\nexit code 0\n"
+    assert len(records(tmp_path / "run")) == 6
+    if hook is in_ascii:
+        assert "run folder: run" in done.out and "\x1b" not in done.out and done.err == ""
+
+
+def test_t8_the_reader_of_the_first_line_may_leave(tmp_path: Path) -> None:
+    """`train.py | head -1`, in a program of its own and the locale C."""
+    words = [sys.executable, str(ROOT / "train.py"), *TINY, "hydra.run.dir=run", "wandb.mode=disabled"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=os.environ | {"LC_ALL": "C"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout and child.stderr
+        assert b"parameters" in child.stdout.readline()
+        child.stdout.close()
+        assert child.stderr.read() == b""
+    assert child.returncode == 0 and status(tmp_path / "run") == "done\nexit code 0\n"
+
+
+def odd_clock() -> None:
+    """It jumps back by a day, and into another zone."""
+
+    def jump() -> None:
+        now = time.time
+        time.time = lambda: now() - 86400
+        os.environ["TZ"] = "Pacific/Kiritimati"
+        time.tzset()
+
+    signalled("unet3d.build:data", 0, 0, False)
+    call(STEP, 3, jump)
+
+
+def test_t12_the_clock_and_the_place_do_not_matter(place: Path, whole: Path) -> None:
+    """And nothing is written beside the sources."""
+    before = sources()
+    done = train(place / "elsewhere", *RUN, hook=odd_clock)
+    assert done.code == 0 and same(place / "elsewhere" / "run", whole)
+    times = [
+        json.loads(line).get("time/step_s", 0)
+        for line in (place / "elsewhere" / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert min(times) >= 0
+    assert sources() == before
+
+
+def sources() -> set[tuple[Path, int]]:
+    found = [path for part in ("unet3d", "configs") for path in (ROOT / part).rglob("*") if path.suffix != ".pyc"]
+    return {(path, path.stat().st_mtime_ns) for path in found if path.is_file()}
