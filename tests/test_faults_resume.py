@@ -10,7 +10,7 @@ import pytest
 import torch
 from training import TINY, Ended, records, status, train, weights
 
-from unet3d import snapshot
+from unet3d import record, snapshot
 from unet3d.errors import UserError
 from unet3d.resuming import refuse_changes
 
@@ -119,6 +119,39 @@ def test_r8_a_run_that_is_done_is_left_as_it_is(whole: Path) -> None:
     assert {path.name for path in before if before[path] != after[path]} <= {".lock", "overrides.yaml"}
 
 
+def die_saving(after: bool) -> None:
+    """In the third pause, just before or just after last.pt is there."""
+    from unet3d.checkpoints import Checkpoints
+
+    save, count = Checkpoints.save_last, iter(range(1, 9))
+
+    def dying(self: Checkpoints) -> None:
+        is_third = next(count) == 3
+        if after or not is_third:
+            save(self)
+        if is_third:
+            os.kill(os.getpid(), KILL)
+
+    Checkpoints.save_last = dying
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_r1_killed_beside_a_save_no_validation_is_lost_or_told_twice(after: bool, place: Path, whole: Path) -> None:
+    where = place / f"saving{after}"
+    assert train(where, *RUN, hook=functools.partial(die_saving, after)).code == -KILL
+    assert snapshot.load(where / "run" / "checkpoints" / "last.pt")["step"] == (9 if after else 6)
+    assert resume(where / "run").code == 0 and same(where / "run", whole)
+
+
+def test_records_of_a_validation_that_is_taken_again_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 3, "train/loss": 1}', '{"step": 3, "val/dice_mean": 1}', '{"step": 4, "train/loss": 1}']
+    for paused, kept in ((0, lines[:1]), (3, lines[:2])):
+        path.write_text("\n".join([*lines, '{"step": 5, "tr']))
+        assert record.forget_after(path, 3, paused) == 4
+        assert path.read_text().splitlines() == kept
+
+
 def test_a_run_killed_after_its_last_step_is_finished(copy: Path, whole: Path) -> None:
     assert resume(copy, hook=die_finishing).code == -KILL
     assert status(copy) == "running\n" and not list((copy / "predictions").iterdir())
@@ -143,7 +176,7 @@ def test_orphans_of_killed_saves_are_swept(copy: Path) -> None:
 
 def test_t7_a_killed_run_has_told_of_every_step(killed: Path, whole: Path) -> None:
     told = records(killed)
-    assert [record["step"] for record in told if "train/loss" in record] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["step"] for line in told if "train/loss" in line] == [1, 2, 3, 4, 5, 6, 7]
     assert told == records(whole)[: len(told)]
 
 
@@ -156,7 +189,7 @@ def test_c1_a_damaged_snapshot_gives_way_to_the_one_before(copy: Path, whole: Pa
     (line,) = done.err.splitlines()
     assert "last.pt: not a readable snapshot" in line
     assert line.endswith("going on from previous.pt, step 3; steps 4 to 7 are taken again")
-    assert [record["step"] for record in records(copy) if "train/loss" in record] == [1, 2, 3, 4]
+    assert [line["step"] for line in records(copy) if "train/loss" in line] == [1, 2, 3, 4]
     assert resume(copy).code == 0 and same(copy, whole)
 
 

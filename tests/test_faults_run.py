@@ -146,6 +146,29 @@ def test_r5_no_process_is_left_behind(tmp_path: Path) -> None:
     assert alive(mark) == []
 
 
+def hung_worker() -> None:
+    """A data worker never comes back from its fifth patch; torch waits for it, here not for 5 seconds."""
+    import torch.utils.data._utils as utils
+
+    import unet3d.run
+
+    utils.MP_STATUS_CHECK_INTERVAL = 0.1
+    get = unet3d.run.Patches.__getitem__
+
+    def hang(self: object, place: tuple[int, int, int]) -> object:
+        while place[0] >= 4:
+            signal.pause()
+        return get(self, place)  # type: ignore[arg-type]
+
+    unet3d.run.Patches.__getitem__ = hang  # type: ignore[method-assign,assignment]
+    call(STEP, 2, functools.partial(send, signal.SIGTERM))
+
+
+def test_r5_a_worker_that_hangs_ends_with_the_run(tmp_path: Path) -> None:
+    done = train(tmp_path, *TINY, "workers=1", "hydra.run.dir=run", hook=hung_worker)
+    assert done.code == 75, done.err
+
+
 def test_r5_a_dry_run_and_what_comes_after_hear_signals_as_ever() -> None:
     before = [signal.getsignal(number) for number in signals.ASKING]
     with pytest.raises(KeyError), signals.stopping():
