@@ -167,10 +167,10 @@ def die_finishing() -> None:
 
 
 def test_orphans_of_killed_saves_are_swept(copy: Path) -> None:
-    orphans = [copy / "checkpoints" / "last.tmp", copy / ".STATUS.tmp"]
+    orphans = [copy / "checkpoints" / "last.tmp", copy / "checkpoints" / "best.tmp", copy / ".memory.json.tmp"]
     for orphan in orphans:
         orphan.write_bytes(b"half")
-    resume(copy)
+    assert resume(copy, hook=functools.partial(at_step, 7, KILL)).code == -KILL
     assert not any(orphan.exists() for orphan in orphans)
 
 

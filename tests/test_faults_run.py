@@ -2,6 +2,7 @@
 
 import functools
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -13,11 +14,15 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from training import ROOT, TINY, Ended, records, start, status, train, weights
 
 from unet3d import process, signals, snapshot
+from unet3d.config import Data
+from unet3d.data.loader import batches
+from unet3d.data.patches import Patches, Prepared, prepare
 from unet3d.errors import Preempted
 
 RUN = [*TINY, "steps=6", "eval_every=2", "model.dropout=0.2", "data.root=../phantom", "hydra.run.dir=run"]
@@ -111,6 +116,8 @@ def test_r5_a_signal_ends_the_run_where_it_is(
     assert done.err == f"{line}\n" and status(folder) == f"{line}\nexit code 75\n"
     assert snapshot.load(folder / "checkpoints" / "last.pt")["step"] == step
     assert [record["step"] for record in records(folder) if "train/loss" in record] == [*range(1, step + 1)]
+    validated = [record["step"] for record in records(folder) if "val/dice_mean" in record]
+    assert validated == [at for at in (2, 4, 6) if at < step or (at == step and where == SAVE)]
     again = train(place / "stopped", "resume=run")
     assert again.code == 0 and same(folder, whole), again.err
 
@@ -147,7 +154,7 @@ def test_r5_no_process_is_left_behind(tmp_path: Path) -> None:
 
 
 def hung_worker() -> None:
-    """A data worker never comes back from its fifth patch; torch waits for it, here not for 5 seconds."""
+    """A data worker never comes back from its third patch; torch waits for it, here not for 5 seconds."""
     import torch.utils.data._utils as utils
 
     import unet3d.run
@@ -156,7 +163,7 @@ def hung_worker() -> None:
     get = unet3d.run.Patches.__getitem__
 
     def hang(self: object, place: tuple[int, int, int]) -> object:
-        while place[0] >= 4:
+        while place[0] >= 2:
             signal.pause()
         return get(self, place)  # type: ignore[arg-type]
 
@@ -167,6 +174,25 @@ def hung_worker() -> None:
 def test_r5_a_worker_that_hangs_ends_with_the_run(tmp_path: Path) -> None:
     done = train(tmp_path, *TINY, "workers=1", "hydra.run.dir=run", hook=hung_worker)
     assert done.code == 75, done.err
+
+
+def test_r5_workers_leave_signals_to_the_run() -> None:
+    patches = Patches(phantom_case, Data(patch=[8, 8, 8]), 0)
+    stream = batches(patches, 1, 1, 1, seed=0, workers=1)
+    next(stream)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid
+    for number in signals.ASKING:
+        os.kill(worker.pid, number)
+    for _ in range(9):
+        next(stream)
+    stream.close()
+    assert not worker.is_alive()
+
+
+def phantom_case(_: int) -> Prepared:
+    image = np.ones((1, 8, 8, 8), np.float32)
+    return prepare("a", image, image[0].astype(np.uint8), (1.0, 1.0, 1.0), None)
 
 
 def test_r5_a_dry_run_and_what_comes_after_hear_signals_as_ever() -> None:
@@ -241,6 +267,17 @@ def test_r5_a_sweep_passes_the_question_on() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "GRACE", 0)
         assert process.run([sys.executable, "-c", DEAF]) == 130
+
+
+def test_r5_a_job_that_has_just_begun_is_asked_too(monkeypatch: Patch) -> None:
+    begin = subprocess.Popen
+
+    def asked(command: list[str]) -> subprocess.Popen:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return begin(command)
+
+    monkeypatch.setattr(process.subprocess, "Popen", asked)
+    assert process.run([sys.executable, "-c", "import signal; signal.pause()"]) == 75
 
 
 # --- R9: one process a folder
