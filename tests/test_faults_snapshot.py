@@ -235,6 +235,18 @@ def test_c5_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> Non
     check_whole(tmp_path / "real", 2)
 
 
+def test_c5_a_run_folder_that_cannot_be_made_is_one_line(place: Path) -> None:
+    (place / "e").mkdir()
+    (place / "e" / "file").touch()
+    for where in ("file/run", "file"):
+        done = train(place / "e", *TINY, f"hydra.run.dir={where}")
+        assert done.code == 2 and done.err.startswith(f"error: {where}: ") and done.err.count("\n") == 1
+    (place / "e" / "real").mkdir()
+    (place / "e" / "link").symlink_to("real")
+    assert train(place / "e", *TINY, "steps=1", "hydra.run.dir=link/../link/run").code == 0
+    assert (place / "e" / "real" / "run" / "STATUS").exists()
+
+
 def test_c6_another_format_is_told_from_damage(tmp_path: Path) -> None:
     for number, age in ((snapshot.FORMAT + 1, "a newer unet3d"), (snapshot.FORMAT - 1, "an older unet3d")):
         torch.save({"format": number}, tmp_path / "x.pt")

@@ -1,5 +1,6 @@
 """The command face of training: one line for a mistake, a run folder and an exit code for a job. Hydra in here."""
 
+import os
 import secrets
 import shlex
 import sys
@@ -21,6 +22,8 @@ from unet3d.guard import OVERRIDES, Job
 from unet3d.process import INTERRUPTED
 from unet3d.resuming import refuse_changes
 
+FOLDERS = ("hydra.run.dir=", "hydra.sweep.dir=")  # what may name the run folder
+
 
 def main(job: Job) -> int:
     """Check what every job of the command line asks for, then run them. Returns the highest exit code."""
@@ -28,6 +31,7 @@ def main(job: Job) -> int:
     OmegaConf.register_new_resolver("uid", _uid, use_cache=True, replace=True)
     try:
         arguments = _checked(sys.argv[1:])
+        _refuse_unwritable(arguments)
     except UserError as error:
         return guard.say(f"error: {error}", error.exit_code)
     codes: list[int] = []
@@ -73,6 +77,17 @@ def _checked(arguments: Sequence[str]) -> list[str]:
     if config.resume is None or flags.cfg or flags.info or flags.help:
         return ordered
     return resumed(Path(config.resume), flags.overrides)
+
+
+def _refuse_unwritable(arguments: Sequence[str]) -> None:
+    """Raise UserError where the run folder cannot be made: Hydra would tell it with a trace."""
+    if any(word.startswith("-") and word not in ("-m", "--multirun") for word in arguments):
+        return  # only shows something
+    asked = [word.partition("=")[2].strip("'") for word in arguments if word.startswith(FOLDERS)]
+    for path in map(Path, asked or ["outputs"]):
+        place = next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(f"{path}: {place} is no folder that can be written to; give hydra.run.dir=FOLDER")
 
 
 def _overrides_first(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
