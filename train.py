@@ -5,10 +5,11 @@ from pathlib import Path
 
 from unet3d import command
 from unet3d.config import Config
+from unet3d.signals import Stop
 
 
-def job(config: Config, folder: Path) -> None:
-    """One run in its folder: predict, build, fit, report."""
+def job(config: Config, folder: Path, stop: Stop) -> None:
+    """One run in its folder: predict, build, fit, report. Ends early once it is asked to `stop`."""
     from unet3d import build, record, report  # torch and monai load here: a wrong option was answered before
     from unet3d.finish import finish
     from unet3d.memory.forecast import forecast
@@ -20,7 +21,7 @@ def job(config: Config, folder: Path) -> None:
     if data is None or config.dry_run:
         record.add(folder, told.memory)
         return
-    with Run(config, folder, data, options, told.starts) as run:
+    with Run(config, folder, data, options, told.starts, stop) as run:
         if run.is_done:
             print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; steps=N goes on")
             return

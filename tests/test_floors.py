@@ -12,21 +12,22 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "errors",
         "policy",
         "metrics",
+        "outlet",
         "page",
         "privacy",
-        "process",
         "slices",
         "table",
         "memory.attribution",
     },
     {
-        *("model.geometry", "schedules", "snapshot", "sinks", "figures", "console", "data.nifti"),
+        *("lock", "signals", "model.geometry", "schedules", "snapshot", "sinks", "figures", "console", "data.nifti"),
         *("memory.ledger", "memory.tables"),
     },
     {
         "checks",
         "compare_figures",
         "model.layers",
+        "process",
         "readback",
         "resuming",
         "memory.allocator",
@@ -42,7 +43,10 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
     },
     {"compose", "model.stages", "report", "data.mni152", "data.phantom", "data.voxels", "memory.bounds"},
     {"losses", "model.unet", "step", "record", "compare_rows", "data.cases", "memory.kernels"},
-    {"trainer", "inference", "published", "memory.explain", "memory.numbers", "data.augment", "data.volumes"},
+    {
+        *("checkpoints", "trainer", "inference", "published", "memory.explain", "memory.numbers"),
+        *("data.augment", "data.volumes"),
+    },
     {"compare", "memory.export", "memory.meter", "data.patches", "data.check"},
     {"data.loader", "data.reader", "data.sparse", "evaluation", "memory.save"},
     {"build"},
@@ -53,6 +57,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
     {"memory.facts", "memory.fit", "memory.show", "memory.spread", "memory.forecast", "memory.distress"},
     {"run"},
     {"finish"},
+    {"guard"},
     {"command", "__main__"},
 ]
 ROOMS = {
@@ -66,7 +71,7 @@ ROOMS = {
 }
 LIGHT = {
     *("config", "resuming", "errors", "checks", "compose", "command", "model.geometry"),
-    *("sinks", "console", "data.cases", "data.mni152", "process"),
+    *("sinks", "console", "data.cases", "data.mni152", "process", "lock", "signals", "guard", "outlet"),
 }
 
 

@@ -80,7 +80,7 @@ def test_a_resumed_run_appends_and_mends_a_record_cut_short(tmp_path: Path) -> N
     assert path.read_text() == '{"step": 1}\n{"step": 2, "train/lo\n{"step": 3}\n{"step": 4}\n'
 
 
-def test_a_killed_run_has_every_record_that_it_was_told(tmp_path: Path) -> None:
+def test_t7_a_killed_run_has_every_record_that_it_was_told(tmp_path: Path) -> None:
     code = (
         "import itertools, pathlib; from unet3d.sinks import JsonLines\n"
         "sink = JsonLines(pathlib.Path('metrics.jsonl'))\n"
@@ -311,7 +311,7 @@ def test_the_id_is_that_of_the_latest_run(tmp_path: Path) -> None:
     assert sinks._earlier_id(tmp_path) == "new"
 
 
-def test_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path: Path) -> None:
+def test_t6_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path: Path) -> None:
     code = SESSION.replace("config = Config()", "config = Config(); config.wandb.mode = 'online'")
     folder, warnings = session(tmp_path, code=code)
     assert len(warnings) == 1
@@ -319,7 +319,7 @@ def test_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path: Pat
     assert len(read_run(folder).history) == 5
 
 
-def test_without_network_an_online_run_goes_on_offline_with_one_line_and_the_same_id(tmp_path: Path) -> None:
+def test_t6_without_network_an_online_run_goes_on_offline_with_one_line_and_the_same_id(tmp_path: Path) -> None:
     code = (
         "import os, unet3d.sinks; unet3d.sinks.QUIET['init_timeout'] = 1\n"
         "os.environ |= {'WANDB_MODE': 'online', 'WANDB_API_KEY': 'a' * 40, 'WANDB_BASE_URL': 'http://127.0.0.1:9'}\n"
@@ -350,7 +350,7 @@ print(len(children))
 
 
 @LINUX
-def test_a_killed_wandb_core_costs_one_line_and_no_record(tmp_path: Path) -> None:
+def test_t6_a_killed_wandb_core_costs_one_line_and_no_record(tmp_path: Path) -> None:
     stdout, warnings = python("-c", KILLED, folder=tmp_path)
     assert stdout == "1\n"
     (warning,) = warnings

@@ -64,7 +64,7 @@ def test_gradients_are_released(network: Network) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_non_finite_loss_stops_before_the_update(network: Network, dtype: torch.dtype | None) -> None:
+def test_t2_a_non_finite_loss_stops_before_the_update(network: Network, dtype: torch.dtype | None) -> None:
     model, before = network(), network()
     poisoned = batch(1)
     poisoned.image[0, 0, 0, 0, 0] = float("nan")
@@ -90,7 +90,7 @@ def broken(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("clip", [None, 12.0])
-def test_a_non_finite_gradient_stops_before_the_update(network: Network, clip: float | None) -> None:
+def test_t2_a_non_finite_gradient_stops_before_the_update(network: Network, clip: float | None) -> None:
     model, before, memory = network(), network(), MemoryPolicy()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     with pytest.raises(NonFiniteLoss, match="gradient norm nan"):
@@ -98,7 +98,7 @@ def test_a_non_finite_gradient_stops_before_the_update(network: Network, clip: f
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
-def test_fp16_that_overflows_at_any_scale_is_stopped(network: Network) -> None:
+def test_t3_fp16_that_overflows_at_any_scale_is_stopped(network: Network) -> None:
     model, memory = network(), MemoryPolicy("cpu", torch.float16)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 1.0), memory.scaler()
     for _ in range(17):
@@ -107,7 +107,7 @@ def test_fp16_that_overflows_at_any_scale_is_stopped(network: Network) -> None:
         train_step(model, broken, optimizer, scaler, memory, [batch(1)])
 
 
-def test_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None:
+def test_t2_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None:
     model, before = network(), network()
     memory = MemoryPolicy("cpu", torch.float16)
     scaler = memory.scaler()

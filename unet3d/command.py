@@ -1,10 +1,11 @@
 """The command face of training: one line for a mistake, a run folder and an exit code for a job. Hydra in here."""
 
+import os
 import secrets
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -13,24 +14,26 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from unet3d import compose, process
+from unet3d import compose, guard, outlet, process
 from unet3d.compose import CONFIG_NAME, VERSION_BASE
 from unet3d.config import Config
-from unet3d.errors import LoaderError, NonFiniteLoss, OutOfMemory, SnapshotError, UserError, is_out_of_memory
+from unet3d.errors import Preempted, UserError
+from unet3d.guard import OVERRIDES, Job
 from unet3d.process import INTERRUPTED
 from unet3d.resuming import refuse_changes
 
-Job = Callable[[Config, Path], None]
-OVERRIDES = "overrides.yaml"  # what the command line said, for `resume`
+FOLDERS = ("hydra.run.dir=", "hydra.sweep.dir=")  # what may name the run folder
 
 
 def main(job: Job) -> int:
     """Check what every job of the command line asks for, then run them. Returns the highest exit code."""
+    outlet.install()
     OmegaConf.register_new_resolver("uid", _uid, use_cache=True, replace=True)
     try:
         arguments = _checked(sys.argv[1:])
+        _refuse_unwritable(arguments)
     except UserError as error:
-        return _say(f"error: {error}", error.exit_code)
+        return guard.say(f"error: {error}", error.exit_code)
     codes: list[int] = []
     swept: dict[Path, Config] = {}  # run folder -> config
     sweep_folder = Path()
@@ -41,14 +44,14 @@ def main(job: Job) -> int:
         asked, config = HydraConfig.get(), compose.load(tree)
         folder, overrides = Path(asked.runtime.output_dir), list(asked.overrides.task)
         if asked.mode != RunMode.MULTIRUN:
-            codes.append(_guarded(job, config, folder, overrides))
+            codes.append(guard.guarded(job, config, folder, overrides))
             return
         sweep_folder, swept[folder] = Path(asked.runtime.cwd, asked.sweep.dir), config
         print(f"job {asked.job.num}: {' '.join(overrides)}", flush=True)
         codes.append(_job_of_sweep(job, config, folder, overrides))
-        if codes[-1] == INTERRUPTED:
+        if codes[-1] in (INTERRUPTED, Preempted.exit_code):
             ready = f"python -m unet3d compare {shlex.quote(str(sweep_folder))}"
-            sys.exit(_say(f"sweep interrupted; to compare what there is: {ready}", INTERRUPTED))
+            sys.exit(guard.say(f"sweep interrupted; to compare what there is: {ready}", codes[-1]))
 
     sys.argv[1:] = arguments
     task()
@@ -77,6 +80,17 @@ def _checked(arguments: Sequence[str]) -> list[str]:
     return resumed(Path(config.resume), flags.overrides)
 
 
+def _refuse_unwritable(arguments: Sequence[str]) -> None:
+    """Raise UserError where the run folder cannot be made: Hydra would tell it with a trace."""
+    if any(word.startswith("-") and word not in ("-m", "--multirun") for word in arguments):
+        return  # only shows something
+    asked = [word.partition("=")[2].strip("'") for word in arguments if word.startswith(FOLDERS)]
+    for path in map(Path, asked or ["outputs"]):
+        place = next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(f"{path}: {place} is no folder that can be written to; give hydra.run.dir=FOLDER")
+
+
 def _overrides_first(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """The same arguments with the overrides in one row: Hydra takes no flag between them."""
     flags = list(arguments)
@@ -88,7 +102,7 @@ def _overrides_first(arguments: Sequence[str], overrides: Sequence[str]) -> list
 def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
     """The overrides of the run in `folder`, then the new ones, in the same folder. Raises UserError."""
     told = folder / OVERRIDES
-    if not told.is_file() or not (folder / "checkpoints" / "last.pt").is_file():
+    if not told.is_file() or not guard.snapshots(folder):
         raise UserError(f"resume={folder}: no run with a snapshot there; give a run folder, outputs/DATE/TIME-ID")
     before = [*map(str, OmegaConf.load(told))]
     if any(word.startswith("-") or word.lstrip("+~").startswith("hydra") for word in before):
@@ -115,66 +129,15 @@ def _job_of_sweep(job: Job, config: Config, folder: Path, overrides: list[str]) 
     if not config.dry_run:
         script = Path(HydraConfig.get().runtime.cwd, sys.argv[0])
         code = process.run([sys.executable, str(script), *overrides, _run_in(folder)])
-        if code == 0 or _has_ended(folder):
+        if code == 0 or guard.has_ended(folder):
             return code
-        OmegaConf.save(OmegaConf.create(overrides), folder / OVERRIDES)
-        return _end(folder, f"failed: {process.fate(code)}", code)
+        guard.remember(folder, overrides)
+        return guard.end(folder, f"failed: {process.fate(code)}", code)
     try:
-        return _guarded(job, config, folder, overrides)
+        return guard.guarded(job, config, folder, overrides)
     except Exception:  # Hydra would tell it after the last job, and end the sweep with it
         traceback.print_exc()
         return 1
-
-
-def _has_ended(folder: Path) -> bool:
-    """Whether the run could still say how it ended."""
-    status = folder / "STATUS"
-    return status.is_file() and status.read_text() != "running\n"
-
-
-def _guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
-    """Run the job; turn what can be foreseen into a last line, STATUS and an exit code."""
-    if config.resume is None and (folder / "metrics.jsonl").exists():
-        used = UserError(f"{folder}: holds a run already; choose another folder, or resume it")
-        return _say(f"error: {used}", used.exit_code)
-    said = [override for override in overrides if not override.startswith("resume=")]
-    OmegaConf.save(OmegaConf.create(said), folder / OVERRIDES)
-    try:
-        job(config, folder)
-    except (UserError, SnapshotError, NonFiniteLoss) as error:
-        if config.resume is not None and not isinstance(error, NonFiniteLoss):
-            return _say(f"error: {error}", error.exit_code)  # the run in the folder is as it was
-        return _end(folder, f"error: {error}", error.exit_code)
-    except LoaderError as error:
-        return _end(folder, f"failed: {error}\n{_how_to_go_on(folder)}", error.exit_code)
-    except OutOfMemory as error:
-        return _end(folder, f"out of memory: {error}\n{_how_to_go_on(folder)}", error.exit_code)
-    except KeyboardInterrupt:
-        return _end(folder, f"interrupted; {_how_to_go_on(folder)}", INTERRUPTED)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            _end(folder, f"failed: {error!r}", 1)
-            raise
-        return _end(folder, f"out of memory: {str(error).splitlines()[0]}", OutOfMemory.exit_code)
-    return _end(folder, None, 0)
-
-
-def _how_to_go_on(folder: Path) -> str:
-    if (folder / "checkpoints" / "last.pt").exists():
-        return f"to go on: python train.py resume={shlex.quote(str(folder))}"
-    return "there is no snapshot yet to go on from"
-
-
-def _end(folder: Path, line: str | None, code: int) -> int:
-    from unet3d import record
-
-    record.end(folder, line or "done", code)
-    return _say(line, code) if line else code
-
-
-def _say(line: str, code: int) -> int:
-    print(line, file=sys.stderr)
-    return code
 
 
 def _uid() -> str:

@@ -183,3 +183,4 @@ class Config:
     budget: str | None = option(None, "refuse a run whose step is predicted to hold more in tensors, e.g. 8GiB")
     resume: str | None = option(None, "run folder to go on with")
     sweep: list[str] | None = option(None, "of an experiment: overrides with several values, one job each, as for -m")
+    requeue: bool = option(False, "under Slurm: put the job back in the queue once a signal has stopped it")

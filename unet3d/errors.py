@@ -1,5 +1,9 @@
 """What can end a run in a foreseen way, each with the exit code that scripts rely on."""
 
+import errno
+from collections.abc import Sequence
+from typing import Any
+
 
 class UserError(ValueError):
     """Config or data that the user can mend. The message says what is wrong, where, and what to do."""
@@ -13,10 +17,22 @@ class SnapshotError(ValueError):
     exit_code = 3
 
 
+class DamagedSnapshot(SnapshotError):
+    """A snapshot that is missing, cut short or changed on disk: an older one may do."""
+
+
+class NotSaved(UserError):
+    """A file that could not be written: the disk is full, or the folder cannot be written to."""
+
+
 class NonFiniteLoss(ArithmeticError):
     """The loss became NaN or infinite; the weights are those before the step."""
 
     exit_code = 4
+
+    def __init__(self, message: str, batches: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.batches = batches  # the step's
 
 
 class LoaderError(RuntimeError):
@@ -31,8 +47,22 @@ class OutOfMemory(Exception):
     exit_code = 5
 
 
+class Preempted(BaseException):
+    """A signal asked the run to stop: exit code 75, as of what may succeed when tried again.
+
+    No Exception, as KeyboardInterrupt is none: what survives any error must not survive this.
+    """
+
+    exit_code = 75
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """torch raises OutOfMemoryError for a device, and a plain RuntimeError for the host."""
     return (
         isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__ or "can't allocate" in str(error)
     )
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the disk, the user's share of it or the largest size of a file does not allow more."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -17,11 +17,15 @@ from unet3d.run import Run
 
 def finish(run: Run) -> None:
     """Write everything that is known at the end; predictions and scores are those of the last weights."""
-    memory = record.add_measured(run.folder, sum(p.numel() for p in run.model.parameters()), run.meter.summary())
+    if run.is_measured:
+        _tell_memory(run, record.add_measured(run.folder, _parameters(run), run.meter.summary()))
     with run.averaged():
         _predict_held_out(run)
-    _tell_memory(run, memory)
     record.end(run.folder, "done", 0)
+
+
+def _parameters(run: Run) -> int:
+    return sum(p.numel() for p in run.model.parameters())
 
 
 def _tell_memory(run: Run, memory: Mapping[str, Any]) -> None:

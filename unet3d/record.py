@@ -29,6 +29,18 @@ def end(folder: Path, line: str, code: int) -> None:
     write_text(folder / "STATUS", f"{line}\nexit code {code}\n")
 
 
+def is_done(folder: Path) -> bool:
+    """Whether the folder's run went to its end, with all that it leaves behind."""
+    status = folder / "STATUS"
+    return status.is_file() and status.read_text(encoding="utf-8").startswith("done\n")
+
+
+def sweep_orphans(folder: Path) -> None:
+    """Delete what was being written when a run was killed."""
+    for orphan in (*folder.glob(".*.tmp"), *(folder / "checkpoints").glob("*.tmp")):
+        orphan.unlink(missing_ok=True)
+
+
 def add_measured(folder: Path, parameters: int, measured: dict[str, Any]) -> dict[str, Any]:
     """memory.json with what was measured beside what was predicted. Returns it."""
     memory = add(folder, {"parameters": parameters, "measured": measured})
@@ -65,20 +77,27 @@ def _version(name: str) -> str | None:
         return None
 
 
-def forget_after(metrics: Path, step: int) -> None:
-    """Drop the records of steps that a resumed run will take again."""
+def forget_after(metrics: Path, step: int, paused: int) -> int:
+    """Drop the records of steps, and of pauses, that a resumed run will take again. Returns the last step of all."""
     if not metrics.exists():
-        return
-    kept = [line for line in metrics.read_text().splitlines() if (found := _step(line)) is not None and found <= step]
-    write_text(metrics, "".join(f"{line}\n" for line in kept))
+        return step
+    kept, last = [], step
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        record = _record(line)
+        last = max(last, record["step"])
+        if 0 <= record["step"] < step or (record["step"] == step and (step == paused or "train/loss" in record)):
+            kept.append(f"{line}\n")
+    write_text(metrics, "".join(kept))
+    return last
 
 
-def _step(line: str) -> int | None:
-    """A record's step; None for a line that a kill cut short."""
+def _record(line: str) -> dict[str, Any]:
+    """A record; of step -1 where a kill cut it short."""
     try:
-        return int(json.loads(line)["step"])
+        record: dict[str, Any] = json.loads(line)
     except json.JSONDecodeError:
-        return None
+        return {"step": -1}
+    return record
 
 
 def write_json(path: Path, values: Any) -> None:

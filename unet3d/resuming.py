@@ -8,18 +8,24 @@ from unet3d.errors import UserError
 # What a resumed run may not change: it would be another run. Paths and ways of working may.
 FIXED = ("model.", "data.", "loss.", "optim.name", "seed", "batch", "accumulate", "amp")
 FREE = ("data.root", "data.cache", "data.allow_outside")
+SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to go on from: the first that is whole
 
 
-def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
-    """Raise UserError with the options, of two configs as plain values, that would make it another run."""
+def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[str]:
+    """The options that differ between two configs as plain values, `name: before -> now`, but for `resume`.
+
+    Raises UserError with those that would make it another run.
+    """
     old, new = flat(before, "."), flat(now, ".")
-    changed = [
-        f"{name}: {old[name]} -> {new[name]}"
+    changed = {
+        name: f"{name}: {old[name]} -> {new[name]}"
         for name in sorted(old.keys() & new.keys())  # an option that came later is, by default, what was done before
-        if name.startswith(FIXED) and name not in FREE and old[name] != new[name]
-    ]
-    if changed:
-        raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(changed)}")
+        if old[name] != new[name] and name != "resume"
+    }
+    refused = [change for name, change in changed.items() if name.startswith(FIXED) and name not in FREE]
+    if refused:
+        raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(refused)}")
+    return list(changed.values())
 
 
 def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str, Any]:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
@@ -12,26 +13,31 @@ from typing import Any
 import torch
 
 from unet3d import averaging, build, compose, metrics, record, resuming, schedules, snapshot
+from unet3d.checkpoints import Checkpoints
 from unet3d.config import Config, Model
 from unet3d.console import Console
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, Prepared
-from unet3d.errors import OutOfMemory, is_out_of_memory
+from unet3d.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory
 from unet3d.evaluation import evaluate
 from unet3d.losses import IGNORE
 from unet3d.memory import distress
 from unet3d.memory.meter import open_meter
 from unet3d.model import geometry
+from unet3d.signals import Stop
 from unet3d.sinks import Sinks, open_sinks
+from unet3d.step import Batch
 from unet3d.trainer import Trainer
 
 
 class Run:
     """Builds everything of a run; with `config.resume`, goes on from its last snapshot. Use it in a `with`."""
 
-    def __init__(self, config: Config, folder: Path, data: build.Data, options: Model, starts: tuple[int, ...]) -> None:
-        self.config, self.folder, self.data, self.options = config, folder, data, options
+    def __init__(
+        self, config: Config, folder: Path, data: build.Data, options: Model, starts: tuple[int, ...], stop: Stop
+    ) -> None:
+        self.config, self.folder, self.data, self.options, self.stop = config, folder, data, options, stop
         device = build.device(config)
         loss = build.loss(config, len(data.task.classes))
         policy = build.policy(config, device.type, starts)
@@ -40,11 +46,13 @@ class Run:
         self.optimizer = build.optimizer(config.optim, self.model)
         self.predictor = build.predictor(config, self.model, self.options, policy)
         self.scaler = policy.scaler()
-        self.best: float | None = None
-        step = self._restore(folder / "checkpoints" / "last.pt") if config.resume else 0
+        self.checkpoints = Checkpoints(folder, self._state)
+        step, paused = self.checkpoints.restore(self._put_back) if config.resume else (0, 0)
+        self.first = step
+        self.is_done = step >= config.steps and record.is_done(folder)
         self.meter = open_meter(self.model, self.optimizer)
         self.sinks = Sinks([])
-        if step < config.steps:  # a finished run is left as it is
+        if not self.is_done:  # else it is left as it is
             record.start(folder, config, device)
             self.sinks = open_sinks(config, folder)
             self.sinks.add(Console(config.steps))
@@ -60,6 +68,7 @@ class Run:
             self.meter.mark,
             self.sinks.scalars,
             step,
+            paused,
         )
 
     def __enter__(self) -> "Run":
@@ -67,19 +76,19 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.meter.close()
-        self.sinks.close(0 if kind is None else 1)
+        self.sinks.close(0 if kind is None else getattr(kind, "exit_code", 1))
 
     @property
-    def is_done(self) -> bool:
-        """Whether a resumed run has no step left."""
-        return self.trainer.step >= self.config.steps
+    def is_measured(self) -> bool:
+        """Whether a step was taken here, and not all of them before the run was resumed."""
+        return self.trainer.step > self.first
 
     def averaged(self) -> AbstractContextManager[None]:
         """The weights to predict with: their running average, if the run keeps one."""
         return averaging.averaged(self.model, self.optimizer)
 
     def fit(self) -> None:
-        """Train to the end, pausing to validate and to save."""
+        """Train to the end, pausing to validate and to save. Raises Preempted, once saved, when asked to stop."""
         config, data = self.config, self.data
         read = functools.partial(_read_nth, data.learn, data.train)
         tile = geometry.output_size(config.data.patch, self.options)
@@ -90,7 +99,9 @@ class Run:
             self.sinks.scalars({"data/labelled_share": fmean(shares)}, 0)
         stream = batches(patches, cases, config.batch, config.accumulate, config.seed, config.workers, first)
         try:
-            self.trainer.fit(stream, config.steps, config.eval_every, self._pause)
+            self._train(stream)
+        except NonFiniteLoss as error:
+            raise NonFiniteLoss(f"{error}; {self.checkpoints.dump(self.trainer.step + 1, error)}") from None
         except (RuntimeError, MemoryError) as error:
             if dead := lost(error):
                 raise dead from error
@@ -104,22 +115,44 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)  # room for the dry runs, outside of the except block
         raise OutOfMemory("\n".join([*told, *distress.remedies(config, self.options)]))
 
+    def _train(self, stream: Iterator[list[Batch]]) -> None:
+        every, steps = self.config.eval_every, self.config.steps
+        with self.stop.noted():
+            try:
+                self.trainer.fit(stream, steps, every, self._pause, self.stop)
+            except Preempted:  # within a validation, which the resumed run takes again
+                assert self.stop()
+            if self.stop.asked:
+                self._leave(self.stop.asked.name)
+
+    def _leave(self, signal: str) -> None:
+        """Save where the run is, without a validation. Raises Preempted."""
+        stopped = f"stopped by {signal} after step {self.trainer.step} of {self.config.steps}"
+        try:
+            self.checkpoints.save_last()
+        except NotSaved as error:
+            stopped += f", which is not saved: {error}"
+        raise Preempted(stopped)
+
     def _pause(self) -> None:
         """Validate, keep the best, save the last. The last validation also measures surface distances."""
         started = time.perf_counter()
         step, task = self.trainer.step, self.data.task
-        with self.averaged():
+        with self.averaged(), self.stop.raised():
             scores = evaluate(
                 self.predictor, map(self.data.score, self.data.val), len(task.classes), hd95=self._measures_surfaces()
             )
         values = metrics.summarise(scores, task.classes)
-        metrics.write_csv(self.folder / "scores.csv", scores, task.classes)
-        dice = values["val/dice_mean"]
-        is_best = dice is not None and (self.best is None or dice > self.best)
-        self.best = dice if is_best else self.best
-        for name in ("best", "last") if is_best else ("last",):
-            snapshot.save(self.folder / "checkpoints" / f"{name}.pt", self._state())
+        # told before it is saved: a run killed in between takes this validation again, and its record with it
         self.sinks.scalars({**values, "time/val_s": time.perf_counter() - started}, step)
+        self.trainer.paused = step
+        try:
+            self.checkpoints.keep(values["val/dice_mean"])
+            metrics.write_csv(self.folder / "scores.csv", scores, task.classes)
+        except (NotSaved, OSError) as error:
+            if step == self.config.steps:
+                raise error if isinstance(error, NotSaved) else NotSaved(f"scores.csv: not saved ({error})") from error
+            self.checkpoints.warn(error)
 
     def _measures_surfaces(self) -> bool:
         """At the last validation, where whole volumes are scored: slices have no surface."""
@@ -133,7 +166,8 @@ class Run:
             "channels": list(self.data.task.channels),
             "intensity": [dataclasses.asdict(rule) for rule in self.data.read.intensity],
             "step": self.trainer.step,
-            "best": self.best,
+            "paused": self.trainer.paused,
+            "best": self.checkpoints.best,
             "model": self.model.state_dict(),
             "average": averaging.averages(self.model, self.optimizer),  # shares the optimizer's storages, also on disk
             "optimizer": self.optimizer.state_dict(),
@@ -142,20 +176,16 @@ class Run:
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
 
-    def _restore(self, path: Path) -> int:
-        """Put a snapshot's state back, the random state last: building things draws from it. Returns the step."""
-        state = snapshot.load(path)
-        resuming.refuse_changes(state["config"], compose.to_plain(self.config))
+    def _put_back(self, state: dict[str, Any], path: Path) -> list[str]:
+        """Put a snapshot's state back, the random state last: building things draws from it. Returns other options."""
+        changes = resuming.refuse_changes(state["config"], compose.to_plain(self.config))
         snapshot.load_weights(self.model, state["model"], path)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        self.best = state["best"]
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda_rng"])
-        step: int = state["step"]
-        record.forget_after(self.folder / "metrics.jsonl", step)
-        return step
+        return changes
 
 
 def _read_nth(read: build.Read, cases: tuple[Case, ...], index: int) -> Prepared:

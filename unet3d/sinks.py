@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from unet3d import privacy
 from unet3d.config import Config
+from unet3d.errors import is_disk_full
 
 Scalar = float | int | str | None
 
@@ -45,7 +46,8 @@ class JsonLines:
     """`{"step": int, **values}`, a line a record, appended by one write to the file: a killed run has lost nothing.
 
     JSON has no NaN and no infinity: they are the strings "nan", "inf" and "-inf", which Python's float() reads.
-    Pictures, tables and the summary are files of their own in the run folder and no business of this one.
+    Pictures, tables and the summary are files of their own in the run folder and no business of this one. Records that
+    a full disk does not take wait, and follow once there is room.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,17 +55,34 @@ class JsonLines:
         self._file.seek(-1 if self._file.tell() else 0, os.SEEK_END)
         if self._file.read() not in (b"", b"\n"):  # a run that was cut short within a record
             self._file.write(b"\n")
+        self._waiting, self._is_full = b"", False
 
     def scalars(self, values: Mapping[str, Scalar], step: int) -> None:
         record = {"step": step} | {key: _jsonable(value) for key, value in values.items()}
-        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._waiting += json.dumps(record, allow_nan=False).encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            if not self._is_full:
+                _warn(f"{self._file.name}: {error.strerror}; its records wait in memory until there is room")
+            self._is_full = True
+
+    def _write(self) -> None:
+        while self._waiting:  # a disk with little room takes a part
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        self._is_full = False
 
     def image(self, key: str, path: Path, step: int) -> None: ...
     def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None: ...
     def summary(self, values: Mapping[str, object]) -> None: ...
 
     def close(self, exit_code: int) -> None:
-        self._file.close()
+        try:
+            self._write()
+        finally:
+            self._file.close()
 
 
 def _jsonable(value: Scalar) -> Scalar:

@@ -87,4 +87,5 @@ def _refuse_non_finite(loss: float, norm: float, scaler: torch.amp.GradScaler, b
     if scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE:
         return
     cases = ", ".join(sorted({case for batch in batches for case in batch.cases}))
-    raise NonFiniteLoss(f"loss {loss}, gradient norm {norm} on {cases}; the weights are those before the step")
+    told = f"loss {loss}, gradient norm {norm} on {cases}; the weights are those before the step"
+    raise NonFiniteLoss(told, batches)

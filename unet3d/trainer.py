@@ -27,19 +27,37 @@ class Trainer:
     mark: Mark
     log: Callable[[Values, int], None]
     step: int = 0
+    paused: int = 0  # the step of the last pause; a run that was stopped between a step and its pause makes up for it
 
-    def fit(self, stream: Iterator[Sequence[Batch]], steps: int, every: int, at_pause: Callable[[], None]) -> None:
-        """Train up to optimizer step `steps`; call `at_pause` every `every` steps (0: never) and at the end."""
+    def fit(
+        self,
+        stream: Iterator[Sequence[Batch]],
+        steps: int,
+        every: int,
+        at_pause: Callable[[], None],
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Train up to optimizer step `steps`; call `at_pause` every `every` steps (0: never) and at the end.
+
+        Ends between two steps, or between a step and its pause, once `should_stop`.
+        """
         self.model.train()
-        while self.step < steps:
-            started = time.perf_counter()
-            batches = next(stream)
-            fetched = time.perf_counter()
-            rate, result = self._update(batches)
-            self._log(result, rate, fetched - started, time.perf_counter() - started)
-            if self.step == steps or (every and self.step % every == 0):
+        while not should_stop():
+            if self.step > self.paused and (self.step == steps or (every and self.step % every == 0)):
                 at_pause()
+                self.paused = self.step
                 self.model.train()
+            elif self.step < steps:
+                self._train(stream)
+            else:
+                return
+
+    def _train(self, stream: Iterator[Sequence[Batch]]) -> None:
+        started = time.perf_counter()
+        batches = next(stream)
+        fetched = time.perf_counter()
+        rate, result = self._update(batches)
+        self._log(result, rate, fetched - started, time.perf_counter() - started)
 
     def _update(self, batches: Sequence[Batch]) -> tuple[float, StepResult]:
         rate = self.learning_rate(self.step)

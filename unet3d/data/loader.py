@@ -4,11 +4,13 @@ Not on the number of workers, nor on where the run was resumed.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from unet3d import signals
 from unet3d.data.patches import Patches, Place
 from unet3d.errors import LoaderError, UserError, is_out_of_memory
 from unet3d.step import Batch
@@ -59,13 +61,26 @@ def batches(
         pin_memory=torch.cuda.is_available(),
         # torch draws a seed for its workers from here, else from the global generator, which would shift dropout.
         generator=torch.Generator().manual_seed(seed),
-        worker_init_fn=single_thread,
+        worker_init_fn=helper,
         timeout=timeout if workers else 0,
     )
     # Batches come in order, so it is known which one does not come.
     stream, awaited = iter(loader), iter(places)
-    while True:
-        yield [_next(stream, [cases[place.case] for place in next(awaited)]) for _ in range(accumulate)]
+    try:
+        while True:
+            yield [_next(stream, [cases[place.case] for place in next(awaited)]) for _ in range(accumulate)]
+    finally:
+        _end(stream)
+
+
+def _end(stream: Any) -> None:
+    """End the workers now: torch does so once nothing refers to them, and a traceback may."""
+    workers = list(getattr(stream, "_workers", ()))  # without workers it has no such list
+    if workers:
+        stream._shutdown_workers()
+    for worker in workers:
+        worker.kill()  # one that hangs: it ignores SIGTERM
+        worker.join()
 
 
 def _next(stream: Iterator[Batch], cases: Sequence[str]) -> Batch:
@@ -99,6 +114,7 @@ def collate(samples: list[tuple[torch.Tensor, torch.Tensor, str]]) -> Batch:
     return Batch(torch.stack(images), torch.stack(labels), tuple(cases))
 
 
-def single_thread(worker: int) -> None:
-    """Workers leave the cores to the step."""
+def helper(worker: int) -> None:
+    """Workers leave the cores to the step, and signals to its process."""
     torch.set_num_threads(1)
+    signals.ignore()

@@ -1,0 +1,77 @@
+"""A training killed many times by SIGKILL at random moments ends with the weights of one that was left alone.
+
+By hand: python tests/bench/soak.py [kills] [seed]
+"""
+
+import hashlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from training import TINY, Ended, records, start, train, weights
+
+STEPS, EVERY = 300, 3
+RUN = [*TINY, f"steps={STEPS}", f"eval_every={EVERY}", "amp=true", "amp_dtype=fp16", "model.dropout=0.2", "workers=1"]
+RUN += ["optim.average=0.9", "data.root=../phantom", "hydra.run.dir=run"]
+
+
+def digest(run: Path) -> str:
+    """Of the last weights."""
+    found = hashlib.sha256()
+    for value in weights(run).values():
+        found.update(value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def steps_told(run: Path) -> int:
+    """Lines of metrics.jsonl, which grow with the steps."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def kill_somewhere(place: Path, words: list[str], rng: random.Random) -> None:
+    """Start or go on, and kill after some more records, at any moment of a step."""
+    child, _ = start(place, *words)
+    wanted = steps_told(place / "run") + rng.randint(0, 2 * STEPS // 30)
+    while child.is_alive() and steps_told(place / "run") < wanted:
+        time.sleep(0.001)
+    time.sleep(rng.random() * 0.3)
+    if child.pid and child.is_alive():
+        os.kill(child.pid, signal.SIGKILL)
+    ended = Ended(child, place)
+    print(
+        f"exit code {ended.code} with {steps_told(place / 'run')} records told {ended.err.strip()[-200:]}", flush=True
+    )
+
+
+def main() -> int:
+    """Prints a line a kill and both digests; returns 1 where they differ."""
+    kills, seed = map(int, [*sys.argv[1:], *["30", "0"][len(sys.argv) - 1 :]])
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        whole = train(root / "whole", *RUN)
+        assert whole.code == 0, whole.err
+        place, run = root / "killed", root / "killed" / "run"
+        for count in range(kills):
+            print(f"{count + 1:3}", end=" ")
+            is_there = any((run / "checkpoints").glob("*.pt"))
+            if not is_there and run.exists():
+                run.rename(root / f"without-a-snapshot-{count}")
+            kill_somewhere(place, ["resume=run"] if is_there else RUN, rng)
+        done = train(place, "resume=run")
+        assert done.code == 0, done.err
+        digests = digest(root / "whole" / "run"), digest(run)
+        same = digests[0] == digests[1] and records(root / "whole" / "run") == records(run)
+        print(f"left alone {digests[0]}\nkilled     {digests[1]}\n{'equal, records too' if same else 'DIFFERENT'}")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""A run that was killed, stopped or moved goes on to the same weights and the same records, to the bit."""
+
+import functools
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from training import TINY, Ended, records, status, train, weights
+
+from unet3d import record, snapshot
+from unet3d.errors import UserError
+from unet3d.resuming import refuse_changes
+
+KILL = signal.SIGKILL
+RUN = [*TINY, "steps=12", "eval_every=3", "amp=true", "amp_dtype=fp16", "model.dropout=0.2", "ckpt=2", "optim=adam"]
+RUN += ["optim.average=0.9", "data.root=../phantom", "hydra.run.dir=run"]
+
+
+def at_step(step: int, number: signal.Signals, threads: int = 1) -> None:
+    """Signal the process itself, once it has told of its step `step`."""
+    from unet3d.trainer import Trainer
+
+    torch.set_num_threads(threads)
+    log = Trainer._log
+
+    def then_signal(self: Trainer, *of: object) -> None:
+        log(self, *of)
+        if self.step == step:
+            os.kill(os.getpid(), number)
+
+    Trainer._log = then_signal
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Path:
+    """A run that nothing befell."""
+    done = train(place / "whole", *RUN)
+    assert done.code == 0, done.err
+    return place / "whole" / "run"
+
+
+@pytest.fixture(scope="module")
+def killed(place: Path, whole: Path) -> Path:
+    """A run killed at step 7, with its snapshot of step 6."""
+    assert train(place / "killed", *RUN, hook=functools.partial(at_step, 7, KILL)).code == -KILL
+    return place / "killed" / "run"
+
+
+@pytest.fixture
+def copy(killed: Path) -> Path:
+    """Of the killed run, for one test."""
+    folder = killed.parent.with_name("copy")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(killed.parent, folder)
+    return folder / "run"
+
+
+def resume(run: Path, *options: str, **hook: functools.partial[None]) -> Ended:
+    return train(run.parent, "resume=run", *options, **hook)
+
+
+def same(a: Path, b: Path) -> bool:
+    equal = [torch.equal(x, y) for x, y in zip(weights(a).values(), weights(b).values(), strict=True)]
+    return all(equal) and records(a) == records(b)
+
+
+def test_r1_killed_twice_a_run_ends_as_if_it_were_not(copy: Path, whole: Path) -> None:
+    assert resume(copy, hook=functools.partial(at_step, 11, KILL)).code == -KILL
+    done = resume(copy)
+    assert done.code == 0 and done.err == "", done.err
+    assert same(copy, whole) and status(copy) == status(whole) == "done\nexit code 0\n"
+
+
+def test_r2_r7_killed_mid_epoch_with_other_workers_and_threads(copy: Path, whole: Path) -> None:
+    """3 cases to an epoch: steps 7 and 11 are within one. The lock of a killed run does not live on in its workers."""
+    second = resume(copy, "workers=2", hook=functools.partial(at_step, 11, KILL, threads=2))
+    third = resume(copy, "workers=1")
+    assert (second.code, third.code) == (-KILL, 0), third.err
+    assert same(copy, whole)
+    assert "from step 9 on with other options: workers: 2 -> 1" in third.out
+
+
+@pytest.mark.parametrize("part", ["rng", "scaler", "optimizer"])
+def test_r3_each_part_of_a_snapshot_matters(part: str, copy: Path, whole: Path) -> None:
+    path = copy / "checkpoints" / "last.pt"
+    state = snapshot.load(path)
+    if part == "rng":
+        state["rng"] = torch.Generator().manual_seed(1).get_state()
+    elif part == "scaler":
+        state["scaler"]["scale"] *= 2.0**10
+    else:
+        state["optimizer"]["state"][0]["exp_avg"].zero_()
+    snapshot.save(path, state)
+    assert resume(copy).code == 0
+    assert not same(copy, whole)
+
+
+def test_r6_another_network_is_refused_and_another_rate_is_told() -> None:
+    before = {"model": {"features": [4, 8]}, "data": {"patch": [16]}, "optim": {"lr": 0.1}, "steps": 4, "resume": None}
+    now = {"model": {"features": [8, 8]}, "data": {"patch": [8]}, "optim": {"lr": 0.1}, "steps": 4, "resume": "run"}
+    with pytest.raises(UserError, match=r"data.patch: \[16\] -> \[8\]; model.features: \[4, 8\] -> \[8, 8\]"):
+        refuse_changes(before, now)
+    assert refuse_changes(before, before | {"optim": {"lr": 0.2}, "resume": "run"}) == ["optim.lr: 0.1 -> 0.2"]
+
+
+def test_r8_a_run_that_is_done_is_left_as_it_is(whole: Path) -> None:
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and ".hydra" not in path.parts}
+    again = resume(whole)
+    assert again.code == 0 and "nothing to do: step 12 of 12 is done" in again.out
+    after = {path: path.read_bytes() for path in before}
+    assert {path.name for path in before if before[path] != after[path]} <= {".lock", "overrides.yaml"}
+
+
+def die_saving(after: bool) -> None:
+    """In the third pause, just before or just after last.pt is there."""
+    from unet3d.checkpoints import Checkpoints
+
+    save, count = Checkpoints.save_last, iter(range(1, 9))
+
+    def dying(self: Checkpoints) -> None:
+        is_third = next(count) == 3
+        if after or not is_third:
+            save(self)
+        if is_third:
+            os.kill(os.getpid(), KILL)
+
+    Checkpoints.save_last = dying
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_r1_killed_beside_a_save_no_validation_is_lost_or_told_twice(after: bool, place: Path, whole: Path) -> None:
+    where = place / f"saving{after}"
+    assert train(where, *RUN, hook=functools.partial(die_saving, after)).code == -KILL
+    assert snapshot.load(where / "run" / "checkpoints" / "last.pt")["step"] == (9 if after else 6)
+    assert resume(where / "run").code == 0 and same(where / "run", whole)
+
+
+def test_records_of_a_validation_that_is_taken_again_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 3, "train/loss": 1}', '{"step": 3, "val/dice_mean": 1}', '{"step": 4, "train/loss": 1}']
+    for paused, kept in ((0, lines[:1]), (3, lines[:2])):
+        path.write_text("\n".join([*lines, '{"step": 5, "tr']))
+        assert record.forget_after(path, 3, paused) == 4
+        assert path.read_text().splitlines() == kept
+
+
+def test_a_run_killed_after_its_last_step_is_finished(copy: Path, whole: Path) -> None:
+    assert resume(copy, hook=die_finishing).code == -KILL
+    assert status(copy) == "running\n" and not list((copy / "predictions").iterdir())
+    done = resume(copy)
+    assert done.code == 0 and same(copy, whole) and status(copy).startswith("done")
+    assert [path.name for path in (copy / "predictions").iterdir()]
+
+
+def die_finishing() -> None:
+    from unet3d import finish
+
+    finish._predict_held_out = lambda run: os.kill(os.getpid(), KILL)
+
+
+def test_orphans_of_killed_saves_are_swept(copy: Path) -> None:
+    orphans = [copy / "checkpoints" / "last.tmp", copy / "checkpoints" / "best.tmp", copy / ".memory.json.tmp"]
+    for orphan in orphans:
+        orphan.write_bytes(b"half")
+    assert resume(copy, hook=functools.partial(at_step, 7, KILL)).code == -KILL
+    assert not any(orphan.exists() for orphan in orphans)
+
+
+def test_t7_a_killed_run_has_told_of_every_step(killed: Path, whole: Path) -> None:
+    told = records(killed)
+    assert [line["step"] for line in told if "train/loss" in line] == [1, 2, 3, 4, 5, 6, 7]
+    assert told == records(whole)[: len(told)]
+
+
+def test_c1_a_damaged_snapshot_gives_way_to_the_one_before(copy: Path, whole: Path) -> None:
+    """The records are cut to the snapshot that was used."""
+    last = copy / "checkpoints" / "last.pt"
+    last.write_bytes(last.read_bytes()[:1000])
+    done = resume(copy, hook=functools.partial(at_step, 4, KILL))
+    assert done.code == -KILL
+    (line,) = done.err.splitlines()
+    assert "last.pt: not a readable snapshot" in line
+    assert line.endswith("going on from previous.pt, step 3; steps 4 to 7 are taken again")
+    assert [line["step"] for line in records(copy) if "train/loss" in line] == [1, 2, 3, 4]
+    assert resume(copy).code == 0 and same(copy, whole)
+
+
+def test_c1_without_a_whole_snapshot_nothing_starts_anew(copy: Path) -> None:
+    for path in (copy / "checkpoints").iterdir():
+        path.write_bytes(b"")
+    before = status(copy), (copy / "metrics.jsonl").read_bytes()
+    done = resume(copy)
+    assert done.code == 3 and done.err.count("\n") == 1
+    assert all(name in done.err for name in ("last.pt", "previous.pt", "best.pt"))
+    assert (status(copy), (copy / "metrics.jsonl").read_bytes()) == before
+
+
+@pytest.mark.parametrize("change", [{"format": 3}, {"scaler": None}, {"model": {}}])
+def test_c6_a_snapshot_that_does_not_fit_is_exit_3(change: dict, copy: Path) -> None:
+    """And none before it is taken instead."""
+    path = copy / "checkpoints" / "last.pt"
+    state = {**snapshot.load(path), **change}
+    torch.save({key: value for key, value in state.items() if value is not None}, path)
+    done = resume(copy)
+    assert done.code == 3, done.err
+    assert "Traceback" not in done.err and "last.pt: " in done.err

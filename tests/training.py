@@ -1,0 +1,111 @@
+"""Tiny trainings in processes of their own, forked from a server that has torch loaded: real pids, real signals."""
+
+import json
+import multiprocessing
+import os
+import select
+import sys
+from collections.abc import Callable
+from importlib import util
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = [
+    *("model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"),
+    *("data.phantom.cases=4", "batch=1", "steps=4", "eval_every=2", "device=cpu", "workers=0"),
+]
+SERVER = multiprocessing.get_context("forkserver")
+MODULES = ("command", "finish", "report", "memory.forecast")
+SERVER.set_forkserver_preload(["training", "torch._dynamo", *(f"unet3d.{name}" for name in MODULES)])
+Hook = Callable[[], None]
+
+
+class Ended:
+    """A training that has ended, and what it printed."""
+
+    def __init__(self, process: BaseProcess, folder: Path) -> None:
+        self._process, self._folder = process, folder
+
+    @property
+    def out(self) -> str:
+        return (self._folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self._folder / "err").read_text()
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, -n by signal n; waits until its data workers have ended, too."""
+        self._process.join()
+        return self._process.exitcode
+
+
+def train(place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "disabled") -> Ended:
+    """`python train.py ARGUMENTS` in the folder `place`, after `hook`, as the leader of a process group."""
+    child, _ = start(place, *arguments, hook=hook, wandb=wandb)
+    assert child.pid
+    descriptor = os.pidfd_open(child.pid)
+    select.select([descriptor], [], [])
+    os.close(descriptor)
+    return Ended(child, place)
+
+
+def start(place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "disabled") -> tuple[BaseProcess, Path]:
+    """The same, not waited for."""
+    place.mkdir(exist_ok=True)
+    child = SERVER.Process(target=_train, args=(place, arguments, hook, wandb))
+    child.start()
+    return child, place
+
+
+def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: str) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # of data workers, as in a program of its own
+    os.setpgid(0, 0)
+    os.chdir(place)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
+    os.environ["WANDB_MODE"] = wandb
+    torch.set_num_threads(1)
+    sys.argv = [str(ROOT / "train.py"), *arguments]
+    _without_frills()
+    if hook:
+        hook()
+    spec = util.spec_from_file_location("train", ROOT / "train.py")
+    assert spec and spec.loader
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    from unet3d import command
+
+    sys.exit(command.main(module.job))
+
+
+def _without_frills() -> None:
+    """No forecast and no report: they take longer than the training, and no fault is in them."""
+    from unet3d import report
+    from unet3d.memory import forecast
+
+    forecast.forecast = lambda config, options: forecast.Forecast((0, 2) if config.ckpt else (), {})
+    report.write = lambda folder: folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["model"]
+    return found
+
+
+def records(folder: Path) -> list[dict]:
+    """metrics.jsonl, floats as hexadecimals, without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    bare = [
+        {k: v.hex() if isinstance(v, float) else v for k, v in line.items() if not k.startswith(("time/", "memory/"))}
+        for line in lines
+    ]
+    return [record for record in bare if len(record) > 1]
+
+
+def status(folder: Path) -> str:
+    return (folder / "STATUS").read_text()

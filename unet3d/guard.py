@@ -1,0 +1,124 @@
+"""A job alone in its run folder; however it ends, a last line, STATUS and an exit code say so. Free of torch."""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from unet3d import lock, process, signals
+from unet3d.config import Config
+from unet3d.errors import (
+    LoaderError,
+    NonFiniteLoss,
+    OutOfMemory,
+    Preempted,
+    SnapshotError,
+    UserError,
+    is_disk_full,
+    is_out_of_memory,
+)
+from unet3d.process import INTERRUPTED
+from unet3d.resuming import SNAPSHOTS
+from unet3d.signals import Stop
+
+Job = Callable[[Config, Path, Stop], None]
+OVERRIDES = "overrides.yaml"  # what the command line said, for `resume`
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the run could still say how it ended."""
+    status = folder / "STATUS"
+    return status.is_file() and status.read_text() != "running\n"
+
+
+def guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
+    """Run the job in its folder, where nothing else may run."""
+    try:
+        with lock.held(folder):
+            return _told(job, config, folder, overrides)
+    except UserError as error:
+        return say(f"error: {error}", error.exit_code)
+
+
+def _told(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
+    """Run the job; turn what can be foreseen into a last line, STATUS and an exit code."""
+    if config.resume is None and (folder / "metrics.jsonl").exists():
+        used = UserError(f"{folder}: holds a run already; choose another folder, or resume it")
+        return say(f"error: {used}", used.exit_code)
+    said = [override for override in overrides if not override.startswith("resume=")]
+    remember(folder, said)
+    before = _started(folder)
+    try:
+        with nullcontext(Stop()) if config.dry_run else signals.stopping() as stop:
+            job(config, folder, stop)
+    except Preempted as stopped:
+        return _leave(folder, f"{stopped}; {_how_to_go_on(folder)}", config.requeue)
+    except (UserError, SnapshotError, NonFiniteLoss) as error:
+        if config.resume is not None and _started(folder) == before:
+            return say(f"error: {error}", error.exit_code)  # the run in the folder is as it was
+        return end(folder, f"error: {error}", error.exit_code)
+    except LoaderError as error:
+        return end(folder, f"failed: {error}\n{_how_to_go_on(folder)}", error.exit_code)
+    except OutOfMemory as error:
+        return end(folder, f"out of memory: {error}\n{_how_to_go_on(folder)}", error.exit_code)
+    except KeyboardInterrupt:
+        return end(folder, f"interrupted; {_how_to_go_on(folder)}", INTERRUPTED)
+    except Exception as error:
+        if is_disk_full(error):
+            return end(folder, f"error: {error}; make room; {_how_to_go_on(folder)}", UserError.exit_code)
+        if not is_out_of_memory(error):
+            end(folder, f"failed: {error!r}", 1)
+            raise
+        return end(folder, f"out of memory: {str(error).splitlines()[0]}", OutOfMemory.exit_code)
+    return end(folder, None, 0)
+
+
+def remember(folder: Path, overrides: list[str]) -> None:
+    """What the command line said, for `resume`; whole or not at all."""
+    temporary = folder / f".{OVERRIDES}.tmp"
+    OmegaConf.save(OmegaConf.create(overrides), temporary)
+    os.replace(temporary, folder / OVERRIDES)
+
+
+def _how_to_go_on(folder: Path) -> str:
+    if snapshots(folder):
+        return f"to go on: python train.py resume={shlex.quote(str(folder))}"
+    return "there is no snapshot yet to go on from"
+
+
+def _started(folder: Path) -> int | None:
+    """When STATUS was last written, which a run does first."""
+    status = folder / "STATUS"
+    return status.stat().st_mtime_ns if status.is_file() else None
+
+
+def _leave(folder: Path, line: str, requeue: bool) -> int:
+    """End a run that goes on another time."""
+    code = end(folder, line, Preempted.exit_code, quiet=True)
+    if requeue:
+        process.requeue()
+    return say(line, code)
+
+
+def end(folder: Path, line: str | None, code: int, quiet: bool = False) -> int:
+    """STATUS of a run that has ended, and its last line; None: done. Returns the exit code."""
+    from unet3d import record
+
+    with suppress(OSError):  # the disk is full, which may be why
+        record.end(folder, line or "done", code)
+    return say(line, code) if line and not quiet else code
+
+
+def say(line: str, code: int) -> int:
+    """The last line. Returns the exit code."""
+    print(line, file=sys.stderr)
+    return code
+
+
+def snapshots(folder: Path) -> list[Path]:
+    """What a run can go on from."""
+    return [path for name in SNAPSHOTS if (path := folder / "checkpoints" / name).is_file()]

@@ -1,0 +1,85 @@
+"""Signals that ask a run to stop: SIGTERM and SIGUSR1 of schedulers, SIGINT of Ctrl-C, SIGHUP of a closed terminal.
+
+They become a flag that the run asks for where it can stop in good order. Free of torch.
+"""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from unet3d.errors import Preempted
+
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+Handler = Callable[[int, FrameType | None], None]
+
+
+class Stop:
+    """Call it to know whether a signal has asked. A second SIGINT raises KeyboardInterrupt, wherever it hits."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self._raises = True
+        self._interrupted = False
+
+    def __call__(self) -> bool:
+        return self.asked is not None
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within, work goes on when a signal comes, and asks; outside, the first signal raises Preempted."""
+        with self._set(raises=False):
+            yield
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Within `noted`: work that may be left at any point. A signal raises Preempted, also one that came before."""
+        with self._set(raises=True):
+            if self.asked:
+                raise Preempted(f"stopped by {self.asked.name}")
+            yield
+
+    @contextmanager
+    def _set(self, raises: bool) -> Iterator[None]:
+        before, self._raises = self._raises, raises
+        try:
+            yield
+        finally:
+            self._raises = before
+
+    def handle(self, number: int, _: FrameType | None) -> None:
+        """Note the signal, or raise."""
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+        if self.asked is None:
+            self.asked = signal.Signals(number)
+            if self._raises:
+                raise Preempted(f"stopped by {self.asked.name}")
+
+
+@contextmanager
+def handled(handler: Handler) -> Iterator[None]:
+    """Within, `handler` is called for the signals that ask; but those that are ignored, as under nohup, stay so."""
+    heard = [number for number in ASKING if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
+def stopping() -> Iterator[Stop]:
+    """A Stop that hears the signals."""
+    stop = Stop()
+    with handled(stop.handle):
+        yield stop
+
+
+def ignore() -> None:
+    """For processes that help: a signal to all of a group is for the one that they work for, which then ends them."""
+    for number in ASKING:
+        signal.signal(number, signal.SIG_IGN)
