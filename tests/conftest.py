@@ -1,5 +1,6 @@
 """Shared by all tests: small models, and one thread, so that results do not depend on the machine's cores."""
 
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,9 @@ from unet3d import compose
 from unet3d.config import Model
 from unet3d.model.unet import UNet3D
 
+# Tests send signals; those that whoever started pytest ignores (nohup, `&` in a script) would stay ignored in each run.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)  # these nets are too small to share; threads that wait for each other take minutes
 
 

@@ -177,8 +177,8 @@ def test_r5_a_worker_that_hangs_ends_with_the_run(tmp_path: Path) -> None:
 
 
 def test_r5_workers_leave_signals_to_the_run() -> None:
-    patches = Patches(phantom_case, Data(patch=[8, 8, 8]), 0)
-    stream = batches(patches, 1, 1, 1, seed=0, workers=1)
+    patches = Patches(phantom_case, Data(patch=[8, 8, 8]), 0, [8, 8, 8])
+    stream = batches(patches, ["a"], 1, 1, seed=0, workers=1)
     next(stream)
     (worker,) = multiprocessing.active_children()
     assert worker.pid

@@ -89,17 +89,11 @@ class Run:
 
     def fit(self) -> None:
         """Train to the end, pausing to validate and to save. Raises Preempted, once saved, when asked to stop."""
-        config, data = self.config, self.data
-        read = functools.partial(_read_nth, data.learn, data.train)
-        tile = geometry.output_size(config.data.patch, self.options)
-        patches = Patches(read, config.data, config.seed, tile)
-        cases, first = [case.id for case in data.train], self.trainer.step
-        if config.data.sparse is not None and not first:
-            shares = [(data.learn(case).label != IGNORE).float().mean().item() for case in data.train]
+        if self.config.data.sparse is not None and not self.trainer.step:
+            shares = [(self.data.learn(case).label != IGNORE).float().mean().item() for case in self.data.train]
             self.sinks.scalars({"data/labelled_share": fmean(shares)}, 0)
-        stream = batches(patches, cases, config.batch, config.accumulate, config.seed, config.workers, first)
         try:
-            self._train(stream)
+            self._train(self._stream())
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"{error}; {self.checkpoints.dump(self.trainer.step + 1, error)}") from None
         except (RuntimeError, MemoryError) as error:
@@ -113,7 +107,16 @@ class Run:
             return
         self.meter.close()
         self.optimizer.zero_grad(set_to_none=True)  # room for the dry runs, outside of the except block
-        raise OutOfMemory("\n".join([*told, *distress.remedies(config, self.options)]))
+        raise OutOfMemory("\n".join([*told, *distress.remedies(self.config, self.options)]))
+
+    def _stream(self) -> Iterator[list[Batch]]:
+        """The batches from this step on."""
+        config, data = self.config, self.data
+        read = functools.partial(_read_nth, data.learn, data.train)
+        tile = geometry.output_size(config.data.patch, self.options)
+        patches, cases = Patches(read, config.data, config.seed, tile), [case.id for case in data.train]
+        first = self.trainer.step
+        return batches(patches, cases, config.batch, config.accumulate, config.seed, config.workers, first)
 
     def _train(self, stream: Iterator[list[Batch]]) -> None:
         every, steps = self.config.eval_every, self.config.steps
