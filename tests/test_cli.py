@@ -13,7 +13,7 @@ import torch
 import yaml
 from wandb_records import read_run
 
-from unet3d import process
+from unet3d import process, snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -365,11 +365,14 @@ def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:
 
 def test_a_published_snapshot_predicts_the_same_and_names_no_path(finished: Path, tmp_path: Path) -> None:
     module = [sys.executable, "-m", "unet3d"]
-    whole, slim = finished / "checkpoints" / "best.pt", tmp_path / "net.pt"
+    whole, slim, state = tmp_path / "whole.pt", tmp_path / "net.pt", snapshot.load(finished / "checkpoints" / "best.pt")
+    state["config"] |= {"resume": "/home/someone/run", "wandb": state["config"]["wandb"] | {"project": "a-secret"}}
+    state["config"]["data"] |= {"images": "/home/someone/scans"}
+    snapshot.save(whole, state)
     told = subprocess.run([*module, "publish", whole, "-o", slim], cwd=ROOT, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert slim.stat().st_size < whole.stat().st_size / 2
-    for secret in (str(finished), "imagesTr", "phantom/"):
+    for secret in (str(finished), "imagesTr", "phantom/", "a-secret", "/home/someone"):
         assert secret.encode() not in slim.read_bytes()
     image = next((finished.parent).rglob("imagesTr/*.nii.gz"))
     for name, path in (("whole", whole), ("slim", slim)):

@@ -45,6 +45,8 @@ def test_what_the_command_line_names_is_not_swept() -> None:
         "model=cicek2016_no_bn,cicek2016,cicek2016_2d"
     ]
     assert compose.added_sweep(["model=unet"]) == []
+    with pytest.raises(compose.UserError, match="one command to each"):
+        compose.added_sweep(["experiment=cicek2016_slices,cicek2016_semi"])
 
 
 def test_iou_by_slices_has_a_column_a_case(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_a_pickle_that_is_none_is_one_line(tmp_path: Path, content: bytes) -> No
     "word",
     [
         *("hydra.run.dir=/tmp", "+hydra.callbacks.x._target_=os.system", "~hydra.run", "hydra/launcher=joblib"),
-        *("--config-dir=/tmp", "-m", "+model._target_=os.system"),
+        *("--config-dir=/tmp", "-m", "+model._target_=os.system", "wandb.project=${oc.env:HOME}"),
     ],
 )
 def test_overrides_in_a_run_folder_are_options_and_nothing_else(tmp_path: Path, word: str) -> None:

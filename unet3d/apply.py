@@ -1,9 +1,10 @@
 """A trained network applied to files: NIfTI in, label maps out on each input's own grid."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,10 +80,14 @@ def publish(path: Path, out: Path) -> None:
         raise UserError(f"{out}: is there already; give another file")
     state = snapshot.load(path)
     open_snapshot(path, "cpu")  # so that what is published can be used
-    data = state["config"]["data"] | {"root": None, "split": None}
+    data = _without(state["config"]["data"], "root", "split", "images", "labels")
     kept = {name: state[name] for name in ("model_options", "classes", "channels", "intensity", "step")}
-    config = state["config"] | {"data": data}
+    config = _without(state["config"], "wandb", "resume", "sweep") | {"data": data}
     snapshot.save(out, kept | {"config": config, "model": state["model"] | state["average"], "average": {}})
+
+
+def _without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}
 
 
 def find_cases(inputs: Sequence[Path], channels: int) -> list[Case]:

@@ -82,6 +82,8 @@ def _annotations(options: DataOptions, read: Reader, train: Sequence[Case]) -> t
     if options.cache:  # before workers copy it
         for case in train:
             learn(case)
+            if options.semi:
+                score(case)
     return learn, score if options.semi else read
 
 

@@ -26,6 +26,8 @@ def check(config: Config, here: bool = True) -> None:
         _check_range(name, value, metadata)
     _check_model(config.model)
     _check_checkpointing(config)
+    if config.optim.average is not None and config.model.norm == "batch":
+        raise UserError("optim.average is of weights, not of model.norm=batch's statistics; use another norm, or null")
     _check_patch(config)
     _check_data(config)
     if config.budget is not None:
@@ -161,6 +163,8 @@ def _check_sparse(data: Data) -> None:
         if counts is not None and (len(counts) != 3 or not any(counts)):
             raise UserError(f"data.{name}={counts}: give three numbers of slices, across x, y and z, not all 0")
     if not data.semi:
+        if data.scored != Data().scored:
+            raise UserError("data.scored does nothing without data.semi=true; leave it away")
         if data.sparse_fold is not None:
             raise UserError("data.sparse_fold does nothing without data.semi=true; leave it null")
         return
@@ -171,7 +175,10 @@ def _check_sparse(data: Data) -> None:
     if data.sparse_fold is None:
         return
     if data.sparse_fold >= data.sparse_folds:
-        raise UserError(f"data.sparse_fold={data.sparse_fold}: with data.sparse_folds={data.sparse_folds} it is less")
+        raise UserError(
+            f"data.sparse_fold={data.sparse_fold}: with data.sparse_folds={data.sparse_folds} it runs from 0 to "
+            f"{data.sparse_folds - 1}"
+        )
     if max(data.sparse) < data.sparse_folds:
         raise UserError(f"data.sparse={data.sparse}: too few slices for data.sparse_folds={data.sparse_folds} parts")
 

@@ -104,8 +104,10 @@ def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
     told = folder / OVERRIDES
     if not told.is_file() or not guard.snapshots(folder):
         raise UserError(f"resume={folder}: no run with a snapshot there; give a run folder, outputs/DATE/TIME-ID")
-    before = [*map(str, OmegaConf.load(told))]
-    if any(word.startswith("-") or word.lstrip("+~").startswith("hydra") for word in before):
+    words = OmegaConf.to_container(OmegaConf.load(told), resolve=False)  # unresolved: it may ask for the environment
+    assert isinstance(words, list)
+    before = [*map(str, words)]
+    if any(word.startswith("-") or word.lstrip("+~").startswith("hydra") or "${" in word for word in before):
         raise UserError(f"{told}: holds more than options; it is not as a run has written it")
     arguments = [*before, *overrides]
     now = compose.to_plain(compose.compose(arguments))

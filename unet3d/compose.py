@@ -115,8 +115,13 @@ def sweep(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def added_sweep(overrides: Sequence[str]) -> list[str]:
-    """What the config's `sweep` adds to a command line: options with several values that it does not name itself."""
-    first = compose(sweep(overrides)[0])
+    """What the config's `sweep` adds to a command line: options with several values that it does not name itself.
+
+    Raises UserError where its jobs have different ones.
+    """
+    first, *others = (compose(job) for job in sweep(overrides))
+    if any(other.sweep != first.sweep for other in others):
+        raise UserError("these experiments are sweeps of different options; give one command to each")
     if first.resume is not None:
         return []
     named = {override.partition("=")[0].lstrip("+~") for override in overrides}

@@ -6,7 +6,7 @@ from typing import Any
 from unet3d.errors import UserError
 
 # What a resumed run may not change: it would be another run. Paths and ways of working may.
-FIXED = ("model.", "data.", "loss.", "optim.name", "seed", "batch", "accumulate", "amp")
+FIXED = ("model.", "data.", "loss.", "optim.name", "optim.average", "seed", "batch", "accumulate", "amp")
 FREE = ("data.root", "data.cache", "data.allow_outside")
 SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to go on from: the first that is whole
 

@@ -112,6 +112,11 @@ def test_fully_automated_cases_are_scored_whole(tmp_path: Path) -> None:
     assert not any((data.score(case).label == IGNORE).any() for case in data.val)
 
 
+def test_scored_slices_that_are_all_learned_are_told_before_training(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"to be scored; choose other numbers"):
+        build.data(phantom(tmp_path, "data.semi=true", "data.sparse=[1,1,1]", "data.scored=[1,1,1]"))
+
+
 def test_a_label_map_that_is_sparse_already_can_leave_nothing(tmp_path: Path) -> None:
     config = phantom(tmp_path, "data.semi=true")
     data = build.data(config)
@@ -130,7 +135,9 @@ def test_a_label_map_that_is_sparse_already_can_leave_nothing(tmp_path: Path) ->
         (["data.semi=true"], "add data.sparse"),
         (["data.semi=true", "data.sparse=[3,3,3]", "data.fold=0"], "leave data.fold"),
         (["data.sparse_fold=0"], "data.semi=true"),
-        (["data.semi=true", "data.sparse=[3,3,3]", "data.sparse_fold=3"], "it is less"),
+        (["data.scored=[2,2,2]"], "data.semi=true"),
+        (["optim.average=0.9", "model.norm=batch"], "another norm"),
+        (["data.semi=true", "data.sparse=[3,3,3]", "data.sparse_fold=3"], "runs from 0 to 2"),
         (["data.semi=true", "data.sparse=[2,2,2]", "data.sparse_fold=0"], "too few slices"),
     ],
 )

@@ -56,7 +56,8 @@ def split(task: Task, data: Data) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
         return every, every
     if len(labelled) < 2:
         raise UserError(
-            f"{task.name}: {len(labelled)} labelled cases; training and validation need one each (but for data.semi)"
+            f"{task.name}: {len(labelled)} labelled cases; training and validation need one each "
+            "(or the same: data.semi=true data.sparse=[5,5,3])"
         )
     ids = sorted(labelled)
     if data.split is not None:

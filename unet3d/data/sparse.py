@@ -1,7 +1,7 @@
 """Sparse annotation (Cicek et al. 2016, section 2): a few orthogonal slices are labelled, all other voxels are not.
 
 Slices to learn from lie at (k + 1/2) / n of the foreground's extent along an axis, slices to score at k / (n + 1): the
-scored ones are the same however many are learned from, and no voxel is both.
+scored ones are the same however many are learned from, but for the voxels where these cross them: no voxel is both.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,8 @@ from unet3d.data.cases import Case
 from unet3d.data.patches import Prepared, foreground
 from unet3d.errors import UserError
 from unet3d.losses import IGNORE
+
+REMEDY = "choose other numbers of slices in data.sparse and data.scored"
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class SparseReader:
         dense = self.read(case)
         label = dense.label.masked_fill(~self.mask(dense.label, self.options), IGNORE)
         if (label == IGNORE).all():
-            raise UserError(f"{case.id}: {self.mask.__name__} slices hold no labelled voxel; ask for more slices")
+            raise UserError(f"{case.id}: no labelled voxel is left to be {self.mask.__name__}; {REMEDY}")
         return replace(dense, label=label, foreground=foreground(label.numpy()))
 
 
