@@ -25,10 +25,13 @@ def make(folder: Path, words: list[str], scores: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("name", "mean"), [("cicek2016_semi", 0.863), ("cicek2016_full", 0.704)])
-def test_the_papers_numbers_are_the_papers(name: str, mean: float) -> None:
-    """The mean that its table prints follows from the three it prints."""
-    assert round(published.mean(published.TABLES[name].rows["cicek2016"][1]) or 0, 3) == mean
+@pytest.mark.parametrize(
+    ("name", "means"), [("cicek2016_semi", [0.842, 0.863, 0.796]), ("cicek2016_full", [0.723, 0.704, 0.547])]
+)
+def test_the_papers_numbers_are_the_papers(name: str, means: list[float]) -> None:
+    """The means that its tables print follow from the three that each row prints; Table 2 prints none."""
+    rows = published.TABLES[name].rows.values()
+    assert [published.mean(paper) for _, paper in rows] == pytest.approx(means, abs=6e-4)
 
 
 def test_every_table_is_an_experiments_and_varies_what_its_sweep_does() -> None:

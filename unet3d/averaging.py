@@ -45,7 +45,8 @@ def averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 @contextmanager
 def averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """The model has its averages for weights, where any are kept; nothing is copied."""
-    pairs = [(dict(model.named_parameters())[name], average) for name, average in averages(model, optimizer).items()]
+    parameters = dict(model.named_parameters())
+    pairs = [(parameters[name], average) for name, average in averages(model, optimizer).items()]
     own = [parameter.data for parameter, _ in pairs]
     try:
         for parameter, average in pairs:

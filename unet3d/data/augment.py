@@ -80,11 +80,12 @@ def resample(image: Tensor, label: Tensor, field: Tensor, mirror: bool) -> tuple
     return _sample(image, seen, "bilinear", outside=0), classes.to(label.dtype)
 
 
-def mirrored(field: Tensor, size: Sequence[int]) -> Tensor:
-    """The same points, those outside of a volume reflected at its outermost voxels' centres (voxels)."""
-    last = torch.tensor([max(n - 1, 1) for n in size])
-    inside = last - (field.remainder(2 * last) - last).abs()
-    return inside.minimum(torch.tensor(size) - 1)  # along an axis of one voxel there is nothing to reflect at
+def mirrored(points: Tensor, size: Sequence[int] | int) -> Tensor:
+    """Points ... 3 in a volume, or ... along one axis; those outside reflected at the outermost voxels' centres."""
+    end = torch.as_tensor(size) - 1
+    last = end.clamp(min=1)
+    inside = last - (points.remainder(2 * last) - last).abs()
+    return inside.minimum(end)  # along an axis of one voxel there is nothing to reflect at
 
 
 def _sample(volume: Tensor, field: Tensor, mode: str, outside: int) -> Tensor:

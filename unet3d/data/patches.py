@@ -126,7 +126,6 @@ def crop(image: Tensor, label: Tensor, centre: np.ndarray, patch: Sequence[int],
 def _mirrored(image: Tensor, start: np.ndarray, patch: Sequence[int]) -> Tensor:
     """A patch C D H W of the image continued by its mirror image."""
     for axis, (first, length) in enumerate(zip(start.tolist(), patch, strict=True), start=1):
-        points = torch.arange(first, first + length)[:, None].expand(-1, 3)
-        inside = augment.mirrored(points, [image.shape[axis]] * 3)[:, 0]
+        inside = augment.mirrored(torch.arange(first, first + length), image.shape[axis])
         image = image.index_select(axis, inside)
     return image
