@@ -43,7 +43,11 @@ class Segmenter:
 
 def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmenter:
     """The segmenter that a run's snapshot holds. Raises SnapshotError, or UserError for the device."""
-    state = snapshot.load(path)
+    return _segmenter(snapshot.load(path), path, device, mirror)
+
+
+def _segmenter(state: Mapping[str, Any], path: Path, device: str, mirror: bool | None) -> Segmenter:
+    """From what the snapshot at `path` holds."""
     try:
         asked = {"device": device, "resume": None, "model": state["model_options"]}
         config = compose.from_plain(state["config"] | asked)
@@ -79,7 +83,7 @@ def publish(path: Path, out: Path) -> None:
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
     state = snapshot.load(path)
-    open_snapshot(path, "cpu")  # so that what is published can be used
+    _segmenter(state, path, "cpu", None)  # so that what is published can be used
     data = _without(state["config"]["data"], "root", "split", "images", "labels")
     kept = {name: state[name] for name in ("model_options", "classes", "channels", "intensity", "step")}
     config = _without(state["config"], "wandb", "resume", "sweep") | {"data": data}
