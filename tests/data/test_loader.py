@@ -113,6 +113,15 @@ def test_patches_without_oversampling_cover_the_volume_to_its_corners() -> None:
     assert starts.max(0).tolist() == [6, 4, 2]
 
 
+def test_tiles_at_the_border_come_as_often_as_inference_meets_them() -> None:
+    """Of tiles centred anywhere in 40 voxels, a tenth is pushed back to each end; of uniform starts, 1 in 33."""
+    line = prepare("a", np.ones((1, 40, 8, 8), np.float32), np.zeros((40, 8, 8), np.uint8), (1.0, 1.0, 1.0), None)
+    rng = np.random.default_rng(0)
+    starts = np.array([choose_centre(line, [8, 8, 8], 0.0, rng)[0] for _ in range(1000)]) - 3.5
+    assert 0.07 < (starts == 0).mean() < 0.16
+    assert 0.07 < (starts == 32).mean() < 0.16
+
+
 def test_the_ignore_label_is_no_foreground() -> None:
     label = np.full((4, 4, 4), 255, np.uint8)
     label[1, 2, 3] = 1
