@@ -53,6 +53,8 @@ def test_a_mistake_loads_neither_torch_nor_monai(tmp_path: Path) -> None:
 def test_one_wrong_job_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
     done = run("-m", "ckpt=0,999", cwd=tmp_path)
     assert done.returncode == 2 and "ckpt=999" in done.stderr
+    queued = run("-m", "ckpt=0,2", "requeue=true", cwd=tmp_path)
+    assert queued.returncode == 2 and "requeue=true" in queued.stderr and queued.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -138,6 +138,13 @@ def test_a_run_that_wrote_nothing_but_how_it_ended_is_a_row(
     assert re.search(r"2 +3 +failed *\n", printed) and "run 2 failed: killed by SIGKILL\n" in printed
 
 
+def test_a_run_that_was_asked_to_stop_has_not_failed(make: Make, capsys: pytest.CaptureFixture) -> None:
+    line = "stopped by SIGTERM after step 3 of 9; to go on: python train.py resume=x\nexit code 75\n"
+    compare.show(read([make("0", "ckpt=2"), make("1", status=line)]))
+    printed = capsys.readouterr().out
+    assert "run 1 stopped: by SIGTERM after step 3 of 9" in printed and "failed" not in printed
+
+
 @pytest.mark.parametrize(
     "name", ["memory.json", "config.yaml", "env.json", "metrics.jsonl", "overrides.yaml", "STATUS"]
 )

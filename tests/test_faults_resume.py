@@ -10,7 +10,7 @@ import pytest
 import torch
 from training import TINY, Ended, records, status, train, weights
 
-from unet3d import record, snapshot
+from unet3d import guard, record, snapshot
 from unet3d.errors import UserError
 from unet3d.resuming import refuse_changes
 
@@ -212,3 +212,35 @@ def test_c6_a_snapshot_that_does_not_fit_is_exit_3(change: dict, copy: Path) -> 
     done = resume(copy)
     assert done.code == 3, done.err
     assert "Traceback" not in done.err and "last.pt: " in done.err
+
+
+def test_a_run_killed_before_its_first_snapshot_begins_anew(place: Path, whole: Path) -> None:
+    early = place / "early"
+    assert train(early, *RUN, hook=functools.partial(at_step, 2, KILL)).code == -KILL
+    assert not list((early / "run").glob("checkpoints/*")) and records(early / "run")
+    (early / "run" / "checkpoints" / "last.tmp").write_bytes(b"what a kill cut short")
+    done = train(early, *RUN)
+    assert done.code == 0 and "was killed before its first snapshot; it begins anew" in done.err
+    assert same(early / "run", whole)
+    assert not list((early / "run").glob("checkpoints/*.tmp"))
+
+
+def test_what_could_say_how_it_ended_is_not_begun_anew(tmp_path: Path) -> None:
+    """It ran out of memory, say: its record is worth keeping."""
+    for file, text in (("metrics.jsonl", '{"step": 1}\n'), ("STATUS", "out of memory\nexit code 5\n")):
+        (tmp_path / file).write_text(text)
+    with pytest.raises(UserError, match="holds a run already"):
+        guard._clear(tmp_path)
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_snapshots_between_validations(place: Path, whole: Path) -> None:
+    """Of a run that validates only at its end, killed at step 7 of 12: it goes on from step 5."""
+    saved = place / "saved"
+    options = [*RUN, "eval_every=0", "save_every=5"]
+    assert train(saved, *options, hook=functools.partial(at_step, 7, KILL)).code == -KILL
+    assert snapshot.load(saved / "run" / "checkpoints" / "last.pt")["step"] == 5
+    assert resume(saved / "run").code == 0
+    trained = [record for record in records(whole) if "train/loss" in record]
+    assert [record for record in records(saved / "run") if "train/loss" in record] == trained
+    assert all(torch.equal(a, b) for a, b in zip(weights(saved / "run").values(), weights(whole).values(), strict=True))

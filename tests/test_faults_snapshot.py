@@ -224,7 +224,7 @@ def full_finishing() -> None:
 
 
 def test_c5_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(NotSaved, match=r"last\.pt: not saved \(No such file or directory\)"):
+    with pytest.raises(NotSaved, match=r"last\.pt: not saved \(No such file or directory\)$"):
         save(tmp_path / "missing", 1)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written to"), held(tmp_path / "file"):

@@ -11,11 +11,15 @@ import pytest
 from legibility import Drawn, drawing
 from matplotlib.colors import to_hex
 
-from unet3d import figures
+from unet3d import figures, losses
 from unet3d.figures import colours
 from unet3d.slices import centre
 
 NAMES = ("background", "left", "right")
+
+
+def test_what_is_unlabelled_in_pictures_is_what_is_ignored_in_training() -> None:
+    assert figures.UNLABELLED == losses.IGNORE  # two names, since pictures load without torch
 
 
 @pytest.fixture

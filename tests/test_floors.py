@@ -20,7 +20,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "memory.attribution",
     },
     {
-        *("lock", "signals", "model.geometry", "schedules", "snapshot", "sinks", "figures", "console", "data.nifti"),
+        *("lock", "signals", "model.geometry", "schedules", "snapshot", "tracker", "figures", "console", "data.nifti"),
         *("memory.ledger", "memory.tables"),
     },
     {
@@ -30,6 +30,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "process",
         "readback",
         "resuming",
+        "sinks",
         "memory.allocator",
         "memory.breakdown",
         "memory.cuda",
@@ -62,7 +63,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
 ]
 ROOMS = {
     "hydra": {"compose", "command"},
-    "wandb": {"sinks"},
+    "wandb": {"tracker"},
     "nibabel": {"data.nifti", "data.generated", "data.volumes", "data.voxels", "data.check"},
     "nilearn": {"data.mni152"},
     "monai": {"metrics", "data.augment", "data.patches"},
@@ -71,7 +72,7 @@ ROOMS = {
 }
 LIGHT = {
     *("config", "resuming", "errors", "checks", "compose", "command", "model.geometry"),
-    *("sinks", "console", "data.cases", "data.mni152", "process", "lock", "signals", "guard", "outlet"),
+    *("sinks", "tracker", "console", "data.cases", "data.mni152", "process", "lock", "signals", "guard", "outlet"),
 }
 
 

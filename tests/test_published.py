@@ -70,6 +70,15 @@ def test_iou_by_slices_has_a_column_a_case(tmp_path: Path) -> None:
     ]
 
 
+def test_runs_that_differ_in_nothing_of_the_table_are_one_mean(tmp_path: Path) -> None:
+    said = ["experiment=cicek2016_slices", "data.sparse=[5,5,3]"]
+    scores = ("a,1,1,.5,\n", "a,1,1,.7,\n", "")
+    rows = read([make(tmp_path / str(seed), [*said, f"seed={seed}"], found) for seed, found in enumerate(scores)])
+    found = published.experiment(rows)
+    assert found is not None
+    assert published.table(found, rows).rows[0][:3] == ["5,5,3", "0.600", "0.600"]
+
+
 def test_iou_by_network_has_a_column_a_fold_and_no_mean_of_some(tmp_path: Path) -> None:
     said = "experiment=cicek2016_full"
     rows = read(

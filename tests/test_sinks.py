@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from wandb_records import read_run
 
-from unet3d import privacy, sinks
+from unet3d import privacy, sinks, tracker
 from unet3d.config import Config
 from unet3d.sinks import JsonLines, Sink, Sinks, open_sinks
 
@@ -272,14 +272,14 @@ def test_the_search_for_secrets_finds_them_in_a_run_that_is_not_private(tmp_path
 def test_every_private_setting_is_known_to_this_wandb() -> None:
     import wandb
 
-    assert set(privacy.SETTINGS) | set(sinks.QUIET) <= set(wandb.Settings.model_fields)
-    assert sinks.QUIET["init_timeout"] <= 20
+    assert set(privacy.SETTINGS) | set(tracker.QUIET) <= set(wandb.Settings.model_fields)
+    assert tracker.QUIET["init_timeout"] <= 20
 
 
 def test_settings_that_an_older_wandb_lacks_are_left_out() -> None:
     older = type("Settings", (SimpleNamespace,), {"model_fields": {"console": None}})
-    assert vars(sinks._settings(older, private=True)) == {"console": "off"}
-    assert vars(sinks._settings(older, private=False)) == {}
+    assert vars(tracker._settings(older, private=True)) == {"console": "off"}
+    assert vars(tracker._settings(older, private=False)) == {}
 
 
 def test_a_resumed_folder_goes_on_with_its_wandb_run(tmp_path: Path) -> None:
@@ -297,18 +297,18 @@ def test_a_resumed_wandb_run_is_gone_on_with_and_not_replaced(tmp_path: Path, mo
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "to be set, and unset after the test")
     monkeypatch.delenv("WANDB_ERROR_REPORTING")
-    sinks.Wandb(Config(), tmp_path)
+    tracker.Wandb(Config(), tmp_path)
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"
     (tmp_path / "wandb" / "offline-run-20260102_101010-abcd").mkdir(parents=True)
-    sinks.Wandb(Config(), tmp_path)
+    tracker.Wandb(Config(), tmp_path)
     assert [(to["id"], to["resume"]) for to in told] == [(None, None), ("abcd", "allow")]
 
 
 def test_the_id_is_that_of_the_latest_run(tmp_path: Path) -> None:
-    assert sinks._earlier_id(tmp_path) is None
+    assert tracker._earlier_id(tmp_path) is None
     for name in ("run-20250102_101010-old", "offline-run-20260102_101010-new", "run-20240102_101010-older"):
         (tmp_path / "wandb" / name).mkdir(parents=True)
-    assert sinks._earlier_id(tmp_path) == "new"
+    assert tracker._earlier_id(tmp_path) == "new"
 
 
 def test_t6_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_t6_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path: 
 
 def test_t6_without_network_an_online_run_goes_on_offline_with_one_line_and_the_same_id(tmp_path: Path) -> None:
     code = (
-        "import os, unet3d.sinks; unet3d.sinks.QUIET['init_timeout'] = 1\n"
+        "import os, unet3d.tracker; unet3d.tracker.QUIET['init_timeout'] = 1\n"
         "os.environ |= {'WANDB_MODE': 'online', 'WANDB_API_KEY': 'a' * 40, 'WANDB_BASE_URL': 'http://127.0.0.1:9'}\n"
         "pathlib.Path('run/wandb/offline-run-20200101_101010-abcd1234').mkdir(parents=True)\n"
     )

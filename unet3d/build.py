@@ -22,7 +22,7 @@ from unet3d.inference import Predictor
 from unet3d.losses import SegmentationLoss
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
-from unet3d.policy import MemoryPolicy, amp_dtype
+from unet3d.policy import MemoryPolicy, amp_dtype, emulates_bf16
 
 Read = Callable[[Case], Prepared]
 
@@ -167,6 +167,13 @@ def refuse_wrong_gradients(config: Config, options: Model) -> None:
     """Raise UserError where a run on the CPU would train on wrong gradients; see `checks.refuse_shallow_bf16`."""
     if target(config) == "cpu" and config.amp and amp_dtype(config.amp_dtype, "cpu") is torch.bfloat16:
         checks.refuse_shallow_bf16(config, options)
+
+
+def advise(config: Config) -> None:
+    """Say where mixed precision saves memory alone."""
+    device_type = target(config)
+    if config.amp and amp_dtype(config.amp_dtype, device_type) is torch.bfloat16 and emulates_bf16(device_type):
+        print("note: this CPU has no bf16 instructions: amp=true saves memory, amp=false time", file=sys.stderr)
 
 
 def predictor(config: Config, network: nn.Sequential, options: Model, memory: MemoryPolicy) -> Predictor:

@@ -167,12 +167,18 @@ def _check_sparse(data: Data) -> None:
             raise UserError("data.scored does nothing without data.semi=true; leave it away")
         if data.sparse_fold is not None:
             raise UserError("data.sparse_fold does nothing without data.semi=true; leave it null")
+        if data.sparse_folds != Data().sparse_folds:
+            raise UserError("data.sparse_folds does nothing without data.sparse_fold; leave it away")
         return
     if data.sparse is None:
         raise UserError("data.semi=true needs slices to learn from: add data.sparse=[yz,xz,xy], e.g. [5,5,3]")
     if data.fold is not None or data.split is not None:
         raise UserError("data.semi=true learns from slices of every case; leave data.fold and data.split null")
+    if data.val_fraction != Data().val_fraction:
+        raise UserError("data.semi=true holds no case out: data.val_fraction does nothing; leave it away")
     if data.sparse_fold is None:
+        if data.sparse_folds != Data().sparse_folds:
+            raise UserError("data.sparse_folds does nothing without data.sparse_fold; name a part, or leave it away")
         return
     if data.sparse_fold >= data.sparse_folds:
         raise UserError(

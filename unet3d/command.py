@@ -71,8 +71,11 @@ def _checked(arguments: Sequence[str]) -> list[str]:
     added = [] if flags.cfg or flags.info or flags.help else compose.added_sweep(flags.overrides)
     if flags.multirun or added:
         for overrides in compose.sweep([*flags.overrides, *added]):
-            if compose.compose(overrides).resume is not None:
+            config = compose.compose(overrides)
+            if config.resume is not None:
                 raise UserError("resume goes on with one run; leave -m away")
+            if config.requeue:
+                raise UserError("requeue=true begins a job of the queue anew, which goes on with one run, not a sweep")
         return [*flags.overrides, *added, *ordered[len(flags.overrides) :], *["-m"] * (not flags.multirun)]
     config = compose.compose(flags.overrides)
     if config.resume is None or flags.cfg or flags.info or flags.help:

@@ -14,8 +14,9 @@ from unet3d.compare_figures import Point
 from unet3d.compare_rows import Numbers, Row, columns, differing, find, mismatches, read, short, sides
 from unet3d.config import Config
 from unet3d.console import WIDE, paper, terminal_table
-from unet3d.sinks import Scalar, Sinks, Wandb, wandb_mode
+from unet3d.sinks import Scalar, Sinks
 from unet3d.table import Table, mib, write_csv
+from unet3d.tracker import Wandb, wandb_mode
 
 FACE: dict[str, tuple[str, Callable[[Any], str]]] = {  # field of Numbers: heading, and how it is shown
     "status": ("status", lambda text: text.partition(":")[0]),  # why it failed is told below
@@ -119,8 +120,8 @@ def _odds(rows: Sequence[Row]) -> list[str]:
 
 
 def _failures(rows: Sequence[Row]) -> list[str]:
-    """How each run that failed ended, in short; the whole is in compare.csv and in its STATUS."""
-    said = [(row.name, row.numbers.status) for row in rows if row.numbers.status.startswith("failed")]
+    """How each run that failed or was stopped ended, in short; the whole is in compare.csv and in its STATUS."""
+    said = [(row.name, row.numbers.status) for row in rows if row.numbers.status.startswith(("failed", "stopped"))]
     return [f"run {name} {shorten(status, 110, placeholder=' ...')}" for name, status in said]
 
 

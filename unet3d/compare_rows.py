@@ -148,6 +148,8 @@ def _status(said: str, is_predicted: bool) -> str:
     line = re.sub(r"(, )?exit code \d+$", "", said).strip()
     if line in ("done", "running", ""):
         return {"done": "predicted" if is_predicted else "done", "": "unknown"}.get(line, line)
+    if line.startswith("stopped by "):
+        return line.replace("stopped", "stopped:", 1)
     return "failed: " + re.sub(r"^(error|failed): ", "", line)
 
 

@@ -179,6 +179,7 @@ class Config:
     accumulate: int = option(1, "micro-batches a step", low=1, high=4096)
     workers: int = option(1, "processes that prepare batches", low=0, high=256)
     eval_every: int = option(50, "steps between validations; 0: only at the end", low=0)
+    save_every: int = option(0, "steps between snapshots, besides those of validations; 0: none", low=0)
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
     budget: str | None = option(None, "refuse a run whose step is predicted to hold more in tensors, e.g. 8GiB")
     resume: str | None = option(None, "run folder to go on with")

@@ -66,3 +66,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_disk_full(error: BaseException) -> bool:
     """Whether the disk, the user's share of it or the largest size of a file does not allow more."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def reason(error: BaseException) -> str:
+    """What happened, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -30,7 +30,7 @@ OVERRIDES = "overrides.yaml"  # what the command line said, for `resume`
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether the run could still say how it ended."""
+    """Whether the run could still say how it ended: STATUS is not what a run begins with."""
     status = folder / "STATUS"
     return status.is_file() and status.read_text() != "running\n"
 
@@ -46,9 +46,8 @@ def guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> int
 
 def _told(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
     """Run the job; turn what can be foreseen into a last line, STATUS and an exit code."""
-    if config.resume is None and (folder / "metrics.jsonl").exists():
-        used = UserError(f"{folder}: holds a run already; choose another folder, or resume it")
-        return say(f"error: {used}", used.exit_code)
+    if config.resume is None:
+        _clear(folder)
     said = [override for override in overrides if not override.startswith("resume=")]
     remember(folder, said)
     before = _started(folder)
@@ -75,6 +74,17 @@ def _told(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
             raise
         return end(folder, f"out of memory: {str(error).splitlines()[0]}", OutOfMemory.exit_code)
     return end(folder, None, 0)
+
+
+def _clear(folder: Path) -> None:
+    """Make room for a new run. Raises UserError where a run is that could go on, or that could say how it ended."""
+    records = folder / "metrics.jsonl"
+    if not records.exists():
+        return
+    if snapshots(folder) or has_ended(folder):
+        raise UserError(f"{folder}: holds a run already; choose another folder, or resume it")
+    print(f"{folder}: the run here was killed before its first snapshot; it begins anew", file=sys.stderr)
+    records.unlink()
 
 
 def remember(folder: Path, overrides: list[str]) -> None:

@@ -68,6 +68,7 @@ def requeue() -> None:
     """Under Slurm, put this job back in the queue. That it fails costs one line."""
     job = os.environ.get("SLURM_JOB_ID")
     if not job:
+        print("warning: requeue=true: not a job of Slurm (no SLURM_JOB_ID); not requeued", file=sys.stderr)
         return
     try:
         done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)

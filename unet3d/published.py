@@ -116,10 +116,12 @@ def _chosen(row: Row, published: Published) -> str:
 
 
 def _score(published: Published, runs: Sequence[Row], head: str) -> float | None:
+    """Of runs that differ in nothing of the table, such as in their seed, the mean."""
     if published.across == "case":
-        return next((row.iou[head] for row in runs if head in row.iou), None)
-    found = next((row for row in runs if row.settings.get(published.across) == head), None)
-    return fmean(found.iou.values()) if found is not None and found.iou else None
+        found = [row.iou[head] for row in runs if head in row.iou]
+    else:
+        found = [fmean(row.iou.values()) for row in runs if row.iou and row.settings.get(published.across) == head]
+    return fmean(found) if found else None
 
 
 def _shown(value: float | None) -> str:

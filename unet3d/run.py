@@ -42,6 +42,7 @@ class Run:
         loss = build.loss(config, len(data.task.classes))
         policy = build.policy(config, device.type, starts)
         build.refuse_wrong_gradients(config, options)
+        build.advise(config)
         self.model = build.model(self.options, config.seed).to(device)
         self.optimizer = build.optimizer(config.optim, self.model)
         self.predictor = build.predictor(config, self.model, self.options, policy)
@@ -89,7 +90,7 @@ class Run:
 
     def fit(self) -> None:
         """Train to the end, pausing to validate and to save. Raises Preempted, once saved, when asked to stop."""
-        if self.config.data.sparse is not None and not self.trainer.step:
+        if self.config.data.sparse is not None and self.config.resume is None:
             shares = [(self.data.learn(case).label != IGNORE).float().mean().item() for case in self.data.train]
             self.sinks.scalars({"data/labelled_share": fmean(shares)}, 0)
         try:
@@ -122,7 +123,7 @@ class Run:
         every, steps = self.config.eval_every, self.config.steps
         with self.stop.noted():
             try:
-                self.trainer.fit(stream, steps, every, self._pause, self.stop)
+                self.trainer.fit(stream, steps, every, self._pause, self.stop, self._save)
             except Preempted:  # within a validation, which the resumed run takes again
                 assert self.stop()
             if self.stop.asked:
@@ -136,6 +137,15 @@ class Run:
         except NotSaved as error:
             stopped += f", which is not saved: {error}"
         raise Preempted(stopped)
+
+    def _save(self) -> None:
+        """Save between validations, when it is time."""
+        every = self.config.save_every
+        if every and self.trainer.step % every == 0:
+            try:
+                self.checkpoints.save_last()
+            except NotSaved as error:
+                self.checkpoints.warn(error)
 
     def _pause(self) -> None:
         """Validate, keep the best, save the last. The last validation also measures surface distances."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d.errors import DamagedSnapshot, NotSaved, SnapshotError
+from unet3d.errors import DamagedSnapshot, NotSaved, SnapshotError, is_disk_full
 from unet3d.table import mib
 
 FORMAT = 2
@@ -41,7 +41,8 @@ def save(path: Path, state: dict[str, Any], previous: Path | None = None) -> Non
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise NotSaved(f"{path}: not saved ({error.strerror}); {_room(path.parent, state)}") from error
+        advice = f"; {_room(path.parent, state)}" if is_disk_full(error) else ""
+        raise NotSaved(f"{path}: not saved ({error.strerror}){advice}") from error
 
 
 def _flush(folder: Path) -> None:

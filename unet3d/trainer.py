@@ -36,6 +36,7 @@ class Trainer:
         every: int,
         at_pause: Callable[[], None],
         should_stop: Callable[[], bool] = lambda: False,
+        at_step: Callable[[], None] = lambda: None,
     ) -> None:
         """Train up to optimizer step `steps`; call `at_pause` every `every` steps (0: never) and at the end.
 
@@ -49,6 +50,7 @@ class Trainer:
                 self.model.train()
             elif self.step < steps:
                 self._train(stream)
+                at_step()
             else:
                 return
 

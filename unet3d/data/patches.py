@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from unet3d.config import Data
 from unet3d.data import augment
+from unet3d.data.cases import Case
 from unet3d.losses import IGNORE
 
 MOST_VOXELS = 10_000  # remembered of each class as patch centres
@@ -35,6 +36,15 @@ class Prepared:
     label: Tensor  # X Y Z, int16; unlabelled voxels are IGNORE
     spacing: tuple[float, float, float]  # mm
     foreground: tuple[np.ndarray, ...]  # (n, 3) voxel indices of each foreground class that is there
+
+
+def remembered(cache: dict[str, Prepared] | None, case: Case, make: Callable[[Case], Prepared]) -> Prepared:
+    """`make(case)`, once a case where there is a cache."""
+    if cache is None:
+        return make(case)
+    if case.id not in cache:
+        cache[case.id] = make(case)
+    return cache[case.id]
 
 
 def prepare(
@@ -107,7 +117,8 @@ def _random_start(shape: np.ndarray, size: np.ndarray, rng: np.random.Generator)
 
     A uniform start would hardly ever lie at a far corner, where a tile's statistics are least like the others'.
     """
-    return (np.floor(rng.random(3) * shape) - size // 2).clip(0, np.maximum(shape - size, 0))
+    start = np.floor(rng.random(3) * shape) - size // 2
+    return np.asarray(start.clip(0, np.maximum(shape - size, 0)))
 
 
 def _has_labels(label: Tensor, start: np.ndarray, size: np.ndarray) -> bool:

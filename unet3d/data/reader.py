@@ -8,7 +8,7 @@ import numpy as np
 
 from unet3d.data.cases import Case, Task
 from unet3d.data.intensity import Intensity, normalise, rules
-from unet3d.data.patches import Prepared, prepare
+from unet3d.data.patches import Prepared, prepare, remembered
 from unet3d.data.volumes import Volume, read_volume
 from unet3d.data.voxels import STRICT, Leniency, replacement
 from unet3d.errors import UserError
@@ -28,11 +28,7 @@ class Reader:
     told: set[str] = field(default_factory=set, repr=False)  # cases whose replaced voxels were told
 
     def __call__(self, case: Case) -> Prepared:
-        if self.cache is None:
-            return self._prepare(case)
-        if case.id not in self.cache:
-            self.cache[case.id] = self._prepare(case)
-        return self.cache[case.id]
+        return remembered(self.cache, case, self._prepare)
 
     def raw(self, case: Case) -> Volume:
         """The volume as stored, but for orientation and spacing."""

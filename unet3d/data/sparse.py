@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unet3d.config import Data
 from unet3d.data.cases import Case
-from unet3d.data.patches import Prepared, foreground
+from unet3d.data.patches import Prepared, foreground, remembered
 from unet3d.errors import UserError
 from unet3d.losses import IGNORE
 
@@ -30,11 +30,7 @@ class SparseReader:
     cache: dict[str, Prepared] | None
 
     def __call__(self, case: Case) -> Prepared:
-        if self.cache is None:
-            return self._masked(case)
-        if case.id not in self.cache:
-            self.cache[case.id] = self._masked(case)
-        return self.cache[case.id]
+        return remembered(self.cache, case, self._masked)
 
     def _masked(self, case: Case) -> Prepared:
         dense = self.read(case)
