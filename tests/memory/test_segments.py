@@ -10,8 +10,9 @@ from evenly import evenly
 from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.memory.ledger import Site
+from unet3d.memory.profile import Profile, flops, profile
 from unet3d.memory.rehearsal import Starts, rehearse
-from unet3d.memory.segments import Profile, _first_step, choose, cut, cuts, flops, peak, profile, recomputed
+from unet3d.memory.segments import _first_step, choose, cut, cuts, peak, recomputed
 
 NETS = [
     ("model=unet_tiny",),

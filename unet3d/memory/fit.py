@@ -11,7 +11,8 @@ from unet3d.console import WIDE, paper, terminal_table
 from unet3d.errors import UserError
 from unet3d.memory.look import Look
 from unet3d.memory.plan import is_allowed, knows_the_batch, lean_options, levers, price
-from unet3d.memory.segments import SLACK, cuts, peak, profile, recomputed
+from unet3d.memory.profile import profile
+from unet3d.memory.segments import SLACK, cuts, peak, recomputed
 from unet3d.table import Table, mib
 
 FRONT = 12  # rows shown
