@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import os
 import re
+import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from unet3d import apply, build, command, compose, snapshot
+from unet3d import __main__, apply, build, command, compose, snapshot
 from unet3d.errors import SnapshotError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,6 +185,17 @@ def test_a_snapshot_that_describes_a_huge_network_takes_no_memory(
     with pytest.raises(SnapshotError, match=r"given\.pt"):
         apply.open_snapshot(path, "cpu")
     assert seen == ["meta"]
+
+
+def test_a_snapshot_that_names_a_huge_window_takes_no_memory(
+    given: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path = given(put("config", "data", "patch", value=[2048, 2048, 2048]))
+    words = ["unet3d", "predict", str(path), str(path.parent), "-o", str(path.parent / "out"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert __main__.main() == 2
+    said = capsys.readouterr().err
+    assert "its window of 2048x2048x2048 voxels would hold" in said and said.count("\n") == 1
 
 
 def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:

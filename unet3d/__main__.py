@@ -106,10 +106,12 @@ def _predict(arguments: argparse.Namespace) -> int:
     """Every file that can be segmented is; returns 2 if one could not."""
     from unet3d import apply
     from unet3d.data.voxels import replacement
+    from unet3d.memory.validation import refuse_large_window
 
     if arguments.out.exists() and not arguments.out.is_dir():
         raise UserError(f"{arguments.out}: is a file; -o names the folder for the label maps")
     segmenter = apply.open_snapshot(arguments.snapshot, arguments.device, arguments.mirror)
+    refuse_large_window(segmenter.predictor, arguments.snapshot)
     failed = 0
     for case in apply.find_cases(arguments.inputs, len(segmenter.intensity)):
         path = arguments.out / f"{case.id}.nii.gz"
