@@ -35,7 +35,7 @@ def train(cwd: Path, *arguments: str) -> Path:
 
 
 @pytest.mark.parametrize("wrong", ["amp=maybe", "chkpt=2", "model=unet_smal", "data=decathlon", "ckpt=999", "amp"])
-def test_a_mistake_is_one_line_and_exit_2_without_a_trace(tmp_path: Path, wrong: str) -> None:
+def test_k1_a_mistake_is_one_line_and_exit_2_without_a_trace(tmp_path: Path, wrong: str) -> None:
     done = run(wrong, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == "" and done.stderr.count("\n") == 1
@@ -43,7 +43,7 @@ def test_a_mistake_is_one_line_and_exit_2_without_a_trace(tmp_path: Path, wrong:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mistake_loads_neither_torch_nor_monai(tmp_path: Path) -> None:
+def test_k1_a_mistake_loads_neither_torch_nor_monai(tmp_path: Path) -> None:
     code = (
         "import sys; from unet3d import command; c = command.main(None); print(c, {'torch', 'monai'} & {*sys.modules})"
     )
@@ -87,7 +87,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
     return done, place / "sweep", [process for process in processes if "train.py" in "".join(process)]
 
 
-def test_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: tuple) -> None:
+def test_t10_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: tuple) -> None:
     done, folder, _ = swept
     assert done.returncode == 2 and "Comparison of 4 runs" in done.stdout
     assert "run 2 failed: budget=2MiB: the step does not fit" in done.stdout
@@ -386,7 +386,7 @@ def test_a_published_snapshot_predicts_the_same_and_names_no_path(finished: Path
     assert again.returncode == 2 and "is there already" in again.stderr
 
 
-def test_predict_writes_label_maps_on_the_inputs_grid(finished: Path, tmp_path: Path) -> None:
+def test_p1_predict_writes_label_maps_on_the_inputs_grid(finished: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     affine = np.array([[0, -1.5, 0, 10], [0.9, 0, 0, -20], [0, 0, 3, 5], [0, 0, 0, 1]])
     image = nib.Nifti1Image(rng.normal(size=(17, 23, 9)).astype(np.float32), affine)
@@ -403,8 +403,20 @@ def test_predict_writes_label_maps_on_the_inputs_grid(finished: Path, tmp_path: 
     for field in ("pixdim", "qform_code", "sform_code", "xyzt_units", "srow_x", "quatern_b"):
         assert np.array_equal(found.header[field], image.header[field]), field
     assert set(np.unique(found.dataobj)) <= {0, 1, 2, 3}
-    again = subprocess.run([*module, *inputs], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert "left alone" in again.stdout
+
+
+def test_p2_what_is_there_is_left_alone_unless_it_may_be_replaced(finished: Path, tmp_path: Path) -> None:
+    nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), tmp_path / "a.nii.gz")
+    made = tmp_path / "out" / "a.nii.gz"
+    made.parent.mkdir()
+    made.write_bytes(b"of yesterday")
+    module = [sys.executable, "-m", "unet3d", "predict", str(finished / "checkpoints" / "last.pt")]
+    words = [*module, str(tmp_path / "a.nii.gz"), "-o", str(made.parent)]
+    again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0 and "left alone" in again.stdout and made.read_bytes() == b"of yesterday"
+    over = subprocess.run([*words, "--overwrite"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert over.returncode == 0 and nib.load(made).shape == (9, 9, 9), over.stderr
+    assert [path.name for path in made.parent.iterdir()] == ["a.nii.gz"]
 
 
 def test_a_foreign_snapshot_is_exit_3(tmp_path: Path) -> None:

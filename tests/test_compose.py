@@ -54,6 +54,7 @@ CONFLICTS = {
     ("data=folders", "data.root=."): r"^data.classes is not set",
     ("data.classes=[a,b]",): r"^data.classes does nothing for data=phantom",
     ("data.fold=1", "data.split=x.json"): r"^data.fold does nothing beside data.split",
+    ("data.fold=1", "data.val_fraction=0.3"): r"^data.val_fraction does nothing beside data.fold",
     ("loss=dice", "loss.weights=[1,1,1,1]"): r"^loss.weights does nothing for loss=dice",
     ("inference.mirror=true", "data.augment.mirror=[]"): r"^inference.mirror=true does nothing",
     ("data.augment.mirror=[0,0]",): r"^data.augment.mirror=\[0, 0\]: name each axis once",
@@ -63,14 +64,14 @@ CONFLICTS = {
 
 
 @pytest.mark.parametrize(("override", "message"), WRONG.items())
-def test_one_line_for_a_wrong_option(override: str, message: str) -> None:
+def test_k1_one_line_for_a_wrong_option(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         compose.compose([override])
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("overrides", "message"), CONFLICTS.items())
-def test_one_line_for_options_at_odds(overrides: tuple[str, ...], message: str) -> None:
+def test_k1_one_line_for_options_at_odds(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         compose.compose(overrides)
 
@@ -80,7 +81,7 @@ def configs(group: str) -> list[str]:
 
 
 @pytest.mark.parametrize("group", ["model", "data", "loss", "optim", "experiment"])
-def test_every_yaml_composes(group: str, tmp_path: Path) -> None:
+def test_k3_every_yaml_composes(group: str, tmp_path: Path) -> None:
     patch = {f"cicek2016{kind}": "data.patch=[132,132,116]" for kind in ("", "_no_bn", "_2d")}
     assert configs(group)
     for name in configs(group):
@@ -91,7 +92,7 @@ def test_every_yaml_composes(group: str, tmp_path: Path) -> None:
         assert isinstance(compose.compose(overrides), Config), name
 
 
-def test_an_experiment_sets_and_the_command_line_beats_it(tmp_path: Path) -> None:
+def test_k4_an_experiment_sets_and_the_command_line_beats_it(tmp_path: Path) -> None:
     root = f"data.root={tmp_path}"
     assert compose.compose([root]).amp is False
     found = compose.compose(["experiment=hippocampus", root])
@@ -100,7 +101,7 @@ def test_an_experiment_sets_and_the_command_line_beats_it(tmp_path: Path) -> Non
     assert beaten.amp is False and beaten.model.features == [8, 16, 32]
 
 
-def test_plain_values_round_trip() -> None:
+def test_k4_plain_values_round_trip() -> None:
     config = compose.compose(["model=forum_large", "seed=7", "optim=sgd"])
     assert compose.from_plain(compose.to_plain(config)) == config
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from training import TINY, Ended, records, status, train, weights
 from unet3d import guard, record, snapshot
 from unet3d.errors import UserError
 from unet3d.resuming import refuse_changes
+from unet3d.trainer import Trainer
 
 KILL = signal.SIGKILL
 RUN = [*TINY, "steps=12", "eval_every=3", "amp=true", "amp_dtype=fp16", "model.dropout=0.2", "ckpt=2", "optim=adam"]
@@ -218,20 +220,42 @@ def test_a_run_killed_before_its_first_snapshot_begins_anew(place: Path, whole: 
     early = place / "early"
     assert train(early, *RUN, hook=functools.partial(at_step, 2, KILL)).code == -KILL
     assert not list((early / "run").glob("checkpoints/*")) and records(early / "run")
-    (early / "run" / "checkpoints" / "last.tmp").write_bytes(b"what a kill cut short")
+    refused = train(early, *RUN, "dry_run=true")
+    assert refused.code == 2 and records(early / "run"), "predicting begins nothing"
+    assert train(early, *RUN, "data.val_fraction=0.9").code == 2, "data that is not there, say, for a moment"
     done = train(early, *RUN)
-    assert done.code == 0 and "was killed before its first snapshot; it begins anew" in done.err
+    assert done.code == 0 and "ended before its first snapshot; it begins anew" in done.err
     assert same(early / "run", whole)
-    assert not list((early / "run").glob("checkpoints/*.tmp"))
 
 
-def test_what_could_say_how_it_ended_is_not_begun_anew(tmp_path: Path) -> None:
-    """It ran out of memory, say: its record is worth keeping."""
-    for file, text in (("metrics.jsonl", '{"step": 1}\n'), ("STATUS", "out of memory\nexit code 5\n")):
-        (tmp_path / file).write_text(text)
+@pytest.mark.parametrize(
+    ("status", "files"),
+    [
+        ("out of memory\nexit code 5\n", ["metrics.jsonl"]),
+        ("error: the loss is nan\nexit code 4\n", ["metrics.jsonl"]),
+        ("running\n", ["metrics.jsonl", "checkpoints/previous.pt"]),
+        ("running\n", ["checkpoints/best.pt"]),
+        (None, ["metrics.jsonl"]),
+    ],
+)
+def test_what_came_to_something_or_is_not_ours_is_left_alone(
+    status: str | None, files: list[str], tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    if status:
+        (tmp_path / "STATUS").write_text(status)
     with pytest.raises(UserError, match="holds a run already"):
-        guard._clear(tmp_path)
-    assert (tmp_path / "metrics.jsonl").exists()
+        guard._refuse_used(tmp_path, is_dry=False, is_locked=True)
+
+
+def test_where_nothing_can_be_locked_nothing_begins_anew(tmp_path: Path) -> None:
+    for name, text in (("metrics.jsonl", "{}"), ("STATUS", "running\n")):
+        (tmp_path / name).write_text(text)
+    guard._refuse_used(tmp_path, is_dry=False, is_locked=True)
+    with pytest.raises(UserError, match="holds a run already"):
+        guard._refuse_used(tmp_path, is_dry=False, is_locked=False)
 
 
 def test_snapshots_between_validations(place: Path, whole: Path) -> None:
@@ -244,3 +268,12 @@ def test_snapshots_between_validations(place: Path, whole: Path) -> None:
     trained = [record for record in records(whole) if "train/loss" in record]
     assert [record for record in records(saved / "run") if "train/loss" in record] == trained
     assert all(torch.equal(a, b) for a, b in zip(weights(saved / "run").values(), weights(whole).values(), strict=True))
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    """`save_every` adds nothing where a validation, or the end, saves anyway."""
+    calls = []
+    trainer = SimpleNamespace(step=0, paused=0, model=torch.nn.Identity())
+    trainer._train = lambda stream: setattr(trainer, "step", trainer.step + 1)
+    Trainer.fit(trainer, iter(()), 5, 2, lambda: None, between=lambda: calls.append(trainer.step))  # type: ignore[arg-type]
+    assert calls == [1, 3]

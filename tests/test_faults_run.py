@@ -244,6 +244,14 @@ def test_r5_slurm_is_asked_for_another_turn(code: int, tmp_path: Path) -> None:
     assert ("warning: scontrol requeue 41: no such job" in done.err) is bool(code)
 
 
+def test_r5_outside_of_slurm_nothing_is_requeued_and_that_is_said(
+    monkeypatch: Patch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    process.requeue()
+    assert "no SLURM_JOB_ID" in capsys.readouterr().err
+
+
 def test_r5_slurm_is_not_asked_without_the_option(tmp_path: Path) -> None:
     done = train(tmp_path, *TINY, "hydra.run.dir=run", hook=functools.partial(requeued, 0))
     assert done.code == 75 and not (tmp_path / "told").exists()

@@ -30,7 +30,7 @@ def predictor(model: nn.Sequential, window: tuple, options: Model | None = None,
 
 @pytest.mark.parametrize("size", [(8, 8, 8), (17, 9, 8), (5, 30, 3), (1, 1, 1)])
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 0.75])
-def test_windows_partition_unity(size: tuple, overlap: float) -> None:
+def test_p3_windows_partition_unity(size: tuple, overlap: float) -> None:
     model = Pointwise()
     image = torch.randn(1, *size)
     with torch.no_grad():

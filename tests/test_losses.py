@@ -74,7 +74,7 @@ def test_ignored_voxels_count_for_nothing(name: str, weights: torch.Tensor | Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_but_ignored_voxels_gives_zero_and_zero_gradients(name: str) -> None:
+def test_t4_nothing_but_ignored_voxels_gives_zero_and_zero_gradients(name: str) -> None:
     logits, label = example()
     logits.requires_grad_()
     value = SegmentationLoss(name)(logits, torch.full_like(label, IGNORE))
@@ -85,7 +85,7 @@ def test_nothing_but_ignored_voxels_gives_zero_and_zero_gradients(name: str) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
-def test_half_precision_logits_are_summed_in_float32(name: str, dtype: torch.dtype) -> None:
+def test_t5_half_precision_logits_are_summed_in_float32(name: str, dtype: torch.dtype) -> None:
     """96^3 voxels overflow fp16's largest number, 65504."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 2, 96, 96, 96, generator=generator).to(dtype)

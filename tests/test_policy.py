@@ -47,7 +47,9 @@ def _count_calls(module: nn.Module) -> list[int]:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("norm", NORMS)
-def test_checkpointing_changes_no_bit(network: Network, norm: str, dropout: float, dtype: torch.dtype | None) -> None:
+def test_r10_checkpointing_changes_no_bit(
+    network: Network, norm: str, dropout: float, dtype: torch.dtype | None
+) -> None:
     overrides = ("model=unet_tiny", f"model.norm={norm}", f"model.dropout={dropout}")
     expected, _ = outcome(network(*overrides), MemoryPolicy("cpu", dtype))
     for ckpt in (2, 3, 4, 5, 6):
@@ -57,7 +59,7 @@ def test_checkpointing_changes_no_bit(network: Network, norm: str, dropout: floa
         assert max(calls) > 2, "nothing was recomputed"
 
 
-def test_checkpointing_changes_no_bit_with_deep_supervision(network: Network) -> None:
+def test_r10_checkpointing_changes_no_bit_with_deep_supervision(network: Network) -> None:
     overrides = ("model=nnunet_hippocampus", "model.features=[4,8,8,8]", "model.norm=batch")
     expected, _ = outcome(network(*overrides), MemoryPolicy())
     found, _ = outcome(network(*overrides), MemoryPolicy(starts=evenly(8, 8)))

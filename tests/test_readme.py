@@ -27,7 +27,7 @@ def overrides(words: list[str], folder: Path) -> list[str]:
     return [word.replace("PATH", str(folder)) for word in words if "=" in word]
 
 
-def test_training_commands_compose(tmp_path: Path) -> None:
+def test_k3_training_commands_compose(tmp_path: Path) -> None:
     (tmp_path / "Task04_Hippocampus").mkdir()
     found = [words for words in commands() if "train.py" in words[1] and "chkpt=2" not in words]
     assert len(found) >= 3

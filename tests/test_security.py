@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from unet3d import __main__, apply, build, command, compose, snapshot
 from unet3d.errors import SnapshotError, UserError
+from unet3d.inference import Predictor
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [ROOT / "train.py", *sorted((ROOT / "unet3d").rglob("*.py"))]
@@ -147,7 +150,7 @@ CALL = {"_target_": "os.system", "command": "exit 7", "_args_": ["exit 7"]}
         *(put("model_options", "_target_", value="os.system"), put("intensity", value=[CALL])),
     ],
 )
-def test_a_target_in_a_snapshot_is_never_instantiated(
+def test_c7_a_target_in_a_snapshot_is_never_instantiated(
     given: Callable[[Change], Path], change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "system", lambda *_: pytest.fail("it ran"))
@@ -191,6 +194,8 @@ def test_a_snapshot_that_names_a_huge_window_takes_no_memory(
     given: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     path = given(put("config", "data", "patch", value=[2048, 2048, 2048]))
+    monkeypatch.setattr(Predictor, "probabilities", lambda *_: pytest.fail("memory is taken for the window"))
+    nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path.parent / "a.nii.gz")
     words = ["unet3d", "predict", str(path), str(path.parent), "-o", str(path.parent / "out"), "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", words)
     assert __main__.main() == 2
@@ -239,7 +244,7 @@ def test_overrides_in_a_run_folder_are_options_and_nothing_else(tmp_path: Path, 
         command.resumed(tmp_path, [])
 
 
-def test_a_target_on_the_command_line_is_no_option() -> None:
+def test_k2_a_target_on_the_command_line_is_no_option() -> None:
     for word in ("+model._target_=os.system", "+_target_=os.system", "++data.augment._target_=os.system"):
         with pytest.raises(UserError, match="no such option"):
             compose.compose([word])

@@ -300,8 +300,9 @@ def test_a_resumed_wandb_run_is_gone_on_with_and_not_replaced(tmp_path: Path, mo
     tracker.Wandb(Config(), tmp_path)
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"
     (tmp_path / "wandb" / "offline-run-20260102_101010-abcd").mkdir(parents=True)
+    tracker.Wandb(Config(resume=str(tmp_path)), tmp_path)
     tracker.Wandb(Config(), tmp_path)
-    assert [(to["id"], to["resume"]) for to in told] == [(None, None), ("abcd", "allow")]
+    assert [(to["id"], to["resume"]) for to in told] == [(None, None), ("abcd", "allow"), (None, None)]
 
 
 def test_the_id_is_that_of_the_latest_run(tmp_path: Path) -> None:
@@ -325,7 +326,9 @@ def test_t6_without_network_an_online_run_goes_on_offline_with_one_line_and_the_
         "os.environ |= {'WANDB_MODE': 'online', 'WANDB_API_KEY': 'a' * 40, 'WANDB_BASE_URL': 'http://127.0.0.1:9'}\n"
         "pathlib.Path('run/wandb/offline-run-20200101_101010-abcd1234').mkdir(parents=True)\n"
     )
-    folder, warnings = session(tmp_path, code=SESSION.replace("config = Config()", f"{code}config = Config()"))
+    folder, warnings = session(
+        tmp_path, code=SESSION.replace("config = Config()", f"{code}config = Config(resume='run')")
+    )
     assert len(warnings) == 1
     assert warnings[0].startswith("warning: wandb cannot go online (CommError: ")
     assert len(list(folder.glob("wandb/offline-run-*/run-abcd1234.wandb"))) == 1

@@ -62,6 +62,7 @@ class Checkpoints:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise SnapshotError(f"{path}: not all of a run's state, or of another run ({error!r})") from error
+        record.sweep_orphans(self.folder)
         last = record.forget_after(self.folder / "metrics.jsonl", step, paused)
         if wrong:
             lost = f"; steps {step + 1} to {last} are taken again" if last > step else ""

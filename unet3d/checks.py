@@ -151,6 +151,8 @@ def _check_data(config: Config) -> None:
         raise UserError(f"data.classes does nothing for data={data.format}: dataset.json names them; leave it null")
     if data.fold is not None and data.split is not None:
         raise UserError("data.fold does nothing beside data.split; leave one of them null")
+    if (data.fold is not None or data.split is not None) and data.val_fraction != Data().val_fraction:
+        raise UserError("data.val_fraction does nothing beside data.fold or data.split; leave it away")
     if data.fold is not None and data.fold >= data.folds:
         raise UserError(f"data.fold={data.fold}: with data.folds={data.folds} it runs from 0 to {data.folds - 1}")
     _check_sparse(data)

@@ -75,7 +75,7 @@ def _checked(arguments: Sequence[str]) -> list[str]:
             if config.resume is not None:
                 raise UserError("resume goes on with one run; leave -m away")
             if config.requeue:
-                raise UserError("requeue=true begins a job of the queue anew, which goes on with one run, not a sweep")
+                raise UserError("requeue=true is for a job of one run, which goes on in its folder; leave it away")
         return [*flags.overrides, *added, *ordered[len(flags.overrides) :], *["-m"] * (not flags.multirun)]
     config = compose.compose(flags.overrides)
     if config.resume is None or flags.cfg or flags.info or flags.help:
@@ -132,9 +132,11 @@ def _job_of_sweep(job: Job, config: Config, folder: Path, overrides: list[str]) 
     One that only predicts stays here: tensors without data leave nothing behind, and torch need not load again.
     """
     if not config.dry_run:
+        before = guard.started(folder)
         script = Path(HydraConfig.get().runtime.cwd, sys.argv[0])
         code = process.run([sys.executable, str(script), *overrides, _run_in(folder)])
-        if code == 0 or guard.has_ended(folder):
+        refused = before is not None and guard.started(folder) == before  # what is there stays as it is
+        if code == 0 or refused or guard.has_ended(folder):
             return code
         guard.remember(folder, overrides)
         return guard.end(folder, f"failed: {process.fate(code)}", code)

@@ -148,9 +148,9 @@ def _status(said: str, is_predicted: bool) -> str:
     line = re.sub(r"(, )?exit code \d+$", "", said).strip()
     if line in ("done", "running", ""):
         return {"done": "predicted" if is_predicted else "done", "": "unknown"}.get(line, line)
-    if line.startswith("stopped by "):
-        return line.replace("stopped", "stopped:", 1)
-    return "failed: " + re.sub(r"^(error|failed): ", "", line)
+    bare = re.sub(r"^(error|failed): ", "", line)
+    kind = "stopped" if bare.startswith(("stopped ", "interrupted")) else "failed"
+    return f"{kind}: {bare.removeprefix('stopped ')}"
 
 
 def differing(rows: Sequence[Row]) -> list[str]:

@@ -26,19 +26,23 @@ from unet3d.resuming import SNAPSHOTS
 from unet3d.signals import Stop
 
 Job = Callable[[Config, Path, Stop], None]
+RUNNING = "running\n"  # STATUS as a run begins
+CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preempted.exit_code, INTERRUPTED))
 OVERRIDES = "overrides.yaml"  # what the command line said, for `resume`
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether the run could still say how it ended: STATUS is not what a run begins with."""
+    """Whether the run could still say how it ended."""
     status = folder / "STATUS"
-    return status.is_file() and status.read_text() != "running\n"
+    return status.is_file() and status.read_text() != RUNNING
 
 
 def guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
     """Run the job in its folder, where nothing else may run."""
     try:
-        with lock.held(folder):
+        with lock.held(folder) as is_locked:
+            if config.resume is None:
+                _refuse_used(folder, config.dry_run, is_locked)
             return _told(job, config, folder, overrides)
     except UserError as error:
         return say(f"error: {error}", error.exit_code)
@@ -46,18 +50,16 @@ def guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> int
 
 def _told(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
     """Run the job; turn what can be foreseen into a last line, STATUS and an exit code."""
-    if config.resume is None:
-        _clear(folder)
     said = [override for override in overrides if not override.startswith("resume=")]
     remember(folder, said)
-    before = _started(folder)
+    before = started(folder)
     try:
         with nullcontext(Stop()) if config.dry_run else signals.stopping() as stop:
             job(config, folder, stop)
     except Preempted as stopped:
         return _leave(folder, f"{stopped}; {_how_to_go_on(folder)}", config.requeue)
     except (UserError, SnapshotError, NonFiniteLoss) as error:
-        if config.resume is not None and _started(folder) == before:
+        if config.resume is not None and started(folder) == before:
             return say(f"error: {error}", error.exit_code)  # the run in the folder is as it was
         return end(folder, f"error: {error}", error.exit_code)
     except LoaderError as error:
@@ -76,15 +78,18 @@ def _told(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
     return end(folder, None, 0)
 
 
-def _clear(folder: Path) -> None:
-    """Make room for a new run. Raises UserError where a run is that could go on, or that could say how it ended."""
-    records = folder / "metrics.jsonl"
-    if not records.exists():
+def _refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
+    """Raise UserError where a run is: all but one that ended before its first snapshot, which may begin anew."""
+    found, records = snapshots(folder), (folder / "metrics.jsonl").exists()
+    if not found and not records:
         return
-    if snapshots(folder) or has_ended(folder):
-        raise UserError(f"{folder}: holds a run already; choose another folder, or resume it")
-    print(f"{folder}: the run here was killed before its first snapshot; it begins anew", file=sys.stderr)
-    records.unlink()
+    status = folder / "STATUS"
+    began = status.read_text() if status.is_file() else ""
+    came_to_something = began != RUNNING and not began.endswith(CUT_SHORT)
+    if found or is_dry or not is_locked or came_to_something:
+        advice = "choose another folder, or resume it" if found else "choose another folder"
+        raise UserError(f"{folder}: holds a run already; {advice}")
+    print(f"{folder}: the run here ended before its first snapshot; it begins anew", file=sys.stderr)
 
 
 def remember(folder: Path, overrides: list[str]) -> None:
@@ -100,7 +105,7 @@ def _how_to_go_on(folder: Path) -> str:
     return "there is no snapshot yet to go on from"
 
 
-def _started(folder: Path) -> int | None:
+def started(folder: Path) -> int | None:
     """When STATUS was last written, which a run does first."""
     status = folder / "STATUS"
     return status.stat().st_mtime_ns if status.is_file() else None

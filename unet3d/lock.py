@@ -15,23 +15,27 @@ NAME = ".lock"
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Hold the folder, as long as the process lives at most. Raises UserError where another process holds it.
+def held(folder: Path) -> Iterator[bool]:
+    """Hold the folder, as long as the process lives at most; False where it cannot be locked, which is told.
+
+    Raises UserError where another process holds it.
 
     A record lock (`lockf`), since `flock` would live on in the data workers of a run that was killed.
     """
     with _open(folder / NAME) as file:
+        is_locked = True
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise UserError(f"{folder}: {_holder(folder)} uses it; wait, or choose another folder") from None
             print(f"warning: {folder}: cannot be locked ({error.strerror}); use it once at a time", file=sys.stderr)
+            is_locked = False
         else:
             file.truncate(0)
             file.write(f"{os.getpid()}\n")
             file.flush()
-        yield
+        yield is_locked
 
 
 def _open(path: Path) -> IO[str]:

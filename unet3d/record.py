@@ -19,7 +19,8 @@ def start(folder: Path, config: Config, device: torch.device) -> None:
     """Make the folder's parts and write what is known before the first step."""
     for part in ("checkpoints", "figures", "predictions"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    _sweep_orphans(folder)
+    if config.resume is None:
+        (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that ended before its first snapshot
     write_text(folder / "config.yaml", compose.to_yaml(config))
     write_json(folder / "env.json", environment(device))
     write_text(folder / "STATUS", "running\n")
@@ -36,7 +37,7 @@ def is_done(folder: Path) -> bool:
     return status.is_file() and status.read_text(encoding="utf-8").startswith("done\n")
 
 
-def _sweep_orphans(folder: Path) -> None:
+def sweep_orphans(folder: Path) -> None:
     """Delete what was being written when a run was killed."""
     for orphan in (*folder.glob(".*.tmp"), *(folder / "checkpoints").glob("*.tmp")):
         orphan.unlink(missing_ok=True)

@@ -47,7 +47,7 @@ class Wandb:
 
     def _start(self, config: Config, folder: Path) -> Any:
         settings = _settings(self._wandb.Settings, self._private)
-        earlier = _earlier_id(folder)
+        earlier = _earlier_id(folder) if config.resume is not None else None
 
         def start(mode: str) -> Any:
             self._wandb.setup(settings)  # before init, which else talks to the console, or asks there for a key

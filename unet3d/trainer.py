@@ -36,21 +36,28 @@ class Trainer:
         every: int,
         at_pause: Callable[[], None],
         should_stop: Callable[[], bool] = lambda: False,
-        at_step: Callable[[], None] = lambda: None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         """Train up to optimizer step `steps`; call `at_pause` every `every` steps (0: never) and at the end.
 
+        `between` is called after each other step.
+
         Ends between two steps, or between a step and its pause, once `should_stop`.
         """
+
+        def is_due() -> bool:
+            return self.step > self.paused and (self.step == steps or (every > 0 and self.step % every == 0))
+
         self.model.train()
         while not should_stop():
-            if self.step > self.paused and (self.step == steps or (every and self.step % every == 0)):
+            if is_due():
                 at_pause()
                 self.paused = self.step
                 self.model.train()
             elif self.step < steps:
                 self._train(stream)
-                at_step()
+                if not is_due():
+                    between()
             else:
                 return
 

@@ -285,7 +285,9 @@ def test_labels_above_255_are_saved_as_uint16(tmp_path: Path) -> None:
     assert saved.get_fdata().min() == 256
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p2_a_write_that_fails_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "a.nii.gz", image())
     before = path.read_bytes()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from unet3d import build
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.inference import Predictor
+from unet3d.memory.cuda import cuda_policy
 from unet3d.memory.dry import dry
 from unet3d.memory.ledger import Ledger, levels
 from unet3d.memory.rehearsal import dry_model, rehearsing
@@ -28,9 +30,12 @@ def validation_peak(config: Config, options: Model, optimizer: int) -> int:
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
-    """Raise UserError where a window of the snapshot at `path` would hold more in tensors than the device's memory."""
+    """Raise UserError where a window of the snapshot at `path` would hold more in tensors than the device's memory.
+
+    The device's in all, used or not; that a container or a scheduler allows less is not known here.
+    """
     device = next(predictor.model.parameters()).device
-    with dry(), torch.no_grad():
+    with dry(), cuda_policy() if device.type == "cuda" else nullcontext(), torch.no_grad():
         model, policy = build.model(predictor.options, seed=0).eval(), MemoryPolicy("cpu", predictor.policy.dtype)
         needed = _window_peak(dataclasses.replace(predictor, model=model, policy=policy))
     there = _memory(device)
