@@ -222,7 +222,7 @@ def test_a_run_killed_before_its_first_snapshot_begins_anew(place: Path, whole: 
     assert not list((early / "run").glob("checkpoints/*")) and records(early / "run")
     refused = train(early, *RUN, "dry_run=true")
     assert refused.code == 2 and records(early / "run"), "predicting begins nothing"
-    assert train(early, *RUN, "data.val_fraction=0.9").code == 2, "data that is not there, say, for a moment"
+    assert train(early, *RUN, "loss.weights=[1]").code == 2, "a mistake before the first step"
     done = train(early, *RUN)
     assert done.code == 0 and "ended before its first snapshot; it begins anew" in done.err
     assert same(early / "run", whole)

@@ -143,5 +143,5 @@ def test_where_bf16_takes_longer_is_said_once(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(build, "emulates_bf16", lambda device: device == "cpu")
     for options in ({"amp": True}, {"amp": False}, {"amp": True, "amp_dtype": "fp16"}):
         build.advise(Config(device="cpu", **options))
-    said = capsys.readouterr().err
+    said = capsys.readouterr().out
     assert said.count("\n") == 1 and "amp=false" in said

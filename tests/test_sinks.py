@@ -283,7 +283,9 @@ def test_settings_that_an_older_wandb_lacks_are_left_out() -> None:
 
 
 def test_a_resumed_folder_goes_on_with_its_wandb_run(tmp_path: Path) -> None:
-    folder, warnings = session(tmp_path, code=SESSION + "\nsinks = open_sinks(config, folder)\nsinks.close(0)\n")
+    folder, warnings = session(
+        tmp_path, code=f"{SESSION}\nconfig.resume = 'run'\nopen_sinks(config, folder).close(0)\n"
+    )
     ids = [path.stem for path in folder.glob("wandb/*/run-*.wandb")]
     assert warnings == []
     assert len(set(ids)) == 1

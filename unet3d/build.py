@@ -173,7 +173,7 @@ def advise(config: Config) -> None:
     """Say where mixed precision saves memory alone."""
     device_type = target(config)
     if config.amp and amp_dtype(config.amp_dtype, device_type) is torch.bfloat16 and emulates_bf16(device_type):
-        print("note: this CPU has no bf16 instructions: amp=true saves memory, amp=false time", file=sys.stderr)
+        print("note: this CPU has no bf16 instructions: amp=true saves memory, amp=false time")
 
 
 def predictor(config: Config, network: nn.Sequential, options: Model, memory: MemoryPolicy) -> Predictor:
