@@ -1,10 +1,12 @@
 """Exact parameter counts, golden shapes, and every option of the model."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim, export
 
 from unet3d import checks
 from unet3d.config import Model
@@ -105,3 +107,14 @@ def test_stage_count_is_what_checkpointing_is_checked_against(network: Callable[
     assert [name for name, _ in network("model=unet_tiny").named_children()] == [
         *("inc", "down1", "down2", "up1", "up2", "outc")
     ]
+
+
+@pytest.mark.slow
+def test_p4_an_exported_network_computes_the_same_for_any_size(options: Callable[..., Model], tmp_path: Path) -> None:
+    network = UNet3D(options("model=unet_tiny", "model.in_channels=1", "model.classes=3")).eval()
+    free = {0: Dim("n", max=64), **{axis: 8 * Dim(name, max=64) for axis, name in ((2, "d"), (3, "h"), (4, "w"))}}
+    torch.export.save(export(network, (torch.zeros(2, 1, 16, 24, 32),), dynamic_shapes=(free,)), tmp_path / "net.pt2")
+    again = torch.export.load(tmp_path / "net.pt2").module()
+    for size in ((1, 1, 32, 16, 40), (3, 1, 16, 16, 24)):
+        image = torch.randn(size)
+        assert torch.allclose(again(image), network(image), atol=1e-4)
