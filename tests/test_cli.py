@@ -2,9 +2,11 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nibabel as nib
 import numpy as np
@@ -13,7 +15,8 @@ import torch
 import yaml
 from wandb_records import read_run
 
-from unet3d import process, snapshot
+from unet3d import command, process, snapshot
+from unet3d.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -384,6 +387,24 @@ def test_a_published_snapshot_predicts_the_same_and_names_no_path(finished: Path
     assert (tmp_path / "whole" / image.name).read_bytes() == (tmp_path / "slim" / image.name).read_bytes()
     again = subprocess.run([*module, "publish", whole, "-o", slim], cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 2 and "is there already" in again.stderr
+
+
+def test_a_job_of_a_sweep_that_was_refused_leaves_the_run_there_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is going on, say, or could be gone on with; one that was killed is told of."""
+    status, said = tmp_path / "STATUS", tmp_path / "overrides.yaml"
+    status.write_text("running\n")
+    os.utime(status, ns=(1, 1))
+    said.write_text("- ckpt=2\n")
+    hydra = SimpleNamespace(runtime=SimpleNamespace(cwd="."))
+    monkeypatch.setattr(command, "HydraConfig", SimpleNamespace(get=lambda: hydra))
+    monkeypatch.setattr(process, "run", lambda words: 2)
+    assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == 2
+    assert (status.read_text(), said.read_text()) == ("running\n", "- ckpt=2\n")
+    monkeypatch.setattr(process, "run", lambda words: status.write_text("running\n") and 137)
+    assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == 137
+    assert (status.read_text(), said.read_text()) == ("failed: killed by SIGKILL\nexit code 137\n", "- ckpt=3\n")
 
 
 def test_p1_predict_writes_label_maps_on_the_inputs_grid(finished: Path, tmp_path: Path) -> None:
