@@ -364,6 +364,8 @@ def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:
     done = run(f"resume={finished}", "model.features=[8,8]", cwd=tmp_path)
     assert done.returncode == 2 and "model.features: [4, 8] -> [8, 8]" in done.stderr
     assert (finished / "STATUS").read_text().startswith("done"), "the run in the folder is as it was"
+    dry = run(f"resume={finished}", "dry_run=true", cwd=tmp_path)
+    assert dry.returncode == 2 and "leave one of them away" in dry.stderr
     nowhere = run("resume=nowhere", cwd=tmp_path)
     assert nowhere.returncode == 2 and "resume=nowhere: no run" in nowhere.stderr
 
@@ -402,7 +404,7 @@ def test_a_job_of_a_sweep_that_was_refused_leaves_the_run_there_as_it_is(
     monkeypatch.setattr(process, "run", lambda words: 2)
     assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == 2
     assert (status.read_text(), said.read_text()) == ("running\n", "- ckpt=2\n")
-    monkeypatch.setattr(process, "run", lambda words: status.write_text("running\n") and 137)
+    monkeypatch.setattr(process, "run", lambda words: 137)
     assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == 137
     assert (status.read_text(), said.read_text()) == ("failed: killed by SIGKILL\nexit code 137\n", "- ckpt=3\n")
 

@@ -105,6 +105,14 @@ def test_r3_each_part_of_a_snapshot_matters(part: str, copy: Path, whole: Path) 
     assert not same(copy, whole)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing to refuse")
+def test_r6_what_a_refused_resume_asked_for_is_not_remembered(copy: Path, whole: Path) -> None:
+    before = (copy / "overrides.yaml").read_text()
+    assert resume(copy, "device=cuda").code == 2
+    assert (copy / "overrides.yaml").read_text() == before and status(copy) == "running\n"
+    assert resume(copy).code == 0 and same(copy, whole)
+
+
 def test_r6_another_network_is_refused_and_another_rate_is_told() -> None:
     before = {"model": {"features": [4, 8]}, "data": {"patch": [16]}, "optim": {"lr": 0.1}, "steps": 4, "resume": None}
     now = {"model": {"features": [8, 8]}, "data": {"patch": [8]}, "optim": {"lr": 0.1}, "steps": 4, "resume": "run"}
@@ -250,8 +258,12 @@ def test_what_came_to_something_or_is_not_ours_is_left_alone(
         guard._refuse_used(tmp_path, is_dry=False, is_locked=True)
 
 
-def test_where_nothing_can_be_locked_nothing_begins_anew(tmp_path: Path) -> None:
-    for name, text in (("metrics.jsonl", "{}"), ("STATUS", "running\n")):
+@pytest.mark.parametrize(
+    "status",
+    ["running\n", "failed: killed by SIGKILL\nexit code 137\n", "stopped by SIGTERM after step 0\nexit code 75\n"],
+)
+def test_where_nothing_can_be_locked_nothing_begins_anew(status: str, tmp_path: Path) -> None:
+    for name, text in (("metrics.jsonl", "{}"), ("STATUS", status)):
         (tmp_path / name).write_text(text)
     guard._refuse_used(tmp_path, is_dry=False, is_locked=True)
     with pytest.raises(UserError, match="holds a run already"):

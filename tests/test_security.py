@@ -123,7 +123,8 @@ def given(tmp_path: Path) -> Callable[[Change], Path]:
 
 
 def test_a_sound_snapshot_opens(given: Callable[[Change], Path]) -> None:
-    assert apply.open_snapshot(given(lambda state: None), "cpu").intensity[0].kind == "zscore"
+    segmenter = apply.open_snapshot(given(lambda state: None), "cpu")
+    assert segmenter.intensity[0].kind == "zscore" and not segmenter.predictor.model.training
 
 
 def put(*keys: Any, value: Any) -> Change:

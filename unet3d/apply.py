@@ -61,7 +61,7 @@ def _segmenter(state: Mapping[str, Any], path: Path, device: str, mirror: bool |
     where = build.device(config)
     network = build.model(config.model, seed=0)
     snapshot.load_weights(network, weights, path)
-    predictor = build.predictor(config, network.to(where), config.model, build.policy(config, where.type, ()))
+    predictor = build.predictor(config, network.to(where).eval(), config.model, build.policy(config, where.type, ()))
     return Segmenter(predictor, rules, config.data.spacing, Leniency.of(config.data))
 
 

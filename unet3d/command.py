@@ -107,13 +107,14 @@ def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
     told = folder / OVERRIDES
     if not told.is_file() or not guard.snapshots(folder):
         raise UserError(f"resume={folder}: no run with a snapshot there; give a run folder, outputs/DATE/TIME-ID")
-    words = OmegaConf.to_container(OmegaConf.load(told), resolve=False)  # unresolved: it may ask for the environment
-    assert isinstance(words, list)
-    before = [*map(str, words)]
+    before = guard.remembered(folder)
     if any(word.startswith("-") or word.lstrip("+~").startswith("hydra") or "${" in word for word in before):
         raise UserError(f"{told}: holds more than options; it is not as a run has written it")
     arguments = [*before, *overrides]
-    now = compose.to_plain(compose.compose(arguments))
+    asked = compose.compose(arguments)
+    if asked.dry_run:
+        raise UserError("resume goes on with a run, dry_run only predicts; leave one of them away")
+    now = compose.to_plain(asked)
     config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     assert isinstance(config, dict)
     refuse_changes(config, now)
@@ -135,8 +136,9 @@ def _job_of_sweep(job: Job, config: Config, folder: Path, overrides: list[str]) 
         before = guard.started(folder)
         script = Path(HydraConfig.get().runtime.cwd, sys.argv[0])
         code = process.run([sys.executable, str(script), *overrides, _run_in(folder)])
-        refused = before is not None and guard.started(folder) == before  # what is there stays as it is
-        if code == 0 or refused or guard.has_ended(folder):
+        has_begun = guard.started(folder) != before
+        refused = code == UserError.exit_code and before is not None and not has_begun  # what is there stays as it is
+        if code == 0 or refused or (has_begun and guard.has_ended(folder)):
             return code
         guard.remember(folder, overrides)
         return guard.end(folder, f"failed: {process.fate(code)}", code)

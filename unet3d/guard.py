@@ -28,6 +28,7 @@ from unet3d.signals import Stop
 Job = Callable[[Config, Path, Stop], None]
 RUNNING = "running\n"  # STATUS as a run begins
 CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preempted.exit_code, INTERRUPTED))
+KILLED = "failed: killed by "  # said of a sweep's job
 OVERRIDES = "overrides.yaml"  # what the command line said, for `resume`
 
 
@@ -50,9 +51,8 @@ def guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> int
 
 def _told(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
     """Run the job; turn what can be foreseen into a last line, STATUS and an exit code."""
-    said = [override for override in overrides if not override.startswith("resume=")]
-    remember(folder, said)
-    before = started(folder)
+    before, earlier = started(folder), remembered(folder) if config.resume is not None else []
+    remember(folder, [override for override in overrides if not override.startswith("resume=")])
     try:
         with nullcontext(Stop()) if config.dry_run else signals.stopping() as stop:
             job(config, folder, stop)
@@ -60,7 +60,8 @@ def _told(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
         return _leave(folder, f"{stopped}; {_how_to_go_on(folder)}", config.requeue)
     except (UserError, SnapshotError, NonFiniteLoss) as error:
         if config.resume is not None and started(folder) == before:
-            return say(f"error: {error}", error.exit_code)  # the run in the folder is as it was
+            remember(folder, earlier)  # the run in the folder is as it was
+            return say(f"error: {error}", error.exit_code)
         return end(folder, f"error: {error}", error.exit_code)
     except LoaderError as error:
         return end(folder, f"failed: {error}\n{_how_to_go_on(folder)}", error.exit_code)
@@ -79,13 +80,13 @@ def _told(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
 
 
 def _refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
-    """Raise UserError where a run is: all but one that ended before its first snapshot, which may begin anew."""
+    """Raise UserError where a run is, but for one that was killed, stopped or refused before its first snapshot."""
     found, records = snapshots(folder), (folder / "metrics.jsonl").exists()
     if not found and not records:
         return
     status = folder / "STATUS"
     began = status.read_text() if status.is_file() else ""
-    came_to_something = began != RUNNING and not began.endswith(CUT_SHORT)
+    came_to_something = not (began == RUNNING or began.startswith(KILLED) or began.endswith(CUT_SHORT))
     if found or is_dry or not is_locked or came_to_something:
         advice = "choose another folder, or resume it" if found else "choose another folder"
         raise UserError(f"{folder}: holds a run already; {advice}")
@@ -97,6 +98,13 @@ def remember(folder: Path, overrides: list[str]) -> None:
     temporary = folder / f".{OVERRIDES}.tmp"
     OmegaConf.save(OmegaConf.create(overrides), temporary)
     os.replace(temporary, folder / OVERRIDES)
+
+
+def remembered(folder: Path) -> list[str]:
+    """The same, read back; unresolved, for it may ask for the environment."""
+    words = OmegaConf.to_container(OmegaConf.load(folder / OVERRIDES), resolve=False)
+    assert isinstance(words, list)
+    return [*map(str, words)]
 
 
 def _how_to_go_on(folder: Path) -> str:

@@ -40,7 +40,7 @@ class Trainer:
     ) -> None:
         """Train up to optimizer step `steps`; call `at_pause` every `every` steps (0: never) and at the end.
 
-        `between` is called after each other step.
+        `between` is called after each step that no pause follows.
 
         Ends between two steps, or between a step and its pause, once `should_stop`.
         """

@@ -113,7 +113,7 @@ def choose_centre(case: Prepared, tile: Sequence[int], foreground: float, rng: n
 
 
 def _random_start(shape: np.ndarray, size: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Around any voxel, moved inside: a quarter or so of the tiles lie at a border, as in inference many do.
+    """Around any voxel, moved inside: along each axis, about size / shape of the tiles lie at a border.
 
     A uniform start would hardly ever lie at a far corner, where a tile's statistics are least like the others'.
     """
