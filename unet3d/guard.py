@@ -60,7 +60,8 @@ def _told(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
         return _leave(folder, f"{stopped}; {_how_to_go_on(folder)}", config.requeue)
     except (UserError, SnapshotError, NonFiniteLoss) as error:
         if config.resume is not None and started(folder) == before:
-            remember(folder, earlier)  # the run in the folder is as it was
+            with suppress(OSError):  # the disk is full
+                remember(folder, earlier)  # the run in the folder is as it was
             return say(f"error: {error}", error.exit_code)
         return end(folder, f"error: {error}", error.exit_code)
     except LoaderError as error:
