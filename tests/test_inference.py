@@ -25,7 +25,7 @@ class Pointwise(nn.Sequential):
 
 
 def predictor(model: nn.Sequential, window: tuple, options: Model | None = None, **changes: object) -> Predictor:
-    return Predictor(model, options or Model(), MemoryPolicy(), window, **changes)
+    return Predictor((model,), options or Model(), MemoryPolicy(), window, **changes)
 
 
 @pytest.mark.parametrize("size", [(8, 8, 8), (17, 9, 8), (5, 30, 3), (1, 1, 1)])

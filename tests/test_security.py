@@ -124,7 +124,7 @@ def given(tmp_path: Path) -> Callable[[Change], Path]:
 
 def test_a_sound_snapshot_opens(given: Callable[[Change], Path]) -> None:
     segmenter = apply.open_snapshot(given(lambda state: None), "cpu")
-    assert segmenter.intensity[0].kind == "zscore" and not segmenter.predictor.model.training
+    assert segmenter.intensity[0].kind == "zscore" and not segmenter.predictor.models[0].training
 
 
 def put(*keys: Any, value: Any) -> Change:

@@ -1,4 +1,4 @@
-"""The other commands: python -m unet3d memory | predict | publish | check-data | report | compare"""
+"""The other commands: python -m unet3d memory | predict | publish | score | check-data | report | compare"""
 
 import argparse
 import sys
@@ -42,9 +42,14 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("--overwrite", action="store_true", help="replace label maps that are there")
     predict.set_defaults(run=_predict)
     publish = commands.add_parser("publish", help="a snapshot to give away: the network alone, without any path")
-    publish.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt")
+    publish.add_argument("snapshots", type=Path, nargs="+", help="RUN/checkpoints/best.pt; several predict as one")
     publish.add_argument("-o", "--out", type=Path, required=True, help="the file to write")
     publish.set_defaults(run=_publish)
+    score = commands.add_parser("score", help="score a snapshot on the cases that a config holds out")
+    score.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt, or a published one")
+    score.add_argument("overrides", nargs="*", help="as for train.py: data=decathlon data.root=PATH data.fold=0")
+    score.add_argument("-o", "--out", type=Path, required=True, help="folder for scores.csv")
+    score.set_defaults(run=_score)
     check = commands.add_parser("check-data", help="list every problem of a data set")
     check.add_argument("overrides", nargs="*", help="as for train.py: data=decathlon data.root=PATH")
     check.set_defaults(run=_check_data)
@@ -131,10 +136,21 @@ def _predict(arguments: argparse.Namespace) -> int:
 
 
 def _publish(arguments: argparse.Namespace) -> int:
-    from unet3d import apply
+    from unet3d import publish
 
-    apply.publish(arguments.snapshot, arguments.out)
+    publish.publish(arguments.snapshots, arguments.out)
     print(f"{arguments.out}: {arguments.out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    config = compose.compose(arguments.overrides)
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise UserError(f"{arguments.out}: is a file; -o names the folder for scores.csv")
+    from unet3d import report, score
+
+    score.score(arguments.snapshot, config, arguments.out)
+    report.print_scores(arguments.out)
     return 0
 
 

@@ -19,6 +19,9 @@ from unet3d.data.voxels import STRICT, Leniency
 from unet3d.errors import SnapshotError, UserError
 from unet3d.inference import Predictor
 
+Weights = dict[str, torch.Tensor]
+MOST_NETWORKS = 32  # in one published snapshot
+
 
 @dataclass(frozen=True)
 class Segmenter:
@@ -42,56 +45,51 @@ class Segmenter:
 
 
 def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmenter:
-    """The segmenter that a run's snapshot holds. Raises SnapshotError, or UserError for the device."""
-    return _segmenter(snapshot.load(path), path, device, mirror)
+    """What segments as a snapshot, of a run or published, says. Raises SnapshotError, or UserError for the device."""
+    return segmenter(snapshot.load(path), path, device, mirror)
 
 
-def _segmenter(state: Mapping[str, Any], path: Path, device: str, mirror: bool | None) -> Segmenter:
+def segmenter(state: Mapping[str, Any], path: Path, device: str, mirror: bool | None) -> Segmenter:
     """From what the snapshot at `path` holds."""
     try:
         asked = {"device": device, "resume": None, "model": state["model_options"]}
         config = compose.from_plain(state["config"] | asked)
         rules = tuple(intensity.checked(rule) for rule in state["intensity"])
-        weights = state["model"] | state["average"]
+        weights = weights_in(state)
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
     if mirror is not None:
         config.inference.mirror = mirror
     _refuse_misfit(config.model, weights, path)
     where = build.device(config)
-    network = build.model(config.model, seed=0)
-    snapshot.load_weights(network, weights, path)
-    predictor = build.predictor(config, network.to(where).eval(), config.model, build.policy(config, where.type, ()))
+    networks = [build.model(config.model, seed=0) for _ in weights]
+    for network, values in zip(networks, weights, strict=True):
+        snapshot.load_weights(network, values, path)
+        network.to(where).eval()
+    predictor = build.predictor(config, networks, config.model, build.policy(config, where.type, ()))
     return Segmenter(predictor, rules, config.data.spacing, Leniency.of(config.data))
 
 
-def _refuse_misfit(options: Model, weights: dict[str, torch.Tensor], path: Path) -> None:
+def weights_in(state: Mapping[str, Any]) -> list[Weights]:
+    """The weights to predict with, of each network: a run's snapshot holds one, a published one may hold several.
+
+    Raises ValueError, TypeError or KeyError for a state that is no snapshot's.
+    """
+    others = state.get("others", [])  # a run's own snapshot has none
+    if len(others) >= MOST_NETWORKS:  # a small file may name the same weights without end
+        raise ValueError(f"more than {MOST_NETWORKS} networks")
+    return [state["model"] | state["average"], *map(dict, others)]
+
+
+def _refuse_misfit(options: Model, weights: Sequence[Weights], path: Path) -> None:
     """Raise SnapshotError where the weights are not those of the options, before memory is taken for a network."""
     try:
         with torch.device("meta"):
             network = build.model(options, seed=0)
     except (RuntimeError, TypeError, OverflowError) as error:
         raise SnapshotError(f"{path}: no network has these options ({error})") from error
-    snapshot.refuse_misfit(network, weights, path)
-
-
-def publish(path: Path, out: Path) -> None:
-    """Write what prediction takes from a snapshot, and no more: no optimizer, no random state, no path of this machine.
-
-    Raises SnapshotError, and UserError where `out` is there already.
-    """
-    if out.exists():
-        raise UserError(f"{out}: is there already; give another file")
-    state = snapshot.load(path)
-    _segmenter(state, path, "cpu", None)  # so that what is published can be used
-    data = _without(state["config"]["data"], "root", "split", "images", "labels")
-    kept = {name: state[name] for name in ("model_options", "classes", "channels", "intensity", "step")}
-    config = _without(state["config"], "wandb", "resume", "sweep") | {"data": data}
-    snapshot.save(out, kept | {"config": config, "model": state["model"] | state["average"], "average": {}})
-
-
-def _without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in names}
+    for values in weights:
+        snapshot.refuse_misfit(network, values, path)
 
 
 def find_cases(inputs: Sequence[Path], channels: int) -> list[Case]:

@@ -176,8 +176,8 @@ def advise(config: Config) -> None:
         print("note: this CPU has no bf16 instructions: amp=true saves memory, amp=false time")
 
 
-def predictor(config: Config, network: nn.Sequential, options: Model, memory: MemoryPolicy) -> Predictor:
+def predictor(config: Config, networks: Sequence[nn.Sequential], options: Model, memory: MemoryPolicy) -> Predictor:
     """The sliding window with the training patch as window."""
     window = (config.data.patch[0], config.data.patch[1], config.data.patch[2])
     mirror = tuple(config.data.augment.mirror) if config.inference.mirror else ()
-    return Predictor(network, options, memory, window, config.inference.overlap, mirror)
+    return Predictor(tuple(networks), options, memory, window, config.inference.overlap, mirror)

@@ -21,9 +21,12 @@ from unet3d.policy import MemoryPolicy
 
 @dataclass(frozen=True)
 class Predictor:
-    """A model with how to slide it: `window` D H W (voxels), share of `overlap`, averaging over `mirror` axes."""
+    """Networks with how to slide them: `window` D H W (voxels), share of `overlap`, averaging over `mirror` axes.
 
-    model: nn.Sequential
+    Several networks are of the same options; their logits are averaged.
+    """
+
+    models: tuple[nn.Sequential, ...]
     options: Model
     policy: MemoryPolicy
     window: tuple[int, int, int]
@@ -33,15 +36,17 @@ class Predictor:
     @torch.no_grad()
     def probabilities(self, image: Tensor) -> Tensor:
         """Image C X Y Z (normalised) to class probabilities K X Y Z, float32, on the CPU."""
-        was_training = self.model.training
-        self.model.eval()
+        were_training = [model.training for model in self.models]
+        for model in self.models:
+            model.eval()
         try:
             return self._slide(image).softmax(0)
         finally:
-            self.model.train(was_training)
+            for model, was_training in zip(self.models, were_training, strict=True):
+                model.train(was_training)
 
     def _slide(self, image: Tensor) -> Tensor:
-        device = next(self.model.parameters()).device
+        device = next(self.models[0].parameters()).device
         out_window = geometry.output_size(self.window, self.options)
         is_valid = self.options.padding == "valid"
         sizes = image.shape[1:]
@@ -64,15 +69,15 @@ class Predictor:
         return total[inside] / weights[inside[1:]]
 
     def window_logits(self, tile: Tensor) -> Tensor:
-        """Mean logits K D H W of a window 1 C D H W, over all combinations of the mirrored axes."""
+        """Mean logits K D H W of a window 1 C D H W, over the networks and all combinations of the mirrored axes."""
         total: Tensor | None = None
-        flips = list(_subsets(self.mirror))
-        for axes in flips:
+        views = [(model, axes) for model in self.models for axes in _subsets(self.mirror)]
+        for model, axes in views:
             dims = [axis + 2 for axis in axes]
-            logits = self.policy.forward(self.model, tile.flip(dims)).float().flip(dims)[0]
+            logits = self.policy.forward(model, tile.flip(dims)).float().flip(dims)[0]
             total = logits if total is None else total + logits
         assert total is not None
-        return total / len(flips)
+        return total / len(views)
 
 
 def _box(corner: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:

@@ -89,8 +89,7 @@ def print_summary(folder: Path) -> None:
     """Print scores per class, peak memory per phase and the run folder, for terminals and plain files alike."""
     run = readback.read(folder)
     console = paper(NARROW)
-    if (scores := readback.score_table(run)).rows:
-        console.print(terminal_table("Scores on the held-out cases", scores))
+    print_scores(folder)
     if run.memory:
         title = f"Memory of a step, {run.memory_kind} ({run.memory_entry['kind']})"
         console.print(terminal_table(title, tables.phases(run.memory_entry)))
@@ -99,3 +98,9 @@ def print_summary(folder: Path) -> None:
         console.print(f"{what}: {value}")
     here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     console.print(f"run folder: {here}", soft_wrap=True)
+
+
+def print_scores(folder: Path) -> None:
+    """Print scores per class, of a run or of scores.csv alone."""
+    if (scores := readback.score_table(readback.read(folder))).rows:
+        paper(NARROW).print(terminal_table("Scores on the held-out cases", scores))

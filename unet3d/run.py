@@ -45,7 +45,7 @@ class Run:
         build.advise(config)
         self.model = build.model(self.options, config.seed).to(device)
         self.optimizer = build.optimizer(config.optim, self.model)
-        self.predictor = build.predictor(config, self.model, self.options, policy)
+        self.predictor = build.predictor(config, [self.model], self.options, policy)
         self.scaler = policy.scaler()
         self.checkpoints = Checkpoints(folder, self._state)
         step, paused = self.checkpoints.restore(self._put_back) if config.resume else (0, 0)

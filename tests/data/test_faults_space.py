@@ -108,7 +108,7 @@ def test_d10_thick_slices_and_sizes_that_fit_nothing_train_and_predict(tmp_path:
         Place(0, 0, 0)
     ]
     assert patch.shape == (1, 16, 16, 16) and torch.isfinite(patch).all() and target.shape == (16, 16, 16)
-    predictor = build.predictor(config, build.model(options, 0), options, MemoryPolicy("cpu", None, ()))
+    predictor = build.predictor(config, [build.model(options, 0)], options, MemoryPolicy("cpu", None, ()))
     segmenter = Segmenter(predictor, ready.read.intensity, data.spacing)
     segmenter.to_file(ready.val[0], tmp_path / "out.nii.gz")
     source, found = nib.load(ready.val[0].images[0]), nib.load(tmp_path / "out.nii.gz")

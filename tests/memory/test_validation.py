@@ -13,7 +13,7 @@ def test_a_window_is_predicted_to_the_byte(overrides: tuple[str, ...]) -> None:
     config = compose.compose(["model=unet_tiny", "data.patch=[24,16,16]", *overrides])
     config.model.in_channels, config.model.classes = 1, 3
     model = build.model(config.model, 0).eval()
-    predictor = build.predictor(config, model, config.model, build.policy(config, "cpu", ()))
+    predictor = build.predictor(config, [model], config.model, build.policy(config, "cpu", ()))
     ledger = Ledger()
     for parameter in model.parameters():
         ledger.claim(parameter, "params", "")

@@ -26,7 +26,7 @@ def validation_peak(config: Config, options: Model, optimizer: int) -> int:
     """
     with rehearsing(config), torch.no_grad():
         model = dry_model(config, options, torch.float32).eval()
-        return _window_peak(build.predictor(config, model, options, build.policy(config, "cpu", ()))) + optimizer
+        return _window_peak(build.predictor(config, [model], options, build.policy(config, "cpu", ()))) + optimizer
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
@@ -34,10 +34,11 @@ def refuse_large_window(predictor: Predictor, path: Path) -> None:
 
     The device's in all, used or not; that a container or a scheduler allows less is not known here.
     """
-    device = next(predictor.model.parameters()).device
+    device = next(predictor.models[0].parameters()).device
     with dry(), cuda_policy() if device.type == "cuda" else nullcontext(), torch.no_grad():
-        model, policy = build.model(predictor.options, seed=0).eval(), MemoryPolicy("cpu", predictor.policy.dtype)
-        needed = _window_peak(dataclasses.replace(predictor, model=model, policy=policy))
+        models = tuple(build.model(predictor.options, seed=0).eval() for _ in predictor.models)
+        policy = MemoryPolicy("cpu", predictor.policy.dtype)
+        needed = _window_peak(dataclasses.replace(predictor, models=models, policy=policy))
     there = _memory(device)
     if needed > there:
         window = "x".join(map(str, predictor.window))
@@ -48,12 +49,13 @@ def refuse_large_window(predictor: Predictor, path: Path) -> None:
 
 
 def _window_peak(predictor: Predictor) -> int:
-    """Bytes alive at most while a window, mirrored, goes through a network without data."""
+    """Bytes alive at most while a window, mirrored, goes through networks without data."""
     ledger = Ledger()
     assert predictor.options.in_channels is not None
     tile = torch.empty(1, predictor.options.in_channels, *predictor.window)
-    for parameter in predictor.model.parameters():
-        ledger.claim(parameter, "params", "")
+    for model in predictor.models:
+        for parameter in model.parameters():
+            ledger.claim(parameter, "params", "")
     with ledger:
         predictor.window_logits(tile)
     return max(levels(ledger))
