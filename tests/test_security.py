@@ -172,6 +172,10 @@ def test_a_snapshot_cannot_ask_for_the_environment(given: Callable[[Change], Pat
         *(put("model_options", "dropout", value="x"), put("intensity", 0, "kind", value="sqrt")),
         *(put("intensity", 0, "std", value=0.0), put("intensity", 0, "low", value="x"), put("intensity", value=7)),
         *(put("intensity", 0, "mean", value=float("nan")), put("config", value=7), put("model", value=[1])),
+        *(
+            put("model", "outc.conv.bias", value=value)
+            for value in (torch.zeros(3, device="meta"), torch.eye(3).to_sparse())
+        ),
     ],
 )
 def test_a_snapshot_of_wrong_types_is_one_line(given: Callable[[Change], Path], change: Change) -> None:

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     publish.set_defaults(run=_publish)
     score = commands.add_parser("score", help="score a snapshot on the cases that a config holds out")
     score.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt, or a published one")
-    score.add_argument("overrides", nargs="*", help="as for train.py: data=decathlon data.root=PATH data.fold=0")
+    score.add_argument("overrides", nargs="+", help="as for train.py: data=decathlon data.root=PATH data.fold=0")
     score.add_argument("-o", "--out", type=Path, required=True, help="folder for scores.csv")
     score.set_defaults(run=_score)
     check = commands.add_parser("check-data", help="list every problem of a data set")

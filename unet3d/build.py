@@ -58,17 +58,22 @@ def data(config: Config) -> Data:
     options = config.data
     task = read_task(options)
     train, val = split(task, options)
-    found = check_cases(task, [*train, *val], options, full=False)
-    problems = [line for line in found if not line.startswith(WARNING)]
-    if problems:
-        raise UserError("\n".join(problems))
-    for line in found:
-        print(line, file=sys.stderr)
+    refuse_problems(task, [*train, *val], options)
     reader = Reader(task, options.spacing, cache={} if options.cache else None, leniency=Leniency.of(options))
     reader.fit_intensity(options.intensity, train)
     if options.cache:
         reader.fill([*train, *val])
     return Data(task, train, val, reader, *_annotations(options, reader, train))
+
+
+def refuse_problems(task: Task, cases: Sequence[Case], options: DataOptions) -> None:
+    """Look at every file's header, and print warnings. Raises UserError that lists every problem of every case."""
+    found = check_cases(task, cases, options, full=False)
+    problems = [line for line in found if not line.startswith(WARNING)]
+    if problems:
+        raise UserError("\n".join(problems))
+    for line in found:
+        print(line, file=sys.stderr)
 
 
 def _annotations(options: DataOptions, read: Reader, train: Sequence[Case]) -> tuple[Read, Read]:

@@ -4,48 +4,69 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unet3d import apply, snapshot
-from unet3d.errors import UserError
+from unet3d import apply, compose, snapshot, trained
+from unet3d.errors import SnapshotError, UserError
+from unet3d.trained import Split, Trained, Weights
 
-DESCRIBED = ("model_options", "classes", "channels", "intensity")
+TOLD = ("model_options", "classes", "channels", "intensity", "step")
+SAME = ("model", "inference", "amp", "amp_dtype", "data.patch", "data.spacing", "data.augment.mirror")
 HERE = ("root", "split", "images", "labels")  # of this machine's data
 
 
 def publish(paths: Sequence[Path], out: Path) -> None:
     """Write the networks of these snapshots to one file: no optimizer, no random state, no path of this machine.
 
-    Several networks, of runs that differ in their seed or fold, predict as one: their logits are averaged. Raises
-    SnapshotError, and UserError where `out` is there already or the networks do not take the same images.
+    Several networks, of runs that differ in their seed, say, predict as one: their logits are averaged. Raises
+    SnapshotError, and UserError where `out` is there already or the networks would see an image in different ways.
     """
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
-    states = [snapshot.load(path) for path in paths]
-    for path, state in zip(paths, states, strict=True):
-        apply.segmenter(state, path, "cpu", None)  # so that what is published can be used
-        _refuse_different(state, path, states[0], paths[0])
-    first, *others = (weights for state in states for weights in apply.weights_in(state))
-    if len(others) >= apply.MOST_NETWORKS:
-        raise UserError(f"one file holds at most {apply.MOST_NETWORKS} networks, here are {len(others) + 1}")
-    told = _told(states[0]) | {"config": _config(states[0]), "step": states[0]["step"]}
-    snapshot.save(out, told | {"model": first, "average": {}, "others": others})
+    first: Trained | None = None
+    told: dict[str, Any] = {}
+    weights: list[Weights] = []
+    splits: list[Split] = []
+    for path in paths:
+        state = snapshot.load(path)
+        found = trained.parse(state, path)
+        if first is None:
+            first, told = found, _told(state, path)
+        else:
+            _refuse_different(found, _told(state, path), first, told)
+        apply.segmenter(found, "cpu", None)  # so that what is published can be used
+        weights += found.weights
+        splits += map(_without_path, found.splits)
+    own, *others = weights
+    snapshot.save(out, told | {"model": own, "average": {}, "others": others, "splits": splits})
 
 
-def _told(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: state[name] for name in DESCRIBED}
+def _told(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What is kept of a snapshot besides its weights."""
+    missing = [name for name in TOLD if name not in state]
+    if missing:
+        raise SnapshotError(f"{path}: not a snapshot of a run (no {', '.join(missing)})")
+    config = _without(state["config"], "wandb", "resume", "sweep")
+    data = _without(config.get("data", {}), *HERE)
+    return {name: state[name] for name in TOLD} | {"config": config | {"data": data}}
 
 
-def _config(state: Mapping[str, Any]) -> dict[str, Any]:
-    data = _without(state["config"]["data"], *HERE)
-    return _without(state["config"], "wandb", "resume", "sweep") | {"data": data}
-
-
-def _refuse_different(state: Mapping[str, Any], path: Path, first: Mapping[str, Any], first_path: Path) -> None:
+def _refuse_different(found: Trained, told: dict[str, Any], first: Trained, first_told: dict[str, Any]) -> None:
     """Raise UserError where a network would see an image in another way than the first."""
-    described, other = _told(first), _told(state)
-    for key in ("patch", "spacing"):
-        described[f"data.{key}"], other[f"data.{key}"] = (one["config"]["data"][key] for one in (first, state))
-    if wrong := [name for name, value in described.items() if other[name] != value]:
-        raise UserError(f"{path}: differs from {first_path} in {', '.join(wrong)}; publish it alone")
+    wrong = [name for name in ("classes", "channels", "intensity") if told[name] != first_told[name]]
+    mine, theirs = compose.to_plain(found.config), compose.to_plain(first.config)
+    wrong += [name for name in SAME if _at(mine, name) != _at(theirs, name)]
+    if wrong:
+        raise UserError(f"{found.path}: differs from {first.path} in {', '.join(wrong)}; publish it alone")
+
+
+def _at(values: Any, name: str) -> Any:
+    for key in name.split("."):
+        values = values[key]
+    return values
+
+
+def _without_path(split: Split) -> Split:
+    """The same, but that of a file only remains that there was one."""
+    return split | {"split": "a file"} if "split" in split else split
 
 
 def _without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -141,8 +141,8 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> No
 
 def refuse_misfit(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     """Raise SnapshotError with the differences between the model's names and shapes and the weights'."""
-    if not all(isinstance(value, Tensor) for value in weights.values()):
-        raise SnapshotError(f"{path}: its weights are not all tensors")
+    if not all(isinstance(v, Tensor) and v.layout is torch.strided and not v.is_meta for v in weights.values()):
+        raise SnapshotError(f"{path}: its weights are not all tensors with their numbers")
     mine, theirs = _shapes(model.state_dict()), _shapes(weights)
     rows = [
         (name, theirs.get(name, "-"), mine.get(name, "-"))
