@@ -147,10 +147,10 @@ def _score(arguments: argparse.Namespace) -> int:
     config = compose.compose(arguments.overrides)
     if arguments.out.exists() and not arguments.out.is_dir():
         raise UserError(f"{arguments.out}: is a file; -o names the folder for scores.csv")
-    from unet3d import report, score
+    from unet3d import readback, report, score
 
     score.score(arguments.snapshot, config, arguments.out)
-    report.print_scores(arguments.out)
+    report.print_scores(readback.read(arguments.out))
     return 0
 
 

@@ -89,7 +89,7 @@ def print_summary(folder: Path) -> None:
     """Print scores per class, peak memory per phase and the run folder, for terminals and plain files alike."""
     run = readback.read(folder)
     console = paper(NARROW)
-    print_scores(folder)
+    print_scores(run)
     if run.memory:
         title = f"Memory of a step, {run.memory_kind} ({run.memory_entry['kind']})"
         console.print(terminal_table(title, tables.phases(run.memory_entry)))
@@ -100,7 +100,7 @@ def print_summary(folder: Path) -> None:
     console.print(f"run folder: {here}", soft_wrap=True)
 
 
-def print_scores(folder: Path) -> None:
+def print_scores(run: RunFolder) -> None:
     """Print scores per class, of a run or of scores.csv alone."""
-    if (scores := readback.score_table(readback.read(folder))).rows:
+    if (scores := readback.score_table(run)).rows:
         paper(NARROW).print(terminal_table("Scores on the held-out cases", scores))
