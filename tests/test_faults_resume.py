@@ -1,6 +1,7 @@
 """A run that was killed, stopped or moved goes on to the same weights and the same records, to the bit."""
 
 import functools
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from training import TINY, Ended, records, status, train, weights
 
 from unet3d import guard, record, snapshot
 from unet3d.errors import UserError
+from unet3d.grounds import refuse_others
 from unet3d.resuming import refuse_changes
 from unet3d.trainer import Trainer
 
@@ -63,6 +65,14 @@ def copy(killed: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(killed.parent, folder)
     return folder / "run"
+
+
+@pytest.fixture
+def stopped(whole: Path, tmp_path: Path) -> Path:
+    """A run that SIGTERM reached in its last step: what is left to do is its last validation."""
+    hook = functools.partial(at_step, 12, signal.SIGTERM)
+    assert train(tmp_path, *RUN, f"data.root={whole.parent.parent / 'phantom'}", hook=hook).code == 75
+    return tmp_path / "run"
 
 
 def resume(run: Path, *options: str, **hook: functools.partial[None]) -> Ended:
@@ -121,6 +131,50 @@ def test_r6_another_network_is_refused_and_another_rate_is_told() -> None:
     assert refuse_changes(before, before | {"optim": {"lr": 0.2}, "resume": "run"}) == ["optim.lr: 0.1 -> 0.2"]
 
 
+@pytest.mark.parametrize("option", ["optim.weight_decay=0.1", "optim.betas=[0.5,0.9]", "optim.momentum=0.5"])
+def test_r6_what_the_snapshots_optimizer_keeps_is_not_said_to_change(option: str, copy: Path) -> None:
+    done = resume(copy, option)
+    assert done.code == 2 and f"start a new one to change {option.partition('=')[0]}: " in done.err
+
+
+def test_r6_other_cases_are_another_run(place: Path, whole: Path, tmp_path: Path) -> None:
+    """Else a case that was learned from is scored, without a word."""
+    ids = sorted(path.name.removesuffix(".nii.gz") for path in (place / "phantom").glob("*/imagesTr/*.nii.gz"))
+    split = tmp_path / "split.json"
+    split.write_text(json.dumps({"train": ids[1:], "val": ids[:1]}))
+    words = [*RUN, f"data.root={place / 'phantom'}", "data.split=split.json"]
+    assert train(tmp_path, *words, hook=functools.partial(at_step, 4, KILL)).code == -KILL
+    split.write_text(json.dumps({"train": ids[:-1], "val": ids[-1:]}))
+    done = resume(tmp_path / "run")
+    assert done.code == 2 and done.err.count("\n") == 1, done.err
+    assert f"held-out cases: {ids[:1]} -> {ids[-1:]}" in done.err
+    split.write_text(json.dumps({"train": ids[1:], "val": ids[:1]}))
+    assert resume(tmp_path / "run").code == 0
+
+
+def test_r6_another_arithmetic_is_another_run() -> None:
+    with pytest.raises(UserError, match=r"mixed precision: torch\.bfloat16 -> torch\.float16"):
+        refuse_others({"mixed precision": "torch.bfloat16"}, {"mixed precision": "torch.float16"})
+
+
+def test_r6_fewer_steps_than_were_taken_are_refused(copy: Path, whole: Path) -> None:
+    done = resume(copy, "steps=5")
+    assert done.code == 2 and done.err == "error: steps=5: the run is at step 6 already; give as many or more\n"
+    assert resume(copy).code == 0 and same(copy, whole)
+
+
+def test_a_run_cut_to_the_steps_it_has_taken_is_validated_as_at_its_end(copy: Path) -> None:
+    done = resume(copy, "steps=6")
+    assert done.code == 0 and "hd95_mm/" in (copy / "scores.csv").read_text(), done.err
+    assert [line["step"] for line in records(copy) if "val/dice_mean" in line] == [3, 6]
+
+
+def test_a_run_stopped_before_its_last_validation_still_tells_what_it_measured(stopped: Path, whole: Path) -> None:
+    assert resume(stopped).code == 0
+    measured = [json.loads((run / "memory.json").read_text())["measured"] for run in (stopped, whole)]
+    assert measured[0] == measured[1]
+
+
 def test_r8_a_run_that_is_done_is_left_as_it_is(whole: Path) -> None:
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and ".hydra" not in path.parts}
     again = resume(whole)
@@ -129,28 +183,42 @@ def test_r8_a_run_that_is_done_is_left_as_it_is(whole: Path) -> None:
     assert {path.name for path in before if before[path] != after[path]} <= {".lock", "overrides.yaml"}
 
 
-def die_saving(after: bool) -> None:
-    """In the third pause, just before or just after last.pt is there."""
+def test_r8_a_signal_undoes_no_run_that_is_done(whole: Path) -> None:
+    again = resume(whole, hook=stop_reading)
+    assert again.code == 75 and status(whole) == "done\nexit code 0\n"
+
+
+def stop_reading() -> None:
+    from unet3d import build
+
+    build.data = lambda config: os.kill(os.getpid(), signal.SIGTERM)
+
+
+def die_saving(pause: int, after: bool) -> None:
+    """In this pause, the first being 1, just before or just after last.pt is there."""
     from unet3d.checkpoints import Checkpoints
 
     save, count = Checkpoints.save_last, iter(range(1, 9))
 
     def dying(self: Checkpoints) -> None:
-        is_third = next(count) == 3
-        if after or not is_third:
+        is_here = next(count) == pause
+        if after or not is_here:
             save(self)
-        if is_third:
+        if is_here:
             os.kill(os.getpid(), KILL)
 
     Checkpoints.save_last = dying
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_r1_killed_beside_a_save_no_validation_is_lost_or_told_twice(after: bool, place: Path, whole: Path) -> None:
-    where = place / f"saving{after}"
-    assert train(where, *RUN, hook=functools.partial(die_saving, after)).code == -KILL
-    assert snapshot.load(where / "run" / "checkpoints" / "last.pt")["step"] == (9 if after else 6)
+@pytest.mark.parametrize(("pause", "after"), [(3, False), (3, True), (4, False), (4, True)])
+def test_r1_killed_beside_a_save_no_validation_is_lost_or_told_twice(
+    pause: int, after: bool, place: Path, whole: Path
+) -> None:
+    where = place / f"saving{pause}{after}"
+    assert train(where, *RUN, hook=functools.partial(die_saving, pause, after)).code == -KILL
+    assert snapshot.load(where / "run" / "checkpoints" / "last.pt")["step"] == 3 * (pause if after else pause - 1)
     assert resume(where / "run").code == 0 and same(where / "run", whole)
+    assert (where / "run" / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes()
 
 
 def test_records_of_a_validation_that_is_taken_again_are_dropped(tmp_path: Path) -> None:
@@ -201,6 +269,13 @@ def test_c1_a_damaged_snapshot_gives_way_to_the_one_before(copy: Path, whole: Pa
     assert line.endswith("going on from previous.pt, step 3; steps 4 to 7 are taken again")
     assert [line["step"] for line in records(copy) if "train/loss" in line] == [1, 2, 3, 4]
     assert resume(copy).code == 0 and same(copy, whole)
+
+
+def test_c1_the_whole_snapshot_outlives_the_save_after_the_damaged_one(copy: Path) -> None:
+    last, previous = (copy / "checkpoints" / name for name in ("last.pt", "previous.pt"))
+    last.write_bytes(last.read_bytes()[:1000])
+    assert resume(copy, hook=functools.partial(at_step, 7, KILL)).code == -KILL
+    assert [snapshot.load(path)["step"] for path in (last, previous)] == [6, 3]
 
 
 def test_c1_without_a_whole_snapshot_nothing_starts_anew(copy: Path) -> None:

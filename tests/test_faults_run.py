@@ -19,8 +19,8 @@ import pytest
 import torch
 from training import ROOT, TINY, Ended, records, start, status, train, weights
 
-from unet3d import process, signals, snapshot
-from unet3d.config import Data
+from unet3d import guard, process, signals, snapshot
+from unet3d.config import Config, Data
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, Prepared, prepare
 from unet3d.errors import Preempted
@@ -474,3 +474,14 @@ def test_t12_the_clock_and_the_place_do_not_matter(place: Path, whole: Path) -> 
 def sources() -> set[tuple[Path, int]]:
     found = [path for part in ("unet3d", "configs") for path in (ROOT / part).rglob("*") if path.suffix != ".pyc"]
     return {(path, path.stat().st_mtime_ns) for path in found if path.is_file()}
+
+
+def test_t1_memory_that_runs_out_without_a_word_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Python tells it, while a file is read, say."""
+
+    def job(*_: object) -> None:
+        raise MemoryError
+
+    assert guard.guarded(job, Config(), tmp_path, []) == 5
+    line = "out of memory: MemoryError(); there is no snapshot yet to go on from\n"
+    assert capsys.readouterr().err == line and status(tmp_path) == f"{line}exit code 5\n"

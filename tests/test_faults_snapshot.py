@@ -90,13 +90,14 @@ def test_the_snapshot_before_is_kept(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {LAST, PREVIOUS}
 
 
-@pytest.mark.parametrize("damage", ["cut", "bit", "empty", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "bit", "packed", "empty", "gone"])
 def test_c1_c2_damage_gives_way_to_the_snapshot_before(damage: str, tmp_path: Path) -> None:
     save(tmp_path, 1), save(tmp_path, 2)
     path = tmp_path / LAST
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes({"cut": content[:-9], "bit": content}.get(damage, b""))
+    directory = content.index(b"PK\x01\x02")
+    content[directory + 10 if damage == "packed" else len(content) // 2] ^= 8  # a compression method, a weight
+    path.write_bytes({"cut": content[:-9], "bit": content, "packed": content}.get(damage, b""))
     if damage == "gone":
         path.unlink()
     found, (wrong,) = snapshot.load_any(tmp_path, SNAPSHOTS)

@@ -65,6 +65,14 @@ def test_valid_tiles_have_no_seams(network: Network) -> None:
     torch.testing.assert_close(tiled, whole, atol=1e-5, rtol=0)
 
 
+def test_valid_tiles_of_strided_convolutions_fit_though_they_lose_an_odd_number_of_voxels(network: Network) -> None:
+    model = network(*VALID, "model.downsampling=strided_conv", "data.patch=[51,51,51]")
+    lost = 51 - geometry.output_size((51, 51, 51), model.options)[0]
+    assert lost % 2
+    found = predictor(model, (51, 51, 51), model.options).probabilities(torch.randn(1, 23, 9, 14))
+    assert found.shape == (3, 23, 9, 14)
+
+
 def test_valid_tiles_see_mirrored_context(network: Network) -> None:
     model = network(*VALID)
     image = torch.randn(1, 24, 24, 24)

@@ -1,15 +1,20 @@
 """Networks given away, alone or several as one, and scored on labelled cases."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
+import numpy as np
 import pytest
 import torch
 from training import TINY, train
 
 from unet3d import __main__, apply, build, compose, publish, score, snapshot, trained
 from unet3d.config import Model
+from unet3d.data.cases import read_task
+from unet3d.data.nifti import stem
 from unet3d.errors import NotSaved, SnapshotError, UserError
 
 
@@ -63,7 +68,7 @@ def test_networks_published_as_one_give_the_mean_of_their_logits(pair: list[Path
     ("path", "value", "told"),
     [
         (("model_options", "features"), [8, 8], "model"),
-        (("classes",), ["a", "b", "c"], "classes"),
+        (("classes",), ["a", "b", "c", "d"], "classes"),
         (("config", "data", "spacing"), [2.0, 2.0, 2.0], r"data\.spacing"),
         (("config", "data", "patch"), [16, 16, 32], r"data\.patch"),
         (("config", "data", "augment", "mirror"), [0], r"data\.augment\.mirror"),
@@ -93,7 +98,7 @@ def test_a_snapshot_that_lacks_what_is_published_is_one_line(pair: list[Path], t
     state = snapshot.load(pair[1])
     del state["channels"]
     snapshot.save(pair[1], state)
-    with pytest.raises(SnapshotError, match=r"other\.pt: not a snapshot of a run \(no channels\)"):
+    with pytest.raises(SnapshotError, match=r"other\.pt: not a snapshot of a run \('channels'\)"):
         publish.publish(pair, tmp_path / "both.pt")
 
 
@@ -102,7 +107,8 @@ def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
     pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     state = snapshot.load(pair[0])
-    kept = {name: state[name] for name in ("config", "model_options", "intensity", "model")} | {"average": {}}
+    names = ("config", "model_options", "classes", "channels", "intensity", "model")
+    kept = {name: state[name] for name in names} | {"average": {}}
     if kind == "aliased":
         kept |= {"others": [state["model"]] * 9, "splits": [{}] * 10}
     else:
@@ -183,10 +189,78 @@ def test_folds_do_not_matter_where_there_is_no_fold(finished: Path, capsys: pyte
 def test_data_that_a_network_is_not_for_is_not_scored(finished: Path, tmp_path: Path) -> None:
     state = snapshot.load(finished / "checkpoints" / "last.pt")
     state["model_options"]["in_channels"], state["intensity"] = 2, state["intensity"] * 2
+    state["channels"] = ["T1", "T2"]
     snapshot.save(tmp_path / "two.pt", state)
-    with pytest.raises(UserError, match=r"two\.pt: a network of 2 channels and \d classes; the data has 1 and"):
+    with pytest.raises(UserError, match=r"two\.pt: a network of 2 channels and the classes background, .* has 1 and"):
         score.score(tmp_path / "two.pt", compose.compose(overrides(finished)), tmp_path / "out")
     semi = compose.compose(overrides(finished, "data.sparse=[3,3,3]", "data.semi=true"))
     with pytest.raises(UserError, match=r"data\.semi holds out slices"):
         score.score(finished / "checkpoints" / "last.pt", semi, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_classes_in_another_order_are_not_scored(pair: list[Path], finished: Path, tmp_path: Path) -> None:
+    background, first, second, *rest = snapshot.load(pair[1])["classes"]
+    change(pair[1], "classes", value=[background, second, first, *rest])
+    with pytest.raises(UserError, match=rf"classes background, {second}, {first}.* and background, {first}, {second}"):
+        score.score(pair[1], compose.compose(overrides(finished)), tmp_path / "out")
+
+
+def test_channels_of_other_names_are_warned_of(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = finished / "checkpoints" / "last.pt"
+    task = read_task(compose.compose(overrides(finished)).data)
+    found = dataclasses.replace(trained.parse(snapshot.load(path), path), channels=("T1", "T2"))
+    score._refuse_misfit(found, dataclasses.replace(task, channels=("T2", "T1")))
+    assert "its channels are T1, T2, those of the data T2, T1; they are taken in this order" in capsys.readouterr().err
+
+
+def test_predictions_are_those_of_the_averaged_weights(finished: Path, tmp_path: Path) -> None:
+    path = finished / "checkpoints" / "last.pt"
+    raw = snapshot.load(path) | {"average": {}}
+    snapshot.save(tmp_path / "raw.pt", raw)
+    task = read_task(compose.compose(overrides(finished)).data)
+    cases = {case.id: case for case in task.cases}
+    (kept,) = (finished / "predictions").iterdir()
+    found = []
+    for source in (path, tmp_path / "raw.pt"):
+        apply.open_snapshot(source, "cpu").to_file(cases[stem(kept)], tmp_path / "made.nii.gz")
+        found.append(np.asarray(nib.load(tmp_path / "made.nii.gz").dataobj))
+    stored = np.asarray(nib.load(kept).dataobj)
+    assert np.array_equal(stored, found[0]) and not np.array_equal(stored, found[1])
+
+
+def test_predict_takes_channels_by_their_numbers(tmp_path: Path) -> None:
+    """Whatever the order of the arguments; a file that holds them all is a case, whatever its name ends with."""
+    for name, shape in (("b_0001", (4, 4, 4)), ("b_0000", (4, 4, 4)), ("patient_0001", (4, 4, 4, 2))):
+        nib.save(nib.Nifti1Image(np.zeros(shape, np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
+    files = [tmp_path / f"{name}.nii.gz" for name in ("b_0001", "b_0000", "patient_0001")]
+    found = {case.id: case.images for case in apply.find_cases(files, 2)}
+    assert found == {"b": (files[1], files[0]), "patient_0001": (files[2],)}
+    files[0].rename(tmp_path / "b_0002.nii.gz")
+    with pytest.raises(UserError, match=r"b: .* a case's channels are called b_0000, b_0001 and so on"):
+        apply.find_cases([tmp_path], 2)
+
+
+def predict(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr("sys.argv", ["unet3d", "predict", *map(str, words)])
+    return __main__.main()
+
+
+def test_predict_replaces_no_image(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.nii.gz"
+    nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path)
+    before = path.read_bytes()
+    assert predict(monkeypatch, finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path, "--overwrite") == 2
+    assert "a.nii.gz: is an image to segment; -o names another folder" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_predictions_that_cannot_be_written_are_one_line(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.nii.gz"
+    nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path)
+    assert predict(monkeypatch, finished / "checkpoints" / "last.pt", path, "-o", path / "out") == 2
+    assert capsys.readouterr().err == f"error: {path / 'out' / 'a.nii.gz'}: not saved (Not a directory)\n"

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from unet3d import compose, page, readback, report
-from unet3d.metrics import CaseScore, write_csv
+from unet3d.metrics import CaseScore, csv_text
 
 MIB = 2**20
 FILES = ("STATUS", "config.yaml", "env.json", "metrics.jsonl", "scores.csv", "memory.json", "figures/prediction.png")
@@ -26,7 +26,7 @@ def write_scores(folder: Path, *names: str) -> None:
         CaseScore("a", (0.9, None, 0.5), (0.8, None, 0.4), (1.0, None, None)),
         CaseScore("b", (0.7, None, None), (0.6, None, None), (2.0, None, None)),
     ]
-    write_csv(folder / "scores.csv", scores, ("background", *names))
+    (folder / "scores.csv").write_text(csv_text(scores, ("background", *names)))
 
 
 @pytest.fixture

@@ -118,3 +118,12 @@ def test_t2_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None
     train_step(model, SegmentationLoss("ce"), optimizer, scaler, memory, [poisoned])
     assert scaler.get_scale() < start
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_t3_fp16_that_overflows_into_running_statistics_is_stopped(network: Network) -> None:
+    """A lower scale does not mend them, and validation would use them to the end."""
+    memory = MemoryPolicy("cpu", torch.float16)
+    poisoned = batch(1)
+    poisoned.image[:] = float("inf")
+    with pytest.raises(NonFiniteLoss, match=r"running statistics of batch norm .* amp_dtype=bf16"):
+        step(network("model=unet_tiny", "model.norm=batch"), [poisoned], memory=memory)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from unet3d import compose
-from unet3d.errors import SnapshotError, UserError
+from unet3d.errors import NotSaved, SnapshotError, UserError
 
 
 def main() -> int:
@@ -117,9 +117,13 @@ def _predict(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.out}: is a file; -o names the folder for the label maps")
     segmenter = apply.open_snapshot(arguments.snapshot, arguments.device, arguments.mirror)
     refuse_large_window(segmenter.predictor, arguments.snapshot)
+    cases = apply.find_cases(arguments.inputs, len(segmenter.intensity))
+    images = {image.resolve() for case in cases for image in case.images}
     failed = 0
-    for case in apply.find_cases(arguments.inputs, len(segmenter.intensity)):
+    for case in cases:
         path = arguments.out / f"{case.id}.nii.gz"
+        if path.resolve() in images:
+            raise UserError(f"{path}: is an image to segment; -o names another folder for the label maps")
         if path.exists() and not arguments.overwrite:
             print(f"{path}: there already, left alone (--overwrite replaces it)")
             continue
@@ -132,6 +136,8 @@ def _predict(arguments: argparse.Namespace) -> int:
         except UserError as error:
             failed += 1
             print(f"error: {error}", file=sys.stderr)
+        except OSError as error:
+            raise NotSaved(f"{path}: not saved ({error.strerror})") from error
     return UserError.exit_code if failed else 0
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from unet3d import build, snapshot, trained
-from unet3d.data.cases import Case, volumes_in, without_channel
+from unet3d.data.cases import Case, in_order, volumes_in, without_channel
 from unet3d.data.intensity import Intensity, normalise
-from unet3d.data.nifti import save_labels, stem
+from unet3d.data.nifti import channels, open_image, save_labels, stem
 from unet3d.data.volumes import Volume, read_volume, to_original
 from unet3d.data.voxels import STRICT, Leniency
 from unet3d.errors import UserError
@@ -55,19 +55,27 @@ def segmenter(found: Trained, device: str, mirror: bool | None) -> Segmenter:
     return Segmenter(predictor, found.intensity, config.data.spacing, Leniency.of(config.data))
 
 
-def find_cases(inputs: Sequence[Path], channels: int) -> list[Case]:
-    """Files, and the NIfTI files of folders, as cases; `_0000`, `_0001` .. are one case's channels."""
+def find_cases(inputs: Sequence[Path], count: int) -> list[Case]:
+    """Files, and the NIfTI files of folders, as cases of `count` channels; `_0000`, `_0001` .. are those of one."""
     grouped: dict[str, list[Path]] = {}
     for path in inputs:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
         for file in [path] if path.is_file() else volumes_in(path):
-            name = stem(file) if channels == 1 else without_channel(stem(file))
+            name = stem(file) if count == 1 or _is_whole(file, count) else without_channel(stem(file))
             grouped.setdefault(name, []).append(file)
     if not grouped:
         raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}")
     for name, files in grouped.items():
-        if len(files) > channels:
+        if len(files) > count:
             listed = ", ".join(map(str, files))
             raise UserError(f"{name}: {len(files)} files of one name ({listed}); their label maps would be one file")
-    return [Case(name, tuple(files), None) for name, files in grouped.items()]
+    return [Case(name, in_order(name, files), None) for name, files in grouped.items()]
+
+
+def _is_whole(file: Path, count: int) -> bool:
+    """Whether a file holds all the channels of a case; one that cannot be read is told of when its turn comes."""
+    try:
+        return channels(open_image(stem(file), file)) == count
+    except UserError:
+        return False

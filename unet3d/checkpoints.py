@@ -40,7 +40,8 @@ class Checkpoints:
         state = self.state()
         now = state["step"], state["paused"]
         if now != self.saved:
-            snapshot.save(self._path(LAST), state, self._path(PREVIOUS))
+            # after a damaged last.pt, previous.pt is the one that is whole
+            snapshot.save(self._path(LAST), state, self._path(PREVIOUS) if self.saved else None)
             self.saved = now
 
     def warn(self, error: Exception) -> None:

@@ -141,7 +141,9 @@ def _job_of_sweep(job: Job, config: Config, folder: Path, overrides: list[str]) 
         if code == 0 or refused or (has_begun and guard.has_ended(folder)):
             return code
         guard.remember(folder, overrides)
-        return guard.end(folder, f"failed: {process.fate(code)}", code)
+        line = f"failed: {process.fate(code)}"
+        guard.end(folder, line, code)
+        return guard.say(line, code)
     try:
         return guard.guarded(job, config, folder, overrides)
     except Exception:  # Hydra would tell it after the last job, and end the sweep with it

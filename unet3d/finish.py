@@ -17,15 +17,11 @@ from unet3d.run import Run
 
 def finish(run: Run) -> None:
     """Write everything that is known at the end; predictions and scores are those of the last weights."""
-    if run.is_measured:
-        _tell_memory(run, record.add_measured(run.folder, _parameters(run), run.meter.summary()))
+    if memory := run.keep_measured():
+        _tell_memory(run, memory)
     with run.averaged():
         _predict_held_out(run)
     record.end(run.folder, "done", 0)
-
-
-def _parameters(run: Run) -> int:
-    return sum(p.numel() for p in run.model.parameters())
 
 
 def _tell_memory(run: Run, memory: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from unet3d.resuming import SNAPSHOTS
 from unet3d.signals import Stop
 
 Job = Callable[[Config, Path, Stop], None]
+UNFORESEEN = 1
 RUNNING = "running\n"  # STATUS as a run begins
 CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preempted.exit_code, INTERRUPTED))
 KILLED = "failed: killed by "  # said of a sweep's job
@@ -56,28 +57,42 @@ def _told(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
     try:
         with nullcontext(Stop()) if config.dry_run else signals.stopping() as stop:
             job(config, folder, stop)
-    except Preempted as stopped:
-        return _leave(folder, f"{stopped}; {_how_to_go_on(folder)}", config.requeue)
-    except (UserError, SnapshotError, NonFiniteLoss) as error:
+    except (Exception, KeyboardInterrupt, Preempted) as error:
+        line, code = _outcome(error, folder)
         if config.resume is not None and started(folder) == before:
             with suppress(OSError):  # the disk is full
                 remember(folder, earlier)  # the run in the folder is as it was
-            return say(f"error: {error}", error.exit_code)
-        return end(folder, f"error: {error}", error.exit_code)
-    except LoaderError as error:
-        return end(folder, f"failed: {error}\n{_how_to_go_on(folder)}", error.exit_code)
-    except OutOfMemory as error:
-        return end(folder, f"out of memory: {error}\n{_how_to_go_on(folder)}", error.exit_code)
-    except KeyboardInterrupt:
-        return end(folder, f"interrupted; {_how_to_go_on(folder)}", INTERRUPTED)
-    except Exception as error:
-        if is_disk_full(error):
-            return end(folder, f"error: {error}; make room; {_how_to_go_on(folder)}", UserError.exit_code)
-        if not is_out_of_memory(error):
-            end(folder, f"failed: {error!r}", 1)
+        else:
+            end(folder, line, code)
+        if isinstance(error, Preempted) and config.requeue:
+            process.requeue()
+        say(line, code)
+        if code == UNFORESEEN and not isinstance(error, LoaderError):
             raise
-        return end(folder, f"out of memory: {str(error).splitlines()[0]}", OutOfMemory.exit_code)
-    return end(folder, None, 0)
+        return code
+    end(folder, "done", 0)
+    return 0
+
+
+def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
+    """The last line of a job that ended so, and its exit code."""
+    match error:
+        case Preempted():
+            return f"{error}; {_how_to_go_on(folder)}", error.exit_code
+        case UserError() | SnapshotError() | NonFiniteLoss():
+            return f"error: {error}", error.exit_code
+        case LoaderError():
+            return f"failed: {error}\n{_how_to_go_on(folder)}", error.exit_code
+        case OutOfMemory():
+            return f"out of memory: {error}\n{_how_to_go_on(folder)}", error.exit_code
+        case KeyboardInterrupt():
+            return f"interrupted; {_how_to_go_on(folder)}", INTERRUPTED
+    if is_disk_full(error):
+        return f"error: {error}; make room; {_how_to_go_on(folder)}", UserError.exit_code
+    if is_out_of_memory(error):
+        told = (str(error) or repr(error)).splitlines()[0]  # a MemoryError may say nothing
+        return f"out of memory: {told}; {_how_to_go_on(folder)}", OutOfMemory.exit_code
+    return f"failed: {error!r}", UNFORESEEN
 
 
 def _refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
@@ -120,21 +135,12 @@ def started(folder: Path) -> int | None:
     return status.stat().st_mtime_ns if status.is_file() else None
 
 
-def _leave(folder: Path, line: str, requeue: bool) -> int:
-    """End a run that goes on another time."""
-    code = end(folder, line, Preempted.exit_code, quiet=True)
-    if requeue:
-        process.requeue()
-    return say(line, code)
-
-
-def end(folder: Path, line: str | None, code: int, quiet: bool = False) -> int:
-    """STATUS of a run that has ended, and its last line; None: done. Returns the exit code."""
+def end(folder: Path, line: str, code: int) -> None:
+    """STATUS of a run that has ended."""
     from unet3d import record
 
     with suppress(OSError):  # the disk is full, which may be why
-        record.end(folder, line or "done", code)
-    return say(line, code) if line and not quiet else code
+        record.end(folder, line, code)
 
 
 def say(line: str, code: int) -> int:

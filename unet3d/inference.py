@@ -121,7 +121,9 @@ def _pad(
     surplus = [total - n for total, n in zip(size, image.shape[1:], strict=True)]
     border = [(w - o) // 2 for w, o in zip(window, out_window, strict=True)]
     if any(border):
-        widths = [(0, 0), *((b, b + s) for b, s in zip(border, surplus, strict=True))]
+        # what a window loses may be odd where convolutions stride
+        needed = [w - o + s for w, o, s in zip(window, out_window, surplus, strict=True)]
+        widths = [(0, 0), *((b, n - b) for b, n in zip(border, needed, strict=True))]
         return torch.from_numpy(np.pad(image.numpy(), widths, mode="reflect")), (0, 0, 0)
     widths = [(0, 0), *((s // 2, s - s // 2) for s in surplus)]
     return torch.from_numpy(np.pad(image.numpy(), widths)), tuple(s // 2 for s in surplus)

@@ -5,10 +5,10 @@ is left out of every mean and never becomes 0 or 1. Ignored voxels count for not
 """
 
 import csv
+import io
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -133,14 +133,15 @@ def mean_of(values: Iterable[float | None]) -> float | None:
     return fmean(there) if there else None
 
 
-def write_csv(path: Path, scores: Sequence[CaseScore], class_names: Sequence[str]) -> None:
+def csv_text(scores: Sequence[CaseScore], class_names: Sequence[str]) -> str:
     """One row a case: case, dice/<class>, iou/<class>, hd95_mm/<class> (if asked for); n/a is an empty cell."""
     columns = {key: values for group in _columns(scores, class_names).values() for key, values in group.items()}
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["case", *columns])
-        for row, score in enumerate(scores):
-            writer.writerow([score.case, *(values[row] for values in columns.values())])
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["case", *columns])
+    for row, score in enumerate(scores):
+        writer.writerow([score.case, *(values[row] for values in columns.values())])
+    return text.getvalue()
 
 
 def _columns(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, dict[str, list[float | None]]]:

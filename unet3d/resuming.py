@@ -6,8 +6,11 @@ from typing import Any
 from unet3d.errors import UserError
 
 # What a resumed run may not change: it would be another run. Paths and ways of working may.
-FIXED = ("model.", "data.", "loss.", "optim.name", "optim.average", "seed", "batch", "accumulate", "amp")
-FREE = ("data.root", "data.cache", "data.allow_outside")
+FIXED = (
+    *("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp"),
+    *("optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas"),
+)
+FREE = ("data.root", "data.cache", "data.allow_outside", "amp_dtype")  # of the last, what it comes to is compared
 SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to go on from: the first that is whole
 
 
@@ -26,6 +29,12 @@ def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[st
     if refused:
         raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(refused)}")
     return list(changed.values())
+
+
+def refuse_fewer_steps(reached: int, steps: int) -> None:
+    """Raise UserError where a run is beyond the steps that are asked for."""
+    if reached > steps:
+        raise UserError(f"steps={steps}: the run is at step {reached} already; give as many or more")
 
 
 def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str, Any]:

@@ -1,18 +1,15 @@
 """One training run in its folder: what is built for it, when it pauses, what is kept of it."""
 
-import dataclasses
 import functools
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
-from unet3d import averaging, build, compose, metrics, record, resuming, schedules, snapshot
+from unet3d import averaging, build, metrics, record, schedules
 from unet3d.checkpoints import Checkpoints
 from unet3d.config import Config, Model
 from unet3d.console import Console
@@ -21,10 +18,12 @@ from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, Prepared
 from unet3d.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory
 from unet3d.evaluation import evaluate
+from unet3d.grounds import grounds
 from unet3d.losses import IGNORE
 from unet3d.memory import distress
 from unet3d.memory.meter import open_meter
 from unet3d.model import geometry
+from unet3d.moment import Moment
 from unet3d.signals import Stop
 from unet3d.sinks import Sinks, open_sinks
 from unet3d.step import Batch
@@ -47,8 +46,10 @@ class Run:
         self.optimizer = build.optimizer(config.optim, self.model)
         self.predictor = build.predictor(config, [self.model], self.options, policy)
         self.scaler = policy.scaler()
+        rests_on = grounds(data, policy.dtype)
+        self.moment = Moment(config, options, rests_on, self.model, self.optimizer, self.scaler)
         self.checkpoints = Checkpoints(folder, self._state)
-        step, paused = self.checkpoints.restore(self._put_back) if config.resume else (0, 0)
+        step, paused = self.checkpoints.restore(self.moment.put_back) if config.resume else (0, 0)
         self.first = step
         self.is_done = step >= config.steps and record.is_done(folder)
         self.meter = open_meter(self.model, self.optimizer)
@@ -79,14 +80,21 @@ class Run:
         self.meter.close()
         self.sinks.close(0 if kind is None else getattr(kind, "exit_code", 1))
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether a step was taken here, and not all of them before the run was resumed."""
-        return self.trainer.step > self.first
-
     def averaged(self) -> AbstractContextManager[None]:
         """The weights to predict with: their running average, if the run keeps one."""
         return averaging.averaged(self.model, self.optimizer)
+
+    def keep_measured(self) -> Mapping[str, Any] | None:
+        """memory.json with what the steps taken here needed; None where none was taken."""
+        if self.trainer.step == self.first:
+            return None
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return record.add_measured(self.folder, parameters, self.meter.summary())
+
+    def _keep_measured_early(self) -> None:
+        """A run that is stopped now may take no step again."""
+        with suppress(OSError):  # the disk is full: a run that comes to its end says so
+            self.keep_measured()
 
     def fit(self) -> None:
         """Train to the end, pausing to validate and to save. Raises Preempted, once saved, when asked to stop."""
@@ -134,6 +142,7 @@ class Run:
         stopped = f"stopped by {signal} after step {self.trainer.step} of {self.config.steps}"
         try:
             self.checkpoints.save_last()
+            self._keep_measured_early()
         except NotSaved as error:
             stopped += f", which is not saved: {error}"
         raise Preempted(stopped)
@@ -151,6 +160,8 @@ class Run:
         """Validate, keep the best, save the last. The last validation also measures surface distances."""
         started = time.perf_counter()
         step, task = self.trainer.step, self.data.task
+        if step == self.config.steps:
+            self._keep_measured_early()
         with self.averaged(), self.stop.raised():
             scores = evaluate(
                 self.predictor, map(self.data.score, self.data.val), len(task.classes), hd95=self._measures_surfaces()
@@ -160,8 +171,9 @@ class Run:
         self.sinks.scalars({**values, "time/val_s": time.perf_counter() - started}, step)
         self.trainer.paused = step
         try:
+            # the snapshot last: a run that goes on from it does not take this validation again
+            record.write_text(self.folder / "scores.csv", metrics.csv_text(scores, task.classes))
             self.checkpoints.keep(values["val/dice_mean"])
-            metrics.write_csv(self.folder / "scores.csv", scores, task.classes)
         except (NotSaved, OSError) as error:
             if step == self.config.steps:
                 raise error if isinstance(error, NotSaved) else NotSaved(f"scores.csv: not saved ({error})") from error
@@ -172,33 +184,7 @@ class Run:
         return self.trainer.step == self.config.steps and not self.config.data.semi
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "config": compose.to_plain(self.config),
-            "model_options": dataclasses.asdict(self.options),
-            "classes": list(self.data.task.classes),
-            "channels": list(self.data.task.channels),
-            "intensity": [dataclasses.asdict(rule) for rule in self.data.read.intensity],
-            "step": self.trainer.step,
-            "paused": self.trainer.paused,
-            "best": self.checkpoints.best,
-            "model": self.model.state_dict(),
-            "average": averaging.averages(self.model, self.optimizer),  # shares the optimizer's storages, also on disk
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        }
-
-    def _put_back(self, state: dict[str, Any], path: Path) -> list[str]:
-        """Put a snapshot's state back, the random state last: building things draws from it. Returns other options."""
-        changes = resuming.refuse_changes(state["config"], compose.to_plain(self.config))
-        snapshot.load_weights(self.model, state["model"], path)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
-        return changes
+        return self.moment.state(self.trainer.step, self.trainer.paused, self.checkpoints.best)
 
 
 def _read_nth(read: build.Read, cases: tuple[Case, ...], index: int) -> Prepared:

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from unet3d import apply, build, metrics, snapshot, trained
+from unet3d import apply, build, metrics, record, snapshot, trained
 from unet3d.config import Config, Data
 from unet3d.data.cases import Task, read_task, split
 from unet3d.data.reader import Reader
@@ -38,17 +38,22 @@ def score(path: Path, config: Config, out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         scores = evaluate(segmenter.predictor, map(reader, held_out), len(task.classes), hd95=True)
-        metrics.write_csv(out / SCORES, scores, task.classes)
+        record.write_text(out / SCORES, metrics.csv_text(scores, task.classes))
     except OSError as error:
         raise NotSaved(f"{out / SCORES}: not saved ({error.strerror})") from error
 
 
 def _refuse_misfit(found: Trained, task: Task) -> None:
-    channels, classes = len(found.intensity), found.config.model.classes
-    if (channels, classes) != (len(task.channels), len(task.classes)):
+    if (len(found.channels), found.classes) != (len(task.channels), task.classes):
         raise UserError(
-            f"{found.path}: a network of {channels} channels and {classes} classes; the data has {len(task.channels)} "
-            f"and {len(task.classes)}"
+            f"{found.path}: a network of {len(found.channels)} channels and the classes {', '.join(found.classes)}; "
+            f"the data has {len(task.channels)} and {', '.join(task.classes)}"
+        )
+    if len(task.channels) > 1 and found.channels != task.channels:  # layouts name channels in ways of their own
+        print(
+            f"warning: {found.path}: its channels are {', '.join(found.channels)}, those of the data "
+            f"{', '.join(task.channels)}; they are taken in this order",
+            file=sys.stderr,
         )
 
 

@@ -126,11 +126,11 @@ def load_any(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list
 
 
 def _refuse_bombs(archive: zipfile.ZipFile, path: Path) -> None:
-    """Raise SnapshotError for contents that are larger than the file: torch stores them as they are, one by one."""
+    """Raise DamagedSnapshot for contents larger than the file: torch stores them as they are, one by one."""
     entries = archive.infolist()
     packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
     if packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise SnapshotError(f"{path}: holds more than its size; torch.save writes no such file, use another snapshot")
+        raise DamagedSnapshot(f"{path}: holds more than its size; torch.save writes no such file, use another snapshot")
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:

@@ -70,7 +70,7 @@ def train_step(
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     grad_norm = norm.item()
-    _refuse_non_finite(total, grad_norm, scaler, batches)
+    _refuse_non_finite(total, grad_norm, model, scaler, batches)
     if clip is not None:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
     scaler.step(optimizer)
@@ -80,12 +80,20 @@ def train_step(
     return StepResult(total, grad_norm)
 
 
-def _refuse_non_finite(loss: float, norm: float, scaler: torch.amp.GradScaler, batches: Sequence[Batch]) -> None:
-    """fp16 may overflow now and then: the scaler skips the update and halves its scale, but not for ever."""
+def _refuse_non_finite(
+    loss: float, norm: float, model: nn.Module, scaler: torch.amp.GradScaler, batches: Sequence[Batch]
+) -> None:
+    """fp16 may overflow now and then: the scaler skips the update and halves its scale, but not for ever.
+
+    Nor where running statistics have overflowed: no later step makes those finite again.
+    """
     if math.isfinite(loss) and math.isfinite(norm):
         return
-    if scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE:
+    statistics_hold = all(buffer.isfinite().all() for buffer in model.buffers())
+    if scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE and statistics_hold:
         return
     cases = ", ".join(sorted({case for batch in batches for case in batch.cases}))
     told = f"loss {loss}, gradient norm {norm} on {cases}; the weights are those before the step"
+    if not statistics_hold:
+        told += ", the running statistics of batch norm are not: go on from a snapshot, with amp_dtype=bf16"
     raise NonFiniteLoss(told, batches)

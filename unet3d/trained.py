@@ -23,6 +23,8 @@ class Trained:
 
     path: Path
     config: Config  # the model's options leave nothing open
+    classes: tuple[str, ...]  # background first
+    channels: tuple[str, ...]
     intensity: tuple[Intensity, ...]  # a rule for each channel
     weights: list[Weights]  # of each network: a run's snapshot holds one, a published one may hold several
     splits: list[Split]  # what was held out from each
@@ -32,17 +34,25 @@ def parse(state: Mapping[str, Any], path: Path) -> Trained:
     """What the snapshot at `path` holds. Raises SnapshotError for anything but plain values of the right types."""
     try:
         config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
+        classes, channels = (tuple(map(_name, state[key])) for key in ("classes", "channels"))
         rules = tuple(intensity.checked(rule) for rule in state["intensity"])
         others = list(map(dict, state.get("others", [])))  # only what is published has these two
         weights = [dict(state["model"]) | dict(state["average"]), *others]
         splits = list(map(dict, state.get("splits", [split_of(config.data)])))
-        if len(rules) != config.model.in_channels or len(splits) != len(weights):
+        sizes = len(classes), len(channels), len(rules), len(splits)
+        if sizes != (config.model.classes, config.model.in_channels, config.model.in_channels, len(weights)):
             raise ValueError("its parts contradict each other")
         if not all(isinstance(name, str) for values in weights for name in values):
             raise ValueError("its weights are not named")
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
-    return Trained(path, config, rules, weights, splits)
+    return Trained(path, config, classes, channels, rules, weights, splits)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a name")
+    return value
 
 
 def split_of(options: Data) -> Split:

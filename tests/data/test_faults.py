@@ -114,6 +114,18 @@ def test_d2_a_flipped_byte_is_found_by_the_full_read(tmp_path: Path) -> None:
     assert line.startswith(f"a: {path}: damaged (CRC check failed")
 
 
+def test_d4_a_run_lists_every_case_whose_voxels_are_not_finite_also_where_they_settle_the_scale(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    for name in "ab":
+        stored = image()
+        stored[0, 0, 0] = np.nan
+        write(tmp_path / f"imagesTr/{name}.nii.gz", stored)
+    data.intensity = "ct"
+    with pytest.raises(UserError) as caught:
+        build.data(Config(data=data))
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["a", "b"]
+
+
 @pytest.mark.parametrize("ending", [".nii", ".nii.gz"])
 def test_d3_a_header_that_claims_terabytes_is_refused_before_memory_is_taken(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +172,7 @@ def test_d4_predict_follows_the_runs_choice_and_counts(
     state = {
         **{"model_options": dataclasses.asdict(config.model), "intensity": [dataclasses.asdict(Intensity("zscore"))]},
         **{"model": build.model(config.model, 0).state_dict(), "average": {}},
+        **{"classes": ["background", "a", "b"], "channels": ["MR"]},
     }
     stored = image()
     stored[1, 2, 3] = np.nan

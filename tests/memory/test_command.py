@@ -106,3 +106,22 @@ def test_a_mistake_is_answered_before_torch_loads() -> None:
         timeout=60,
     )
     assert done.returncode == 2 and done.stdout == "False\n"
+
+
+def test_what_probe_measures_later_predictions_use(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = []
+    for words in ([], ["probe"], []):
+        assert memory(*words, "model=unet_tiny", "model.features=[4,8]", *NET) == 0
+        said.append(capsys.readouterr().out)
+    scratch = [line for text in said for line in text.splitlines() if "convolution kernels' scratch" in line]
+    assert ["bracket: 0 of" in line for line in scratch] == [True, False, False]
+    assert scratch[1].rstrip().endswith("table") and scratch[2] == scratch[1]
+
+
+def test_a_config_for_a_gpu_has_the_allocators_rows(capsys: pytest.CaptureFixture) -> None:
+    assert memory("model=unet_tiny", "model.features=[4,8]", *NET, "device=cuda") == 0
+    said = capsys.readouterr().out
+    assert "allocated: blocks given out" in said and "reserved by the allocator" in said

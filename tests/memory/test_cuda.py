@@ -81,6 +81,18 @@ def test_group_norm_under_amp_needs_more_than_float32_on_cuda() -> None:
     assert peaks["instance", "true"] < 0.66 * peaks["instance", "false"]
 
 
+def test_on_a_gpu_one_micro_batch_lies_at_a_time() -> None:
+    """On the CPU they all do, as the step is handed all of them."""
+    peaks = {}
+    for device in ("cpu", "cuda"):
+        for parts in (2, 4):
+            options = config(f"accumulate={parts}", f"device={device}")
+            peaks[device, parts] = predict(options, options.model)["peak_bytes"]
+    assert peaks["cuda", 4] == peaks["cuda", 2]
+    one = 2 * 32**3 * (4 + 2)  # bytes: images in float32, labels in int16
+    assert peaks["cpu", 4] - peaks["cpu", 2] == 2 * one and peaks["cpu", 2] - peaks["cuda", 2] == one
+
+
 def test_outputs_of_layers_are_counted_under_the_same_policy() -> None:
     """Max-pool gives float32 on the CPU, half precision on CUDA."""
     sizes = {}

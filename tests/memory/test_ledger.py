@@ -49,6 +49,16 @@ def test_what_was_there_before_counts_once_used() -> None:
     assert b.numel()
 
 
+def test_what_lies_on_another_device_takes_none_of_this_ones_memory() -> None:
+    ledger = Ledger(device_type="meta")
+    with ledger:
+        host = torch.zeros(256)
+        here = host.to("meta")
+        both = here + 1
+    assert max(levels(ledger)) == 2 * KIB and categories_at(ledger, peak_moment(ledger))["inputs"] == 0
+    assert both.numel()
+
+
 def run(model: UNet3D, steps: int, mark: Mark, optimizer: torch.optim.Optimizer) -> None:
     memory = MemoryPolicy()
     batch = Batch(torch.randn(2, 1, 16, 16, 16), torch.zeros(2, 16, 16, 16, dtype=torch.int16))

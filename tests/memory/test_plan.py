@@ -138,7 +138,9 @@ def test_lean_operations_are_the_same_function() -> None:
 
 def test_what_looks_at_the_batch_is_another_step_in_parts() -> None:
     assert knows_the_batch(config(), config().model), "Dice over the batch"
-    plain = config("loss.batch_dice=false")
+    plain = config("loss=dice", "loss.batch_dice=false")
     assert not knows_the_batch(plain, plain.model)
-    batch_norm = config("loss=ce", "model.norm=batch")
+    entropy = config("loss=ce", "loss.batch_dice=false")
+    assert knows_the_batch(entropy, entropy.model), "a mean over the labelled voxels of the batch"
+    batch_norm = config("loss=dice", "loss.batch_dice=false", "model.norm=batch")
     assert knows_the_batch(batch_norm, batch_norm.model)

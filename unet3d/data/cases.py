@@ -154,7 +154,7 @@ def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:
     alone = sorted({*maps} - {*grouped})
     if alone:
         raise UserError(f"{maps[alone[0]]}: no image of that name in {images}; add it or take the label away")
-    return _sorted((Case(name, tuple(paths), maps.get(name)) for name, paths in grouped.items()), images)
+    return _sorted((Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items()), images)
 
 
 def volumes_in(folder: Path) -> list[Path]:
@@ -163,6 +163,15 @@ def volumes_in(folder: Path) -> list[Path]:
         raise UserError(f"{folder}: no such folder; check data.root, data/README.md shows the layouts")
     # Hidden files are skipped: archives made on a Mac hold a `._name.nii.gz` beside each volume.
     return sorted(p for p in folder.iterdir() if p.name.endswith(nifti.SUFFIXES) and not p.name.startswith("."))
+
+
+def in_order(name: str, files: Sequence[Path]) -> tuple[Path, ...]:
+    """One case's channels by their numbers, which must be 0000, 0001 and so on. Raises UserError."""
+    ordered = sorted(files, key=lambda file: file.name)
+    if len(ordered) > 1 and [nifti.stem(file) for file in ordered] != [f"{name}_{c:04d}" for c in range(len(ordered))]:
+        listed = ", ".join(map(str, ordered))
+        raise UserError(f"{name}: {listed}: a case's channels are called {name}_0000, {name}_0001 and so on")
+    return tuple(ordered)
 
 
 def without_channel(stem: str) -> str:

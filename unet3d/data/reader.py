@@ -50,8 +50,7 @@ class Reader:
                 self(case)
             except UserError as error:
                 problems.append(str(error))
-        if problems:
-            raise UserError("\n".join(problems))
+        _refuse(problems)
 
     def _prepare(self, case: Case) -> Prepared:
         volume = self.raw(case)
@@ -60,11 +59,22 @@ class Reader:
         return prepare(volume.case, image, volume.label, volume.spacing, self.task.ignore)
 
     def _foreground(self, cases: Sequence[Case]) -> Iterator[np.ndarray]:
+        problems = []
         for case in cases:
-            volume = self.raw(case)
+            try:
+                volume = self.raw(case)
+            except UserError as error:
+                problems.append(str(error))
+                continue
             assert volume.label is not None, case.id
             learned = volume.label > 0
             if self.task.ignore is not None:
                 learned &= volume.label != self.task.ignore
             voxels = volume.image[:, learned]
             yield voxels[:, :: max(1, voxels.shape[1] // SAMPLED)]
+        _refuse(problems)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise UserError("\n".join(problems))

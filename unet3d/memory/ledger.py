@@ -60,11 +60,13 @@ class Site(NamedTuple):
 class Ledger(TorchDispatchMode):
     """`events` holds (storage index, bytes gained or lost); `marks` and `crossings` hold (event index, what began).
 
-    `here` tells which module is at work.
+    `here` tells which module is at work. What lies on another type of device, as a batch on its way to a GPU, takes no
+    memory of this one.
     """
 
-    def __init__(self, here: Callable[[], Place] = lambda: Place("")) -> None:
+    def __init__(self, here: Callable[[], Place] = lambda: Place(""), device_type: str = "cpu") -> None:
         super().__init__()
+        self._device_type = device_type
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = [(0, "before")]
@@ -89,7 +91,7 @@ class Ledger(TorchDispatchMode):
     def claim(self, tensor: Tensor, role: str, module: str) -> None:
         """Say what a storage is for and whose it is; count it if it was not."""
         self._add(tensor, "adopted")
-        if tensor.untyped_storage().nbytes():
+        if tensor.untyped_storage() in self._known:
             storage = self.storages[self.index(tensor)]
             storage.role, storage.place = role, Place(module)
 
@@ -113,7 +115,7 @@ class Ledger(TorchDispatchMode):
     def _add(self, tensor: Tensor, operation: str, place: Place | None = None) -> None:
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        if storage in self._known or not size:
+        if storage in self._known or not size or tensor.device.type != self._device_type:
             return
         index, now = len(self.storages), len(self.events)
         self._known[storage] = index

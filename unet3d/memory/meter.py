@@ -40,7 +40,7 @@ class LedgerMeter:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.ledger = Ledger(self._here)
+        self.ledger = Ledger(self._here, next(model.parameters()).device.type)
         self.tracker = ModuleTracker(model, self.ledger.cross)
         self._claim(weights=True)
         self.steps = 0

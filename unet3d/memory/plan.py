@@ -103,8 +103,12 @@ def is_allowed(config: Config, options: Model) -> bool:
 
 
 def knows_the_batch(config: Config, options: Model) -> bool:
-    """Whether a batch in parts is another step: its normalisation or its Dice look at the batch as a whole."""
-    return options.norm.startswith("batch") or (config.loss.batch_dice and "dice" in config.loss.name)
+    """Whether a batch in parts is another step: something looks at the batch as a whole.
+
+    Its normalisation, its Dice, or its cross-entropy, which is a mean over the labelled voxels: of these, parts hold
+    different numbers.
+    """
+    return options.norm.startswith("batch") or config.loss.batch_dice or config.loss.name != "dice"
 
 
 def lean_options(options: Model) -> Iterator[tuple[str, Model]]:

@@ -4,8 +4,9 @@ Error class: exact against the ledger of the real run on the CPU, to the byte. W
 in neither.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,10 +47,28 @@ def rehearse(
         if watch is not None:
             watch(model, meter.ledger)
         for _ in range(steps):
-            batches = [dry_batch(config, options, dtype) for _ in range(config.accumulate)]
+            made = [dry_batch(config, options, dtype) for _ in range(config.accumulate)]
+            batches = HandedOver(made) if build.target(config) == "cuda" else made
             train_step(model, loss, optimizer, scaler, policy, batches, meter.mark, config.optim.clip)
     torch.set_rng_state(random_state)
     return meter
+
+
+class HandedOver(Sequence[Batch]):
+    """Micro-batches that are gone once taken: of those on their way to a GPU, it holds the one at work."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._count, self._left = len(batches), batches
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self._left:
+            yield self._left.pop(0)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._left[index]
 
 
 @contextmanager
