@@ -16,7 +16,8 @@ import pytest
 import torch
 from training import SERVER, TINY, records, status, train
 
-from unet3d import snapshot
+from unet3d import guard, snapshot
+from unet3d.config import Config
 from unet3d.errors import DamagedSnapshot, NotSaved, SnapshotError, UserError
 from unet3d.lock import held
 from unet3d.resuming import SNAPSHOTS
@@ -273,3 +274,14 @@ def test_c6_all_differences_are_counted_and_ten_are_shown() -> None:
     ]
     with pytest.raises(SnapshotError, match=r"14 tensors(.*\n){11}.*\n  and 4 more$"):
         snapshot.load_weights(model, {}, Path("a.pt"))
+
+
+def test_c4_a_disk_that_is_full_as_a_run_begins_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(guard, "remember", full)
+    assert guard.guarded(lambda *_: None, Config(), tmp_path, []) == 2
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device; make room\n"

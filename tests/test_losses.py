@@ -105,10 +105,14 @@ def test_scales_are_weighted_by_halves_and_labels_subsampled() -> None:
     torch.testing.assert_close(found, (single(logits, label) + 0.5 * single(coarse, small)) / 1.5)
 
 
-def test_subsampling_takes_the_nearest_voxel_of_torchs_interpolation() -> None:
-    label = torch.arange(7 * 5 * 6).reshape(1, 7, 5, 6)
-    expected = F.interpolate(label[None].double(), (4, 3, 3), mode="nearest")[0].long()
-    assert torch.equal(subsample(label, torch.Size((4, 3, 3))), expected)
+@pytest.mark.parametrize("length", range(5, 40))
+def test_a_coarse_voxel_is_labelled_by_one_of_its_own_cell(length: int) -> None:
+    """Also where a length is no multiple of the stride, as 26 -> 13 -> 7, whose cells begin at 0, 4, 8 and so on."""
+    label, stride = torch.arange(length).reshape(1, length, 1, 1), 1
+    while label.shape[1] > 2:
+        stride *= 2
+        label = subsample(label, torch.Size((-(-label.shape[1] // 2), 1, 1)))
+        assert label.flatten().tolist() == [*range(0, length, stride)]
 
 
 def test_valid_logits_meet_the_centre_of_the_label() -> None:

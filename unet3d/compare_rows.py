@@ -22,7 +22,7 @@ SAME_CONFIG = (  # where these differ, runs are not comparable: other data, or a
     *("data.scored", "data.sparse_folds", "data.sparse_fold"),
     *("data.phantom.cases", "data.phantom.shape", "data.phantom.seed", "model.classes", "steps", "seed"),
 )
-SAME_MACHINE = ("device", "gpu", "torch", "threads")  # of env.json
+SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # of env.json
 
 
 class Numbers(NamedTuple):

@@ -48,6 +48,10 @@ def guarded(job: Job, config: Config, folder: Path, overrides: list[str]) -> int
             return _told(job, config, folder, overrides)
     except UserError as error:
         return say(f"error: {error}", error.exit_code)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        return say(f"error: {error}; make room", UserError.exit_code)
 
 
 def _told(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:

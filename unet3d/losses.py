@@ -30,9 +30,11 @@ class SegmentationLoss:
         """`logits`: one tensor, or a tuple of them, finest first. Labels are cropped or subsampled to each."""
         scales: tuple[Tensor, ...] = logits if isinstance(logits, tuple) else (logits,)
         shares = [0.5**i for i in range(len(scales))]
-        total = self._single(scales[0], crop(label, scales[0].shape[2:]))  # valid convolutions lose the border
+        label = crop(label, scales[0].shape[2:])  # valid convolutions lose the border
+        total = self._single(scales[0], label)
         for share, scale in zip(shares[1:], scales[1:], strict=True):
-            total = total + share * self._single(scale, subsample(label, scale.shape[2:]))
+            label = subsample(label, scale.shape[2:])
+            total = total + share * self._single(scale, label)
         return total / sum(shares)
 
     def _single(self, logits: Tensor, label: Tensor) -> Tensor:
@@ -66,9 +68,9 @@ def soft_dice(logits: Tensor, label: Tensor, options: SegmentationLoss) -> Tenso
 
 
 def subsample(label: Tensor, size: torch.Size) -> Tensor:
-    """Nearest-neighbour N D H W -> N size."""
+    """N D H W -> N size, the next coarser level's: the first voxel of each cell, of which the last may be cut short."""
     for axis, (have, want) in enumerate(zip(label.shape[1:], size, strict=True), start=1):
-        label = label.index_select(axis, torch.arange(want, device=label.device) * have // want)
+        label = label.index_select(axis, torch.arange(want, device=label.device) * -(-have // want))
     return label
 
 

@@ -16,6 +16,7 @@ from unet3d.metrics import mean_of
 from unet3d.table import Table, mib
 
 Record = Mapping[str, Any]
+NOTHING_RAN = "Predicted on tensors without data; nothing was run."
 KINDS = ("measured", "predicted")  # of memory; what was measured goes before what was predicted
 METRICS = {"dice": ("Dice", 3), "iou": ("IoU", 3), "hd95_mm": ("HD95 (mm)", 2)}  # heading, digits
 
@@ -153,7 +154,7 @@ def about(run: RunFolder) -> list[str]:
 def prediction(run: RunFolder) -> str:
     """The peak that was predicted before the run, and how far the measured one is from it."""
     if run.memory_kind == "predicted":
-        return "Predicted on tensors without data; nothing was run."
+        return "Predicted before the run, which ended before its memory was kept." if run.records else NOTHING_RAN
     if "error_bytes" not in run.memory:
         return "The peak was not predicted."
     peak, error = run.memory["predicted"]["peak_bytes"], run.memory["error_bytes"]

@@ -11,6 +11,7 @@ import torch
 
 from unet3d import compose
 from unet3d.config import Config
+from unet3d.policy import emulates_bf16
 
 PACKAGES = ("unet3d", "torch", "monai", "hydra-core", "nibabel", "numpy", "scipy", "wandb")
 
@@ -66,6 +67,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.system()}
     found |= {name: _version(name) for name in PACKAGES}
     found |= {"device": device.type, "threads": torch.get_num_threads()}
+    if device.type == "cpu":
+        found["cpu"] = torch.backends.cpu.get_cpu_capability() + ", bf16 emulated" * emulates_bf16("cpu")
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
         found["cudnn"] = torch.backends.cudnn.version()

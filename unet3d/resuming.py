@@ -10,7 +10,7 @@ FIXED = (
     *("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp"),
     *("optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas"),
 )
-FREE = ("data.root", "data.cache", "data.allow_outside", "amp_dtype")  # of the last, what it comes to is compared
+FREE = ("data.root", "data.split", "data.cache", "data.allow_outside", "amp_dtype")  # what they come to is compared
 SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to go on from: the first that is whole
 
 

@@ -15,7 +15,7 @@ from unet3d.data.check import WARNING, check_cases
 LPS = np.array([[-1, 0, 0, 10], [0, -1.5, 0, 20], [0, 0, 2.5, -30], [0, 0, 0, 1]], float)
 HEADER_FIELDS = {
     **{"dim": (40, "<8h"), "datatype": (70, "<h"), "pixdim": (76, "<8f"), "sform_code": (254, "<h")},
-    **{"srow_x": (280, "<4f"), "srow_z": (312, "<4f")},
+    **{"qform_code": (252, "<h"), "quatern": (256, "<3f"), "srow_x": (280, "<4f"), "srow_z": (312, "<4f")},
 }
 
 

@@ -2,18 +2,20 @@
 
 import dataclasses
 import gzip
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import nibabel as nib
 import numpy as np
 import pytest
-from nifti_files import decathlon, errors, image, label, told, write, write_header
+from nifti_files import LPS, decathlon, errors, image, label, told, write, write_header
 
 from unet3d import __main__, build, compose, snapshot
 from unet3d.config import Config, Data
-from unet3d.data import nifti
+from unet3d.data import nifti, voxels
 from unet3d.data.cases import read_task
 from unet3d.data.check import WARNING
 from unet3d.data.intensity import Intensity
@@ -215,6 +217,19 @@ def test_d5_a_label_that_is_no_class_is_an_error_unless_it_is_ignored(
     path = write(tmp_path / "labelsTr/a.nii.gz", of_label(value)())
     expected = [f"a: {path}: 1 voxels have the label {value}; allowed are {allowed}; relabel them"] if allowed else []
     assert told(data) == expected
+
+
+def test_d6_a_mask_that_is_scaled_to_almost_one_is_a_mask(tmp_path: Path) -> None:
+    """255 stored as a byte with a slope of 1/255 in float32."""
+    stored = nib.Nifti1Image((label(classes=2) * 255).astype(np.uint8), LPS)
+    stored.header.set_slope_inter(1 / 255, 0)
+    nib.save(stored, tmp_path / "a.nii.gz")
+    raw = bytearray(gzip.decompress((tmp_path / "a.nii.gz").read_bytes()))
+    raw[112:120] = struct.pack("<2f", 1 / 255, 0)  # nibabel rescales what it saves
+    raw[352:] = (label(classes=2) * 255).astype(np.uint8).tobytes("F")
+    (tmp_path / "a.nii.gz").write_bytes(gzip.compress(bytes(raw)))
+    found = voxels.read_label("a", tmp_path / "a.nii.gz", nifti.open_image("a", tmp_path / "a.nii.gz"), 2, None)
+    assert np.array_equal(found, label(classes=2))
 
 
 @pytest.mark.parametrize("value", [1.5, np.nan, np.inf])

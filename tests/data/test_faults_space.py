@@ -184,6 +184,16 @@ def test_d11_an_affine_that_places_nothing_is_an_error(tmp_path: Path, field: st
         assert line.startswith(f"a: {path}: has ") and what in line
 
 
+def test_d11_a_qform_that_is_no_rotation_is_warned_of(tmp_path: Path) -> None:
+    """The sform places the voxels; b, c, d of a unit quaternion have squares that sum to 1 at most."""
+    data = decathlon(tmp_path)
+    (tmp_path / "dataset.json").write_text((tmp_path / "dataset.json").read_text().replace("a.nii.gz", "a.nii"))
+    path = write(tmp_path / "imagesTr/a.nii", image())
+    write(tmp_path / "labelsTr/a.nii", label())
+    write_header(write_header(path, "qform_code", (1,)), "quatern", (0.6, 0.6, 0.6))
+    assert told(data) == [f"{WARNING}a: {path}: its qform is no rotation; the sform is used"]
+
+
 def test_d11_an_affine_that_overflows_is_an_error_and_no_warning(tmp_path: Path) -> None:
     stored = nib.Nifti2Image(image(), LPS)
     stored.header["srow_x"] = 1e200, 0, 0, 10

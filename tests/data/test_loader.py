@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from unet3d.config import Augment, Data
+from unet3d.data import patches
 from unet3d.data.loader import Places, batches
 from unet3d.data.patches import Patches, Place, Prepared, choose_centre, crop, prepare
 from unet3d.losses import IGNORE
@@ -128,3 +129,10 @@ def test_the_ignore_label_is_no_foreground() -> None:
     prepared = prepare("a", np.zeros((1, 4, 4, 4), np.float32), label, (1.0, 1.0, 1.0), 255)
     assert [voxels.tolist() for voxels in prepared.foreground] == [[[1, 2, 3]]]
     assert (prepared.label == IGNORE).sum() == 63
+
+
+def test_remembered_centres_are_of_all_planes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 voxels for one that is remembered, and rows of 10: every 40th would lie in the first plane."""
+    monkeypatch.setattr(patches, "MOST_VOXELS", 100)
+    (found,) = patches.foreground(np.ones((20, 20, 10), np.int16))
+    assert len(found) == 100 and all(len(np.unique(found[:, axis])) == n for axis, n in enumerate((20, 20, 10)))

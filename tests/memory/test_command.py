@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from unet3d import __main__ as face
 
@@ -125,3 +126,11 @@ def test_a_config_for_a_gpu_has_the_allocators_rows(capsys: pytest.CaptureFixtur
     assert memory("model=unet_tiny", "model.features=[4,8]", *NET, "device=cuda") == 0
     said = capsys.readouterr().out
     assert "allocated: blocks given out" in said and "reserved by the allocator" in said
+
+
+def test_probe_on_a_gpu_says_whose_convolutions_it_measures(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unet3d.build.device", lambda config: torch.device("cuda"))
+    assert memory("probe", "model=unet_tiny", *NET) == 2
+    assert "add device=cpu" in capsys.readouterr().err

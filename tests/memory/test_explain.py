@@ -9,7 +9,7 @@ import torch
 from unet3d import compose
 from unet3d.memory import explain, tables
 from unet3d.memory.advise import advise, halved
-from unet3d.memory.breakdown import level_of
+from unet3d.memory.breakdown import level_of, level_of_module
 from unet3d.memory.estimates import estimates
 from unet3d.memory.ledger import CATEGORIES, Ledger, alive_at, peak_moment
 from unet3d.memory.look import Look
@@ -57,6 +57,15 @@ def test_levels_and_layers_of_the_u() -> None:
         order[0] == "inc.conv1" and order[-1] == "outc.conv" and order.index("down2.conv2") < order.index("up1.conv1")
     )
     assert [row["level"] for row in entry["levels"]][:3] == [0, 1, 2]
+
+
+def test_what_valid_convolutions_make_belongs_to_their_own_level() -> None:
+    """The decoder's maps of a level are smaller than the encoder's, some as small as those of the level below."""
+    ledger = look("model=cicek2016", "model.features=[4,4,4,4]", "data.patch=[108,108,108]").ledger
+    tell = level_of(ledger)
+    made = [s for s in ledger.storages if s.operation == "aten.convolution.default"]
+    assert {s.shape[2] for s in made if tell(s) == 0} >= {106, 24, 20}
+    assert all(tell(s) == level_of_module(s.place.module, 3) for s in made)
 
 
 def test_weights_gradients_and_optimizer_state_are_counted_to_the_byte() -> None:

@@ -29,6 +29,17 @@ def test_first_step_and_steady_state_differ_by_what_adam_keeps(network: Callable
     assert sum(name == "end" for _, name in meter.ledger.marks) == STEADY, "later steps run unmeasured"
 
 
+def test_steps_whose_update_was_skipped_are_not_those_that_repeat(network: Callable[..., UNet3D]) -> None:
+    """fp16 overflows as a run begins: the optimizer's state is not there yet."""
+    model = network("model=unet_tiny")
+    skipped, taken = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), 0.1)
+    for optimizer, steps in ((skipped, 0), (taken, 1)):  # plain SGD keeps nothing, ever
+        meter = LedgerMeter(model, optimizer)
+        for phase in (*PHASES, "end"):
+            meter.mark(phase)
+        assert meter.steps == steps
+
+
 def test_accumulation_counts_as_one_step() -> None:
     micro = [("data", 1), ("forward", 5), ("loss", 2), ("backward", 6)]
     peaks = [("before", 0), *micro, *micro, ("step", 3), ("end", 1), *micro, ("step", 4), ("end", 1)]

@@ -1,6 +1,7 @@
 """Levers with their price, and the search for what fits; a dry run confirms either."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -9,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from unet3d import compose
+from unet3d import build, compose
 from unet3d.checks import budget_bytes
 from unet3d.config import Config
 from unet3d.errors import UserError
 from unet3d.memory import fit
+from unet3d.memory.advise import halved
+from unet3d.memory.distress import remedies
 from unet3d.memory.fit import Point, command, front
+from unet3d.memory.forecast import forecast
 from unet3d.memory.look import Look
-from unet3d.memory.plan import knows_the_batch, lean_options, levers, plan
+from unet3d.memory.plan import knows_the_batch, lean_options, levers, plan, price
 from unet3d.memory.predict import predict
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -144,3 +148,29 @@ def test_what_looks_at_the_batch_is_another_step_in_parts() -> None:
     assert knows_the_batch(entropy, entropy.model), "a mean over the labelled voxels of the batch"
     batch_norm = config("loss=dice", "loss.batch_dice=false", "model.norm=batch")
     assert knows_the_batch(batch_norm, batch_norm.model)
+
+
+def test_what_would_need_less_does_need_less_whatever_the_budget() -> None:
+    """The budget was too high, or memory would not have run out."""
+    asked = config("ckpt=2", "budget=8GiB")
+    _, before, *lines = remedies(asked, asked.model)
+    peaks = [float(line.split()[0].replace(",", "")) for line in (before, *lines)]
+    assert len(lines) >= 2 and max(peaks[1:]) < peaks[0]
+    assert any("ckpt=auto budget=null" in line for line in lines)
+
+
+def test_half_the_width_is_predicted_with_cuts_of_its_own() -> None:
+    asked = config("ckpt=2", "model.norm=instance")
+    advice = forecast(asked, asked.model).memory["advice"]
+    narrower = halved(asked, asked.model, advice["level"])
+    assert narrower and advice["halved_peak_bytes"] == price(asked, narrower).peak
+
+
+def test_fit_refuses_what_a_run_refuses() -> None:
+    """bf16 on a CPU where maps of a level are two voxels long."""
+    words = ["amp=true", "data.patch=[4,16,16]", "budget=4GiB"]
+    asked = config(*words)
+    with pytest.raises(UserError) as refused:
+        build.refuse_wrong_gradients(asked, asked.model)
+    with pytest.raises(UserError, match=re.escape(str(refused.value))):
+        fit.fit(Look("net", asked, asked.model), words)

@@ -20,6 +20,7 @@ from unet3d.step import Batch, train_step
 VARIANTS = [
     *product(["model.norm=instance", "model.norm=batch", "model.norm=group"], ["ckpt=0", "ckpt=3"]),
     *product(["amp=true", "amp_dtype=fp16"], ["ckpt=0", "ckpt=4"]),
+    ("model.norm=group", "amp=true"),
     ("model.upsampling=trilinear", "model.activation=silu"),
     ("model.downsampling=strided_conv", "model.deep_supervision=true"),
     ("accumulate=2", "optim=sgd"),

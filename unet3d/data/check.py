@@ -121,7 +121,12 @@ def _geometry_oddities(image: nib.Nifti1Image) -> Iterator[str]:
     axes = image.affine[:3, :3] / voxel_sizes(image.affine)
     if np.abs(axes.T @ axes - np.eye(3)).max() > SHEAR:
         yield "its grid is sheared; it is used as if its axes were at right angles"
-    sform, qform = header.get_sform(coded=True)[0], header.get_qform(coded=True)[0]
+    sform = header.get_sform(coded=True)[0]
+    try:
+        qform = header.get_qform(coded=True)[0]
+    except (ValueError, nib.spatialimages.HeaderDataError):  # a quaternion longer than 1 by rounding, say
+        yield "its qform is no rotation; the sform is used"
+        qform = None
     if sform is None and qform is None:
         yield "neither sform nor qform is set: which side is left is a guess; set one"
     elif sform is not None and qform is not None and not np.allclose(sform, qform, atol=0.01):

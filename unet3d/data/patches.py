@@ -60,7 +60,14 @@ def prepare(
 def foreground(classes: np.ndarray) -> tuple[np.ndarray, ...]:
     """Voxels (n, 3) of each foreground class of a label map X Y Z, thinned where there are many."""
     found = [np.argwhere(classes == k) for k in np.unique(classes) if k > 0]
-    return tuple(voxels[:: max(1, len(voxels) // MOST_VOXELS)].astype(np.int32) for voxels in found)
+    return tuple(_thinned(voxels).astype(np.int32) for voxels in found)
+
+
+def _thinned(voxels: np.ndarray) -> np.ndarray:
+    """At random: every so many would be those of one plane where the step divides the volume's rows."""
+    if len(voxels) <= MOST_VOXELS:
+        return voxels
+    return voxels[np.sort(np.random.default_rng(0).choice(len(voxels), MOST_VOXELS, replace=False))]
 
 
 class Patches(Dataset[tuple[Tensor, Tensor, str]]):

@@ -12,6 +12,8 @@ import numpy as np
 from unet3d.config import Data
 from unet3d.data import nifti
 
+ROUNDING = 1e-3  # how far a label may lie from a whole number
+
 
 @dataclass(frozen=True)
 class Leniency:
@@ -49,6 +51,11 @@ def replacement(count: int) -> str:
 def read_label(case: str, path: Path, image: nib.Nifti1Image, classes: int, ignore: int | None) -> np.ndarray:
     """Voxels as uint8 or uint16 (X, Y, Z), every one a class or `ignore`."""
     array = nifti.read_array(case, path, image)
+    if not np.issubdtype(array.dtype, np.integer):
+        whole = np.rint(array)
+        array = np.where(
+            np.isclose(array, whole, rtol=0, atol=ROUNDING), whole, array
+        )  # 255 scaled by 1/255 is not quite 1
     bad = ~((array >= 0) & (array < classes) & (array == np.rint(array)))
     if ignore is not None:
         bad &= array != ignore

@@ -25,29 +25,49 @@ def level_of_module(path: str, down: int) -> int | None:
     return None
 
 
-def resolutions(ledger: Ledger) -> list[int]:
-    """Voxels of a map at each level: the largest that a convolution of the encoder makes there."""
-    voxels: dict[int, int] = {}
+ENCODER, DECODER = ("inc", "down"), ("up",)
+Sizes = dict[int, set[int]]  # level -> voxels of the maps that convolutions make there
+
+
+def steps_down(ledger: Ledger) -> int:
+    """Of the U."""
+    return max(_sizes(ledger, ENCODER, 0), default=0)
+
+
+def _sizes(ledger: Ledger, side: tuple[str, ...], down: int) -> Sizes:
+    """Of one side of the U, from the smallest map of a block up: a 1x1x1 convolution may come before an upsampling."""
+    made: Sizes = {}
+    blocks: Sizes = {}
     for s in ledger.storages:
-        if s.operation == "aten.convolution.default" and s.place.module.startswith(("inc", "down")):
-            at = level_of_module(s.place.module, 0) or 0
-            voxels[at] = max(voxels.get(at, 0), prod(s.shape[2:]))
-    return [voxels[at] for at in sorted(voxels)]
+        stage, _, name = layer(s.place.module).partition(".")
+        if s.operation == "aten.convolution.default" and stage.startswith(side):
+            at = level_of_module(stage, down) or 0
+            for sizes in (made, blocks) if name.startswith("conv") else (made,):
+                sizes.setdefault(at, set()).add(prod(s.shape[2:]))
+    return {at: {size for size in made[at] if size >= min(blocks[at])} for at in blocks}
 
 
 def level_of(ledger: Ledger) -> Callable[[Storage], int | str]:
     """Tells a storage's level: that of its resolution if it is a map, whatever module made it; else its module's.
 
-    A pooling makes maps at the resolution it comes from, in backward above all.
+    A pooling makes maps at the resolution it comes from, in backward above all. Valid convolutions make the decoder's
+    maps smaller than the encoder's of the same level, which a decoder stage sees only as the skip that it crops.
     """
-    sizes, weights = resolutions(ledger), {s.shape for s in ledger.storages if s.role == "params"}
+    encoder, down = _sizes(ledger, ENCODER, 0), steps_down(ledger)
+    decoder = {down: encoder.get(down, set())} | _sizes(ledger, DECODER, down)
+    weights = {s.shape for s in ledger.storages if s.role == "params"}
 
     def tell(s: Storage) -> int | str:
-        if s.role is None and len(s.shape) in (4, 5) and s.shape not in weights and sizes:
-            voxels = prod(s.shape[-3:])
-            return min(range(len(sizes)), key=lambda at: abs(log(voxels / sizes[at])))
-        found = level_of_module(s.place.module, len(sizes) - 1)
-        return OTHER if found is None else found
+        own = level_of_module(s.place.module, down)
+        if s.role is not None or len(s.shape) not in (4, 5) or s.shape in weights or not encoder:
+            return OTHER if own is None else own
+        sizes = encoder if s.place.module.startswith(ENCODER) else decoder
+        voxels, here = prod(s.shape[-3:]), sizes.get(own, set()) if own is not None else set()
+        if own is not None and here and min(here) <= voxels <= max(here):
+            return own
+        known = [(level, size) for level, found in sizes.items() for size in (min(found), max(found))]
+        known += [(own, size) for size in encoder.get(own, set())] if own is not None else []
+        return min(known, key=lambda level: abs(log(voxels / level[1])))[0]
 
     return tell
 
@@ -61,7 +81,7 @@ def by_level(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
 
 def by_layer(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
     """A row a layer, along the U: the level that it works on, the bytes that it made, also by category."""
-    down = len(resolutions(ledger)) - 1
+    down = steps_down(ledger)
     rows = _grouped(ledger, moment, lambda s: layer(s.place.module))
     made = sorted(ledger.storages, key=lambda s: s.role is not None)  # weights lie in no order of work
     order = dict.fromkeys(layer(s.place.module) for s in made)

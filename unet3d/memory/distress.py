@@ -1,6 +1,7 @@
 """What to say when memory ran out all the same: when, who held it, and what would need less."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from unet3d.config import Config, Model
 from unet3d.memory import explain
@@ -34,8 +35,15 @@ def moment(ledger: Ledger) -> Iterator[str]:
 
 
 def remedies(config: Config, options: Model) -> Iterator[str]:
-    """What would need less: levers that leave the network as it is come first, each on top of those before."""
+    """What would need less: levers that leave the network as it is come first, each on top of those before.
+
+    Without the budget, which was too high: `ckpt=auto` would use all of it.
+    """
     yield "what would need less (predicted peak of a step):"
-    yield f"  {mib(price(config, options).peak):>10} MiB  as it was"
-    for lever, _ in zip(levers(config, options), range(REMEDIES), strict=False):
-        yield f"  {mib(price(lever.config, lever.options).peak):>10} MiB  {lever.override}"
+    before = price(config, options).peak
+    yield f"  {mib(before):>10} MiB  as it was"
+    added = " budget=null" if config.budget is not None else ""
+    for lever, _ in zip(levers(replace(config, budget=None), options), range(REMEDIES), strict=False):
+        peak = price(lever.config, lever.options).peak
+        if peak < before:
+            yield f"  {mib(peak):>10} MiB  {lever.override}{added}"

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from unet3d import build
 from unet3d.checks import budget_bytes
 from unet3d.config import Config, Model
 from unet3d.console import WIDE, paper, terminal_table
@@ -33,6 +34,7 @@ def fit(subject: Look, words: Sequence[str]) -> str:
     config, options = subject.config, subject.options
     if config.budget is None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
+    build.refuse_wrong_gradients(config, options)
     budget = budget_bytes(config.budget)
     points = list(search(config, options))
     print_front([*front([p for p in points if p.is_same]), *front([p for p in points if not p.is_same])], budget)
@@ -83,7 +85,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 def print_front(points: Sequence[Point], budget: int) -> None:
     """As a table, thinned where it is long."""
-    step = -(-len(points) // FRONT)
+    step = max(1, -(-len(points) // FRONT))
     shown = points[::step]
     rows = [
         [

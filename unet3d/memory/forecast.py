@@ -44,7 +44,7 @@ def forecast(config: Config, options: Model) -> Forecast:
         print("without convolution workspaces and the context; not yet verified on a GPU", flush=True)
     if config.budget is not None and peak > budget_bytes(config.budget):
         raise UserError(plan(config, options, budget_bytes(config.budget)))
-    advice = advise(config, options, found, lambda narrower: _peak(config, narrower, starts))
+    advice = advise(config, options, found, lambda narrower: _peak(config, narrower))
     print(sentence(advice, peak), flush=True)
     if starts:
         print(f"checkpointed segments: {segments(names, starts)}", flush=True)
@@ -55,9 +55,9 @@ def forecast(config: Config, options: Model) -> Forecast:
     return Forecast(starts, memory | {"segments": [names[start] for start in starts]})
 
 
-def _peak(config: Config, options: Model, starts: Starts) -> int:
-    """Of the second step, which later ones repeat."""
-    return max(levels(rehearse(config, options, starts, steps=2).ledger))
+def _peak(config: Config, options: Model) -> int:
+    """Of the second step, which later ones repeat, cut as a run of it would be."""
+    return max(levels(rehearse(config, options, cut(config, options).starts, steps=2).ledger))
 
 
 def segments(names: list[str], starts: Starts) -> str:

@@ -58,7 +58,12 @@ class LedgerMeter:
         self.ledger.mark(phase)
         if phase == "end":
             self.close()
-            self.steps += 1
+            self.steps += not self._was_skipped()
+
+    def _was_skipped(self) -> bool:
+        """Whether fp16 overflowed before the first update: later steps keep more, the optimizer's state."""
+        keeps = any("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
+        return keeps and not self.optimizer.state
 
     def close(self) -> None:
         if self.is_open:

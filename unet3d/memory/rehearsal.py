@@ -4,7 +4,7 @@ Error class: exact against the ledger of the real run on the CPU, to the byte. W
 in neither.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -38,37 +38,30 @@ def rehearse(
     For `device=cuda` as CUDA would do it, also where there is none.
     """
     assert options.in_channels is not None and options.classes is not None
-    random_state = torch.get_rng_state()
+    random_state, on_gpu = torch.get_rng_state(), build.target(config) == "cuda"
     with rehearsing(config):
         model = dry_model(config, options, dtype)
         loss, policy = build.loss(config, options.classes), build.policy(config, "cpu", starts)
-        optimizer = build.optimizer(config.optim, model, foreach=True if build.target(config) == "cuda" else None)
+        optimizer = build.optimizer(config.optim, model, foreach=True if on_gpu else None)
         scaler, meter = policy.scaler(), LedgerMeter(model, optimizer)
         if watch is not None:
             watch(model, meter.ledger)
         for _ in range(steps):
             made = [dry_batch(config, options, dtype) for _ in range(config.accumulate)]
-            batches = HandedOver(made) if build.target(config) == "cuda" else made
+            batches: list[Any] = [Arriving(made.pop(0)) for _ in range(len(made))] if on_gpu else made
             train_step(model, loss, optimizer, scaler, policy, batches, meter.mark, config.optim.clip)
     torch.set_rng_state(random_state)
     return meter
 
 
-class HandedOver(Sequence[Batch]):
-    """Micro-batches that are gone once taken: of those on their way to a GPU, it holds the one at work."""
+class Arriving:
+    """A micro-batch on its way to a GPU: nothing there holds it but the step."""
 
-    def __init__(self, batches: list[Batch]) -> None:
-        self._count, self._left = len(batches), batches
+    def __init__(self, batch: Batch) -> None:
+        self._parts = batch._asdict()
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Batch]:
-        while self._left:
-            yield self._left.pop(0)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._left[index]
+    def __getattr__(self, name: str) -> Any:
+        return self._parts.pop(name)
 
 
 @contextmanager

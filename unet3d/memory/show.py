@@ -34,6 +34,8 @@ def show(overrides: Sequence[str], half: bool, out: Path | None) -> None:
 def probe(subject: Look) -> None:
     """Measure what this machine's kernels take for a config's convolutions, keep it for later predictions, print it."""
     device = build.device(subject.config)
+    if device.type == "cuda":
+        raise UserError("memory probe measures convolutions of the CPU, whose predictions use them; add device=cpu")
     table = kernels.probe(subject.ledger.sites, device)
     print(f"{len(table)} convolutions are measured on this machine: {kernels.place(device)}")
     paper(WIDE).print(terminal_table("Layers of the number", numbers.layers(subject.ledger, device.type)))
