@@ -40,7 +40,9 @@ def make(tmp_path: Path) -> Make:
         if not changed.get("predicts"):
             memory |= {"measured": entry(peak - 7, kind), "error_bytes": 7}
             (folder / "config.yaml").write_text(compose.to_yaml(compose.compose(words)))
-            (folder / "env.json").write_text(json.dumps({"device": "cpu", "torch": "2.13", "threads": 1} | changed))
+            (folder / "env.json").write_text(
+                json.dumps({"device": "cpu", "cpu": "AVX512", "torch": "2.13", "threads": 1} | changed)
+            )
             steps = [{"step": step, "time/step_s": seconds * step} for step in (1, 2, 3)]
             records = [*steps, {"step": 2, "val/dice_mean": 0.25}, {"step": 3, "val/dice_mean": changed.get("dice")}]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -177,6 +179,7 @@ def test_like_runs_are_comparable(make: Make) -> None:
         ([], {"device": "cuda"}, "device: cpu (runs 0, 1), cuda (run 2)"),
         ([], {"torch": "2.9"}, "torch: 2.13 (runs 0, 1), 2.9 (run 2)"),
         ([], {"threads": 8}, "threads: 1 (runs 0, 1), 8 (run 2)"),
+        ([], {"cpu": "AVX2, bf16 emulated"}, "cpu: AVX512 (runs 0, 1), AVX2, bf16 emulated (run 2)"),
         ([], {"predicts": True}, "peak: measured (runs 0, 1), predicted (run 2)"),
         ([], {"kind": "cuda allocated"}, "kind of measured peak: ledger (runs 0, 1), cuda allocated (run 2)"),
     ],
