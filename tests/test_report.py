@@ -193,8 +193,8 @@ def test_a_report_without_what_was_cut_short(folder: Path, name: str, share: flo
 def test_a_run_that_died_before_its_memory_was_kept_is_not_called_one_that_never_ran(folder: Path) -> None:
     memory = json.loads((folder / "memory.json").read_text())
     (folder / "memory.json").write_text(json.dumps({"parameters": 7, "predicted": memory["measured"]}))
-    page = report.write(folder).read_text()
-    assert "Predicted before the run, which ended before its memory was kept." in page and "nothing was run" not in page
+    told = written(folder).text
+    assert "Predicted before the run, which ended before its memory was kept." in told and "nothing was run" not in told
 
 
 def test_a_run_that_measured_no_step_has_a_report_without_memory(folder: Path) -> None:
