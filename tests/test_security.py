@@ -111,6 +111,8 @@ def given(tmp_path: Path) -> Callable[[Change], Path]:
         state = {
             "config": compose.to_plain(config),
             "model_options": dataclasses.asdict(config.model),
+            "classes": ["background", "a", "b"],
+            "channels": ["MR"],
             "intensity": [{"kind": "zscore", "low": 0.0, "high": 0.0, "mean": 0.0, "std": 1.0}],
             "model": build.model(config.model, 0).state_dict(),
             "average": {},
@@ -172,6 +174,7 @@ def test_a_snapshot_cannot_ask_for_the_environment(given: Callable[[Change], Pat
         *(put("model_options", "dropout", value="x"), put("intensity", 0, "kind", value="sqrt")),
         *(put("intensity", 0, "std", value=0.0), put("intensity", 0, "low", value="x"), put("intensity", value=7)),
         *(put("intensity", 0, "mean", value=float("nan")), put("config", value=7), put("model", value=[1])),
+        *(put("classes", value=7), put("classes", value=["a", "b", {}]), put("channels", value=["a", "b"])),
         *(
             put("model", "outc.conv.bias", value=value)
             for value in (torch.zeros(3, device="meta"), torch.eye(3).to_sparse())
