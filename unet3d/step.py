@@ -95,5 +95,6 @@ def _refuse_non_finite(
     cases = ", ".join(sorted({case for batch in batches for case in batch.cases}))
     told = f"loss {loss}, gradient norm {norm} on {cases}; the weights are those before the step"
     if not statistics_hold:
-        told += ", the running statistics of batch norm are not: go on from a snapshot, with amp_dtype=bf16"
+        told += ", the running statistics of batch norm are not: go on from a snapshot"
+        told += ", with amp_dtype=bf16" if scaler.is_enabled() else ""  # fp16 overflows where bf16 does not
     raise NonFiniteLoss(told, batches)

@@ -52,10 +52,8 @@ def read_label(case: str, path: Path, image: nib.Nifti1Image, classes: int, igno
     """Voxels as uint8 or uint16 (X, Y, Z), every one a class or `ignore`."""
     array = nifti.read_array(case, path, image)
     if not np.issubdtype(array.dtype, np.integer):
-        whole = np.rint(array)
-        array = np.where(
-            np.isclose(array, whole, rtol=0, atol=ROUNDING), whole, array
-        )  # 255 scaled by 1/255 is not quite 1
+        whole = np.rint(array)  # 255 scaled by 1/255 is not quite 1
+        array = np.where(np.isclose(array, whole, rtol=0, atol=ROUNDING), whole, array)
     bad = ~((array >= 0) & (array < classes) & (array == np.rint(array)))
     if ignore is not None:
         bad &= array != ignore
