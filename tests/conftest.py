@@ -1,5 +1,6 @@
 """Shared by all tests: small models, and one thread, so that results do not depend on the machine's cores."""
 
+import os
 import signal
 from collections.abc import Callable
 
@@ -13,6 +14,14 @@ from unet3d.model.unet import UNet3D
 # Tests send signals; those that whoever started pytest ignores (nohup, `&` in a script) would stay ignored in each run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without `-m gpu` there is no GPU, for the tests and for what they start: predictions are of the CPU's step."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 torch.set_num_threads(1)  # these nets are too small to share; threads that wait for each other take minutes
 
 

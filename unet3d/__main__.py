@@ -26,7 +26,8 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "overrides",
         nargs="*",
-        help="as for train.py: model=forum_mid amp=true; before them, fit: find what fits budget=8GiB",
+        help="as for train.py: model=forum_mid amp=true; before them, fit: find what fits budget=8GiB, "
+        "or probe: measure this CPU's convolutions",
     )
     memory.add_argument("-o", "--out", type=Path, help="folder for report, figures and tables")
     memory.add_argument("--half", action="store_true", help="weights and images in float16, instead of amp")

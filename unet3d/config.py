@@ -44,7 +44,9 @@ class Model:
     up_reduce: bool = option(True, "map to the skip's width while upsampling (1x1x1 convolution if interpolated)")
     up_bias: bool = option(True, "bias in what maps channels while upsampling")
     residual: bool = option(False, "blocks add their input (1x1x1 projection where channels or stride change)")
-    dropout: float = option(0.0, "probability to drop a whole channel after each activation", low=0, high=0.95)
+    dropout: float = option(
+        0.0, "probability to drop a whole channel after each activation but that of a residual sum", low=0, high=0.95
+    )
     deep_supervision: bool = option(False, "a head, and a loss, at every decoder level")
 
 
@@ -88,7 +90,9 @@ class Data:
     images: str = option("images", "folders: sub-folder of the images")
     labels: str = option("labels", "folders: sub-folder of the label maps")
     classes: list[str] | None = option(None, "folders: class names, background first")
-    ignore: int | None = option(None, "folders: label value that is neither learned nor scored", low=0, high=65535)
+    ignore: int | None = option(
+        None, "label value that is neither learned nor scored, where dataset.json names none", low=0, high=65535
+    )
     nonfinite: str = option("error", "NaN and infinite voxels; zero: 0 takes their place", among=("error", "zero"))
     affine_check: str = option(
         "error",
@@ -170,7 +174,9 @@ class Config:
     inference: Inference = field(default_factory=Inference)
     wandb: Wandb = field(default_factory=Wandb)
     amp: bool = option(False, "automatic mixed precision")
-    amp_dtype: str = option("auto", "auto: what the device does well", among=("auto", "bf16", "fp16"))
+    amp_dtype: str = option(
+        "auto", "auto: bf16, or fp16 on a GPU that only emulates it", among=("auto", "bf16", "fp16")
+    )
     ckpt: Any = option(0, "activation checkpointing in at most this many segments, or auto; 0: off")
     seed: int = option(0, "of weights, batches and augmentation", low=0, high=2**32 - 1)
     device: str = option("auto", "where to run", among=("auto", "cpu", "cuda"))

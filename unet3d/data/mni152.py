@@ -50,7 +50,7 @@ def _cases() -> Iterator[generated.Made]:
     except ImportError as error:
         raise UserError(
             f"data=mni152 is made from nilearn's template, but {error}; install it: "
-            'pip install -c constraints.txt -e ".[brain]"'
+            'python -m pip install -c constraints.txt -e ".[brain]"'
         ) from error
     template = datasets.load_mni152_template(resolution=1)
     gray, white = datasets.load_mni152_gm_template(resolution=1), datasets.load_mni152_wm_template(resolution=1)
