@@ -57,6 +57,10 @@ CONFLICTS = {
     ("data.fold=1", "data.val_fraction=0.3"): r"^data.val_fraction does nothing beside data.fold",
     ("loss=dice", "loss.weights=[1,1,1,1]"): r"^loss.weights does nothing for loss=dice",
     ("inference.mirror=true", "data.augment.mirror=[]"): r"^inference.mirror=true does nothing",
+    (
+        *("model=unet_tiny", "model.padding=valid", "model.downsampling=strided_conv"),
+        *("data.patch=[51,51,51]", "inference.mirror=true"),
+    ): r"^inference.mirror=true: .* an odd number of voxels less",
     ("data.augment.mirror=[0,0]",): r"^data.augment.mirror=\[0, 0\]: name each axis once",
     ("model.activation=silu", "model.inplace=true"): r"^model.inplace=true does nothing",
     ("model.norm=batch", "batch=1", "data.patch=[8,8,8]"): r"model.norm=batch has nothing to normalise",

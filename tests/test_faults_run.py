@@ -367,6 +367,14 @@ def test_t2_a_poisoned_batch_is_kept_and_changes_no_weight(precision: list[str],
     assert all(value.isfinite().all() for value in weights(folder).values())
 
 
+def test_a_run_killed_in_its_last_validation_has_lost_no_step(place: Path, whole: Path) -> None:
+    folder = place / "killed" / "run"
+    done = train(place / "killed", *RUN, hook=functools.partial(signalled, EVALUATE, 3, signal.SIGKILL, False))
+    assert done.code == -signal.SIGKILL and snapshot.load(folder / "checkpoints" / "last.pt")["step"] == 6
+    done = train(place / "killed", f"resume={folder}")
+    assert done.code == 0 and same(folder, whole), done.err
+
+
 def without_wandb_core() -> None:
     """wandb's process is killed within step 3."""
 

@@ -103,6 +103,18 @@ def test_hd95_takes_ignored_voxels_as_background() -> None:
     assert score_case("a", prediction, truth, 2, MM, ignore=255, hd95=True).hd95_mm == (0.0,)
 
 
+@pytest.mark.parametrize("which", ["truth", "prediction"])
+def test_hd95_does_not_exist_where_labels_end_before_the_class_does(which: str) -> None:
+    """One labelled slice of a box: each of its voxels would count as surface."""
+    maps = {name: np.zeros((10, 10, 5), np.uint8) for name in ("truth", "prediction")}
+    maps["truth"][2:6, 2:6, 2] = maps["prediction"][2:6, 2:6, 2] = 1
+    maps["truth"][:, :, 4] = 255
+    assert score_case("a", maps["prediction"], maps["truth"], 2, MM, ignore=255, hd95=True).hd95_mm == (0.0,)
+    maps[which][2:6, 2:6, 3] = 1
+    found = score_case("a", maps["prediction"], maps["truth"], 2, MM, ignore=255, hd95=True)
+    assert found.hd95_mm == (None,) and found.dice[0] is not None
+
+
 def blobs(seed: int, shape: tuple[int, int, int] = (20, 16, 12)) -> Mask:
     """Two overlapping boxes, some of them touching the border of the volume."""
     rng = np.random.default_rng(seed)

@@ -241,6 +241,13 @@ def test_predict_takes_channels_by_their_numbers(tmp_path: Path) -> None:
         apply.find_cases([tmp_path], 2)
 
 
+def test_a_single_channel_is_numbered_in_one_layout_alone(tmp_path: Path) -> None:
+    for name in ("a_0000", "b_0001"):
+        nib.save(nib.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
+    assert [case.id for case in apply.find_cases([tmp_path], 1, by_channel=True)] == ["a", "b_0001"]
+    assert [case.id for case in apply.find_cases([tmp_path], 1)] == ["a_0000", "b_0001"]
+
+
 def predict(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     monkeypatch.setattr("sys.argv", ["unet3d", "predict", *map(str, words)])
     return __main__.main()

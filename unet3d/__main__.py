@@ -118,7 +118,7 @@ def _predict(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.out}: is a file; -o names the folder for the label maps")
     segmenter = apply.open_snapshot(arguments.snapshot, arguments.device, arguments.mirror)
     refuse_large_window(segmenter.predictor, arguments.snapshot)
-    cases = apply.find_cases(arguments.inputs, len(segmenter.intensity))
+    cases = apply.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel)
     images = {image.resolve() for case in cases for image in case.images}
     failed = 0
     for case in cases:

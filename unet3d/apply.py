@@ -26,6 +26,7 @@ class Segmenter:
     intensity: tuple[Intensity, ...]
     spacing: list[float] | None  # mm, of the grid it was trained on; None: the file's own
     leniency: Leniency = STRICT
+    by_channel: bool = False  # files are of one channel each, and named so, also where there is but one
 
     def to_file(self, case: Case, path: Path) -> tuple[Volume, torch.Tensor]:
         """Segment one case. Returns it on the network's grid, with the class of each voxel X Y Z. Raises UserError."""
@@ -52,17 +53,24 @@ def segmenter(found: Trained, device: str, mirror: bool | None) -> Segmenter:
     where = build.device(config)
     networks = trained.networks(found, where)
     predictor = build.predictor(config, networks, config.model, build.policy(config, where.type, ()))
-    return Segmenter(predictor, found.intensity, config.data.spacing, Leniency.of(config.data))
+    by_channel = config.data.format == "nnunet"
+    return Segmenter(predictor, found.intensity, config.data.spacing, Leniency.of(config.data), by_channel)
 
 
-def find_cases(inputs: Sequence[Path], count: int) -> list[Case]:
-    """Files, and the NIfTI files of folders, as cases of `count` channels; `_0000`, `_0001` .. are those of one."""
+def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> list[Case]:
+    """Files, and the NIfTI files of folders, as cases of `count` channels; `_0000`, `_0001` .. are those of one.
+
+    A single channel is numbered only where files are `by_channel`.
+    """
     grouped: dict[str, list[Path]] = {}
     for path in inputs:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
         for file in [path] if path.is_file() else volumes_in(path):
-            name = stem(file) if count == 1 or _is_whole(file, count) else without_channel(stem(file))
+            if count == 1:
+                name = stem(file).removesuffix("_0000") if by_channel else stem(file)
+            else:
+                name = stem(file) if _is_whole(file, count) else without_channel(stem(file))
             grouped.setdefault(name, []).append(file)
     if not grouped:
         raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}")

@@ -103,7 +103,12 @@ def _check_patch(config: Config) -> None:
         raise UserError(f"data.patch={data.patch}: give three lengths D,H,W, e.g. data.patch=[64,64,32]")
     if "auto" in (model.kernels, model.strides):
         return  # needs the data's spacing: checked again once it is known
-    geometry.output_size(data.patch, model)
+    output = geometry.output_size(data.patch, model)
+    if config.inference.mirror and any((data.patch[axis] - output[axis]) % 2 for axis in data.augment.mirror):
+        raise UserError(
+            f"inference.mirror=true: of data.patch={data.patch} this network returns {list(output)}, an odd number of "
+            f"voxels less, so mirrored views would lie a voxel apart; set it to false"
+        )
     lone = model.norm in ("instance", "batch_current") or (model.norm == "batch" and config.batch == 1)
     if lone and model.padding == "same" and geometry.level_sizes(data.patch, model)[-1] == (1, 1, 1):
         raise UserError(

@@ -55,7 +55,9 @@ class Augment:
     """Training-time augmentation. Each `*_p` is the probability that a patch gets it."""
 
     spatial_p: float = option(0.3, "rotation, scaling and elastic deformation, one resampling for all", low=0, high=1)
-    rotation: float = option(30.0, "largest rotation about each axis (degrees)", low=0, high=180)
+    rotation: float = option(
+        30.0, "largest rotation about each axis (degrees); none that would tilt a thin patch", low=0, high=180
+    )
     scaling: list[float] = option([0.7, 1.4], "zoom range; below 1 shrinks what is seen", low=0.1, high=10)
     elastic: float = option(0.0, "std of the B-spline deformation's control vectors (voxels)", low=0)
     elastic_grid: int = option(32, "spacing of its control points (voxels)", low=4)

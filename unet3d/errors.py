@@ -56,10 +56,20 @@ class Preempted(BaseException):
     exit_code = 75
 
 
+NO_MEMORY = (
+    "can't allocate",  # the host's allocator
+    "CUDA error: out of memory",  # the context, a kernel's code, page-locked memory
+    "ALLOC_FAILED",  # cuDNN's and cuBLAS's handles
+    "unable to find an engine",  # cuDNN, where no convolution's workspace fits
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch raises OutOfMemoryError for a device, and a plain RuntimeError for the host."""
-    return (
-        isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__ or "can't allocate" in str(error)
+    """torch raises OutOfMemoryError for a device's tensors, and other RuntimeErrors for the host and for libraries."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and (
+        "OutOfMemoryError" in type(error).__name__ or any(word in str(error) for word in NO_MEMORY)
     )
 
 

@@ -40,7 +40,10 @@ class Predictor:
         for model in self.models:
             model.eval()
         try:
-            return self._slide(image).softmax(0)
+            logits = self._slide(image)
+            for plane in logits.unbind(1):  # in place: of many classes, a large volume is gigabytes
+                plane.copy_(plane.softmax(0))
+            return logits
         finally:
             for model, was_training in zip(self.models, were_training, strict=True):
                 model.train(was_training)
@@ -66,7 +69,7 @@ class Predictor:
             weights[_box(corner, out_window)[1:]] += weight
         assert total is not None
         inside = _box(offset, sizes)
-        return total[inside] / weights[inside[1:]]
+        return total[inside].div_(weights[inside[1:]])
 
     def window_logits(self, tile: Tensor) -> Tensor:
         """Mean logits K D H W of a window 1 C D H W, over the networks and all combinations of the mirrored axes."""

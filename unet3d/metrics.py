@@ -13,6 +13,7 @@ from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.ndimage import binary_dilation
 
 Labels = NDArray[np.integer]
 Mask = NDArray[np.bool_]
@@ -40,8 +41,9 @@ def score_case(
 ) -> CaseScore:
     """Scores of `prediction` against `truth`, label maps (X, Y, Z), over `classes` classes with background.
 
-    `spacing` is the voxel's size along X, Y, Z in mm. Voxels where truth is `ignore` are left out of Dice and IoU and
-    are background to the surfaces of HD95. Raises ValueError for shapes or label values that do not fit.
+    `spacing` is the voxel's size along X, Y, Z in mm. Voxels where truth is `ignore` are left out of Dice, IoU and
+    surfaces; HD95 does not exist where they touch the class. Raises ValueError for shapes or label values that do not
+    fit.
     """
     if prediction.shape != truth.shape:
         raise ValueError(f"case {case}: prediction is {prediction.shape} voxels, truth {truth.shape}")
@@ -77,13 +79,16 @@ def _ratios(part: NDArray[np.int64], whole: NDArray[np.int64]) -> tuple[float | 
 def _distances(
     prediction: Labels, truth: Labels, classes: int, spacing: Sequence[float], ignore: int | None
 ) -> tuple[float | None, ...]:
-    seen = None if ignore is None else truth != ignore
+    pairs = (((prediction == k), (truth == k)) for k in range(1, classes))
+    if ignore is None or (seen := truth != ignore).all():
+        return tuple(hausdorff95(*pair, spacing) for pair in pairs)
+    edge = seen & binary_dilation(~seen)  # a class that reaches it ends where its labels do, not at its surface
 
-    def mask(labels: Labels, index: int) -> Mask:
-        chosen: Mask = labels == index
-        return chosen if seen is None else chosen & seen
+    def distance(predicted: Mask, true: Mask) -> float | None:
+        cut = ((predicted | true) & edge).any()
+        return None if cut else hausdorff95(predicted & seen, true & seen, spacing)
 
-    return tuple(hausdorff95(mask(prediction, k), mask(truth, k), spacing) for k in range(1, classes))
+    return tuple(distance(*pair) for pair in pairs)
 
 
 def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> float | None:

@@ -41,7 +41,7 @@ class Moment:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "cuda_rng": [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else [],
         }
 
     def put_back(self, state: State, path: Path) -> list[str]:
@@ -59,6 +59,10 @@ class Moment:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        if state["cuda_rng"] and self._device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"][0], self._device)  # of other devices nothing is drawn
         return changes
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device

@@ -124,8 +124,8 @@ class Run:
         read = functools.partial(_read_nth, data.learn, data.train)
         tile = geometry.output_size(config.data.patch, self.options)
         patches, cases = Patches(read, config.data, config.seed, tile), [case.id for case in data.train]
-        first = self.trainer.step
-        return batches(patches, cases, config.batch, config.accumulate, config.seed, config.workers, first)
+        first, pin = self.trainer.step, self.trainer.policy.device_type == "cuda"
+        return batches(patches, cases, config.batch, config.accumulate, config.seed, config.workers, first, pin=pin)
 
     def _train(self, stream: Iterator[list[Batch]]) -> None:
         every, steps = self.config.eval_every, self.config.steps
@@ -151,10 +151,13 @@ class Run:
         """Save between validations, when it is time."""
         every = self.config.save_every
         if every and self.trainer.step % every == 0:
-            try:
-                self.checkpoints.save_last()
-            except NotSaved as error:
-                self.checkpoints.warn(error)
+            self._save_now()
+
+    def _save_now(self) -> None:
+        try:
+            self.checkpoints.save_last()
+        except NotSaved as error:
+            self.checkpoints.warn(error)
 
     def _pause(self) -> None:
         """Validate, keep the best, save the last. The last validation also measures surface distances."""
@@ -162,6 +165,7 @@ class Run:
         step, task = self.trainer.step, self.data.task
         if step == self.config.steps:
             self._keep_measured_early()
+            self._save_now()  # this validation may be the first, of volumes that memory does not hold
         with self.averaged(), self.stop.raised():
             scores = evaluate(
                 self.predictor, map(self.data.score, self.data.val), len(task.classes), hd95=self._measures_surfaces()

@@ -10,6 +10,7 @@ import itertools
 import json
 import subprocess
 import sys
+from contextlib import suppress
 
 import torch
 
@@ -54,7 +55,7 @@ def row(words: list[str], patch: str) -> dict[str, int]:
 
 
 def main() -> int:
-    """Print the table; exit code 2 where there is no GPU."""
+    """Print the table; exit code 2 where there is no GPU, 1 where a row failed."""
     parser = argparse.ArgumentParser(description="Predicted memory against the CUDA allocator.")
     parser.add_argument("--patch", default="[64,64,64]")
     parser.add_argument("--row", nargs="*", help="one configuration, in this process")
@@ -65,25 +66,33 @@ def main() -> int:
     if arguments.row is not None:
         print(json.dumps(row(arguments.row, arguments.patch)))
         return 0
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    ).stdout.split("\n")[0]
-    print(f"{torch.cuda.get_device_name()}, driver {driver}, torch {torch.__version__}, cuDNN", end=" ")
+    print(f"{torch.cuda.get_device_name()}, driver {driver()}, torch {torch.__version__}, cuDNN", end=" ")
     print(f"{torch.backends.cudnn.version()}, patch {arguments.patch}, batch 2; MiB\n")
     print("| config | tensors | requested | error | replayed | allocated | error | reserved: replay | real | error |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    failed = 0
     for choice in itertools.product(AMP, NORM, CKPT, WIDTHS):
         words = [word for part in choice for word in part]
         command = [sys.executable, __file__, "--patch", arguments.patch, "--row", *words]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            print(f"| {' '.join(words)} | failed: {done.stderr.strip().splitlines()[-1]} |")
+            failed += 1
+            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            print(f"| {' '.join(words)} | failed: {said[-1]} |", flush=True)
             continue
         found = json.loads(done.stdout.splitlines()[-1])
         pairs = (("tensors", "requested"), ("replayed", "allocated"), ("replay_reserved", "reserved"))
         cells = [f"{found[a] / MIB:,.1f} | {found[b] / MIB:,.1f} | {found[a] / found[b] - 1:+.2%}" for a, b in pairs]
         print(f"| {' '.join(words)} | {' | '.join(cells)} |", flush=True)
-    return 0
+    return 1 if failed else 0
+
+
+def driver() -> str:
+    """The driver's version; empty where nvidia-smi is not there."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError):
+        return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
+    return ""
 
 
 if __name__ == "__main__":

@@ -81,6 +81,16 @@ def test_rotation_keeps_distances_in_millimetres() -> None:
     assert not torch.allclose(rotated, plain, atol=0.1)
 
 
+@pytest.mark.parametrize("thin", range(3))
+def test_a_thin_patch_turns_in_its_plane_alone(thin: int) -> None:
+    patch = [25, 25, 25]
+    patch[thin] = 3
+    turned = field(still(rotation=30.0), [0.0] * 3, patch)
+    assert turned[..., thin].abs().max() == pytest.approx(1, abs=1e-5)
+    in_plane = [axis for axis in range(3) if axis != thin]
+    assert not torch.allclose(turned[..., in_plane], field(still(), [0.0] * 3, patch)[..., in_plane], atol=0.1)
+
+
 def test_scaling_shrinks_or_grows_what_is_seen() -> None:
     extent = [float(field(still(scaling=[z, z]), [0.0] * 3, [9, 9, 9]).abs().max()) for z in (0.5, 1.0, 2.0)]
     assert extent == pytest.approx([8, 4, 2])

@@ -81,12 +81,13 @@ def test_patches_longer_than_the_volume_hold_all_of_it() -> None:
     assert image.abs().sum() == prepared.image.abs().sum()
 
 
-def test_a_valid_network_learns_from_the_whole_volume_to_its_corners() -> None:
-    """A patch of 20 voxels, of which the middle 8 are learned, in a volume of 14 x 12 x 10."""
+@pytest.mark.parametrize("length", [20, 21])
+def test_a_valid_network_learns_from_the_whole_volume_to_its_corners(length: int) -> None:
+    """A patch of 20 voxels, of which the middle 8 are learned, in a volume of 14 x 12 x 10; of 21, after the sixth."""
     label = np.zeros((14, 12, 10), np.uint8)
     label[0, 0, 0], label[-1, -1, -1] = 1, 2
     prepared = prepare("a", np.ones((1, 14, 12, 10), np.float32), label, (1.0, 1.0, 1.0), None)
-    options = Data(patch=[20, 20, 20], foreground=0, augment=Augment(spatial_p=0, mirror=[]))
+    options = Data(patch=[length] * 3, foreground=0, augment=Augment(spatial_p=0, mirror=[]))
     patches = Patches(lambda index: prepared, options, 0, [8, 8, 8])
     learned = [patches[Place(i, 0, 0)][1][6:14, 6:14, 6:14] for i in range(300)]
     assert all((tile != IGNORE).all() for tile in learned), "only context reaches beyond the volume"

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from unet3d import build, compose
 from unet3d.config import Config
+from unet3d.errors import is_out_of_memory
 from unet3d.memory.cuda import cuda_policy
 from unet3d.memory.dry import dry
+from unet3d.memory.forecast import expandable
 from unet3d.memory.look import Look
 from unet3d.memory.predict import predict
+from unet3d.model.unet import UNet3D
+from unet3d.moment import Moment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Bytes that autograd saves in forward and cross-entropy, widths 16..128, 32 x 32 x 32, batch 2: with a CUDA build of
@@ -115,3 +120,38 @@ def test_a_dry_run_for_cuda_works_where_there_is_none(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert done.returncode == 2 and "sees no CUDA device" in done.stderr
+
+
+def test_a_run_on_the_cpu_leaves_a_gpu_alone(network: Callable[..., UNet3D], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be full, or another's: no random state of it is asked for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for asked in ("get_rng_state_all", "get_rng_state"):
+        monkeypatch.setattr(torch.cuda, asked, lambda *of: pytest.fail("asked of the GPU"))
+    model, settings = network(), compose.compose(["device=cpu"])
+    optimizer, scaler = build.optimizer(settings.optim, model), build.policy(settings, "cpu", ()).scaler()
+    rests_on = {"classes": [], "channels": [], "intensity": []}
+    assert Moment(settings, settings.model, rests_on, model, optimizer, scaler).state(1, 0, None)["cuda_rng"] == []
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_replay_has_the_segments_that_the_environment_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert not expandable()
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    assert expandable()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_so"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), True),
+        (RuntimeError("DataLoader worker (pid 1) is killed by signal: Bus error. out of shared memory"), False),
+        (ValueError("ALLOC_FAILED"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: BaseException, is_so: bool) -> None:
+    assert is_out_of_memory(error) is is_so

@@ -24,6 +24,11 @@ def test_join_crops_whichever_is_larger() -> None:
     assert torch.equal(joined[:, 1:], 100 + ramp(4, 6, 4)[:, :, :, :5])
 
 
+def test_join_keeps_what_a_long_stride_made_where_it_was() -> None:
+    """A stride of 3 makes 8 voxels 3, and those 9; of a surplus in front there is none."""
+    assert torch.equal(join(ramp(8, 4, 4), ramp(9, 6, 6))[:, 1:], ramp(9, 6, 6)[:, :, :8, :4, :4])
+
+
 def test_stages_leave_their_state_as_it_was(network: Callable[..., UNet3D]) -> None:
     """A checkpointed segment runs twice on the same state."""
     model = network("model=unet_tiny", "model.activation=leaky_relu", "model.inplace=true")

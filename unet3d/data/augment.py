@@ -26,6 +26,8 @@ from torch import Tensor
 from unet3d.config import Augment
 from unet3d.losses import IGNORE
 
+THIN = 3  # times shorter than the longest axis (nnU-Net's bound): tilted, such a patch lies mostly outside of its slab
+
 
 def coordinates(
     centre: np.ndarray, patch: Sequence[int], spacing: Sequence[float], options: Augment, rng: np.random.Generator
@@ -33,7 +35,7 @@ def coordinates(
     """Where in the volume each voxel of the patch comes from: float32 D H W 3 (voxels), or None for a plain crop."""
     if rng.random() >= options.spatial_p:
         return None
-    matrix = _affine(spacing, options, rng)
+    matrix = _affine(patch, spacing, options, rng)
     axes = [np.arange(n, dtype=np.float32) - (n - 1) / 2 for n in patch]
     grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
     field = grid @ matrix.T.astype(np.float32) + centre.astype(np.float32)
@@ -42,9 +44,11 @@ def coordinates(
     return torch.from_numpy(field)
 
 
-def _affine(spacing: Sequence[float], options: Augment, rng: np.random.Generator) -> np.ndarray:
+def _affine(patch: Sequence[int], spacing: Sequence[float], options: Augment, rng: np.random.Generator) -> np.ndarray:
     """Rotation and zoom about the patch's centre, 3x3, in voxels."""
     angles = rng.uniform(-options.rotation, options.rotation, 3)
+    flat = [THIN * length < max(patch) for length in patch]
+    angles[[any(flat[:k] + flat[k + 1 :]) for k in range(3)]] = 0  # about axis k, the two others tilt
     turn = Rotation.from_euler("xyz", angles, degrees=True).as_matrix()
     low, high = options.scaling
     zoom = math.exp(rng.uniform(math.log(low), math.log(high)))  # a zoom by 2 is as likely as one by 1/2

@@ -46,9 +46,11 @@ def batches(
     workers: int,
     first_step: int = 0,
     timeout: float = TIMEOUT,
+    pin: bool = False,
 ) -> Iterator[list[Batch]]:
     """For each step from `first_step` on, its list of `accumulate` micro-batches of the named cases. Endless.
 
+    `pin`: in page-locked memory, for a GPU. On the CPU it would only take a context of one that may be another's.
     Raises UserError for a case that cannot be used, LoaderError where a worker dies or takes longer than `timeout`
     seconds for a batch, RuntimeError for what else it raises.
     """
@@ -58,7 +60,7 @@ def batches(
         batch_sampler=places,
         num_workers=workers,
         collate_fn=collate,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=pin,
         # torch draws a seed for its workers from here, else from the global generator, which would shift dropout.
         generator=torch.Generator().manual_seed(seed),
         worker_init_fn=helper,

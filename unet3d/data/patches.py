@@ -59,15 +59,15 @@ def prepare(
 
 def foreground(classes: np.ndarray) -> tuple[np.ndarray, ...]:
     """Voxels (n, 3) of each foreground class of a label map X Y Z, thinned where there are many."""
-    found = [np.argwhere(classes == k) for k in np.unique(classes) if k > 0]
-    return tuple(_thinned(voxels).astype(np.int32) for voxels in found)
+    found = (_thinned(np.flatnonzero(classes == k)) for k in np.unique(classes) if k > 0)
+    return tuple(np.stack(np.unravel_index(flat, classes.shape), axis=1).astype(np.int32) for flat in found)
 
 
-def _thinned(voxels: np.ndarray) -> np.ndarray:
+def _thinned(flat: np.ndarray) -> np.ndarray:
     """At random: every so many would be those of one plane where the step divides the volume's rows."""
-    if len(voxels) <= MOST_VOXELS:
-        return voxels
-    return voxels[np.sort(np.random.default_rng(0).choice(len(voxels), MOST_VOXELS, replace=False))]
+    if len(flat) <= MOST_VOXELS:
+        return flat
+    return flat[np.sort(np.random.default_rng(0).choice(len(flat), MOST_VOXELS, replace=False))]
 
 
 class Patches(Dataset[tuple[Tensor, Tensor, str]]):
@@ -135,7 +135,8 @@ def _has_labels(label: Tensor, start: np.ndarray, size: np.ndarray) -> bool:
 
 def crop(image: Tensor, label: Tensor, centre: np.ndarray, patch: Sequence[int], mirror: bool) -> tuple[Tensor, Tensor]:
     """The patch around `centre`; outside the volume IGNORE and 0, or with `mirror` the image's mirror image."""
-    start = np.rint(centre - (np.array(patch) - 1) / 2).astype(int)
+    # halves go up: a tile with an odd border is cut from the patch, as from a window, after the smaller half of it
+    start = np.floor(centre - (np.array(patch) - 1) / 2 + 0.5).astype(int)
     stop = start + patch
     inside = tuple(slice(max(0, a), min(b, n)) for a, b, n in zip(start, stop, label.shape, strict=True))
     into = tuple(slice(s.start - a, s.stop - a) for s, a in zip(inside, start, strict=True))

@@ -78,10 +78,11 @@ def planes(shape: torch.Size, slices: list[list[int]]) -> Tensor:
 
 def extent(label: Tensor) -> list[tuple[int, int]]:
     """First and last voxel of the foreground along each axis; of the volume where there is none."""
-    voxels = np.argwhere(label.numpy() > 0)
-    if not len(voxels):
+    there = label.numpy() > 0
+    if not there.any():
         return [(0, n - 1) for n in label.shape]
-    return list(zip(voxels.min(0).tolist(), voxels.max(0).tolist(), strict=True))
+    found = (np.flatnonzero(there.any(axis=axes)) for axes in ((1, 2), (0, 2), (0, 1)))
+    return [(int(at[0]), int(at[-1])) for at in found]
 
 
 def _parts(label: Tensor, options: Data) -> list[list[tuple[int, int]]]:

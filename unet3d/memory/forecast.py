@@ -1,5 +1,6 @@
 """What a run says of its memory before it begins."""
 
+import os
 from typing import Any, NamedTuple
 
 from unet3d import build
@@ -38,7 +39,7 @@ def forecast(config: Config, options: Model) -> Forecast:
     parameters, peak = sum(p.numel() for p in meter.model.parameters()), found["peak_bytes"]
     print(f"{parameters:,} parameters; predicted peak of a step {mib(peak)} MiB (ledger), {moment(found)}", flush=True)
     if is_cuda:
-        held = replay(meter.ledger.events)
+        held = replay(meter.ledger.events, expandable())
         found |= {"allocated_bytes": held.allocated_bytes, "reserved_bytes": held.reserved_bytes}
         print(f"on CUDA: {mib(held.allocated_bytes)} MiB allocated, {mib(held.reserved_bytes)} MiB reserved (replay),")
         print("without convolution workspaces and the context; not yet verified on a GPU", flush=True)
@@ -53,6 +54,12 @@ def forecast(config: Config, options: Model) -> Forecast:
         print(f"validation needs more than a step: {mib(validation)} MiB (ledger, predicted)", flush=True)
     memory = {"parameters": parameters, "predicted": found, "advice": advice, "predicted_validation_bytes": validation}
     return Forecast(starts, memory | {"segments": [names[start] for start in starts]})
+
+
+def expandable() -> bool:
+    """Whether the environment asks the allocator for segments that grow."""
+    asked = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return "expandable_segments:true" in asked.lower()
 
 
 def _peak(config: Config, options: Model) -> int:

@@ -104,10 +104,11 @@ class OutConv(nn.Module):
 def join(skip: Tensor, x: Tensor) -> Tensor:
     """Concatenate along channels what both cover: N C D H W and N C' D' H' W' -> N C+C' min(D,D') ...
 
-    Valid convolutions made `x` smaller by an equal border; an odd size made it larger by one plane at the end.
+    Valid convolutions made `x` smaller by an equal border; a size that the stride does not divide made it larger at
+    the end.
     """
-    size = torch.Size(min(a, b) for a, b in zip(skip.shape[2:], x.shape[2:], strict=True))
-    return torch.cat((crop(skip, size), crop(x, size)), dim=1)
+    d, h, w = (min(a, b) for a, b in zip(skip.shape[2:], x.shape[2:], strict=True))
+    return torch.cat((crop(skip, torch.Size((d, h, w))), x[..., :d, :h, :w]), dim=1)
 
 
 def crop(x: Tensor, size: torch.Size) -> Tensor:
