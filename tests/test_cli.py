@@ -187,9 +187,27 @@ def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None
 
 
 def test_a_process_that_was_killed_is_told_by_its_signal() -> None:
-    code = process.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    code, _ = process.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     assert code == 137 and process.fate(code) == "killed by SIGKILL"
-    assert process.run([sys.executable, "-c", "raise SystemExit(4)"]) == 4
+    assert process.run([sys.executable, "-c", "raise SystemExit(4)"]) == (4, False)
+
+
+def test_a_job_that_was_stopped_alone_does_not_end_the_sweep(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if any('hydra.run.dir' in word for word in sys.orig_argv):\n"
+        "    sys.path.insert(0, ROOT)\n"
+        "    from unet3d import run\n"
+        "    def stop(self): os.kill(os.getpid(), signal.SIGTERM); signal.pause()\n"
+        "    run.Run.fit = stop\n".replace("ROOT", repr(str(ROOT)))
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        done = run("-m", *TINY, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
+    assert done.returncode == 75 and "sweep interrupted" not in done.stderr, done.stderr
+    for job in "01":
+        assert (tmp_path / "sweep" / job / "STATUS").read_text().startswith("stopped by SIGTERM")
+    assert (tmp_path / "sweep" / "compare.csv").exists()
 
 
 def test_the_composed_config_can_be_shown(tmp_path: Path) -> None:

@@ -61,6 +61,8 @@ CONFLICTS = {
         *("model=unet_tiny", "model.padding=valid", "model.downsampling=strided_conv"),
         *("data.patch=[51,51,51]", "inference.mirror=true"),
     ): r"^inference.mirror=true: .* an odd number of voxels less",
+    ("experiment=cicek2016_semi", "data.sparse_fold=0", "data.scored=[8,8,8]"): r"^data.scored does nothing beside",
+    ("experiment=cicek2016_semi", "data.sparse_fold=0", "data=mni152"): r"mirror image across x.*sparse=\[0,6,12\]",
     ("data.augment.mirror=[0,0]",): r"^data.augment.mirror=\[0, 0\]: name each axis once",
     ("model.activation=silu", "model.inplace=true"): r"^model.inplace=true does nothing",
     ("model.norm=batch", "batch=1", "data.patch=[8,8,8]"): r"model.norm=batch has nothing to normalise",

@@ -21,7 +21,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
     },
     {
         *("lock", "signals", "model.geometry", "schedules", "snapshot", "tracker", "figures", "console", "data.nifti"),
-        *("memory.ledger", "memory.tables"),
+        *("checks_data", "memory.ledger", "memory.tables"),
     },
     {
         "checks",
@@ -73,7 +73,7 @@ ROOMS = {
     "rich": {"console"},
 }
 LIGHT = {
-    *("config", "resuming", "errors", "checks", "compose", "command", "model.geometry"),
+    *("config", "resuming", "errors", "checks", "checks_data", "compose", "command", "model.geometry"),
     *("sinks", "tracker", "console", "data.cases", "data.mni152", "process", "lock", "signals", "guard", "outlet"),
 }
 

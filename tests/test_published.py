@@ -9,7 +9,7 @@ from legibility import drawing
 from test_cli import TINY, run
 
 from unet3d import compare, compare_figures, compose, published
-from unet3d.compare_rows import read
+from unet3d.compare_rows import Row, read
 
 HEAD = "case,dice/gray,dice/white,iou/gray,iou/white\n"
 
@@ -156,3 +156,19 @@ def test_an_experiment_is_one_command_and_its_jobs_are_sweeps_of_one_each(tmp_pa
     assert "job 3" in done.stdout and "job 4" not in done.stdout
     assert sorted(p.name for p in (tmp_path / "sweep").iterdir() if p.is_dir()) == ["0", "1", "2", "3"]
     assert (tmp_path / "sweep" / "3" / "overrides.yaml").read_text().strip().endswith("data.sparse=[5,5,3]")
+
+
+def test_a_cell_of_runs_that_differ_in_more_than_their_seed_is_told(tmp_path: Path) -> None:
+    said = ["experiment=cicek2016_semi", "data.sparse_fold=0"]
+    wide, scores = "model.features=[32,64,128,256]", "a,1,1,.5,.5\n"
+    jobs = {"0": [], "1": ["seed=1"], "2": [wide], "3": ["model=cicek2016_2d", wide], "4": [wide, "data.sparse_fold=1"]}
+    rows = read([make(tmp_path / name, list(dict.fromkeys([*said, *words])), scores) for name, words in jobs.items()])
+    found = published.experiment(rows)
+    assert found is not None
+    assert published.unlike(found, [rows[0], rows[1], *rows[3:]]) == []
+    assert published.unlike(found, rows) == ["model.features: differs between runs of one cell, 3D with BN"]
+
+
+def test_folds_are_in_the_order_of_their_numbers() -> None:
+    rows = [Row(str(n), {"data.fold": str(n)}, True, {}, None, {}) for n in (10, 2, 0)]  # type: ignore[arg-type]
+    assert published.columns(published.TABLES["cicek2016_full"], rows) == ["0", "2", "10"]

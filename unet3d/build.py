@@ -1,4 +1,4 @@
-"""From config to objects: the only place where a name becomes a class."""
+"""From config to objects: the only place where a name becomes a class, but for the layers of the model."""
 
 import dataclasses
 import sys

@@ -3,10 +3,10 @@
 import dataclasses
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from unet3d.config import Config, Data, Model
+from unet3d.checks_data import check_data, check_root
+from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.model import geometry
 
@@ -26,14 +26,13 @@ def check(config: Config, here: bool = True) -> None:
         _check_range(name, value, metadata)
     _check_model(config.model)
     _check_checkpointing(config)
-    if config.optim.average is not None and config.model.norm == "batch":
-        raise UserError("optim.average is of weights, not of model.norm=batch's statistics; use another norm, or null")
     _check_patch(config)
-    _check_data(config)
+    _check_learning(config)
+    check_data(config.data)
     if config.budget is not None:
         budget_bytes(config.budget)
     if here and config.data.format not in ("phantom", "mni152"):
-        _check_root(config.data.format, config.data.root)
+        check_root(config.data.format, config.data.root)
 
 
 def options(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -86,6 +85,17 @@ def stages(model: Model) -> int:
     return 2 * len(model.features)
 
 
+def _check_learning(config: Config) -> None:
+    if config.optim.average is not None and config.model.norm == "batch":
+        raise UserError("optim.average is of weights, not of model.norm=batch's statistics; use another norm, or null")
+    if len(config.optim.betas) != 2:
+        raise UserError(f"optim.betas={config.optim.betas}: give two")
+    if config.inference.mirror and not config.data.augment.mirror:
+        raise UserError("inference.mirror=true does nothing with data.augment.mirror=[]; name axes, or set it to false")
+    if config.loss.weights is not None and config.loss.name == "dice":
+        raise UserError("loss.weights does nothing for loss=dice; use loss=dice_ce or loss=ce, or leave it null")
+
+
 def _check_checkpointing(config: Config) -> None:
     most, ckpt = stages(config.model), config.ckpt
     if ckpt == "auto":
@@ -132,72 +142,3 @@ def refuse_shallow_bf16(config: Config, options: Model) -> None:
                 f"data.patch={config.data.patch}: maps at level {level} are {size[0]} voxels long in D, where torch's "
                 f"bf16 convolutions on the CPU give wrong gradients; use another D, amp_dtype=fp16, or amp=false"
             )
-
-
-def _check_data(config: Config) -> None:
-    data = config.data
-    for name in ("scaling", "contrast", "gamma", "blur", "low_resolution"):
-        pair = getattr(data.augment, name)
-        if len(pair) != 2 or pair[0] > pair[1]:
-            raise UserError(f"data.augment.{name}={pair}: give [smallest, largest]")
-    if len(config.optim.betas) != 2:
-        raise UserError(f"optim.betas={config.optim.betas}: give two")
-    if data.spacing is not None and len(data.spacing) != 3:
-        raise UserError(f"data.spacing={data.spacing}: give three lengths in mm")
-    if len(data.phantom.shape) != 3:
-        raise UserError(f"data.phantom.shape={data.phantom.shape}: give three lengths x,y,z")
-    if len(set(data.augment.mirror)) != len(data.augment.mirror):
-        raise UserError(f"data.augment.mirror={data.augment.mirror}: name each axis once")
-    if config.inference.mirror and not data.augment.mirror:
-        raise UserError("inference.mirror=true does nothing with data.augment.mirror=[]; name axes, or set it to false")
-    if config.loss.weights is not None and config.loss.name == "dice":
-        raise UserError("loss.weights does nothing for loss=dice; use loss=dice_ce or loss=ce, or leave it null")
-    if data.classes and data.format != "folders":
-        raise UserError(f"data.classes does nothing for data={data.format}: dataset.json names them; leave it null")
-    if data.fold is not None and data.split is not None:
-        raise UserError("data.fold does nothing beside data.split; leave one of them null")
-    if (data.fold is not None or data.split is not None) and data.val_fraction != Data().val_fraction:
-        raise UserError("data.val_fraction does nothing beside data.fold or data.split; leave it away")
-    if data.fold is not None and data.fold >= data.folds:
-        raise UserError(f"data.fold={data.fold}: with data.folds={data.folds} it runs from 0 to {data.folds - 1}")
-    _check_sparse(data)
-    if data.format == "folders" and not data.classes:
-        raise UserError("data.classes is not set: data=folders needs the class names, e.g. [background,organ]")
-
-
-def _check_sparse(data: Data) -> None:
-    for name, counts in (("sparse", data.sparse), ("scored", data.scored)):
-        if counts is not None and (len(counts) != 3 or not any(counts)):
-            raise UserError(f"data.{name}={counts}: give three numbers of slices, across x, y and z, not all 0")
-    if not data.semi:
-        if data.scored != Data().scored:
-            raise UserError("data.scored does nothing without data.semi=true; leave it away")
-        if data.sparse_fold is not None:
-            raise UserError("data.sparse_fold does nothing without data.semi=true; leave it null")
-        if data.sparse_folds != Data().sparse_folds:
-            raise UserError("data.sparse_folds does nothing without data.sparse_fold; leave it away")
-        return
-    if data.sparse is None:
-        raise UserError("data.semi=true needs slices to learn from: add data.sparse=[yz,xz,xy], e.g. [5,5,3]")
-    if data.fold is not None or data.split is not None:
-        raise UserError("data.semi=true learns from slices of every case; leave data.fold and data.split null")
-    if data.val_fraction != Data().val_fraction:
-        raise UserError("data.semi=true holds no case out: data.val_fraction does nothing; leave it away")
-    if data.sparse_fold is None:
-        if data.sparse_folds != Data().sparse_folds:
-            raise UserError("data.sparse_folds does nothing without data.sparse_fold; name a part, or leave it away")
-        return
-    if data.sparse_fold >= data.sparse_folds:
-        raise UserError(
-            f"data.sparse_fold={data.sparse_fold}: with data.sparse_folds={data.sparse_folds} it runs from 0 to "
-            f"{data.sparse_folds - 1}"
-        )
-    if max(data.sparse) < data.sparse_folds:
-        raise UserError(f"data.sparse={data.sparse}: too few slices for data.sparse_folds={data.sparse_folds} parts")
-
-
-def _check_root(format_: str, root: str | None) -> None:
-    if root is None:
-        raise UserError(f"data.root is not set: data={format_} needs the data set's folder; add data.root=PATH")
-    if not Path(root).is_dir():
-        raise UserError(f"data.root={root}: no such folder; give the folder that holds the data set")

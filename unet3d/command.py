@@ -22,7 +22,7 @@ from unet3d.guard import OVERRIDES, Job
 from unet3d.process import INTERRUPTED
 from unet3d.resuming import refuse_changes
 
-FOLDERS = ("hydra.run.dir=", "hydra.sweep.dir=")  # what may name the run folder
+FOLDERS = (("hydra.run.dir", "outputs"), ("hydra.sweep.dir", "multirun"))  # of a run, of a sweep: option, default
 
 
 def main(job: Job) -> int:
@@ -48,8 +48,9 @@ def main(job: Job) -> int:
             return
         sweep_folder, swept[folder] = Path(asked.runtime.cwd, asked.sweep.dir), config
         print(f"job {asked.job.num}: {' '.join(overrides)}", flush=True)
-        codes.append(_job_of_sweep(job, config, folder, overrides))
-        if codes[-1] in (INTERRUPTED, Preempted.exit_code):
+        code, is_asked = _job_of_sweep(job, config, folder, overrides)
+        codes.append(code)
+        if is_asked:
             ready = f"python -m unet3d compare {shlex.quote(str(sweep_folder))}"
             sys.exit(guard.say(f"sweep interrupted; to compare what there is: {ready}", codes[-1]))
 
@@ -87,11 +88,13 @@ def _refuse_unwritable(arguments: Sequence[str]) -> None:
     """Raise UserError where the run folder cannot be made: Hydra would tell it with a trace."""
     if any(word.startswith("-") and word not in ("-m", "--multirun") for word in arguments):
         return  # only shows something
-    asked = [word.partition("=")[2].strip("'") for word in arguments if word.startswith(FOLDERS)]
-    for path in map(Path, asked or ["outputs"]):
+    is_sweep = any(word in ("-m", "--multirun") for word in arguments)
+    option, default = FOLDERS[is_sweep]
+    asked = [word.partition("=")[2].strip("'") for word in arguments if word.startswith(f"{option}=")]
+    for path in map(Path, asked or [default]):
         place = next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            raise UserError(f"{path}: {place} is no folder that can be written to; give hydra.run.dir=FOLDER")
+            raise UserError(f"{path}: {place} is no folder that can be written to; give {option}=FOLDER")
 
 
 def _overrides_first(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
@@ -127,28 +130,29 @@ def _run_in(folder: Path) -> str:
     return f"hydra.run.dir='{quoted}'"
 
 
-def _job_of_sweep(job: Job, config: Config, folder: Path, overrides: list[str]) -> int:
-    """Run a sweep's job in a process of its own, so that nothing of it leaks into another. Returns its exit code.
+def _job_of_sweep(job: Job, config: Config, folder: Path, overrides: list[str]) -> process.Ended:
+    """Run a sweep's job in a process of its own, so that nothing of it leaks into another.
 
     One that only predicts stays here: tensors without data leave nothing behind, and torch need not load again.
     """
     if not config.dry_run:
         before = guard.started(folder)
         script = Path(HydraConfig.get().runtime.cwd, sys.argv[0])
-        code = process.run([sys.executable, str(script), *overrides, _run_in(folder)])
+        code, is_asked = ended = process.run([sys.executable, str(script), *overrides, _run_in(folder)])
         has_begun = guard.started(folder) != before
         refused = code == UserError.exit_code and before is not None and not has_begun  # what is there stays as it is
         if code == 0 or refused or (has_begun and guard.has_ended(folder)):
-            return code
+            return ended
         guard.remember(folder, overrides)
         line = f"failed: {process.fate(code)}"
         guard.end(folder, line, code)
-        return guard.say(line, code)
+        return process.Ended(guard.say(line, code), is_asked)
     try:
-        return guard.guarded(job, config, folder, overrides)
+        code = guard.guarded(job, config, folder, overrides)
+        return process.Ended(code, is_asked=code in (INTERRUPTED, Preempted.exit_code))
     except Exception:  # Hydra would tell it after the last job, and end the sweep with it
         traceback.print_exc()
-        return 1
+        return process.Ended(1, is_asked=False)
 
 
 def _uid() -> str:

@@ -116,7 +116,9 @@ def show(rows: Sequence[Row]) -> None:
 
 def _odds(rows: Sequence[Row]) -> list[str]:
     experiment = published.experiment(rows)
-    return mismatches(rows, (experiment.by, experiment.across) if experiment else ())
+    if experiment is None:
+        return mismatches(rows)
+    return [*mismatches(rows, (experiment.by, experiment.across)), *published.unlike(experiment, rows)]
 
 
 def _failures(rows: Sequence[Row]) -> list[str]:

@@ -16,7 +16,7 @@ from unet3d.run import Run
 
 
 def finish(run: Run) -> None:
-    """Write everything that is known at the end; predictions and scores are those of the last weights."""
+    """Write everything that is known at the end; predictions are those of the last weights, or of their average."""
     if memory := run.keep_measured():
         _tell_memory(run, memory)
     with run.averaged():

@@ -57,7 +57,8 @@ class Predictor:
             _aligned(sizes, out_window, self.options) if is_valid else _overlapping(sizes, self.window, self.overlap)
         )
         size = [max(axis) + w for axis, w in zip(corners, out_window, strict=True)]
-        padded, offset = _pad(image, size, self.window, out_window)
+        unstrided = [all(s[axis] == 1 for s in geometry.strides(self.options)) for axis in range(3)]
+        padded, offset = _pad(image, size, self.window, out_window, unstrided)
         weight = torch.ones(out_window) if is_valid else gaussian(out_window)
         total: Tensor | None = None
         weights = torch.zeros(size)
@@ -115,19 +116,23 @@ def _aligned(sizes: Sequence[int], out_window: Sequence[int], options: Model) ->
 
 
 def _pad(
-    image: Tensor, size: Sequence[int], window: Sequence[int], out_window: Sequence[int]
+    image: Tensor, size: Sequence[int], window: Sequence[int], out_window: Sequence[int], unstrided: Sequence[bool]
 ) -> tuple[Tensor, tuple[int, ...]]:
     """The image with room for windows over an output of `size`, and where in that output the volume begins.
 
-    A padded network gets zeros (the mean) all around a volume smaller than its window; a valid one mirrored context.
+    A padded network gets zeros (the mean) all around a volume smaller than its window; a valid one mirrored context,
+    in the middle of which lies what is shorter than an output, as in training, along axes that are `unstrided`: along
+    others that would show pooling other groups of voxels than a larger window does.
     """
     surplus = [total - n for total, n in zip(size, image.shape[1:], strict=True)]
     border = [(w - o) // 2 for w, o in zip(window, out_window, strict=True)]
     if any(border):
         # what a window loses may be odd where convolutions stride
         needed = [w - o + s for w, o, s in zip(window, out_window, surplus, strict=True)]
-        widths = [(0, 0), *((b, n - b) for b, n in zip(border, needed, strict=True))]
-        return torch.from_numpy(np.pad(image.numpy(), widths, mode="reflect")), (0, 0, 0)
+        shorter = [n < o for n, o in zip(image.shape[1:], out_window, strict=True)]
+        ahead = [s // 2 if short and free else 0 for s, short, free in zip(surplus, shorter, unstrided, strict=True)]
+        widths = [(0, 0), *((b + a, n - b - a) for b, a, n in zip(border, ahead, needed, strict=True))]
+        return torch.from_numpy(np.pad(image.numpy(), widths, mode="reflect")), tuple(ahead)
     widths = [(0, 0), *((s // 2, s - s // 2) for s in surplus)]
     return torch.from_numpy(np.pad(image.numpy(), widths)), tuple(s // 2 for s in surplus)
 

@@ -95,6 +95,7 @@ def emulates_bf16(device_type: str) -> bool:
 def amp_dtype(name: str, device_type: str) -> torch.dtype:
     """The dtype of `amp_dtype=`; auto is bf16, or fp16 on CUDA devices that only emulate bf16."""
     if name == "auto":
-        emulated = device_type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        here = device_type == "cuda" and torch.cuda.is_available()  # elsewhere a dry run is for a card that does bf16
+        emulated = here and not torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.float16 if emulated else torch.bfloat16
     return {"bf16": torch.bfloat16, "fp16": torch.float16}[name]

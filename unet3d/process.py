@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import NamedTuple
 
 from unet3d import signals
 from unet3d.errors import Preempted
@@ -17,11 +18,16 @@ INTERRUPTED = 130
 GRACE = 10  # seconds in which a process that was interrupted twice ends by itself
 
 
-def run(command: Sequence[str]) -> int:
-    """Run it and return its exit code, or 128 + n where signal n ended it.
+class Ended(NamedTuple):
+    code: int  # of the process, or 128 + n where signal n ended it
+    is_asked: bool  # whether whoever waited for it was asked to stop
+
+
+def run(command: Sequence[str]) -> Ended:
+    """Run it to its end.
 
     Asked to stop, it asks the process and waits for it: SIGTERM, which does no harm to one that a terminal or a
-    scheduler has told already. Returns 75 then, or 130 after a second SIGINT.
+    scheduler has told already. The code is 75 then, or 130 after a second SIGINT.
     """
     children: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []
@@ -41,10 +47,10 @@ def run(command: Sequence[str]) -> int:
             code = child.wait()
         except KeyboardInterrupt:
             _end(child)
-            return INTERRUPTED
+            return Ended(INTERRUPTED, is_asked=True)
     if asked:
-        return INTERRUPTED if code == INTERRUPTED else Preempted.exit_code
-    return code if code >= 0 else 128 - code
+        return Ended(INTERRUPTED if code == INTERRUPTED else Preempted.exit_code, is_asked=True)
+    return Ended(code if code >= 0 else 128 - code, is_asked=False)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

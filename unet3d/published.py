@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+from unet3d import compare_rows
 from unet3d.compare_rows import Row
 from unet3d.table import Table
+
+LEARNING = ("model", "data.", "loss", "optim", "amp", "batch", "accumulate", "inference")  # settings of what is learned
 
 
 class Published(NamedTuple):
@@ -73,7 +76,8 @@ def columns(published: Published, rows: Sequence[Row]) -> list[str]:
     """What our columns stand for: cases, or values of the setting."""
     if published.across == "case":
         return sorted({case for row in rows for case in row.iou})
-    return sorted({row.settings.get(published.across, "") for row in rows})
+    values = {row.settings.get(published.across, "") for row in rows}
+    return sorted(values, key=lambda value: (int(value) if value.isdecimal() else -1, value))
 
 
 def lines(published: Published, rows: Sequence[Row]) -> list[Line]:
@@ -103,6 +107,20 @@ def table(published: Published, rows: Sequence[Row]) -> Table:
         for line in lines(published, rows)
     ]
     return Table(["", *ours, "mean", "paper: 1", "2", "3", "mean"], body)
+
+
+def unlike(published: Published, rows: Sequence[Row]) -> list[str]:
+    """A line for each setting in which runs of one cell differ; a cell is the mean over seeds, not over that."""
+    cells: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.iou:
+            cells.setdefault((_chosen(row, published), row.settings.get(published.across, "")), []).append(row)
+    found = {(key, cell) for (cell, _), runs in cells.items() for key in compare_rows.columns(runs)}
+    return [
+        f"{key}: differs between runs of one cell, {published.rows[cell][0]}"
+        for key, cell in sorted(found)
+        if key.startswith(LEARNING) and key not in compare_rows.SAME_CONFIG and cell in published.rows
+    ]
 
 
 def mean(values: Sequence[float | None]) -> float | None:

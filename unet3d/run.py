@@ -179,9 +179,12 @@ class Run:
             record.write_text(self.folder / "scores.csv", metrics.csv_text(scores, task.classes))
             self.checkpoints.keep(values["val/dice_mean"])
         except (NotSaved, OSError) as error:
-            if step == self.config.steps:
-                raise error if isinstance(error, NotSaved) else NotSaved(f"scores.csv: not saved ({error})") from error
-            self.checkpoints.warn(error)
+            if step < self.config.steps:
+                self.checkpoints.warn(error)
+            elif isinstance(error, NotSaved):
+                raise
+            else:
+                raise NotSaved(f"scores.csv: not saved ({error})") from error
 
     def _measures_surfaces(self) -> bool:
         """At the last validation, where whole volumes are scored: slices have no surface."""

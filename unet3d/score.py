@@ -61,7 +61,7 @@ def _warn_of_another_split(found: Trained, options: Data) -> None:
     others = sum(split != split_of(options) for split in found.splits)
     if others:
         print(
-            f"warning: {found.path}: {others} of {len(found.splits)} networks were trained with another split; "
-            "they may have seen the cases that are scored",
+            f"warning: {found.path}: {others} of {len(found.splits)} networks were trained with another split, "
+            "or with one that is not told; they may have seen the cases that are scored",
             file=sys.stderr,
         )

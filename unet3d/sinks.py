@@ -120,7 +120,7 @@ def open_sinks(config: Config, folder: Path) -> Sinks:
 
 
 def _failure(act: Callable[[], None]) -> Exception | None:
-    """What `act` raises. The one place that takes any exception: no sink's trouble, foreseen or not, may end a run."""
+    """What `act` raises. It takes any exception: no sink's trouble, foreseen or not, may end a run."""
     try:
         act()
     except Exception as error:

@@ -57,7 +57,7 @@ def split(task: Task, data: Data) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
     if len(labelled) < 2:
         raise UserError(
             f"{task.name}: {len(labelled)} labelled cases; training and validation need one each "
-            "(or the same: data.semi=true data.sparse=[5,5,3])"
+            "(or the same, without data.fold: data.semi=true data.sparse=[5,5,3])"
         )
     ids = sorted(labelled)
     if data.split is not None:

@@ -59,15 +59,16 @@ def prepare(
 
 def foreground(classes: np.ndarray) -> tuple[np.ndarray, ...]:
     """Voxels (n, 3) of each foreground class of a label map X Y Z, thinned where there are many."""
-    found = (_thinned(np.flatnonzero(classes == k)) for k in np.unique(classes) if k > 0)
-    return tuple(np.stack(np.unravel_index(flat, classes.shape), axis=1).astype(np.int32) for flat in found)
+    found = (np.flatnonzero(classes == k) for k in np.unique(classes) if k > 0)
+    thinned = (flat[some(len(flat), MOST_VOXELS)] for flat in found)
+    return tuple(np.stack(np.unravel_index(flat, classes.shape), axis=1).astype(np.int32) for flat in thinned)
 
 
-def _thinned(flat: np.ndarray) -> np.ndarray:
-    """At random: every so many would be those of one plane where the step divides the volume's rows."""
-    if len(flat) <= MOST_VOXELS:
-        return flat
-    return flat[np.sort(np.random.default_rng(0).choice(len(flat), MOST_VOXELS, replace=False))]
+def some(count: int, most: int) -> np.ndarray:
+    """Indices of at most `most` of `count` voxels, at random: each n-th lies in one plane where n divides a row."""
+    if count <= most:
+        return np.arange(count)
+    return np.sort(np.random.default_rng(0).choice(count, most, replace=False))
 
 
 class Patches(Dataset[tuple[Tensor, Tensor, str]]):

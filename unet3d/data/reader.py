@@ -8,7 +8,7 @@ import numpy as np
 
 from unet3d.data.cases import Case, Task
 from unet3d.data.intensity import Intensity, normalise, rules
-from unet3d.data.patches import Prepared, prepare, remembered
+from unet3d.data.patches import Prepared, prepare, remembered, some
 from unet3d.data.volumes import Volume, read_volume
 from unet3d.data.voxels import STRICT, Leniency, replacement
 from unet3d.errors import UserError
@@ -71,7 +71,7 @@ class Reader:
             if self.task.ignore is not None:
                 learned &= volume.label != self.task.ignore
             voxels = volume.image[:, learned]
-            yield voxels[:, :: max(1, voxels.shape[1] // SAMPLED)]
+            yield voxels[:, some(voxels.shape[1], SAMPLED)]
         _refuse(problems)
 
 

@@ -17,8 +17,6 @@ from unet3d.data.patches import Prepared, foreground, remembered
 from unet3d.errors import UserError
 from unet3d.losses import IGNORE
 
-REMEDY = "choose other numbers of slices in data.sparse and data.scored"
-
 
 @dataclass(frozen=True)
 class SparseReader:
@@ -36,8 +34,13 @@ class SparseReader:
         dense = self.read(case)
         label = dense.label.masked_fill(~self.mask(dense.label, self.options), IGNORE)
         if (label == IGNORE).all():
-            raise UserError(f"{case.id}: no labelled voxel is left to be {self.mask.__name__}; {REMEDY}")
+            use = f"choose other numbers in {self._chosen()}"
+            raise UserError(f"{case.id}: no labelled voxel is left to be {self.mask.__name__}; {use}")
         return replace(dense, label=label, foreground=foreground(label.numpy()))
+
+    def _chosen(self) -> str:
+        scores_others = self.options.semi and self.options.sparse_fold is None
+        return "data.sparse and data.scored" if scores_others else "data.sparse"
 
 
 def learned(label: Tensor, options: Data) -> Tensor:

@@ -29,7 +29,8 @@ def moment(ledger: Ledger) -> Iterator[str]:
         yield f"not in the first {done} steps, whose peak was in {words}; held then:"
         now = peak
     else:
-        yield f"in {phase} of step {done + 1}, {mib(alive)} MiB of tensors alive:"
+        when = f"before step {done + 1}" if phase == "before" else f"in {phase} of step {done + 1}"
+        yield f"{when}, {mib(alive)} MiB of tensors alive:"
     for group in explain.held(ledger, now)[:LARGEST]:
         yield f"  {mib(group.bytes):>10} MiB  {group.number} x {group.shape} {group.dtype}, {NAMES[group.category]}"
 
