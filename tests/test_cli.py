@@ -17,6 +17,7 @@ from wandb_records import read_run
 
 from unet3d import command, process, snapshot
 from unet3d.config import Config
+from unet3d.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -184,6 +185,15 @@ def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None
     )
     assert not (tmp_path / "sweep" / "1").exists()
     assert f"python -m unet3d compare {tmp_path / 'sweep'}" in done.stderr
+
+
+def test_the_folder_that_is_checked_is_the_one_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("multirun").touch()
+    command._refuse_unwritable(["seed=0"])
+    with pytest.raises(UserError, match=r"^multirun: .* give hydra.sweep.dir=FOLDER"):
+        command._refuse_unwritable(["seed=0,1", "-m"])
+    command._refuse_unwritable(["seed=0,1", "hydra.sweep.dir=elsewhere", "-m"])
 
 
 def test_a_process_that_was_killed_is_told_by_its_signal() -> None:

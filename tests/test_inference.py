@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.config import Model
+from unet3d.data.patches import choose_centre, crop, prepare
 from unet3d.inference import Predictor, _aligned, _overlapping, gaussian
+from unet3d.losses import IGNORE
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.policy import MemoryPolicy
@@ -173,3 +175,19 @@ def test_predicting_leaves_the_training_mode_and_no_gradient(network: Network) -
 def test_odd_sizes(network: Network, size: tuple) -> None:
     found: Tensor = predictor(network("model=unet_tiny"), size).probabilities(torch.randn(1, *size))
     assert found.shape == (3, *size)
+
+
+def test_what_is_thinner_than_a_tile_lies_where_training_puts_it(network: Network) -> None:
+    """Else statistics of the window would be of slices that are repeated more or less often."""
+    model = network("model=cicek2016_2d", "model.features=[4,8]", "model.in_channels=1", "model.classes=3")
+    window, tile = (60, 60, 20), [44, 44, 20]
+    image = np.random.default_rng(0).normal(size=(1, 44, 44, 7)).astype(np.float32)
+    case = prepare("a", image, np.zeros((44, 44, 7), np.uint8), (1.0, 1.0, 1.0), None)
+    centre = choose_centre(case, tile, 0, np.random.default_rng(0))
+    patch, label = crop(case.image, case.label, centre, window, mirror=True)
+    with torch.no_grad():
+        seen = model.eval()(patch[None]).softmax(1)[0]
+    there = (label[8:-8, 8:-8] != IGNORE).any(0).any(0)
+    assert seen.shape[1:] == tuple(tile) and there.sum() == 7
+    found = predictor(model, window, model.options).probabilities(case.image)
+    torch.testing.assert_close(found, seen[..., there], atol=1e-5, rtol=0)

@@ -145,3 +145,11 @@ def test_where_bf16_takes_longer_is_said_once(monkeypatch: pytest.MonkeyPatch, c
         build.advise(Config(device="cpu", **options))
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and "amp=false" in said
+
+
+def test_mixed_precision_for_a_gpu_that_is_elsewhere_is_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is here, it is what that one does."""
+    assert policy.amp_dtype("auto", "cuda") is torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    assert policy.amp_dtype("auto", "cuda") is torch.float16
