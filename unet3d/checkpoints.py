@@ -40,8 +40,9 @@ class Checkpoints:
         state = self.state()
         now = state["step"], state["paused"]
         if now != self.saved:
-            # after a damaged last.pt, previous.pt is the one that is whole
-            snapshot.save(self._path(LAST), state, self._path(PREVIOUS) if self.saved else None)
+            # after a damaged last.pt, previous.pt is the one that is whole; one of the same step is no previous one
+            is_older = self.saved is not None and self.saved[0] < state["step"]
+            snapshot.save(self._path(LAST), state, self._path(PREVIOUS) if is_older else None)
             self.saved = now
 
     def warn(self, error: Exception) -> None:
