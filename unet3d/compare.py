@@ -30,7 +30,8 @@ FACE: dict[str, tuple[str, Callable[[Any], str]]] = {  # field of Numbers: headi
 }
 ABOUT = (
     "Peak: the most bytes held at once in a training step, in MiB (2^20 bytes); error: predicted less measured, of "
-    "tensors: on a GPU less what they requested, not less what the allocator rounded that to. Step: the median time of one. Dice: mean over the classes at the last validation."
+    "tensors: on a GPU less what they requested, not less what the allocator rounded that to. Step: the median time of "
+    "one. Dice: mean over the classes at the last validation."
 )
 
 
