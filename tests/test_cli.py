@@ -429,11 +429,11 @@ def test_a_job_of_a_sweep_that_was_refused_leaves_the_run_there_as_it_is(
     said.write_text("- ckpt=2\n")
     hydra = SimpleNamespace(runtime=SimpleNamespace(cwd="."))
     monkeypatch.setattr(command, "HydraConfig", SimpleNamespace(get=lambda: hydra))
-    monkeypatch.setattr(process, "run", lambda words: 2)
-    assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == 2
+    monkeypatch.setattr(process, "run", lambda words: process.Ended(2, is_asked=False))
+    assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == (2, False)
     assert (status.read_text(), said.read_text()) == ("running\n", "- ckpt=2\n")
-    monkeypatch.setattr(process, "run", lambda words: 137)
-    assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == 137
+    monkeypatch.setattr(process, "run", lambda words: process.Ended(137, is_asked=False))
+    assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == (137, False)
     assert (status.read_text(), said.read_text()) == ("failed: killed by SIGKILL\nexit code 137\n", "- ckpt=3\n")
 
 

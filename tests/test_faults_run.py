@@ -271,10 +271,10 @@ signal.pause()
 def test_r5_a_sweep_passes_the_question_on() -> None:
     """The job ends by SIGTERM, whatever the sweep was told."""
     for number in signals.ASKING:
-        assert process.run([sys.executable, "-c", WAITING.format(int(number))]) == 75
+        assert process.run([sys.executable, "-c", WAITING.format(int(number))]) == (75, True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "GRACE", 0)
-        assert process.run([sys.executable, "-c", DEAF]) == 130
+        assert process.run([sys.executable, "-c", DEAF]) == (130, True)
 
 
 def test_r5_a_job_that_has_just_begun_is_asked_too(monkeypatch: Patch) -> None:
@@ -285,7 +285,7 @@ def test_r5_a_job_that_has_just_begun_is_asked_too(monkeypatch: Patch) -> None:
         return begin(command)
 
     monkeypatch.setattr(process.subprocess, "Popen", asked)
-    assert process.run([sys.executable, "-c", "import signal; signal.pause()"]) == 75
+    assert process.run([sys.executable, "-c", "import signal; signal.pause()"]) == (75, True)
 
 
 # --- R9: one process a folder

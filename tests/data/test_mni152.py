@@ -110,7 +110,7 @@ def test_another_version_is_made_beside_it(tmp_path: Path, monkeypatch: pytest.M
 def test_without_nilearn_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nilearn", None)
     with pytest.raises(
-        UserError, match=r'nilearn.*; install it: pip install -c constraints.txt -e "\.\[brain\]"'
+        UserError, match=r'nilearn.*; install it: python -m pip install -c constraints.txt -e "\.\[brain\]"'
     ) as told:
         mni152.ensure(tmp_path)
     assert "\n" not in str(told.value)
