@@ -166,16 +166,21 @@ def test_a_sweep_that_predicts_stays_in_one_process(tmp_path: Path) -> None:
     assert not (tmp_path / "wandb").exists()
 
 
-def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None:
-    """Only the sweep's process is told; the job, asked by it, still writes its STATUS, and no job follows."""
-    (tmp_path / "sitecustomize.py").write_text(
+def replace_fit(folder: Path, act: str) -> None:
+    """In a sweep's jobs, not in the sweep: what PYTHONPATH=folder does to a run in place of training."""
+    (folder / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
         "if any('hydra.run.dir' in word for word in sys.orig_argv):\n"
-        "    sys.path.insert(0, ROOT)\n"
+        f"    sys.path.insert(0, {str(ROOT)!r})\n"
         "    from unet3d import record, run\n"
-        "    def stop(self): os.kill(os.getppid(), signal.SIGINT); signal.pause()\n"
-        "    run.Run.fit = stop\n".replace("ROOT", repr(str(ROOT)))
+        f"    def stop(self): {act}; signal.pause()\n"
+        "    run.Run.fit = stop\n"
     )
+
+
+def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None:
+    """Only the sweep's process is told; the job, asked by it, still writes its STATUS, and no job follows."""
+    replace_fit(tmp_path, "os.kill(os.getppid(), signal.SIGINT)")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
         done = run("-m", *TINY, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
@@ -203,14 +208,7 @@ def test_a_process_that_was_killed_is_told_by_its_signal() -> None:
 
 
 def test_a_job_that_was_stopped_alone_does_not_end_the_sweep(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal, sys\n"
-        "if any('hydra.run.dir' in word for word in sys.orig_argv):\n"
-        "    sys.path.insert(0, ROOT)\n"
-        "    from unet3d import run\n"
-        "    def stop(self): os.kill(os.getpid(), signal.SIGTERM); signal.pause()\n"
-        "    run.Run.fit = stop\n".replace("ROOT", repr(str(ROOT)))
-    )
+    replace_fit(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
         done = run("-m", *TINY, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)

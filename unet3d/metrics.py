@@ -79,7 +79,7 @@ def _ratios(part: NDArray[np.int64], whole: NDArray[np.int64]) -> tuple[float | 
 def _distances(
     prediction: Labels, truth: Labels, classes: int, spacing: Sequence[float], ignore: int | None
 ) -> tuple[float | None, ...]:
-    pairs = (((prediction == k), (truth == k)) for k in range(1, classes))
+    pairs = ((prediction == k, truth == k) for k in range(1, classes))
     if ignore is None or (seen := truth != ignore).all():
         return tuple(hausdorff95(*pair, spacing) for pair in pairs)
     edge = seen & binary_dilation(~seen)  # a class that reaches it ends where its labels do, not at its surface

@@ -14,9 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.errors import is_out_of_memory
+from unet3d.memory import forecast
 from unet3d.memory.cuda import cuda_policy
 from unet3d.memory.dry import dry
-from unet3d.memory.forecast import expandable
 from unet3d.memory.look import Look
 from unet3d.memory.predict import predict
 from unet3d.model.unet import UNet3D
@@ -135,10 +135,16 @@ def test_a_run_on_the_cpu_leaves_a_gpu_alone(network: Callable[..., UNet3D], mon
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_replay_has_the_segments_that_the_environment_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    assert not expandable()
+    settings = config("device=cuda", "dry_run=true")
+    grown: list[bool] = []
+    replayed = forecast.replay
+    monkeypatch.setattr(forecast, "replay", lambda events, grows: grown.append(grows) or replayed(events, grows))
+    for other in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(other, raising=False)
+    forecast.forecast(settings, settings.model)
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
-    assert expandable()
+    forecast.forecast(settings, settings.model)
+    assert grown == [False, True]
 
 
 @pytest.mark.parametrize(
