@@ -52,7 +52,7 @@ def main(job: Job) -> int:
         codes.append(code)
         if is_asked:
             ready = f"python -m unet3d compare {shlex.quote(str(sweep_folder))}"
-            sys.exit(guard.say(f"sweep interrupted; to compare what there is: {ready}", codes[-1]))
+            sys.exit(guard.say(f"sweep interrupted; to compare what there is: {ready}", code))
 
     sys.argv[1:] = arguments
     task()
