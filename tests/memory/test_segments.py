@@ -99,6 +99,17 @@ def test_with_room_enough_auto_cuts_nothing_and_with_none_it_cuts_for_the_lowest
     assert starts_of(replace(tiny, ckpt="auto", budget="1MiB")) == starts_of(replace(tiny, ckpt="auto"))
 
 
+def test_where_weights_set_the_peak_auto_recomputes_nothing_and_a_number_as_little_as_it_can() -> None:
+    """No cut lowers what the optimizer's step needs: weights, gradients and Adam's moments."""
+    overrides = ("model=unet_tiny", "model.features=[4,8,256]", "data.patch=[8,8,8]", "batch=1")
+    wide, found = config(*overrides), profiled(*overrides)
+    assert found.update > max(*found.forward, *found.backward)
+    assert starts_of(replace(wide, ckpt="auto")) == ()
+    asked = starts_of(replace(wide, ckpt=3))
+    assert len(asked) > 1
+    assert true_peak(asked, *overrides) == true_peak((), *overrides)
+
+
 def test_ckpt_says_how_many() -> None:
     tiny = config("model=unet_tiny")
     assert starts_of(tiny) == ()
@@ -111,7 +122,7 @@ def test_the_rehearsal_of_one_step_tells_the_peak_of_later_ones() -> None:
     overrides = ("model=unet_tiny", "amp=true")
     tiny, found = config(*overrides), profiled(*overrides)
     seen = []
-    choose(found, 2, lambda starts: seen.append(starts) or 1)
+    choose(found, 2, 2, lambda starts: seen.append(starts) or 1)
     for starts in seen:
         assert _first_step(tiny, tiny.model, starts) + found.later == true_peak(starts, *overrides)
 

@@ -29,15 +29,21 @@ class Cut(NamedTuple):
 def cut(config: Config, options: Model) -> Cut:
     """The segments that `ckpt` asks for; none without checkpointing.
 
-    At most `ckpt` segments with the lowest peak; `auto`: any number, and with a `budget` the least recomputation.
+    Two to `ckpt` segments with the lowest peak; `auto`: any number, none where that saves nothing, and with a `budget`
+    the least recomputation.
     """
     if not config.ckpt:
         return Cut((), 0)
-    found = profile(config, options)
-    most = stages(options) if config.ckpt == "auto" else config.ckpt
-    budget = budget_bytes(config.budget) if config.ckpt == "auto" and config.budget is not None else None
-    starts = choose(found, most, lambda starts: _first_step(config, options, starts) + found.later, budget)
+    found, auto = profile(config, options), config.ckpt == "auto"
+    least, most = (1, stages(options)) if auto else (2, config.ckpt)
+    budget = budget_bytes(config.budget) if auto and config.budget is not None else None
+    starts = choose(found, least, most, lambda starts: _peak(config, options, starts, found), budget)
     return Cut(starts, recomputed(found, starts))
+
+
+def _peak(config: Config, options: Model, starts: Starts, found: Profile) -> int:
+    """Of later steps, told from a rehearsal of the first; no cut lowers the peak of the update."""
+    return max(found.update, _first_step(config, options, starts) + found.later)
 
 
 def _first_step(config: Config, options: Model, starts: Starts) -> int:
@@ -46,9 +52,11 @@ def _first_step(config: Config, options: Model, starts: Starts) -> int:
     return max(peak for phase, peak in peaks if phase in ("forward", "loss", "backward"))
 
 
-def choose(profile: Profile, most: int, measure: Callable[[Starts], int], budget: int | None = None) -> Starts:
-    """The cut into at most so many segments with the lowest peak; if some fit a budget, of those the least recomputed,
-    or no cut at all.
+def choose(
+    profile: Profile, least: int, most: int, measure: Callable[[Starts], int], budget: int | None = None
+) -> Starts:
+    """The cut into `least` to `most` segments with the lowest peak, () for one; if some fit a budget, of those the
+    least recomputed, or no cut at all.
 
     `measure` tells a cut's peak by rehearsing it. The candidates for more segments include those for fewer, so more
     segments never need more memory: where a further cut does not help, fewer are made.
@@ -61,17 +69,19 @@ def choose(profile: Profile, most: int, measure: Callable[[Starts], int], budget
         for starts in sorted(likely, key=lambda starts: (recomputed(profile, starts), peak(profile, starts)))[:TRIED]:
             if measure(starts) <= budget:
                 return starts
-    return min(candidates(profile, most), key=lambda starts: (measure(starts), recomputed(profile, starts)))
+    found = candidates(profile, least, most)
+    starts = min(found, key=lambda starts: (measure(starts), recomputed(profile, starts)))
+    return starts if len(starts) > 1 else ()
 
 
-def candidates(profile: Profile, most: int) -> list[Starts]:
+def candidates(profile: Profile, least: int, most: int) -> list[Starts]:
     """For each number of segments, the cut with the lowest peak as far as the profile tells."""
     return [
         min(
             cuts(len(profile.forward), segments, segments),
             key=lambda starts: (peak(profile, starts), recomputed(profile, starts)),
         )
-        for segments in range(2, most + 1)
+        for segments in range(least, most + 1)
     ]
 
 
