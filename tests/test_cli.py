@@ -2,33 +2,18 @@
 
 import csv
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import nibabel as nib
 import numpy as np
 import pytest
 import torch
-import yaml
+from training import ROOT, TINY, records, run, weights
 from wandb_records import read_run
 
-from unet3d import command, process, snapshot
-from unet3d.config import Config
-from unet3d.errors import UserError
-
-ROOT = Path(__file__).resolve().parent.parent
-TINY = [
-    *("model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"),
-    *("data.phantom.cases=4", "batch=1", "steps=4", "eval_every=2", "device=cpu", "workers=0"),
-]
-
-
-def run(*arguments: str, cwd: Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *(["-c", code] if code else [str(ROOT / "train.py")]), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
+from unet3d import snapshot
 
 
 def train(cwd: Path, *arguments: str) -> Path:
@@ -54,168 +39,10 @@ def test_k1_a_mistake_loads_neither_torch_nor_monai(tmp_path: Path) -> None:
     assert run("ckpt=-1", cwd=tmp_path, code=code).stdout == "2 set()\n"
 
 
-def test_one_wrong_job_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
-    done = run("-m", "ckpt=0,999", cwd=tmp_path)
-    assert done.returncode == 2 and "ckpt=999" in done.stderr
-    queued = run("-m", "ckpt=0,2", "requeue=true", cwd=tmp_path)
-    assert queued.returncode == 2 and "requeue=true" in queued.stderr and queued.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["--help"]])
 def test_a_mistake_beside_a_flag_is_one_line_too(tmp_path: Path, flags: list[str]) -> None:
     done = run(*flags, "chkpt=2", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-
-
-def test_a_flag_may_stand_between_overrides_and_a_failed_job_stops_no_other(tmp_path: Path) -> None:
-    """Job 0 breaks its budget; job 1 is predicted all the same."""
-    closed = ["model.in_channels=1", "model.classes=3", "dry_run=true"]
-    done = run(*TINY, *closed, "-m", "budget=0.001MiB,1GiB", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("does not fit") == 1
-    assert not (tmp_path / "sweep" / "0" / "memory.json").exists()
-    assert json.loads((tmp_path / "sweep" / "1" / "memory.json").read_text())["predicted"]["peak_bytes"] > 0
-
-
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path, list[list[str]]]:
-    """A sweep of 2 x 2, of which one breaks its budget; its folder; pid, parent's pid and arguments of each process."""
-    place = tmp_path_factory.mktemp("swept")
-    said = "import os, sys; print(os.getpid(), os.getppid(), *sys.orig_argv, sep='|', file=open({!r}, 'a'))"
-    (place / "sitecustomize.py").write_text(said.format(str(place / "processes")))
-    words = ["ckpt=0,2", "batch=1,2", "budget=2MiB", "steps=2", f"data.root={place / 'phantom'}"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(place))
-        done = run("-m", *TINY, *words, f"hydra.sweep.dir={place / 'sweep'}", cwd=place)
-    processes = [line.split("|") for line in (place / "processes").read_text().splitlines()]
-    return done, place / "sweep", [process for process in processes if "train.py" in "".join(process)]
-
-
-def test_t10_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: tuple) -> None:
-    done, folder, _ = swept
-    assert done.returncode == 2 and "Comparison of 4 runs" in done.stdout
-    assert "run 2 failed: budget=2MiB: the step does not fit" in done.stdout
-    with (folder / "compare.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [f"{row['run']}: {row['batch']} {row['ckpt']}" for row in rows] == ["0: 1 0", "1: 1 2", "2: 2 0", "3: 2 2"]
-    assert [row["status"].partition(":")[0] for row in rows] == ["done", "done", "failed", "done"]
-    assert {row["error_bytes"] for row in rows} == {"0", ""} and rows[2]["peak_measured_bytes"] == ""
-    peak = json.loads((folder / "3" / "memory.json").read_text())["measured"]["peak_bytes"]
-    assert int(rows[3]["peak_measured_bytes"]) == peak
-    assert {path.name for path in folder.iterdir()} == {
-        *("0", "1", "2", "3", "compare.csv", "compare.html", "compare.png", "multirun.yaml", "wandb")
-    }
-
-
-def test_each_job_of_a_sweep_has_a_process_of_its_own(swept: tuple) -> None:
-    _, folder, processes = swept
-    (sweep, *_), *jobs = processes
-    assert len({sweep, *(pid for pid, *_ in jobs)}) == 5 and {parent for _, parent, *_ in jobs} == {sweep}
-    assert [arguments[-1] for arguments in jobs] == [f"hydra.run.dir='{folder / str(job)}'" for job in range(4)]
-
-
-def test_a_job_of_a_sweep_needs_what_it_needs_alone(swept: tuple, tmp_path: Path) -> None:
-    _, folder, _ = swept
-    words = [str(word) for word in yaml.safe_load((folder / "3" / "overrides.yaml").read_text())]
-    alone = run(*words, f"hydra.run.dir={tmp_path / 'alone'}", "wandb.mode=disabled", cwd=tmp_path)
-    assert alone.returncode == 0, alone.stderr
-    assert (tmp_path / "alone" / "memory.json").read_text() == (folder / "3" / "memory.json").read_text()
-
-
-def test_the_sweeps_wandb_run_holds_the_table(swept: tuple) -> None:
-    _, folder, _ = swept
-    found = read_run(folder)
-    assert [record["compare._type"] for record in found.history if "compare._type" in record] == ["table-file"]
-    (path,) = folder.glob("wandb/*run-*/files/media/table/compare_*.table.json")
-    table = json.loads(path.read_text())
-    with (folder / "compare.csv").open() as file:
-        assert table["columns"] == next(csv.reader(file))
-    assert [row[0] for row in table["data"]] == ["0", "1", "2", "3"] and found.exit_code == 0
-    assert str(folder.parent) not in path.read_text()
-
-
-def test_the_runs_of_a_sweep_can_be_compared_again(swept: tuple, tmp_path: Path) -> None:
-    _, folder, _ = swept
-    command = [sys.executable, "-m", "unet3d", "compare", str(folder), "-o", str(tmp_path / "again")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and "Comparison of 4 runs" in done.stdout, done.stderr
-    for name in ("compare.csv", "compare.html"):
-        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
-    nowhere = subprocess.run([*command[:4], "unet3d"], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert nowhere.returncode == 2 and nowhere.stderr.count("\n") == 1 and "unet3d: not a run folder" in nowhere.stderr
-
-
-def test_a_sweep_that_predicts_stays_in_one_process(tmp_path: Path) -> None:
-    """Its jobs compare all the same; the one that fails in an unforeseen way ends no other."""
-    code = (
-        "import subprocess, sys; sys.path.insert(0, '.'); from unet3d import command; import train\n"
-        "def refuse(*_, **__): raise AssertionError('a process')\n"
-        "subprocess.Popen = refuse\n"
-        "def job(config, folder, stop):\n"
-        "    if config.ckpt == 2: raise RuntimeError('lost')\n"
-        "    train.job(config, folder, stop)\n"
-        "sys.exit(command.main(job))"
-    )
-    closed = ["model.in_channels=1", "model.classes=3", "dry_run=true", "wandb.mode=disabled"]
-    done = run(*TINY, *closed, "-m", "ckpt=0,2,3", f"hydra.sweep.dir={tmp_path}", cwd=ROOT, code=code)
-    assert done.returncode == 1 and "run 1 failed: RuntimeError('lost')" in done.stdout, done.stderr
-    with (tmp_path / "compare.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["status"].partition(":")[0] for row in rows] == ["predicted", "failed", "predicted"]
-    assert int(rows[2]["peak_predicted_bytes"]) < int(rows[0]["peak_predicted_bytes"])
-    assert not (tmp_path / "wandb").exists()
-
-
-def replace_fit(folder: Path, act: str) -> None:
-    """In a sweep's jobs, not in the sweep: what PYTHONPATH=folder does to a run in place of training."""
-    (folder / "sitecustomize.py").write_text(
-        "import os, signal, sys\n"
-        "if any('hydra.run.dir' in word for word in sys.orig_argv):\n"
-        f"    sys.path.insert(0, {str(ROOT)!r})\n"
-        "    from unet3d import record, run\n"
-        f"    def stop(self): {act}; signal.pause()\n"
-        "    run.Run.fit = stop\n"
-    )
-
-
-def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None:
-    """Only the sweep's process is told; the job, asked by it, still writes its STATUS, and no job follows."""
-    replace_fit(tmp_path, "os.kill(os.getppid(), signal.SIGINT)")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(tmp_path))
-        done = run("-m", *TINY, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
-    assert done.returncode == 75, done.stderr
-    assert (tmp_path / "sweep" / "0" / "STATUS").read_text() == (
-        "stopped by SIGTERM; there is no snapshot yet to go on from\nexit code 75\n"
-    )
-    assert not (tmp_path / "sweep" / "1").exists()
-    assert f"python -m unet3d compare {tmp_path / 'sweep'}" in done.stderr
-
-
-def test_the_folder_that_is_checked_is_the_one_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("multirun").touch()
-    command._refuse_unwritable(["seed=0"])
-    with pytest.raises(UserError, match=r"^multirun: .* give hydra.sweep.dir=FOLDER"):
-        command._refuse_unwritable(["seed=0,1", "-m"])
-    command._refuse_unwritable(["seed=0,1", "hydra.sweep.dir=elsewhere", "-m"])
-
-
-def test_a_process_that_was_killed_is_told_by_its_signal() -> None:
-    code, _ = process.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    assert code == 137 and process.fate(code) == "killed by SIGKILL"
-    assert process.run([sys.executable, "-c", "raise SystemExit(4)"]) == (4, False)
-
-
-def test_a_job_that_was_stopped_alone_does_not_end_the_sweep(tmp_path: Path) -> None:
-    replace_fit(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(tmp_path))
-        done = run("-m", *TINY, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
-    assert done.returncode == 75 and "sweep interrupted" not in done.stderr, done.stderr
-    for job in "01":
-        assert (tmp_path / "sweep" / job / "STATUS").read_text().startswith("stopped by SIGTERM")
-    assert (tmp_path / "sweep" / "compare.csv").exists()
 
 
 def test_the_composed_config_can_be_shown(tmp_path: Path) -> None:
@@ -233,7 +60,7 @@ def test_a_run_leaves_the_folder_of_the_design(finished: Path) -> None:
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"best.pt", "last.pt", "previous.pt"}
     assert (folder / "STATUS").read_text().startswith("done")
     memory = json.loads((folder / "memory.json").read_text())
-    assert memory["parameters"] == sum(v.numel() for v in _weights(folder).values())
+    assert memory["parameters"] == sum(v.numel() for v in weights(folder).values())
     assert set(memory["measured"]["phases"]) == {"data", "forward", "loss", "backward", "step"}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if "train/loss" in r] == [1, 2, 3, 4]
@@ -244,63 +71,6 @@ def test_a_run_leaves_the_folder_of_the_design(finished: Path) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One finished run for the tests that only look."""
     return train(tmp_path_factory.mktemp("finished"), "amp=true", "ckpt=2")
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["model"]
-    return weights
-
-
-def _curve(folder: Path) -> list[dict]:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if not k.startswith(("time/", "memory/"))} for record in records]
-
-
-def test_one_seed_one_run_whatever_the_workers_and_checkpointing(tmp_path: Path) -> None:
-    """Dropout, augmentation and mixed precision on; equal weights and equal metrics, to the bit."""
-    folders = []
-    for name, extra in (("a", ["workers=0"]), ("b", ["workers=2"]), ("c", ["workers=0", "ckpt=3"])):
-        (tmp_path / name).mkdir()
-        root = f"data.root={tmp_path / 'phantom'}"
-        folders.append(train(tmp_path / name, "amp=true", "model.dropout=0.2", "wandb.mode=disabled", root, *extra))
-    first = folders[0]
-    for other in folders[1:]:
-        assert _curve(first) == _curve(other)
-        assert all(torch.equal(a, b) for a, b in zip(_weights(first).values(), _weights(other).values(), strict=True))
-
-
-def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
-    """Stopped after step 2 of 4 by an error, then resumed with the command it was given."""
-    root = f"data.root={tmp_path / 'phantom'}"
-    (tmp_path / "whole").mkdir(), (tmp_path / "parts").mkdir()
-    whole = train(tmp_path / "whole", root, "model.dropout=0.2", "optim.average=0.9", "wandb.mode=disabled")
-    code = (
-        "import sys; sys.path.insert(0, '.'); from unet3d import command, run; import train\n"
-        "fit = run.Run._pause\n"
-        "def stop(self): fit(self); raise KeyboardInterrupt\n"
-        "run.Run._pause = stop\n"
-        "sys.exit(command.main(train.job))"
-    )
-    folder = tmp_path / "parts" / "run"
-    arguments = [
-        *TINY,
-        root,
-        "model.dropout=0.2",
-        "optim.average=0.9",
-        "wandb.mode=disabled",
-        f"hydra.run.dir={folder}",
-    ]
-    stopped = run(*arguments, cwd=ROOT, code=code)
-    assert stopped.returncode == 130, stopped.stderr
-    assert f"train.py resume={folder}" in stopped.stderr
-    resumed = run(f"resume={folder}", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    assert _curve(folder) == _curve(whole)
-    assert all(torch.equal(a, b) for a, b in zip(_weights(folder).values(), _weights(whole).values(), strict=True))
-    longer = run(f"resume={folder}", "steps=5", cwd=tmp_path)
-    assert longer.returncode == 0, longer.stderr
-    again = run(f"resume={folder}", cwd=tmp_path)
-    assert "step 5 of 5 is done" in again.stdout, "what was added on resuming is remembered"
 
 
 def test_a_folder_holds_one_run(finished: Path, tmp_path: Path) -> None:
@@ -354,8 +124,8 @@ def test_the_offline_wandb_run_holds_config_scalars_memory_and_the_picture(finis
     found = read_run(finished)
     memory = json.loads((finished / "memory.json").read_text())
     assert found.config["model"]["features"] == [4, 8] and found.config["ckpt"] == 2
-    losses = [record["train/loss"] for record in found.history if "train/loss" in record]
-    assert losses == [record["train/loss"] for record in _curve(finished) if "train/loss" in record]
+    losses = [record["train/loss"].hex() for record in found.history if "train/loss" in record]
+    assert losses == [record["train/loss"] for record in records(finished) if "train/loss" in record]
     assert found.summary["memory/measured/peak_bytes"] == memory["measured"]["peak_bytes"]
     assert found.summary["memory/predicted/phases/backward/steady"] > 0
     assert any("val/prediction._type" in record for record in found.history)
@@ -415,24 +185,6 @@ def test_a_published_snapshot_predicts_the_same_and_names_no_path(finished: Path
     assert (tmp_path / "whole" / image.name).read_bytes() == (tmp_path / "slim" / image.name).read_bytes()
     again = subprocess.run([*module, "publish", whole, "-o", slim], cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 2 and "is there already" in again.stderr
-
-
-def test_a_job_of_a_sweep_that_was_refused_leaves_the_run_there_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is going on, say, or could be gone on with; one that was killed is told of."""
-    status, said = tmp_path / "STATUS", tmp_path / "overrides.yaml"
-    status.write_text("running\n")
-    os.utime(status, ns=(1, 1))
-    said.write_text("- ckpt=2\n")
-    hydra = SimpleNamespace(runtime=SimpleNamespace(cwd="."))
-    monkeypatch.setattr(command, "HydraConfig", SimpleNamespace(get=lambda: hydra))
-    monkeypatch.setattr(process, "run", lambda words: process.Ended(2, is_asked=False))
-    assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == (2, False)
-    assert (status.read_text(), said.read_text()) == ("running\n", "- ckpt=2\n")
-    monkeypatch.setattr(process, "run", lambda words: process.Ended(137, is_asked=False))
-    assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == (137, False)
-    assert (status.read_text(), said.read_text()) == ("failed: killed by SIGKILL\nexit code 137\n", "- ckpt=3\n")
 
 
 def test_p1_predict_writes_label_maps_on_the_inputs_grid(finished: Path, tmp_path: Path) -> None:

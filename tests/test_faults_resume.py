@@ -163,6 +163,21 @@ def test_r6_fewer_steps_than_were_taken_are_refused(copy: Path, whole: Path) -> 
     assert resume(copy).code == 0 and same(copy, whole)
 
 
+def test_what_was_added_on_resuming_is_remembered(copy: Path) -> None:
+    assert resume(copy, "steps=13").code == 0
+    again = resume(copy)
+    assert again.code == 0 and "nothing to do: step 13 of 13 is done" in again.out
+
+
+@pytest.mark.parametrize("changed", [["workers=2"], ["ckpt=0"]])
+def test_one_seed_one_run_whatever_the_workers_and_checkpointing(
+    changed: list[str], whole: Path, tmp_path: Path
+) -> None:
+    """Dropout, augmentation and mixed precision on; equal weights and equal records, to the bit."""
+    assert train(tmp_path, *RUN, f"data.root={whole.parent.parent / 'phantom'}", *changed).code == 0
+    assert same(tmp_path / "run", whole)
+
+
 def test_a_run_cut_to_the_steps_it_has_taken_is_validated_as_at_its_end(copy: Path) -> None:
     done = resume(copy, "steps=6")
     assert done.code == 0 and "hd95_mm/" in (copy / "scores.csv").read_text(), done.err

@@ -137,6 +137,15 @@ def test_the_picture_has_three_planes_of_image_truth_and_prediction(draw: Drawn)
     assert figure.get_suptitle() == "case 7"
 
 
+def test_a_dollar_in_a_name_begins_no_formula(draw: Drawn) -> None:
+    name = r"$\organ$"
+    truth = labels((9, 9, 9), (1, np.s_[4:8, 4:8, 4:8]))
+    picture = draw(figures.segmentation, np.zeros((9, 9, 9)), {"truth": truth}, (1, 1, 1), ("none", name), title=name)
+    curves = draw(figures.curves, [*training(1, 0.5), validation(2, **{name: 0.5})])
+    for figure in (picture, curves):
+        figure.canvas.draw()
+
+
 def test_planes_have_their_true_proportions_and_say_where_they_are(draw: Drawn) -> None:
     truth = labels((30, 20, 10), (1, np.s_[4:7, 8:11, 2:5]), (255, np.s_[20:, :, 5:]))
     figure = draw(

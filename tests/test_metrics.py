@@ -90,6 +90,28 @@ def test_hd95_is_a_distance_in_mm_along_the_axis_it_lies_on() -> None:
     assert score.hd95_mm == (pytest.approx(10.0),)
 
 
+def test_hd95_of_a_slice_is_taken_along_its_border() -> None:
+    """A disc and one a voxel wider: of all their voxels, a twentieth differs; of their borders, all."""
+    x, y = np.meshgrid(np.arange(100), np.arange(100), indexing="ij")
+    distance = np.hypot(x - 50, y - 50)
+    for axis, spacing in ((0, (9, 2, 2)), (2, (2, 2, 9))):
+        wide, narrow = (np.expand_dims(distance < radius, axis) for radius in (41, 40))
+        assert hausdorff95(wide, narrow, spacing) == pytest.approx(2, abs=0.9)
+
+
+def test_hd95_takes_surfaces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's quantile refuses more than 2^24 distances, of which a large CT has some."""
+    import torch
+    from monai.metrics import utils
+
+    def many(*_: object, **__: object) -> tuple:
+        return (), (torch.ones(2**24 + 1), torch.zeros(3)), ()
+
+    monkeypatch.setattr(utils, "get_edge_surface_distance", many)
+    mask = np.ones((2, 2, 2), bool)
+    assert hausdorff95(mask, mask, MM) == 1
+
+
 def test_hd95_of_the_same_mask_is_zero() -> None:
     mask = np.ones((4, 4, 4), bool)
     assert hausdorff95(mask, mask, MM) == 0
@@ -141,8 +163,8 @@ def test_cropping_to_the_masks_does_not_change_hd95(seed: int) -> None:
             percentile=95,
             spacing=spacing,
         )
-    assert hausdorff95(np.pad(prediction, 5), np.pad(truth, 5), spacing) == float(whole)
-    assert hausdorff95(prediction, truth, spacing) == float(whole)
+    assert hausdorff95(np.pad(prediction, 5), np.pad(truth, 5), spacing) == pytest.approx(float(whole), rel=1e-6)
+    assert hausdorff95(prediction, truth, spacing) == pytest.approx(float(whole), rel=1e-6)
 
 
 def test_the_crop_leaves_out_what_holds_no_mask() -> None:

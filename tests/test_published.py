@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from legibility import drawing
-from test_cli import TINY, run
+from training import TINY, run
 
 from unet3d import compare, compare_figures, compose, published
 from unet3d.compare_rows import Row, read

@@ -117,6 +117,13 @@ def test_scores_are_means_over_cases_that_have_them_and_n_a_stays_n_a(folder: Pa
     ]
 
 
+def test_a_distance_that_some_cases_lack_says_how_many_have_it(folder: Path) -> None:
+    """A class missed throughout has no distance: without them, the worst network would look best."""
+    scores = [CaseScore(case, (dice,), (dice,), (mm,)) for case, dice, mm in (("a", 0.9, 1.0), ("b", 0.0, None))]
+    (folder / "scores.csv").write_text(csv_text(scores, ("background", "organ")))
+    assert readback.score_table(readback.read(folder)).rows == [["organ", "0.450", "0.450", "1.00 (1)", "2"]]
+
+
 def test_without_scores_the_last_validation_is_told(folder: Path) -> None:
     (folder / "scores.csv").unlink()
     rows = written(folder).rows

@@ -1,5 +1,6 @@
 """A run's numbers survive what happens to it and to its sinks; what wandb records, and what it must not."""
 
+import io
 import json
 import math
 import os
@@ -15,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console as Terminal
 from wandb_records import read_run
 
 from unet3d import privacy, sinks, tracker
 from unet3d.config import Config
+from unet3d.console import Console
 from unet3d.sinks import JsonLines, Sink, Sinks, open_sinks
 
 SOURCE = str(Path(sinks.__file__).parents[1])
@@ -393,6 +396,14 @@ def test_disabled_wandb_is_not_even_loaded(
     out.close(0)
     assert capsys.readouterr().err == ""
     assert not (tmp_path / "wandb").exists()
+
+
+def test_the_name_of_a_class_is_no_markup() -> None:
+    file = io.StringIO()
+    console = Console(2, Terminal(file=file, width=80))
+    console.scalars({"val/dice_mean": 0.5, "val/dice/tumour [core]": 0.5, "val/dice/x [/b]": None}, 2)
+    console.close(0)
+    assert "dice/tumour [core] 0.5000  dice/x [/b] n/a" in file.getvalue()
 
 
 def test_importing_the_sinks_loads_neither_torch_nor_wandb(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import select
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import util
@@ -42,6 +43,12 @@ class Ended:
         """Its exit code, -n by signal n; waits until its data workers have ended, too."""
         self._process.join()
         return self._process.exitcode
+
+
+def run(*arguments: str, cwd: Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    """`python train.py ARGUMENTS`, or `python -c CODE ARGUMENTS`, in an interpreter of its own, nothing left out."""
+    command = [sys.executable, *(["-c", code] if code else [str(ROOT / "train.py")]), *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
 
 
 def train(place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "disabled") -> Ended:

@@ -10,7 +10,7 @@ from statistics import fmean
 from textwrap import shorten, wrap
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from unet3d.figures import BLUE, GREY, OKABE_ITO, blank
+from unet3d.figures import BLUE, GREY, OKABE_ITO, blank, plain
 from unet3d.table import MIB, mib
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _bars(points: Sequence[Point], remark: str, path: Path) -> None:
 
 def _label(point: Point, kinds: Sequence[str]) -> str:
     told = f" ({point.kind})" if len(kinds) > 1 else ""
-    return shorten(point.label, LETTERS, placeholder=" ...").replace("$", r"\$") + told  # $: no formula
+    return plain(shorten(point.label, LETTERS, placeholder=" ...")) + told
 
 
 def _finish(figure: "Figure", remark: str, path: Path) -> None:

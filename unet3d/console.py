@@ -48,7 +48,8 @@ class Console:
 
     def _line(self, step: int, text: str) -> None:
         elapsed = time.perf_counter() - self.started
-        self.terminal.print(f"{elapsed:6.0f} s  step {step:>5}/{self.steps}  {text}", highlight=False, soft_wrap=True)
+        line = f"{elapsed:6.0f} s  step {step:>5}/{self.steps}  {text}"
+        self.terminal.print(line, highlight=False, markup=False, soft_wrap=True)  # classes may be called [a] or [/b]
 
     def image(self, key: str, path: Path, step: int) -> None: ...
     def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None: ...

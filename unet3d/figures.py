@@ -104,7 +104,12 @@ def _marker(steps: Array) -> str:
 
 
 def _short(name: str) -> str:
-    return shorten(name.replace("_", " "), 24, placeholder="...") if len(name) > 24 else name
+    return plain(shorten(name.replace("_", " "), 24, placeholder="...") if len(name) > 24 else name)
+
+
+def plain(text: str) -> str:
+    """For matplotlib: `$` is a dollar, no formula."""
+    return text.replace("$", r"\$")
 
 
 def segmentation(
@@ -142,7 +147,7 @@ def segmentation(
             plane.draw_classes(axes, labels, where, size, palette)
     for axes, name in zip(grid[0], ("image", *layers), strict=True):
         axes.set_title(name)
-    figure.suptitle(title)
+    figure.suptitle(plain(title))
     patches = [Patch(color=colour, label=names[index]) for index, colour in palette.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     figure.savefig(path)

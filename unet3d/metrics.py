@@ -99,15 +99,18 @@ def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> floa
     if not (prediction.any() and truth.any()):
         return None
     import torch
-    from monai.metrics import compute_hausdorff_distance
+    from monai.metrics.utils import get_edge_surface_distance
 
+    long = [axis for axis, length in enumerate(truth.shape) if length > 1]
+    if len(long) == 2:  # a slice: in 3D each of its voxels would count as surface
+        flat = tuple(slice(None) if axis in long else 0 for axis in range(3))
+        prediction, truth, spacing = prediction[flat], truth[flat], [spacing[axis] for axis in long]
     box = _box(prediction | truth)
-    pair = [torch.from_numpy(np.ascontiguousarray(mask[box]))[None, None] for mask in (prediction, truth)]
+    pair = [torch.from_numpy(np.ascontiguousarray(mask[box])) for mask in (prediction, truth)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # MONAI 1.6.1 calls itself with an argument it deprecates
-        millimetres = [float(length) for length in spacing]  # MONAI refuses int and float side by side
-        distance = compute_hausdorff_distance(*pair, include_background=True, percentile=95, spacing=millimetres)
-    return float(distance)
+        _, distances, _ = get_edge_surface_distance(*pair, spacing=list(map(float, spacing)), symmetric=True)
+    return float(max(np.percentile(distance, 95) for distance in distances))  # torch's quantile takes 2^24 values
 
 
 def _box(mask: Mask) -> tuple[slice, ...]:

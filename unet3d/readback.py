@@ -100,7 +100,7 @@ def score_table(run: RunFolder) -> Table:
     """A row a class with its means over the cases, and their mean over the classes.
 
     From scores.csv, or without it from the last validation in metrics.jsonl, which does not know how many cases. HD95
-    is a column if it was measured.
+    is a column if it was measured; where it does not exist in some of the cases, in brackets in how many it does.
     """
     scores = _scores(run)
     classes = [key.removeprefix("dice/") for key in scores if key.startswith("dice/")]
@@ -112,6 +112,10 @@ def score_table(run: RunFolder) -> Table:
     headings = [METRICS[metric][0] for metric in metrics]
     if not run.scores:
         return Table(["class", *headings], rows)
+    for row, name in zip(rows, classes, strict=False):
+        known = len(scores.get(f"hd95_mm/{name}", ()))
+        if 0 < known != len(scores[f"dice/{name}"]):
+            row[-1] += f" ({known})"
     counts = [str(len(scores[f"dice/{name}"])) for name in classes] + [""]
     return Table(["class", *headings, "cases"], [[*row, count] for row, count in zip(rows, counts, strict=False)])
 

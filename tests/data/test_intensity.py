@@ -28,6 +28,13 @@ def test_z_score_is_per_volume_and_channel() -> None:
     assert found.std((1, 2, 3)) == pytest.approx([1, 1], abs=1e-5)
 
 
+def test_z_score_knows_no_unit() -> None:
+    """A diffusion coefficient in m^2/s is a ten-billionth."""
+    image = np.random.default_rng(0).normal(7, 1, (1, 4, 4, 4)).astype(np.float32)
+    found = [normalise(image * scale, (Intensity("zscore"),)) for scale in (1, np.float32(1e-12))]
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
 def test_a_constant_channel_becomes_zero() -> None:
     found = normalise(np.full((1, 2, 2, 2), 7, np.float32), (Intensity("zscore"),))
     assert (found == 0).all()

@@ -116,6 +116,32 @@ def test_resampling_moves_nothing(tmp_path: Path, spacing: list[float]) -> None:
     assert np.allclose(*centres, atol=1e-4)
 
 
+@pytest.mark.parametrize("spacing", [[2, 2, 2], [0.5, 0.5, 0.5], [1.7, 2, 0.8]])
+def test_resampled_labels_lie_where_their_image_lies(tmp_path: Path, spacing: list[float]) -> None:
+    """A ball in an even number of voxels: voxels of twice the size lie between two of them."""
+    axes = np.meshgrid(*(np.arange(n) for n in (30, 32, 28)), indexing="ij")
+    ball = (sum((axis - middle) ** 2 for axis, middle in zip(axes, (14.3, 15.1, 13.8), strict=True)) < 81).astype("u1")
+    where = nib.affines.from_matvec(euler2mat(0.2, 0.1, 0.3), (3, -4, 5))
+    paths = write(tmp_path / "i.nii.gz", ball.astype(np.float32), where), write(tmp_path / "l.nii.gz", ball, where)
+    volume = read_volume(Case("a", paths[:1], paths[1]), 2, None, spacing)
+    assert volume.label is not None
+    before = apply_affine(where, np.argwhere(ball)).mean(0)
+    after = apply_affine(volume.affine, np.argwhere(volume.label)).mean(0)
+    assert np.abs(after - before).max() < 0.1
+    assert volume.label.sum() * np.prod(spacing) == pytest.approx(ball.sum(), rel=0.05)
+
+
+@pytest.mark.parametrize(("pair", "wanted"), [((0, 1), 1), ((2, 1), 2), ((9, 2), 2), ((0, 9), 0)])
+def test_of_labels_with_equal_shares_a_class_is_kept_and_what_is_ignored_is_not(
+    tmp_path: Path, pair: tuple[int, int], wanted: int
+) -> None:
+    labels = np.broadcast_to(np.resize(pair, 4)[:, None, None], (4, 4, 4)).astype(np.uint8)
+    where = nib.affines.from_matvec(euler2mat(0.2, 0.1, 0.3), (3, -4, 5))
+    paths = write(tmp_path / "i.nii.gz", labels.astype(np.float32), where), write(tmp_path / "l.nii.gz", labels, where)
+    volume = read_volume(Case("a", paths[:1], paths[1]), 3, 9, [2, 1, 1])
+    assert volume.label is not None and volume.label.shape == (2, 4, 4) and (volume.label == wanted).all()
+
+
 def test_resampling_invents_no_intensity(tmp_path: Path) -> None:
     stored = np.zeros((20, 20, 20), np.int16)
     stored[:10] = 1000

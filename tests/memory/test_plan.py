@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,12 @@ from unet3d.memory.distress import remedies
 from unet3d.memory.fit import Point, command, front
 from unet3d.memory.forecast import forecast
 from unet3d.memory.look import Look
-from unet3d.memory.plan import knows_the_batch, lean_options, levers, plan, price
+from unet3d.memory.plan import Price, knows_the_batch, lean_options, levers, plan, price
 from unet3d.memory.predict import predict
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NET = ("model=unet_tiny", "model.features=[8,16]", "data.patch=[8,16,8]", "batch=4", "model.norm=group")
+WHATEVER = Price(2**60, 0)
 
 
 def config(*overrides: str) -> Config:
@@ -114,17 +116,29 @@ def test_levers_stop_at_networks_that_do_not_exist(
     """Groups of 8 on 4 channels; a decoder of no channels."""
     options = config()
     shape = replace(options.model, norm=norm, widen=widen, features=features, decoder=decoder)
-    for lever in levers(options, shape):
-        assert predict(lever.config, lever.options)["peak_bytes"] > 0
+    found = list(levers(options, shape, price(options, shape)))
+    assert any(lever.changes == "the patch" for lever, _ in found)
+    assert all(predict(lever.config, lever.options)["peak_bytes"] == now.peak for lever, now in found)
+
+
+@pytest.mark.parametrize("norm", ["instance", "group"])
+def test_a_lever_is_pulled_where_it_saves(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixed precision makes group norm need more on CUDA: no later price rests on it, and each line is a command."""
+    options = config("device=cuda", f"model.norm={norm}", "model.features=[8,8]", "data.patch=[16,16,16]")
+    found = list(levers(options, options.model, before := price(options, options.model)))
+    assert ("amp=true" in [lever.override for lever, _ in found]) == (norm == "instance")
+    peaks = [before.peak, *(now.peak for _, now in found)]
+    assert all(later < earlier for earlier, later in pairwise(peaks))
+    assert all(lever.config.amp == (norm == "instance") for lever, _ in found[-2:])
 
 
 def test_what_the_cpu_would_refuse_is_not_proposed() -> None:
     """Maps two voxels long in D: bf16's gradients would be wrong."""
     options = config()
     options.data.patch = [4, 16, 16]
-    assert "amp=true" not in [lever.override for lever in levers(options, options.model)]
+    assert "amp=true" not in [lever.override for lever, _ in levers(options, options.model, WHATEVER)]
     options.data.patch = [3, 16, 16]
-    found = [lever.override for lever in levers(options, options.model)]
+    found = [lever.override for lever, _ in levers(options, options.model, WHATEVER)]
     assert "amp=true" not in found, "3 voxels become 2 at the second level"
 
 
@@ -157,6 +171,15 @@ def test_what_would_need_less_does_need_less_whatever_the_budget() -> None:
     peaks = [float(line.split()[0].replace(",", "")) for line in (before, *lines)]
     assert len(lines) >= 2 and max(peaks[1:]) < peaks[0]
     assert any("ckpt=auto budget=null" in line for line in lines)
+
+
+def test_a_budget_that_was_too_high_is_the_first_thing_to_go() -> None:
+    """All of a network that `ckpt=auto` left uncut for it may be kept."""
+    asked = config("ckpt=auto", "budget=8GiB", "amp=true", "batch=1")
+    _, before, first, *_ = remedies(asked, asked.model)
+    assert first.endswith(" MiB  budget=null")
+    free = predict(config("ckpt=auto", "amp=true", "batch=1"), asked.model)["peak_bytes"]
+    assert first.split()[0] == f"{free / 2**20:,.1f}" != before.split()[0]
 
 
 def test_half_the_width_is_predicted_with_cuts_of_its_own() -> None:

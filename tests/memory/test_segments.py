@@ -93,6 +93,25 @@ def test_with_a_budget_auto_recomputes_as_little_as_fits(share: float) -> None:
     assert all(true_peak(starts, *overrides) > budget for starts in cheaper)
 
 
+def test_cuts_that_just_do_not_fit_hide_none_that_recomputes_more() -> None:
+    """Ten stages; 29 cuts that recompute six of them are 1 byte over the budget."""
+    count = 10
+    even = Profile(
+        forward=[0] * count,
+        backward=[10 * (stage + 1) for stage in range(count)],
+        waiting=[0] * count,
+        beyond=0,
+        update=0,
+        saved=[10 * stage for stage in range(count + 1)],
+        states=[frozenset()] * count,
+        sizes={},
+        flops=[1] * count,
+        later=0,
+    )
+    starts = choose(even, 1, count, lambda starts: peak(even, starts), budget=39)
+    assert peak(even, starts) <= 39 and recomputed(even, starts) == 0.7
+
+
 def test_with_room_enough_auto_cuts_nothing_and_with_none_it_cuts_for_the_lowest_peak() -> None:
     tiny = config("model=unet_tiny", "model.features=[8,16]")
     assert starts_of(replace(tiny, ckpt="auto", budget="100GiB")) == ()

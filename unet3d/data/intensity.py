@@ -59,7 +59,7 @@ def _kind(choice: str, channel: str) -> str:
 def _ct(values: np.ndarray) -> Intensity:
     low, high = np.percentile(values, [0.5, 99.5])
     clipped = values.clip(low, high)
-    return Intensity("ct", float(low), float(high), float(clipped.mean()), float(max(clipped.std(), 1e-8)))
+    return Intensity("ct", float(low), float(high), float(clipped.mean()), float(clipped.std()) if low < high else 1.0)
 
 
 def _apply(channel: np.ndarray, rule: Intensity) -> np.ndarray:
@@ -67,6 +67,6 @@ def _apply(channel: np.ndarray, rule: Intensity) -> np.ndarray:
         return channel.astype(np.float32)
     if rule.kind == "ct":
         return ((channel.clip(rule.low, rule.high) - rule.mean) / rule.std).astype(np.float32)
-    std = channel.std(dtype=np.float64)
-    normal: np.ndarray = (channel - channel.mean(dtype=np.float64)) / max(std, 1e-8)
+    std = channel.std(dtype=np.float64) if np.ptp(channel) else 1.0
+    normal: np.ndarray = (channel - channel.mean(dtype=np.float64)) / std
     return normal.astype(np.float32)

@@ -4,7 +4,7 @@ Nothing is mended in silence: files of a case that contradict each other, voxels
 no class raise UserError with the case, the file and what to do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -23,7 +23,7 @@ from unet3d.errors import UserError
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative
 # Cubic for images: linear blurs, by how much depending on where the new voxels fall. What cubic overshoots is clipped.
-CUBIC, LINEAR, NEAREST = 3, 1, 0
+CUBIC, LINEAR = 3, 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ def read_volume(
     label = None
     if case.label:
         label = _canonical(read_label(case.id, case.label, opened[case.label], classes, ignore), first)
-        label = np.ascontiguousarray(_resample(label, source, target, NEAREST))
+        label = np.ascontiguousarray(_resample_labels(label, source, target, ignore))
     return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, sum(replaced))
 
 
@@ -84,13 +84,8 @@ def to_original(probabilities: np.ndarray, volume: Volume, like: Path) -> np.nda
     """
     image = nifti.open_image(volume.case, like)
     source, target = _grid_of(probabilities[0], volume), canonical_grid(image)
-    best = _resample(probabilities[0], source, target, LINEAR)
-    labels = np.zeros(target.shape, label_kind(len(probabilities) - 1))
-    for label, scores in enumerate(probabilities[1:], start=1):  # one class at a time: K volumes at once may not fit
-        scores = _resample(scores, source, target, LINEAR)
-        labels[scores > best] = label
-        best = np.maximum(best, scores)
-    return _native(labels, image)
+    found = ((label, _resample(scores, source, target, LINEAR)) for label, scores in enumerate(probabilities))
+    return _native(_likeliest(found, target, label_kind(len(probabilities) - 1)), image)
 
 
 def contradictions(case: Case, opened: Mapping[Path, nib.Nifti1Image], leniency: Leniency = STRICT) -> list[UserError]:
@@ -150,11 +145,37 @@ def _respaced(case: Case, grid: Grid, spacing: Sequence[float]) -> Grid:
 
 def _resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.ndarray:
     """`array` (X, Y, Z) on the target grid by splines of that order, the edge continued outwards."""
-    if source.shape == target.shape and np.allclose(source.affine, target.affine):
+    if _is_same(source, target):
         return array
     matrix = np.linalg.inv(source.affine) @ target.affine
     result: np.ndarray = ndimage.affine_transform(array, matrix, output_shape=target.shape, order=order, mode="nearest")
     return result.clip(array.min(), array.max())
+
+
+def _resample_labels(label: np.ndarray, source: Grid, target: Grid, ignore: int | None) -> np.ndarray:
+    """The label with the largest share of each new voxel's neighbourhood; of equal ones the highest, last `ignore`.
+
+    The nearest voxel's label would lie up to half a voxel beside the image: between two voxels there is no nearest.
+    """
+    if _is_same(source, target):
+        return label
+    values = sorted(np.unique(label).tolist(), key=lambda value: (value == ignore, -value))
+    masks = ((value, (label == value).astype(np.float32)) for value in values)
+    shares = ((value, _resample(mask, source, target, LINEAR).round(4)) for value, mask in masks)  # so that ties are
+    return _likeliest(shares, target, label.dtype)
+
+
+def _likeliest(scores: Iterable[tuple[int, np.ndarray]], target: Grid, kind: np.dtype | type) -> np.ndarray:
+    """The label of the highest score, the first of equal ones. One at a time: all of them at once may not fit."""
+    labels, best = np.zeros(target.shape, kind), np.full(target.shape, -np.inf, np.float32)
+    for label, score in scores:
+        labels[score > best] = label
+        np.maximum(best, score, out=best)
+    return labels
+
+
+def _is_same(source: Grid, target: Grid) -> bool:
+    return source.shape == target.shape and np.allclose(source.affine, target.affine)
 
 
 def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image, leniency: Leniency) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 from unet3d.config import Config, Model
 from unet3d.memory import explain
@@ -40,11 +41,13 @@ def remedies(config: Config, options: Model) -> Iterator[str]:
 
     Without the budget, which was too high: `ckpt=auto` would use all of it.
     """
-    yield "what would need less (predicted peak of a step):"
-    before = price(config, options).peak
-    yield f"  {mib(before):>10} MiB  as it was"
-    added = " budget=null" if config.budget is not None else ""
-    for lever, _ in zip(levers(replace(config, budget=None), options), range(REMEDIES), strict=False):
-        peak = price(lever.config, lever.options).peak
-        if peak < before:
-            yield f"  {mib(peak):>10} MiB  {lever.override}{added}"
+    yield "what would need less, each on top of those before (predicted peak of a step):"
+    now, added = price(config, options), ""
+    yield f"  {mib(now.peak):>10} MiB  as it was"
+    if config.budget is not None:
+        config, before, added = replace(config, budget=None), now, " budget=null"
+        now = price(config, options)
+        if now.peak < before.peak:
+            yield f"  {mib(now.peak):>10} MiB {added}"
+    for lever, cost in islice(levers(config, options, now), REMEDIES):
+        yield f"  {mib(cost.peak):>10} MiB  {lever.override}{added}"

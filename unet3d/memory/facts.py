@@ -5,7 +5,7 @@ three widely read articles: on the memory of convolutional networks (units of 10
 and on a diffusion model of 76,464,439 parameters.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -155,11 +155,11 @@ def avatar() -> Iterator[Fact]:
         yield Fact(f"{AVATAR:,} parameters: {what}", "MiB", said, found[role] / MIB, 0.01)
 
 
-def table() -> Table:
+def table(found: Iterable[Fact]) -> Table:
     """Published beside computed."""
     rows = [
         [fact.what, fact.unit, *map(_number, (fact.said, fact.found, fact.found - fact.said, fact.within))]
-        for fact in facts()
+        for fact in found
     ]
     return Table(["figure", "unit", "published", "computed here", "difference", "expected within"], rows)
 
@@ -170,4 +170,4 @@ def _number(value: float) -> str:
 
 def show() -> None:
     """Print the table."""
-    paper(WIDE).print(terminal_table("Published figures on memory", table()))
+    paper(WIDE).print(terminal_table("Published figures on memory", table(facts())))

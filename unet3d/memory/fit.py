@@ -93,7 +93,7 @@ def print_front(points: Sequence[Point], budget: int) -> None:
             "yes" if p.peak <= budget else "",
             f"{p.again:+.0%}",
             str(p.segments) if p.segments > 1 else "",
-            "" if p.is_same else "batch statistics",
+            "" if p.is_same else "statistics",
             " ".join(p.overrides),
         ]
         for p in shown
@@ -125,12 +125,12 @@ def command(words: Sequence[str], added: Sequence[str]) -> str:
 def _beyond(config: Config, options: Model, budget: int, words: Sequence[str]) -> str:
     """Another network or patch, where the same result does not fit. UserError where that does not fit either."""
     given: dict[str, str] = {}
-    smallest = price(config, options).peak
-    for lever in levers(config, options):
+    before = price(config, options)
+    smallest = before.peak
+    for lever, now in levers(config, options, before):
+        smallest = now.peak
         for word in lever.override.split():
             given[word.partition("=")[0]] = word
-        peak = price(lever.config, lever.options).peak
-        if peak <= budget:
+        if smallest <= budget:
             return command(words, list(given.values()))
-        smallest = min(smallest, peak)
     raise UserError(f"budget={config.budget}: nothing tried fits; the smallest peak among it is {mib(smallest)} MiB")

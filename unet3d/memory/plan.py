@@ -47,10 +47,7 @@ def plan(config: Config, options: Model, budget: int) -> str:
         f"  {'peak MiB':>10} {'saves MiB':>10} {'more FLOPs':>10}  changes",
         f"  {mib(before.peak):>10} {'':>10} {before.again:>10.0%}  as asked",
     ]
-    smallest = before.peak
-    for lever in levers(config, options):
-        now = price(lever.config, lever.options)
-        smallest = min(smallest, now.peak)
+    for lever, now in levers(config, options, before):
         fits = "  (fits)" if now.peak <= budget else ""
         saves = mib(before.peak - now.peak)
         lines.append(
@@ -59,37 +56,64 @@ def plan(config: Config, options: Model, budget: int) -> str:
         if fits:
             return "\n".join(lines)
         before = now
-    return "\n".join([*lines, f"nothing of this fits; the smallest peak among these is {mib(smallest)} MiB"])
+    return "\n".join([*lines, f"nothing of this fits; the smallest peak among these is {mib(before.peak)} MiB"])
 
 
-def levers(config: Config, options: Model) -> Iterator[Lever]:
+def levers(config: Config, options: Model, before: Price) -> Iterator[tuple[Lever, Price]]:
     """Each on top of the last: what leaves the result as it is but for rounding, then smaller batches, widths, patches.
 
-    Those that this network and device cannot take are left out.
+    Those that this network and device cannot take are left out, and those that save nothing.
     """
+    for pull in (_lean, _mixed, _cut, _in_parts, _narrower, _smaller_patch):
+        while (lever := pull(config, options)) is not None:
+            now = price(lever.config, lever.options)
+            if now.peak >= before.peak:
+                break
+            yield lever, now
+            config, options, before = lever.config, lever.options, now
+
+
+def _lean(config: Config, options: Model) -> Lever | None:
     for override, lean in lean_options(options):
-        options = lean
-        yield Lever(override, "nothing", config, options)
-    if not config.amp and is_allowed(with_amp := replace(config, amp=True), options):
-        config = with_amp
-        yield Lever("amp=true", "rounding", config, options)
-    if config.ckpt != "auto":
-        config = replace(config, ckpt="auto")
-        yield Lever("ckpt=auto", "nothing", config, options)
-    if config.batch > 1 and is_allowed(single := replace(config, batch=1), options):
-        parts = config.batch * config.accumulate
-        config = replace(single, accumulate=parts)
-        changes = "statistics" if knows_the_batch(config, options) else "nothing"
-        yield Lever(f"batch=1 accumulate={parts}", changes, config, options)
-    while min(options.features) >= 2 * SMALLEST:
-        narrower = resized(options, lambda level, width: max(1, width // 2))
-        if not is_allowed(config, narrower):
-            break
-        options = narrower
-        yield Lever(overrides(options), "the network", config, options)
-    while (smaller := _smaller_patch(config, options)) is not None:
-        config = smaller
-        yield Lever(f"data.patch={config.data.patch}".replace(" ", ""), "the patch", config, options)
+        return Lever(override, "nothing", config, lean)
+    return None
+
+
+def _mixed(config: Config, options: Model) -> Lever | None:
+    mixed = replace(config, amp=True)
+    return Lever("amp=true", "rounding", mixed, options) if not config.amp and is_allowed(mixed, options) else None
+
+
+def _cut(config: Config, options: Model) -> Lever | None:
+    return None if config.ckpt == "auto" else Lever("ckpt=auto", "nothing", replace(config, ckpt="auto"), options)
+
+
+def _in_parts(config: Config, options: Model) -> Lever | None:
+    parts = config.batch * config.accumulate
+    single = replace(config, batch=1, accumulate=parts)
+    if config.batch == 1 or not is_allowed(single, options):
+        return None
+    changes = "statistics" if knows_the_batch(config, options) else "nothing"
+    return Lever(f"batch=1 accumulate={parts}", changes, single, options)
+
+
+def _narrower(config: Config, options: Model) -> Lever | None:
+    """Half the widths."""
+    narrower = resized(options, lambda level, width: max(1, width // 2))
+    if min(options.features) < 2 * SMALLEST or not is_allowed(config, narrower):
+        return None
+    return Lever(overrides(narrower), "the network", config, narrower)
+
+
+def _smaller_patch(config: Config, options: Model) -> Lever | None:
+    """Half the longest side, if the network takes such a patch."""
+    patch = list(config.data.patch)
+    longest = patch.index(max(patch))
+    patch[longest] //= 2
+    smaller = replace(config, data=replace(config.data, patch=patch))
+    if patch[longest] < SMALLEST or not is_allowed(smaller, options):
+        return None
+    return Lever(f"data.patch={patch}".replace(" ", ""), "the patch", smaller, options)
 
 
 def is_allowed(config: Config, options: Model) -> bool:
@@ -120,12 +144,3 @@ def lean_options(options: Model) -> Iterator[tuple[str, Model]]:
         yield "model.inplace=false", replace(options, inplace=False)
     if not options.inplace and options.norm != "instance" and options.activation == "leaky_relu":
         yield "model.inplace=true", replace(options, inplace=True)
-
-
-def _smaller_patch(config: Config, options: Model) -> Config | None:
-    """Half the longest side, if the network takes such a patch."""
-    patch = list(config.data.patch)
-    longest = patch.index(max(patch))
-    patch[longest] //= 2
-    smaller = replace(config, data=replace(config.data, patch=patch))
-    return smaller if patch[longest] >= SMALLEST and is_allowed(smaller, options) else None

@@ -6,7 +6,8 @@ entered this segment and those before it. The same holds while a segment is made
 """
 
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from functools import partial
+from itertools import combinations, groupby, islice
 from typing import NamedTuple
 
 from unet3d.checks import budget_bytes, stages
@@ -15,7 +16,7 @@ from unet3d.memory.ledger import phase_peaks
 from unet3d.memory.profile import Profile, profile
 from unet3d.memory.rehearsal import Starts, rehearse
 
-TRIED = 12  # cuts rehearsed for a budget before the one with the lowest peak is taken
+TRIED = 3  # cuts rehearsed for a budget, of those that recompute as much
 SLACK = 1.11  # the profile is up to that much above the rehearsed peak
 
 
@@ -64,14 +65,20 @@ def choose(
     if budget is not None:
         if peak(profile, (0,)) <= budget:
             return ()
-        every = cuts(len(profile.forward), most)
-        likely = [starts for starts in every if peak(profile, starts) <= SLACK * budget]
-        for starts in sorted(likely, key=lambda starts: (recomputed(profile, starts), peak(profile, starts)))[:TRIED]:
+        for starts in likely(profile, most, budget):
             if measure(starts) <= budget:
                 return starts
     found = candidates(profile, least, most)
     starts = min(found, key=lambda starts: (measure(starts), recomputed(profile, starts)))
     return starts if len(starts) > 1 else ()
+
+
+def likely(profile: Profile, most: int, budget: int) -> Iterator[Starts]:
+    """Cuts that may fit, the least recomputed first; of those that recompute alike, the few with the lowest peaks."""
+    every = [starts for starts in cuts(len(profile.forward), most) if peak(profile, starts) <= SLACK * budget]
+    again = partial(recomputed, profile)
+    for _, alike in groupby(sorted(every, key=lambda starts: (again(starts), peak(profile, starts))), key=again):
+        yield from islice(alike, TRIED)
 
 
 def candidates(profile: Profile, least: int, most: int) -> list[Starts]:

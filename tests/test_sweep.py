@@ -1,0 +1,194 @@
+"""Sweeps in real processes: a job's process, what ends one job and what ends all, the comparison at the end."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from training import ROOT, TINY, run
+from wandb_records import read_run
+
+from unet3d import command, process
+from unet3d.config import Config
+from unet3d.errors import UserError
+
+
+def test_one_wrong_job_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
+    done = run("-m", "ckpt=0,999", cwd=tmp_path)
+    assert done.returncode == 2 and "ckpt=999" in done.stderr
+    queued = run("-m", "ckpt=0,2", "requeue=true", cwd=tmp_path)
+    assert queued.returncode == 2 and "requeue=true" in queued.stderr and queued.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_flag_may_stand_between_overrides_and_a_failed_job_stops_no_other(tmp_path: Path) -> None:
+    """Job 0 breaks its budget; job 1 is predicted all the same."""
+    closed = ["model.in_channels=1", "model.classes=3", "dry_run=true"]
+    done = run(*TINY, *closed, "-m", "budget=0.001MiB,1GiB", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("does not fit") == 1
+    assert not (tmp_path / "sweep" / "0" / "memory.json").exists()
+    assert json.loads((tmp_path / "sweep" / "1" / "memory.json").read_text())["predicted"]["peak_bytes"] > 0
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path, list[list[str]]]:
+    """A sweep of 2 x 2, of which one breaks its budget; its folder; pid, parent's pid and arguments of each process."""
+    place = tmp_path_factory.mktemp("swept")
+    said = "import os, sys; print(os.getpid(), os.getppid(), *sys.orig_argv, sep='|', file=open({!r}, 'a'))"
+    (place / "sitecustomize.py").write_text(said.format(str(place / "processes")))
+    words = ["ckpt=0,2", "batch=1,2", "budget=2MiB", "steps=2", f"data.root={place / 'phantom'}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(place))
+        done = run("-m", *TINY, *words, f"hydra.sweep.dir={place / 'sweep'}", cwd=place)
+    processes = [line.split("|") for line in (place / "processes").read_text().splitlines()]
+    return done, place / "sweep", [process for process in processes if "train.py" in "".join(process)]
+
+
+def test_t10_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: tuple) -> None:
+    done, folder, _ = swept
+    assert done.returncode == 2 and "Comparison of 4 runs" in done.stdout
+    assert "run 2 failed: budget=2MiB: the step does not fit" in done.stdout
+    with (folder / "compare.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [f"{row['run']}: {row['batch']} {row['ckpt']}" for row in rows] == ["0: 1 0", "1: 1 2", "2: 2 0", "3: 2 2"]
+    assert [row["status"].partition(":")[0] for row in rows] == ["done", "done", "failed", "done"]
+    assert {row["error_bytes"] for row in rows} == {"0", ""} and rows[2]["peak_measured_bytes"] == ""
+    peak = json.loads((folder / "3" / "memory.json").read_text())["measured"]["peak_bytes"]
+    assert int(rows[3]["peak_measured_bytes"]) == peak
+    assert {path.name for path in folder.iterdir()} == {
+        *("0", "1", "2", "3", "compare.csv", "compare.html", "compare.png", "multirun.yaml", "wandb")
+    }
+
+
+def test_each_job_of_a_sweep_has_a_process_of_its_own(swept: tuple) -> None:
+    _, folder, processes = swept
+    (sweep, *_), *jobs = processes
+    assert len({sweep, *(pid for pid, *_ in jobs)}) == 5 and {parent for _, parent, *_ in jobs} == {sweep}
+    assert [arguments[-1] for arguments in jobs] == [f"hydra.run.dir='{folder / str(job)}'" for job in range(4)]
+
+
+def test_a_job_of_a_sweep_needs_what_it_needs_alone(swept: tuple, tmp_path: Path) -> None:
+    _, folder, _ = swept
+    words = [str(word) for word in yaml.safe_load((folder / "3" / "overrides.yaml").read_text())]
+    alone = run(*words, f"hydra.run.dir={tmp_path / 'alone'}", "wandb.mode=disabled", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    assert (tmp_path / "alone" / "memory.json").read_text() == (folder / "3" / "memory.json").read_text()
+
+
+def test_the_sweeps_wandb_run_holds_the_table(swept: tuple) -> None:
+    _, folder, _ = swept
+    found = read_run(folder)
+    assert [record["compare._type"] for record in found.history if "compare._type" in record] == ["table-file"]
+    (path,) = folder.glob("wandb/*run-*/files/media/table/compare_*.table.json")
+    table = json.loads(path.read_text())
+    with (folder / "compare.csv").open() as file:
+        assert table["columns"] == next(csv.reader(file))
+    assert [row[0] for row in table["data"]] == ["0", "1", "2", "3"] and found.exit_code == 0
+    assert str(folder.parent) not in path.read_text()
+
+
+def test_the_runs_of_a_sweep_can_be_compared_again(swept: tuple, tmp_path: Path) -> None:
+    _, folder, _ = swept
+    command = [sys.executable, "-m", "unet3d", "compare", str(folder), "-o", str(tmp_path / "again")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "Comparison of 4 runs" in done.stdout, done.stderr
+    for name in ("compare.csv", "compare.html"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+    nowhere = subprocess.run([*command[:4], "unet3d"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert nowhere.returncode == 2 and nowhere.stderr.count("\n") == 1 and "unet3d: not a run folder" in nowhere.stderr
+
+
+def test_a_sweep_that_predicts_stays_in_one_process(tmp_path: Path) -> None:
+    """Its jobs compare all the same; the one that fails in an unforeseen way ends no other."""
+    code = (
+        "import subprocess, sys; sys.path.insert(0, '.'); from unet3d import command; import train\n"
+        "def refuse(*_, **__): raise AssertionError('a process')\n"
+        "subprocess.Popen = refuse\n"
+        "def job(config, folder, stop):\n"
+        "    if config.ckpt == 2: raise RuntimeError('lost')\n"
+        "    train.job(config, folder, stop)\n"
+        "sys.exit(command.main(job))"
+    )
+    closed = ["model.in_channels=1", "model.classes=3", "dry_run=true", "wandb.mode=disabled"]
+    done = run(*TINY, *closed, "-m", "ckpt=0,2,3", f"hydra.sweep.dir={tmp_path}", cwd=ROOT, code=code)
+    assert done.returncode == 1 and "run 1 failed: RuntimeError('lost')" in done.stdout, done.stderr
+    with (tmp_path / "compare.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"].partition(":")[0] for row in rows] == ["predicted", "failed", "predicted"]
+    assert int(rows[2]["peak_predicted_bytes"]) < int(rows[0]["peak_predicted_bytes"])
+    assert not (tmp_path / "wandb").exists()
+
+
+def replace_fit(folder: Path, act: str) -> None:
+    """In a sweep's jobs, not in the sweep: what PYTHONPATH=folder does to a run in place of training."""
+    (folder / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if any('hydra.run.dir' in word for word in sys.orig_argv):\n"
+        f"    sys.path.insert(0, {str(ROOT)!r})\n"
+        "    from unet3d import record, run\n"
+        f"    def stop(self): {act}; signal.pause()\n"
+        "    run.Run.fit = stop\n"
+    )
+
+
+def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None:
+    """Only the sweep's process is told; the job, asked by it, still writes its STATUS, and no job follows."""
+    replace_fit(tmp_path, "os.kill(os.getppid(), signal.SIGINT)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        done = run("-m", *TINY, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
+    assert done.returncode == 75, done.stderr
+    assert (tmp_path / "sweep" / "0" / "STATUS").read_text() == (
+        "stopped by SIGTERM; there is no snapshot yet to go on from\nexit code 75\n"
+    )
+    assert not (tmp_path / "sweep" / "1").exists()
+    assert f"python -m unet3d compare {tmp_path / 'sweep'}" in done.stderr
+
+
+def test_the_folder_that_is_checked_is_the_one_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("multirun").touch()
+    command._refuse_unwritable(["seed=0"])
+    with pytest.raises(UserError, match=r"^multirun: .* give hydra.sweep.dir=FOLDER"):
+        command._refuse_unwritable(["seed=0,1", "-m"])
+    command._refuse_unwritable(["seed=0,1", "hydra.sweep.dir=elsewhere", "-m"])
+
+
+def test_a_process_that_was_killed_is_told_by_its_signal() -> None:
+    code, _ = process.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    assert code == 137 and process.fate(code) == "killed by SIGKILL"
+    assert process.run([sys.executable, "-c", "raise SystemExit(4)"]) == (4, False)
+
+
+def test_a_job_that_was_stopped_alone_does_not_end_the_sweep(tmp_path: Path) -> None:
+    replace_fit(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        done = run("-m", *TINY, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
+    assert done.returncode == 75 and "sweep interrupted" not in done.stderr, done.stderr
+    for job in "01":
+        assert (tmp_path / "sweep" / job / "STATUS").read_text().startswith("stopped by SIGTERM")
+    assert (tmp_path / "sweep" / "compare.csv").exists()
+
+
+def test_a_job_of_a_sweep_that_was_refused_leaves_the_run_there_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is going on, say, or could be gone on with; one that was killed is told of."""
+    status, said = tmp_path / "STATUS", tmp_path / "overrides.yaml"
+    status.write_text("running\n")
+    os.utime(status, ns=(1, 1))
+    said.write_text("- ckpt=2\n")
+    hydra = SimpleNamespace(runtime=SimpleNamespace(cwd="."))
+    monkeypatch.setattr(command, "HydraConfig", SimpleNamespace(get=lambda: hydra))
+    monkeypatch.setattr(process, "run", lambda words: process.Ended(2, is_asked=False))
+    assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == (2, False)
+    assert (status.read_text(), said.read_text()) == ("running\n", "- ckpt=2\n")
+    monkeypatch.setattr(process, "run", lambda words: process.Ended(137, is_asked=False))
+    assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == (137, False)
+    assert (status.read_text(), said.read_text()) == ("failed: killed by SIGKILL\nexit code 137\n", "- ckpt=3\n")
