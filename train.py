@@ -24,6 +24,8 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     with Run(config, folder, data, options, told.starts, stop) as run:
         if run.is_done:
             print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; steps=N goes on")
+            if not (folder / "report.html").exists():  # killed as it was written
+                report.write(folder)
             return
         record.add(folder, told.memory)
         run.fit()

@@ -80,6 +80,9 @@ def test_a_folder_holds_one_run(finished: Path, tmp_path: Path) -> None:
     over = run(f"resume={finished}", cwd=tmp_path)
     assert over.returncode == 0 and "nothing to do: step 4 of 4" in over.stdout
     after = {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file()}
+    (finished / "report.html").unlink()  # as where it was killed in writing it
+    assert run(f"resume={finished}", cwd=tmp_path).returncode == 0
+    assert (finished / "report.html").read_bytes() == before["report.html"]
     assert json.loads(after["memory.json"]) == json.loads(before["memory.json"])
     assert after["metrics.jsonl"] == before["metrics.jsonl"] and after["STATUS"] == before["STATUS"]
 

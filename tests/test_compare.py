@@ -202,6 +202,26 @@ def test_a_data_set_is_known_by_its_name_wherever_it_lies(make: Make, tmp_path: 
     assert mismatches(rows) == ["data.root: Task04 (runs 0, 1), Task05 (run 2)"]
 
 
+def test_a_private_table_of_a_sweep_names_no_folder(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last part of a data set's path is no path, but may be a patient's name."""
+    jobs = {}
+    for number, name in enumerate(("Smith_John", "Doe_Jane")):
+        (tmp_path / name).mkdir()
+        words = ["data=decathlon", f"data.root={tmp_path / name}", f"seed={number}"]
+        jobs[make(str(number), *words)] = compose.compose([*words, "wandb.mode=offline"])
+    tables: list[tuple] = []
+    monkeypatch.setattr(compare._Tracked, "table", lambda self, *table: tables.append(table))
+    compare.finish_sweep(jobs, tmp_path)
+    for config in jobs.values():
+        config.wandb.private = False
+    compare.finish_sweep(jobs, tmp_path)
+    private, told = map(repr, tables)
+    assert "seed" in private and "Smith_John" not in private and "Doe_Jane" not in private
+    assert "Smith_John" in told and "Doe_Jane" in told
+
+
 def test_runs_that_ended_at_other_steps_are_not_comparable(make: Make) -> None:
     folders = [make("0"), make("1")]
     (folders[1] / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 1}\n')

@@ -188,6 +188,11 @@ def test_a_run_stopped_before_its_last_validation_still_tells_what_it_measured(s
     assert resume(stopped).code == 0
     measured = [json.loads((run / "memory.json").read_text())["measured"] for run in (stopped, whole)]
     assert measured[0] == measured[1]
+    for part in ("memory", "figures"):
+        assert {path.name for path in (stopped / part).iterdir()} == {path.name for path in (whole / part).iterdir()}
+    told = [(run / "metrics.jsonl").read_text().splitlines() for run in (stopped, whole)]
+    peaks = [[line for line in lines if "memory/peak_allocated_bytes" in line] for lines in told]
+    assert peaks[0] == peaks[1] and len(peaks[0]) == 1
 
 
 def test_r8_a_run_that_is_done_is_left_as_it_is(whole: Path) -> None:

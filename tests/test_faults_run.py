@@ -122,6 +122,24 @@ def test_r5_a_signal_ends_the_run_where_it_is(
     assert again.code == 0 and same(folder, whole), again.err
 
 
+def refused_memory() -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
+
+
+def out_of_memory_in_validation() -> None:
+    import unet3d.run  # noqa: F401
+
+    call(EVALUATE, 2, refused_memory)
+
+
+def test_memory_that_runs_out_in_a_validation_is_not_told_as_a_steps(tmp_path: Path) -> None:
+    """Neither ckpt nor batch would change anything there."""
+    done = train(tmp_path, *RUN, f"data.root={tmp_path / 'phantom'}", hook=out_of_memory_in_validation)
+    assert done.code == 5 and "you tried to allocate 7 bytes\nin the validation after step 4, " in done.err, done.err
+    assert "ckpt" not in done.err and "in the first" not in done.err
+    assert done.err.endswith(f"to go on: python train.py resume={tmp_path / 'run'}\n")
+
+
 def test_r5_a_second_interrupt_ends_the_run_at_once(place: Path) -> None:
     done = train(place / "twice", *RUN, hook=interrupted_twice)
     folder = place / "twice" / "run"

@@ -13,7 +13,7 @@ from training import TINY, train
 
 from unet3d import __main__, apply, build, compose, publish, score, snapshot, trained
 from unet3d.config import Model
-from unet3d.data.cases import read_task
+from unet3d.data.cases import Case, read_task
 from unet3d.data.nifti import stem
 from unet3d.errors import NotSaved, SnapshotError, UserError
 
@@ -248,6 +248,36 @@ def test_a_single_channel_is_numbered_in_one_layout_alone(tmp_path: Path) -> Non
     assert [case.id for case in apply.find_cases([tmp_path], 1)] == ["a_0000", "b_0001"]
 
 
+def test_a_snapshots_preparation_is_that_of_its_run(pair: list[Path]) -> None:
+    """Its spacing, how its layout names files, and whether it mirrors, unless the command says otherwise."""
+    found = apply.open_snapshot(pair[1], "cpu")
+    assert (found.spacing, found.by_channel, found.predictor.mirror) == (None, False, (0, 1, 2))
+    assert apply.open_snapshot(pair[1], "cpu", mirror=False).predictor.mirror == ()
+    change(pair[1], "config", "data", "spacing", value=[2.0, 2.0, 2.0])
+    change(pair[1], "config", "data", "format", value="nnunet")
+    change(pair[1], "config", "inference", "mirror", value=False)
+    found = apply.open_snapshot(pair[1], "cpu")
+    assert (found.spacing, found.by_channel, found.predictor.mirror) == ([2.0, 2.0, 2.0], True, ())
+    assert apply.open_snapshot(pair[1], "cpu", mirror=True).predictor.mirror == (0, 1, 2)
+    change(pair[1], "config", "data", "augment", "mirror", value=[])
+    with pytest.raises(UserError, match=r"inference\.mirror=true does nothing with data\.augment\.mirror=\[\]"):
+        apply.open_snapshot(pair[1], "cpu", mirror=True)
+
+
+def test_cases_that_a_run_learned_from_are_told_of(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where cases were added since: the rule is the same, but it keeps others aside."""
+    path = finished / "checkpoints" / "last.pt"
+    state = snapshot.load(path)
+    cases = read_task(compose.compose(overrides(finished)).data).cases
+    learned = state["grounds"]["training cases"]
+    assert 0 < len(learned) < len(cases)
+    score._warn_of_learned(path, state, [case for case in cases if case.id not in learned])
+    assert capsys.readouterr().err == ""
+    score._warn_of_learned(path, state, cases)
+    told = f"learned from {len(learned)} of the {len(cases)} cases that are scored: {learned[0]}"
+    assert told in capsys.readouterr().err
+
+
 def predict(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     monkeypatch.setattr("sys.argv", ["unet3d", "predict", *map(str, words)])
     return __main__.main()
@@ -262,6 +292,34 @@ def test_predict_replaces_no_image(
     assert predict(monkeypatch, finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path, "--overwrite") == 2
     assert "a.nii.gz: is an image to segment; -o names another folder" in capsys.readouterr().err
     assert path.read_bytes() == before
+
+
+def test_a_volume_that_memory_does_not_hold_stops_no_other(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "ab":
+        nib.save(nib.Nifti1Image(np.zeros((16, 16, 16), np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
+    to_file = apply.Segmenter.to_file
+
+    def refuse(self: apply.Segmenter, case: Case, path: Path) -> tuple:
+        if case.id == "a":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
+        return to_file(self, case, path)
+
+    monkeypatch.setattr(apply.Segmenter, "to_file", refuse)
+    assert predict(monkeypatch, finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path / "out") == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: a: out of memory: ") and told.count("\n") == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.nii.gz"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("sys.argv", ["unet3d", "compare", str(finished), "-o", str(tmp_path / "file" / "x")])
+    assert __main__.main() == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file' / 'x'}: Not a directory\n"
 
 
 def test_predictions_that_cannot_be_written_are_one_line(

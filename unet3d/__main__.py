@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from unet3d import compose
-from unet3d.errors import NotSaved, SnapshotError, UserError
+from unet3d.errors import NotSaved, OutOfMemory, SnapshotError, UserError, is_out_of_memory, reason
 
 
 def main() -> int:
@@ -17,6 +17,14 @@ def main() -> int:
     except (UserError, SnapshotError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # a folder that cannot be made, read or written to
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return UserError.exit_code
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"error: out of memory: {reason(error)}", file=sys.stderr)
+        return OutOfMemory.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -139,6 +147,11 @@ def _predict(arguments: argparse.Namespace) -> int:
             print(f"error: {error}", file=sys.stderr)
         except OSError as error:
             raise NotSaved(f"{path}: not saved ({error.strerror})") from error
+        except (RuntimeError, MemoryError) as error:  # of this volume's size, perhaps
+            if not is_out_of_memory(error):
+                raise
+            failed += 1
+            print(f"error: {case.id}: out of memory: {reason(error)}", file=sys.stderr)
     return UserError.exit_code if failed else 0
 
 

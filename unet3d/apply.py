@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from unet3d import build, snapshot, trained
+from unet3d import build, checks, snapshot, trained
 from unet3d.data.cases import Case, in_order, volumes_in, without_channel
 from unet3d.data.intensity import Intensity, normalise
 from unet3d.data.nifti import channels, open_image, save_labels, stem
@@ -50,6 +50,7 @@ def segmenter(found: Trained, device: str, mirror: bool | None) -> Segmenter:
     config = dataclasses.replace(found.config, device=device)
     if mirror is not None:
         config.inference = dataclasses.replace(config.inference, mirror=mirror)
+        checks.check(config, here=False)  # not every network can be mirrored
     where = build.device(config)
     networks = trained.networks(found, where)
     predictor = build.predictor(config, networks, config.model, build.policy(config, where.type, ()))

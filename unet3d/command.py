@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from unet3d import compose, guard, outlet, process
 from unet3d.compose import CONFIG_NAME, VERSION_BASE
 from unet3d.config import Config
-from unet3d.errors import Preempted, UserError
+from unet3d.errors import NotSaved, Preempted, UserError
 from unet3d.guard import OVERRIDES, Job
 from unet3d.process import INTERRUPTED
 from unet3d.resuming import refuse_changes
@@ -59,7 +59,12 @@ def main(job: Job) -> int:
     if swept:
         from unet3d import compare
 
-        compare.finish_sweep(swept, sweep_folder)
+        try:
+            compare.finish_sweep(swept, sweep_folder)
+        except OSError as error:
+            codes.append(
+                guard.say(f"error: {sweep_folder}: comparison not saved ({error.strerror})", NotSaved.exit_code)
+            )
     return max(codes, default=0)
 
 
@@ -69,7 +74,11 @@ def _checked(arguments: Sequence[str]) -> list[str]:
     if flags.shell_completion or flags.hydra_help:
         return list(arguments)
     ordered = _overrides_first(arguments, flags.overrides)
-    added = [] if flags.cfg or flags.info or flags.help else compose.added_sweep(flags.overrides)
+    shows = flags.cfg or flags.info or flags.help
+    _refuse_interpolation(flags.overrides)
+    if not (shows or flags.multirun) and (folder := _resumed_folder(flags.overrides)) is not None:
+        return resumed(folder, flags.overrides)
+    added = [] if shows else compose.added_sweep(flags.overrides)
     if flags.multirun or added:
         for overrides in compose.sweep([*flags.overrides, *added]):
             config = compose.compose(overrides)
@@ -78,10 +87,23 @@ def _checked(arguments: Sequence[str]) -> list[str]:
             if config.requeue:
                 raise UserError("requeue=true is for a job of one run, which goes on in its folder; leave it away")
         return [*flags.overrides, *added, *ordered[len(flags.overrides) :], *["-m"] * (not flags.multirun)]
-    config = compose.compose(flags.overrides)
-    if config.resume is None or flags.cfg or flags.info or flags.help:
-        return ordered
-    return resumed(Path(config.resume), flags.overrides)
+    compose.compose(flags.overrides)
+    return ordered
+
+
+def _resumed_folder(overrides: Sequence[str]) -> Path | None:
+    """The run to go on with, whose own options the others are for."""
+    found = compose.compose([word for word in overrides if word.startswith("resume=")]).resume
+    return None if found is None else Path(found)
+
+
+def _refuse_interpolation(overrides: Sequence[str]) -> None:
+    """Raise UserError for what would be replaced anew when the run is resumed, by something else perhaps."""
+    for word in overrides:
+        if "${" in word and not word.lstrip("+~").startswith("hydra."):
+            raise UserError(
+                f"{word}: a run keeps what it was given; let the shell replace it, as in data.root=$PLACE/a"
+            )
 
 
 def _refuse_unwritable(arguments: Sequence[str]) -> None:
@@ -118,16 +140,13 @@ def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
     if asked.dry_run:
         raise UserError("resume goes on with a run, dry_run only predicts; leave one of them away")
     now = compose.to_plain(asked)
-    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    assert isinstance(config, dict)
-    refuse_changes(config, now)
+    refuse_changes(guard.read_yaml(folder / "config.yaml", dict), now)
     return [*arguments, _run_in(folder)]
 
 
 def _run_in(folder: Path) -> str:
     """The override that makes `folder` the run's."""
-    quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
-    return f"hydra.run.dir='{quoted}'"
+    return f"hydra.run.dir={guard.quoted(folder.resolve())}"
 
 
 def _job_of_sweep(job: Job, config: Config, folder: Path, overrides: list[str]) -> process.Ended:

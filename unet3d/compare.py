@@ -4,7 +4,7 @@ A pure function of the run folders, so that it can be had again at any time, als
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -14,6 +14,7 @@ from unet3d.compare_figures import Point
 from unet3d.compare_rows import Numbers, Row, columns, differing, find, mismatches, read, short, sides
 from unet3d.config import Config
 from unet3d.console import WIDE, paper, terminal_table
+from unet3d.privacy import PATHS
 from unet3d.sinks import Scalar, Sinks
 from unet3d.table import Table, mib, write_csv
 from unet3d.tracker import Wandb, wandb_mode
@@ -30,8 +31,8 @@ FACE: dict[str, tuple[str, Callable[[Any], str]]] = {  # field of Numbers: headi
 }
 ABOUT = (
     "Peak: the most bytes held at once in a training step, in MiB (2^20 bytes); error: predicted less measured, of "
-    "tensors: on a GPU less what they requested, not less what the allocator rounded that to. Step: the median time of "
-    "one. Dice: mean over the classes at the last validation."
+    "tensors: on a GPU by the ledger, which sees neither workspaces nor what the allocator rounds to. Step: the median "
+    "time of one. Dice: mean over the classes at the last validation."
 )
 
 
@@ -51,9 +52,14 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     config = next(iter(jobs.values()))
     if wandb_mode(config) != "disabled":
         sinks = Sinks([_Tracked(config, folder)])
-        sinks.table("compare", *cells(rows))
+        sinks.table("compare", *cells(_without_paths(rows) if config.wandb.private else rows))
         sinks.close(0)
     print(f"compared: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+
+def _without_paths(rows: Sequence[Row]) -> list[Row]:
+    """Without the options that are paths: their last part is no path any more, but often a patient's name."""
+    return [replace(row, settings={k: v for k, v in row.settings.items() if k not in PATHS}) for row in rows]
 
 
 @dataclass(frozen=True)

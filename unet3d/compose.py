@@ -2,13 +2,15 @@
 
 import difflib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -103,15 +105,20 @@ def sweep(overrides: Sequence[str]) -> list[list[str]]:
     """The override lists of every job of a multirun: `a=1,2 b=3` gives `[[a=1, b=3], [a=2, b=3]]`."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-        choices = [
-            [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
-            if o.is_sweep_override()
-            else [str(o.input_line)]
+        found = [
+            [f"{o.get_key_element()}={value}" for value in _values(o)] if o.is_sweep_override() else [str(o.input_line)]
             for o in parsed
         ]
     except HydraException as error:
         raise UserError(explain(error)) from error
-    return [list(job) for job in itertools.product(*choices)]
+    return [list(job) for job in itertools.product(*found)]
+
+
+def _values(override: Override) -> Iterable[str]:
+    """The values of a sweep; `model=glob(unet*)` names configs of a group."""
+    values: Any = override.value()
+    is_glob = isinstance(values, Glob)
+    return values.filter(choices(override.key_or_group)) if is_glob else override.sweep_string_iterator()
 
 
 def added_sweep(overrides: Sequence[str]) -> list[str]:

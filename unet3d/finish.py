@@ -17,7 +17,9 @@ from unet3d.run import Run
 
 def finish(run: Run) -> None:
     """Write everything that is known at the end; predictions are those of the last weights, or of their average."""
-    if memory := run.keep_measured():
+    if run.keep_measured():
+        save.write(run.meter.ledger, run.folder.name, run.folder)
+    if "measured" in (memory := record.memory(run.folder)):  # by steps taken before the run was stopped, perhaps
         _tell_memory(run, memory)
     with run.averaged():
         _predict_held_out(run)
@@ -27,7 +29,6 @@ def finish(run: Run) -> None:
 def _tell_memory(run: Run, memory: Mapping[str, Any]) -> None:
     """Files and pictures of the measured steps; the same to the sinks, as tables, pictures and summary."""
     measured, pictures = memory["measured"], run.folder / "figures"
-    save.write(run.meter.ledger, run.folder.name, run.folder)
     memory_figures.phases(measured, pictures / "memory_phases.png")
     seen = measured.get("ledger", measured)
     memory_figures.along_the_u(seen, pictures / "memory_layers.png")

@@ -1,13 +1,17 @@
 """A job alone in its run folder; however it ends, a last line, STATUS and an exit code say so. Free of torch."""
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import TypeVar
 
+import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from unet3d import lock, process, signals
 from unet3d.config import Config
@@ -30,6 +34,8 @@ UNFORESEEN = 1
 RUNNING = "running\n"  # STATUS as a run begins
 CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preempted.exit_code, INTERRUPTED))
 KILLED = "failed: killed by "  # said of a sweep's job
+PLAIN = re.compile(r"[A-Za-z0-9_/.+%@:-]+")
+Kind = TypeVar("Kind", list, dict)
 OVERRIDES = "overrides.yaml"  # what the command line said, for `resume`
 
 
@@ -122,15 +128,32 @@ def remember(folder: Path, overrides: list[str]) -> None:
 
 def remembered(folder: Path) -> list[str]:
     """The same, read back; unresolved, for it may ask for the environment."""
-    words = OmegaConf.to_container(OmegaConf.load(folder / OVERRIDES), resolve=False)
-    assert isinstance(words, list)
-    return [*map(str, words)]
+    return [*map(str, read_yaml(folder / OVERRIDES, list))]
+
+
+def read_yaml(path: Path, kind: type[Kind]) -> Kind:
+    """A list or a dictionary that a run has written. Raises UserError for anything else."""
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{path}: cannot be read ({str(error).partition(chr(10))[0]})") from error
+    if not isinstance(found, kind):
+        raise UserError(f"{path}: is damaged; it is not as a run has written it")
+    return found
 
 
 def _how_to_go_on(folder: Path) -> str:
     if snapshots(folder):
-        return f"to go on: python train.py resume={shlex.quote(str(folder))}"
+        return f"to go on: python train.py {shlex.quote(f'resume={quoted(folder)}')}"
     return "there is no snapshot yet to go on from"
+
+
+def quoted(path: Path) -> str:
+    """A path as Hydra's command line takes it, which without quotes knows few letters."""
+    if PLAIN.fullmatch(str(path)):
+        return str(path)
+    escaped = re.sub(r"(\\*)'", r"\1\1\'", str(path))  # a backslash is doubled only before a quote
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
 
 
 def started(folder: Path) -> int | None:

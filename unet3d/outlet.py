@@ -4,9 +4,14 @@ import os
 import sys
 from typing import Any, TextIO
 
+from unet3d.errors import is_disk_full
+
 
 class Outlet:
-    """A text stream; once nobody reads it any more, what is written goes nowhere."""
+    """A text stream; once nobody reads it any more, what is written goes nowhere.
+
+    A file on a full disk misses what is written meanwhile, but goes on once there is room.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -14,18 +19,20 @@ class Outlet:
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
-        except OSError:
-            self._shut()
+        except OSError as error:
+            self._failed(error)
         return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except OSError:
-            self._shut()
+        except OSError as error:
+            self._failed(error)
 
-    def _shut(self) -> None:
+    def _failed(self, error: OSError) -> None:
         """What the stream still holds, and what Python flushes as it ends, goes nowhere, too."""
+        if is_disk_full(error):
+            return
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

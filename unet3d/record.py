@@ -1,22 +1,25 @@
-"""The files of a run folder that are not streams: config.yaml, env.json, memory.json, STATUS."""
+"""The files of a run folder that are not streams: config.yaml, env.json, memory.json, STATUS.
+
+STATUS is written also where a signal ends the process while torch loads: torch is not loaded here.
+"""
 
 import json
 import os
 import platform
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from unet3d import compose
 from unet3d.config import Config
-from unet3d.policy import emulates_bf16
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("unet3d", "torch", "monai", "hydra-core", "nibabel", "numpy", "scipy", "wandb")
 
 
-def start(folder: Path, config: Config, device: torch.device) -> None:
+def start(folder: Path, config: Config, device: "torch.device") -> None:
     """Make the folder's parts and write what is known before the first step."""
     for part in ("checkpoints", "figures", "predictions"):
         (folder / part).mkdir(parents=True, exist_ok=True)
@@ -46,24 +49,33 @@ def sweep_orphans(folder: Path) -> None:
 
 def add_measured(folder: Path, parameters: int, measured: dict[str, Any]) -> dict[str, Any]:
     """memory.json with what was measured beside what was predicted. Returns it."""
-    memory = add(folder, {"parameters": parameters, "measured": measured})
-    if "predicted" in memory:  # tensors against tensors: on CUDA what was requested, without the allocator's rounding
-        peak = measured.get("requested_bytes", measured["peak_bytes"])
-        memory = add(folder, {"error_bytes": memory["predicted"]["peak_bytes"] - peak})
-    return memory
+    found = add(folder, {"parameters": parameters, "measured": measured})
+    if "predicted" in found:  # tensors against tensors: on CUDA the ledger's, without workspaces and rounding
+        peak = measured.get("ledger", measured)["peak_bytes"]
+        found = add(folder, {"error_bytes": found["predicted"]["peak_bytes"] - peak})
+    return found
 
 
 def add(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     """memory.json with these entries added or replaced. Returns it."""
+    found = memory(folder) | values
+    write_json(folder / "memory.json", found)
+    return found
+
+
+def memory(folder: Path) -> dict[str, Any]:
+    """memory.json; empty where there is none."""
     path = folder / "memory.json"
-    memory: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    memory |= values
-    write_json(path, memory)
-    return memory
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: "torch.device") -> dict[str, Any]:
     """Versions and the device, nothing that names the machine or its user."""
+    import torch
+
+    from unet3d.policy import emulates_bf16
+
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.system()}
     found |= {name: _version(name) for name in PACKAGES}
     found |= {"device": device.type, "threads": torch.get_num_threads()}

@@ -20,8 +20,9 @@ from unet3d.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_ou
 from unet3d.evaluation import evaluate
 from unet3d.grounds import grounds
 from unet3d.losses import IGNORE
-from unet3d.memory import distress
+from unet3d.memory import distress, save
 from unet3d.memory.meter import open_meter
+from unet3d.metrics import CaseScore
 from unet3d.model import geometry
 from unet3d.moment import Moment
 from unet3d.signals import Stop
@@ -94,7 +95,8 @@ class Run:
     def _keep_measured_early(self) -> None:
         """A run that is stopped now may take no step again."""
         with suppress(OSError):  # the disk is full: a run that comes to its end says so
-            self.keep_measured()
+            if self.keep_measured() and self.trainer.step == self.config.steps:
+                save.write(self.meter.ledger, self.folder.name, self.folder)
 
     def fit(self) -> None:
         """Train to the end, pausing to validate and to save. Raises Preempted, once saved, when asked to stop."""
@@ -167,9 +169,7 @@ class Run:
             self._keep_measured_early()
             self._save_now()  # this validation may be the first, of volumes that memory does not hold
         with self.averaged(), self.stop.raised():
-            scores = evaluate(
-                self.predictor, map(self.data.score, self.data.val), len(task.classes), hd95=self._measures_surfaces()
-            )
+            scores = self._scores()
         values = metrics.summarise(scores, task.classes)
         # told before it is saved: a run killed in between takes this validation again, and its record with it
         self.sinks.scalars({**values, "time/val_s": time.perf_counter() - started}, step)
@@ -185,6 +185,17 @@ class Run:
                 raise
             else:
                 raise NotSaved(f"scores.csv: not saved ({error})") from error
+
+    def _scores(self) -> list[CaseScore]:
+        """Of the held-out cases. Raises OutOfMemory."""
+        cases, classes = map(self.data.score, self.data.val), len(self.data.task.classes)
+        try:
+            return evaluate(self.predictor, cases, classes, hd95=self._measures_surfaces())
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            told = [str(error).partition("\n")[0], *distress.in_validation(self.config, self.trainer.step)]
+            raise OutOfMemory("\n".join(told)) from None
 
     def _measures_surfaces(self) -> bool:
         """At the last validation, where whole volumes are scored: slices have no surface."""

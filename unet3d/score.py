@@ -1,11 +1,14 @@
 """A snapshot scored on labelled cases, best on such as its training did not see."""
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
+from typing import Any
 
 from unet3d import apply, build, metrics, record, snapshot, trained
 from unet3d.config import Config, Data
-from unet3d.data.cases import Task, read_task, split
+from unet3d.data.cases import Case, Task, read_task, split
 from unet3d.data.reader import Reader
 from unet3d.data.voxels import Leniency
 from unet3d.errors import NotSaved, UserError
@@ -28,10 +31,12 @@ def score(path: Path, config: Config, out: Path) -> None:
         raise UserError(f"{out / SCORES}: is there already; give another folder")
     task = read_task(config.data)
     _, held_out = split(task, config.data)
-    found = trained.parse(snapshot.load(path), path)
+    state = snapshot.load(path)
+    found = trained.parse(state, path)
     _refuse_misfit(found, task)
     build.refuse_problems(task, held_out, config.data)
     _warn_of_another_split(found, config.data)
+    _warn_of_learned(path, state, held_out)
     segmenter = apply.segmenter(found, config.device, mirror=None)
     refuse_large_window(segmenter.predictor, path)
     reader = Reader(task, segmenter.spacing, segmenter.intensity, cache=None, leniency=Leniency.of(config.data))
@@ -53,6 +58,17 @@ def _refuse_misfit(found: Trained, task: Task) -> None:
         print(
             f"warning: {found.path}: its channels are {', '.join(found.channels)}, those of the data "
             f"{', '.join(task.channels)}; they are taken in this order",
+            file=sys.stderr,
+        )
+
+
+def _warn_of_learned(path: Path, state: Mapping[str, Any], held_out: Sequence[Case]) -> None:
+    """A run's own snapshot says what it learned from: of fewer or more cases, the same rule keeps others aside."""
+    learned = state.get("grounds", {}).get("training cases", [])
+    if seen := sorted({case.id for case in held_out} & {*map(str, learned)}):
+        print(
+            f"warning: {path}: learned from {len(seen)} of the {len(held_out)} cases that are scored: "
+            f"{shorten(', '.join(seen), 200, placeholder=' ...')}",
             file=sys.stderr,
         )
 

@@ -18,7 +18,7 @@ QUIET = {
     "quiet": True,
     "symlink": False,
     "init_timeout": 20,
-    "finish_timeout": 120,
+    "finish_timeout": 60,  # a scheduler that asked for the end gives two minutes, say
     "finish_timeout_raises": True,
 }
 

@@ -36,6 +36,14 @@ def moment(ledger: Ledger) -> Iterator[str]:
         yield f"  {mib(group.bytes):>10} MiB  {group.number} x {group.shape} {group.dtype}, {NAMES[group.category]}"
 
 
+def in_validation(config: Config, step: int) -> Iterator[str]:
+    """The same for the validation after a step, whose memory is no step's: batch and ckpt change nothing there."""
+    window = "x".join(map(str, config.data.patch))
+    yield f"in the validation after step {step}, of windows of {window} voxels on the device, one at a time,"
+    yield "and of whole volumes in host memory, with 4 bytes for each class of each voxel;"
+    yield "what would need less: a smaller data.patch there, a wider data.spacing or smaller volumes here"
+
+
 def remedies(config: Config, options: Model) -> Iterator[str]:
     """What would need less: levers that leave the network as it is come first, each on top of those before.
 

@@ -65,7 +65,7 @@ def estimates(counts: Iterable[LayerCount], parameters: int, weights: int, saved
     outputs = sum(count.output_bytes for count in leaves if not count.is_in_place)
     weighted = sum(count.output_bytes for count in leaves if count.parameters)
     return {
-        "4 x parameters (weights, gradients, Adam)": ADAM * parameters,
+        "4 x parameters (weights, gradients, Adam)": 4 * weights,
         "modelsize, forward: weights + outputs of layers": weights + outputs,
         "modelsize, with backward: weights + 2 x those": weights + 2 * outputs,
         "torchinfo: weights + 2 x outputs of layers with weights": weights + 2 * weighted,

@@ -120,7 +120,8 @@ def family(subject: Look, overrides: Sequence[str]) -> list[Look]:
     """The named networks whose names begin alike, under the same overrides; alone if these set widths."""
     stem = subject.name.partition("_")[0]
     names = [name for name in compose.choices("model") if name.partition("_")[0] == stem]
-    if any(override.startswith(("model.features", "model.decoder")) for override in overrides):
+    named, own = compose.compose([f"model={subject.name}"]).model, subject.config.model
+    if (named.features, named.decoder) != (own.features, own.decoder):
         return [subject]
     rest = [override for override in overrides if not override.startswith("model=")]
     found = []

@@ -105,7 +105,8 @@ def patches(subject: Look, series: str) -> Iterator[Point]:
         patch = [max(1, round(length * scale)) for length in subject.config.data.patch]
         config = replace(subject.config, data=replace(subject.config.data, patch=patch))
         voxels = patch[0] * patch[1] * patch[2]
-        yield from _point("patch (voxels)", voxels, series, f"data.patch={patch}", replace(subject, config=config))
+        given = f"data.patch={patch}".replace(" ", "")
+        yield from _point("patch (voxels)", voxels, series, given, replace(subject, config=config))
 
 
 def _scaled(scale: float, level: int, width: int) -> int:
@@ -118,4 +119,4 @@ def _point(varied: str, x: float, series: str, config: str, subject: Look) -> It
         check(replace(subject.config, model=subject.options), here=False)
     except UserError:
         return
-    yield Point(varied, x, series, config.replace(" ", ""), subject.parameters, subject.peak)
+    yield Point(varied, x, series, config, subject.parameters, subject.peak)

@@ -1,0 +1,90 @@
+"""Which moments of a run are kept."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from unet3d import build, compose, snapshot
+from unet3d.checkpoints import Checkpoints
+from unet3d.errors import NotSaved
+
+
+class Steps:
+    """A run's state: a step more at each call of `next`."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __call__(self) -> dict[str, Any]:
+        return {"step": self.step, "paused": self.step}
+
+    def next(self) -> None:
+        self.step += 1
+
+
+@pytest.fixture
+def steps() -> Steps:
+    return Steps()
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, steps: Steps) -> Checkpoints:
+    (tmp_path / "checkpoints").mkdir()
+    return Checkpoints(tmp_path, steps)
+
+
+def kept(checkpoints: Checkpoints) -> dict[str, int]:
+    """The step of each snapshot."""
+    folder = checkpoints.folder / "checkpoints"
+    return {path.stem: snapshot.load(path)["step"] for path in folder.iterdir()}
+
+
+def test_the_best_is_that_of_the_highest_dice(checkpoints: Checkpoints, steps: Steps) -> None:
+    """Of equal ones the first; a validation without any foreground, whose Dice is n/a, is none."""
+    best = []
+    for dice in (None, 0.5, 0.3, None, 0.5, 0.6):
+        steps.next()
+        checkpoints.keep(dice)
+        best.append(kept(checkpoints).get("best"))
+    assert best == [None, 2, 2, 2, 2, 6] and checkpoints.best == 0.6
+    assert kept(checkpoints) == {"best": 6, "last": 6, "previous": 5}
+
+
+def test_a_best_that_could_not_be_saved_is_no_best(
+    checkpoints: Checkpoints, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints.keep(0.5)
+    steps.next()
+    with monkeypatch.context() as full:
+        full.setattr(snapshot, "save", lambda *_: (_ for _ in ()).throw(NotSaved("no room")))
+        with pytest.raises(NotSaved):
+            checkpoints.keep(0.8)
+    assert kept(checkpoints) == {"best": 0, "last": 0}
+    steps.next()
+    checkpoints.keep(0.7)
+    assert kept(checkpoints)["best"] == 2
+
+
+def test_a_resumed_run_knows_its_best(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    snapshot.save(tmp_path / "checkpoints" / "last.pt", {"step": 4, "paused": 4, "best": 0.5})
+    (tmp_path / "metrics.jsonl").touch()
+    assert checkpoints.restore(lambda state, path: []) == (4, 4) and checkpoints.best == 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "options"),
+    [
+        (["optim=adamw", "optim.betas=[0.8,0.95]"], torch.optim.AdamW, {"betas": (0.8, 0.95)}),
+        (["optim=adam", "optim.betas=[0.8,0.95]"], torch.optim.Adam, {"betas": (0.8, 0.95)}),
+        (["optim=sgd", "optim.momentum=0.9"], torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (["optim=sgd", "optim.momentum=0"], torch.optim.SGD, {"momentum": 0, "nesterov": False}),
+    ],
+)
+def test_the_optimizer_is_the_one_asked_for(words: list[str], kind: type, options: dict[str, Any]) -> None:
+    asked = compose.compose([*words, "optim.lr=0.125", "optim.weight_decay=0.25"]).optim
+    found = build.optimizer(asked, torch.nn.Linear(2, 2))
+    assert type(found) is kind
+    assert {name: found.defaults[name] for name in options} == options
+    assert (found.defaults["lr"], found.defaults["weight_decay"]) == (0.125, 0.25)
