@@ -65,6 +65,10 @@ CONFLICTS = {
     ("experiment=cicek2016_semi", "data.sparse_fold=0", "data=mni152"): r"mirror image across x.*sparse=\[0,6,12\]",
     ("data.augment.mirror=[0,0]",): r"^data.augment.mirror=\[0, 0\]: name each axis once",
     ("model.activation=silu", "model.inplace=true"): r"^model.inplace=true does nothing",
+    (
+        *("model.features=[8,16,32,64]", "model.strides=4", "model.deep_supervision=true"),
+        "data.patch=[36,36,36]",
+    ): r"^model.deep_supervision=true: strides of \[4, 4, 4\] do not divide maps of \[9, 9, 9\] voxels",
     ("model.norm=batch", "batch=1", "data.patch=[8,8,8]"): r"model.norm=batch has nothing to normalise",
 }
 

@@ -40,7 +40,12 @@ def test_other_commands_parse(tmp_path: Path) -> None:
     found = [words for words in commands() if "unet3d" in words]
     assert {words[words.index("unet3d") + 1] for words in found} >= {"predict", "check-data"}
     for words in found:
-        _parser().parse_args(words[words.index("unet3d") + 1 :])
+        asked = _parser().parse_args(words[words.index("unet3d") + 1 :])
+        if "overrides" in asked:
+            (tmp_path / "Task04_Hippocampus").mkdir(exist_ok=True)
+            given = [word for word in asked.overrides if "=" in word]
+            for job in compose.sweep(overrides(given, tmp_path)):
+                compose.compose(job)
 
 
 def test_the_mistake_shown_is_the_mistake_made() -> None:

@@ -119,6 +119,13 @@ def _check_patch(config: Config) -> None:
             f"inference.mirror=true: of data.patch={data.patch} this network returns {list(output)}, an odd number of "
             f"voxels less, so mirrored views would lie a voxel apart; set it to false"
         )
+    sizes = geometry.level_sizes(data.patch, model) if model.deep_supervision else []
+    for above, below, stride in zip(sizes, sizes[1:], geometry.strides(model), strict=False):
+        if any(b > 1 and -(-a // b) != s for a, b, s in zip(above, below, stride, strict=True)):
+            raise UserError(
+                f"model.deep_supervision=true: strides of {list(stride)} do not divide maps of {list(above)} voxels; "
+                "labels would lie beside them; give another data.patch"
+            )
     lone = model.norm in ("instance", "batch_current") or (model.norm == "batch" and config.batch == 1)
     if lone and model.padding == "same" and geometry.level_sizes(data.patch, model)[-1] == (1, 1, 1):
         raise UserError(

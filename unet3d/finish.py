@@ -10,15 +10,13 @@ from unet3d.apply import Segmenter
 from unet3d.data import sparse
 from unet3d.data.cases import Case
 from unet3d.memory import figures as memory_figures
-from unet3d.memory import save
 from unet3d.resuming import flat
 from unet3d.run import Run
 
 
 def finish(run: Run) -> None:
     """Write everything that is known at the end; predictions are those of the last weights, or of their average."""
-    if run.keep_measured():
-        save.write(run.meter.ledger, run.folder.name, run.folder)
+    run.keep_measured()
     if "measured" in (memory := record.memory(run.folder)):  # by steps taken before the run was stopped, perhaps
         _tell_memory(run, memory)
     with run.averaged():

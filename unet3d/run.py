@@ -3,7 +3,7 @@
 import functools
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from statistics import fmean
@@ -52,6 +52,7 @@ class Run:
         self.checkpoints = Checkpoints(folder, self._state)
         step, paused = self.checkpoints.restore(self.moment.put_back) if config.resume else (0, 0)
         self.first = step
+        self.is_measured = False  # and all of it kept
         self.is_done = step >= config.steps and record.is_done(folder)
         self.meter = open_meter(self.model, self.optimizer)
         self.sinks = Sinks([])
@@ -85,18 +86,20 @@ class Run:
         """The weights to predict with: their running average, if the run keeps one."""
         return averaging.averaged(self.model, self.optimizer)
 
-    def keep_measured(self) -> Mapping[str, Any] | None:
-        """memory.json with what the steps taken here needed; None where none was taken."""
-        if self.trainer.step == self.first:
-            return None
+    def keep_measured(self) -> None:
+        """memory.json with what the steps taken here needed, if any were; after the last one, memory/ as well."""
+        if self.trainer.step == self.first or self.is_measured:
+            return
         parameters = sum(p.numel() for p in self.model.parameters())
-        return record.add_measured(self.folder, parameters, self.meter.summary())
+        record.add_measured(self.folder, parameters, self.meter.summary())
+        if self.trainer.step == self.config.steps:
+            save.write(self.meter.ledger, self.folder.name, self.folder)
+            self.is_measured = True
 
     def _keep_measured_early(self) -> None:
         """A run that is stopped now may take no step again."""
         with suppress(OSError):  # the disk is full: a run that comes to its end says so
-            if self.keep_measured() and self.trainer.step == self.config.steps:
-                save.write(self.meter.ledger, self.folder.name, self.folder)
+            self.keep_measured()
 
     def fit(self) -> None:
         """Train to the end, pausing to validate and to save. Raises Preempted, once saved, when asked to stop."""

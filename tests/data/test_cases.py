@@ -220,16 +220,20 @@ def folders(root: Path, images: list[str], labels: list[str], shape: tuple[int, 
 
 def test_folders_match_names_whatever_their_ending(tmp_path: Path) -> None:
     data = folders(
-        tmp_path, ["a.nii", "b_0000.nii.gz", "scan_2019.nii", "x.nii"], ["a.nii.gz", "b.nii", "scan_2019.nii"]
+        tmp_path,
+        ["a.nii", "a_2019.nii", "b_0000.nii.gz", "scan_2019.nii", "x_2019.nii", "x_2020.nii"],
+        ["a.nii.gz", "b.nii", "scan_2019.nii"],
     )
     task = read_task(data)
     assert (task.name, task.channels, task.ignore) == (tmp_path.name, ("channel_0",), 255)
     assert task.classes == ("background", "organ", "tumour")
     assert [(case.id, case.images[0].name, case.label and case.label.name) for case in task.cases] == [
         ("a", "a.nii", "a.nii.gz"),
+        ("a_2019", "a_2019.nii", None),
         ("b", "b_0000.nii.gz", "b.nii"),
         ("scan_2019", "scan_2019.nii", "scan_2019.nii"),
-        ("x", "x.nii", None),
+        ("x_2019", "x_2019.nii", None),
+        ("x_2020", "x_2020.nii", None),
     ]
 
 
@@ -245,6 +249,7 @@ def test_folders_with_several_channels(tmp_path: Path) -> None:
     ("images", "labels", "what"),
     [
         (["a.nii"], ["a.nii", "b.nii"], "labels/b.nii: no image of that name"),
+        (["a.nii"], ["a.nii", "b.nii", "c.nii", "d.nii"], "; nor of c, d; add it"),
         (["a.nii"], ["a.nii", "a.nii.gz"], "two cases are called a"),
         ([], ["a.nii"], "images: no such folder"),
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from training import TINY, records, train
 
 from unet3d import build
 from unet3d.compose import compose
@@ -115,6 +116,17 @@ def test_fully_automated_cases_are_scored_whole(tmp_path: Path) -> None:
 def test_scored_slices_that_are_all_learned_are_told_before_training(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"to be scored; choose other numbers"):
         build.data(phantom(tmp_path, "data.semi=true", "data.sparse=[1,1,1]", "data.scored=[1,1,1]"))
+
+
+def test_a_run_learns_from_slices_and_scores_others(tmp_path: Path) -> None:
+    words = ["data.semi=true", "data.sparse=[2,1,1]", "data.scored=[1,1,1]", "steps=2"]
+    done = train(tmp_path, *TINY, *words, f"data.root={tmp_path / 'phantom'}", "hydra.run.dir=run")
+    assert done.code == 0, done.err
+    (first, *_), folder = records(tmp_path / "run"), tmp_path / "run"
+    assert first["step"] == 0 and 0 < float.fromhex(first["data/labelled_share"]) < 0.3
+    head, *rows = (folder / "scores.csv").read_text().splitlines()
+    assert "iou/" in head and "hd95" not in head and len(rows) == len([*(folder / "predictions").iterdir()]) == 4
+    assert (folder / "figures" / "prediction.png").stat().st_size > 10_000
 
 
 def test_a_label_map_that_is_sparse_already_can_leave_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from unet3d.config import Data
@@ -146,14 +147,16 @@ def _folders(root: Path, data: Data) -> Task:
 def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:
     found = _sorted((Case(nifti.stem(path), (), path) for path in volumes_in(labels)), labels)
     maps = {case.id: case.label for case in found}
-    grouped: dict[str, list[Path]] = {}
-    for path in volumes_in(images):
-        # A name such as scan_2019 ends like a channel; it is one only if no label has the whole name.
-        name = nifti.stem(path) if nifti.stem(path) in maps else without_channel(nifti.stem(path))
-        grouped.setdefault(name, []).append(path)
-    alone = sorted({*maps} - {*grouped})
-    if alone:
-        raise UserError(f"{maps[alone[0]]}: no image of that name in {images}; add it or take the label away")
+    files, grouped = volumes_in(images), dict[str, list[Path]]()
+    stems = {*map(nifti.stem, files)}
+    for path in files:
+        # A name such as scan_2019 ends like a channel; it is one only beside scan_0000, and if no label has all of it.
+        stem = nifti.stem(path)
+        case = without_channel(stem)
+        grouped.setdefault(case if f"{case}_0000" in stems and stem not in maps else stem, []).append(path)
+    if alone := sorted({*maps} - {*grouped}):
+        more = f"; nor of {shorten(', '.join(alone[1:]), 200, placeholder=' ...')}" if len(alone) > 1 else ""
+        raise UserError(f"{maps[alone[0]]}: no image of that name in {images}{more}; add it or take the label away")
     return _sorted((Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items()), images)
 
 

@@ -106,7 +106,9 @@ def _narrower(config: Config, options: Model) -> Lever | None:
 
 
 def _smaller_patch(config: Config, options: Model) -> Lever | None:
-    """Half the longest side, if the network takes such a patch."""
+    """Half the longest side, if the network takes such a patch; `auto` would make another network for it."""
+    if "auto" in (config.model.kernels, config.model.strides):
+        return None
     patch = list(config.data.patch)
     longest = patch.index(max(patch))
     patch[longest] //= 2

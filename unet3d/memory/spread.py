@@ -100,8 +100,9 @@ def widths(subject: Look, series: str) -> Iterator[Point]:
 
 
 def patches(subject: Look, series: str) -> Iterator[Point]:
-    """Peak against the patch's voxels."""
-    for scale in SIZES:
+    """Peak against the patch's voxels; of the patch alone where `auto` would make another network for each."""
+    is_open = "auto" in (subject.config.model.kernels, subject.config.model.strides)
+    for scale in (1,) if is_open else SIZES:
         patch = [max(1, round(length * scale)) for length in subject.config.data.patch]
         config = replace(subject.config, data=replace(subject.config.data, patch=patch))
         voxels = patch[0] * patch[1] * patch[2]
