@@ -12,7 +12,6 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "errors",
         "policy",
         "metrics",
-        "outlet",
         "page",
         "privacy",
         "slices",
@@ -20,8 +19,8 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "memory.attribution",
     },
     {
-        *("lock", "signals", "model.geometry", "schedules", "snapshot", "tracker", "figures", "console", "data.nifti"),
-        *("checks_data", "memory.ledger", "memory.tables"),
+        *("lock", "outlet", "signals", "model.geometry", "schedules", "snapshot", "tracker", "figures", "console"),
+        *("checks_data", "data.nifti", "memory.ledger", "memory.tables"),
     },
     {
         "checks",

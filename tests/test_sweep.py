@@ -69,7 +69,7 @@ def test_each_job_of_a_sweep_has_a_process_of_its_own(swept: tuple) -> None:
     _, folder, processes = swept
     (sweep, *_), *jobs = processes
     assert len({sweep, *(pid for pid, *_ in jobs)}) == 5 and {parent for _, parent, *_ in jobs} == {sweep}
-    assert [arguments[-1] for arguments in jobs] == [f"hydra.run.dir='{folder / str(job)}'" for job in range(4)]
+    assert [arguments[-1] for arguments in jobs] == [f"hydra.run.dir={folder / str(job)}" for job in range(4)]
 
 
 def test_a_job_of_a_sweep_needs_what_it_needs_alone(swept: tuple, tmp_path: Path) -> None:

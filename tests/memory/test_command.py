@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from unet3d import __main__ as face
+from unet3d import compose
 
 NET = ("model.in_channels=1", "model.classes=3", "data.patch=[16,16,16]")
 
@@ -63,9 +64,12 @@ def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_p
 
 
 def test_peaks_against_batch_width_and_patch(tmp_path: Path) -> None:
-    assert memory("model=unet_tiny", *NET, "model.activation=relu,silu", "--curves", "-o", tmp_path) == 0
+    net = ["model=unet_tiny", "model.features=[4,8]", "model.decoder=[4]", *NET]
+    assert memory(*net, "model.activation=relu,silu", "--curves", "-o", tmp_path) == 0
     with (tmp_path / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
+    for row in rows:
+        compose.compose([*net, *row["config"].split()])  # it can be pasted
     for varied in ("batch size", "first width (channels)", "patch (voxels)"):
         for series in ("model.activation=relu", "model.activation=silu"):
             line = [

@@ -52,15 +52,15 @@ def test_the_peak_of_a_cut_is_told_without_a_rehearsal_of_it(overrides: tuple[st
     count = len(found.forward)
     assert peak(found, (0,)) == true_peak((), *overrides)
     every = list(cuts(count, count))
-    for starts in every[:: len(every) // 5]:
+    for starts in every[:: len(every) // 3]:
         error = peak(found, starts) / true_peak(starts, *overrides) - 1
         assert NEAR[0] < error < NEAR[1], starts
 
 
 @pytest.mark.parametrize("overrides", NETS[1:5], ids=" ".join)
 def test_more_segments_never_need_more_memory(overrides: tuple[str, ...]) -> None:
-    chosen = [starts_of(replace(config(*overrides), ckpt=most)) for most in (2, 3, 5)]
-    assert [len(starts) <= most for most, starts in zip((2, 3, 5), chosen, strict=True)] == [True] * 3
+    chosen = [starts_of(replace(config(*overrides), ckpt=most)) for most in (2, 5)]
+    assert [len(starts) <= most for most, starts in zip((2, 5), chosen, strict=True)] == [True] * 2
     peaks = [true_peak((), *overrides), *(true_peak(starts, *overrides) for starts in chosen)]
     assert all(later <= earlier for earlier, later in pairwise(peaks))
     assert peaks[-1] < 0.8 * peaks[0]
