@@ -27,10 +27,12 @@ def test_one_wrong_job_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
 
 
 def test_a_flag_may_stand_between_overrides_and_a_failed_job_stops_no_other(tmp_path: Path) -> None:
-    """Job 0 breaks its budget; job 1 is predicted all the same."""
+    """Job 0 breaks its budget; job 1 is predicted all the same; their comparison finds its place taken."""
+    (tmp_path / "sweep" / "compare.csv").mkdir(parents=True)
     closed = ["model.in_channels=1", "model.classes=3", "dry_run=true"]
     done = run(*TINY, *closed, "-m", "budget=0.001MiB,1GiB", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("does not fit") == 1
+    assert "Traceback" not in done.stderr and "the comparison is not saved (Is a directory)" in done.stderr
     assert not (tmp_path / "sweep" / "0" / "memory.json").exists()
     assert json.loads((tmp_path / "sweep" / "1" / "memory.json").read_text())["predicted"]["peak_bytes"] > 0
 

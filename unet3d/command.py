@@ -62,9 +62,8 @@ def main(job: Job) -> int:
         try:
             compare.finish_sweep(swept, sweep_folder)
         except OSError as error:
-            codes.append(
-                guard.say(f"error: {sweep_folder}: comparison not saved ({error.strerror})", NotSaved.exit_code)
-            )
+            line = f"error: {sweep_folder}: the comparison is not saved ({error.strerror})"
+            codes.append(guard.say(line, NotSaved.exit_code))
     return max(codes, default=0)
 
 

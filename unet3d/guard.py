@@ -24,6 +24,7 @@ from unet3d.errors import (
     UserError,
     is_disk_full,
     is_out_of_memory,
+    reason,
 )
 from unet3d.process import INTERRUPTED
 from unet3d.resuming import SNAPSHOTS
@@ -136,7 +137,7 @@ def read_yaml(path: Path, kind: type[Kind]) -> Kind:
     try:
         found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{path}: cannot be read ({str(error).partition(chr(10))[0]})") from error
+        raise UserError(f"{path}: cannot be read ({reason(error)})") from error
     if not isinstance(found, kind):
         raise UserError(f"{path}: is damaged; it is not as a run has written it")
     return found

@@ -11,6 +11,8 @@ import torch
 
 from unet3d import __main__ as face
 from unet3d import compose
+from unet3d.memory.look import look
+from unet3d.memory.show import _sets_widths
 
 NET = ("model.in_channels=1", "model.classes=3", "data.patch=[16,16,16]")
 
@@ -47,6 +49,18 @@ def test_one_config_is_explained_and_its_files_written(capsys: pytest.CaptureFix
     assert [line.rstrip() for line in (out / "explained.txt").read_text().splitlines()] == [
         line.rstrip() for line in said.splitlines()[:-1]
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "alone"),
+    [
+        (["model=cicek2016", "data.patch=[92,92,92]"], False),  # the default patch does not fit it
+        (["model=unet_tiny", *NET], False),
+        (["model=unet_tiny", *NET, "++model.features=[4,8]"], True),
+    ],
+)
+def test_a_network_has_relatives_unless_its_widths_are_set(words: list[str], alone: bool) -> None:
+    assert _sets_widths(look(words, half=False)) == alone
 
 
 def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -10,13 +10,8 @@ from unet3d.table import Table, mib
 
 def layers(ledger: Ledger, target: str) -> Table:
     """A row a layer, for a run on `target`, cpu or cuda."""
-    rows = [
-        [
-            "tensors",
-            mib(max(levels(ledger))),
-            "exact (ledger)" if target == "cpu" else "ledger, not yet verified on CUDA",
-        ]
-    ]
+    kind = "exact (ledger)" if target == "cpu" else "ledger, not yet verified on CUDA"
+    rows = [["tensors", mib(max(levels(ledger))), kind]]
     rows += _cuda(ledger) if target == "cuda" else _cpu(ledger)
     return Table(["predicted peak of a step", "MiB", "kind"], rows)
 

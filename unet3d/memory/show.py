@@ -120,8 +120,7 @@ def family(subject: Look, overrides: Sequence[str]) -> list[Look]:
     """The named networks whose names begin alike, under the same overrides; alone if these set widths."""
     stem = subject.name.partition("_")[0]
     names = [name for name in compose.choices("model") if name.partition("_")[0] == stem]
-    named, own = compose.compose([f"model={subject.name}"]).model, subject.config.model
-    if (named.features, named.decoder) != (own.features, own.decoder):
+    if _sets_widths(subject):
         return [subject]
     rest = [override for override in overrides if not override.startswith("model=")]
     found = []
@@ -133,6 +132,16 @@ def family(subject: Look, overrides: Sequence[str]) -> list[Look]:
         except UserError:  # a relative that this patch or option does not suit
             continue
     return sorted(found, key=lambda relative: -relative.parameters)
+
+
+def _sets_widths(subject: Look) -> bool:
+    """Whether something on top of the named network, an override or an experiment, sets its widths."""
+    own, patch = subject.config.model, f"data.patch={subject.config.data.patch}"
+    try:
+        named = compose.compose([f"model={subject.name}", patch]).model
+    except UserError:  # the named network is too deep for this patch
+        return True
+    return (named.features, named.decoder) != (own.features, own.decoder)
 
 
 def _family(relatives: Sequence[Look]) -> Table:
