@@ -271,6 +271,8 @@ def test_cases_that_a_run_learned_from_are_told_of(finished: Path, capsys: pytes
     cases = read_task(compose.compose(overrides(finished)).data).cases
     learned = state["grounds"]["training cases"]
     assert 0 < len(learned) < len(cases)
+    for strange in (7, [7], {"training cases": 7}):
+        score._warn_of_learned(path, {"grounds": strange}, cases)
     score._warn_of_learned(path, state, [case for case in cases if case.id not in learned])
     assert capsys.readouterr().err == ""
     score._warn_of_learned(path, state, cases)

@@ -47,13 +47,12 @@ def sweep_orphans(folder: Path) -> None:
         orphan.unlink(missing_ok=True)
 
 
-def add_measured(folder: Path, parameters: int, measured: dict[str, Any]) -> dict[str, Any]:
-    """memory.json with what was measured beside what was predicted. Returns it."""
+def add_measured(folder: Path, parameters: int, measured: dict[str, Any]) -> None:
+    """memory.json with what was measured beside what was predicted."""
     found = add(folder, {"parameters": parameters, "measured": measured})
     if "predicted" in found:  # tensors against tensors: on CUDA the ledger's, without workspaces and rounding
         peak = measured.get("ledger", measured)["peak_bytes"]
-        found = add(folder, {"error_bytes": found["predicted"]["peak_bytes"] - peak})
-    return found
+        add(folder, {"error_bytes": found["predicted"]["peak_bytes"] - peak})
 
 
 def add(folder: Path, values: dict[str, Any]) -> dict[str, Any]:

@@ -64,8 +64,9 @@ def _refuse_misfit(found: Trained, task: Task) -> None:
 
 def _warn_of_learned(path: Path, state: Mapping[str, Any], held_out: Sequence[Case]) -> None:
     """A run's own snapshot says what it learned from: of fewer or more cases, the same rule keeps others aside."""
-    learned = state.get("grounds", {}).get("training cases", [])
-    if seen := sorted({case.id for case in held_out} & {*map(str, learned)}):
+    grounds = state.get("grounds")
+    learned = grounds.get("training cases") if isinstance(grounds, Mapping) else None
+    if seen := [case.id for case in held_out if isinstance(learned, list) and case.id in learned]:
         print(
             f"warning: {path}: learned from {len(seen)} of the {len(held_out)} cases that are scored: "
             f"{shorten(', '.join(seen), 200, placeholder=' ...')}",
