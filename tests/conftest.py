@@ -3,6 +3,8 @@
 import os
 import signal
 from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
 
 import pytest
 import torch
@@ -22,7 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-FIRST = ("test_sweep.py", "test_plan.py", "test_segments.py", "test_cli.py", "test_command.py", "test_readme.py")
+FIRST = (
+    *("test_sweep.py", "test_predict.py", "test_faults_resume.py", "test_faults_run.py", "test_plan.py"),
+    *("test_segments.py", "test_cli.py", "test_command.py", "test_readme.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 
+composed = cache(compose.compose)
 torch.set_num_threads(1)  # these nets are too small to share; threads that wait for each other take minutes
 
 
@@ -38,7 +44,7 @@ def options() -> Callable[..., Model]:
     """Model options from overrides, with channels and classes set: `options("model=unet_tiny", "model.norm=batch")`."""
 
     def make(*overrides: str, in_channels: int = 1, classes: int = 3) -> Model:
-        model = compose.compose(overrides or ["model=unet_tiny"]).model
+        model = deepcopy(composed(overrides or ("model=unet_tiny",)).model)
         model.in_channels = model.in_channels or in_channels
         model.classes = model.classes or classes
         return model

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
-from training import ROOT, TINY, records, run, weights
+from training import ROOT, TINY, face, records, run, weights
+from training import train as fork
 from wandb_records import read_run
 
 from unet3d import snapshot
@@ -77,12 +79,11 @@ def test_a_folder_holds_one_run(finished: Path, tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file()}
     again = run(*TINY, f"hydra.run.dir={finished}", cwd=tmp_path)
     assert again.returncode == 2 and "holds a run already" in again.stderr
+    (finished / "report.html").unlink()  # as where it was killed in writing it
     over = run(f"resume={finished}", cwd=tmp_path)
     assert over.returncode == 0 and "nothing to do: step 4 of 4" in over.stdout
     after = {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file()}
-    (finished / "report.html").unlink()  # as where it was killed in writing it
-    assert run(f"resume={finished}", cwd=tmp_path).returncode == 0
-    assert (finished / "report.html").read_bytes() == before["report.html"]
+    assert after["report.html"] == before["report.html"]
     assert json.loads(after["memory.json"]) == json.loads(before["memory.json"])
     assert after["metrics.jsonl"] == before["metrics.jsonl"] and after["STATUS"] == before["STATUS"]
 
@@ -138,25 +139,27 @@ def test_the_offline_wandb_run_holds_config_scalars_memory_and_the_picture(finis
 
 def test_t1_memory_that_runs_out_is_told_with_remedies_and_the_snapshot_is_kept(tmp_path: Path) -> None:
     """The address space is limited for real, after the first snapshot."""
-    code = (
-        "import resource, sys; sys.path.insert(0, '.'); from unet3d import command, run; import train\n"
-        "pause = run.Run._pause\n"
-        "def limit(self):\n"
-        "    pause(self)\n"
-        "    used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "    resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))\n"
-        "    self.trainer.model[0].register_forward_hook(lambda *_: __import__('torch').empty(2**28))\n"
-        "run.Run._pause = limit\n"
-        "job = train.job\n"
-        "sys.exit(command.main(job))"
-    )
     folder = tmp_path / "run"
-    done = run(*TINY, f"hydra.run.dir={folder}", "wandb.mode=disabled", cwd=ROOT, code=code)
-    assert done.returncode == 5, done.stderr
+    done = fork(tmp_path, *TINY, f"hydra.run.dir={folder}", hook=limit_memory)
+    assert done.code == 5, done.err
     for said in ("can't allocate memory", "in forward of step 3", "MiB of tensors alive", "ckpt=auto", "resume="):
-        assert said in done.stderr, said
+        assert said in done.err, said
     assert (folder / "STATUS").read_text().startswith("out of memory")
     assert torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["step"] == 2
+
+
+def limit_memory() -> None:
+    from unet3d.run import Run
+
+    pause = Run._pause
+
+    def limit(self: Run) -> None:
+        pause(self)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
+        self.trainer.model[0].register_forward_hook(lambda *_: torch.empty(2**28))
+
+    Run._pause = limit
 
 
 def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:
@@ -169,25 +172,23 @@ def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:
     assert nowhere.returncode == 2 and "resume=nowhere: no run" in nowhere.stderr
 
 
-def test_a_published_snapshot_predicts_the_same_and_names_no_path(finished: Path, tmp_path: Path) -> None:
-    module = [sys.executable, "-m", "unet3d"]
+def test_a_published_snapshot_predicts_the_same_and_names_no_path(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, slim, state = tmp_path / "whole.pt", tmp_path / "net.pt", snapshot.load(finished / "checkpoints" / "best.pt")
     state["config"] |= {"resume": "/home/someone/run", "wandb": state["config"]["wandb"] | {"project": "a-secret"}}
     state["config"]["data"] |= {"images": "/home/someone/scans"}
     snapshot.save(whole, state)
-    told = subprocess.run([*module, "publish", whole, "-o", slim], cwd=ROOT, capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
+    assert face("publish", whole, "-o", slim) == 0
     assert slim.stat().st_size < whole.stat().st_size / 2
     for secret in (str(finished), "imagesTr", "phantom/", "a-secret", "/home/someone"):
         assert secret.encode() not in slim.read_bytes()
     image = next((finished.parent).rglob("imagesTr/*.nii.gz"))
     for name, path in (("whole", whole), ("slim", slim)):
-        subprocess.run(
-            [*module, "predict", path, image, "-o", tmp_path / name], cwd=ROOT, check=True, capture_output=True
-        )
+        assert face("predict", path, image, "-o", tmp_path / name) == 0
     assert (tmp_path / "whole" / image.name).read_bytes() == (tmp_path / "slim" / image.name).read_bytes()
-    again = subprocess.run([*module, "publish", whole, "-o", slim], cwd=ROOT, capture_output=True, text=True)
-    assert again.returncode == 2 and "is there already" in again.stderr
+    assert capsys.readouterr().err == ""
+    assert face("publish", whole, "-o", slim) == 2 and "is there already" in capsys.readouterr().err
 
 
 def test_p1_predict_writes_label_maps_on_the_inputs_grid(finished: Path, tmp_path: Path) -> None:
@@ -209,25 +210,24 @@ def test_p1_predict_writes_label_maps_on_the_inputs_grid(finished: Path, tmp_pat
     assert set(np.unique(found.dataobj)) <= {0, 1, 2, 3}
 
 
-def test_p2_what_is_there_is_left_alone_unless_it_may_be_replaced(finished: Path, tmp_path: Path) -> None:
+def test_p2_what_is_there_is_left_alone_unless_it_may_be_replaced(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), tmp_path / "a.nii.gz")
     made = tmp_path / "out" / "a.nii.gz"
     made.parent.mkdir()
     made.write_bytes(b"of yesterday")
-    module = [sys.executable, "-m", "unet3d", "predict", str(finished / "checkpoints" / "last.pt")]
-    words = [*module, str(tmp_path / "a.nii.gz"), "-o", str(made.parent)]
-    again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert again.returncode == 0 and "left alone" in again.stdout and made.read_bytes() == b"of yesterday"
-    over = subprocess.run([*words, "--overwrite"], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert over.returncode == 0 and nib.load(made).shape == (9, 9, 9), over.stderr
+    words = ["predict", finished / "checkpoints" / "last.pt", tmp_path / "a.nii.gz", "-o", made.parent]
+    assert face(*words) == 0
+    assert "left alone" in capsys.readouterr().out and made.read_bytes() == b"of yesterday"
+    assert face(*words, "--overwrite") == 0 and nib.load(made).shape == (9, 9, 9)
     assert [path.name for path in made.parent.iterdir()] == ["a.nii.gz"]
 
 
-def test_a_foreign_snapshot_is_exit_3(tmp_path: Path) -> None:
+def test_a_foreign_snapshot_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": {}}, tmp_path / "x.pt")
-    command = [sys.executable, "-m", "unet3d", "predict", str(tmp_path / "x.pt"), ".", "-o", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 3 and done.stderr.count("\n") == 1
+    assert face("predict", tmp_path / "x.pt", ".", "-o", tmp_path) == 3
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_check_data_lists_every_problem(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from legibility import assert_legible
 from matplotlib.figure import Figure
+from training import yaml_of
 
 from unet3d import compare, compare_figures, compose
 from unet3d.compare_figures import Point, pareto
@@ -39,7 +40,7 @@ def make(tmp_path: Path) -> Make:
         memory = {"parameters": 1234, "predicted": entry(peak, "ledger")}
         if not changed.get("predicts"):
             memory |= {"measured": entry(peak - 7, kind), "error_bytes": 7}
-            (folder / "config.yaml").write_text(compose.to_yaml(compose.compose(words)))
+            (folder / "config.yaml").write_text(yaml_of(*words))
             (folder / "env.json").write_text(
                 json.dumps({"device": "cpu", "cpu": "AVX512", "torch": "2.13", "threads": 1} | changed)
             )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from legibility import drawing
-from training import TINY, run
+from training import TINY, train, yaml_of
 
 from unet3d import compare, compare_figures, compose, published
 from unet3d.compare_rows import Row, read
@@ -19,7 +19,7 @@ def make(folder: Path, words: list[str], scores: str) -> Path:
     folder.mkdir(parents=True)
     (folder / "STATUS").write_text("done\nexit code 0\n")
     (folder / "overrides.yaml").write_text(json.dumps(words))
-    (folder / "config.yaml").write_text(compose.to_yaml(compose.compose(words)))
+    (folder / "config.yaml").write_text(yaml_of(*words))
     if scores:
         (folder / "scores.csv").write_text(HEAD + scores)
     return folder
@@ -150,10 +150,10 @@ def test_an_experiment_is_one_command_and_its_jobs_are_sweeps_of_one_each(tmp_pa
         "dry_run=true",
         "wandb.mode=disabled",
     ]
-    words = [*TINY, "experiment=cicek2016_slices", *small, f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    done = run(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "job 3" in done.stdout and "job 4" not in done.stdout
+    words = [*TINY, "experiment=cicek2016_slices", *small, "hydra.sweep.dir=sweep"]
+    done = train(tmp_path, *words, frills=True)
+    assert done.code == 0, done.err
+    assert "job 3" in done.out and "job 4" not in done.out
     assert sorted(p.name for p in (tmp_path / "sweep").iterdir() if p.is_dir()) == ["0", "1", "2", "3"]
     assert (tmp_path / "sweep" / "3" / "overrides.yaml").read_text().strip().endswith("data.sparse=[5,5,3]")
 

@@ -2,11 +2,10 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from training import face, train
 
 from unet3d import compose
 from unet3d.__main__ import _parser
@@ -86,14 +85,15 @@ def test_every_link_leads_somewhere(page: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_forum_answer_shown_is_the_answer_given(tmp_path: Path) -> None:
+def test_the_forum_answer_shown_is_the_answer_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Line by line: the README leaves some out."""
     (command,) = [words for words in commands() if "where" in words]
-    words = [sys.executable, "-m", "unet3d", *command[3:]]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert face(*command[3:]) == 0
     shown = re.search(r"among more:\n\n```\n(.*?)\n```", TEXT, re.DOTALL)
-    given = iter([line.rstrip() for line in done.stdout.splitlines()])
+    given = iter([line.rstrip() for line in capsys.readouterr().out.splitlines()])
     assert shown and all(line in given for line in shown[1].splitlines())
     assert (tmp_path / "where" / "report.html").exists()
 
@@ -101,8 +101,7 @@ def test_the_forum_answer_shown_is_the_answer_given(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_budget_answer_shown_is_the_answer_given(tmp_path: Path) -> None:
     (command,) = [words for words in commands() if "dry_run=true" in words]
-    words = [sys.executable, str(ROOT / "train.py"), *command[2:]]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2
+    done = train(tmp_path, *command[2:], frills=True)
+    assert done.code == 2
     shown = re.search(r"and answers\n\n```\n(.*?)\n```", TEXT, re.DOTALL)
-    assert shown and (done.stdout + done.stderr).strip() == shown[1].strip()
+    assert shown and (done.out + done.err).strip() == shown[1].strip()

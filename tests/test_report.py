@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from training import yaml_of
 
-from unet3d import compose, page, readback, report
+from unet3d import page, readback, report
 from unet3d.metrics import CaseScore, csv_text
 
 MIB = 2**20
@@ -35,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     run = tmp_path / "12-30-05-ab12cd"
     (run / "figures").mkdir(parents=True)
     (run / "STATUS").write_text("done\nexit code 0\n")
-    (run / "config.yaml").write_text(compose.to_yaml(compose.compose(["model=unet_tiny", "seed=7"])))
+    (run / "config.yaml").write_text(yaml_of("model=unet_tiny", "seed=7"))
     (run / "env.json").write_text(json.dumps({"torch": "9.8.7", "gpu": None}))
     train = {"train/loss": 0.5, "time/step_s": 0.25, "time/data_wait_s": 0.025}
     last = {

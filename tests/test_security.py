@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from omegaconf import OmegaConf
 
 from unet3d import __main__, apply, build, command, compose, snapshot
+from unet3d.config import Config
 from unet3d.errors import SnapshotError, UserError
 from unet3d.inference import Predictor
 
@@ -101,12 +103,17 @@ def test_a_call_that_does_would_be_found(source: str) -> None:
 Change = Callable[[dict[str, Any]], None]
 
 
+@pytest.fixture(scope="module")
+def tiny() -> Config:
+    return compose.compose(["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]"])
+
+
 @pytest.fixture
-def given(tmp_path: Path) -> Callable[[Change], Path]:
+def given(tmp_path: Path, tiny: Config) -> Callable[[Change], Path]:
     """The snapshot of a run of a tiny network, changed."""
 
     def make(change: Change) -> Path:
-        config = compose.compose(["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]"])
+        config = deepcopy(tiny)
         config.model.in_channels, config.model.classes = 1, 3
         state = {
             "config": compose.to_plain(config),

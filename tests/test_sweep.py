@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from training import ROOT, TINY, run
+from training import ROOT, TINY, run, train
 from wandb_records import read_run
 
 from unet3d import command, process
-from unet3d.config import Config
+from unet3d.config import Config, Model
 from unet3d.errors import UserError
 
 
@@ -29,10 +29,10 @@ def test_one_wrong_job_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
 def test_a_flag_may_stand_between_overrides_and_a_failed_job_stops_no_other(tmp_path: Path) -> None:
     """Job 0 breaks its budget; job 1 is predicted all the same; their comparison finds its place taken."""
     (tmp_path / "sweep" / "compare.csv").mkdir(parents=True)
-    closed = ["model.in_channels=1", "model.classes=3", "dry_run=true"]
-    done = run(*TINY, *closed, "-m", "budget=0.001MiB,1GiB", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("does not fit") == 1
-    assert "Traceback" not in done.stderr and "the comparison is not saved (Is a directory)" in done.stderr
+    closed = ["model.in_channels=1", "model.classes=3", "dry_run=true", "batch=2"]
+    done = train(tmp_path, *TINY, *closed, "-m", "budget=1MiB,1GiB", "hydra.sweep.dir=sweep", frills=True)
+    assert done.code == 2 and done.err.count("does not fit") == 1
+    assert "Traceback" not in done.err and "the comparison is not saved (Is a directory)" in done.err
     assert not (tmp_path / "sweep" / "0" / "memory.json").exists()
     assert json.loads((tmp_path / "sweep" / "1" / "memory.json").read_text())["predicted"]["peak_bytes"] > 0
 
@@ -77,8 +77,8 @@ def test_each_job_of_a_sweep_has_a_process_of_its_own(swept: tuple) -> None:
 def test_a_job_of_a_sweep_needs_what_it_needs_alone(swept: tuple, tmp_path: Path) -> None:
     _, folder, _ = swept
     words = [str(word) for word in yaml.safe_load((folder / "3" / "overrides.yaml").read_text())]
-    alone = run(*words, f"hydra.run.dir={tmp_path / 'alone'}", "wandb.mode=disabled", cwd=tmp_path)
-    assert alone.returncode == 0, alone.stderr
+    alone = train(tmp_path, *words, "hydra.run.dir=alone", frills=True)
+    assert alone.code == 0, alone.err
     assert (tmp_path / "alone" / "memory.json").read_text() == (folder / "3" / "memory.json").read_text()
 
 
@@ -107,18 +107,10 @@ def test_the_runs_of_a_sweep_can_be_compared_again(swept: tuple, tmp_path: Path)
 
 def test_a_sweep_that_predicts_stays_in_one_process(tmp_path: Path) -> None:
     """Its jobs compare all the same; the one that fails in an unforeseen way ends no other."""
-    code = (
-        "import subprocess, sys; sys.path.insert(0, '.'); from unet3d import command; import train\n"
-        "def refuse(*_, **__): raise AssertionError('a process')\n"
-        "subprocess.Popen = refuse\n"
-        "def job(config, folder, stop):\n"
-        "    if config.ckpt == 2: raise RuntimeError('lost')\n"
-        "    train.job(config, folder, stop)\n"
-        "sys.exit(command.main(job))"
-    )
-    closed = ["model.in_channels=1", "model.classes=3", "dry_run=true", "wandb.mode=disabled"]
-    done = run(*TINY, *closed, "-m", "ckpt=0,2,3", f"hydra.sweep.dir={tmp_path}", cwd=ROOT, code=code)
-    assert done.returncode == 1 and "run 1 failed: RuntimeError('lost')" in done.stdout, done.stderr
+    closed = ["model.in_channels=1", "model.classes=3", "dry_run=true"]
+    words = [*TINY, *closed, "-m", "ckpt=0,2,3", f"hydra.sweep.dir={tmp_path}"]
+    done = train(tmp_path, *words, hook=start_nothing_and_lose_one, frills=True)
+    assert done.code == 1 and "run 1 failed: RuntimeError('lost')" in done.out, done.err
     with (tmp_path / "compare.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["status"].partition(":")[0] for row in rows] == ["predicted", "failed", "predicted"]
@@ -126,21 +118,38 @@ def test_a_sweep_that_predicts_stays_in_one_process(tmp_path: Path) -> None:
     assert not (tmp_path / "wandb").exists()
 
 
-def replace_fit(folder: Path, act: str) -> None:
+def start_nothing_and_lose_one() -> None:
+    from unet3d.memory import forecast
+
+    told = forecast.forecast
+
+    def lose(config: Config, options: Model) -> forecast.Forecast:
+        if config.ckpt == 2:
+            raise RuntimeError("lost")
+        return told(config, options)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process")
+
+    forecast.forecast, subprocess.Popen = lose, refuse
+
+
+def replace_job(folder: Path, act: str) -> None:
     """In a sweep's jobs, not in the sweep: what PYTHONPATH=folder does to a run in place of training."""
     (folder / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
         "if any('hydra.run.dir' in word for word in sys.orig_argv):\n"
         f"    sys.path.insert(0, {str(ROOT)!r})\n"
-        "    from unet3d import record, run\n"
-        f"    def stop(self): {act}; signal.pause()\n"
-        "    run.Run.fit = stop\n"
+        "    from unet3d import guard\n"
+        "    guarded = guard.guarded\n"
+        f"    def job(*_): {act}; signal.pause()\n"
+        "    guard.guarded = lambda _, *rest: guarded(job, *rest)\n"
     )
 
 
 def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None:
     """Only the sweep's process is told; the job, asked by it, still writes its STATUS, and no job follows."""
-    replace_fit(tmp_path, "os.kill(os.getppid(), signal.SIGINT)")
+    replace_job(tmp_path, "os.kill(os.getppid(), signal.SIGINT)")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
         done = run("-m", *TINY, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
@@ -168,7 +177,7 @@ def test_a_process_that_was_killed_is_told_by_its_signal() -> None:
 
 
 def test_a_job_that_was_stopped_alone_does_not_end_the_sweep(tmp_path: Path) -> None:
-    replace_fit(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)")
+    replace_job(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
         done = run("-m", *TINY, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)

@@ -7,21 +7,32 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
+from PIL import Image
+
+from unet3d import compose
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
     *("model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"),
     *("data.phantom.cases=4", "batch=1", "steps=4", "eval_every=2", "device=cpu", "workers=0"),
 ]
+PLAIN = ("optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=null")  # quick to rehearse
 SERVER = multiprocessing.get_context("forkserver")
 MODULES = ("command", "finish", "report", "memory.forecast")
 SERVER.set_forkserver_preload(["training", "torch._dynamo", *(f"unet3d.{name}" for name in MODULES)])
 Hook = Callable[[], None]
+
+
+@cache
+def yaml_of(*overrides: str) -> str:
+    """The config.yaml that a run of these writes."""
+    return compose.to_yaml(compose.compose(overrides))
 
 
 class Ended:
@@ -51,9 +62,25 @@ def run(*arguments: str, cwd: Path, code: str | None = None) -> subprocess.Compl
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
 
 
-def train(place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "disabled") -> Ended:
-    """`python train.py ARGUMENTS` in the folder `place`, after `hook`, as the leader of a process group."""
-    child, _ = start(place, *arguments, hook=hook, wandb=wandb)
+def face(*arguments: object) -> int:
+    """`python -m unet3d ARGUMENTS` in this process; its exit code."""
+    from unet3d import __main__
+
+    before, sys.argv = sys.argv, ["unet3d", *map(str, arguments)]
+    try:
+        return __main__.main()
+    finally:
+        sys.argv = before
+
+
+def train(
+    place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "disabled", frills: bool = False
+) -> Ended:
+    """`python train.py ARGUMENTS` in the folder `place`, after `hook`, as the leader of a process group.
+
+    Without `frills` it forecasts, draws and reports nothing.
+    """
+    child, _ = start(place, *arguments, hook=hook, wandb=wandb, frills=frills)
     assert child.pid
     descriptor = os.pidfd_open(child.pid)
     select.select([descriptor], [], [])
@@ -61,15 +88,17 @@ def train(place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "
     return Ended(child, place)
 
 
-def start(place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "disabled") -> tuple[BaseProcess, Path]:
+def start(
+    place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "disabled", frills: bool = False
+) -> tuple[BaseProcess, Path]:
     """The same, not waited for."""
     place.mkdir(exist_ok=True)
-    child = SERVER.Process(target=_train, args=(place, arguments, hook, wandb))
+    child = SERVER.Process(target=_train, args=(place, arguments, hook, wandb, frills))
     child.start()
     return child, place
 
 
-def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: str) -> None:
+def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: str, frills: bool) -> None:
     multiprocessing.set_start_method("fork", force=True)  # of data workers, as in a program of its own
     os.setpgid(0, 0)
     os.chdir(place)
@@ -78,7 +107,8 @@ def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: st
     os.environ["WANDB_MODE"] = wandb
     torch.set_num_threads(1)
     sys.argv = [str(ROOT / "train.py"), *arguments]
-    _without_frills()
+    if not frills:
+        _without_frills()
     if hook:
         hook()
     spec = util.spec_from_file_location("train", ROOT / "train.py")
@@ -91,12 +121,19 @@ def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: st
 
 
 def _without_frills() -> None:
-    """No forecast and no report: they take longer than the training, and no fault is in them."""
-    from unet3d import report
+    """No forecast, no report and pictures of one pixel: they take longer than the training, and no fault is in them."""
+    from unet3d import figures, report
+    from unet3d.memory import figures as of_memory
     from unet3d.memory import forecast
 
     forecast.forecast = lambda config, options: forecast.Forecast((0, 2) if config.ckpt else (), {})
     report.write = lambda folder: folder
+    figures.segmentation = of_memory.phases = of_memory.timeline = of_memory.along_the_u = _one_pixel
+
+
+def _one_pixel(*drawn: object) -> None:
+    (path,) = (value for value in drawn if isinstance(value, Path))
+    Image.new("RGB", (1, 1)).save(path)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

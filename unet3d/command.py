@@ -92,7 +92,8 @@ def _checked(arguments: Sequence[str]) -> list[str]:
 
 def _resumed_folder(overrides: Sequence[str]) -> Path | None:
     """The run to go on with, whose own options the others are for."""
-    found = compose.compose([word for word in overrides if word.startswith("resume=")]).resume
+    asked = [word for word in overrides if word.startswith("resume=")]
+    found = compose.compose(asked).resume if asked else None
     return None if found is None else Path(found)
 
 

@@ -72,8 +72,9 @@ def _refuse_additions(tree: DictConfig) -> None:
     """Raise UserError for options that do not exist: `+key=value` adds them in silence."""
     values = OmegaConf.to_container(tree)
     assert isinstance(values, dict)
+    known = {name for name, _, _ in options(Config())}
     for name in resuming.flat(values, "."):
-        if name not in {known for known, _, _ in options(Config())}:
+        if name not in known:
             raise UserError(f"{name}: no such option{_nearest(name, _names())}")
 
 

@@ -12,6 +12,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 from nifti_files import LPS, decathlon, errors, image, label, told, write, write_header
+from training import train
 
 from unet3d import __main__, build, compose, snapshot
 from unet3d.config import Config, Data
@@ -81,14 +82,13 @@ def test_d1_an_uncompressed_file_is_found_truncated_by_its_header(tmp_path: Path
 def test_d1_check_data_and_train_list_all_and_end_with_2(tmp_path: Path) -> None:
     bad = six_bad_files(tmp_path / "set")
     words = ["data=decathlon", f"data.root={tmp_path / 'set'}"]
-    checked, trained = (
-        subprocess.run([sys.executable, *command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=200)
-        for command in (["-m", "unet3d", "check-data"], [str(ROOT / "train.py"), "device=cpu"])
-    )
-    assert checked.returncode == trained.returncode == 2
+    command = [sys.executable, "-m", "unet3d", "check-data", *words]
+    checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    trained = train(tmp_path, *words, "device=cpu")
+    assert checked.returncode == trained.code == 2
     lines = checked.stdout.splitlines()
     assert lines[-1] == "6 problems, 0 warnings" and all(sum(str(path) in line for line in lines) == 1 for path in bad)
-    said = trained.stderr
+    said = trained.err
     assert all(str(path) in said for path in bad if bad[path] != "damaged"), "headers are read before anything else"
     assert "Traceback" not in checked.stderr + said
 

@@ -5,14 +5,14 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.utils.data import _utils
+from training import TINY, train
 
 from unet3d.config import Data
 from unet3d.data.loader import batches, lost
@@ -106,21 +106,22 @@ def test_d16_what_was_said_of_a_worker_is_not_said_twice() -> None:
 
 def test_d16_a_run_whose_worker_is_killed_within_a_step_ends_with_1_and_one_line(tmp_path: Path) -> None:
     """torch tells of it as soon as it hears, whatever the run is doing."""
-    code = (
-        "import multiprocessing, os, sys; sys.path.insert(0, '.'); from unet3d import command, trainer; import train\n"
-        "from torch.utils.data import _utils; _utils.MP_STATUS_CHECK_INTERVAL = 0.2\n"
-        "def step(*_, **__):\n"
-        "    os.kill(multiprocessing.active_children()[0].pid, 9)\n"
-        "    while True: pass\n"
-        "trainer.train_step = step\n"
-        "sys.exit(command.main(train.job))"
-    )
-    tiny = ["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"]
-    words = ["data.phantom.cases=4", "batch=1", "steps=4", "device=cpu", "workers=1", "wandb.mode=disabled"]
-    where = [f"hydra.run.dir={tmp_path / 'run'}", f"data.root={tmp_path / 'phantom'}"]
-    command = [sys.executable, "-c", code, *tiny, *words, *where]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
+    done = train(tmp_path, *TINY, "workers=1", "hydra.run.dir=run", hook=kill_a_worker_and_wait)
+    assert done.code == 1 and "Traceback" not in done.err, done.err
+    (line,) = [line for line in done.err.splitlines() if line.startswith("failed: ")]
     assert line.startswith("failed: DataLoader worker (pid") and "data.cache=false or fewer workers need less" in line
     assert (tmp_path / "run" / "STATUS").read_text().startswith(line)
+
+
+def kill_a_worker_and_wait() -> None:
+    from unet3d import trainer
+
+    def step(*_: object, **__: object) -> None:
+        (worker,) = multiprocessing.active_children()
+        assert worker.pid
+        os.kill(worker.pid, signal.SIGKILL)
+        while True:
+            pass
+
+    _utils.MP_STATUS_CHECK_INTERVAL = 0.2
+    trainer.train_step = step

@@ -6,7 +6,6 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 import pytest
-from nilearn import datasets
 from scipy import ndimage
 
 from unet3d import compose
@@ -23,6 +22,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mni152")
     mni152.ensure(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def template() -> nib.Nifti1Image:
+    from nilearn import datasets  # seconds to load
+
+    return datasets.load_mni152_template(resolution=1)
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +49,23 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_image_and_labels_lie_on_one_grid_of_1_mm(pair: tuple[nib.Nifti1Image, nib.Nifti1Image]) -> None:
+def test_image_and_labels_lie_on_one_grid_of_1_mm(
+    pair: tuple[nib.Nifti1Image, nib.Nifti1Image], template: nib.Nifti1Image
+) -> None:
     image, label = pair
     assert image.shape == label.shape == (197, 233, 189)
     assert np.array_equal(image.affine, label.affine)
-    assert np.array_equal(image.affine, datasets.load_mni152_template(resolution=1).affine)
+    assert np.array_equal(image.affine, template.affine)
     for stored, kind in ((image, np.int16), (label, np.uint8)):
         assert stored.header.get_zooms() == (1, 1, 1)
         assert stored.header.get_xyzt_units()[0] == "mm"
         assert stored.get_data_dtype() == kind
 
 
-def test_the_image_is_the_template_to_the_last_level(voxels: tuple[np.ndarray, np.ndarray]) -> None:
-    template = np.asarray(datasets.load_mni152_template(resolution=1).dataobj)
-    assert np.abs(voxels[0] / mni152.LEVELS - template).max() < 1e-6
+def test_the_image_is_the_template_to_the_last_level(
+    voxels: tuple[np.ndarray, np.ndarray], template: nib.Nifti1Image
+) -> None:
+    assert np.abs(voxels[0] / mni152.LEVELS - np.asarray(template.dataobj)).max() < 1e-6
 
 
 def test_a_label_is_the_likeliest_of_neither_gray_and_white() -> None:

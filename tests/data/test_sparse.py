@@ -120,7 +120,7 @@ def test_scored_slices_that_are_all_learned_are_told_before_training(tmp_path: P
 
 def test_a_run_learns_from_slices_and_scores_others(tmp_path: Path) -> None:
     words = ["data.semi=true", "data.sparse=[2,1,1]", "data.scored=[1,1,1]", "steps=2"]
-    done = train(tmp_path, *TINY, *words, f"data.root={tmp_path / 'phantom'}", "hydra.run.dir=run")
+    done = train(tmp_path, *TINY, *words, f"data.root={tmp_path / 'phantom'}", "hydra.run.dir=run", frills=True)
     assert done.code == 0, done.err
     (first, *_), folder = records(tmp_path / "run"), tmp_path / "run"
     assert first["step"] == 0 and 0 < float.fromhex(first["data/labelled_share"]) < 0.3

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from training import PLAIN, face
 
-from unet3d import __main__ as face
 from unet3d import compose
 from unet3d.memory.look import look
 from unet3d.memory.show import _sets_widths
@@ -18,17 +18,12 @@ NET = ("model.in_channels=1", "model.classes=3", "data.patch=[16,16,16]")
 
 
 def memory(*arguments: object) -> int:
-    """In this process."""
-    before, sys.argv = sys.argv, ["unet3d", "memory", *map(str, arguments)]
-    try:
-        return face.main()
-    finally:
-        sys.argv = before
+    return face("memory", *arguments)
 
 
 def test_one_config_is_explained_and_its_files_written(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert memory("model=unet_tiny", *NET, "ckpt=2", "-o", out) == 0
+    assert memory("model=unet_tiny", *NET, *PLAIN, "ckpt=2", "-o", out) == 0
     said = capsys.readouterr().out
     for part in (
         "unet_tiny: ",
@@ -78,12 +73,12 @@ def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_p
 
 
 def test_peaks_against_batch_width_and_patch(tmp_path: Path) -> None:
-    net = ["model=unet_tiny", "model.features=[4,8]", "model.decoder=[4]", *NET]
+    net = ["model=unet_tiny", "model.features=[4,8]", "model.decoder=[4]", *NET, *PLAIN]
     assert memory(*net, "model.activation=relu,silu", "--curves", "-o", tmp_path) == 0
     with (tmp_path / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
-    for row in rows:
-        compose.compose([*net, *row["config"].split()])  # it can be pasted
+    for changed in {row["config"] for row in rows}:
+        compose.compose([*net, *changed.split()])  # it can be pasted
     for varied in ("batch size", "first width (channels)", "patch (voxels)"):
         for series in ("model.activation=relu", "model.activation=silu"):
             line = [
@@ -133,7 +128,7 @@ def test_what_probe_measures_later_predictions_use(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said = []
     for words in ([], ["probe"], []):
-        assert memory(*words, "model=unet_tiny", "model.features=[4,8]", *NET) == 0
+        assert memory(*words, "model=unet_tiny", "model.features=[4,8]", *NET, *PLAIN) == 0
         said.append(capsys.readouterr().out)
     scratch = [line for text in said for line in text.splitlines() if "convolution kernels' scratch" in line]
     assert ["bracket: 0 of" in line for line in scratch] == [True, False, False]

@@ -1,8 +1,6 @@
 """CUDA's mixed precision without a GPU: golden bytes of the real policy, and what follows from it."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
+from training import train
 
 from unet3d import build, compose
 from unet3d.config import Config
@@ -111,15 +110,15 @@ def test_outputs_of_layers_are_counted_under_the_same_policy() -> None:
 
 def test_a_dry_run_for_cuda_works_where_there_is_none(tmp_path: Path) -> None:
     words = ["model=unet_tiny", "model.in_channels=1", "model.classes=4", "data.patch=[16,16,16]", "amp=true"]
-    command = [sys.executable, str(ROOT / "train.py"), *words, "device=cuda", f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run([*command, "dry_run=true"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert "MiB reserved (replay)" in done.stdout and "not yet verified on a GPU" in done.stdout
+    words += ["device=cuda", "data.phantom.cases=2", "data.phantom.shape=[16,16,16]", "hydra.run.dir=run"]
+    done = train(tmp_path, *words, "dry_run=true", frills=True)
+    assert done.code == 0, done.err
+    assert "MiB reserved (replay)" in done.out and "not yet verified on a GPU" in done.out
     found = json.loads((tmp_path / "run" / "memory.json").read_text())["predicted"]
     assert found["peak_bytes"] <= found["allocated_bytes"] <= found["reserved_bytes"]
     if not torch.cuda.is_available():
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 2 and "sees no CUDA device" in done.stderr
+        done = train(tmp_path, *words, frills=True)
+        assert done.code == 2 and "sees no CUDA device" in done.err
 
 
 def test_a_run_on_the_cpu_leaves_a_gpu_alone(network: Callable[..., UNet3D], monkeypatch: pytest.MonkeyPatch) -> None:

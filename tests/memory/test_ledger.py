@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from unet3d.losses import SegmentationLoss
 from unet3d.memory.ledger import Ledger, categories_at, levels, peak_moment, phase_peaks
@@ -67,6 +66,8 @@ def run(model: UNet3D, steps: int, mark: Mark, optimizer: torch.optim.Optimizer)
 
 
 def test_peak_equals_torchs_mem_tracker(network: Network) -> None:
+    from torch.distributed._tools.mem_tracker import MemTracker  # seconds to load
+
     model = network("model=unet_tiny")
     ledger = Ledger()
     for parameter in model.parameters():

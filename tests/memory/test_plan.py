@@ -3,13 +3,12 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from training import PLAIN, train
 
 from unet3d import build, compose
 from unet3d.checks import budget_bytes
@@ -24,12 +23,11 @@ from unet3d.memory.look import Look
 from unet3d.memory.plan import _mixed, knows_the_batch, lean_options, levers, plan, price
 from unet3d.memory.predict import predict
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 NET = ("model=unet_tiny", "model.features=[8,16]", "data.patch=[8,16,8]", "batch=2", "model.norm=group")
 
 
 def config(*overrides: str) -> Config:
-    found = compose.compose([*NET, *overrides])
+    found = compose.compose([*NET, *PLAIN, *overrides])
     found.model.in_channels, found.model.classes = 1, 3
     return found
 
@@ -45,11 +43,11 @@ def with_budget(options: Config, share: float) -> tuple[Config, int]:
 
 
 def test_a_budget_that_does_not_fit_names_what_would_and_a_dry_run_confirms_it() -> None:
-    options, budget = with_budget(config(), 0.4)
+    options, budget = with_budget(config("optim=adamw"), 0.4)
     _, _, asked, *steps = plan(options, options.model, budget).splitlines()
     assert asked.endswith("as asked") and steps[-1].endswith("(fits)")
     words = [word for line in steps for word in line.removesuffix("(fits)").split(":")[1].split()]
-    again = config(f"budget={options.budget}", *words)
+    again = config("optim=adamw", f"budget={options.budget}", *words)
     peak = predict(again, again.model)["peak_bytes"]
     assert peak <= budget
     assert f"{peak / 2**20:,.1f}" == steps[-1].split()[0]
@@ -63,18 +61,12 @@ def test_a_budget_that_nothing_meets_is_told_so_with_the_smallest_peak() -> None
 
 def test_fit_gives_a_command_that_a_dry_run_confirms(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     options, budget = with_budget(config(), 0.6)
-    words = [*NET, "model.in_channels=1", "model.classes=3", f"budget={options.budget}"]
+    words = [*NET, *PLAIN, "model.in_channels=1", "model.classes=3", f"budget={options.budget}"]
     said = fit.fit(look(options), words)
     assert "Least memory by cost" in capsys.readouterr().out
     assert "batch=1" not in said, "Dice over the batch would be another loss"
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *shlex.split(said)[2:], "dry_run=true", f"hydra.run.dir={tmp_path}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
+    done = train(tmp_path, *shlex.split(said)[2:], "dry_run=true", f"hydra.run.dir={tmp_path}", frills=True)
+    assert done.code == 0, done.err
     assert json.loads((tmp_path / "memory.json").read_text())["predicted"]["peak_bytes"] <= budget
 
 
@@ -181,7 +173,7 @@ def test_a_budget_that_was_too_high_is_the_first_thing_to_go() -> None:
 
 
 def test_half_the_width_is_predicted_with_cuts_of_its_own() -> None:
-    asked = config("ckpt=2", "model.norm=instance")
+    asked = config("ckpt=2", "model.norm=instance", "optim=adamw")
     advice = forecast(asked, asked.model).memory["advice"]
     narrower = halved(asked, asked.model, advice["level"])
     assert narrower and advice["halved_peak_bytes"] == price(asked, narrower).peak

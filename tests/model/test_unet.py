@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.export import Dim, export
 
 from unet3d import checks
 from unet3d.config import Model
@@ -111,6 +110,8 @@ def test_stage_count_is_what_checkpointing_is_checked_against(network: Callable[
 
 @pytest.mark.slow
 def test_p4_an_exported_network_computes_the_same_for_any_size(options: Callable[..., Model], tmp_path: Path) -> None:
+    from torch.export import Dim, export  # a second to load
+
     network = UNet3D(options("model=unet_tiny", "model.in_channels=1", "model.classes=3")).eval()
     free = {0: Dim("n", max=64), **{axis: 8 * Dim(name, max=64) for axis, name in ((2, "d"), (3, "h"), (4, "w"))}}
     torch.export.save(export(network, (torch.zeros(2, 1, 16, 24, 32),), dynamic_shapes=(free,)), tmp_path / "net.pt2")

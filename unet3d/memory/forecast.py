@@ -9,8 +9,7 @@ from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.advise import advise
 from unet3d.memory.allocator import replay
-from unet3d.memory.ledger import levels
-from unet3d.memory.plan import plan
+from unet3d.memory.plan import plan, price
 from unet3d.memory.rehearsal import Starts, rehearse
 from unet3d.memory.segments import cut
 from unet3d.memory.tables import moment, sentence
@@ -45,7 +44,7 @@ def forecast(config: Config, options: Model) -> Forecast:
         print("without convolution workspaces and the context; not yet verified on a GPU", flush=True)
     if config.budget is not None and peak > budget_bytes(config.budget):
         raise UserError(plan(config, options, budget_bytes(config.budget)))
-    advice = advise(config, options, found, lambda narrower: _peak(config, narrower))
+    advice = advise(config, options, found, lambda narrower: price(config, narrower).peak)
     print(sentence(advice, peak), flush=True)
     if starts:
         print(f"checkpointed segments: {segments(names, starts)}", flush=True)
@@ -60,11 +59,6 @@ def expandable() -> bool:
     """Whether the environment asks the allocator for segments that grow."""
     asked = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     return "expandable_segments:true" in asked.lower()
-
-
-def _peak(config: Config, options: Model) -> int:
-    """Of the second step, which later ones repeat, cut as a run of it would be."""
-    return max(levels(rehearse(config, options, cut(config, options).starts, steps=2).ledger))
 
 
 def segments(names: list[str], starts: Starts) -> str:

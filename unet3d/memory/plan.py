@@ -34,9 +34,9 @@ class Price(NamedTuple):
 
 
 def price(config: Config, options: Model) -> Price:
-    """Rehearse the step as it would be cut. A backward pass is counted as two forward ones."""
+    """Rehearse the second step, which later ones repeat, cut as a run would. Backward counts as two forward passes."""
     starts, again = cut(config, options)
-    return Price(max(levels(rehearse(config, options, starts).ledger)), again / 3)
+    return Price(max(levels(rehearse(config, options, starts, steps=2).ledger)), again / 3)
 
 
 def plan(config: Config, options: Model, budget: int) -> str:

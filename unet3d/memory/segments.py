@@ -6,12 +6,13 @@ entered this segment and those before it. The same holds while a segment is made
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, groupby, islice
 from typing import NamedTuple
 
 from unet3d.checks import budget_bytes, stages
-from unet3d.config import Config, Model
+from unet3d.config import Config, Model, Optim
 from unet3d.memory.ledger import phase_peaks
 from unet3d.memory.profile import Profile, profile
 from unet3d.memory.rehearsal import Starts, rehearse
@@ -48,8 +49,9 @@ def _peak(config: Config, options: Model, starts: Starts, found: Profile) -> int
 
 
 def _first_step(config: Config, options: Model, starts: Starts) -> int:
-    """Most bytes of a first step but for its update, which no cut changes."""
-    peaks = phase_peaks(rehearse(config, options, starts, steps=1).ledger)
+    """Most bytes of a first step but for its update, which no cut changes: any optimizer will do."""
+    plain = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)
+    peaks = phase_peaks(rehearse(replace(config, optim=plain), options, starts, steps=1).ledger)
     return max(peak for phase, peak in peaks if phase in ("forward", "loss", "backward"))
 
 
@@ -69,7 +71,8 @@ def choose(
             if measure(starts) <= budget:
                 return starts
     found = candidates(profile, least, most)
-    starts = min(found, key=lambda starts: (measure(starts), recomputed(profile, starts)))
+    only = found[0] if len(found) == 1 else None
+    starts = only or min(found, key=lambda starts: (measure(starts), recomputed(profile, starts)))
     return starts if len(starts) > 1 else ()
 
 
