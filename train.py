@@ -15,10 +15,10 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     from unet3d.memory.forecast import forecast
     from unet3d.run import Run
 
-    data = None if config.dry_run and build.is_complete(config.model) else build.data(config)
-    options = build.model_options(config, data) if data else config.model
+    data = None if config.dry_run else build.data(config)
+    options = build.model_options(config, data.task, data.train[0]) if data else build.outlined_options(config)
     told = forecast(config, options)
-    if data is None or config.dry_run:
+    if data is None:
         record.add(folder, told.memory)
         return
     with Run(config, folder, data, options, told.starts, stop) as run:

@@ -63,6 +63,8 @@ CONFLICTS = {
     ): r"^inference.mirror=true: .* an odd number of voxels less",
     ("experiment=cicek2016_semi", "data.sparse_fold=0", "data.scored=[8,8,8]"): r"^data.scored does nothing beside",
     ("experiment=cicek2016_semi", "data.sparse_fold=0", "data=mni152"): r"mirror image across x.*sparse=\[0,6,12\]",
+    ("data.folds=10",): r"^data.folds=10 does nothing without data.fold",
+    ("model=cicek2016", "data.patch=[108,108,108]", "inference.overlap=0.7"): r"^inference.overlap does nothing",
     ("data.augment.mirror=[0,0]",): r"^data.augment.mirror=\[0, 0\]: name each axis once",
     ("model.activation=silu", "model.inplace=true"): r"^model.inplace=true does nothing",
     (

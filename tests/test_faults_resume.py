@@ -84,6 +84,13 @@ def same(a: Path, b: Path) -> bool:
     return all(equal) and records(a) == records(b)
 
 
+def test_the_first_step_that_is_told_is_the_runs_own(copy: Path, whole: Path) -> None:
+    """A resumed one begins with the optimizer's state, which the very first one makes."""
+    assert resume(copy).code == 0
+    phases, again = (json.loads((run / "memory.json").read_text())["measured"]["phases"] for run in (whole, copy))
+    assert phases == again and phases["forward"]["first"] < phases["forward"]["steady"]
+
+
 def test_r1_killed_twice_a_run_ends_as_if_it_were_not(copy: Path, whole: Path) -> None:
     assert resume(copy, hook=functools.partial(at_step, 11, KILL)).code == -KILL
     done = resume(copy)

@@ -9,9 +9,9 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
-from training import TINY, train
+from training import TINY, face, train
 
-from unet3d import __main__, apply, build, compose, publish, score, snapshot, trained
+from unet3d import apply, build, compose, publish, score, snapshot, trained
 from unet3d.config import Model
 from unet3d.data.cases import Case, read_task
 from unet3d.data.nifti import stem
@@ -122,16 +122,13 @@ def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
         apply.open_snapshot(tmp_path / "bomb.pt", "cpu")
 
 
-def test_a_snapshot_scores_as_its_run_did(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_snapshot_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net, out = str(tmp_path / "net.pt"), str(tmp_path / "out")
     for words in (
         ["publish", str(finished / "checkpoints" / "last.pt"), "-o", net],
-        ["score", net, *overrides(finished), "-o", out],
+        ["score", net, "-o", out, *overrides(finished)],
     ):
-        monkeypatch.setattr("sys.argv", ["unet3d", *words])
-        assert __main__.main() == 0
+        assert face(*words) == 0
     assert (tmp_path / "out" / "scores.csv").read_bytes() == (finished / "scores.csv").read_bytes()
     told = capsys.readouterr()
     assert told.err == "" and "HD95" in told.out and "mean of classes" in told.out
@@ -181,7 +178,7 @@ def test_scores_on_another_split_are_warned_of(
 
 def test_folds_do_not_matter_where_there_is_no_fold(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = finished / "checkpoints" / "last.pt"
-    options = compose.compose(overrides(finished, "data.folds=4")).data
+    options = dataclasses.replace(compose.compose(overrides(finished)).data, folds=4)
     score._warn_of_another_split(trained.parse(snapshot.load(path), path), options)
     assert capsys.readouterr().err == ""
 
@@ -234,18 +231,21 @@ def test_predict_takes_channels_by_their_numbers(tmp_path: Path) -> None:
     for name, shape in (("b_0001", (4, 4, 4)), ("b_0000", (4, 4, 4)), ("patient_0001", (4, 4, 4, 2))):
         nib.save(nib.Nifti1Image(np.zeros(shape, np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
     files = [tmp_path / f"{name}.nii.gz" for name in ("b_0001", "b_0000", "patient_0001")]
-    found = {case.id: case.images for case in apply.find_cases(files, 2)}
+    found = {case.id: case.images for case in apply.find_cases(files, 2)[0]}
     assert found == {"b": (files[1], files[0]), "patient_0001": (files[2],)}
     files[0].rename(tmp_path / "b_0002.nii.gz")
-    with pytest.raises(UserError, match=r"b: .* a case's channels are called b_0000, b_0001 and so on"):
-        apply.find_cases([tmp_path], 2)
+    cases, (problem,) = apply.find_cases([tmp_path], 2)
+    assert [case.id for case in cases] == ["patient_0001"], "what is wrong with one case stops no other"
+    assert problem.startswith("b: ") and "a case's channels are called b_0000, b_0001 and so on" in problem
+    nib.save(nib.load(files[1]), tmp_path / "b_0001.nii.gz")
+    assert "b: has 3 files" in apply.find_cases([tmp_path], 2)[1][0]
 
 
 def test_a_single_channel_is_numbered_in_one_layout_alone(tmp_path: Path) -> None:
     for name in ("a_0000", "b_0001"):
         nib.save(nib.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
-    assert [case.id for case in apply.find_cases([tmp_path], 1, by_channel=True)] == ["a", "b_0001"]
-    assert [case.id for case in apply.find_cases([tmp_path], 1)] == ["a_0000", "b_0001"]
+    assert [case.id for case in apply.find_cases([tmp_path], 1, by_channel=True)[0]] == ["a", "b_0001"]
+    assert [case.id for case in apply.find_cases([tmp_path], 1)[0]] == ["a_0000", "b_0001"]
 
 
 def test_a_snapshots_preparation_is_that_of_its_run(pair: list[Path]) -> None:
@@ -280,18 +280,11 @@ def test_cases_that_a_run_learned_from_are_told_of(finished: Path, capsys: pytes
     assert told in capsys.readouterr().err
 
 
-def predict(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr("sys.argv", ["unet3d", "predict", *map(str, words)])
-    return __main__.main()
-
-
-def test_predict_replaces_no_image(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_replaces_no_image(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.nii.gz"
     nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path)
     before = path.read_bytes()
-    assert predict(monkeypatch, finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path, "--overwrite") == 2
+    assert face("predict", finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path, "--overwrite") == 2
     assert "a.nii.gz: is an image to segment; -o names another folder" in capsys.readouterr().err
     assert path.read_bytes() == before
 
@@ -309,25 +302,47 @@ def test_a_volume_that_memory_does_not_hold_stops_no_other(
         return to_file(self, case, path)
 
     monkeypatch.setattr(apply.Segmenter, "to_file", refuse)
-    assert predict(monkeypatch, finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path / "out") == 2
+    assert face("predict", finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path / "out") == 2
     told = capsys.readouterr().err
     assert told.startswith("error: a: out of memory: ") and told.count("\n") == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.nii.gz"]
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(
+def test_a_case_that_is_none_stops_no_other_and_what_is_let_pass_is_told(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    files = [tmp_path / name for name in ("one/a.nii.gz", "two/a.nii.gz", "b.nii.gz")]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        nib.save(nib.Nifti1Image(np.zeros((16, 16, 16), np.float32), np.eye(4)), file)
+    monkeypatch.setattr(apply, "let_pass", lambda case: [f"{case.id}: lies elsewhere"])
+    assert face("predict", finished / "checkpoints" / "last.pt", files[0], "-o", tmp_path / "out", *files[1:]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: a: 2 files of one name") and second == "warning: b: lies elsewhere"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.nii.gz"]
+
+
+def test_channels_that_lie_apart_are_told_of_whatever_the_snapshot_lets_pass(tmp_path: Path) -> None:
+    paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
+    for path, side in zip(paths, (1, -1), strict=True):
+        nib.save(nib.Nifti1Image(np.zeros((4, 5, 6), np.float32), np.diag([side, 1, 1, 1])), path)
+    (line,) = apply.let_pass(Case("a", paths, None))
+    assert line.startswith(f"a: {paths[1]}: lies up to 6 voxels away from")
+    assert apply.let_pass(Case("a", paths[:1], None)) == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr("sys.argv", ["unet3d", "compare", str(finished), "-o", str(tmp_path / "file" / "x")])
-    assert __main__.main() == 2
+    assert face("compare", finished, "-o", tmp_path / "file" / "x") == 2
     assert capsys.readouterr().err == f"error: {tmp_path / 'file' / 'x'}: Not a directory\n"
 
 
 def test_predictions_that_cannot_be_written_are_one_line(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.nii.gz"
     nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path)
-    assert predict(monkeypatch, finished / "checkpoints" / "last.pt", path, "-o", path / "out") == 2
+    assert face("predict", finished / "checkpoints" / "last.pt", path, "-o", path / "out") == 2
     assert capsys.readouterr().err == f"error: {path / 'out' / 'a.nii.gz'}: not saved (Not a directory)\n"

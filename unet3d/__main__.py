@@ -7,11 +7,13 @@ from pathlib import Path
 from unet3d import compose
 from unet3d.errors import NotSaved, OutOfMemory, SnapshotError, UserError, is_out_of_memory, reason
 
+LISTS = ("overrides", "inputs", "snapshots", "runs")  # arguments that take any number of words
+
 
 def main() -> int:
     """Run the command that the arguments name. Returns its exit code."""
-    arguments = _parser().parse_args()
     try:
+        arguments = _arguments()
         code: int = arguments.run(arguments)
         return code
     except (UserError, SnapshotError) as error:
@@ -25,6 +27,17 @@ def main() -> int:
             raise
         print(f"error: out of memory: {reason(error)}", file=sys.stderr)
         return OutOfMemory.exit_code
+
+
+def _arguments() -> argparse.Namespace:
+    """Those of the command line; words may also stand after flags. Raises UserError for a flag that there is not."""
+    found, left = _parser().parse_known_args()
+    words: list = next((getattr(found, name) for name in LISTS if hasattr(found, name)), [])
+    for word in left:
+        if word.startswith("-") or not any(hasattr(found, name) for name in LISTS):
+            raise UserError(f"{word}: not understood; -h lists what is")
+        words.append(word if hasattr(found, "overrides") else Path(word))
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,9 +139,11 @@ def _predict(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.out}: is a file; -o names the folder for the label maps")
     segmenter = apply.open_snapshot(arguments.snapshot, arguments.device, arguments.mirror)
     refuse_large_window(segmenter.predictor, arguments.snapshot)
-    cases = apply.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel)
+    cases, problems = apply.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel)
     images = {image.resolve() for case in cases for image in case.images}
-    failed = 0
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    failed = len(problems)
     for case in cases:
         path = arguments.out / f"{case.id}.nii.gz"
         if path.resolve() in images:
@@ -139,8 +154,9 @@ def _predict(arguments: argparse.Namespace) -> int:
         try:
             arguments.out.mkdir(parents=True, exist_ok=True)
             volume, _ = segmenter.to_file(case, path)
-            if volume.replaced:
-                print(f"warning: {case.id}: {replacement(volume.replaced)}", file=sys.stderr)
+            passed = [f"{case.id}: {replacement(volume.replaced)}"] if volume.replaced else []
+            for line in [*passed, *apply.let_pass(case)]:
+                print(f"warning: {line}", file=sys.stderr)
             print(path)
         except UserError as error:
             failed += 1

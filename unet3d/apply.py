@@ -11,7 +11,7 @@ from unet3d import build, checks, snapshot, trained
 from unet3d.data.cases import Case, in_order, volumes_in, without_channel
 from unet3d.data.intensity import Intensity, normalise
 from unet3d.data.nifti import channels, open_image, save_labels, stem
-from unet3d.data.volumes import Volume, read_volume, to_original
+from unet3d.data.volumes import Volume, contradictions, read_volume, to_original
 from unet3d.data.voxels import STRICT, Leniency
 from unet3d.errors import UserError
 from unet3d.inference import Predictor
@@ -58,10 +58,17 @@ def segmenter(found: Trained, device: str, mirror: bool | None) -> Segmenter:
     return Segmenter(predictor, found.intensity, config.data.spacing, Leniency.of(config.data), by_channel)
 
 
-def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> list[Case]:
+def let_pass(case: Case) -> list[str]:
+    """What contradicts itself in a case that a snapshot's options take all the same, as they did in training."""
+    opened = {path: open_image(case.id, path) for path in case.images}
+    return [str(error) for error in contradictions(case, opened)]
+
+
+def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> tuple[list[Case], list[str]]:
     """Files, and the NIfTI files of folders, as cases of `count` channels; `_0000`, `_0001` .. are those of one.
 
-    A single channel is numbered only where files are `by_channel`.
+    A single channel is numbered only where files are `by_channel`. Beside them what is wrong with those that are none,
+    a line each. Raises UserError where there is nothing to segment.
     """
     grouped: dict[str, list[Path]] = {}
     for path in inputs:
@@ -75,11 +82,23 @@ def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> 
             grouped.setdefault(name, []).append(file)
     if not grouped:
         raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}")
+    cases, problems = [], []
     for name, files in grouped.items():
-        if len(files) > count:
-            listed = ", ".join(map(str, files))
-            raise UserError(f"{name}: {len(files)} files of one name ({listed}); their label maps would be one file")
-    return [Case(name, in_order(name, files), None) for name, files in grouped.items()]
+        try:
+            cases.append(_case(name, files, count))
+        except UserError as error:
+            problems.append(str(error))
+    return cases, problems
+
+
+def _case(name: str, files: Sequence[Path], count: int) -> Case:
+    """Files of one name as a case. Raises UserError."""
+    listed = ", ".join(map(str, files))
+    if len(files) > count > 1 and len({file.name for file in files}) == len(files):
+        raise UserError(f"{name}: has {len(files)} files ({listed}); this network takes {count} channels")
+    if len(files) > count:
+        raise UserError(f"{name}: {len(files)} files of one name ({listed}); their label maps would be one file")
+    return Case(name, in_order(name, files), None)
 
 
 def _is_whole(file: Path, count: int) -> bool:

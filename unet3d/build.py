@@ -14,8 +14,10 @@ from unet3d.config import Data as DataOptions
 from unet3d.data import sparse
 from unet3d.data.cases import Case, Task, read_task, split
 from unet3d.data.check import WARNING, check_cases
+from unet3d.data.nifti import open_image
 from unet3d.data.patches import Prepared
 from unet3d.data.reader import Reader
+from unet3d.data.volumes import target_grid
 from unet3d.data.voxels import Leniency
 from unet3d.errors import UserError
 from unet3d.inference import Predictor
@@ -60,6 +62,8 @@ def data(config: Config) -> Data:
     train, val = split(task, options)
     refuse_problems(task, [*train, *val], options)
     reader = Reader(task, options.spacing, cache={} if options.cache else None, leniency=Leniency.of(options))
+    if options.cache:
+        reader.refuse_more_than_memory([*train, *val])
     reader.fit_intensity(options.intensity, train)
     if options.cache:
         reader.fill([*train, *val])
@@ -97,11 +101,23 @@ def is_complete(options: Model) -> bool:
     return None not in (options.in_channels, options.classes) and "auto" not in (options.kernels, options.strides)
 
 
-def model_options(config: Config, data: Data) -> Model:
-    """The model's options with nothing left open. Raises UserError where model and data disagree."""
+def outlined_options(config: Config) -> Model:
+    """The model's options for a prediction: what they leave open is told by the data set's names and one header."""
+    if is_complete(config.model):
+        return config.model
+    task = read_task(config.data)
+    train, _ = split(task, config.data)
+    return model_options(config, task, train[0])
+
+
+def model_options(config: Config, task: Task, case: Case) -> Model:
+    """The model's options with nothing left open, for the spacing of this case.
+
+    Raises UserError where model and data disagree.
+    """
     options = dataclasses.replace(config.model)
-    spacing = data.read(data.train[0]).spacing
-    for name, found in (("in_channels", len(data.task.channels)), ("classes", len(data.task.classes))):
+    spacing = target_grid(case, open_image(case.id, case.images[0]), config.data.spacing).spacing
+    for name, found in (("in_channels", len(task.channels)), ("classes", len(task.classes))):
         if getattr(options, name) is None:
             setattr(options, name, found)
         elif getattr(options, name) != found:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from unet3d.checks_data import check_data, check_root
-from unet3d.config import Config, Model
+from unet3d.config import Config, Data, Inference, Model
 from unet3d.errors import UserError
 from unet3d.model import geometry
 
@@ -29,6 +29,8 @@ def check(config: Config, here: bool = True) -> None:
     _check_patch(config)
     _check_learning(config)
     check_data(config.data)
+    if here:
+        _refuse_idle(config)
     if config.budget is not None:
         budget_bytes(config.budget)
     if here and config.data.format not in ("phantom", "mni152"):
@@ -94,6 +96,15 @@ def _check_learning(config: Config) -> None:
         raise UserError("inference.mirror=true does nothing with data.augment.mirror=[]; name axes, or set it to false")
     if config.loss.weights is not None and config.loss.name == "dice":
         raise UserError("loss.weights does nothing for loss=dice; use loss=dice_ce or loss=ce, or leave it null")
+
+
+def _refuse_idle(config: Config) -> None:
+    """Raise UserError for options that do nothing beside the others. Snapshots may have them."""
+    swept = [override.partition("=")[0] for override in config.sweep or []]
+    if config.data.folds != Data().folds and config.data.fold is None and "data.fold" not in swept:
+        raise UserError(f"data.folds={config.data.folds} does nothing without data.fold; name a fold, or leave it away")
+    if config.inference.overlap != Inference().overlap and config.model.padding == "valid":
+        raise UserError("inference.overlap does nothing for model.padding=valid, whose tiles meet; leave it away")
 
 
 def _check_checkpointing(config: Config) -> None:

@@ -105,7 +105,11 @@ class Data:
     cache: bool = option(True, "keep the prepared cases in memory; false: read each from disk when its turn comes")
     patch: list[int] = option([64, 64, 32], "training patch and inference window D,H,W (voxels)", low=1, high=2048)
     spacing: list[float] | None = option(None, "resample to this spacing (mm); null: as stored", low=0.01, high=100)
-    intensity: str = option("auto", "auto: ct channels as ct, else zscore", among=("auto", "zscore", "ct", "none"))
+    intensity: str = option(
+        "auto",
+        "auto: channels that are called CT as ct, else zscore; data=folders names none: say ct",
+        among=("auto", "zscore", "ct", "none"),
+    )
     val_fraction: float = option(0.2, "share of the cases held out", low=0.01, high=0.9)
     folds: int = option(5, "folds of the cross-validation", low=2, high=100)
     fold: int | None = option(None, "which fold is held out; null: val_fraction instead", low=0)

@@ -47,12 +47,26 @@ def sweep_orphans(folder: Path) -> None:
         orphan.unlink(missing_ok=True)
 
 
-def add_measured(folder: Path, parameters: int, measured: dict[str, Any]) -> None:
-    """memory.json with what was measured beside what was predicted."""
+def add_measured(folder: Path, parameters: int, measured: dict[str, Any], resumed: bool) -> None:
+    """memory.json with what was measured beside what was predicted; the first step is the run's, also if `resumed`."""
+    if resumed:
+        measured = _with_first_of(memory(folder).get("measured", {}), measured)
     found = add(folder, {"parameters": parameters, "measured": measured})
     if "predicted" in found:  # tensors against tensors: on CUDA the ledger's, without workspaces and rounding
         peak = measured.get("ledger", measured)["peak_bytes"]
         add(folder, {"error_bytes": found["predicted"]["peak_bytes"] - peak})
+
+
+def _with_first_of(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The values of now, but each "first" at whatever depth as it was before, if it was."""
+    return {
+        key: before.get(key, value)
+        if key == "first"
+        else _with_first_of(before.get(key, {}), value)
+        if isinstance(value, dict)
+        else value
+        for key, value in now.items()
+    }
 
 
 def add(folder: Path, values: dict[str, Any]) -> dict[str, Any]:

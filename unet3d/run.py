@@ -21,7 +21,7 @@ from unet3d.evaluation import evaluate
 from unet3d.grounds import grounds
 from unet3d.losses import IGNORE
 from unet3d.memory import distress, save
-from unet3d.memory.meter import open_meter
+from unet3d.memory.meter import STEADY, open_meter
 from unet3d.metrics import CaseScore
 from unet3d.model import geometry
 from unet3d.moment import Moment
@@ -52,7 +52,7 @@ class Run:
         self.checkpoints = Checkpoints(folder, self._state)
         step, paused = self.checkpoints.restore(self.moment.put_back) if config.resume else (0, 0)
         self.first = step
-        self.is_measured = False  # and all of it kept
+        self.is_told = self.is_measured = False  # what steps need, in memory.json; and all of it
         self.is_done = step >= config.steps and record.is_done(folder)
         self.meter = open_meter(self.model, self.optimizer)
         self.sinks = Sinks([])
@@ -88,16 +88,18 @@ class Run:
 
     def keep_measured(self) -> None:
         """memory.json with what the steps taken here needed, if any were; after the last one, memory/ as well."""
-        if self.trainer.step == self.first or self.is_measured:
+        taken, is_last = self.trainer.step - self.first, self.trainer.step == self.config.steps
+        if not taken or self.is_measured or (self.is_told and not is_last):
             return
         parameters = sum(p.numel() for p in self.model.parameters())
-        record.add_measured(self.folder, parameters, self.meter.summary())
-        if self.trainer.step == self.config.steps:
+        record.add_measured(self.folder, parameters, self.meter.summary(), resumed=self.first > 0)
+        self.is_told = taken >= STEADY
+        if is_last:
             save.write(self.meter.ledger, self.folder.name, self.folder)
             self.is_measured = True
 
     def _keep_measured_early(self) -> None:
-        """A run that is stopped now may take no step again."""
+        """A run that is stopped or killed now may take no step again, and never again its first."""
         with suppress(OSError):  # the disk is full: a run that comes to its end says so
             self.keep_measured()
 
@@ -159,6 +161,7 @@ class Run:
             self._save_now()
 
     def _save_now(self) -> None:
+        self._keep_measured_early()
         try:
             self.checkpoints.save_last()
         except NotSaved as error:
@@ -168,8 +171,8 @@ class Run:
         """Validate, keep the best, save the last. The last validation also measures surface distances."""
         started = time.perf_counter()
         step, task = self.trainer.step, self.data.task
+        self._keep_measured_early()
         if step == self.config.steps:
-            self._keep_measured_early()
             self._save_now()  # this validation may be the first, of volumes that memory does not hold
         with self.averaged(), self.stop.raised():
             scores = self._scores()

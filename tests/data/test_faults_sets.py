@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,12 @@ def held_out(tmp_path: Path) -> tuple[Data, Path, Path]:
     return data, train[0].images[0], val[0].images[0]
 
 
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
 @pytest.mark.parametrize("full", [False, True])
-def test_d12_a_link_from_val_to_train_is_told(tmp_path: Path, full: bool) -> None:
+def test_d12_a_link_from_val_to_train_is_told(tmp_path: Path, full: bool, link: Callable[[Path, Path], None]) -> None:
     data, seen, unseen = held_out(tmp_path)
     unseen.unlink()
-    unseen.symlink_to(seen)
+    link(unseen, seen)
     assert told(data, full) == [f"c: {unseen}: is held out, but training sees the same image as a; take one out"]
 
 

@@ -16,6 +16,7 @@ from unet3d.data import nifti
 from unet3d.data.cases import read_task
 from unet3d.data.check import WARNING
 from unet3d.data.patches import Patches, Place
+from unet3d.data.reader import Reader
 from unet3d.errors import UserError
 from unet3d.policy import MemoryPolicy
 
@@ -79,7 +80,7 @@ def test_d8_a_fourth_axis_is_channels_only_where_their_number_fits(tmp_path: Pat
     assert ready.read.raw(ready.train[0]).image.shape == (1, 6, 5, 4)
     config = compose.compose([f"data.root={tmp_path}", "data=decathlon", "model.in_channels=2"])
     with pytest.raises(UserError, match=r"model\.in_channels=2, but the data has 1"):
-        build.model_options(config, ready)
+        build.model_options(config, ready.task, ready.train[0])
 
 
 def test_d8_two_axes_are_an_error(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_d10_thick_slices_and_sizes_that_fit_nothing_train_and_predict(tmp_path:
         write(tmp_path / f"labelsTr/{name}.nii.gz", label(shape, seed=ord(name)), thick)
     config = compose.compose(["model=unet_tiny", f"data.root={tmp_path}", "data=decathlon", "data.patch=[16,16,16]"])
     ready = build.data(config)
-    options = build.model_options(config, ready)
+    options = build.model_options(config, ready.task, ready.train[0])
     patch, target, _ = Patches(lambda index: ready.read(ready.train[index]), config.data, 0, config.data.patch)[
         Place(0, 0, 0)
     ]
@@ -246,3 +247,34 @@ def test_d15_a_constant_image_is_finite_once_normalised(tmp_path: Path) -> None:
     for data.intensity in ("auto", "zscore", "none"):
         ready = build.data(Config(data=data))
         assert all(torch.isfinite(ready.read(one).image).all() for one in (*ready.train, *ready.val))
+
+
+def test_what_the_prepared_cases_take_is_said_and_more_than_memory_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any voxel is read."""
+    data = decathlon(tmp_path, ("a", "b"))
+    data.intensity = "zscore"
+    for name in "ab":
+        write(tmp_path / f"imagesTr/{name}.nii.gz", image((64, 64, 64)))
+        write(tmp_path / f"labelsTr/{name}.nii.gz", label((64, 64, 64)))
+    build.data(Config(data=data))
+    assert "2 cases kept in memory: 3.0 MiB (predicted)\n" in capsys.readouterr().out
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 3, "SC_PAGE_SIZE": 2**20}[name])
+    monkeypatch.setattr(Reader, "raw", lambda *_: pytest.fail("a volume is read"))
+    with pytest.raises(UserError, match=r"of 3\.0 MiB; add data\.cache=false"):
+        build.data(Config(data=data))
+    data.cache = False
+    build.data(Config(data=data))
+
+
+def test_a_prediction_reads_no_voxel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the options leave open is in the data set's names and one header."""
+    decathlon(tmp_path, ("a", "b"))
+    words = [f"data.root={tmp_path}", "data=decathlon", "model=unet_tiny", "data.spacing=[1,1,4]"]
+    config = compose.compose([*words, "data.patch=[32,32,32]", "model.strides=auto"])
+    ready = build.data(config)
+    whole = build.model_options(config, ready.task, ready.train[0])
+    assert ready.read(ready.train[0]).spacing == (1, 1, 4)
+    monkeypatch.setattr(Reader, "raw", lambda *_: pytest.fail("a volume is read"))
+    assert build.outlined_options(config) == whole and [1, 1, 1] != whole.strides[0] != [2, 2, 2]

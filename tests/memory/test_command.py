@@ -100,6 +100,8 @@ def test_peaks_against_batch_width_and_patch(tmp_path: Path) -> None:
         (["-o", "FILE"], "is a file"),
         (["-o", "RUN"], "holds a run"),
         (["model=unet_tiny", *NET, "batch=2,2"], "more than once"),
+        (["model=unet_tiny", "--half", "ckpt=99"], "ckpt=99"),  # a word after a flag is one, too
+        (["model=unet_tiny", "--hlaf"], "--hlaf: not understood"),
     ],
 )
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture, tmp_path: Path, arguments: list[str], said: str) -> None:

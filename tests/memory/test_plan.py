@@ -157,10 +157,10 @@ def test_what_looks_at_the_batch_is_another_step_in_parts() -> None:
 def test_what_would_need_less_does_need_less_whatever_the_budget() -> None:
     """The budget was too high, or memory would not have run out."""
     asked = config("ckpt=2", "budget=8GiB")
-    _, before, *lines = remedies(asked, asked.model)
-    peaks = [float(line.split()[0].replace(",", "")) for line in (before, *lines)]
-    assert len(lines) >= 2 and max(peaks[1:]) < peaks[0]
-    assert any("ckpt=auto budget=null" in line for line in lines)
+    _, before, resumed, told, *lines = remedies(asked, asked.model)
+    assert resumed.endswith("  ckpt=auto budget=null") and told.startswith("and in a new run, ")
+    peaks = [float(line.split()[0].replace(",", "")) for line in (before, resumed, *lines)]
+    assert lines and all(later < earlier for earlier, later in pairwise(peaks))
 
 
 def test_a_budget_that_was_too_high_is_the_first_thing_to_go() -> None:

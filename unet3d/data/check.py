@@ -165,15 +165,24 @@ def _content(
 
 def _leaks(train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:
     """Cases held out that training sees under another name: the same file, also by a link, or the same voxels."""
-    files = {path.resolve(): case.id for case in train for path in case.images}
+    files = {_file(path): case.id for case in train for path in case.images}
     digests = {contents[case.id].digest: case.id for case in train if case.id in contents}
     for case in val:
-        twins = [files.get(path.resolve()) for path in case.images]
+        twins = [files.get(_file(path)) for path in case.images]
         if case.id in contents:
             twins.append(digests.get(contents[case.id].digest))
         twin = next((name for name in twins if name), None)
         if twin:
             yield f"{case.id}: {case.images[0]}: is held out, but training sees the same image as {twin}; take one out"
+
+
+def _file(path: Path) -> tuple[int, int] | Path:
+    """What a path leads to, whichever link it is."""
+    try:
+        found = path.stat()
+    except OSError:  # it is not there, which is told of
+        return path
+    return found.st_dev, found.st_ino
 
 
 def _absences(task: Task, train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:

@@ -1,17 +1,21 @@
 """From a case on disk to tensors ready for the network, kept in memory if there is room."""
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
 from unet3d.data.cases import Case, Task
 from unet3d.data.intensity import Intensity, normalise, rules
+from unet3d.data.nifti import open_image
 from unet3d.data.patches import Prepared, prepare, remembered, some
-from unet3d.data.volumes import Volume, read_volume
+from unet3d.data.volumes import Volume, read_volume, target_grid
 from unet3d.data.voxels import STRICT, Leniency, replacement
 from unet3d.errors import UserError
+from unet3d.table import mib
 
 SAMPLED = 10_000  # about as many foreground voxels a case settle the scale of CT
 
@@ -37,6 +41,16 @@ class Reader:
             self.told.add(case.id)
             print(f"warning: {case.id}: {replacement(volume.replaced)}", file=sys.stderr)
         return volume
+
+    def refuse_more_than_memory(self, cases: Sequence[Case]) -> None:
+        """Say what the prepared cases take, told by their headers. Raises UserError where it is all memory or more."""
+        grids = [target_grid(case, open_image(case.id, case.images[0]), self.spacing) for case in cases]
+        needed = sum(prod(grid.shape) for grid in grids) * (4 * len(self.task.channels) + 2)  # float32, and int16
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        said = f"{len(cases)} cases kept in memory: {mib(needed)} MiB (predicted)"
+        if needed >= there:
+            raise UserError(f"{said}, of {mib(there)} MiB; add data.cache=false to read each when its turn comes")
+        print(said, flush=True)
 
     def fit_intensity(self, choice: str, train: Sequence[Case]) -> None:
         """Settle the normalisation from the training cases."""

@@ -64,8 +64,7 @@ def read_volume(
     for error in contradictions(case, opened, leniency):
         raise error
     first = opened[case.images[0]]
-    source = canonical_grid(first)
-    target = source if spacing is None else _respaced(case, source, spacing)
+    source, target = canonical_grid(first), target_grid(case, first, spacing)
     files, replaced = zip(*(read_image(case.id, path, opened[path], leniency) for path in case.images), strict=True)
     channels = (channel for file in files for channel in file)
     image = np.stack([_resample(_canonical(channel, first), source, target, CUBIC) for channel in channels])
@@ -102,6 +101,12 @@ def contradictions(case: Case, opened: Mapping[Path, nib.Nifti1Image], leniency:
         if misfit:
             found.append(nifti.problem(case.id, path, f"{misfit} {case.images[0]}; resample it onto the image's grid"))
     return found
+
+
+def target_grid(case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | None) -> Grid:
+    """The grid that the network sees of a case whose first image this is; `spacing` (mm) None: as stored."""
+    source = canonical_grid(image)
+    return source if spacing is None else _respaced(case, source, spacing)
 
 
 def canonical_grid(image: nib.Nifti1Image) -> Grid:

@@ -41,11 +41,12 @@ def in_validation(config: Config, step: int) -> Iterator[str]:
     window = "x".join(map(str, config.data.patch))
     yield f"in the validation after step {step}, of windows of {window} voxels on the device, one at a time,"
     yield "and of whole volumes in host memory, with 4 bytes for each class of each voxel;"
-    yield "what would need less: a smaller data.patch there, a wider data.spacing or smaller volumes here"
+    yield "what would need less, in a new run: a smaller data.patch there, a wider data.spacing, smaller volumes here;"
+    yield "this run can go on where there is more memory, or its last.pt be used by predict and score as it is"
 
 
 def remedies(config: Config, options: Model) -> Iterator[str]:
-    """What would need less: levers that leave the network as it is come first, each on top of those before.
+    """What would need less, each on top of those before; first what a run that goes on may change.
 
     Without the budget, which was too high: `ckpt=auto` would use all of it.
     """
@@ -57,5 +58,9 @@ def remedies(config: Config, options: Model) -> Iterator[str]:
         now = price(config, options)
         if now.peak < before.peak:
             yield f"  {mib(now.peak):>10} MiB {added}"
-    for lever, cost in islice(levers(config, options, now), REMEDIES):
+    is_new = False
+    for lever, cost in islice(levers(config, options, now, cut_first=True), REMEDIES):
+        if not is_new and not lever.override.startswith("ckpt="):
+            yield "and in a new run, for one that goes on stays as it was:"
+            is_new = True
         yield f"  {mib(cost.peak):>10} MiB  {lever.override}{added}"

@@ -91,7 +91,6 @@ def look(overrides: Sequence[str], half: bool) -> Look:
     config = compose.compose(overrides)
     if half and config.amp:
         raise UserError("--half makes the whole network half precision, which leaves nothing to amp=true; drop one")
-    is_open = not build.is_complete(config.model)
-    options = build.model_options(config, build.data(config)) if is_open else config.model
+    options = build.outlined_options(config)
     dtype = torch.float16 if half else torch.float32
     return Look(compose.choice("model", overrides), config, options, dtype)

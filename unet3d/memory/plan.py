@@ -59,12 +59,14 @@ def plan(config: Config, options: Model, budget: int) -> str:
     return "\n".join([*lines, f"nothing of this fits; the smallest peak among these is {mib(before.peak)} MiB"])
 
 
-def levers(config: Config, options: Model, before: Price) -> Iterator[tuple[Lever, Price]]:
+def levers(config: Config, options: Model, before: Price, cut_first: bool = False) -> Iterator[tuple[Lever, Price]]:
     """Each on top of the last: what leaves the result as it is but for rounding, then smaller batches, widths, patches.
 
-    Those that this network and device cannot take are left out, and those that save nothing.
+    Those that this network and device cannot take are left out, and those that save nothing. `cut_first`: dear, but
+    the only one that a run can take on its way.
     """
-    for pull in (_lean, _mixed, _cut, _in_parts, _narrower, _smaller_patch):
+    exact = (_cut, _lean, _mixed) if cut_first else (_lean, _mixed, _cut)
+    for pull in (*exact, _in_parts, _narrower, _smaller_patch):
         while (lever := pull(config, options)) is not None:
             now = price(lever.config, lever.options)
             if now.peak >= before.peak:
