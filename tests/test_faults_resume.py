@@ -91,6 +91,21 @@ def test_the_first_step_that_is_told_is_the_runs_own(copy: Path, whole: Path) ->
     assert phases == again and phases["forward"]["first"] < phases["forward"]["steady"]
 
 
+@pytest.mark.parametrize(("kind", "segments"), [("cuda allocated", ["inc"]), ("ledger", ["inc", "up1"])])
+def test_the_first_step_of_another_step_is_not_taken_over(tmp_path: Path, kind: str, segments: list[str]) -> None:
+    """On resuming, the device may change, and `ckpt`."""
+    measured = {"peak_bytes": 7, "kind": "ledger", "phases": {"forward": {"first": 5, "steady": 7}}}
+    earlier = measured | {"phases": {"forward": {"first": 3, "steady": 7}}}
+    record.add(tmp_path, {"segments": ["inc"]})
+    for before, first in (
+        ({"measured": earlier | {"kind": kind}, "segments": segments}, 5),
+        ({}, 5),
+        ({"measured": earlier, "segments": ["inc"]}, 3),
+    ):
+        record.add_measured(tmp_path, 1, measured, before)
+        assert record.memory(tmp_path)["measured"]["phases"]["forward"] == {"first": first, "steady": 7}
+
+
 def test_r1_killed_twice_a_run_ends_as_if_it_were_not(copy: Path, whole: Path) -> None:
     assert resume(copy, hook=functools.partial(at_step, 11, KILL)).code == -KILL
     done = resume(copy)

@@ -129,13 +129,13 @@ def refused_memory() -> None:
 def out_of_memory_in_validation() -> None:
     import unet3d.run  # noqa: F401
 
-    call(EVALUATE, 2, refused_memory)
+    call(EVALUATE, 1, refused_memory)
 
 
 def test_memory_that_runs_out_in_a_validation_is_not_told_as_a_steps(tmp_path: Path) -> None:
     """Neither ckpt nor batch would change anything there."""
     done = train(tmp_path, *RUN, f"data.root={tmp_path / 'phantom'}", hook=out_of_memory_in_validation)
-    assert done.code == 5 and "you tried to allocate 7 bytes\nin the validation after step 4, " in done.err, done.err
+    assert done.code == 5 and "you tried to allocate 7 bytes\nin the validation after step 2, " in done.err, done.err
     assert "ckpt" not in done.err and "in the first" not in done.err
     assert done.err.endswith(f"to go on: python train.py resume={tmp_path / 'run'}\n")
 

@@ -140,7 +140,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     segmenter = apply.open_snapshot(arguments.snapshot, arguments.device, arguments.mirror)
     refuse_large_window(segmenter.predictor, arguments.snapshot)
     cases, problems = apply.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel)
-    images = {image.resolve() for case in cases for image in case.images}
+    images = {file.resolve() for file in apply.files_in(arguments.inputs)}
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     failed = len(problems)

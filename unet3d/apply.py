@@ -64,6 +64,17 @@ def let_pass(case: Case) -> list[str]:
     return [str(error) for error in contradictions(case, opened)]
 
 
+def files_in(inputs: Sequence[Path]) -> list[Path]:
+    """Files, and the NIfTI files of folders. Raises UserError where there is none."""
+    for path in inputs:
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder")
+    found = [file for path in inputs for file in ([path] if path.is_file() else volumes_in(path))]
+    if not found:
+        raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}")
+    return found
+
+
 def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> tuple[list[Case], list[str]]:
     """Files, and the NIfTI files of folders, as cases of `count` channels; `_0000`, `_0001` .. are those of one.
 
@@ -71,17 +82,12 @@ def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> 
     a line each. Raises UserError where there is nothing to segment.
     """
     grouped: dict[str, list[Path]] = {}
-    for path in inputs:
-        if not path.exists():
-            raise UserError(f"{path}: no such file or folder")
-        for file in [path] if path.is_file() else volumes_in(path):
-            if count == 1:
-                name = stem(file).removesuffix("_0000") if by_channel else stem(file)
-            else:
-                name = stem(file) if _is_whole(file, count) else without_channel(stem(file))
-            grouped.setdefault(name, []).append(file)
-    if not grouped:
-        raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}")
+    for file in files_in(inputs):
+        if count == 1:
+            name = stem(file).removesuffix("_0000") if by_channel else stem(file)
+        else:
+            name = stem(file) if _is_whole(file, count) else without_channel(stem(file))
+        grouped.setdefault(name, []).append(file)
     cases, problems = [], []
     for name, files in grouped.items():
         try:

@@ -63,7 +63,7 @@ def data(config: Config) -> Data:
     refuse_problems(task, [*train, *val], options)
     reader = Reader(task, options.spacing, cache={} if options.cache else None, leniency=Leniency.of(options))
     if options.cache:
-        reader.refuse_more_than_memory([*train, *val])
+        reader.refuse_more_than_memory(train if options.semi else [*train, *val])
     reader.fit_intensity(options.intensity, train)
     if options.cache:
         reader.fill([*train, *val])

@@ -29,7 +29,7 @@ def check(config: Config, here: bool = True) -> None:
     _check_patch(config)
     _check_learning(config)
     check_data(config.data)
-    if here:
+    if here and config.resume is None:
         _refuse_idle(config)
     if config.budget is not None:
         budget_bytes(config.budget)
@@ -99,7 +99,7 @@ def _check_learning(config: Config) -> None:
 
 
 def _refuse_idle(config: Config) -> None:
-    """Raise UserError for options that do nothing beside the others. Snapshots may have them."""
+    """Raise UserError for options that do nothing beside the others. Snapshots and earlier runs may have them."""
     swept = [override.partition("=")[0] for override in config.sweep or []]
     if config.data.folds != Data().folds and config.data.fold is None and "data.fold" not in swept:
         raise UserError(f"data.folds={config.data.folds} does nothing without data.fold; name a fold, or leave it away")

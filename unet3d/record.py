@@ -47,10 +47,14 @@ def sweep_orphans(folder: Path) -> None:
         orphan.unlink(missing_ok=True)
 
 
-def add_measured(folder: Path, parameters: int, measured: dict[str, Any], resumed: bool) -> None:
-    """memory.json with what was measured beside what was predicted; the first step is the run's, also if `resumed`."""
-    if resumed:
-        measured = _with_first_of(memory(folder).get("measured", {}), measured)
+def add_measured(folder: Path, parameters: int, measured: dict[str, Any], before: dict[str, Any]) -> None:
+    """memory.json with what was measured beside what was predicted; `before`: what it was as the run was resumed.
+
+    The first step is then the run's own, unless the step is another now: on another device, or cut elsewhere.
+    """
+    known = before.get("measured", {})
+    if known.get("kind") == measured["kind"] and before.get("segments") == memory(folder).get("segments"):
+        measured = _with_first_of(known, measured)
     found = add(folder, {"parameters": parameters, "measured": measured})
     if "predicted" in found:  # tensors against tensors: on CUDA the ledger's, without workspaces and rounding
         peak = measured.get("ledger", measured)["peak_bytes"]

@@ -21,7 +21,7 @@ from unet3d.evaluation import evaluate
 from unet3d.grounds import grounds
 from unet3d.losses import IGNORE
 from unet3d.memory import distress, save
-from unet3d.memory.meter import STEADY, open_meter
+from unet3d.memory.meter import open_meter
 from unet3d.metrics import CaseScore
 from unet3d.model import geometry
 from unet3d.moment import Moment
@@ -52,7 +52,8 @@ class Run:
         self.checkpoints = Checkpoints(folder, self._state)
         step, paused = self.checkpoints.restore(self.moment.put_back) if config.resume else (0, 0)
         self.first = step
-        self.is_told = self.is_measured = False  # what steps need, in memory.json; and all of it
+        self.memory_before = record.memory(folder) if config.resume else {}
+        self.has_firsts = self.is_measured = False  # memory.json has the first steps; the last, and memory/, too
         self.is_done = step >= config.steps and record.is_done(folder)
         self.meter = open_meter(self.model, self.optimizer)
         self.sinks = Sinks([])
@@ -88,13 +89,11 @@ class Run:
 
     def keep_measured(self) -> None:
         """memory.json with what the steps taken here needed, if any were; after the last one, memory/ as well."""
-        taken, is_last = self.trainer.step - self.first, self.trainer.step == self.config.steps
-        if not taken or self.is_measured or (self.is_told and not is_last):
+        if self.trainer.step == self.first or self.is_measured:
             return
         parameters = sum(p.numel() for p in self.model.parameters())
-        record.add_measured(self.folder, parameters, self.meter.summary(), resumed=self.first > 0)
-        self.is_told = taken >= STEADY
-        if is_last:
+        record.add_measured(self.folder, parameters, self.meter.summary(), self.memory_before)
+        if self.trainer.step == self.config.steps:
             save.write(self.meter.ledger, self.folder.name, self.folder)
             self.is_measured = True
 
@@ -102,6 +101,12 @@ class Run:
         """A run that is stopped or killed now may take no step again, and never again its first."""
         with suppress(OSError):  # the disk is full: a run that comes to its end says so
             self.keep_measured()
+
+    def _keep_firsts(self) -> None:
+        """memory.json with the first steps, once."""
+        if not self.has_firsts:
+            self._keep_measured_early()
+            self.has_firsts = self.meter.is_steady
 
     def fit(self) -> None:
         """Train to the end, pausing to validate and to save. Raises Preempted, once saved, when asked to stop."""
@@ -161,7 +166,7 @@ class Run:
             self._save_now()
 
     def _save_now(self) -> None:
-        self._keep_measured_early()
+        self._keep_firsts()
         try:
             self.checkpoints.save_last()
         except NotSaved as error:
@@ -171,9 +176,10 @@ class Run:
         """Validate, keep the best, save the last. The last validation also measures surface distances."""
         started = time.perf_counter()
         step, task = self.trainer.step, self.data.task
-        self._keep_measured_early()
         if step == self.config.steps:
-            self._save_now()  # this validation may be the first, of volumes that memory does not hold
+            self._keep_measured_early()
+        if step == self.config.steps or self.checkpoints.saved is None:
+            self._save_now()  # of this validation's volumes memory may not hold one
         with self.averaged(), self.stop.raised():
             scores = self._scores()
         values = metrics.summarise(scores, task.classes)

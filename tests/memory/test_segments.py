@@ -13,7 +13,7 @@ from unet3d.config import Config
 from unet3d.memory.ledger import Site, levels
 from unet3d.memory.profile import Profile, flops, profile
 from unet3d.memory.rehearsal import Starts, rehearse
-from unet3d.memory.segments import _first_step, choose, cut, cuts, peak, recomputed
+from unet3d.memory.segments import _peak, choose, cut, cuts, peak, recomputed
 
 NETS = [
     ("model=unet_tiny",),
@@ -148,7 +148,7 @@ def test_the_rehearsal_of_one_step_tells_the_peak_of_later_ones() -> None:
     choose(found, 2, 3, lambda starts: seen.append(starts) or 1)
     assert len(seen) == 2
     for starts in seen:
-        assert _first_step(tiny, tiny.model, starts) + found.later == true_peak(starts, *overrides)
+        assert _peak(tiny, tiny.model, starts, found) == true_peak(starts, *overrides)
 
 
 def test_flops_are_two_for_each_product() -> None:

@@ -18,6 +18,10 @@ class Meter(Protocol):
     def ledger(self) -> Ledger:
         """Every storage of the first steps."""
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether later steps repeat what was seen."""
+
     def mark(self, phase: str) -> None:
         """A phase of `train_step` begins, or the step "end"s."""
 
@@ -46,8 +50,12 @@ class LedgerMeter:
         self.steps = 0
         self.is_open = False
 
+    @property
+    def is_steady(self) -> bool:
+        return self.steps >= STEADY
+
     def mark(self, phase: str) -> None:
-        if self.steps >= STEADY:
+        if self.is_steady:
             return
         if not self.is_open:
             self.tracker.open()
@@ -114,6 +122,10 @@ class CudaMeter:
     @property
     def ledger(self) -> Ledger:
         return self._meter.ledger
+
+    @property
+    def is_steady(self) -> bool:
+        return self._meter.is_steady
 
     def mark(self, phase: str) -> None:
         stats = torch.cuda.memory_stats(self.device)
