@@ -237,10 +237,10 @@ def stop_reading() -> None:
 
 
 def die_saving(pause: int, after: bool) -> None:
-    """In this pause, the first being 1, just before or just after last.pt is there."""
+    """In this pause, the first being 1, just before or just after last.pt is there, which it once is before them."""
     from unet3d.checkpoints import Checkpoints
 
-    save, count = Checkpoints.save_last, iter(range(1, 9))
+    save, count = Checkpoints.save_last, iter(range(9))
 
     def dying(self: Checkpoints) -> None:
         is_here = next(count) == pause

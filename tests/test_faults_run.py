@@ -99,8 +99,8 @@ def alive(mark: str) -> list[int]:
         (STEP, 1, signal.SIGINT, True, 1),
         (EVALUATE, 2, signal.SIGINT, True, 4),
         (EVALUATE, 3, signal.SIGTERM, False, 6),  # after the last step
-        (SAVE, 2, signal.SIGUSR1, False, 2),
-        (SAVE, 3, signal.SIGHUP, True, 4),
+        (SAVE, 3, signal.SIGUSR1, False, 2),  # the first is before the first validation
+        (SAVE, 4, signal.SIGHUP, True, 4),
     ],
 )
 def test_r5_a_signal_ends_the_run_where_it_is(
@@ -465,7 +465,7 @@ def test_t8_the_reader_of_the_first_line_may_leave(tmp_path: Path) -> None:
         words, cwd=tmp_path, env=os.environ | {"LC_ALL": "C"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
         assert child.stdout and child.stderr
-        assert b"parameters" in child.stdout.readline()
+        assert b"kept in memory" in child.stdout.readline()
         child.stdout.close()
         assert child.stderr.read() == b""
     assert child.returncode == 0 and status(tmp_path / "run") == "done\nexit code 0\n"

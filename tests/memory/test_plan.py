@@ -156,7 +156,7 @@ def test_what_looks_at_the_batch_is_another_step_in_parts() -> None:
 
 def test_what_would_need_less_does_need_less_whatever_the_budget() -> None:
     """The budget was too high, or memory would not have run out."""
-    asked = config("ckpt=2", "budget=8GiB")
+    asked = config("budget=8GiB")
     _, before, resumed, told, *lines = remedies(asked, asked.model)
     assert resumed.endswith("  ckpt=auto budget=null") and told.startswith("and in a new run, ")
     peaks = [float(line.split()[0].replace(",", "")) for line in (before, resumed, *lines)]
