@@ -98,9 +98,9 @@ def test_the_first_step_of_another_step_is_not_taken_over(tmp_path: Path, kind: 
     earlier = measured | {"phases": {"forward": {"first": 3, "steady": 7}}}
     record.add(tmp_path, {"segments": ["inc"]})
     for before, first in (
-        ({"measured": earlier | {"kind": kind}, "segments": segments}, 5),
+        ({"measured": earlier | {"kind": kind}, "measured_segments": segments, "segments": ["inc"]}, 5),
         ({}, 5),
-        ({"measured": earlier, "segments": ["inc"]}, 3),
+        ({"measured": earlier, "measured_segments": ["inc"], "segments": ["inc"]}, 3),
     ):
         record.add_measured(tmp_path, 1, measured, before)
         assert record.memory(tmp_path)["measured"]["phases"]["forward"] == {"first": first, "steady": 7}

@@ -63,7 +63,8 @@ def data(config: Config) -> Data:
     refuse_problems(task, [*train, *val], options)
     reader = Reader(task, options.spacing, cache={} if options.cache else None, leniency=Leniency.of(options))
     if options.cache:
-        reader.refuse_more_than_memory(train if options.semi else [*train, *val])
+        maps = 1 + (options.sparse is not None) + options.semi  # label maps of a training case, see `_annotations`
+        reader.refuse_more_than_memory(dict.fromkeys(val, 1) | dict.fromkeys(train, maps))
     reader.fit_intensity(options.intensity, train)
     if options.cache:
         reader.fill([*train, *val])

@@ -52,10 +52,10 @@ def add_measured(folder: Path, parameters: int, measured: dict[str, Any], before
 
     The first step is then the run's own, unless the step is another now: on another device, or cut elsewhere.
     """
-    known = before.get("measured", {})
-    if known.get("kind") == measured["kind"] and before.get("segments") == memory(folder).get("segments"):
+    known, segments = before.get("measured", {}), memory(folder).get("segments")
+    if known.get("kind") == measured["kind"] and before.get("measured_segments") == segments:
         measured = _with_first_of(known, measured)
-    found = add(folder, {"parameters": parameters, "measured": measured})
+    found = add(folder, {"parameters": parameters, "measured": measured, "measured_segments": segments})
     if "predicted" in found:  # tensors against tensors: on CUDA the ledger's, without workspaces and rounding
         peak = measured.get("ledger", measured)["peak_bytes"]
         add(folder, {"error_bytes": found["predicted"]["peak_bytes"] - peak})

@@ -4,7 +4,7 @@ import functools
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -97,16 +97,18 @@ class Run:
             save.write(self.meter.ledger, self.folder.name, self.folder)
             self.is_measured = True
 
-    def _keep_measured_early(self) -> None:
-        """A run that is stopped or killed now may take no step again, and never again its first."""
-        with suppress(OSError):  # the disk is full: a run that comes to its end says so
+    def _keep_measured_early(self) -> bool:
+        """A run that is stopped or killed now may take no step again, and never again its first. Whether it is kept."""
+        try:
             self.keep_measured()
+        except OSError:  # the disk is full: a run that comes to its end says so
+            return False
+        return True
 
     def _keep_firsts(self) -> None:
         """memory.json with the first steps, once."""
         if not self.has_firsts:
-            self._keep_measured_early()
-            self.has_firsts = self.meter.is_steady
+            self.has_firsts = self._keep_measured_early() and self.meter.is_steady
 
     def fit(self) -> None:
         """Train to the end, pausing to validate and to save. Raises Preempted, once saved, when asked to stop."""
@@ -176,6 +178,7 @@ class Run:
         """Validate, keep the best, save the last. The last validation also measures surface distances."""
         started = time.perf_counter()
         step, task = self.trainer.step, self.data.task
+        self._keep_firsts()
         if step == self.config.steps:
             self._keep_measured_early()
         if step == self.config.steps or self.checkpoints.saved is None:

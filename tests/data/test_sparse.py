@@ -100,7 +100,9 @@ def test_semi_automated_cases_are_learned_and_scored_in_parts(tmp_path: Path) ->
 def test_patches_meet_what_is_annotated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One slice in a volume of 24 x 20 x 16: a tile of 4 voxels anywhere would mostly miss it."""
     data = build.data(phantom(tmp_path, "data.semi=true", "data.sparse=[1,0,0]"))
-    assert f"{len(data.train)} cases kept in memory" in capsys.readouterr().out, "each once"
+    kept = sum(case.image.nbytes + 3 * case.label.nbytes for case in map(data.read, data.train))
+    told = f"{len(data.train)} cases kept in memory: {kept / 2**20:,.1f} MiB (predicted)\n"
+    assert told in capsys.readouterr().out, "each once, with the labels that are learned and scored"
     case = data.learn(data.train[0])
     rng = np.random.default_rng(0)
     tiles = [crop(case.image, case.label, choose_centre(case, [4] * 3, 0, rng), [4] * 3, False)[1] for _ in range(60)]

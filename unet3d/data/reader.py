@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -42,12 +42,17 @@ class Reader:
             print(f"warning: {case.id}: {replacement(volume.replaced)}", file=sys.stderr)
         return volume
 
-    def refuse_more_than_memory(self, cases: Sequence[Case]) -> None:
-        """Say what the prepared cases take, told by their headers. Raises UserError where it is all memory or more."""
-        grids = [target_grid(case, open_image(case.id, case.images[0]), self.spacing) for case in cases]
-        needed = sum(prod(grid.shape) for grid in grids) * (4 * len(self.task.channels) + 2)  # float32, and int16
+    def refuse_more_than_memory(self, maps: Mapping[Case, int]) -> None:
+        """Say what the prepared cases take, each with so many label maps; their headers tell.
+
+        Raises UserError where it is all memory or more.
+        """
+        needed = 0
+        for case, labels in maps.items():
+            grid = target_grid(case, open_image(case.id, case.images[0]), self.spacing)
+            needed += prod(grid.shape) * (4 * len(self.task.channels) + 2 * labels)  # float32, and int16
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        said = f"{len(cases)} cases kept in memory: {mib(needed)} MiB (predicted)"
+        said = f"{len(maps)} cases kept in memory: {mib(needed)} MiB (predicted)"
         if needed >= there:
             raise UserError(f"{said}, of {mib(there)} MiB; add data.cache=false to read each when its turn comes")
         print(said, flush=True)
