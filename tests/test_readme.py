@@ -105,3 +105,14 @@ def test_the_budget_answer_shown_is_the_answer_given(tmp_path: Path) -> None:
     assert done.code == 2
     shown = re.search(r"and answers\n\n```\n(.*?)\n```", TEXT, re.DOTALL)
     assert shown and (done.out + done.err).strip() == shown[1].strip()
+
+
+@pytest.mark.slow
+def test_the_prediction_shown_of_the_main_job_is_the_one_made(tmp_path: Path) -> None:
+    command = next(words for words in commands() if "model=unet_small" in words and "ckpt=2" in words)
+    done = train(tmp_path, *command[2:], "dry_run=true", frills=True)
+    shown = re.search(r"machine's, the rest is repeatable\):\n\n```\n(.*?)\n   ", TEXT, re.DOTALL)
+    assert shown and done.code == 0, done.err
+    cases, *predicted = shown[1].splitlines()
+    assert "cases kept in memory" in cases and len(predicted) == 3
+    assert done.out.splitlines()[-3:] == predicted
