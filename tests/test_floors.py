@@ -14,6 +14,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "metrics",
         "page",
         "privacy",
+        "progress",
         "slices",
         "table",
         "memory.attribution",
@@ -69,11 +70,23 @@ ROOMS = {
     "nilearn": {"data.mni152"},
     "monai": {"metrics", "data.augment", "data.patches"},
     "matplotlib": {"compare_figures", "figures", "slices", "memory.figures"},
-    "rich": {"console"},
+    "rich": {"console", "progress"},
 }
 LIGHT = {
-    *("config", "resuming", "errors", "checks", "checks_data", "compose", "command", "model.geometry"),
-    *("sinks", "tracker", "console", "data.cases", "data.mni152", "process", "lock", "signals", "guard", "outlet"),
+    *("config", "resuming", "errors", "checks", "checks_data", "compose", "command", "model.geometry", "progress"),
+    *(
+        "sinks",
+        "tracker",
+        "console",
+        "progress",
+        "data.cases",
+        "data.mni152",
+        "process",
+        "lock",
+        "signals",
+        "guard",
+        "outlet",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Progress for a person: a bar on a terminal, else one plain line now and then."""
+"""A run on the terminal: a bar, or a plain line now and then; and tables as plain text."""
 
 import io
 import time
@@ -8,8 +8,8 @@ from pathlib import Path
 import rich.box
 import rich.table
 from rich.console import Console as Terminal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from unet3d.progress import Counter
 from unet3d.table import Table
 
 LINES = 20  # about as many plain lines a run
@@ -24,23 +24,13 @@ class Console:
         self.terminal = terminal or Terminal()
         self.every = max(1, steps // LINES)
         self.started = time.perf_counter()
-        self.bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[state]}"),
-            console=self.terminal,
-            disable=not self.terminal.is_terminal,
-        )
-        self.bar.start()
-        self.task = self.bar.add_task("", total=steps, state="")
+        self.bar = Counter("training", steps, self.terminal, plain_lines=False)
 
     def scalars(self, values: Mapping[str, float | int | str | None], step: int) -> None:
         if "train/loss" in values:
             loss = f"loss {values['train/loss']:.4f}"
-            self.bar.update(self.task, completed=step, state=loss)
-            if self.bar.disable and (step % self.every == 0 or step == 1):
+            self.bar.reach(step, loss)
+            if not self.terminal.is_terminal and (step % self.every == 0 or step == 1):
                 self._line(step, f"{loss}  {values['time/step_s']:.2f} s/step")
         elif "val/dice_mean" in values:
             dice = {key: value for key, value in values.items() if key.startswith("val/dice")}
@@ -56,7 +46,7 @@ class Console:
     def summary(self, values: Mapping[str, object]) -> None: ...
 
     def close(self, exit_code: int) -> None:
-        self.bar.stop()
+        self.bar.close()
 
 
 def _shown(value: float | int | str | None) -> str:

@@ -1,0 +1,120 @@
+"""Progress of work that lasts: a bar with the time left on a terminal, a plain line now and then elsewhere.
+
+All bars of a process share one display, so that a validation's bar stands below the training's.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+FIRST_LINE, BETWEEN_LINES = 5.0, 15.0  # seconds
+Item = TypeVar("Item")
+
+
+class Counter:
+    """Counts the finished parts of one piece of work. `total` None: not known beforehand."""
+
+    def __init__(
+        self,
+        what: str,
+        total: int | None = None,
+        terminal: Terminal | None = None,
+        plain_lines: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self._terminal = terminal or Terminal(stderr=True)
+        self._plain_lines, self._clock = plain_lines, clock
+        self._started = clock()
+        self._next_line = self._started + FIRST_LINE
+        self._display = _Display.join(self._terminal) if self._terminal.is_terminal else None
+        self._task = self._display.add_task("", total=total, what=what, note="") if self._display else None
+        _open.append(self)
+
+    def advance(self, note: str = "") -> None:
+        """Another part is finished; `note` stands behind the bar."""
+        self.reach(self.done + 1, note)
+
+    def reach(self, done: int, note: str = "") -> None:
+        """So many parts are finished."""
+        self.done = done
+        if self._display is not None and self._task is not None:
+            self._display.update(self._task, completed=done, note=note)
+        elif self._plain_lines and self._clock() >= self._next_line and done != self.total:
+            self._next_line = self._clock() + BETWEEN_LINES
+            self._terminal.print(self._line(), highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self in _open:
+            _open.remove(self)
+            if self._display is not None and self._task is not None:
+                self._display.remove_task(self._task)
+                _Display.leave()
+
+    def _line(self) -> str:
+        elapsed = self._clock() - self._started
+        if self.total is None:
+            return f"{self.what}: {self.done} done in {_duration(elapsed)}"
+        left = elapsed / self.done * (self.total - self.done)
+        return f"{self.what}: {self.done} of {self.total}, about {_duration(left)} left"
+
+
+class _Display:
+    """The process's one live display, there while any counter is open."""
+
+    progress: Progress | None = None
+    users = 0
+
+    @classmethod
+    def join(cls, terminal: Terminal) -> Progress:
+        if cls.progress is None:
+            left = TimeRemainingColumn(), TimeElapsedColumn()
+            columns = TextColumn("{task.fields[what]}"), BarColumn(), MofNCompleteColumn(), *left
+            cls.progress = Progress(*columns, TextColumn("{task.fields[note]}", markup=False), console=terminal)
+            cls.progress.start()
+        cls.users += 1
+        return cls.progress
+
+    @classmethod
+    def leave(cls) -> None:
+        cls.users -= 1
+        if cls.users == 0 and cls.progress is not None:
+            cls.progress.stop()
+            cls.progress = None
+
+
+_open: list[Counter] = []
+
+
+@contextmanager
+def counting(what: str, total: int | None = None) -> Iterator[Counter]:
+    """A counter for what is done within."""
+    counter = Counter(what, total)
+    try:
+        yield counter
+    finally:
+        counter.close()
+
+
+def track(items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
+    """The items, each counted as finished when the next is asked for."""
+    with counting(what, total) as counter:
+        for item in items:
+            yield item
+            counter.advance()
+
+
+def advance() -> None:
+    """Count a part of the innermost open piece of work, if there is one: for code that does not know its caller."""
+    if _open:
+        _open[-1].advance()
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
