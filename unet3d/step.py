@@ -63,7 +63,8 @@ def train_step(
         value = loss(logits, label) / len(batches)
         del logits, image, label
         mark("backward")
-        scaler.scale(value).backward()
+        with policy.convolutions():
+            scaler.scale(value).backward()
         total += value.item()
         del value
     mark("step")

@@ -4,7 +4,10 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from unet3d import half_precision
+from unet3d.half_precision import Options
 from unet3d.memory.dry import dry
 from unet3d.memory.ledger import CONVOLUTIONS, Site
 
@@ -39,27 +42,53 @@ def most(site: Site) -> int:
     Counted with channels rounded up to 16 per group: forward 2 x (input + output) + weight; backward 2 x input + 3 x
     gradient of the output + (2 + threads) x weight in float32; 512 KiB per thread; where no oneDNN kernel of the
     direct kind is at work (oneDNN off, or torch chose its own, as it does for small batches of one; kernels above 3;
-    dilation), the unfolded input of one image, times images or threads, whichever are more.
+    dilation; no AVX512), the unfolded input of one image, times images or threads, whichever are more. Where
+    `half_precision` computes the call, this is counted for its largest slab in float32, with the slab itself.
 
-    Held in 2454 random calls (float32 and bfloat16; 1, 2 and 4 threads; strided, grouped, dilated, transposed; torch
-    2.13, oneDNN 3.12 on or off, AMD EPYC). It says nothing of cuDNN's workspaces.
+    Held in RANDOM_CALLS random calls (float32, bfloat16, float16; 1 and 2 threads; strided, grouped, dilated,
+    transposed; torch 2.13, oneDNN 3.12, AMD EPYC with AVX512 and restricted to AVX2). It says nothing of cuDNN's
+    workspaces.
     """
-    threads = torch.get_num_threads()
     with dry():
-        told = arguments(site, torch.device("cpu"))
-        results = call(site, told)
+        given = arguments(site, torch.device("cpu"))
+        results = call(site, given)
         is_backward = site.operation == "convolution_backward"
-        outer = told.pop(0) if is_backward else results[0]  # the output, or its gradient
-        given, weight, _, *options = told[:9]
-        columns = _columns(given, weight, outer, options)
-    groups, size = options[-1], given.element_size()
-    inside, outside = (t.shape[0] * _channels(t.shape[1], groups) * prod(t.shape[2:]) * size for t in (given, outer))
-    weights = _channels(weight.shape[0], groups) * _up(weight.shape[1]) * prod(weight.shape[2:])
+        outer = given.pop(0) if is_backward else results[0]  # the output, or its gradient
+        inner, weight, _, *rest = given[:9]
+        options = Options(*rest)
+        outputs = sum(tensor.untyped_storage().nbytes() for tensor in results)
+        if half_precision.is_served(inner, weight, options):
+            return int(outputs + _served(inner, weight, outer, options, is_backward))
+        return int(outputs + _scratch(inner, weight, outer, options, is_backward))
+
+
+def _served(inner: Tensor, weight: Tensor, outer: Tensor, options: Options, is_backward: bool) -> int:
+    """Of a call that is computed in float32: weights, the largest slab with its results, and the kernel's own."""
+    parts = half_precision.slabs(inner, outer.shape, weight, options)
+    near, far = max(slab.end - slab.start for slab in parts), max(slab.high - slab.low for slab in parts)
+    planes = (near, far) if options.is_transposed else (far, near)
+    slabs = [
+        torch.empty((*whole.shape[:2], max(n, whole.shape[2] if len(parts) == 1 else 0), *whole.shape[3:]))
+        for whole, n in zip((inner, outer), planes, strict=True)
+    ]
+    weights, times = weight.float(), 3 if is_backward else 1  # the slab's gradient and the sum of all slabs
+    held = sum(slab.nbytes for slab in slabs) + times * weights.nbytes
+    held += 2 * slabs[0].nbytes if is_backward else 0  # its gradient, and the planes that the next slab adds to
+    return held + _scratch(slabs[0], weights, slabs[1], options, is_backward)
+
+
+def _scratch(inner: Tensor, weight: Tensor, outer: Tensor, options: Options, is_backward: bool) -> int:
+    """What a kernel of torch or oneDNN takes for itself."""
+    threads, size = torch.get_num_threads(), inner.element_size()
+    inside, outside = (
+        t.shape[0] * _channels(t.shape[1], options.groups) * prod(t.shape[2:]) * size for t in (inner, outer)
+    )
+    weights = _channels(weight.shape[0], options.groups) * _up(weight.shape[1]) * prod(weight.shape[2:])
     if is_backward:
         copies = 2 * inside + 3 * outside + (2 + threads) * weights * 4
     else:
         copies = 2 * (inside + outside) + weights * size
-    return int(sum(t.untyped_storage().nbytes() for t in results) + copies + threads * PER_THREAD + columns)
+    return int(copies + threads * PER_THREAD + _columns(inner, weight, outer, options))
 
 
 def _channels(channels: int, groups: int) -> int:
@@ -70,12 +99,13 @@ def _up(channels: int) -> int:
     return -(-channels // BLOCK) * BLOCK
 
 
-def _columns(given: torch.Tensor, weight: torch.Tensor, outer: torch.Tensor, options: list) -> int:
-    """Bytes of the unfolded input, as matrix products need it; 0 if a direct kernel does the work."""
-    _, _, dilation, is_transposed, _, _ = options
-    backend = str(torch._C._select_conv_backend(given, weight, None, *options))
-    if "Slow" not in backend and max(weight.shape[2:]) <= 3 and max(dilation) == 1:
+def _columns(inner: Tensor, weight: Tensor, outer: Tensor, options: Options) -> int:
+    """Bytes of unfolded input and copied weights, as matrix products need them; 0 if a direct kernel does the work."""
+    backend = str(torch._C._select_conv_backend(inner, weight, None, *options))
+    is_direct = "Slow" not in backend and max(weight.shape[2:]) <= 3 and max(options.dilation) == 1
+    if is_direct and torch.backends.cpu.get_cpu_capability() == "AVX512":
         return 0
-    wide, narrow = (outer, given) if is_transposed else (given, outer)
-    unfolded = prod(weight.shape[2:]) * wide.shape[1] * prod(narrow.shape[2:]) * given.element_size()
-    return int(unfolded) * max(given.shape[0], torch.get_num_threads())
+    wide, narrow = (outer, inner) if options.is_transposed else (inner, outer)
+    channels, size = _channels(wide.shape[1], options.groups), inner.element_size()
+    unfolded = prod(weight.shape[2:]) * channels * prod(narrow.shape[2:]) * size
+    return int(unfolded) * max(inner.shape[0], torch.get_num_threads()) + weight.numel() * 4

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from unet3d import half_precision
 from unet3d.errors import UserError
 from unet3d.memory.bounds import arguments, call, most
 from unet3d.memory.ledger import Ledger, Site, levels
@@ -84,8 +85,9 @@ def measure(site: Site, device: torch.device) -> Transient:
     """Two calls on tensors of a small constant."""
     once = partial(call, site, arguments(site, device))
     peak = partial(_cuda_peak, device) if device.type == "cuda" else _cpu_peak
-    first = peak(once)
-    return Transient(peak(once), first)
+    with half_precision.convolutions():
+        first = peak(once)
+        return Transient(peak(once), first)
 
 
 def _cpu_peak(once: Callable[[], Any]) -> int:
