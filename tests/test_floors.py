@@ -10,7 +10,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "averaging",
         "config",
         "errors",
-        "policy",
+        "half_precision",
         "metrics",
         "page",
         "privacy",
@@ -20,7 +20,18 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "memory.attribution",
     },
     {
-        *("lock", "outlet", "signals", "model.geometry", "schedules", "snapshot", "tracker", "figures", "console"),
+        *(
+            "lock",
+            "outlet",
+            "policy",
+            "signals",
+            "model.geometry",
+            "schedules",
+            "snapshot",
+            "tracker",
+            "figures",
+            "console",
+        ),
         *("checks_data", "data.nifti", "memory.ledger", "memory.tables"),
     },
     {

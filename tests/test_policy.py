@@ -7,8 +7,7 @@ import torch
 from evenly import evenly
 from torch import Tensor, nn
 
-from unet3d import build, policy
-from unet3d.config import Config
+from unet3d import policy
 from unet3d.losses import SegmentationLoss
 from unet3d.memory.meter import LedgerMeter
 from unet3d.model.unet import UNet3D
@@ -122,29 +121,6 @@ def test_split_covers_every_stage_once_in_order(starts: tuple[int, ...]) -> None
     parts = policy.split(stages, starts)
     assert [s for part in parts for s in part.stages] == stages
     assert [stages.index(part.stages[0]) for part in parts] == list(starts)
-
-
-@pytest.mark.parametrize(
-    ("able", "emulates"),
-    [
-        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, True),
-        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, False),
-        ({"architecture": "arm64", "bf16": True}, False),
-        ({"architecture": "another"}, False),
-    ],
-)
-def test_where_bf16_saves_memory_alone(able: dict, emulates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
-    assert policy.emulates_bf16("cpu") is emulates
-    assert policy.emulates_bf16("cuda") is False
-
-
-def test_where_bf16_takes_longer_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(build, "emulates_bf16", lambda device: device == "cpu")
-    for options in ({"amp": True}, {"amp": False}, {"amp": True, "amp_dtype": "fp16"}):
-        build.advise(Config(device="cpu", **options))
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "amp=false" in said
 
 
 def test_mixed_precision_for_a_gpu_that_is_elsewhere_is_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from unet3d.inference import Predictor
 from unet3d.losses import SegmentationLoss
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
-from unet3d.policy import MemoryPolicy, amp_dtype, emulates_bf16
+from unet3d.policy import MemoryPolicy, amp_dtype
 
 Read = Callable[[Case], Prepared]
 
@@ -183,19 +183,6 @@ def _optimizer(options: Optim, parameters: Iterator[nn.Parameter], foreach: bool
 def policy(config: Config, device_type: str, starts: tuple[int, ...]) -> MemoryPolicy:
     """Mixed precision, and checkpointing in segments that begin with these stages."""
     return MemoryPolicy(device_type, amp_dtype(config.amp_dtype, device_type) if config.amp else None, starts)
-
-
-def refuse_wrong_gradients(config: Config, options: Model) -> None:
-    """Raise UserError where a run on the CPU would train on wrong gradients; see `checks.refuse_shallow_bf16`."""
-    if target(config) == "cpu" and config.amp and amp_dtype(config.amp_dtype, "cpu") is torch.bfloat16:
-        checks.refuse_shallow_bf16(config, options)
-
-
-def advise(config: Config) -> None:
-    """Say where mixed precision saves memory alone."""
-    device_type = target(config)
-    if config.amp and amp_dtype(config.amp_dtype, device_type) is torch.bfloat16 and emulates_bf16(device_type):
-        print("note: this CPU has no bf16 instructions: amp=true saves memory, amp=false time")
 
 
 def predictor(config: Config, networks: Sequence[nn.Sequential], options: Model, memory: MemoryPolicy) -> Predictor:

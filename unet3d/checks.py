@@ -143,20 +143,3 @@ def _check_patch(config: Config) -> None:
             f"data.patch={data.patch} leaves one voxel at the deepest of {len(model.features)} levels, and "
             f"model.norm={model.norm} has nothing to normalise there; use a larger patch, fewer levels, or norm=group"
         )
-
-
-def refuse_shallow_bf16(config: Config, options: Model) -> None:
-    """Raise UserError where torch's CPU kernel would return wrong weight gradients for bf16 convolutions.
-
-    Maps of 2 or more voxels along D, but fewer than the kernel, padded: oneDNN leaves the gradient partly unwritten,
-    and may write beyond it (torch 2.13; fp16 and float32 are right).
-    """
-    if options.padding == "valid":
-        return
-    sizes, kernels = geometry.level_sizes(config.data.patch, options), geometry.kernels(options)
-    for level, (size, kernel) in enumerate(zip(sizes, kernels, strict=True)):
-        if 1 < size[0] < kernel[0]:
-            raise UserError(
-                f"data.patch={config.data.patch}: maps at level {level} are {size[0]} voxels long in D, where torch's "
-                f"bf16 convolutions on the CPU give wrong gradients; use another D, amp_dtype=fp16, or amp=false"
-            )

@@ -10,7 +10,7 @@ precision, and float32 lives within one call only.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
-SLAB_BYTES = 4 * 2**20  # of the float32 input and output of one slab; 2 to 8 MiB take the same time, 32 a quarter more
+SLAB_BYTES = 4 * 2**20  # about, of a slab's float32 input and output; 2 to 8 MiB take the same time, 32 a fifth more
 FEWEST = 2**16  # products of a convolution; below, conversion takes longer than torch's slow kernel
 Gradients = tuple[Tensor | None, ...]  # of input, weight and bias; None where not asked for
 
@@ -72,18 +72,31 @@ _depth = 0
 
 
 def has_kernels(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has convolutions of this half-precision type for this CPU."""
-    mkldnn = torch.ops.mkldnn
-    able = mkldnn._is_mkldnn_bf16_supported if dtype is torch.bfloat16 else mkldnn._is_mkldnn_fp16_supported
-    return bool(torch._C._get_mkldnn_enabled() and able())
+    """Whether oneDNN has convolutions of this half-precision type for this CPU, and does not emulate them."""
+    if not torch._C._get_mkldnn_enabled():
+        return False
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not emulates_bf16()
+
+
+@cache
+def emulates_bf16() -> bool:
+    """Whether the CPU has no bf16 instructions. False where torch cannot tell.
+
+    oneDNN emulates them with AVX512, in twice the time that float32 takes.
+    """
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # an older torch has none
+    known = [able[name] for name in ("avx512_bf16", "amx_bf16", "bf16") if name in able]
+    return bool(known) and not any(known)
 
 
 def is_served(x: Tensor, weight: Tensor, options: Options) -> bool:
     """Whether a convolution is computed here and not by torch.
 
-    torch 2.13 is wrong on CPUs that have bf16 instructions, too. Where a padded map is shorter in D than the kernel,
-    and longer than 1, oneDNN leaves the weight gradient partly unwritten and may write beyond it. With AMX, a stride
-    along W and an output of width 1, results are wrong (pytorch#169688, #188426).
+    On CPUs that have bf16 instructions, too, torch 2.13 is wrong in two corners. Where a padded map is shorter along D
+    than the kernel and the output is longer than 1, oneDNN leaves the weight gradient partly unwritten and may write
+    beyond it. With AMX, a stride along W and an output of width 1, results are wrong (pytorch#169688, #188426).
     """
     if x.dtype not in DTYPES or x.dim() != 5 or weight.dtype is not x.dtype:
         return False
@@ -91,7 +104,7 @@ def is_served(x: Tensor, weight: Tensor, options: Options) -> bool:
     if not has_kernels(x.dtype):
         places = math.prod(x.shape[2:] if options.is_transposed else outer[2:])
         return x.shape[0] * weight.numel() * places >= FEWEST
-    is_shallow = 1 < x.shape[2] < weight.shape[2] and options.padding[0] > 0
+    is_shallow = x.shape[2] < weight.shape[2] and outer[2] > 1
     is_narrow = options.stride[2] > 1 and outer[4] == 1
     return not options.is_transposed and (is_shallow or is_narrow)
 

@@ -89,15 +89,6 @@ def kept_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
                 setattr(norm, name, value)
 
 
-def emulates_bf16(device_type: str) -> bool:
-    """Whether bf16 is computed by way of float32, which saves its memory but no time. False where torch cannot tell."""
-    if device_type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):  # an older torch
-        return False
-    able = torch.cpu.get_capabilities()
-    known = [able[name] for name in ("avx512_bf16", "amx_bf16", "bf16") if name in able]
-    return bool(known) and not any(known)
-
-
 def amp_dtype(name: str, device_type: str) -> torch.dtype:
     """The dtype of `amp_dtype=`; auto is bf16, or fp16 on CUDA devices that only emulate bf16."""
     if name == "auto":

@@ -91,13 +91,13 @@ def environment(device: "torch.device") -> dict[str, Any]:
     """Versions and the device, nothing that names the machine or its user."""
     import torch
 
-    from unet3d.policy import emulates_bf16
+    from unet3d.half_precision import emulates_bf16
 
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.system()}
     found |= {name: _version(name) for name in PACKAGES}
     found |= {"device": device.type, "threads": torch.get_num_threads()}
     if device.type == "cpu":
-        found["cpu"] = torch.backends.cpu.get_cpu_capability() + ", bf16 emulated" * emulates_bf16("cpu")
+        found["cpu"] = torch.backends.cpu.get_cpu_capability() + ", bf16 emulated" * emulates_bf16()
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
         found["cudnn"] = torch.backends.cudnn.version()

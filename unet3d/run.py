@@ -41,8 +41,6 @@ class Run:
         device = build.device(config)
         loss = build.loss(config, len(data.task.classes))
         policy = build.policy(config, device.type, starts)
-        build.refuse_wrong_gradients(config, options)
-        build.advise(config)
         self.model = build.model(self.options, config.seed).to(device)
         self.optimizer = build.optimizer(config.optim, self.model)
         self.predictor = build.predictor(config, [self.model], self.options, policy)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_truth import allocators_record, config, needs_bf16, peak
+from test_truth import allocators_record, config, peak
 from torch import nn
 
 from unet3d.errors import UserError
@@ -73,7 +73,7 @@ def sites(layer: type[nn.Module], dtype: torch.dtype, shape: tuple[int, ...], **
     return ledger.sites
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("layer", "options"),
     [
@@ -104,7 +104,7 @@ def test_any_convolution_is_measured_and_within_its_bound(
         assert least <= found.bytes == found.first_bytes <= most(site)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_bound_holds_where_maps_are_the_least_of_it(dtype: torch.dtype) -> None:
     """Weights in deep layers; and buffers of the kernel's own, of one size for any map."""
     deep = sites(nn.Conv3d, dtype, (2, 128, 4, 4, 4), out_channels=128, kernel_size=3, padding=1)

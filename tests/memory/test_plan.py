@@ -1,7 +1,6 @@
 """Levers with their price, and the search for what fits; a dry run confirms either."""
 
 import json
-import re
 import shlex
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from training import PLAIN, train
 
-from unet3d import build, compose
+from unet3d import compose
 from unet3d.checks import budget_bytes
 from unet3d.config import Config
 from unet3d.errors import UserError
@@ -20,7 +19,7 @@ from unet3d.memory.distress import remedies
 from unet3d.memory.fit import Point, command, front
 from unet3d.memory.forecast import forecast
 from unet3d.memory.look import Look
-from unet3d.memory.plan import _mixed, knows_the_batch, lean_options, levers, plan, price
+from unet3d.memory.plan import knows_the_batch, lean_options, levers, plan, price
 from unet3d.memory.predict import predict
 
 NET = ("model=unet_tiny", "model.features=[8,16]", "data.patch=[8,16,8]", "batch=2", "model.norm=group")
@@ -123,15 +122,6 @@ def test_a_lever_is_pulled_where_it_saves(norm: str, monkeypatch: pytest.MonkeyP
     assert all(lever.config.amp == (norm == "instance") for lever, _ in found[-2:])
 
 
-def test_what_the_cpu_would_refuse_is_not_proposed() -> None:
-    """Maps two voxels long in D: bf16's gradients would be wrong."""
-    options = config()
-    options.data.patch = [4, 16, 16]
-    assert _mixed(options, options.model) is None
-    options.data.patch = [3, 16, 16]
-    assert _mixed(options, options.model) is None, "3 voxels become 2 at the second level"
-
-
 def test_lean_operations_are_the_same_function() -> None:
     swish = config("model.activation=swish").model
     assert [name for name, _ in lean_options(swish)] == ["model.activation=swish_lean"]
@@ -177,13 +167,3 @@ def test_half_the_width_is_predicted_with_cuts_of_its_own() -> None:
     advice = forecast(asked, asked.model).memory["advice"]
     narrower = halved(asked, asked.model, advice["level"])
     assert narrower and advice["halved_peak_bytes"] == price(asked, narrower).peak
-
-
-def test_fit_refuses_what_a_run_refuses() -> None:
-    """bf16 on a CPU where maps of a level are two voxels long."""
-    words = ["amp=true", "data.patch=[4,16,16]", "budget=4GiB"]
-    asked = config(*words)
-    with pytest.raises(UserError) as refused:
-        build.refuse_wrong_gradients(asked, asked.model)
-    with pytest.raises(UserError, match=re.escape(str(refused.value))):
-        fit.fit(Look("net", asked, asked.model), words)

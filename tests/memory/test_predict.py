@@ -78,7 +78,7 @@ def assert_equal(options: Config) -> None:
 @pytest.mark.parametrize("words", [("amp=false",), ("amp=true", "ckpt=3", *PLAIN)], ids=" ".join)
 @pytest.mark.parametrize("name", compose.choices("model"))
 def test_every_named_network_is_predicted_to_the_byte(name: str, words: tuple[str, ...]) -> None:
-    """An eighth of the widths, and patches just large enough; no map is too shallow for bf16 on the CPU."""
+    """An eighth of the widths, and patches just large enough."""
     patch = {"cicek2016": "[92,92,92]", "cicek2016_no_bn": "[92,92,92]", "cicek2016_2d": "[92,92,4]"}.get(
         name, "[36,16,16]"
     )

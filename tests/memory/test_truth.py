@@ -42,9 +42,6 @@ RNG_STATE = 5056  # bytes
 CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 NORM_BACKWARD = "aten::native_batch_norm_backward"
 RANDOM_STATE = "random state"
-needs_bf16 = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="bf16 convolutions take a minute on this CPU"
-)
 
 
 def config(*overrides: str) -> Config:
@@ -150,9 +147,14 @@ def random_states(record: list[Change]) -> int:
 def test_where_the_peak_lies_in_no_convolution_the_ledger_has_every_byte(
     overrides: tuple[str, ...], segments: int
 ) -> None:
-    """In place on instance norm's view, autograd clones maps in backward: more than any convolution's scratch."""
+    """In place on instance norm's view, autograd clones maps in backward: more than a convolution's scratch.
+
+    Scratch depends on the CPU: with AVX2 alone and checkpointing it takes more than those clones.
+    """
     record = record_of(*overrides)
-    assert peak(record) == (ledger_peak(*overrides) + segments * RNG_STATE, "")
+    assert peak(record, without=CONVOLUTIONS) == (ledger_peak(*overrides) + segments * RNG_STATE, "")
+    if not segments:
+        assert peak(record) == peak(record, without=CONVOLUTIONS)
     assert random_states(record) == STEPS * 2 * segments  # one in forward, one put aside while recomputing
 
 
@@ -164,8 +166,9 @@ def test_where_the_peak_lies_in_no_convolution_the_ledger_has_every_byte(
         ("model.norm=group",),
         ("model.norm=batch",),
         ("ckpt=3",),
-        pytest.param(("amp=true",), marks=needs_bf16),
-        pytest.param(("amp=true", "ckpt=3"), marks=needs_bf16),
+        ("amp=true",),
+        ("amp=true", "amp_dtype=fp16"),
+        ("amp=true", "ckpt=3"),
     ],
     ids=" ".join,
 )
@@ -192,7 +195,7 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.norm=group",),
         ("ckpt=3",),
         ("batch=1",),  # torch leaves oneDNN for small batches of one: the columns double the peak
-        pytest.param(("amp=true",), marks=needs_bf16),
+        ("amp=true",),
     ],
     ids=" ".join,
 )

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from unet3d import checks, compose
 from unet3d.config import Model
 from unet3d.errors import UserError
 from unet3d.model import geometry
@@ -55,23 +54,3 @@ def test_strides_and_kernels_from_spacing() -> None:
 def test_malformed_kernels_are_refused(value: object) -> None:
     with pytest.raises(UserError, match=r"^k"):
         geometry.triples("k", value, 3)
-
-
-@pytest.mark.parametrize(
-    ("patch", "more", "level"),
-    [
-        ([16, 16, 16], [], 3),
-        ([24, 64, 64], [], None),
-        ([8, 64, 64], [], 2),
-        ([4, 64, 64], ["model.strides=[1,2,2]", "model.kernels=5"], 0),
-        ([5, 64, 64], ["model.strides=[1,2,2]", "model.kernels=5"], None),
-    ],
-)
-def test_maps_too_shallow_for_bf16_on_the_cpu_are_refused(patch: list[int], more: list[str], level: int | None) -> None:
-    """torch's kernel leaves such weight gradients partly unwritten: training would go wrong in silence."""
-    config = compose.compose(["model=unet_small", f"data.patch={patch}", *more])
-    if level is None:
-        checks.refuse_shallow_bf16(config, config.model)
-    else:
-        with pytest.raises(UserError, match=f"at level {level} are [24] voxels long in D"):
-            checks.refuse_shallow_bf16(config, config.model)

@@ -42,7 +42,8 @@ def most(site: Site) -> int:
     Counted with channels rounded up to 16 per group: forward 2 x (input + output) + weight; backward 2 x input + 3 x
     gradient of the output + (2 + threads) x weight in float32; 512 KiB per thread; where no oneDNN kernel of the
     direct kind is at work (oneDNN off, or torch chose its own, as it does for small batches of one; kernels above 3;
-    dilation; no AVX512), the unfolded input of one image, times images or threads, whichever are more. Where
+    dilation), the unfolded input of one image, times images or threads, whichever are more; without AVX512 the
+    unfolded input of one plane for each thread. Where
     `half_precision` computes the call, this is counted for its largest slab in float32, with the slab itself.
 
     Held in RANDOM_CALLS random calls (float32, bfloat16, float16; 1 and 2 threads; strided, grouped, dilated,
@@ -100,12 +101,16 @@ def _up(channels: int) -> int:
 
 
 def _columns(inner: Tensor, weight: Tensor, outer: Tensor, options: Options) -> int:
-    """Bytes of unfolded input and copied weights, as matrix products need them; 0 if a direct kernel does the work."""
+    """Bytes of unfolded input and copied weights, as matrix products need them; 0 if a direct kernel does the work.
+
+    Of whole images, but where oneDNN has direct kernels with AVX512 alone: of one plane for each thread.
+    """
     backend = str(torch._C._select_conv_backend(inner, weight, None, *options))
-    is_direct = "Slow" not in backend and max(weight.shape[2:]) <= 3 and max(options.dilation) == 1
-    if is_direct and torch.backends.cpu.get_cpu_capability() == "AVX512":
+    has_direct = "Slow" not in backend and max(weight.shape[2:]) <= 3 and max(options.dilation) == 1
+    if has_direct and torch.backends.cpu.get_cpu_capability() == "AVX512":
         return 0
     wide, narrow = (outer, inner) if options.is_transposed else (inner, outer)
-    channels, size = _channels(wide.shape[1], options.groups), inner.element_size()
-    unfolded = prod(weight.shape[2:]) * channels * prod(narrow.shape[2:]) * size
-    return int(unfolded) * max(inner.shape[0], torch.get_num_threads()) + weight.numel() * 4
+    channels, threads = _channels(wide.shape[1], options.groups), torch.get_num_threads()
+    plane = prod(weight.shape[2:]) * channels * prod(narrow.shape[3:]) * inner.element_size()
+    planes = threads if has_direct else narrow.shape[2] * max(inner.shape[0], threads)
+    return int(plane) * planes + weight.numel() * 4

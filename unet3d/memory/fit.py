@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from unet3d import build
 from unet3d.checks import budget_bytes
 from unet3d.config import Config, Model
 from unet3d.console import WIDE, paper, terminal_table
@@ -34,7 +33,6 @@ def fit(subject: Look, words: Sequence[str]) -> str:
     config, options = subject.config, subject.options
     if config.budget is None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
-    build.refuse_wrong_gradients(config, options)
     budget = budget_bytes(config.budget)
     points = list(search(config, options))
     print_front([*front([p for p in points if p.is_same]), *front([p for p in points if not p.is_same])], budget)

@@ -31,7 +31,6 @@ def forecast(config: Config, options: Model) -> Forecast:
     """
     if not config.dry_run:
         build.device(config)
-    build.refuse_wrong_gradients(config, options)
     starts, is_cuda = cut(config, options).starts, build.target(config) == "cuda"
     meter = rehearse(config, options, starts)
     found, names = meter.summary(), [name for name, _ in meter.model.named_children()]

@@ -1,0 +1,212 @@
+"""Half-precision convolutions in float32 slabs: right against float64, bit-equal when repeated, gone afterwards.
+
+The path is forced here where the CPU has kernels of its own, so that these tests show the same on every machine.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from unet3d import build, compose, half_precision
+from unet3d.half_precision import Options, convolutions, is_served, slabs
+from unet3d.memory.meter import LedgerMeter
+from unet3d.memory.predict import predict
+from unet3d.memory.segments import cut
+from unet3d.model.unet import UNet3D
+from unet3d.step import Batch, train_step
+
+aten = torch.ops.aten
+DTYPES = half_precision.DTYPES
+ONES, ZEROS = (1, 1, 1), (0, 0, 0)
+CLOSE = 5e-3  # of the largest value; bf16 rounds to 0.004
+
+
+@pytest.fixture
+def force(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """As on a CPU with or without half-precision kernels, with slabs of so many bytes."""
+
+    def use(has_kernels: bool, slab_bytes: int = half_precision.SLAB_BYTES, fewest: int = 0) -> None:
+        monkeypatch.setattr(half_precision, "has_kernels", lambda dtype: has_kernels)
+        monkeypatch.setattr(half_precision, "SLAB_BYTES", slab_bytes)
+        monkeypatch.setattr(half_precision, "FEWEST", fewest)
+
+    return use
+
+
+def results(
+    dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, options: Options
+) -> list[Tensor]:
+    """Output, and gradients of input, weight and bias."""
+    x, weight, bias, grad = (tensor.to(dtype) for tensor in (x, weight, bias, grad))
+    out = aten.convolution(x, weight, bias, *options)
+    return [out, *aten.convolution_backward(grad, x, weight, [len(bias)], *options, [True] * 3)]
+
+
+def errors(dtype: torch.dtype, shape: Sequence[int], out: int, kernel: Sequence[int], options: Options) -> list[float]:
+    """Largest errors against float64, as shares of the largest values, of inputs that the type can represent."""
+    torch.manual_seed(0)
+    inner, groups = shape[1], options.groups
+    channels = (inner, out // groups) if options.is_transposed else (out, inner // groups)
+    x, weight, bias = (torch.randn(*size).to(dtype).double() for size in (shape, (*channels, *kernel), (out,)))
+    grad = torch.randn_like(aten.convolution(x, weight, bias, *options)).to(dtype).double()
+    true = results(torch.float64, x, weight, bias, grad, options)
+    with convolutions():
+        found = results(dtype, x, weight, bias, grad, options)
+    assert all(f.dtype is dtype and f.shape == t.shape for f, t in zip(found, true, strict=True))
+    return [((f.double() - t).abs().max() / t.abs().max()).item() for f, t in zip(found, true, strict=True)]
+
+
+def cases() -> Iterator[tuple[Any, ...]]:
+    """Shape, outputs, kernel, options: what a network may hold, and odd sizes beside."""
+    kernels, strides = ((3, 3, 3), (1, 3, 3), (2, 2, 2)), (ONES, (2, 2, 2), (2, 1, 1), (3, 3, 3))
+    for (inner, out, groups), kernel, stride, padded, is_transposed, size in product(
+        ((4, 6, 1), (4, 8, 2)), kernels, strides, (False, True), (False, True), ((9, 6, 5), (4, 5, 6))
+    ):
+        padding = tuple(k // 2 if padded else 0 for k in kernel)
+        yield (2, inner, *size), out, kernel, Options(stride, padding, ONES, is_transposed, ZEROS, groups)
+    yield (1, 4, 9, 6, 5), 6, (3, 3, 3), Options(ONES, (2, 2, 2), (2, 2, 2), False, ZEROS, 1)
+    yield (1, 4, 9, 6, 5), 6, (3, 3, 3), Options((2, 2, 2), ONES, ONES, True, ONES, 1)
+    yield (2, 4, 5, 4, 4), 4, (2, 2, 2), Options((3, 3, 3), ZEROS, ONES, True, ZEROS, 1)  # planes between the slabs
+
+
+@pytest.mark.parametrize("slab_bytes", [2**30, 2**14, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_are_right_for_any_shape_and_slab(force: Callable, dtype: torch.dtype, slab_bytes: int) -> None:
+    force(has_kernels=False, slab_bytes=slab_bytes)
+    for case in cases():
+        assert max(errors(dtype, *case)) < CLOSE, case
+
+
+SAME = Options(ONES, ONES, ONES, False, ZEROS, 1)
+
+
+@pytest.mark.parametrize(
+    ("depth", "kernel", "padding"), [(2, 3, 1), (2, 5, 2), (3, 5, 2), (4, 5, 2), (4, 5, 1), (6, 7, 3), (1, 2, 1)]
+)
+def test_maps_shorter_than_their_kernel_have_right_gradients(
+    force: Callable, depth: int, kernel: int, padding: int
+) -> None:
+    """oneDNN's bf16 kernel leaves these weight gradients partly unwritten (torch 2.13, AVX512-BF16)."""
+    force(has_kernels=True)
+    options = SAME._replace(padding=(padding, 1, 1))
+    assert max(errors(torch.bfloat16, (2, 16, depth, 12, 12), 16, (kernel, 3, 3), options)) < CLOSE
+
+
+def test_outputs_one_voxel_wide_that_a_stride_made_are_not_left_to_amx(force: Callable) -> None:
+    """pytorch#169688 and #188426 report wrong results there."""
+    force(has_kernels=True)
+    options = SAME._replace(stride=(1, 1, 2))
+    narrow, wide = (torch.empty(2, 8, 8, 8, width, dtype=torch.bfloat16) for width in (2, 4))
+    weight = torch.empty(8, 8, 3, 3, 3, dtype=torch.bfloat16)
+    assert is_served(narrow, weight, options) and not is_served(wide, weight, options)
+    assert not is_served(narrow, weight, SAME)
+    assert max(errors(torch.bfloat16, tuple(narrow.shape), 8, (3, 3, 3), options)) < CLOSE
+
+
+def test_what_torch_does_well_is_torchs(force: Callable) -> None:
+    x, weight = torch.randn(2, 8, 9, 8, 8), torch.randn(8, 8, 3, 3, 3)
+    force(has_kernels=True)
+    for dtype in (*DTYPES, torch.float32, torch.float64):
+        plain = results(dtype, x, weight, weight[:, 0, 0, 0, 0], torch.ones_like(x), SAME)
+        with convolutions():
+            inside = results(dtype, x, weight, weight[:, 0, 0, 0, 0], torch.ones_like(x), SAME)
+        assert all(map(torch.equal, plain, inside))
+    force(has_kernels=False)
+    assert is_served(x.half(), weight.half(), SAME)
+    assert not is_served(x, weight, SAME)
+    assert not is_served(x[0].half(), weight[:, :, 0].half(), SAME), "2D"
+    force(has_kernels=False, fewest=2**16)
+    assert not is_served(x[:1, :, :2, :2, :2].half(), weight.half(), SAME), "conversion would take longer"
+
+
+def test_nothing_of_ours_stays_registered() -> None:
+    def registered() -> list[bool]:
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        return [has(f"aten::{name}", "CPU") for name in ("convolution", "convolution_backward")]
+
+    before = registered()
+    assert not any(before)
+    with pytest.raises(KeyError), convolutions():
+        with convolutions():
+            assert all(registered())
+        assert all(registered())
+        raise KeyError
+    assert registered() == before
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_slabs_cover_the_depth_in_pieces_of_their_size_that_onednn_takes(batch: int) -> None:
+    x, weight = torch.empty(batch, 16, 96, 64, 96), torch.empty(16, 16, 3, 3, 3)
+    found = slabs(x, x.shape, weight, SAME)
+    assert [slab.start for slab in found] == [0, *(slab.end for slab in found[:-1])] and found[-1].end == 96
+    assert {(slab.low, slab.high) for slab in found} == {(slab.start - 1, slab.end + 1) for slab in found}
+    planes = [slab.end - slab.start for slab in found]
+    each = 2 * x.nbytes // 96
+    if batch == 1:  # of one image, torch gives smaller maps to its slow kernel
+        assert all(n * 16 * 64 > 20_480 for n in planes) and len(found) > 1
+    else:
+        assert (max(planes) - 1) * each < half_precision.SLAB_BYTES, "but for a plane, as slabs are of one size"
+
+
+def network(*overrides: str) -> tuple[Any, UNet3D, Batch]:
+    torch.manual_seed(0)
+    config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", "batch=2", *overrides])
+    config.model.in_channels, config.model.classes = 1, 3
+    batch = Batch(torch.randn(2, 1, 16, 16, 16), torch.randint(0, 3, (2, 16, 16, 16), dtype=torch.int16))
+    return config, build.model(config.model, seed=0), batch
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_checkpointing_changes_no_bit(force: Callable, dtype: str) -> None:
+    force(has_kernels=False, slab_bytes=2**16)
+    found = []
+    for starts in ((), (0, 2, 4)):
+        config, model, batch = network("amp=true", f"amp_dtype={dtype}", "optim=sgd")
+        policy = build.policy(config, "cpu", starts)
+        result = train_step(
+            model, build.loss(config, 3), build.optimizer(config.optim, model), policy.scaler(), policy, [batch]
+        )
+        found.append((result, [p.detach() for p in model.parameters()]))
+    (first, weights), (second, others) = found
+    assert first == second and all(map(torch.equal, weights, others))
+
+
+def test_the_prediction_has_every_byte_of_the_measured_ledger(force: Callable) -> None:
+    force(has_kernels=False, slab_bytes=2**16)
+    config, model, batch = network("amp=true", "ckpt=2")
+    predicted = predict(config, config.model)
+    policy, optimizer = (
+        build.policy(config, "cpu", cut(config, config.model).starts),
+        build.optimizer(config.optim, model),
+    )
+    meter = LedgerMeter(model, optimizer)
+    for _ in range(3):
+        new = Batch(batch.image.clone(), batch.label.clone())
+        train_step(
+            model, build.loss(config, 3), optimizer, policy.scaler(), policy, [new], meter.mark, config.optim.clip
+        )
+    assert meter.summary()["phases"] == predicted["phases"]
+
+
+@pytest.mark.parametrize(
+    ("able", "emulates"),
+    [
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, True),
+        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, False),
+        ({"architecture": "arm64", "bf16": True}, False),
+        ({"architecture": "another"}, False),
+    ],
+)
+def test_bf16_that_onednn_would_emulate_is_computed_here(
+    able: dict, emulates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
+    half_precision.emulates_bf16.cache_clear()
+    assert half_precision.emulates_bf16() is emulates
+    if emulates:
+        assert not half_precision.has_kernels(torch.bfloat16)
+    half_precision.emulates_bf16.cache_clear()
