@@ -58,6 +58,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
     {"memory.predict", "memory.advise"},
     {"memory.look", "memory.plan"},
     {"memory.facts", "memory.fit", "memory.show", "memory.spread", "memory.forecast", "memory.distress"},
+    {"predictions"},
     {"run"},
     {"finish"},
     {"guard"},

@@ -254,6 +254,18 @@ def test_the_report_is_a_function_of_the_folder(folder: Path) -> None:
     assert {name: (folder / name).read_bytes() for name in FILES} == before
 
 
+def test_a_report_is_whole_or_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "report.html").write_text("as it was")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        report.write(folder)
+    assert (folder / "report.html").read_text() == "as it was"
+
+
 # --- the terminal
 
 

@@ -153,7 +153,7 @@ def _predict(arguments: argparse.Namespace) -> int:
             continue
         try:
             arguments.out.mkdir(parents=True, exist_ok=True)
-            volume, _ = segmenter.to_file(case, path)
+            volume = segmenter.to_file(case, path)
             passed = [f"{case.id}: {replacement(volume.replaced)}"] if volume.replaced else []
             for line in [*passed, *apply.let_pass(case)]:
                 print(f"warning: {line}", file=sys.stderr)

@@ -3,6 +3,7 @@
 A pure function of the run folder, so that it can be had again at any time, also of a run that died early.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ def write(folder: Path) -> Path:
         if "layers" in seen:
             memory_figures.along_the_u(seen, folder / "figures" / "memory_layers.png")
     path = folder / "report.html"
-    path.write_text(_html(run), encoding="utf-8")
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(_html(run), encoding="utf-8")
+    os.replace(temporary, path)  # half a report would count as one
     return path
 
 

@@ -42,7 +42,7 @@ def score(path: Path, config: Config, out: Path) -> None:
     reader = Reader(task, segmenter.spacing, segmenter.intensity, cache=None, leniency=Leniency.of(config.data))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        scores = evaluate(segmenter.predictor, map(reader, held_out), len(task.classes), hd95=True)
+        scores = evaluate(segmenter.predictor, held_out, reader, len(task.classes), hd95=True, what="scoring")
         record.write_text(out / SCORES, metrics.csv_text(scores, task.classes))
     except OSError as error:
         raise NotSaved(f"{out / SCORES}: not saved ({error.strerror})") from error
