@@ -199,8 +199,8 @@ def _score(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.out}: is a file; -o names the folder for scores.csv")
     from unet3d import readback, report, score
 
-    score.score(arguments.snapshot, config, arguments.out)
-    report.print_scores(readback.read(arguments.out))
+    title = score.score(arguments.snapshot, config, arguments.out)
+    report.print_scores(readback.read(arguments.out), title)
     return 0
 
 

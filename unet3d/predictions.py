@@ -1,7 +1,7 @@
 """What a run predicts of its held-out cases: a label map of each, on its own grid, and a picture of the first."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,14 +48,17 @@ class Predictions:
 
     def complete(self, predictor: Predictor) -> None:
         """Add what is missing, as after a kill or on a disk that was full. Raises NotSaved, UserError."""
-        missing = [case for case in self.data.val if not self._is_there(case)]
-        with progress.counting("predicting", len(missing)) as counter:
-            for case in missing:
-                self._add(case, predictor.probabilities(self.data.score(case).image))
-                counter.advance()
+        if missing := [case for case in self.data.val if not self._is_there(case)]:
+            self._add_all(missing, predictor)
         if self.first is not None:
             with _saving(self.picture):
                 self._draw(self.data.val[0], self.first)
+
+    def _add_all(self, cases: Sequence[Case], predictor: Predictor) -> None:
+        with progress.counting("predicting", len(cases)) as counter:
+            for case in cases:
+                self._add(case, predictor.probabilities(self.data.score(case).image))
+                counter.advance()
 
     def _is_there(self, case: Case) -> bool:
         is_drawn = case != self.data.val[0] or self.first is not None or self.picture.exists()
