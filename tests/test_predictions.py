@@ -169,6 +169,25 @@ def test_a_disk_that_is_full_as_label_maps_are_written_is_one_line_and_loses_no_
     assert all((folder / "predictions" / name).stat().st_mtime_ns == at for name, at in kept.items())
 
 
+def test_memory_that_runs_out_as_a_label_map_is_made_loses_no_score(place: Path, whole: Path) -> None:
+    """Its grid may be far larger than the one that is scored."""
+    done = train(place / "large", *RUN, hook=functools.partial(both, hook("large", 1, run_out), out_of_memory))
+    folder = place / "large" / "run"
+    assert done.code == 5 and done.err.startswith("out of memory: MemoryError()"), done.err
+    assert (folder / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes() and len(maps(folder)) == 1
+
+
+def run_out() -> None:
+    raise MemoryError
+
+
+def out_of_memory() -> None:
+    """As the missing label map is tried again."""
+    from unet3d.predictions import Predictions
+
+    Predictions.complete = lambda *_: run_out()  # type: ignore[method-assign,assignment]
+
+
 def both(*hooks: Callable[[], None]) -> None:
     for act in hooks:
         act()

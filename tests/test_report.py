@@ -125,9 +125,9 @@ def test_a_distance_that_some_cases_lack_says_how_many_have_it(folder: Path) -> 
     assert readback.score_table(readback.read(folder)).rows == [["organ", "0.450", "0.450", "1.00 (1)", "2"]]
 
 
-def validated(folder: Path, *dice: float, last: int = 0) -> Reader:
+def validated(folder: Path, *dice: float | None, last: int = 0) -> Reader:
     """The report of a run whose validations, at steps 2, 4 .., came to these means; and its last step."""
-    values = [{"val/dice_mean": mean, "val/dice/left": mean, "val/iou/left": mean - 0.1} for mean in dice]
+    values = [{"val/dice_mean": mean, "val/dice/left": mean, "val/iou/left": 0.4} for mean in dice]
     found = [{"step": 2 * number, **value} for number, value in enumerate(values, 1)]
     found.append({"step": last or 2 * len(dice), "train/loss": 0.5})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in found))
@@ -140,11 +140,13 @@ def validated(folder: Path, *dice: float, last: int = 0) -> Reader:
         ((0.5, 0.7), 0, "last weights (step 4), also the best"),
         ((0.7, 0.5), 0, "last weights (step 4)"),
         ((0.7, 0.7), 0, "last weights (step 4)"),  # best.pt is written for a higher Dice only
+        ((0.7, None), 0, "last weights (step 4)"),  # n/a is no Dice
+        ((None,), 0, "last weights (step 2)"),
         ((0.7, 0.5), 5, "weights (step 4)"),  # stopped, after a step that was not validated
     ],
 )
 def test_the_scores_are_named_after_their_weights(
-    dice: tuple[float, ...], last: int, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    dice: tuple[float | None, ...], last: int, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = validated(folder, *dice, last=last)
     assert f"Scores on the held-out cases, {said}" in found.text
@@ -161,14 +163,14 @@ def test_the_best_weights_are_beside_the_last_where_they_are_others(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = validated(folder, 0.7, 0.5)
-    assert found.rows[5:7] == [["class", "Dice", "IoU"], ["left", "0.700", "0.600"]]
+    assert found.rows[5:7] == [["class", "Dice", "IoU"], ["left", "0.700", "0.400"]]
     assert "Best weights (step 2)" in found.text, "there is no file"
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "best.pt").write_bytes(b"")
     assert "Best weights (step 2, checkpoints/best.pt)" in written(folder).text
     report.print_summary(folder)
     told = capsys.readouterr().out.split("Best weights (step 2, checkpoints/best.pt)\n")[1]
-    assert [line.split() for line in told.splitlines()[1:4:2]] == [["class", "Dice", "IoU"], ["left", "0.700", "0.600"]]
+    assert [line.split() for line in told.splitlines()[1:4:2]] == [["class", "Dice", "IoU"], ["left", "0.700", "0.400"]]
     assert "Best weights" not in " ".join(validated(folder, 0.5, 0.7).text)
 
 

@@ -103,7 +103,7 @@ def score_table(run: RunFolder) -> Table:
     is a column if it was measured; where it does not exist in some of the cases, in brackets in how many it does.
     """
     if not run.scores:
-        return validation_table(_last_validation(run))
+        return validation_table(last_validation(run))
     scores = _present({key: [row.get(key) for row in run.scores] for key in run.scores[0]})
     classes, (columns, rows) = _classes(scores), _means(scores)
     for row, name in zip(rows, classes, strict=False):
@@ -144,7 +144,8 @@ def case_iou(run: RunFolder) -> dict[str, float]:
     return found
 
 
-def _last_validation(run: RunFolder) -> Record:
+def last_validation(run: RunFolder) -> Record:
+    """Its record; empty where there was none."""
     return next((record for record in reversed(run.records) if "val/dice_mean" in record), {})
 
 
