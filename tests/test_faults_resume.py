@@ -274,20 +274,22 @@ def test_records_of_a_validation_that_is_taken_again_are_dropped(tmp_path: Path)
 
 def test_a_run_killed_after_its_last_step_is_finished(copy: Path, whole: Path) -> None:
     assert resume(copy, hook=die_finishing).code == -KILL
-    assert status(copy) == "running\n" and not list((copy / "predictions").iterdir())
+    assert status(copy) == "running\n" and not (copy / "figures" / "prediction.png").exists()
     done = resume(copy)
     assert done.code == 0 and same(copy, whole) and status(copy).startswith("done")
     assert [path.name for path in (copy / "predictions").iterdir()]
+    assert (copy / "figures" / "prediction.png").exists()
 
 
 def die_finishing() -> None:
-    from unet3d import finish
+    from unet3d.predictions import Predictions
 
-    finish._predict_held_out = lambda run: os.kill(os.getpid(), KILL)
+    Predictions.complete = lambda *_: os.kill(os.getpid(), KILL)  # type: ignore[method-assign,assignment]
 
 
 def test_orphans_of_killed_saves_are_swept(copy: Path) -> None:
     orphans = [copy / "checkpoints" / "last.tmp", copy / "checkpoints" / "best.tmp", copy / ".memory.json.tmp"]
+    orphans.append(copy / "predictions" / ".a.nii.gz.7.tmp")
     for orphan in orphans:
         orphan.write_bytes(b"half")
     assert resume(copy, hook=functools.partial(at_step, 7, KILL)).code == -KILL

@@ -53,8 +53,8 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "data.generated",
         "data.splits",
     },
-    {"compose", "model.stages", "report", "data.mni152", "data.phantom", "data.voxels", "memory.bounds"},
-    {"losses", "model.unet", "step", "record", "compare_rows", "data.cases", "memory.kernels"},
+    {"compose", "model.stages", "scored", "data.mni152", "data.phantom", "data.voxels", "memory.bounds"},
+    {"losses", "model.unet", "step", "record", "report", "compare_rows", "data.cases", "memory.kernels"},
     {
         *("checkpoints", "trainer", "inference", "published", "memory.explain", "memory.numbers"),
         *("data.augment", "data.volumes"),
@@ -69,6 +69,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
     {"memory.predict", "memory.advise"},
     {"memory.look", "memory.plan"},
     {"memory.facts", "memory.fit", "memory.show", "memory.spread", "memory.forecast", "memory.distress"},
+    {"predictions"},
     {"run"},
     {"finish"},
     {"guard"},

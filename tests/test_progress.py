@@ -1,12 +1,19 @@
 """Progress: a bar on a terminal, plain lines elsewhere, nothing for what is quick."""
 
 import io
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import nibabel as nib
+import numpy as np
 import pytest
 from rich.console import Console as Terminal
+from training import TINY, face, train
 
 from unet3d import progress
+from unet3d.data.cases import Case
+from unet3d.evaluation import evaluate
 from unet3d.progress import Counter
 
 
@@ -57,3 +64,97 @@ def test_an_interrupted_piece_of_work_takes_its_bar_away(terminal: io.StringIO) 
         raise KeyboardInterrupt
     assert terminal.getvalue().endswith("\x1b[?25h")
     progress.advance()  # counts nothing
+
+
+def test_a_part_that_lasts_says_how_much_is_left_of_all() -> None:
+    file, times = io.StringIO(), [0.0]
+    counter = Counter("validation", 2, Terminal(file=file, width=40), clock=lambda: times[-1])
+    for share in progress.parts([0.25, 0.5, 0.75, 1.0]):
+        times.append(20 * share)
+    assert file.getvalue() == "validation: 0 of 2, about 35 s left\nvalidation: 0 of 2, about 20 s left\n"
+    counter.close()
+    assert [*progress.parts("ab")] == ["a", "b"]  # counts nothing
+
+
+def test_a_part_moves_the_bar(terminal: io.StringIO) -> None:
+    with progress.counting("validation", 2) as counter:
+        for _ in progress.parts("ab"):
+            assert counter._display is not None
+        assert counter._display.tasks[0].completed == 1.0 and counter.done == 0
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_what_a_file_gets_does_not_go_to_the_terminal(
+    stream: str, terminal: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress.counting("predicting", 1):
+        print("out/a.nii.gz", file=getattr(sys, stream))
+    out, err = capsys.readouterr()
+    assert (out if stream == "stdout" else err) == "out/a.nii.gz\n" and "a.nii.gz" not in terminal.getvalue()
+
+
+def test_a_bar_needs_no_standard_streams(terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with progress.counting("predicting", 1):
+        pass
+
+
+def test_a_validation_that_fails_takes_its_bar_away_before_the_error_is_told(terminal: io.StringIO) -> None:
+    def fail(_: Case) -> None:
+        raise RuntimeError
+
+    try:
+        evaluate(None, [Case("a", (), None)], fail, 2, hd95=False)  # type: ignore[arg-type]
+    except RuntimeError:
+        assert not progress._open and terminal.getvalue().endswith("\x1b[?25h")
+
+
+# --- what shows progress
+
+
+def talkative() -> None:
+    """Each part that is finished is a line."""
+    progress.FIRST_LINE = progress.BETWEEN_LINES = -1
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder; beside it, in `err`, what it said."""
+    place = tmp_path_factory.mktemp("finished")
+    cases = ["data.val_fraction=0.5", "data.sparse=[3,3,3]", "data.intensity=ct"]
+    done = train(place, *TINY, *cases, "hydra.run.dir=run", hook=talkative)
+    assert done.code == 0, done.err
+    return place / "run"
+
+
+def lines(text: str) -> list[str]:
+    return [line.partition(", about")[0] for line in text.splitlines()]
+
+
+def test_a_run_shows_how_its_cases_are_prepared_and_validated(finished: Path) -> None:
+    told = lines((finished.parent / "err").read_text())
+    assert told[:3] == [f"generating cases: {done} of 4" for done in (1, 2, 3)]
+    assert told[3:6] == [f"checking cases: {done} of 4" for done in (1, 2, 3)]
+    assert told[6] == "measuring intensities: 1 of 2"
+    assert told[7:10] == [f"reading cases: {done} of 4" for done in (1, 2, 3)]
+    assert told[10] == "choosing slices: 1 of 2"
+    assert "validation: 0 of 2" in told, "within the first volume"
+    assert told.count("validation: 1 of 2") >= 2
+
+
+def test_the_commands_show_progress_beside_what_they_print(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "FIRST_LINE", -1)
+    monkeypatch.setattr(progress, "BETWEEN_LINES", -1)
+    snapshot, root = finished / "checkpoints" / "last.pt", f"data.root={finished.parent / 'data' / 'phantom'}"
+    for name in "ab":
+        nib.save(nib.Nifti1Image(np.zeros((9, 9, 20), np.float32), np.eye(4)), tmp_path / f"{name}.nii")
+    assert face("predict", snapshot, tmp_path / "a.nii", tmp_path / "b.nii", "-o", tmp_path / "made") == 0
+    told = capsys.readouterr()
+    assert told.out == "".join(f"{tmp_path / 'made' / name}.nii.gz\n" for name in "ab")
+    assert {"predicting: 0 of 2", "predicting: 1 of 2"} == {*lines(told.err)}
+    assert face("score", snapshot, *TINY, root, "data.val_fraction=0.5", "-o", tmp_path / "scores") == 0
+    assert "scoring: 1 of 2" in lines(capsys.readouterr().err)
+    assert face("check-data", *TINY, root) == 0
+    assert lines(capsys.readouterr().err) == [f"checking cases: {done} of 4" for done in (1, 2, 3)]

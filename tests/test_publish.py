@@ -132,6 +132,14 @@ def test_a_snapshot_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys
     assert (tmp_path / "out" / "scores.csv").read_bytes() == (finished / "scores.csv").read_bytes()
     told = capsys.readouterr()
     assert told.err == "" and "HD95" in told.out and "mean of classes" in told.out
+    assert f"Scores on the held-out cases, {net}" in told.out.replace("\n", "")
+
+
+def test_scores_are_named_after_the_snapshot_and_its_weights(pair: list[Path], tmp_path: Path) -> None:
+    publish.publish(pair, tmp_path / "both.pt")
+    for path, said in ((pair[0], "step 4, average of the weights"), (tmp_path / "both.pt", "mean of 2 networks")):
+        state = snapshot.load(path)
+        assert score._named(trained.parse(state, path), state) == f"{path} ({said})"
 
 
 def test_what_is_there_is_not_scored_over(finished: Path) -> None:

@@ -125,6 +125,55 @@ def test_a_distance_that_some_cases_lack_says_how_many_have_it(folder: Path) -> 
     assert readback.score_table(readback.read(folder)).rows == [["organ", "0.450", "0.450", "1.00 (1)", "2"]]
 
 
+def validated(folder: Path, *dice: float | None, last: int = 0) -> Reader:
+    """The report of a run whose validations, at steps 2, 4 .., came to these means; and its last step."""
+    values = [{"val/dice_mean": mean, "val/dice/left": mean, "val/iou/left": 0.4} for mean in dice]
+    found = [{"step": 2 * number, **value} for number, value in enumerate(values, 1)]
+    found.append({"step": last or 2 * len(dice), "train/loss": 0.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in found))
+    return written(folder)
+
+
+@pytest.mark.parametrize(
+    ("dice", "last", "said"),
+    [
+        ((0.5, 0.7), 0, "last weights (step 4), also the best"),
+        ((0.7, 0.5), 0, "last weights (step 4)"),
+        ((0.7, 0.7), 0, "last weights (step 4)"),  # best.pt is written for a higher Dice only
+        ((0.7, None), 0, "last weights (step 4)"),  # n/a is no Dice
+        ((None,), 0, "last weights (step 2)"),
+        ((0.7, 0.5), 5, "weights (step 4)"),  # stopped, after a step that was not validated
+    ],
+)
+def test_the_scores_are_named_after_their_weights(
+    dice: tuple[float | None, ...], last: int, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = validated(folder, *dice, last=last)
+    assert f"Scores on the held-out cases, {said}" in found.text
+    report.print_summary(folder)
+    assert capsys.readouterr().out.startswith(f"Scores on the held-out cases, {said}\n")
+
+
+def test_an_average_of_the_weights_is_called_so(folder: Path) -> None:
+    (folder / "config.yaml").write_text(yaml_of("model=unet_tiny", "optim.average=0.9"))
+    assert "Scores on the held-out cases, average of the weights (step 2), also the best" in written(folder).text
+
+
+def test_the_best_weights_are_beside_the_last_where_they_are_others(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = validated(folder, 0.7, 0.5)
+    assert found.rows[5:7] == [["class", "Dice", "IoU"], ["left", "0.700", "0.400"]]
+    assert "Best weights (step 2)" in found.text, "there is no file"
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "best.pt").write_bytes(b"")
+    assert "Best weights (step 2, checkpoints/best.pt)" in written(folder).text
+    report.print_summary(folder)
+    told = capsys.readouterr().out.split("Best weights (step 2, checkpoints/best.pt)\n")[1]
+    assert [line.split() for line in told.splitlines()[1:4:2]] == [["class", "Dice", "IoU"], ["left", "0.700", "0.400"]]
+    assert "Best weights" not in " ".join(validated(folder, 0.5, 0.7).text)
+
+
 def test_without_scores_the_last_validation_is_told(folder: Path) -> None:
     (folder / "scores.csv").unlink()
     rows = written(folder).rows
@@ -252,6 +301,18 @@ def test_the_report_is_a_function_of_the_folder(folder: Path) -> None:
     first = report.write(folder).read_bytes()
     assert report.write(folder).read_bytes() == first
     assert {name: (folder / name).read_bytes() for name in FILES} == before
+
+
+def test_a_report_is_whole_or_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "report.html").write_text("as it was")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        report.write(folder)
+    assert (folder / "report.html").read_text() == "as it was"
 
 
 # --- the terminal

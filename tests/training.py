@@ -1,6 +1,7 @@
 """Tiny trainings in processes of their own, forked from a server that has torch loaded: real pids, real signals."""
 
 import json
+import math
 import multiprocessing
 import os
 import select
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from unet3d import compose
+from unet3d import compose, progress
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -106,6 +107,7 @@ def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: st
         os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
     os.environ["WANDB_MODE"] = wandb
     torch.set_num_threads(1)
+    progress.FIRST_LINE = math.inf  # a slow machine prints no more than a fast one
     sys.argv = [str(ROOT / "train.py"), *arguments]
     if not frills:
         _without_frills()

@@ -3,9 +3,14 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from unet3d import compose
+from unet3d import compose, progress
 from unet3d.errors import NotSaved, OutOfMemory, SnapshotError, UserError, is_out_of_memory, reason
+
+if TYPE_CHECKING:
+    from unet3d.apply import Segmenter
+    from unet3d.data.cases import Case
 
 LISTS = ("overrides", "inputs", "snapshots", "runs")  # arguments that take any number of words
 
@@ -132,7 +137,6 @@ def _check_memory(arguments: argparse.Namespace, verb: str | None) -> None:
 def _predict(arguments: argparse.Namespace) -> int:
     """Every file that can be segmented is; returns 2 if one could not."""
     from unet3d import apply
-    from unet3d.data.voxels import replacement
     from unet3d.memory.validation import refuse_large_window
 
     if arguments.out.exists() and not arguments.out.is_dir():
@@ -144,31 +148,41 @@ def _predict(arguments: argparse.Namespace) -> int:
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     failed = len(problems)
-    for case in cases:
-        path = arguments.out / f"{case.id}.nii.gz"
-        if path.resolve() in images:
-            raise UserError(f"{path}: is an image to segment; -o names another folder for the label maps")
-        if path.exists() and not arguments.overwrite:
-            print(f"{path}: there already, left alone (--overwrite replaces it)")
-            continue
-        try:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            volume, _ = segmenter.to_file(case, path)
-            passed = [f"{case.id}: {replacement(volume.replaced)}"] if volume.replaced else []
-            for line in [*passed, *apply.let_pass(case)]:
-                print(f"warning: {line}", file=sys.stderr)
-            print(path)
-        except UserError as error:
-            failed += 1
-            print(f"error: {error}", file=sys.stderr)
-        except OSError as error:
-            raise NotSaved(f"{path}: not saved ({error.strerror})") from error
-        except (RuntimeError, MemoryError) as error:  # of this volume's size, perhaps
-            if not is_out_of_memory(error):
-                raise
-            failed += 1
-            print(f"error: {case.id}: out of memory: {reason(error)}", file=sys.stderr)
+    with progress.counting("predicting", len(cases)) as counter:
+        for case in cases:
+            path = arguments.out / f"{case.id}.nii.gz"
+            if path.resolve() in images:
+                raise UserError(f"{path}: is an image to segment; -o names another folder for the label maps")
+            if path.exists() and not arguments.overwrite:
+                print(f"{path}: there already, left alone (--overwrite replaces it)")
+            else:
+                failed += not _segment(segmenter, case, path)
+            counter.advance()
     return UserError.exit_code if failed else 0
+
+
+def _segment(segmenter: "Segmenter", case: "Case", path: Path) -> bool:
+    """Write the label map of a case, and print its path. Returns whether that was possible. Raises NotSaved."""
+    from unet3d import apply
+    from unet3d.data.voxels import replacement
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        volume = segmenter.to_file(case, path)
+        passed = [f"{case.id}: {replacement(volume.replaced)}"] if volume.replaced else []
+        for line in [*passed, *apply.let_pass(case)]:
+            print(f"warning: {line}", file=sys.stderr)
+        print(path)
+        return True
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        raise NotSaved(f"{path}: not saved ({error.strerror})") from error
+    except (RuntimeError, MemoryError) as error:  # of this volume's size, perhaps
+        if not is_out_of_memory(error):
+            raise
+        print(f"error: {case.id}: out of memory: {reason(error)}", file=sys.stderr)
+    return False
 
 
 def _publish(arguments: argparse.Namespace) -> int:
@@ -185,8 +199,8 @@ def _score(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.out}: is a file; -o names the folder for scores.csv")
     from unet3d import readback, report, score
 
-    score.score(arguments.snapshot, config, arguments.out)
-    report.print_scores(readback.read(arguments.out))
+    title = score.score(arguments.snapshot, config, arguments.out)
+    report.print_scores(readback.read(arguments.out), title)
     return 0
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from unet3d import build, checks, snapshot, trained
 from unet3d.data.cases import Case, in_order, volumes_in, without_channel
@@ -28,16 +29,20 @@ class Segmenter:
     leniency: Leniency = STRICT
     by_channel: bool = False  # files are of one channel each, and named so, also where there is but one
 
-    def to_file(self, case: Case, path: Path) -> tuple[Volume, torch.Tensor]:
-        """Segment one case. Returns it on the network's grid, with the class of each voxel X Y Z. Raises UserError."""
+    def to_file(self, case: Case, path: Path) -> Volume:
+        """Segment one case. Returns it on the network's grid. Raises UserError."""
         volume = read_volume(dataclasses.replace(case, label=None), 0, None, self.spacing, self.leniency)
         found, wanted = len(volume.image), len(self.intensity)
         if found != wanted:
             raise UserError(f"{case.id}: {case.images[0]} has {found} channels; this network takes {wanted}")
         image = torch.from_numpy(normalise(volume.image, self.intensity))
-        probabilities = self.predictor.probabilities(image)
-        save_labels(path, to_original(probabilities.numpy(), volume, case.images[0]), case.images[0])
-        return volume, probabilities.argmax(0)
+        save_prediction(path, self.predictor.probabilities(image), case, self.spacing)
+        return volume
+
+
+def save_prediction(path: Path, probabilities: Tensor, case: Case, spacing: Sequence[float] | None) -> None:
+    """Write the label map of a case, on the grid of its file. Raises UserError, OSError."""
+    save_labels(path, to_original(probabilities.numpy(), case, spacing), case.images[0])
 
 
 def open_snapshot(path: Path, device: str, mirror: bool | None = None) -> Segmenter:

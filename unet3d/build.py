@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from unet3d import averaging, checks
+from unet3d import averaging, checks, progress
 from unet3d.config import Config, Model, Optim
 from unet3d.config import Data as DataOptions
 from unet3d.data import sparse
@@ -90,7 +90,7 @@ def _annotations(options: DataOptions, read: Reader, train: Sequence[Case]) -> t
         for mask in (sparse.learned, sparse.scored)
     )
     if options.cache:  # before workers copy it
-        for case in train:
+        for case in progress.track(train, "choosing slices", len(train)):
             learn(case)
             if options.semi:
                 score(case)

@@ -26,13 +26,14 @@ FACE: dict[str, tuple[str, Callable[[Any], str]]] = {  # field of Numbers: headi
     "error_bytes": ("error (bytes)", "{:,}".format),
     "step_median_s": ("step (s)", "{:.3g}".format),
     "labelled_share": ("labelled voxels", "{:.1%}".format),
-    "dice_mean": ("Dice", "{:.3f}".format),
+    "dice_mean": ("Dice, last weights", "{:.3f}".format),
     "parameters": ("parameters", "{:,}".format),
 }
 ABOUT = (
     "Peak: the most bytes held at once in a training step, in MiB (2^20 bytes); error: predicted less measured, of "
     "tensors: on a GPU by the ledger, which sees neither workspaces nor what the allocator rounds to. Step: the median "
-    "time of one. Dice: mean over the classes at the last validation."
+    "time of one. Dice: mean over the classes at the last validation, of the last weights or their average; best.pt "
+    "may hold those of an earlier step."
 )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import rich.box
+import rich.console
 import rich.table
+import rich.text
 from rich.console import Console as Terminal
 
 from unet3d.progress import Counter
@@ -68,11 +70,11 @@ def text(parts: Iterable[str | tuple[str, Table]], width: int) -> str:
     return file.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def terminal_table(title: str, table: Table) -> rich.table.Table:
-    """A table for the terminal, and for plain files."""
-    made = rich.table.Table(title=title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD)
+def terminal_table(title: str, table: Table) -> rich.console.Group:
+    """A table for the terminal, and for plain files; its title may be wider than it."""
+    made = rich.table.Table(box=rich.box.SIMPLE_HEAD)
     for index, column in enumerate(table.columns):
         made.add_column(column, justify="right" if index else "left", overflow="fold")
     for row in table.rows:
         made.add_row(*row)
-    return made
+    return rich.console.Group(rich.text.Text(title, "bold"), made)

@@ -1,14 +1,9 @@
-"""What a finished run leaves behind: memory.json, predictions of the held-out cases, a picture, wandb's summary."""
+"""What a finished run leaves behind: memory.json, what is missing of its predictions, wandb's pictures and summary."""
 
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from unet3d import figures, record
-from unet3d.apply import Segmenter
-from unet3d.data import sparse
-from unet3d.data.cases import Case
+from unet3d import record
 from unet3d.memory import figures as memory_figures
 from unet3d.resuming import flat
 from unet3d.run import Run
@@ -20,7 +15,10 @@ def finish(run: Run) -> None:
     if "measured" in (memory := record.memory(run.folder)):  # by steps taken before the run was stopped, perhaps
         _tell_memory(run, memory)
     with run.averaged():
-        _predict_held_out(run)
+        run.predictions.complete(run.predictor)
+    if run.predictions.picture.exists():
+        run.sinks.image("val/prediction", run.predictions.picture, run.trainer.step)
+    (run.folder / "report.html").unlink(missing_ok=True)  # of an earlier end; one is written next
     record.end(run.folder, "done", 0)
 
 
@@ -41,32 +39,3 @@ def _tell_memory(run: Run, memory: Mapping[str, Any]) -> None:
     run.sinks.scalars({"memory/peak_allocated_bytes": measured["peak_bytes"]}, run.trainer.step)
     scalars = {key: value for key, value in flat(memory, "/", "memory/").items() if not isinstance(value, list)}
     run.sinks.summary(scalars)
-
-
-def _predict_held_out(run: Run) -> None:
-    """A label map for each scored case, and a picture of the first."""
-    segmenter = Segmenter(run.predictor, run.data.read.intensity, run.config.data.spacing, run.data.read.leniency)
-    for index, case in enumerate(run.data.val):
-        volume, labels = segmenter.to_file(case, run.folder / "predictions" / f"{case.id}.nii.gz")
-        if index == 0:
-            path = run.folder / "figures" / "prediction.png"
-            layers = _annotation(run, case) | {"prediction": labels.numpy()}
-            where, classes = _plane_of_scores(run, case), run.data.task.classes
-            figures.segmentation(volume.image[0], layers, volume.spacing, classes, path, case.id, where)
-            run.sinks.image("val/prediction", path, run.trainer.step)
-
-
-def _annotation(run: Run, case: Case) -> dict[str, np.ndarray]:
-    """The dense truth, and before it what of it was learned, if that was less."""
-    learned = {"learned": run.data.learn(case).label.numpy()} if run.config.data.semi else {}
-    return learned | {"truth": run.data.read(case).label.numpy()}
-
-
-def _plane_of_scores(run: Run, case: Case) -> list[int] | None:
-    """A voxel where slices cross that were scored, not learned; None where whole volumes are scored."""
-    if not run.config.data.semi:
-        return None
-    label = run.data.read(case).label
-    middle = [(low + high) // 2 for low, high in sparse.extent(label)]
-    slices = sparse.scored_slices(label, run.config.data)
-    return [min(found, key=lambda index: abs(index - m), default=m) for found, m in zip(slices, middle, strict=True)]

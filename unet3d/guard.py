@@ -18,6 +18,7 @@ from unet3d.config import Config
 from unet3d.errors import (
     LoaderError,
     NonFiniteLoss,
+    NotSaved,
     OutOfMemory,
     Preempted,
     SnapshotError,
@@ -90,6 +91,8 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
     match error:
         case Preempted():
             return f"{error}; {_how_to_go_on(folder)}", error.exit_code
+        case NotSaved():
+            return f"error: {error}; {_how_to_go_on(folder)}", error.exit_code
         case UserError() | SnapshotError() | NonFiniteLoss():
             return f"error: {error}", error.exit_code
         case LoaderError():

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unet3d import progress
 from unet3d.config import Model
 from unet3d.model import geometry
 from unet3d.policy import MemoryPolicy
@@ -62,7 +63,7 @@ class Predictor:
         weight = torch.ones(out_window) if is_valid else gaussian(out_window)
         total: Tensor | None = None
         weights = torch.zeros(size)
-        for corner in itertools.product(*corners):
+        for corner in progress.parts([*itertools.product(*corners)]):
             tile = padded[_box(corner, self.window)]
             logits = self.window_logits(tile[None].to(device)).cpu()
             total = logits.new_zeros(len(logits), *size) if total is None else total

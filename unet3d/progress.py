@@ -3,11 +3,12 @@
 All bars of a process share one display, so that a validation's bar stands below the training's.
 """
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -43,11 +44,19 @@ class Counter:
     def reach(self, done: int, note: str = "") -> None:
         """So many parts are finished."""
         self.done = done
+        self._show(done, note=note)
+
+    def within(self, share: float) -> None:
+        """A share of the part under way is finished."""
+        self._show(self.done + share)
+
+    def _show(self, finished: float, **fields: Any) -> None:
+        """`finished` parts, the one under way included."""
         if self._display is not None and self._task is not None:
-            self._display.update(self._task, completed=done, note=note)
-        elif self._plain_lines and self._clock() >= self._next_line and done != self.total:
+            self._display.update(self._task, completed=finished, **fields)
+        elif self._plain_lines and self._clock() >= self._next_line and finished != self.total:
             self._next_line = self._clock() + BETWEEN_LINES
-            self._terminal.print(self._line(), highlight=False, markup=False, soft_wrap=True)
+            self._terminal.print(self._line(finished), highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -57,11 +66,11 @@ class Counter:
                 self._display.remove_task(self._task)
                 _Display.leave()
 
-    def _line(self) -> str:
+    def _line(self, finished: float) -> str:
         elapsed = self._clock() - self._started
         if self.total is None:
             return f"{self.what}: {self.done} done in {_duration(elapsed)}"
-        left = elapsed / self.done * (self.total - self.done)
+        left = elapsed / finished * (self.total - finished)
         return f"{self.what}: {self.done} of {self.total}, about {_duration(left)} left"
 
 
@@ -74,9 +83,13 @@ class _Display:
     @classmethod
     def join(cls, terminal: Terminal) -> Progress:
         if cls.progress is None:
-            left = TimeRemainingColumn(), TimeElapsedColumn()
-            columns = TextColumn("{task.fields[what]}"), BarColumn(), MofNCompleteColumn(), *left
-            cls.progress = Progress(*columns, TextColumn("{task.fields[note]}", markup=False), console=terminal)
+            columns = (
+                *(TextColumn("{task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
+                *(TimeElapsedColumn(), TextColumn("{task.fields[note]}", markup=False)),
+            )
+            # what is printed meanwhile goes through the display, except to a file or a pipe
+            out, err = _is_terminal(sys.stdout), _is_terminal(sys.stderr)
+            cls.progress = Progress(*columns, console=terminal, redirect_stdout=out, redirect_stderr=err)
             cls.progress.start()
         cls.users += 1
         return cls.progress
@@ -114,6 +127,18 @@ def advance() -> None:
     """Count a part of the innermost open piece of work, if there is one: for code that does not know its caller."""
     if _open:
         _open[-1].advance()
+
+
+def parts(items: Sequence[Item]) -> Iterator[Item]:
+    """The items, each an equal share of the part under way of the innermost open piece of work, if there is one."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if _open:
+            _open[-1].within(number / len(items))
+
+
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and bool(stream.isatty())
 
 
 def _duration(seconds: float) -> str:

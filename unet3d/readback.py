@@ -46,7 +46,7 @@ class RunFolder:
 
     def values(self, key: str) -> list[float]:
         """A number's values in the records, in their order; NaN and infinity included."""
-        return [number for record in self.records if (number := _number(record.get(key))) is not None]
+        return [number for record in self.records if (number := as_number(record.get(key))) is not None]
 
 
 def read(path: Path) -> RunFolder:
@@ -88,7 +88,7 @@ def _object(text: str) -> Record:
     return value if isinstance(value, dict) else {}
 
 
-def _number(cell: Any) -> float | None:
+def as_number(cell: Any) -> float | None:
     """The number in a cell or record; None where there is none."""
     try:
         return float(cell)
@@ -102,42 +102,56 @@ def score_table(run: RunFolder) -> Table:
     From scores.csv, or without it from the last validation in metrics.jsonl, which does not know how many cases. HD95
     is a column if it was measured; where it does not exist in some of the cases, in brackets in how many it does.
     """
-    scores = _scores(run)
-    classes = [key.removeprefix("dice/") for key in scores if key.startswith("dice/")]
-    metrics = [metric for metric in METRICS if any(key.startswith(f"{metric}/") for key in scores)]
-    means = [[mean_of(scores.get(f"{metric}/{name}", ())) for metric in metrics] for name in classes]
-    rows = [[name, *_shown(metrics, row)] for name, row in zip(classes, means, strict=True)]
-    if len(classes) > 1:
-        rows.append(["mean of classes", *_shown(metrics, [mean_of(column) for column in zip(*means, strict=True)])])
-    headings = [METRICS[metric][0] for metric in metrics]
     if not run.scores:
-        return Table(["class", *headings], rows)
+        return validation_table(last_validation(run))
+    scores = _present({key: [row.get(key) for row in run.scores] for key in run.scores[0]})
+    classes, (columns, rows) = _classes(scores), _means(scores)
     for row, name in zip(rows, classes, strict=False):
         known = len(scores.get(f"hd95_mm/{name}", ()))
         if 0 < known != len(scores[f"dice/{name}"]):
             row[-1] += f" ({known})"
     counts = [str(len(scores[f"dice/{name}"])) for name in classes] + [""]
-    return Table(["class", *headings, "cases"], [[*row, count] for row, count in zip(rows, counts, strict=False)])
+    return Table([*columns, "cases"], [[*row, count] for row, count in zip(rows, counts, strict=False)])
+
+
+def validation_table(record: Record) -> Table:
+    """The same of a validation's record, whose values are means over the cases."""
+    return _means(_present({key.removeprefix("val/"): [value] for key, value in record.items()}))
+
+
+def _means(scores: Mapping[str, list[float]]) -> Table:
+    """A row a class with its means, and the means of these."""
+    classes = _classes(scores)
+    metrics = [metric for metric in METRICS if any(key.startswith(f"{metric}/") for key in scores)]
+    means = [[mean_of(scores.get(f"{metric}/{name}", ())) for metric in metrics] for name in classes]
+    rows = [[name, *_shown(metrics, row)] for name, row in zip(classes, means, strict=True)]
+    if len(classes) > 1:
+        rows.append(["mean of classes", *_shown(metrics, [mean_of(column) for column in zip(*means, strict=True)])])
+    return Table(["class", *(METRICS[metric][0] for metric in metrics)], rows)
+
+
+def _classes(scores: Mapping[str, list[float]]) -> list[str]:
+    return [key.removeprefix("dice/") for key in scores if key.startswith("dice/")]
 
 
 def case_iou(run: RunFolder) -> dict[str, float]:
     """Mean IoU over the foreground classes that each scored case has."""
     found: dict[str, float] = {}
     for row in run.scores:
-        values = [n for key, cell in row.items() if str(key).startswith("iou/") and (n := _number(cell)) is not None]
+        values = [n for key, cell in row.items() if str(key).startswith("iou/") and (n := as_number(cell)) is not None]
         if values:
             found[str(row.get("case", ""))] = sum(values) / len(values)
     return found
 
 
-def _scores(run: RunFolder) -> dict[str, list[float]]:
+def last_validation(run: RunFolder) -> Record:
+    """Its record; empty where there was none."""
+    return next((record for record in reversed(run.records) if "val/dice_mean" in record), {})
+
+
+def _present(cells: Mapping[str, list[Any]]) -> dict[str, list[float]]:
     """metric/class -> the values that there are."""
-    if run.scores:
-        cells = {key: [row.get(key) for row in run.scores] for key in run.scores[0]}
-    else:
-        last = next((record for record in reversed(run.records) if "val/dice_mean" in record), {})
-        cells = {key.removeprefix("val/"): [value] for key, value in last.items()}
-    return {key: [n for cell in column if (n := _number(cell)) is not None] for key, column in cells.items()}
+    return {key: [n for cell in column if (n := as_number(cell)) is not None] for key, column in cells.items()}
 
 
 def _shown(metrics: list[str], values: list[float | None]) -> list[str]:
@@ -197,18 +211,27 @@ def highlights(run: RunFolder) -> dict[str, str]:
     return found
 
 
-def what_ran(run: RunFolder) -> str:
-    """The config in a line; "" without one."""
+def config(run: RunFolder) -> dict[Any, Any]:
+    """The config as plain values; empty without a whole one."""
     import yaml  # type: ignore[import-untyped]
 
     try:
-        config = yaml.safe_load(run.config)
-        widths = "-".join(map(str, config["model"]["features"]))
-        patch = "x".join(map(str, config["data"]["patch"]))
+        found = yaml.safe_load(run.config)
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def what_ran(run: RunFolder) -> str:
+    """The config in a line; "" without one."""
+    found = config(run)
+    try:
+        widths = "-".join(map(str, found["model"]["features"]))
+        patch = "x".join(map(str, found["data"]["patch"]))
         return (
-            f"U-Net {widths} on {config['data']['format']}, {config['steps']} steps of "
-            f"{config['batch'] * config['accumulate']} patches of {patch} voxels, "
-            f"AMP {'on' if config['amp'] else 'off'}, checkpointing {config['ckpt'] or 'off'}, seed {config['seed']}"
+            f"U-Net {widths} on {found['data']['format']}, {found['steps']} steps of "
+            f"{found['batch'] * found['accumulate']} patches of {patch} voxels, "
+            f"AMP {'on' if found['amp'] else 'off'}, checkpointing {found['ckpt'] or 'off'}, seed {found['seed']}"
         )
-    except (yaml.YAMLError, KeyError, TypeError):  # not a whole config
+    except (KeyError, TypeError):  # not a whole config
         return ""

@@ -43,7 +43,7 @@ def is_done(folder: Path) -> bool:
 
 def sweep_orphans(folder: Path) -> None:
     """Delete what was being written when a run was killed."""
-    for orphan in (*folder.glob(".*.tmp"), *(folder / "checkpoints").glob("*.tmp")):
+    for orphan in (*folder.glob(".*.tmp"), *folder.glob("checkpoints/*.tmp"), *folder.glob("predictions/.*.tmp")):
         orphan.unlink(missing_ok=True)
 
 

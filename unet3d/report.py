@@ -3,11 +3,12 @@
 A pure function of the run folder, so that it can be had again at any time, also of a run that died early.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unet3d import figures, page, readback
+from unet3d import figures, page, readback, scored
 from unet3d.console import NARROW, paper, terminal_table
 from unet3d.memory import figures as memory_figures
 from unet3d.memory import tables
@@ -30,7 +31,9 @@ def write(folder: Path) -> Path:
         if "layers" in seen:
             memory_figures.along_the_u(seen, folder / "figures" / "memory_layers.png")
     path = folder / "report.html"
-    path.write_text(_html(run), encoding="utf-8")
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(_html(run), encoding="utf-8")
+    os.replace(temporary, path)  # half a report would count as one
     return path
 
 
@@ -41,7 +44,7 @@ def _html(run: RunFolder) -> str:
         page.headline(name),
         *map(page.paragraph, readback.about(run)),
         page.facts(readback.highlights(run)),
-        page.section("Scores on the held-out cases", page.table(*readback.score_table(run))),
+        page.section(scored.title(run), page.table(*readback.score_table(run)), *_best(run)),
         page.section("Prediction", page.picture(pictures / "prediction.png", "truth and prediction on three planes")),
         page.section("Training", page.picture(pictures / "curves.png", "training loss and validation Dice by step")),
         _memory(run),
@@ -50,6 +53,12 @@ def _html(run: RunFolder) -> str:
         page.section("Config", page.code(run.config)),
     ]
     return page.page(name, parts)
+
+
+def _best(run: RunFolder) -> list[str]:
+    """Scores of the best weights, where the table above is of others."""
+    found = scored.best(run)
+    return [page.paragraph(found[0]), page.table(*found[1])] if found else []
 
 
 def _memory(run: RunFolder) -> str:
@@ -89,7 +98,9 @@ def print_summary(folder: Path) -> None:
     """Print scores per class, peak memory per phase and the run folder, for terminals and plain files alike."""
     run = readback.read(folder)
     console = paper(NARROW)
-    print_scores(run)
+    print_scores(run, scored.title(run))
+    if best := scored.best(run):
+        console.print(terminal_table(*best))
     if run.memory:
         title = f"Memory of a step, {run.memory_kind} ({run.memory_entry['kind']})"
         console.print(terminal_table(title, tables.phases(run.memory_entry)))
@@ -100,7 +111,7 @@ def print_summary(folder: Path) -> None:
     console.print(f"run folder: {here}", soft_wrap=True)
 
 
-def print_scores(run: RunFolder) -> None:
+def print_scores(run: RunFolder, title: str) -> None:
     """Print scores per class, of a run or of scores.csv alone."""
     if (scores := readback.score_table(run)).rows:
-        paper(NARROW).print(terminal_table("Scores on the held-out cases", scores))
+        paper(NARROW).print(terminal_table(title, scores))

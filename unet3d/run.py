@@ -25,6 +25,7 @@ from unet3d.memory.meter import open_meter
 from unet3d.metrics import CaseScore
 from unet3d.model import geometry
 from unet3d.moment import Moment
+from unet3d.predictions import Predictions
 from unet3d.signals import Stop
 from unet3d.sinks import Sinks, open_sinks
 from unet3d.step import Batch
@@ -44,6 +45,7 @@ class Run:
         self.model = build.model(self.options, config.seed).to(device)
         self.optimizer = build.optimizer(config.optim, self.model)
         self.predictor = build.predictor(config, [self.model], self.options, policy)
+        self.predictions = Predictions(folder, data, config.data)
         self.scaler = policy.scaler()
         rests_on = grounds(data, policy.dtype)
         self.moment = Moment(config, options, rests_on, self.model, self.optimizer, self.scaler)
@@ -173,7 +175,7 @@ class Run:
             self.checkpoints.warn(error)
 
     def _pause(self) -> None:
-        """Validate, keep the best, save the last. The last validation also measures surface distances."""
+        """Validate, keep the best, save the last. The last validation also measures distances and writes label maps."""
         started = time.perf_counter()
         step, task = self.trainer.step, self.data.task
         self._keep_firsts()
@@ -201,9 +203,13 @@ class Run:
 
     def _scores(self) -> list[CaseScore]:
         """Of the held-out cases. Raises OutOfMemory."""
-        cases, classes = map(self.data.score, self.data.val), len(self.data.task.classes)
+        data, keep = self.data, None
+        if self.trainer.step == self.config.steps:
+            self.predictions.clear()
+            keep = self.predictions.try_add
         try:
-            return evaluate(self.predictor, cases, classes, hd95=self._measures_surfaces())
+            hd95 = self._measures_surfaces()
+            return evaluate(self.predictor, data.val, data.score, len(data.task.classes), hd95, keep)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -14,13 +14,14 @@ from unet3d.data.voxels import Leniency
 from unet3d.errors import NotSaved, UserError
 from unet3d.evaluation import evaluate
 from unet3d.memory.validation import refuse_large_window
+from unet3d.scored import TITLE
 from unet3d.trained import Trained, split_of
 
 SCORES = "scores.csv"
 
 
-def score(path: Path, config: Config, out: Path) -> None:
-    """Write out/scores.csv: the cases that `config` holds out, predicted by the snapshot at `path`.
+def score(path: Path, config: Config, out: Path) -> str:
+    """Write out/scores.csv: the cases that `config` holds out, predicted by the snapshot at `path`. Returns its title.
 
     Of the config, the data and the device count; how an image is prepared is the snapshot's. Warns where a network was
     trained with another split. Raises SnapshotError, UserError.
@@ -42,10 +43,18 @@ def score(path: Path, config: Config, out: Path) -> None:
     reader = Reader(task, segmenter.spacing, segmenter.intensity, cache=None, leniency=Leniency.of(config.data))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        scores = evaluate(segmenter.predictor, map(reader, held_out), len(task.classes), hd95=True)
+        scores = evaluate(segmenter.predictor, held_out, reader, len(task.classes), hd95=True, what="scoring")
         record.write_text(out / SCORES, metrics.csv_text(scores, task.classes))
     except OSError as error:
         raise NotSaved(f"{out / SCORES}: not saved ({error.strerror})") from error
+    return f"{TITLE}, {_named(found, state)}"
+
+
+def _named(found: Trained, state: Mapping[str, Any]) -> str:
+    """The snapshot, and which weights are in it."""
+    if len(found.weights) > 1:
+        return f"{found.path} (mean of {len(found.weights)} networks)"
+    return f"{found.path} (step {state.get('step', 'unknown')}{', average of the weights' * bool(state['average'])})"
 
 
 def _refuse_misfit(found: Trained, task: Task) -> None:

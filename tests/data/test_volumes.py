@@ -12,16 +12,16 @@ from nifti_files import LPS, case, image, label, write
 
 from unet3d.data.cases import Case
 from unet3d.data.nifti import save_labels
-from unet3d.data.volumes import Volume, read_volume, to_original
+from unet3d.data.volumes import read_volume, to_original
 from unet3d.errors import UserError
 
 ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]
 
 
-def write_labels(path: Path, labels: np.ndarray, volume: Volume, like: Path) -> None:
+def write_labels(path: Path, labels: np.ndarray, one: Case, spacing: list[float] | None) -> None:
     """As a network that is sure of them would."""
     sure = np.stack([labels == k for k in range(int(labels.max()) + 1)]).astype(np.float32)
-    save_labels(path, to_original(sure, volume, like), like)
+    save_labels(path, to_original(sure, one, spacing), one.images[0])
 
 
 def affine(codes: str, turn: Sequence[float] = (0, 0, 0)) -> np.ndarray:
@@ -75,10 +75,10 @@ def test_labels_return_to_their_file_unchanged(tmp_path: Path, codes: str) -> No
     volume = read_volume(one, 3, None, None)
     assert volume.label is not None
     stored = np.asanyarray(nib.load(one.label).dataobj)
-    returned = to_original(one_hot(volume.label), volume, one.images[0])
+    returned = to_original(one_hot(volume.label), one, None)
     assert returned.dtype == np.uint8
     assert np.array_equal(returned, stored)
-    write_labels(tmp_path / "out.nii.gz", volume.label, volume, one.images[0])
+    write_labels(tmp_path / "out.nii.gz", volume.label, one, None)
     assert np.array_equal(np.asanyarray(nib.load(tmp_path / "out.nii.gz").dataobj), stored)
 
 
@@ -89,11 +89,11 @@ def test_resampled_labels_return_within_a_voxel(tmp_path: Path, codes: str) -> N
     assert volume.label is not None
     assert np.allclose(volume.spacing, 1.2)
     stored = np.asanyarray(nib.load(one.label).dataobj)
-    returned = to_original(one_hot(volume.label), volume, one.images[0])
+    returned = to_original(one_hot(volume.label), one, [1.2, 1.2, 1.2])
     assert returned.shape == stored.shape
     for k in (1, 2):
         assert 2 * ((returned == k) & (stored == k)).sum() / ((returned == k).sum() + (stored == k).sum()) > 0.93
-    write_labels(tmp_path / "out.nii", volume.label, volume, one.images[0])
+    write_labels(tmp_path / "out.nii", volume.label, one, [1.2, 1.2, 1.2])
     assert (np.asanyarray(nib.load(tmp_path / "out.nii").dataobj) == stored).mean() > 0.98
 
 
@@ -166,9 +166,15 @@ def test_the_files_own_spacing_is_left_alone(tmp_path: Path) -> None:
 def test_probabilities_are_interpolated_before_the_choice(tmp_path: Path) -> None:
     """Half way between two voxels the larger class wins, also where neither of them chose it."""
     path = write(tmp_path / "i.nii", image((3, 1, 1)), np.eye(4))
-    volume = Volume("a", np.zeros((1, 2, 1, 1), np.float32), None, np.diag([2.0, 1, 1, 1]), (2.0, 1.0, 1.0))
+    one = Case("a", (path,), None)
     probabilities = np.array([[0.5, 0.1], [0.1, 0.5], [0.4, 0.4]], np.float32).reshape(3, 2, 1, 1)
-    assert to_original(probabilities, volume, path).ravel().tolist() == [0, 2, 1]
+    assert to_original(probabilities, one, [2, 1, 1]).ravel().tolist() == [0, 2, 1]
+
+
+def test_a_file_that_changed_size_since_it_was_read_is_one_line(tmp_path: Path) -> None:
+    one = Case("a", (write(tmp_path / "i.nii", image((3, 1, 1))),), None)
+    with pytest.raises(UserError, match=r"a: .*i\.nii: has another size than when it was read; restore the file"):
+        to_original(np.zeros((3, 4, 1, 1), np.float32), one, None)
 
 
 def test_channels_come_first(tmp_path: Path) -> None:

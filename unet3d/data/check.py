@@ -13,6 +13,7 @@ import nibabel as nib
 import numpy as np
 from nibabel.affines import voxel_sizes
 
+from unet3d import progress
 from unet3d.config import Data
 from unet3d.data import nifti, volumes, voxels
 from unet3d.data.cases import Case, Task, split
@@ -42,7 +43,7 @@ def check_cases(task: Task, cases: Sequence[Case], data: Data, full: bool) -> li
     lines: list[str] = []
     contents: dict[str, Content] = {}
     leniency = Leniency.of(data)
-    for case in cases:
+    for case in progress.track(cases, "checking cases", len(cases)):
         opened, found = _headers(task, case, leniency)
         lines += found
         if full:

@@ -12,6 +12,7 @@ from scipy.ndimage import distance_transform_edt, gaussian_filter
 from scipy.spatial import cKDTree
 from scipy.spatial.transform import Rotation
 
+from unet3d import progress
 from unet3d.config import Phantom
 from unet3d.data import generated
 
@@ -46,7 +47,7 @@ def ensure(options: Phantom, parent: Path) -> Path:
 
 
 def _cases(options: Phantom) -> Iterator[generated.Made]:
-    for index in range(options.cases):
+    for index in progress.track(range(options.cases), "generating cases", options.cases):
         image, label = draw(np.random.default_rng([options.seed, index]), options.shape)
         voxels = np.rint(1000 * image).astype(np.int16)
         yield generated.Made(f"phantom_{index:03d}", voxels, label, _affine(label.shape))

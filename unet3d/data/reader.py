@@ -8,6 +8,7 @@ from math import prod
 
 import numpy as np
 
+from unet3d import progress
 from unet3d.data.cases import Case, Task
 from unet3d.data.intensity import Intensity, normalise, rules
 from unet3d.data.nifti import open_image
@@ -64,11 +65,13 @@ class Reader:
     def fill(self, cases: Sequence[Case]) -> None:
         """Read every case now. Raises UserError that lists all that cannot be used."""
         problems = []
-        for case in cases:
-            try:
-                self(case)
-            except UserError as error:
-                problems.append(str(error))
+        with progress.counting("reading cases", len(cases)) as counter:
+            for case in cases:
+                try:
+                    self(case)
+                except UserError as error:
+                    problems.append(str(error))
+                counter.advance()
         _refuse(problems)
 
     def _prepare(self, case: Case) -> Prepared:
@@ -79,7 +82,7 @@ class Reader:
 
     def _foreground(self, cases: Sequence[Case]) -> Iterator[np.ndarray]:
         problems = []
-        for case in cases:
+        for case in progress.track(cases, "measuring intensities", len(cases)):
             try:
                 volume = self.raw(case)
             except UserError as error:

@@ -75,14 +75,17 @@ def read_volume(
     return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, sum(replaced))
 
 
-def to_original(probabilities: np.ndarray, volume: Volume, like: Path) -> np.ndarray:
-    """The likeliest class of each voxel of the file `like`, in its own axes: uint8 or uint16 (X, Y, Z).
+def to_original(probabilities: np.ndarray, case: Case, spacing: Sequence[float] | None) -> np.ndarray:
+    """The likeliest class of each voxel of the case's first image, in that file's axes: uint8 or uint16 (X, Y, Z).
 
-    `probabilities` float32 (K, X, Y, Z) lie on the volume's grid. They are interpolated linearly before the choice:
-    borders come out smoother than from resampled labels.
+    `probabilities` float32 (K, X, Y, Z) lie on the grid that `read_volume` gives the case at this `spacing`. They are
+    interpolated linearly before the choice: borders come out smoother than from resampled labels. Of the file, only the
+    header is read. Raises UserError.
     """
-    image = nifti.open_image(volume.case, like)
-    source, target = _grid_of(probabilities[0], volume), canonical_grid(image)
+    image = nifti.open_image(case.id, case.images[0])
+    source, target = target_grid(case, image, spacing), canonical_grid(image)
+    if source.shape != probabilities.shape[1:]:
+        raise nifti.problem(case.id, case.images[0], "has another size than when it was read; restore the file")
     found = ((label, _resample(scores, source, target, LINEAR)) for label, scores in enumerate(probabilities))
     return _native(_likeliest(found, target, label_kind(len(probabilities) - 1)), image)
 
@@ -126,11 +129,6 @@ def _native(array: np.ndarray, image: nib.Nifti1Image) -> np.ndarray:
     ras = nib.orientations.axcodes2ornt("RAS")
     back = nib.orientations.ornt_transform(ras, nib.io_orientation(image.affine))
     return np.ascontiguousarray(nib.orientations.apply_orientation(array, back))
-
-
-def _grid_of(array: np.ndarray, volume: Volume) -> Grid:
-    x, y, z = array.shape
-    return Grid((x, y, z), volume.affine)
 
 
 def _respaced(case: Case, grid: Grid, spacing: Sequence[float]) -> Grid:

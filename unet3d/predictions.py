@@ -1,0 +1,105 @@
+"""What a run predicts of its held-out cases: a label map of each, on its own grid, and a picture of the first."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from unet3d import figures, progress
+from unet3d.apply import save_prediction
+from unet3d.build import Data
+from unet3d.config import Data as Options
+from unet3d.data import sparse
+from unet3d.data.cases import Case
+from unet3d.data.voxels import label_kind
+from unet3d.errors import NotSaved, UserError
+from unet3d.inference import Predictor
+
+
+@dataclass
+class Predictions:
+    """predictions/ and figures/prediction.png of the run in `folder`.
+
+    The last validation writes the label maps as it predicts the cases; `complete` adds what is missing then.
+    """
+
+    folder: Path
+    data: Data
+    options: Options
+    first: np.ndarray | None = None  # classes of the first case on the network's grid, for the picture
+
+    @property
+    def picture(self) -> Path:
+        return self.folder / "figures" / "prediction.png"
+
+    def clear(self) -> None:
+        """Remove what an earlier end of this run left: it belongs to other weights."""
+        for path in (self.picture, *map(self._path, self.data.val)):
+            path.unlink(missing_ok=True)
+
+    def try_add(self, case: Case, probabilities: Tensor) -> None:
+        """Write the label map of a case, if that is possible; if not, `complete` tries again and says what is wrong."""
+        with suppress(UserError, MemoryError):
+            self._add(case, probabilities)
+
+    def complete(self, predictor: Predictor) -> None:
+        """Add what is missing, as after a kill or on a disk that was full. Raises NotSaved, UserError."""
+        if missing := [case for case in self.data.val if not self._is_there(case)]:
+            self._add_all(missing, predictor)
+        if self.first is not None:
+            with _saving(self.picture):
+                self._draw(self.data.val[0], self.first)
+
+    def _add_all(self, cases: Sequence[Case], predictor: Predictor) -> None:
+        with progress.counting("predicting", len(cases)) as counter:
+            for case in cases:
+                self._add(case, predictor.probabilities(self.data.score(case).image))
+                counter.advance()
+
+    def _is_there(self, case: Case) -> bool:
+        is_drawn = case != self.data.val[0] or self.first is not None or self.picture.exists()
+        return is_drawn and self._path(case).exists()
+
+    def _add(self, case: Case, probabilities: Tensor) -> None:
+        if case == self.data.val[0]:
+            self.first = probabilities.argmax(0).numpy().astype(label_kind(len(probabilities) - 1))
+        if not (path := self._path(case)).exists():
+            with _saving(path):
+                save_prediction(path, probabilities, case, self.options.spacing)
+
+    def _path(self, case: Case) -> Path:
+        return self.folder / "predictions" / f"{case.id}.nii.gz"
+
+    def _draw(self, case: Case, labels: np.ndarray) -> None:
+        found, classes = self.data.read(case), self.data.task.classes
+        layers = self._learned(case) | {"truth": found.label.numpy(), "prediction": labels}
+        temporary = self.picture.with_name(".prediction.tmp.png")
+        where = self._plane_of_scores(found.label)
+        figures.segmentation(found.image[0].numpy(), layers, found.spacing, classes, temporary, case.id, where)
+        os.replace(temporary, self.picture)
+
+    def _learned(self, case: Case) -> dict[str, np.ndarray]:
+        """What of the truth was learned, if that was less than all."""
+        return {"learned": self.data.learn(case).label.numpy()} if self.options.semi else {}
+
+    def _plane_of_scores(self, label: Tensor) -> list[int] | None:
+        """A voxel where slices cross that were scored, not learned; None where whole volumes are scored."""
+        if not self.options.semi:
+            return None
+        middle = [(low + high) // 2 for low, high in sparse.extent(label)]
+        slices = sparse.scored_slices(label, self.options)
+        return [
+            min(found, key=lambda index: abs(index - m), default=m) for found, m in zip(slices, middle, strict=True)
+        ]
+
+
+@contextmanager
+def _saving(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NotSaved(f"{path}: not saved ({error.strerror})") from error
