@@ -39,12 +39,12 @@ def call(site: Site, given: list[Any]) -> list[torch.Tensor]:
 def most(site: Site) -> int:
     """An upper bound in bytes for a call on the CPU, outputs included.
 
-    Counted with channels rounded up to 16 per group: forward 2 x (input + output) + weight; backward 2 x input + 3 x
-    gradient of the output + (2 + threads) x weight in float32; 512 KiB per thread; where no oneDNN kernel of the
-    direct kind is at work (oneDNN off, or torch chose its own, as it does for small batches of one; kernels above 3;
-    dilation), the unfolded input of one image, times images or threads, whichever are more; without AVX512 the
-    unfolded input of one plane for each thread. Where
-    `half_precision` computes the call, this is counted for its largest slab in float32, with the slab itself.
+    Counted with channels rounded up to 16 per group: forward 2 x (input + output) + weight, transposed one output
+    more; backward 2 x input + 3 x gradient of the output + (2 + threads) x weight in float32; 512 KiB per thread; where
+    no oneDNN kernel of the direct kind is at work (oneDNN off, or torch chose its own, as it does for small batches of
+    one; kernels above 3; dilation), the unfolded input of one image, times images or threads, whichever are more;
+    without AVX512 that of one plane for each thread. Where `half_precision` computes the call, all this is counted for
+    its largest slab in float32, with the slab itself.
 
     Held in RANDOM_CALLS random calls (float32, bfloat16, float16; 1 and 2 threads; strided, grouped, dilated,
     transposed; torch 2.13, oneDNN 3.12, AMD EPYC with AVX512 and restricted to AVX2). It says nothing of cuDNN's
@@ -88,7 +88,7 @@ def _scratch(inner: Tensor, weight: Tensor, outer: Tensor, options: Options, is_
     if is_backward:
         copies = 2 * inside + 3 * outside + (2 + threads) * weights * 4
     else:
-        copies = 2 * (inside + outside) + weights * size
+        copies = 2 * (inside + outside) + options.is_transposed * outside + weights * size
     return int(copies + threads * PER_THREAD + _columns(inner, weight, outer, options))
 
 
@@ -113,4 +113,4 @@ def _columns(inner: Tensor, weight: Tensor, outer: Tensor, options: Options) -> 
     channels, threads = _channels(wide.shape[1], options.groups), torch.get_num_threads()
     plane = prod(weight.shape[2:]) * channels * prod(narrow.shape[3:]) * inner.element_size()
     planes = threads if has_direct else narrow.shape[2] * max(inner.shape[0], threads)
-    return int(plane) * planes + weight.numel() * 4
+    return int(plane) * planes + (1 + threads) * weight.numel() * 4
