@@ -11,6 +11,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
     {
         "averaging",
         "config",
+        "eager",
         "errors",
         "policy",
         "metrics",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from unet3d import averaging, checks
+from unet3d import averaging, checks, eager
 from unet3d.config import Config, Model, Optim
 from unet3d.config import Data as DataOptions
 from unet3d.data import sparse
@@ -155,6 +155,7 @@ def optimizer(options: Optim, network: nn.Module, foreach: bool | None = None) -
 
     `foreach` None: all parameters at once on CUDA, one by one on the CPU, as torch does.
     """
+    eager.stay_eager()
     found = _optimizer(options, network.parameters(), foreach)
     if options.average is not None:
         averaging.follow(found, options.average)
