@@ -21,6 +21,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "slices",
         "table",
         "memory.attribution",
+        "memory.once",
     },
     {
         *("lock", "outlet", "signals", "model.geometry", "schedules", "snapshot", "tracker", "figures", "console"),

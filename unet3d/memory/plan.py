@@ -10,7 +10,10 @@ from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.advise import overrides, resized
 from unet3d.memory.ledger import levels
-from unet3d.memory.rehearsal import rehearse
+from unet3d.memory.meter import ENOUGH
+from unet3d.memory.once import once
+from unet3d.memory.profile import profile
+from unet3d.memory.rehearsal import Starts, rehearse, step_of
 from unet3d.memory.segments import cut
 from unet3d.table import mib
 
@@ -36,12 +39,17 @@ class Price(NamedTuple):
 def price(config: Config, options: Model) -> Price:
     """Rehearse the second step, which later ones repeat, cut as a run would. Backward counts as two forward passes."""
     starts, again = cut(config, options)
-    return Price(max(levels(rehearse(config, options, starts, steps=2).ledger)), again / 3)
+    peak = _cut_peak(step_of(config), options, starts) if starts else profile(config, options).peak
+    return Price(peak, again / 3)
 
 
-def plan(config: Config, options: Model, budget: int) -> str:
-    """The levers in order until the step fits, or the smallest peak that they reach."""
-    before = price(config, options)
+@once
+def _cut_peak(config: Config, options: Model, starts: Starts) -> int:
+    return max(levels(rehearse(config, options, starts, steps=ENOUGH).ledger))
+
+
+def plan(config: Config, options: Model, budget: int, before: Price) -> str:
+    """The levers in order until the step, whose price is known, fits, or the smallest peak that they reach."""
     lines = [
         f"budget={config.budget}: the step does not fit. Levers, each on top of those before (predicted)",
         f"  {'peak MiB':>10} {'saves MiB':>10} {'more FLOPs':>10}  changes",

@@ -14,8 +14,9 @@ from typing import NamedTuple
 from unet3d.checks import budget_bytes, stages
 from unet3d.config import Config, Model, Optim
 from unet3d.memory.ledger import phase_peaks
+from unet3d.memory.once import once
 from unet3d.memory.profile import Profile, profile
-from unet3d.memory.rehearsal import Starts, rehearse
+from unet3d.memory.rehearsal import Starts, rehearse, step_of
 
 TRIED = 3  # cuts rehearsed for a budget, of those that recompute as much
 SLACK = 1.11  # the profile is up to that much above the rehearsed peak
@@ -44,14 +45,18 @@ def cut(config: Config, options: Model) -> Cut:
 
 
 def _peak(config: Config, options: Model, starts: Starts, found: Profile) -> int:
-    """Of later steps, told from a rehearsal of the first; no cut lowers the peak of the update."""
-    return max(found.update, _first_step(config, options, starts) + found.later)
+    """Of later steps, told from a rehearsal of the first; no cut lowers the peak of the update.
 
-
-def _first_step(config: Config, options: Model, starts: Starts) -> int:
-    """Most bytes of a first step but for its update, which no cut changes: any optimizer will do."""
+    Nor does an optimizer change the rest of the first: any will do.
+    """
     plain = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)
-    peaks = phase_peaks(rehearse(replace(config, optim=plain), options, starts, steps=1).ledger)
+    return max(found.update, _first_step(replace(step_of(config), optim=plain), options, starts) + found.later)
+
+
+@once
+def _first_step(config: Config, options: Model, starts: Starts) -> int:
+    """Most bytes of a first step but for its update."""
+    peaks = phase_peaks(rehearse(config, options, starts, steps=1).ledger)
     return max(peak for phase, peak in peaks if phase in ("forward", "loss", "backward"))
 
 
