@@ -15,6 +15,7 @@ from unet3d.memory.ledger import Ledger, Storage, categories_at, levels
 from unet3d.memory.meter import STEADY, LedgerMeter
 from unet3d.memory.predict import predicted
 from unet3d.memory.rehearsal import dry_batch, dry_model, rehearsing
+from unet3d.progress import track
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,12 @@ class Look:
             policy = build.policy(self.config, "cpu", ())
             image = dry_batch(self.config, self.options, self.dtype).image
             return layer_counts(model, lambda: policy.forward(model, image))
+
+
+def simulate(looks: Sequence[Look]) -> None:
+    """Rehearse each now, with a bar, rather than at the first question to it."""
+    for one in track(looks, "networks", len(looks)):
+        _ = one.meter
 
 
 def look(overrides: Sequence[str], half: bool) -> Look:

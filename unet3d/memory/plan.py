@@ -1,6 +1,6 @@
 """What would fit a budget: levers on top of each other, each with its price; the predictions are dry runs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from unet3d.memory.once import once
 from unet3d.memory.profile import profile
 from unet3d.memory.rehearsal import Starts, rehearse, step_of
 from unet3d.memory.segments import cut
+from unet3d.progress import counting
 from unet3d.table import mib
 
 SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, that are still proposed
@@ -27,6 +28,9 @@ class Lever(NamedTuple):
     changes: str
     config: Config
     options: Model
+
+
+Pull = Callable[[Config, Model], Lever | None]
 
 
 class Price(NamedTuple):
@@ -74,13 +78,25 @@ def levers(config: Config, options: Model, before: Price, cut_first: bool = Fals
     the only one that a run can take on its way.
     """
     exact = (_cut, _lean, _mixed) if cut_first else (_lean, _mixed, _cut)
-    for pull in (*exact, _in_parts, _narrower, _smaller_patch):
+    pulls = (*exact, _in_parts, _narrower, _smaller_patch)
+    with counting("levers, at most", most(pulls, config, options)) as counter:
+        for pull in pulls:
+            while (lever := pull(config, options)) is not None:
+                now = price(lever.config, lever.options)
+                counter.advance()
+                if now.peak >= before.peak:
+                    break
+                yield lever, now
+                config, options, before = lever.config, lever.options, now
+
+
+def most(pulls: Iterable[Pull], config: Config, options: Model) -> int:
+    """How many levers there are if all of them save."""
+    count = 0
+    for pull in pulls:
         while (lever := pull(config, options)) is not None:
-            now = price(lever.config, lever.options)
-            if now.peak >= before.peak:
-                break
-            yield lever, now
-            config, options, before = lever.config, lever.options, now
+            count, config, options = count + 1, lever.config, lever.options
+    return count
 
 
 def _lean(config: Config, options: Model) -> Lever | None:

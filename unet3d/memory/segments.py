@@ -17,6 +17,7 @@ from unet3d.memory.ledger import phase_peaks
 from unet3d.memory.once import once
 from unet3d.memory.profile import Profile, profile
 from unet3d.memory.rehearsal import Starts, rehearse, step_of
+from unet3d.progress import track
 
 TRIED = 3  # cuts rehearsed for a budget, of those that recompute as much
 SLACK = 1.11  # the profile is up to that much above the rehearsed peak
@@ -72,12 +73,15 @@ def choose(
     if budget is not None:
         if peak(profile, (0,)) <= budget:
             return ()
-        for starts in likely(profile, most, budget):
+        tried = list(likely(profile, most, budget))
+        for starts in track(tried, "cuts that may fit the budget", len(tried)):
             if measure(starts) <= budget:
                 return starts
     found = candidates(profile, least, most)
-    only = found[0] if len(found) == 1 else None
-    starts = only or min(found, key=lambda starts: (measure(starts), recomputed(profile, starts)))
+    starts = found[0]
+    if len(found) > 1:
+        peaks = {starts: measure(starts) for starts in track(found, "cuts into segments", len(found))}
+        starts = min(found, key=lambda starts: (peaks[starts], recomputed(profile, starts)))
     return starts if len(starts) > 1 else ()
 
 

@@ -15,7 +15,7 @@ from unet3d.errors import UserError
 from unet3d.memory import explain, kernels, numbers, save, tables
 from unet3d.memory.advise import advise, halved
 from unet3d.memory.estimates import estimates
-from unet3d.memory.look import Look, look
+from unet3d.memory.look import Look, look, simulate
 from unet3d.memory.meter import ENOUGH
 from unet3d.table import Table, mib, percent
 
@@ -25,10 +25,12 @@ LARGEST = 10  # groups of tensors shown
 def show(overrides: Sequence[str], half: bool, out: Path | None) -> None:
     """Print where the memory of a step goes; with `out`, also write it there, with report, figures and tables."""
     subject = look(overrides, half)
-    narrower = narrowed(subject)
+    narrower, relatives = narrowed(subject), family(subject, overrides)
+    simulate([subject, *narrower.values(), *relatives])
+    relatives.sort(key=lambda relative: -relative.parameters)
     peaks = partial(_peak_of, narrower.values())
     advice = advise(subject.config, subject.options, subject.entry, peaks)
-    said = text(_parts(subject, narrower, advice, overrides), WIDE)
+    said = text(_parts(subject, narrower, relatives, advice), WIDE)
     print(said, end="")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -67,7 +69,7 @@ def write(subject: Look, advice: Mapping[str, Any], out: Path) -> Path:
 
 
 def _parts(
-    subject: Look, narrower: Mapping[int, Look], advice: Mapping[str, Any], overrides: Sequence[str]
+    subject: Look, narrower: Mapping[int, Look], relatives: Sequence[Look], advice: Mapping[str, Any]
 ) -> Iterator[str | tuple[str, Table]]:
     entry, peak = subject.entry, subject.peak
     yield _what(subject)
@@ -87,7 +89,6 @@ def _parts(
     found = estimates(subject.counts(), subject.parameters, weights, subject.saved)
     yield "Usual estimates and their error", tables.estimates(found, peak)
     yield "Half the width at one level (predicted)", _widths(subject, narrower)
-    relatives = family(subject, overrides)
     if len(relatives) > 1:
         yield "Networks of this family, same patch, batch and policy (predicted)", _family(relatives)
         yield from _why(subject, relatives)
@@ -145,7 +146,7 @@ def family(subject: Look, overrides: Sequence[str]) -> list[Look]:
             found.append(other if other is subject else replace(other, steps=ENOUGH))
         except UserError:  # a relative that this patch or option does not suit
             continue
-    return sorted(found, key=lambda relative: -relative.parameters)
+    return found
 
 
 def _sets_widths(subject: Look) -> bool:
