@@ -101,6 +101,7 @@ def test_cuts_that_just_do_not_fit_hide_none_that_recomputes_more() -> None:
     """Ten stages; 29 cuts that recompute six of them are 1 byte over the budget."""
     count = 10
     even = Profile(
+        peak=100,
         forward=[0] * count,
         backward=[10 * (stage + 1) for stage in range(count)],
         waiting=[0] * count,

@@ -1,0 +1,89 @@
+"""Tensors without data, and what of torch they leave alone."""
+
+import subprocess
+import sys
+
+import torch
+
+from unet3d import build, compose
+from unet3d.config import Config
+from unet3d.memory.dry import dry
+from unet3d.memory.ledger import Ledger
+from unet3d.memory.meter import STEADY, LedgerMeter
+from unet3d.memory.rehearsal import rehearse
+from unet3d.step import Batch, train_step
+
+
+def test_what_is_known_of_a_number_is_kept_until_data_change_it() -> None:
+    with dry():
+        count, data = torch.tensor(3.0), torch.zeros(4)
+        later = (count + 1).detach()
+        assert later.item() == 4 and count.item() == 3
+        count += 2
+        assert count.item() == 5
+        count += data.sum()
+        assert count.item() == 0 and data.sum().item() == 0
+
+
+def test_views_share_a_storage_and_new_tensors_do_not() -> None:
+    with dry(), Ledger() as ledger:
+        base = torch.zeros(4, 6)
+        for _ in range(2):  # the second time as it was remembered
+            turned, row, copy = base.t(), base[1], base + 1
+            assert turned.untyped_storage()._cdata == row.untyped_storage()._cdata == base.untyped_storage()._cdata
+            assert copy.untyped_storage()._cdata != base.untyped_storage()._cdata
+            assert turned.shape == (6, 4) and turned.stride() == (1, 6) and copy.nbytes == 96
+        whole, real = base * 2, base * 2.5
+        assert (torch.zeros(2, dtype=torch.int64) * 2).dtype == torch.int64
+        assert (torch.zeros(2, dtype=torch.int64) * 2.5).dtype == torch.float32, "2 and 2.5 make other types"
+    assert whole.device.type == real.device.type == "cpu"
+    assert max(storage.bytes for storage in ledger.storages) == 96
+
+
+def test_what_a_kernel_shows_of_the_device_is_the_cpus() -> None:
+    """In evaluation, batch norm saves statistics on other devices alone."""
+    norm = torch.nn.BatchNorm3d(5).eval()
+    with Ledger() as real, torch.no_grad():
+        norm(torch.zeros(1, 5, 4, 4, 4))
+    with dry():
+        norm = torch.nn.BatchNorm3d(5).eval()
+        with Ledger() as ledger, torch.no_grad():
+            norm(torch.zeros(1, 5, 4, 4, 4))
+    made = [[(s.bytes, s.operation) for s in one.storages if s.operation != "adopted"] for one in (ledger, real)]
+    assert made[0] == [found for found in made[1] if "zero_" not in found[1]]
+
+
+def measured(options: Config, starts: tuple[int, ...]) -> Ledger:
+    """Of the same steps on real tensors."""
+    model, policy = build.model(options.model, 0), build.policy(options, "cpu", starts)
+    optimizer, loss = build.optimizer(options.optim, model), build.loss(options, 4)
+    meter, size = LedgerMeter(model, optimizer), (options.batch, *options.data.patch)
+    for _ in range(STEADY):
+        batch = Batch(torch.rand(options.batch, 1, *options.data.patch), torch.zeros(size, dtype=torch.int16))
+        train_step(model, loss, optimizer, policy.scaler(), policy, [batch], meter.mark)
+    return meter.ledger
+
+
+def test_modules_are_entered_and_left_in_the_order_of_a_real_step() -> None:
+    words = ["model=unet_tiny", "model.in_channels=1", "model.classes=4", "data.patch=[16,16,8]"]
+    options, starts = compose.compose(words), (0, 2)
+    dry_crossings = rehearse(options, options.model, starts).ledger.crossings
+    assert [what for _, what in dry_crossings] == [what for _, what in measured(options, starts).crossings]
+
+
+PROGRAM = """
+import sys
+from unet3d import build, compose
+from unet3d.memory.forecast import forecast
+config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", "ckpt=2", "amp=true", "dry_run=true"])
+forecast(config, build.outlined_options(config))
+print("torch._dynamo.eval_frame" in sys.modules)
+import torch
+print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
+print("torch._dynamo.eval_frame" in sys.modules)
+"""
+
+
+def test_a_dry_run_loads_no_compiler_and_leaves_it_to_whom_uses_it() -> None:
+    found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-3:] == ["False", "2.0", "True"]
