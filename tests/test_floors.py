@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +20,7 @@ FLOORS = [  # lowest first; a module may import from any floor below its own
         "slices",
         "table",
         "memory.attribution",
+        "memory.once",
     },
     {
         *(
@@ -80,7 +83,7 @@ ROOMS = {
     "wandb": {"tracker"},
     "nibabel": {"data.nifti", "data.generated", "data.volumes", "data.voxels", "data.check"},
     "nilearn": {"data.mni152"},
-    "monai": {"metrics", "data.augment", "data.patches"},
+    "monai": {"metrics", "data.augment"},
     "matplotlib": {"compare_figures", "figures", "slices", "memory.figures"},
     "rich": {"console", "progress"},
 }
@@ -147,3 +150,10 @@ def test_what_answers_a_typo_loads_no_torch() -> None:
     heavy = {"torch", "monai", "matplotlib", "wandb", "nilearn"}
     found = {name: {i.split(".")[0] for i in imports(modules()[name], top_level_only=True)} & heavy for name in LIGHT}
     assert not {name: libraries for name, libraries in found.items() if libraries}
+
+
+def test_a_run_is_imported_without_what_only_some_runs_use() -> None:
+    names = "monai", "scipy.ndimage", "scipy.interpolate", "scipy.spatial", "matplotlib", "wandb", "torch._dynamo"
+    program = f"import sys, unet3d.run; print([name for name in {names} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"

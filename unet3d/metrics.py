@@ -1,7 +1,7 @@
 """Dice, IoU and HD95 of a labelled volume, per foreground class, and what they come to over many volumes.
 
 A score that does not exist (a class in neither truth nor prediction; the distance to an empty mask) is None, "n/a": it
-is left out of every mean and never becomes 0 or 1. Ignored voxels count for nothing. MONAI is loaded by the first HD95.
+is left out of every mean and never becomes 0 or 1. Ignored voxels count for nothing. The first HD95 loads MONAI.
 """
 
 import csv
@@ -13,7 +13,6 @@ from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.ndimage import binary_dilation
 
 Labels = NDArray[np.integer]
 Mask = NDArray[np.bool_]
@@ -82,6 +81,8 @@ def _distances(
     pairs = ((prediction == k, truth == k) for k in range(1, classes))
     if ignore is None or (seen := truth != ignore).all():
         return tuple(hausdorff95(*pair, spacing) for pair in pairs)
+    from scipy.ndimage import binary_dilation
+
     edge = seen & binary_dilation(~seen)  # a class that reaches it ends where its labels do, not at its surface
 
     def distance(predicted: Mask, true: Mask) -> float | None:

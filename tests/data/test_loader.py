@@ -1,5 +1,7 @@
 """A batch is a function of the seed and the step: not of workers, nor of where the run started."""
 
+import subprocess
+import sys
 from itertools import islice
 
 import numpy as np
@@ -44,6 +46,26 @@ def test_the_same_stream_wherever_it_starts() -> None:
 
 def test_another_seed_is_another_stream() -> None:
     assert not equal(stream(), stream(seed=6))
+
+
+PATCH = """
+import sys, numpy
+from unet3d.config import Augment, Data
+from unet3d.data.patches import Patches, Place, prepare
+case = prepare("a", numpy.ones((1, 9, 9, 9), numpy.float32), numpy.ones((9, 9, 9), numpy.uint8), (1, 1, 1), None)
+patches = Patches(lambda index: case, Data(patch=[8, 8, 8], augment=Augment({options})), 0, [8, 8, 8])
+before = set(sys.modules)
+patches[Place(0, 0, 0)]
+print("monai" in before, any(name.startswith(("monai", "scipy")) for name in set(sys.modules) - before))
+"""
+QUIET = "noise_p=0, blur_p=0, contrast_p=0, gamma_p=0, low_resolution_p=0"
+
+
+@pytest.mark.parametrize(("options", "loads"), [("spatial_p=1", True), (f"spatial_p=1, {QUIET}", False)])
+def test_what_patches_use_is_loaded_before_workers_start(options: str, loads: bool) -> None:
+    program = PATCH.replace("{options}", options)
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == f"{loads} False\n"
 
 
 def test_making_batches_leaves_the_global_random_state_alone() -> None:

@@ -43,7 +43,7 @@ def with_budget(options: Config, share: float) -> tuple[Config, int]:
 
 def test_a_budget_that_does_not_fit_names_what_would_and_a_dry_run_confirms_it() -> None:
     options, budget = with_budget(config("optim=adamw"), 0.4)
-    _, _, asked, *steps = plan(options, options.model, budget).splitlines()
+    _, _, asked, *steps = plan(options, options.model, budget, price(options, options.model)).splitlines()
     assert asked.endswith("as asked") and steps[-1].endswith("(fits)")
     words = [word for line in steps for word in line.removesuffix("(fits)").split(":")[1].split()]
     again = config("optim=adamw", f"budget={options.budget}", *words)
@@ -54,7 +54,7 @@ def test_a_budget_that_does_not_fit_names_what_would_and_a_dry_run_confirms_it()
 
 def test_a_budget_that_nothing_meets_is_told_so_with_the_smallest_peak() -> None:
     options = config("budget=0.001MiB")
-    last = plan(options, options.model, 1000).splitlines()[-1]
+    last = plan(options, options.model, 1000, price(options, options.model)).splitlines()[-1]
     assert last.startswith("nothing of this fits; the smallest peak among these is ")
 
 

@@ -101,6 +101,7 @@ def test_cuts_that_just_do_not_fit_hide_none_that_recomputes_more() -> None:
     """Ten stages; 29 cuts that recompute six of them are 1 byte over the budget."""
     count = 10
     even = Profile(
+        peak=100,
         forward=[0] * count,
         backward=[10 * (stage + 1) for stage in range(count)],
         waiting=[0] * count,
@@ -123,8 +124,8 @@ def test_with_room_enough_auto_cuts_nothing_and_with_none_it_cuts_for_the_lowest
 
 
 def test_where_weights_set_the_peak_auto_recomputes_nothing_and_a_number_as_little_as_it_can() -> None:
-    """No cut lowers what the optimizer's step needs: weights, gradients and Adam's moments."""
-    overrides = ("model=unet_tiny", "model.features=[4,8,256]", "data.patch=[8,8,8]", "batch=1")
+    """No cut lowers what the optimizer's step needs: weights, gradients, Adam's moments and, on CUDA, copies of them."""
+    overrides = ("model=unet_tiny", "model.features=[4,8,256]", "data.patch=[8,8,8]", "batch=1", "device=cuda")
     wide, found = config(*overrides), profiled(*overrides)
     assert found.update > max(*found.forward, *found.backward)
     assert starts_of(replace(wide, ckpt="auto")) == ()

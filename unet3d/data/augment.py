@@ -2,31 +2,36 @@
 
 Everything spatial is one coordinate field and one resampling, for image and label alike, in millimetres where
 rotation is concerned: voxels are rarely cubes.
+
+MONAI and SciPy take seconds to load: `prepare` and `intensities` load them, and only if the options use them.
 """
 
 import functools
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from monai.transforms import (
-    Compose,
-    RandAdjustContrast,
-    RandGaussianNoise,
-    RandGaussianSmooth,
-    RandScaleIntensity,
-    RandSimulateLowResolution,
-)
-from scipy.interpolate import make_interp_spline
-from scipy.spatial.transform import Rotation
 from torch import Tensor
 
 from unet3d.config import Augment
 from unet3d.losses import IGNORE
 
+if TYPE_CHECKING:
+    from monai.transforms import Compose
+
 THIN = 3  # times shorter than the longest axis (nnU-Net's bound): tilted, such a patch lies mostly outside of its slab
+
+
+def prepare(options: Augment) -> "Compose | None":
+    """The changes of intensity, None if there are none. Call it before workers start: they share what is loaded."""
+    if options.spatial_p:
+        import scipy.interpolate
+        import scipy.spatial.transform  # noqa: F401
+    chances = options.noise_p, options.blur_p, options.contrast_p, options.gamma_p, options.low_resolution_p
+    return intensities(options) if any(chances) else None
 
 
 def coordinates(
@@ -46,6 +51,8 @@ def coordinates(
 
 def _affine(patch: Sequence[int], spacing: Sequence[float], options: Augment, rng: np.random.Generator) -> np.ndarray:
     """Rotation and zoom about the patch's centre, 3x3, in voxels."""
+    from scipy.spatial.transform import Rotation
+
     angles = rng.uniform(-options.rotation, options.rotation, 3)
     flat = [THIN * length < max(patch) for length in patch]
     angles[[any(flat[:k] + flat[k + 1 :]) for k in range(3)]] = 0  # about axis k, the two others tilt
@@ -69,6 +76,8 @@ def elastic_field(patch: Sequence[int], std: float, grid: int, rng: np.random.Ge
 @functools.lru_cache(maxsize=64)
 def spline_matrix(length: int, grid: int) -> np.ndarray:
     """The linear map from values at control points, `grid` voxels apart and centred, to `length` voxels."""
+    from scipy.interpolate import make_interp_spline
+
     count = max(4, math.ceil((length - 1) / grid) + 2)  # a cubic spline needs four
     points = (np.arange(count) - (count - 1) / 2) * grid + (length - 1) / 2
     return np.asarray(make_interp_spline(points, np.eye(count), k=3)(np.arange(length)), dtype=np.float32)
@@ -106,8 +115,19 @@ def _sample(volume: Tensor, field: Tensor, mode: str, outside: int) -> Tensor:
     return F.grid_sample(shifted[None], grid[None], mode=mode, align_corners=False)[0] + outside
 
 
-def intensities(options: Augment) -> Compose:
+def intensities(options: Augment) -> "Compose":
     """Noise, blur, contrast, gamma and low resolution for C D H W patches; `set_random_state` before each call."""
+    from monai.data import set_track_meta
+    from monai.transforms import (
+        Compose,
+        RandAdjustContrast,
+        RandGaussianNoise,
+        RandGaussianSmooth,
+        RandScaleIntensity,
+        RandSimulateLowResolution,
+    )
+
+    set_track_meta(False)
     blur, gamma = tuple(options.blur), tuple(options.gamma)
     low, high = options.contrast
     coarsest, finest = options.low_resolution

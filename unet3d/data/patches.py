@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from monai.data import set_track_meta
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -81,8 +80,7 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
         self.mirror = self.tile != list(options.patch)
         self.options = options
         self.seed = seed
-        set_track_meta(False)
-        self.intensities = augment.intensities(options.augment)
+        self.intensities = augment.prepare(options.augment)
 
     def __getitem__(self, place: Place) -> tuple[Tensor, Tensor, str]:
         # PCG64 seeded by the place: no state is kept, so nothing has to be saved or replayed.
@@ -96,8 +94,10 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
             image, label = augment.resample(case.image, case.label, field, self.mirror)
         flips = [axis for axis in self.options.augment.mirror if rng.random() < 0.5]
         image, label = image.flip([axis + 1 for axis in flips]), label.flip(flips)
-        self.intensities.set_random_state(seed=int(rng.integers(2**32)))
-        return torch.as_tensor(self.intensities(image)).float(), label.contiguous(), case.case
+        if self.intensities is not None:
+            self.intensities.set_random_state(seed=int(rng.integers(2**32)))
+            image = torch.as_tensor(self.intensities(image)).float()
+        return image, label.contiguous(), case.case
 
 
 def choose_centre(case: Prepared, tile: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:

@@ -2,19 +2,22 @@
 
 An organ (1) holds a branching vessel (2) and dark lesions (3). Structures outside of it look like each of them and are
 background: a voxel's class follows from its surroundings, not from its value.
+
+SciPy is loaded by the functions that draw: half a second that a data set which is there already does not need.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.ndimage import distance_transform_edt, gaussian_filter
-from scipy.spatial import cKDTree
-from scipy.spatial.transform import Rotation
 
 from unet3d import progress
 from unet3d.config import Phantom
 from unet3d.data import generated
+
+if TYPE_CHECKING:
+    from scipy.spatial.transform import Rotation
 
 ROOT = Path("data/phantom")
 VERSION = 1  # goes up with every change of what is generated
@@ -55,6 +58,8 @@ def _cases(options: Phantom) -> Iterator[generated.Made]:
 
 def draw(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """One case: image float64 (X, Y, Z), air near 0 and vessels near 1; label uint8 (X, Y, Z)."""
+    from scipy.spatial.transform import Rotation
+
     points = _points(shape) + WARP * np.stack([_smooth(rng, shape, 0.12) for _ in range(3)])
     pose = Rotation.from_rotvec(rng.normal(0, 0.25, 3))
     centre = rng.uniform((-0.2, -0.3, -0.1), (0.2, 0.0, 0.1))
@@ -98,11 +103,13 @@ def _points(shape: Sequence[int]) -> np.ndarray:
 
 def _smooth(rng: np.random.Generator, shape: Sequence[int], width: float) -> np.ndarray:
     """A random field of unit std that varies over `width` (share of each length)."""
+    from scipy.ndimage import gaussian_filter
+
     field: np.ndarray = gaussian_filter(rng.standard_normal(shape), [width * n for n in shape], mode="nearest")
     return np.asarray((field - field.mean()) / field.std())
 
 
-def _ellipsoid(points: np.ndarray, centre: np.ndarray, radii: np.ndarray, pose: Rotation) -> np.ndarray:
+def _ellipsoid(points: np.ndarray, centre: np.ndarray, radii: np.ndarray, pose: "Rotation") -> np.ndarray:
     """Distance to its surface (X, Y, Z), negative inside; at most the true one."""
     offset = np.tensordot(pose.inv().as_matrix(), points - centre[:, None, None, None], 1)
     norm = np.linalg.norm(offset / radii[:, None, None, None], axis=0)
@@ -120,12 +127,16 @@ def _tree(rng: np.random.Generator) -> np.ndarray:
 
 def _tube(points: np.ndarray, axis: np.ndarray, radius: float) -> np.ndarray:
     """Distance to the surface of a tube around the points `axis` (N, 3), negative inside; infinite beyond FAR."""
+    from scipy.spatial import cKDTree
+
     distance, _ = cKDTree(axis).query(np.moveaxis(points, 0, -1), distance_upper_bound=FAR)
     return np.asarray(distance - radius)
 
 
 def _blobs(rng: np.random.Generator, points: np.ndarray, free: np.ndarray, radii: np.ndarray) -> list[np.ndarray]:
     """Distances to balls, the largest and those that fit, that touch neither each other nor what is not `free`."""
+    from scipy.ndimage import distance_transform_edt
+
     room = distance_transform_edt(free, sampling=np.divide(2, free.shape)) - GAP
     balls: list[np.ndarray] = []
     for radius in np.sort(radii)[::-1]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 from nibabel.affines import apply_affine, voxel_sizes
-from scipy import ndimage
 
 from unet3d.data import nifti
 from unet3d.data.cases import Case
@@ -150,6 +149,8 @@ def _resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.n
     """`array` (X, Y, Z) on the target grid by splines of that order, the edge continued outwards."""
     if _is_same(source, target):
         return array
+    from scipy import ndimage  # a third of a second to load
+
     matrix = np.linalg.inv(source.affine) @ target.affine
     result: np.ndarray = ndimage.affine_transform(array, matrix, output_shape=target.shape, order=order, mode="nearest")
     return result.clip(array.min(), array.max())

@@ -19,8 +19,8 @@ from unet3d.memory.dry import dry
 from unet3d.memory.estimates import layer_counts
 from unet3d.memory.explain import appeared, state_bytes
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.look import Look
-from unet3d.memory.meter import LedgerMeter
+from unet3d.memory.look import Look, simulate
+from unet3d.memory.meter import ENOUGH, LedgerMeter
 from unet3d.memory.rehearsal import dry_batch
 from unet3d.table import MIB, Table
 
@@ -61,6 +61,7 @@ def forum() -> Iterator[Fact]:
         ("forum_32", 5_838_981, 4, 5379),
     )
     looks = {(name, batch): _half(name, batch) for name, _, batch, _ in said}
+    simulate(list(looks.values()))
     for name, parameters, batch, _ in said:
         if batch == 2:
             yield Fact(f"{name}: parameters", "", parameters, looks[name, batch].parameters)
@@ -80,7 +81,7 @@ def forum() -> Iterator[Fact]:
 
 def _half(name: str, batch: int) -> Look:
     config = compose.compose([f"model={name}", *FORUM, f"batch={batch}"])
-    return Look(name, config, config.model, torch.float16)
+    return Look(name, config, config.model, torch.float16, ENOUGH)
 
 
 def _held_first(look: Look) -> int:
@@ -128,7 +129,7 @@ def activations() -> Iterator[Fact]:
 def swish() -> Iterator[Fact]:
     """The same network with Swish as two operations and as one that keeps its input alone, batch 8."""
     plain, lean = (
-        Look("unet_small", config, replace(config.model, in_channels=1, classes=4))
+        Look("unet_small", config, replace(config.model, in_channels=1, classes=4), steps=ENOUGH)
         for config in (compose.compose(["batch=8", f"model.activation={name}"]) for name in ("swish", "swish_lean"))
     )
     yield Fact("Swish that keeps only its input: saves of the peak", "%", 20, 100 * (1 - lean.peak / plain.peak), 10)

@@ -13,6 +13,7 @@ from unet3d.memory.look import Look
 from unet3d.memory.plan import is_allowed, knows_the_batch, lean_options, levers, price
 from unet3d.memory.profile import profile
 from unet3d.memory.segments import SLACK, cuts, peak, recomputed
+from unet3d.progress import track
 from unet3d.table import Table, mib
 
 FRONT = 12  # rows shown
@@ -36,11 +37,10 @@ def fit(subject: Look, words: Sequence[str]) -> str:
     budget = budget_bytes(config.budget)
     points = list(search(config, options))
     print_front([*front([p for p in points if p.is_same]), *front([p for p in points if not p.is_same])], budget)
-    tried = set()
+    tried: dict[tuple[str, ...], Point] = {}
     for point in sorted((p for p in points if p.peak <= SLACK * budget), key=_cost):
-        if point.overrides in tried:  # other cuts of the same command: `ckpt=auto` chooses among them
-            continue
-        tried.add(point.overrides)
+        tried.setdefault(point.overrides, point)  # the cheapest cut of a command: `ckpt=auto` chooses among them
+    for point in track(tried.values(), "commands that may fit, at most", len(tried)):
         added = point.overrides if "ckpt=auto" in point.overrides else (*point.overrides, "ckpt=0")
         if price(*_applied(config, options, point)).peak <= budget:
             return command(words, added)
@@ -49,6 +49,26 @@ def fit(subject: Look, words: Sequence[str]) -> str:
 
 def search(config: Config, options: Model) -> Iterator[Point]:
     """Mixed precision x batch in parts x lean operations x every cut into segments."""
+    found = list(ways(config, options))
+    for way in track(found, "ways to take the step", len(found)):
+        uncut = profile(way.config, way.options)
+        is_same = way.config.batch == config.batch or not knows_the_batch(config, way.options)
+        yield Point(way.overrides, 1, peak(uncut, (0,)), 0, is_same)
+        for starts in cuts(len(uncut.forward), len(uncut.forward)):
+            again = recomputed(uncut, starts) / 3
+            yield Point((*way.overrides, "ckpt=auto"), len(starts), peak(uncut, starts), again, is_same)
+
+
+class Way(NamedTuple):
+    """To take the step without checkpointing: overrides, and the config and network that they lead to."""
+
+    overrides: tuple[str, ...]
+    config: Config
+    options: Model
+
+
+def ways(config: Config, options: Model) -> Iterator[Way]:
+    """Mixed precision x batch in parts x lean operations."""
     whole = config.batch * config.accumulate
     leaner = [((), options), *(((override,), lean) for override, lean in lean_options(options))]
     for amp in {config.amp, True}:
@@ -57,14 +77,8 @@ def search(config: Config, options: Model) -> Iterator[Point]:
             split = (f"batch={batch}", f"accumulate={whole // batch}") if batch != config.batch else ()
             precision = ("amp=true",) if amp != config.amp else ()
             for lean, slim in leaner:
-                if not is_allowed(changed, slim):
-                    continue
-                found, added = profile(changed, slim), (*precision, *split, *lean)
-                is_same = batch == config.batch or not knows_the_batch(config, slim)
-                yield Point(added, 1, peak(found, (0,)), 0, is_same)
-                for starts in cuts(len(found.forward), len(found.forward)):
-                    again = recomputed(found, starts) / 3
-                    yield Point((*added, "ckpt=auto"), len(starts), peak(found, starts), again, is_same)
+                if is_allowed(changed, slim):
+                    yield Way((*precision, *split, *lean), changed, slim)
 
 
 def _cost(point: Point) -> tuple[bool, float, int, int]:

@@ -9,7 +9,8 @@ from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.advise import advise
 from unet3d.memory.allocator import replay
-from unet3d.memory.plan import plan, price
+from unet3d.memory.meter import ENOUGH, STEADY
+from unet3d.memory.plan import Price, plan, price
 from unet3d.memory.rehearsal import Starts, rehearse
 from unet3d.memory.segments import cut
 from unet3d.memory.tables import moment, sentence
@@ -31,8 +32,8 @@ def forecast(config: Config, options: Model) -> Forecast:
     """
     if not config.dry_run:
         build.device(config)
-    starts, is_cuda = cut(config, options).starts, build.target(config) == "cuda"
-    meter = rehearse(config, options, starts)
+    (starts, again), is_cuda = cut(config, options), build.target(config) == "cuda"
+    meter = rehearse(config, options, starts, steps=STEADY if is_cuda else ENOUGH)  # an allocator settles later
     found, names = meter.summary(), [name for name, _ in meter.model.named_children()]
     parameters, peak = sum(p.numel() for p in meter.model.parameters()), found["peak_bytes"]
     print(f"{parameters:,} parameters; predicted peak of a step {mib(peak)} MiB (ledger), {moment(found)}", flush=True)
@@ -42,7 +43,7 @@ def forecast(config: Config, options: Model) -> Forecast:
         print(f"on CUDA: {mib(held.allocated_bytes)} MiB allocated, {mib(held.reserved_bytes)} MiB reserved (replay),")
         print("without convolution workspaces and the context; not yet verified on a GPU", flush=True)
     if config.budget is not None and peak > budget_bytes(config.budget):
-        raise UserError(plan(config, options, budget_bytes(config.budget)))
+        raise UserError(plan(config, options, budget_bytes(config.budget), Price(peak, again / 3)))
     advice = advise(config, options, found, lambda narrower: price(config, narrower).peak)
     print(sentence(advice, peak), flush=True)
     if starts:

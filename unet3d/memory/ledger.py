@@ -5,15 +5,14 @@ included. What a kernel takes and gives back inside one operation, convolution s
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from unet3d.memory.attribution import Crossing, Place
 
@@ -73,7 +72,7 @@ class Ledger(TorchDispatchMode):
         self.crossings: list[tuple[int, Crossing]] = []
         self.sites: list[Site] = []
         self._here = here
-        self._known: Any = WeakIdKeyDictionary()
+        self._known: dict[int, tuple[int, Any]] = {}  # address of a living storage: its index, a reference to it
 
     def mark(self, phase: str) -> None:
         """A phase begins."""
@@ -91,46 +90,53 @@ class Ledger(TorchDispatchMode):
     def claim(self, tensor: Tensor, role: str, module: str) -> None:
         """Say what a storage is for and whose it is; count it if it was not."""
         self._add(tensor, "adopted")
-        if tensor.untyped_storage() in self._known:
-            storage = self.storages[self.index(tensor)]
+        found = self._known.get(tensor.untyped_storage()._cdata)
+        if found is not None:
+            storage = self.storages[found[0]]
             storage.role, storage.place = role, Place(module)
 
     def index(self, tensor: Tensor) -> int:
         """Of a tensor's storage that was counted. KeyError for another."""
-        found: int = self._known[tensor.untyped_storage()]
-        return found
+        return self._known[tensor.untyped_storage()._cdata][0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.adopt(_tensors((args, kwargs)))
+        self.adopt(tensors((args, kwargs)))
         if func in CONVOLUTIONS:
             self.sites.append(
                 Site(len(self.events), self._here().module, func.name().removeprefix("aten::"), _plain(args))
             )
         result = func(*args, **(kwargs or {}))
         place = self._here()
-        for tensor in _tensors(result):
+        for tensor in tensors(result):
             self._add(tensor, str(func), place)
         return result
 
     def _add(self, tensor: Tensor, operation: str, place: Place | None = None) -> None:
         storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        if storage in self._known or not size or tensor.device.type != self._device_type:
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._known or not size or tensor.device.type != self._device_type:
             return
         index, now = len(self.storages), len(self.events)
-        self._known[storage] = index
+        self._known[address] = index, weakref.ref(storage, partial(self._release, address))
         shape, phase = tuple(tensor.shape), len(self.marks) - 1
         self.storages.append(Storage(size, shape, tensor.dtype, phase, operation, place or self._here(), now))
         self.events.append((index, size))
-        weakref.finalize(storage, self._release, index).atexit = False
 
-    def _release(self, index: int) -> None:
+    def _release(self, address: int, _: Any) -> None:
+        index, _ = self._known.pop(address)
         self.storages[index].died = len(self.events)
         self.events.append((index, -self.storages[index].bytes))
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Those in arguments or results of an operation."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from tensors(part)
+    elif isinstance(tree, dict):
+        yield from tensors(tuple(tree.values()))
 
 
 def _plain(value: Any) -> Any:

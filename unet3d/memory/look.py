@@ -11,24 +11,26 @@ from unet3d import build, compose
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.estimates import LayerCount, layer_counts
-from unet3d.memory.ledger import Ledger, Storage, categories_at
-from unet3d.memory.meter import LedgerMeter
+from unet3d.memory.ledger import Ledger, Storage, categories_at, levels
+from unet3d.memory.meter import STEADY, LedgerMeter
 from unet3d.memory.predict import predicted
 from unet3d.memory.rehearsal import dry_batch, dry_model, rehearsing
+from unet3d.progress import track
 
 
 @dataclass(frozen=True)
 class Look:
-    """One network at one patch, batch and policy. `dtype` is that of weights and images."""
+    """One network at one patch, batch and policy. `dtype` is that of weights and images; ENOUGH steps do for a peak."""
 
     name: str
     config: Config
     options: Model
     dtype: torch.dtype = torch.float32
+    steps: int = STEADY
 
     @cached_property
     def meter(self) -> LedgerMeter:
-        return predicted(self.config, self.options, self.dtype)
+        return predicted(self.config, self.options, self.dtype, self.steps)
 
     @property
     def ledger(self) -> Ledger:
@@ -39,11 +41,10 @@ class Look:
         """What memory.json says under "predicted"."""
         return self.meter.summary()
 
-    @property
+    @cached_property
     def peak(self) -> int:
         """Bytes."""
-        found: int = self.entry["peak_bytes"]
-        return found
+        return max(levels(self.ledger))
 
     @cached_property
     def parameters(self) -> int:
@@ -81,6 +82,12 @@ class Look:
             policy = build.policy(self.config, "cpu", ())
             image = dry_batch(self.config, self.options, self.dtype).image
             return layer_counts(model, lambda: policy.forward(model, image))
+
+
+def simulate(looks: Sequence[Look]) -> None:
+    """Rehearse each now, with a bar, rather than at the first question to it."""
+    for one in track(looks, "networks", len(looks)):
+        _ = one.meter
 
 
 def look(overrides: Sequence[str], half: bool) -> Look:

@@ -11,6 +11,7 @@ from unet3d.memory.ledger import Ledger, phase_peaks
 from unet3d.step import PHASES
 
 STEADY = 3  # measured steps; gradients and optimizer state appear in the first, the third repeats the second
+ENOUGH = 2  # simulated steps for a peak
 
 
 class Meter(Protocol):

@@ -1,6 +1,6 @@
 """What would fit a budget: levers on top of each other, each with its price; the predictions are dry runs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,8 +9,12 @@ from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.advise import overrides, resized
 from unet3d.memory.ledger import levels
-from unet3d.memory.rehearsal import rehearse
+from unet3d.memory.meter import ENOUGH
+from unet3d.memory.once import once
+from unet3d.memory.profile import profile
+from unet3d.memory.rehearsal import Starts, rehearse, step_of
 from unet3d.memory.segments import cut
+from unet3d.progress import counting
 from unet3d.table import mib
 
 SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, that are still proposed
@@ -25,6 +29,9 @@ class Lever(NamedTuple):
     options: Model
 
 
+Pull = Callable[[Config, Model], Lever | None]
+
+
 class Price(NamedTuple):
     """Predicted bytes of a step, and convolution FLOPs done again as a share of a step's."""
 
@@ -35,12 +42,17 @@ class Price(NamedTuple):
 def price(config: Config, options: Model) -> Price:
     """Rehearse the second step, which later ones repeat, cut as a run would. Backward counts as two forward passes."""
     starts, again = cut(config, options)
-    return Price(max(levels(rehearse(config, options, starts, steps=2).ledger)), again / 3)
+    peak = _cut_peak(step_of(config), options, starts) if starts else profile(config, options).peak
+    return Price(peak, again / 3)
 
 
-def plan(config: Config, options: Model, budget: int) -> str:
-    """The levers in order until the step fits, or the smallest peak that they reach."""
-    before = price(config, options)
+@once
+def _cut_peak(config: Config, options: Model, starts: Starts) -> int:
+    return max(levels(rehearse(config, options, starts, steps=ENOUGH).ledger))
+
+
+def plan(config: Config, options: Model, budget: int, before: Price) -> str:
+    """The levers in order until the step, whose price is known, fits, or the smallest peak that they reach."""
     lines = [
         f"budget={config.budget}: the step does not fit. Levers, each on top of those before (predicted)",
         f"  {'peak MiB':>10} {'saves MiB':>10} {'more FLOPs':>10}  changes",
@@ -65,13 +77,25 @@ def levers(config: Config, options: Model, before: Price, cut_first: bool = Fals
     the only one that a run can take on its way.
     """
     exact = (_cut, _lean, _mixed) if cut_first else (_lean, _mixed, _cut)
-    for pull in (*exact, _in_parts, _narrower, _smaller_patch):
+    pulls = (*exact, _in_parts, _narrower, _smaller_patch)
+    with counting("levers, at most", most(pulls, config, options)) as counter:
+        for pull in pulls:
+            while (lever := pull(config, options)) is not None:
+                now = price(lever.config, lever.options)
+                counter.advance()
+                if now.peak >= before.peak:
+                    break
+                yield lever, now
+                config, options, before = lever.config, lever.options, now
+
+
+def most(pulls: Iterable[Pull], config: Config, options: Model) -> int:
+    """How many levers there are if all of them save."""
+    count = 0
+    for pull in pulls:
         while (lever := pull(config, options)) is not None:
-            now = price(lever.config, lever.options)
-            if now.peak >= before.peak:
-                break
-            yield lever, now
-            config, options, before = lever.config, lever.options, now
+            count, config, options = count + 1, lever.config, lever.options
+    return count
 
 
 def _lean(config: Config, options: Model) -> Lever | None:

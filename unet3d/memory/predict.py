@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unet3d.config import Config, Model
-from unet3d.memory.meter import LedgerMeter
+from unet3d.memory.meter import STEADY, LedgerMeter
 from unet3d.memory.rehearsal import rehearse
 from unet3d.memory.segments import cut
 
@@ -20,6 +20,6 @@ def predict(config: Config, options: Model) -> dict[str, Any]:
     return {**meter.summary(), "parameters": sum(p.numel() for p in meter.model.parameters())}
 
 
-def predicted(config: Config, options: Model, dtype: torch.dtype = torch.float32) -> LedgerMeter:
+def predicted(config: Config, options: Model, dtype: torch.dtype = torch.float32, steps: int = STEADY) -> LedgerMeter:
     """The meter that holds the ledger of the rehearsed steps. `dtype` is that of weights and images."""
-    return rehearse(config, options, cut(config, options).starts, dtype)
+    return rehearse(config, options, cut(config, options).starts, dtype, steps=steps)

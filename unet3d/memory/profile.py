@@ -12,13 +12,16 @@ from torch.utils._pytree import tree_leaves
 from unet3d.config import Config, Model
 from unet3d.memory.explain import last_step, phase_ends
 from unet3d.memory.ledger import Ledger, Site, alive_at, levels
-from unet3d.memory.rehearsal import rehearse
+from unet3d.memory.meter import ENOUGH
+from unet3d.memory.once import once
+from unet3d.memory.rehearsal import rehearse, step_of
 
 
 @dataclass(frozen=True)
 class Profile:
     """The last step of a rehearsal without checkpointing, by stage; bytes."""
 
+    peak: int  # most alive
     forward: list[int]  # most alive while stage i runs forward
     backward: list[int]  # most alive while stage i runs backward
     waiting: list[int]  # alive as stage i begins backward, but for what forward began with and stages 0 to i saved
@@ -33,6 +36,11 @@ class Profile:
 
 def profile(config: Config, options: Model) -> Profile:
     """Rehearse a step without checkpointing and take its profile."""
+    return _rehearsed(step_of(config), options)
+
+
+@once
+def _rehearsed(config: Config, options: Model) -> Profile:
     entered: list[frozenset[int]] = []
 
     def watch(model: nn.Sequential, ledger: Ledger) -> None:
@@ -43,7 +51,7 @@ def profile(config: Config, options: Model) -> Profile:
     def note(ledger: Ledger, at: int, made: Any) -> None:
         entered[at] = frozenset(ledger.index(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
 
-    meter = rehearse(config, options, (), watch=watch, steps=2)
+    meter = rehearse(config, options, (), watch=watch, steps=ENOUGH)
     names = [name for name, _ in meter.model.named_children()]
     return _profile(meter.ledger, names, entered[:-1])
 
@@ -76,6 +84,7 @@ def _profile(ledger: Ledger, names: list[str], states: list[frozenset[int]]) -> 
     flops = _flops(ledger, names, begin, spans["forward"][1])
     later = phase_ends(ledger)["data"]
     return Profile(
+        max(alive),
         forward,
         backward,
         [w or 0 for w in waiting],

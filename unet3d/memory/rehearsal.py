@@ -6,6 +6,7 @@ in neither.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ def rehearse(
             train_step(model, loss, optimizer, scaler, policy, batches, meter.mark, config.optim.clip)
     torch.set_rng_state(random_state)
     return meter
+
+
+def step_of(config: Config) -> Config:
+    """The config without what a rehearsal is told otherwise or does not read, so that equal steps read alike."""
+    return replace(config, model=Model(), ckpt=0, budget=None, device=build.target(config))
 
 
 class Arriving:

@@ -14,8 +14,10 @@ from typing import NamedTuple
 from unet3d.checks import budget_bytes, stages
 from unet3d.config import Config, Model, Optim
 from unet3d.memory.ledger import phase_peaks
+from unet3d.memory.once import once
 from unet3d.memory.profile import Profile, profile
-from unet3d.memory.rehearsal import Starts, rehearse
+from unet3d.memory.rehearsal import Starts, rehearse, step_of
+from unet3d.progress import track
 
 TRIED = 3  # cuts rehearsed for a budget, of those that recompute as much
 SLACK = 1.11  # the profile is up to that much above the rehearsed peak
@@ -44,14 +46,18 @@ def cut(config: Config, options: Model) -> Cut:
 
 
 def _peak(config: Config, options: Model, starts: Starts, found: Profile) -> int:
-    """Of later steps, told from a rehearsal of the first; no cut lowers the peak of the update."""
-    return max(found.update, _first_step(config, options, starts) + found.later)
+    """Of later steps, told from a rehearsal of the first; no cut lowers the peak of the update.
 
-
-def _first_step(config: Config, options: Model, starts: Starts) -> int:
-    """Most bytes of a first step but for its update, which no cut changes: any optimizer will do."""
+    Nor does an optimizer change the rest of the first: any will do.
+    """
     plain = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)
-    peaks = phase_peaks(rehearse(replace(config, optim=plain), options, starts, steps=1).ledger)
+    return max(found.update, _first_step(replace(step_of(config), optim=plain), options, starts) + found.later)
+
+
+@once
+def _first_step(config: Config, options: Model, starts: Starts) -> int:
+    """Most bytes of a first step but for its update."""
+    peaks = phase_peaks(rehearse(config, options, starts, steps=1).ledger)
     return max(peak for phase, peak in peaks if phase in ("forward", "loss", "backward"))
 
 
@@ -67,12 +73,15 @@ def choose(
     if budget is not None:
         if peak(profile, (0,)) <= budget:
             return ()
-        for starts in likely(profile, most, budget):
+        tried = list(likely(profile, most, budget))
+        for starts in track(tried, "cuts that may fit the budget", len(tried)):
             if measure(starts) <= budget:
                 return starts
     found = candidates(profile, least, most)
-    only = found[0] if len(found) == 1 else None
-    starts = only or min(found, key=lambda starts: (measure(starts), recomputed(profile, starts)))
+    starts = found[0]
+    if len(found) > 1:
+        peaks = {starts: measure(starts) for starts in track(found, "cuts into segments", len(found))}
+        starts = min(found, key=lambda starts: (peaks[starts], recomputed(profile, starts)))
     return starts if len(starts) > 1 else ()
 
 

@@ -1,19 +1,22 @@
 """`python -m unet3d memory`: one config explained, from its own step on tensors without data."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unet3d import build, compose, record, report
+from unet3d.config import Model
 from unet3d.console import WIDE, paper, terminal_table, text
 from unet3d.errors import UserError
 from unet3d.memory import explain, kernels, numbers, save, tables
 from unet3d.memory.advise import advise, halved
 from unet3d.memory.estimates import estimates
-from unet3d.memory.look import Look, look
+from unet3d.memory.look import Look, look, simulate
+from unet3d.memory.meter import ENOUGH
 from unet3d.table import Table, mib, percent
 
 LARGEST = 10  # groups of tensors shown
@@ -22,13 +25,28 @@ LARGEST = 10  # groups of tensors shown
 def show(overrides: Sequence[str], half: bool, out: Path | None) -> None:
     """Print where the memory of a step goes; with `out`, also write it there, with report, figures and tables."""
     subject = look(overrides, half)
-    advice = advise(subject.config, subject.options, subject.entry, lambda o: replace(subject, options=o).peak)
-    said = text(_parts(subject, advice, overrides), WIDE)
+    narrower, relatives = narrowed(subject), family(subject, overrides)
+    simulate([subject, *narrower.values(), *relatives])
+    relatives.sort(key=lambda relative: -relative.parameters)
+    peaks = partial(_peak_of, narrower.values())
+    advice = advise(subject.config, subject.options, subject.entry, peaks)
+    said = text(_parts(subject, narrower, relatives, advice), WIDE)
     print(said, end="")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         record.write_text(out / "explained.txt", said)
         print(write(subject, advice, out))
+
+
+def narrowed(subject: Look) -> dict[int, Look]:
+    """By level, the network with half the width there, where there is such a network."""
+    levels = range(len(subject.options.features))
+    found = {level: halved(subject.config, subject.options, level) for level in levels}
+    return {level: replace(subject, options=one, steps=ENOUGH) for level, one in found.items() if one is not None}
+
+
+def _peak_of(looks: Iterable[Look], options: Model) -> int:
+    return next(one.peak for one in looks if one.options == options)
 
 
 def probe(subject: Look) -> None:
@@ -50,7 +68,9 @@ def write(subject: Look, advice: Mapping[str, Any], out: Path) -> Path:
     return report.write(out)
 
 
-def _parts(subject: Look, advice: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[str | tuple[str, Table]]:
+def _parts(
+    subject: Look, narrower: Mapping[int, Look], relatives: Sequence[Look], advice: Mapping[str, Any]
+) -> Iterator[str | tuple[str, Table]]:
     entry, peak = subject.entry, subject.peak
     yield _what(subject)
     yield f"predicted peak of a step: {mib(peak)} MiB ({entry['kind']}), {tables.moment(entry)}"
@@ -68,8 +88,7 @@ def _parts(subject: Look, advice: Mapping[str, Any], overrides: Sequence[str]) -
     weights = sum(p.nbytes for p in subject.meter.model.parameters())
     found = estimates(subject.counts(), subject.parameters, weights, subject.saved)
     yield "Usual estimates and their error", tables.estimates(found, peak)
-    yield "Half the width at one level (predicted)", _widths(subject)
-    relatives = family(subject, overrides)
+    yield "Half the width at one level (predicted)", _widths(subject, narrower)
     if len(relatives) > 1:
         yield "Networks of this family, same patch, batch and policy (predicted)", _family(relatives)
         yield from _why(subject, relatives)
@@ -101,16 +120,12 @@ def _groups(subject: Look) -> Table:
     return Table(["tensors", "for", "MiB", "share"], rows)
 
 
-def _widths(subject: Look) -> Table:
+def _widths(subject: Look, narrower: Mapping[int, Look]) -> Table:
     """What each level's width is worth, in bytes and in parameters."""
     rows = []
-    for level in range(len(subject.options.features)):
-        narrower = halved(subject.config, subject.options, level)
-        if narrower is None:
-            continue
-        other = replace(subject, options=narrower)
+    for level, other in narrower.items():
         fewer = f"{other.parameters / subject.parameters - 1:+.0%}"
-        widths = f"{subject.options.features[level]} -> {narrower.features[level]}"
+        widths = f"{subject.options.features[level]} -> {other.options.features[level]}"
         change = f"{other.peak / subject.peak - 1:+.0%}"
         rows.append([str(level), widths, mib(other.peak), change, f"{other.parameters:,}", fewer])
     return Table(["level", "width", "peak (MiB)", "change", "parameters", "change"], rows)
@@ -126,12 +141,12 @@ def family(subject: Look, overrides: Sequence[str]) -> list[Look]:
     found = []
     for name in names:
         try:
-            found.append(
-                subject if name == subject.name else look([f"model={name}", *rest], subject.dtype is torch.float16)
-            )
+            is_half = subject.dtype is torch.float16
+            other = subject if name == subject.name else look([f"model={name}", *rest], is_half)
+            found.append(other if other is subject else replace(other, steps=ENOUGH))
         except UserError:  # a relative that this patch or option does not suit
             continue
-    return sorted(found, key=lambda relative: -relative.parameters)
+    return found
 
 
 def _sets_widths(subject: Look) -> bool:

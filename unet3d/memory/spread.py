@@ -12,8 +12,9 @@ from unet3d.console import WIDE, paper, terminal_table
 from unet3d.errors import UserError
 from unet3d.memory import export, figures, tables
 from unet3d.memory.advise import overrides, resized
-from unet3d.memory.look import Look, look
-from unet3d.memory.meter import STEADY
+from unet3d.memory.look import Look, look, simulate
+from unet3d.memory.meter import ENOUGH, STEADY
+from unet3d.progress import track
 from unet3d.table import Table, mib, write_csv
 
 BATCHES = (1, 2, 4, 8)
@@ -34,7 +35,9 @@ class Point(NamedTuple):
 
 def compare(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None:
     """Print a row a job; with `out`, write peaks.csv, the layer traces of all in trace.csv, and their picture."""
-    looks = dict(zip(names(jobs), [look(job, half) for job in jobs], strict=True))
+    steps = ENOUGH if out is None else STEADY
+    looks = {name: replace(look(job, half), steps=steps) for name, job in zip(names(jobs), jobs, strict=True)}
+    simulate(list(looks.values()))
     first = next(iter(looks.values())).peak
     rows = [
         [name, f"{one.parameters:,}", mib(one.peak), f"{one.peak / first - 1:+.1%}", tables.moment(one.entry)]
@@ -58,8 +61,9 @@ def compare(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None
 
 def curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     """Write curves.csv and figures/curves.png: peak against batch size, first width and patch, a line a job."""
-    looks = {name: look(job, half) for name, job in zip(names(jobs), jobs, strict=True)}
-    points = [point for vary in (batches, widths, patches) for name, one in looks.items() for point in vary(one, name)]
+    looks = {name: replace(look(job, half), steps=ENOUGH) for name, job in zip(names(jobs), jobs, strict=True)}
+    varied = (point for vary in (batches, widths, patches) for name, one in looks.items() for point in vary(one, name))
+    points = list(track(varied, "points, at most", len(jobs) * len(BATCHES + SCALES + SIZES)))
     (out / "figures").mkdir(parents=True, exist_ok=True)
     write_csv(out / "curves.csv", list(Point._fields), points)
     panels = [(varied, _lines(points, varied)) for varied in dict.fromkeys(point.varied for point in points)]

@@ -1,0 +1,45 @@
+"""Tensors without data."""
+
+import torch
+
+from unet3d.memory.dry import dry
+from unet3d.memory.ledger import Ledger
+
+
+def test_what_is_known_of_a_number_is_kept_until_data_change_it() -> None:
+    with dry():
+        count, data = torch.tensor(3.0), torch.zeros(4)
+        later = (count + 1).detach()
+        assert later.item() == 4 and count.item() == 3
+        count += 2
+        assert count.item() == 5
+        count += data.sum()
+        assert count.item() == 0 and data.sum().item() == 0
+
+
+def test_views_share_a_storage_and_new_tensors_do_not() -> None:
+    with dry(), Ledger() as ledger:
+        base = torch.zeros(4, 6)
+        for _ in range(2):  # the second time as it was remembered
+            turned, row, copy = base.t(), base[1], base + 1
+            assert turned.untyped_storage()._cdata == row.untyped_storage()._cdata == base.untyped_storage()._cdata
+            assert copy.untyped_storage()._cdata != base.untyped_storage()._cdata
+            assert turned.shape == (6, 4) and turned.stride() == (1, 6) and copy.nbytes == 96
+        whole, real = base * 2, base * 2.5
+        assert (torch.zeros(2, dtype=torch.int64) * 2).dtype == torch.int64
+        assert (torch.zeros(2, dtype=torch.int64) * 2.5).dtype == torch.float32, "2 and 2.5 make other types"
+    assert whole.device.type == real.device.type == "cpu"
+    assert max(storage.bytes for storage in ledger.storages) == 96
+
+
+def test_what_a_kernel_shows_of_the_device_is_the_cpus() -> None:
+    """In evaluation, batch norm saves statistics on other devices alone."""
+    norm = torch.nn.BatchNorm3d(5).eval()
+    with Ledger() as real, torch.no_grad():
+        norm(torch.zeros(1, 5, 4, 4, 4))
+    with dry():
+        norm = torch.nn.BatchNorm3d(5).eval()
+        with Ledger() as ledger, torch.no_grad():
+            norm(torch.zeros(1, 5, 4, 4, 4))
+    made = [[(s.bytes, s.operation) for s in one.storages if s.operation != "adopted"] for one in (ledger, real)]
+    assert made[0] == [found for found in made[1] if "zero_" not in found[1]]

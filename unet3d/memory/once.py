@@ -1,0 +1,22 @@
+"""What was computed for equal arguments is not computed again."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def once(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, called once for arguments that read alike: for configs, which cannot be hashed."""
+    found: dict[str, R] = {}
+
+    @wraps(function)
+    def remembered(*args: P.args, **kwargs: P.kwargs) -> R:
+        key = repr((args, kwargs))
+        if key not in found:
+            found[key] = function(*args, **kwargs)
+        return found[key]
+
+    return remembered
