@@ -26,7 +26,8 @@ TINY = [
 PLAIN = ("optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=null")  # quick to rehearse
 SERVER = multiprocessing.get_context("forkserver")
 MODULES = ("command", "finish", "report", "memory.forecast")
-LATE = ("monai.transforms", "scipy.interpolate", "scipy.spatial.transform")  # a run loads them where it first uses them
+# what a run loads where it first uses it
+LATE = ("monai.transforms", "scipy.interpolate", "scipy.spatial.transform", "torch.fx.experimental.symbolic_shapes")
 SERVER.set_forkserver_preload(["training", *LATE, *(f"unet3d.{name}" for name in MODULES)])
 Hook = Callable[[], None]
 
