@@ -73,7 +73,7 @@ _depth = 0
 
 def has_kernels(dtype: torch.dtype) -> bool:
     """Whether oneDNN has convolutions of this half-precision type for this CPU, and does not emulate them."""
-    if not torch._C._get_mkldnn_enabled():
+    if not (torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()):
         return False
     if dtype is torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
