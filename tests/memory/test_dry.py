@@ -2,8 +2,13 @@
 
 import torch
 
+from unet3d import build, compose
+from unet3d.config import Config
 from unet3d.memory.dry import dry
 from unet3d.memory.ledger import Ledger
+from unet3d.memory.meter import STEADY, LedgerMeter
+from unet3d.memory.rehearsal import rehearse
+from unet3d.step import Batch, train_step
 
 
 def test_what_is_known_of_a_number_is_kept_until_data_change_it() -> None:
@@ -43,3 +48,21 @@ def test_what_a_kernel_shows_of_the_device_is_the_cpus() -> None:
             norm(torch.zeros(1, 5, 4, 4, 4))
     made = [[(s.bytes, s.operation) for s in one.storages if s.operation != "adopted"] for one in (ledger, real)]
     assert made[0] == [found for found in made[1] if "zero_" not in found[1]]
+
+
+def measured(options: Config, starts: tuple[int, ...]) -> Ledger:
+    """Of the same steps on real tensors."""
+    model, policy = build.model(options.model, 0), build.policy(options, "cpu", starts)
+    optimizer, loss = build.optimizer(options.optim, model), build.loss(options, 4)
+    meter, size = LedgerMeter(model, optimizer), (options.batch, *options.data.patch)
+    for _ in range(STEADY):
+        batch = Batch(torch.rand(options.batch, 1, *options.data.patch), torch.zeros(size, dtype=torch.int16))
+        train_step(model, loss, optimizer, policy.scaler(), policy, [batch], meter.mark)
+    return meter.ledger
+
+
+def test_modules_are_entered_and_left_in_the_order_of_a_real_step() -> None:
+    words = ["model=unet_tiny", "model.in_channels=1", "model.classes=4", "data.patch=[16,16,8]"]
+    options, starts = compose.compose(words), (0, 2)
+    dry_crossings = rehearse(options, options.model, starts).ledger.crossings
+    assert [what for _, what in dry_crossings] == [what for _, what in measured(options, starts).crossings]

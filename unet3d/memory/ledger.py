@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unet3d.memory.attribution import Crossing, Place
 
 CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+DEVICE = torch.ops.prim.device.default  # asked of a tensor without data; tensors with data are not asked
 CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
 
 
@@ -100,6 +101,8 @@ class Ledger(TorchDispatchMode):
         return self._known[tensor.untyped_storage()._cdata][0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:
+            return func(*args)
         self.adopt(tensors((args, kwargs)))
         if func in CONVOLUTIONS:
             self.sites.append(
