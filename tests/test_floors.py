@@ -93,7 +93,6 @@ LIGHT = {
         "sinks",
         "tracker",
         "console",
-        "progress",
         "data.cases",
         "data.mni152",
         "process",

@@ -70,6 +70,7 @@ def cases() -> Iterator[tuple[Any, ...]]:
         yield (2, inner, *size), out, kernel, Options(stride, padding, ONES, is_transposed, ZEROS, groups)
     yield (1, 4, 9, 6, 5), 6, (3, 3, 3), Options(ONES, (2, 2, 2), (2, 2, 2), False, ZEROS, 1)
     yield (1, 4, 9, 6, 5), 6, (3, 3, 3), Options((2, 2, 2), ONES, ONES, True, ONES, 1)
+    yield (1, 16, 44, 64, 3), 4, (3, 3, 3), Options(ONES, ONES, ONES, False, ZEROS, 1)  # two slabs of one image
     yield (2, 4, 5, 4, 4), 4, (2, 2, 2), Options((3, 3, 3), ZEROS, ONES, True, ZEROS, 1)  # planes between the slabs
 
 
@@ -93,6 +94,12 @@ def test_maps_shorter_than_their_kernel_have_right_gradients(
     """oneDNN's bf16 kernel leaves these weight gradients partly unwritten (torch 2.13, AVX512-BF16)."""
     force(has_kernels=True)
     options = SAME._replace(padding=(padding, 1, 1))
+    map_, weight = (
+        torch.empty(shape, dtype=torch.bfloat16) for shape in ((2, 16, depth, 12, 12), (16, 16, kernel, 3, 3))
+    )
+    assert is_served(map_, weight, options) and not is_served(
+        map_, weight[:, :, :1], options._replace(padding=(0, 1, 1))
+    )
     assert max(errors(torch.bfloat16, (2, 16, depth, 12, 12), 16, (kernel, 3, 3), options)) < CLOSE
 
 

@@ -44,6 +44,7 @@ def test_long_work_says_how_much_is_left_now_and_then_and_not_at_its_end() -> No
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     file = io.StringIO()
+    file.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(progress, "Terminal", lambda stderr: Terminal(file=file, force_terminal=True, width=80))
     yield file
 
@@ -57,6 +58,21 @@ def test_bars_on_a_terminal_share_one_display_which_ends_with_the_last(terminal:
     shown = terminal.getvalue()
     assert "training" in shown and "validation" in shown and "loss 0.5" in shown
     assert shown.endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+@pytest.mark.parametrize(("is_terminal", "kind"), [(False, "xterm"), (True, "dumb")])
+def test_where_the_cursor_cannot_be_moved_there_are_lines_though_colour_is_forced(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, kind: str
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", kind)
+    file, times = io.StringIO(), [0.0]
+    file.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    counter = Counter("validation", 2, Terminal(file=file, width=80), clock=lambda: times[-1])
+    times.append(10.0)
+    counter.advance()
+    counter.close()
+    assert not counter.has_bar and file.getvalue() == "validation: 1 of 2, about 10 s left\n"
 
 
 def test_an_interrupted_piece_of_work_takes_its_bar_away(terminal: io.StringIO) -> None:
@@ -103,10 +119,12 @@ def test_a_validation_that_fails_takes_its_bar_away_before_the_error_is_told(ter
     def fail(_: Case) -> None:
         raise RuntimeError
 
+    shown = ""
     try:
         evaluate(None, [Case("a", (), None)], fail, 2, hd95=False)  # type: ignore[arg-type]
     except RuntimeError:
-        assert not progress._open and terminal.getvalue().endswith("\x1b[?25h")
+        shown = terminal.getvalue()
+    assert not progress._open and shown.endswith("\x1b[?25h")
 
 
 # --- what shows progress

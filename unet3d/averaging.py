@@ -21,9 +21,6 @@ def follow(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """
 
     def update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        overflow = getattr(optimizer, "found_inf", None)  # the scaler leaves it to a fused optimizer to skip an update
-        if overflow is not None and overflow.item():
-            return
         for group in optimizer.param_groups:
             group[COUNT] = count = group.get(COUNT, 0) + 1
             share = 1 - min(decay, (1 + count) / (10 + count))

@@ -153,19 +153,15 @@ def loss(config: Config, classes: int) -> SegmentationLoss:
 def optimizer(options: Optim, network: nn.Module, foreach: bool | None = None) -> torch.optim.Optimizer:
     """The optimizer over all of the network's parameters, with their running average where the options ask for it.
 
-    `foreach`: all parameters at once, as torch does on CUDA; None: what suits the device. On the CPU, one kernel for
-    each parameter does all of its update, which takes a sixth of the time and no memory.
+    `foreach` None: all parameters at once on CUDA, one by one on the CPU, as torch does.
     """
-    is_fused = foreach is None and all(parameter.device.type == "cpu" for parameter in network.parameters())
-    found = _optimizer(options, network.parameters(), foreach, is_fused or None)
+    found = _optimizer(options, network.parameters(), foreach)
     if options.average is not None:
         averaging.follow(found, options.average)
     return found
 
 
-def _optimizer(
-    options: Optim, parameters: Iterator[nn.Parameter], foreach: bool | None, fused: bool | None
-) -> torch.optim.Optimizer:
+def _optimizer(options: Optim, parameters: Iterator[nn.Parameter], foreach: bool | None) -> torch.optim.Optimizer:
     betas = (options.betas[0], options.betas[1])
     match options.name:
         case "sgd":
@@ -176,16 +172,11 @@ def _optimizer(
                 nesterov=options.momentum > 0,
                 weight_decay=options.weight_decay,
                 foreach=foreach,
-                fused=fused,
             )
         case "adam":
-            return torch.optim.Adam(
-                parameters, options.lr, betas, weight_decay=options.weight_decay, foreach=foreach, fused=fused
-            )
+            return torch.optim.Adam(parameters, options.lr, betas, weight_decay=options.weight_decay, foreach=foreach)
         case "adamw":
-            return torch.optim.AdamW(
-                parameters, options.lr, betas, weight_decay=options.weight_decay, foreach=foreach, fused=fused
-            )
+            return torch.optim.AdamW(parameters, options.lr, betas, weight_decay=options.weight_decay, foreach=foreach)
     raise AssertionError(options.name)
 
 

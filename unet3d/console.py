@@ -32,7 +32,7 @@ class Console:
         if "train/loss" in values:
             loss = f"loss {values['train/loss']:.4f}"
             self.bar.reach(step, loss)
-            if not self.terminal.is_terminal and (step % self.every == 0 or step == 1):
+            if not self.bar.has_bar and (step % self.every == 0 or step == 1):
                 self._line(step, f"{loss}  {values['time/step_s']:.2f} s/step")
         elif "val/dice_mean" in values:
             dice = {key: value for key, value in values.items() if key.startswith("val/dice")}

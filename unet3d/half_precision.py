@@ -1,10 +1,11 @@
 """Half-precision 3D convolutions on CPUs that have no half-precision arithmetic of their own, or do it wrongly.
 
-Without AVX512, bf16 and fp16 convolutions do not reach oneDNN: torch computes them 85 to 128 times slower than float32
-ones (pytorch#118499, #183815). Inside `convolutions()` such a convolution takes and returns half-precision tensors and
-computes in float32, one slab of planes along D at a time. This happens below autocast, autograd, checkpointing and the
-memory ledger, in torch's dispatcher, so none of them sees a difference: what is kept between operations stays half
-precision, and float32 lives within one call only.
+Without AVX512 (fp16: without AVX512-FP16), such convolutions do not reach oneDNN: torch computes them 85 to 128 times
+slower than float32 ones (pytorch#118499, #183815). With AVX512 but no bf16 instructions, oneDNN emulates them in twice
+the time of float32. Inside `convolutions()` they take and return half-precision tensors and compute in float32, one
+slab of planes along D at a time. This happens below autocast, autograd, checkpointing and the memory ledger, in torch's
+dispatcher, so none of them sees a difference: what is kept between operations stays half precision, and float32 lives
+within one call only.
 """
 
 import math
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import pairwise
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +39,8 @@ class Options(NamedTuple):
 class Slab(NamedTuple):
     """Planes along D that one call computes.
 
-    `start` to `end` are planes of the side whose slabs are disjoint: a convolution's output, a transposed one's input.
-    `low` to `high` are the planes of the other side that they touch; of a padded input some lie outside.
+    `start` to `end` are planes of the output; of a transposed convolution, planes of the input. `low` to `high` are the
+    planes of the other side that they touch. Where the input is padded, some of these lie outside.
     """
 
     start: int
@@ -51,24 +53,40 @@ class Slab(NamedTuple):
 def convolutions() -> Iterator[None]:
     """Within, half-precision 3D convolutions on the CPU that torch does slowly or wrongly are computed here.
 
-    May be nested. Nothing stays registered afterwards.
+    May be nested, and entered by several threads: it serves the whole process until the last one leaves, and nothing
+    stays registered afterwards.
     """
-    global _depth
-    library = torch.library.Library("aten", "IMPL") if _depth == 0 else None
-    _depth += 1
+    _Registration.enter()
     try:
-        if library is not None:
-            for name, function in KERNELS.items():
-                native = torch.library.get_kernel(f"aten::{name}", "CPU")
-                library.impl(name, partial(function, native), "CPU", with_keyset=True)
         yield
     finally:
-        _depth -= 1
-        if library is not None:
-            library._destroy()
+        _Registration.leave()
 
 
-_depth = 0
+class _Registration:
+    """Of our kernels in torch's dispatcher, which is the process's."""
+
+    lock = Lock()
+    users = 0
+    library: torch.library.Library | None = None
+
+    @classmethod
+    def enter(cls) -> None:
+        with cls.lock:
+            if cls.library is None:
+                cls.library = torch.library.Library("aten", "IMPL")
+                for name, function in KERNELS.items():
+                    native = torch.library.get_kernel(f"aten::{name}", "CPU")
+                    cls.library.impl(name, partial(function, native), "CPU", with_keyset=True)
+            cls.users += 1
+
+    @classmethod
+    def leave(cls) -> None:
+        with cls.lock:
+            cls.users -= 1
+            if cls.users == 0 and cls.library is not None:
+                cls.library._destroy()
+                cls.library = None
 
 
 def has_kernels(dtype: torch.dtype) -> bool:

@@ -33,9 +33,14 @@ class Counter:
         self._plain_lines, self._clock = plain_lines, clock
         self._started = clock()
         self._next_line = self._started + FIRST_LINE
-        self._display = _Display.join(self._terminal) if self._terminal.is_terminal else None
+        self._display = _Display.join(self._terminal) if _takes_bars(self._terminal) else None
         self._task = self._display.add_task("", total=total, what=what, note="") if self._display else None
         _open.append(self)
+
+    @property
+    def has_bar(self) -> bool:
+        """Whether it is shown as a bar."""
+        return self._display is not None
 
     def advance(self, note: str = "") -> None:
         """Another part is finished; `note` stands behind the bar."""
@@ -63,8 +68,10 @@ class Counter:
         if self in _open:
             _open.remove(self)
             if self._display is not None and self._task is not None:
-                self._display.remove_task(self._task)
-                _Display.leave()
+                try:
+                    self._display.remove_task(self._task)
+                finally:
+                    _Display.leave()
 
     def _line(self, finished: float) -> str:
         elapsed = self._clock() - self._started
@@ -135,6 +142,11 @@ def parts(items: Sequence[Item]) -> Iterator[Item]:
         yield item
         if _open:
             _open[-1].within(number / len(items))
+
+
+def _takes_bars(terminal: Terminal) -> bool:
+    """Whether the cursor can be moved: not in a file or pipe, also where FORCE_COLOR is set, nor on a dumb terminal."""
+    return terminal.is_terminal and not terminal.is_dumb_terminal and _is_terminal(terminal.file)
 
 
 def _is_terminal(stream: Any) -> bool:

@@ -43,8 +43,9 @@ def is_done(folder: Path) -> bool:
 
 def sweep_orphans(folder: Path) -> None:
     """Delete what was being written when a run was killed."""
-    for orphan in (*folder.glob(".*.tmp"), *folder.glob("checkpoints/*.tmp"), *folder.glob("predictions/.*.tmp")):
-        orphan.unlink(missing_ok=True)
+    for pattern in (".*.tmp", "checkpoints/*.tmp", "predictions/.*.tmp", "figures/.*.tmp.png"):
+        for orphan in folder.glob(pattern):
+            orphan.unlink(missing_ok=True)
 
 
 def add_measured(folder: Path, parameters: int, measured: dict[str, Any], before: dict[str, Any]) -> None:

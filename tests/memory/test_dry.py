@@ -25,11 +25,10 @@ def test_what_is_known_of_a_number_is_kept_until_data_change_it() -> None:
 def test_views_share_a_storage_and_new_tensors_do_not() -> None:
     with dry(), Ledger() as ledger:
         base = torch.zeros(4, 6)
-        for _ in range(2):  # the second time as it was remembered
-            turned, row, copy = base.t(), base[1], base + 1
-            assert turned.untyped_storage()._cdata == row.untyped_storage()._cdata == base.untyped_storage()._cdata
-            assert copy.untyped_storage()._cdata != base.untyped_storage()._cdata
-            assert turned.shape == (6, 4) and turned.stride() == (1, 6) and copy.nbytes == 96
+        turned, row, copy = base.t(), base[1], base + 1
+        assert turned.untyped_storage()._cdata == row.untyped_storage()._cdata == base.untyped_storage()._cdata
+        assert copy.untyped_storage()._cdata != base.untyped_storage()._cdata
+        assert turned.shape == (6, 4) and turned.stride() == (1, 6) and copy.nbytes == 96
         whole, real = base * 2, base * 2.5
         assert (torch.zeros(2, dtype=torch.int64) * 2).dtype == torch.int64
         assert (torch.zeros(2, dtype=torch.int64) * 2.5).dtype == torch.float32, "2 and 2.5 make other types"

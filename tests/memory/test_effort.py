@@ -14,6 +14,7 @@ from unet3d.memory import fit, rehearsal, show, spread
 from unet3d.memory.distress import remedies
 from unet3d.memory.forecast import forecast
 from unet3d.memory.look import look
+from unet3d.memory.once import forget
 from unet3d.memory.plan import price
 
 NET = ["model=unet_tiny", "model.features=[8,16]", "data.patch=[8,16,8]", "batch=2", "dry_run=true"]
@@ -21,6 +22,12 @@ NET = ["model=unet_tiny", "model.features=[8,16]", "data.patch=[8,16,8]", "batch
 
 def config(*overrides: str) -> Config:
     return compose.compose([*NET, "model.in_channels=1", "model.classes=3", *overrides])
+
+
+@pytest.fixture(autouse=True)
+def from_the_start() -> None:
+    """What other tests of this process simulated is simulated again."""
+    forget()
 
 
 @pytest.fixture
@@ -79,6 +86,7 @@ def test_the_memory_command_simulates_each_network_once(simulated: dict, capsys:
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     file = io.StringIO()
+    file.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(progress, "Terminal", lambda stderr: Terminal(file=file, force_terminal=True, width=80))
     yield file
 

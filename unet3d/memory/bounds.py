@@ -39,14 +39,18 @@ def call(site: Site, given: list[Any]) -> list[torch.Tensor]:
 def most(site: Site) -> int:
     """An upper bound in bytes for a call on the CPU, outputs included.
 
-    Counted with channels rounded up to 16 per group: forward 2 x (input + output) + weight, transposed one output
-    more; backward 2 x input + 3 x gradient of the output + (2 + threads) x weight in float32; 512 KiB per thread; where
-    no oneDNN kernel of the direct kind is at work (oneDNN off, or torch chose its own, as it does for small batches of
-    one; kernels above 3; dilation), the unfolded input of one image, times images or threads, whichever are more;
-    without AVX512 that of one plane for each thread. Where `half_precision` computes the call, all this is counted for
-    its largest slab in float32, with the slab itself.
+    The sum of these, with channels rounded up to 16 per group:
 
-    Held in RANDOM_CALLS random calls (float32, bfloat16, float16; 1 and 2 threads; strided, grouped, dilated,
+    - forward 2 x (input + output) + weight, one output more if transposed;
+    - backward 2 x input + 3 x gradient of the output + (2 + threads) x weight in float32;
+    - 512 KiB per thread;
+    - the unfolded input of one image, times images or threads, whichever are more, where no oneDNN kernel of the direct
+      kind is at work: oneDNN off, small batches of one, which torch computes itself, kernels above 3, dilation;
+    - without AVX512 the unfolded input of one plane for each thread.
+
+    Where `half_precision` computes the call, this is the sum for its largest slab in float32, and the slab itself.
+
+    Held in 2,400 random calls (float32, bfloat16, float16; 1 and 2 threads; strided, grouped, dilated,
     transposed; torch 2.13, oneDNN 3.12, AMD EPYC with AVX512 and restricted to AVX2). It says nothing of cuDNN's
     workspaces.
     """

@@ -132,7 +132,9 @@ def _cpu_kind() -> list[str]:
     machine = [found[1] for found in facts if found] or [platform.processor() or platform.machine()]
     version = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
     onednn = f"onednn {version[1]}" if version and torch._C._get_mkldnn_enabled() else "no onednn"
-    return [*machine, f"torch {torch.__version__}", onednn, f"threads {torch.get_num_threads()}"]
+    isa = " ".join([torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")])
+    slabs = f"slabs {half_precision.SLAB_BYTES}"  # of half precision that is computed in float32
+    return [*machine, isa, f"torch {torch.__version__}", onednn, slabs, f"threads {torch.get_num_threads()}"]
 
 
 def _cuda_kind(device: torch.device) -> list[str]:

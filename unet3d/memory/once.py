@@ -8,9 +8,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_memories: list[dict] = []
+
+
+def forget() -> None:
+    """Compute everything again."""
+    for memory in _memories:
+        memory.clear()
+
+
 def once(function: Callable[P, R]) -> Callable[P, R]:
     """The function, called once for arguments that read alike: for configs, which cannot be hashed."""
     found: dict[str, R] = {}
+    _memories.append(found)
 
     @wraps(function)
     def remembered(*args: P.args, **kwargs: P.kwargs) -> R:
