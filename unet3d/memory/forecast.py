@@ -15,7 +15,10 @@ from unet3d.memory.rehearsal import Starts, rehearse
 from unet3d.memory.segments import cut
 from unet3d.memory.tables import moment, sentence
 from unet3d.memory.validation import validation_peak
+from unet3d.progress import Counter, counting
 from unet3d.table import mib
+
+PARTS = 3  # the step as asked, with half the width where that saves most, and a validation
 
 
 class Forecast(NamedTuple):
@@ -30,10 +33,16 @@ def forecast(config: Config, options: Model) -> Forecast:
 
     For CUDA also what its allocator would make of them: not yet verified on a GPU.
     """
+    with counting("predicting memory", PARTS) as counter:
+        return _forecast(config, options, counter)
+
+
+def _forecast(config: Config, options: Model, counter: Counter) -> Forecast:
     if not config.dry_run:
         build.device(config)
     (starts, again), is_cuda = cut(config, options), build.target(config) == "cuda"
     meter = rehearse(config, options, starts, steps=STEADY if is_cuda else ENOUGH)  # an allocator settles later
+    counter.advance()
     found, names = meter.summary(), [name for name, _ in meter.model.named_children()]
     parameters, peak = sum(p.numel() for p in meter.model.parameters()), found["peak_bytes"]
     print(f"{parameters:,} parameters; predicted peak of a step {mib(peak)} MiB (ledger), {moment(found)}", flush=True)
@@ -45,12 +54,14 @@ def forecast(config: Config, options: Model) -> Forecast:
     if config.budget is not None and peak > budget_bytes(config.budget):
         raise UserError(plan(config, options, budget_bytes(config.budget), Price(peak, again / 3)))
     advice = advise(config, options, found, lambda narrower: price(config, narrower).peak)
+    counter.advance()
     print(sentence(advice, peak), flush=True)
     if starts:
         print(f"checkpointed segments: {segments(names, starts)}", flush=True)
     validation = validation_peak(config, options, found["state"]["optimizer"])
     if validation > peak:
         print(f"validation needs more than a step: {mib(validation)} MiB (ledger, predicted)", flush=True)
+    counter.advance()
     memory = {"parameters": parameters, "predicted": found, "advice": advice, "predicted_validation_bytes": validation}
     return Forecast(starts, memory | {"segments": [names[start] for start in starts]})
 

@@ -25,6 +25,7 @@ from unet3d import half_precision
 from unet3d.errors import UserError
 from unet3d.memory.bounds import arguments, call, most
 from unet3d.memory.ledger import Ledger, Site, levels
+from unet3d.progress import track
 
 LARGEST = 2**50  # bytes; more is no measurement
 
@@ -76,7 +77,8 @@ def probe(sites: Iterable[Site], device: torch.device) -> Table:
     table = read(path)
     missing = {name: site for site in sites if (name := key(site)) not in table}
     if missing:
-        table |= {name: measure(site, device) for name, site in missing.items()}
+        calls = track(missing.items(), "measuring convolutions", len(missing))
+        table |= {name: measure(site, device) for name, site in calls}
         write(path, table)
     return table
 

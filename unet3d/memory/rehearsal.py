@@ -18,6 +18,7 @@ from unet3d.memory.cuda import cuda_policy
 from unet3d.memory.dry import dry
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEADY, LedgerMeter
+from unet3d.progress import parts
 from unet3d.step import Batch, train_step
 
 Starts = tuple[int, ...]
@@ -47,7 +48,7 @@ def rehearse(
         scaler, meter = policy.scaler(), LedgerMeter(model, optimizer)
         if watch is not None:
             watch(model, meter.ledger)
-        for _ in range(steps):
+        for _ in parts(range(steps)):
             made = [dry_batch(config, options, dtype) for _ in range(config.accumulate)]
             batches: list[Any] = [Arriving(made.pop(0)) for _ in range(len(made))] if on_gpu else made
             train_step(model, loss, optimizer, scaler, policy, batches, meter.mark, config.optim.clip)
