@@ -26,6 +26,10 @@ class _Corrections(TorchDispatchMode):
     their own type.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in the ledger
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             result = func(*args, **(kwargs or {}))
