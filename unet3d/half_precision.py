@@ -118,13 +118,14 @@ def is_served(x: Tensor, weight: Tensor, options: Options) -> bool:
     """
     if x.dtype not in DTYPES or x.dim() != 5 or weight.dtype is not x.dtype:
         return False
-    outer = output_shape(x, weight, options)
     if not has_kernels(x.dtype):
-        places = math.prod(x.shape[2:] if options.is_transposed else outer[2:])
+        places = math.prod(x.shape[2:] if options.is_transposed else output_shape(x, weight, options)[2:])
         return x.shape[0] * weight.numel() * places >= FEWEST
-    is_shallow = x.shape[2] < weight.shape[2] and outer[2] > 1
-    is_narrow = options.stride[2] > 1 and outer[4] == 1
-    return not options.is_transposed and (is_shallow or is_narrow)
+    may_be_wrong = x.shape[2] < weight.shape[2] or options.stride[2] > 1
+    if options.is_transposed or not may_be_wrong:
+        return False
+    _, _, depth, _, width = output_shape(x, weight, options)
+    return (x.shape[2] < weight.shape[2] and depth > 1) or (options.stride[2] > 1 and width == 1)
 
 
 def output_shape(x: Tensor, weight: Tensor, options: Options) -> list[int]:
