@@ -1,5 +1,6 @@
 """Shared by all tests: small models, and one thread, so that results do not depend on the machine's cores."""
 
+import io
 import os
 import signal
 from collections.abc import Callable
@@ -8,8 +9,9 @@ from functools import cache
 
 import pytest
 import torch
+from rich.console import Console as Terminal
 
-from unet3d import compose
+from unet3d import compose, progress
 from unet3d.config import Model
 from unet3d.model.unet import UNet3D
 
@@ -61,3 +63,12 @@ def network(options: Callable[..., Model]) -> Callable[..., UNet3D]:
         return UNet3D(options(*overrides, in_channels=in_channels, classes=classes))
 
     return make
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What bars are drawn on."""
+    file = io.StringIO()
+    file.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(progress, "Terminal", lambda stderr: Terminal(file=file, force_terminal=True, width=80))
+    return file

@@ -2,7 +2,6 @@
 
 import io
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import nibabel as nib
@@ -39,14 +38,6 @@ def test_long_work_says_how_much_is_left_now_and_then_and_not_at_its_end() -> No
     ]
     assert printed(2, [100, 200]) == ["validation: 1 of 2, about 0:01:40 left"]
     assert printed(None, [6]) == ["validation: 1 done in 6 s"]
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    file = io.StringIO()
-    file.isatty = lambda: True  # type: ignore[method-assign]
-    monkeypatch.setattr(progress, "Terminal", lambda stderr: Terminal(file=file, force_terminal=True, width=80))
-    yield file
 
 
 def test_bars_on_a_terminal_share_one_display_which_ends_with_the_last(terminal: io.StringIO) -> None:

@@ -2,7 +2,7 @@
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console as Terminal
@@ -81,14 +81,6 @@ def test_fit_simulates_each_way_once(simulated: dict, capsys: pytest.CaptureFixt
 def test_the_memory_command_simulates_each_network_once(simulated: dict, capsys: pytest.CaptureFixture) -> None:
     show.show([*NET, "model.in_channels=1", "model.classes=3"], half=False, out=None)
     assert sorted(times(simulated)) == [[2], [2], [3]]
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    file = io.StringIO()
-    file.isatty = lambda: True  # type: ignore[method-assign]
-    monkeypatch.setattr(progress, "Terminal", lambda stderr: Terminal(file=file, force_terminal=True, width=80))
-    yield file
 
 
 def refused(asked: Config) -> None:
