@@ -4,9 +4,11 @@ import errno
 import io
 import os
 import shlex
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from training import face
 
 from unet3d import command, compose, guard
 from unet3d.errors import UserError
@@ -23,6 +25,18 @@ def killed(tmp_path: Path) -> Path:
     (tmp_path / "config.yaml").write_text(compose.to_yaml(compose.compose(LARGE)))
     guard.remember(tmp_path, LARGE)
     return tmp_path
+
+
+def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture) -> None:
+    assert face() == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n    {name}" in shown for name in ("memory", "predict", "publish", "score", "check-data", "compare"))
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        face("--version")
+    assert ended.value.code == 0 and capsys.readouterr().out.split() == ["unet3d", version("unet3d")]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unet3d import compose, progress
+from unet3d import __version__, compose, progress
 from unet3d.errors import NotSaved, OutOfMemory, SnapshotError, UserError, is_out_of_memory, reason
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ def _arguments() -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m unet3d", description="Explain memory, apply, check and report.")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser.add_argument("--version", action="version", version=f"unet3d {__version__}")
+    parser.set_defaults(run=lambda _: _show(parser))  # the default of a command takes its place
+    commands = parser.add_subparsers(metavar="command")
     memory = commands.add_parser("memory", help="tell where the memory of a training step goes, without running it")
     memory.add_argument(
         "overrides",
@@ -88,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("-o", "--out", type=Path, help="folder for compare.csv, compare.png and compare.html")
     compare.set_defaults(run=_compare)
     return parser
+
+
+def _show(parser: argparse.ArgumentParser) -> int:
+    """What there is, for who names no command."""
+    parser.print_help()
+    return 0
 
 
 def _memory(arguments: argparse.Namespace) -> int:
