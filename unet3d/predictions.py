@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from unet3d.config import Data as Options
 from unet3d.data import sparse
 from unet3d.data.cases import Case
 from unet3d.data.voxels import label_kind
-from unet3d.errors import NotSaved, UserError
+from unet3d.errors import NotSaved, UserError, is_out_of_memory
 from unet3d.inference import Predictor
 
 
@@ -43,8 +43,13 @@ class Predictions:
 
     def try_add(self, case: Case, probabilities: Tensor) -> None:
         """Write the label map of a case, if that is possible; if not, `complete` tries again and says what is wrong."""
-        with suppress(UserError, MemoryError):
+        try:
             self._add(case, probabilities)
+        except UserError:
+            return
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
 
     def complete(self, predictor: Predictor) -> None:
         """Add what is missing, as after a kill or on a disk that was full. Raises NotSaved, UserError."""

@@ -57,7 +57,7 @@ def rehearse(
 
 
 def step_of(config: Config) -> Config:
-    """The config without what a rehearsal is told otherwise or does not read, so that equal steps read alike."""
+    """The config without the fields that a simulated step takes as arguments or does not read: a key for equal steps."""
     return replace(config, model=Model(), ckpt=0, budget=None, device=build.target(config))
 
 

@@ -48,7 +48,7 @@ def cut(config: Config, options: Model) -> Cut:
 def _peak(config: Config, options: Model, starts: Starts, found: Profile) -> int:
     """Of later steps, told from a rehearsal of the first; no cut lowers the peak of the update.
 
-    Nor does an optimizer change the rest of the first: any will do.
+    The first step is simulated with a plain optimizer: which one it is changes the update alone.
     """
     plain = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)
     return max(found.update, _first_step(replace(step_of(config), optim=plain), options, starts) + found.later)
