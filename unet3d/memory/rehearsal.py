@@ -57,7 +57,7 @@ def rehearse(
 
 
 def step_of(config: Config) -> Config:
-    """The config without the fields that a simulated step takes as arguments or does not read: a key for equal steps."""
+    """A key for equal steps: the config without what a simulated step takes as arguments or does not read."""
     return replace(config, model=Model(), ckpt=0, budget=None, device=build.target(config))
 
 
