@@ -44,7 +44,7 @@ def test_bars_on_a_terminal_share_one_display_which_ends_with_the_last(terminal:
     with progress.counting("training", 3) as outer:
         outer.advance("loss 0.5")
         for _ in progress.track("ab", "validation", 2):
-            progress.advance()
+            assert list(progress.parts("cd")) == ["c", "d"]
     assert outer.done == 1
     shown = terminal.getvalue()
     assert "training" in shown and "validation" in shown and "loss 0.5" in shown
@@ -70,7 +70,7 @@ def test_an_interrupted_piece_of_work_takes_its_bar_away(terminal: io.StringIO) 
     with pytest.raises(KeyboardInterrupt), progress.counting("searching"):
         raise KeyboardInterrupt
     assert terminal.getvalue().endswith("\x1b[?25h")
-    progress.advance()  # counts nothing
+    assert list(progress.parts("ab")) == ["a", "b"], "with nothing open they are shares of nothing"
 
 
 def test_a_part_that_lasts_says_how_much_is_left_of_all() -> None:

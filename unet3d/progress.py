@@ -130,12 +130,6 @@ def track(items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
             counter.advance()
 
 
-def advance() -> None:
-    """Count a part of the innermost open piece of work, if there is one: for code that does not know its caller."""
-    if _open:
-        _open[-1].advance()
-
-
 def parts(items: Sequence[Item]) -> Iterator[Item]:
     """The items, each an equal share of the part under way of the innermost open piece of work, if there is one."""
     for number, item in enumerate(items, 1):
