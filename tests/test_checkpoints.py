@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from unet3d import build, compose, snapshot
-from unet3d.checkpoints import Checkpoints
+from unet3d import compose
 from unet3d.errors import NotSaved
+from unet3d.run.resume import Checkpoints
+from unet3d.train import checkpoint, optim
 
 
 class Steps:
@@ -38,7 +39,7 @@ def checkpoints(tmp_path: Path, steps: Steps) -> Checkpoints:
 def kept(checkpoints: Checkpoints) -> dict[str, int]:
     """The step of each snapshot."""
     folder = checkpoints.folder / "checkpoints"
-    return {path.stem: snapshot.load(path)["step"] for path in folder.iterdir()}
+    return {path.stem: checkpoint.load_snapshot(path)["step"] for path in folder.iterdir()}
 
 
 def test_the_best_is_that_of_the_highest_dice(checkpoints: Checkpoints, steps: Steps) -> None:
@@ -58,7 +59,7 @@ def test_a_best_that_could_not_be_saved_is_no_best(
     checkpoints.keep(0.5)
     steps.next()
     with monkeypatch.context() as full:
-        full.setattr(snapshot, "save", lambda *_: (_ for _ in ()).throw(NotSaved("no room")))
+        full.setattr(checkpoint, "save", lambda *_: (_ for _ in ()).throw(NotSaved("no room")))
         with pytest.raises(NotSaved):
             checkpoints.keep(0.8)
     assert kept(checkpoints) == {"best": 0, "last": 0}
@@ -68,7 +69,7 @@ def test_a_best_that_could_not_be_saved_is_no_best(
 
 
 def test_a_resumed_run_knows_its_best(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    snapshot.save(tmp_path / "checkpoints" / "last.pt", {"step": 4, "paused": 4, "best": 0.5})
+    checkpoint.save_snapshot(tmp_path / "checkpoints" / "last.pt", {"step": 4, "paused": 4, "best": 0.5})
     (tmp_path / "metrics.jsonl").touch()
     assert checkpoints.restore(lambda state, path: []) == (4, 4) and checkpoints.best == 0.5
 
@@ -84,7 +85,7 @@ def test_a_resumed_run_knows_its_best(checkpoints: Checkpoints, tmp_path: Path) 
 )
 def test_the_optimizer_is_the_one_asked_for(words: list[str], kind: type, options: dict[str, Any]) -> None:
     asked = compose.compose([*words, "optim.lr=0.125", "optim.weight_decay=0.25"]).optim
-    found = build.optimizer(asked, torch.nn.Linear(2, 2))
+    found = optim.optimizer(asked, torch.nn.Linear(2, 2))
     assert type(found) is kind
     assert {name: found.defaults[name] for name in options} == options
     assert (found.defaults["lr"], found.defaults["weight_decay"]) == (0.125, 0.25)

@@ -15,7 +15,7 @@ from training import ROOT, TINY, face, records, run, weights
 from training import train as fork
 from wandb_records import read_run
 
-from unet3d import snapshot
+from unet3d.train import checkpoint
 
 
 def train(cwd: Path, *arguments: str) -> Path:
@@ -149,7 +149,7 @@ def test_t1_memory_that_runs_out_is_told_with_remedies_and_the_snapshot_is_kept(
 
 
 def limit_memory() -> None:
-    from unet3d.run import Run
+    from unet3d.run.run import Run
 
     pause = Run._pause
 
@@ -175,10 +175,14 @@ def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:
 def test_a_published_snapshot_predicts_the_same_and_names_no_path(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, slim, state = tmp_path / "whole.pt", tmp_path / "net.pt", snapshot.load(finished / "checkpoints" / "best.pt")
+    whole, slim, state = (
+        tmp_path / "whole.pt",
+        tmp_path / "net.pt",
+        checkpoint.load_snapshot(finished / "checkpoints" / "best.pt"),
+    )
     state["config"] |= {"resume": "/home/someone/run", "wandb": state["config"]["wandb"] | {"project": "a-secret"}}
     state["config"]["data"] |= {"images": "/home/someone/scans"}
-    snapshot.save(whole, state)
+    checkpoint.save_snapshot(whole, state)
     assert face("publish", whole, "-o", slim) == 0
     assert slim.stat().st_size < whole.stat().st_size / 2
     for secret in (str(finished), "imagesTr", "phantom/", "a-secret", "/home/someone"):

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from training import face
 
-from unet3d import command, compose, guard
+from unet3d import compose
+from unet3d.cli import lifecycle, train
+from unet3d.cli.lifecycle import SafeStream
 from unet3d.errors import UserError
-from unet3d.outlet import Outlet
 
 LARGE = ["model=forum_large", "data.patch=[64,64,16]"]  # ten stages; the default network has eight
 
@@ -23,7 +24,7 @@ def killed(tmp_path: Path) -> Path:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.pt").touch()
     (tmp_path / "config.yaml").write_text(compose.to_yaml(compose.compose(LARGE)))
-    guard.remember(tmp_path, LARGE)
+    lifecycle.save_overrides(tmp_path, LARGE)
     return tmp_path
 
 
@@ -46,16 +47,16 @@ def test_the_command_that_goes_on_can_be_pasted_whatever_the_folder_is_called(tm
     folder = tmp_path / name
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "last.pt").touch()
-    *_, word = shlex.split(guard._how_to_go_on(folder))
+    *_, word = shlex.split(lifecycle._how_to_go_on(folder))
     assert compose.compose([word]).resume == str(folder)
 
 
 def test_options_on_resuming_are_for_the_network_of_the_run(killed: Path) -> None:
     with pytest.raises(UserError, match="this model has 8 stages"):
-        command._checked(["ckpt=10"])
-    assert command._checked([f"resume={killed}", "ckpt=10"])[:3] == [*LARGE, f"resume={killed}"]
+        train._checked(["ckpt=10"])
+    assert train._checked([f"resume={killed}", "ckpt=10"])[:3] == [*LARGE, f"resume={killed}"]
     with pytest.raises(UserError, match="resume goes on with one run"):
-        command._checked([f"resume={killed}", "-m"])
+        train._checked([f"resume={killed}", "-m"])
 
 
 @pytest.mark.parametrize(
@@ -68,15 +69,15 @@ def test_a_run_folder_that_is_damaged_is_one_line(killed: Path, name: str, conte
     else:
         (killed / name).write_text(content)
     with pytest.raises(UserError, match=rf"{name}: (cannot be read|is damaged)") as told:
-        command._checked([f"resume={killed}"])
+        train._checked([f"resume={killed}"])
     assert "\n" not in str(told.value)
 
 
 def test_what_would_be_replaced_anew_on_resuming_is_refused() -> None:
     with pytest.raises(UserError, match=r"^data.root=\$\{oc.env:HOME\}: .* let the shell replace it"):
-        command._checked(["data.root=${oc.env:HOME}"])
+        train._checked(["data.root=${oc.env:HOME}"])
     words = ["seed=0,1", "hydra.sweep.subdir=${hydra.job.override_dirname}"]
-    assert command._checked(words[1:]) == words[1:]
+    assert train._checked(words[1:]) == words[1:]
 
 
 def test_a_sweep_takes_configs_by_pattern() -> None:
@@ -97,7 +98,7 @@ class Filling(io.StringIO):
 
 def test_what_is_printed_goes_on_once_a_full_disk_has_room() -> None:
     file = Filling()
-    stream = Outlet(file)
+    stream = SafeStream(file)
     for text, file.is_full in (("a", False), ("b", True), ("c", False)):
         stream.write(text)
         stream.flush()

@@ -12,10 +12,11 @@ from legibility import assert_legible
 from matplotlib.figure import Figure
 from training import yaml_of
 
-from unet3d import compare, compare_figures, compose
-from unet3d.compare_figures import Point, pareto
-from unet3d.compare_rows import columns, differing, find, mismatches, read, short
+from unet3d import compose
 from unet3d.errors import UserError
+from unet3d.report import compare, compare_plots
+from unet3d.report.compare import differing, find_runs, mismatches, read_rows, setting_columns, short
+from unet3d.report.compare_plots import PlottedRun, pareto
 
 MIB = 2**20
 NASTY = "<script>alert('x')</script>&[bold]"
@@ -62,10 +63,10 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 
 def test_only_what_differs_is_told_in_short_words(make: Make) -> None:
-    rows = read([make("0", "amp=true", "data.patch=[32,32,32]"), make("1", "optim.lr=0.01")])
+    rows = read_rows([make("0", "amp=true", "data.patch=[32,32,32]"), make("1", "optim.lr=0.01")])
     assert differing(rows) == ["data.patch", "optim.lr", "amp"]
-    assert compare.table(rows).columns[:4] == ["run", "patch", "lr", "amp"]
-    assert [row[:4] for row in compare.table(rows).rows] == [
+    assert compare.comparison_table(rows).columns[:4] == ["run", "patch", "lr", "amp"]
+    assert [row[:4] for row in compare.comparison_table(rows).rows] == [
         ["0", "[32,32,32]", "0.003", "true"],
         ["1", "[64,64,32]", "0.01", "false"],
     ]
@@ -76,19 +77,19 @@ def test_words_that_two_keys_share_stay_whole() -> None:
 
 
 def test_a_groups_name_tells_its_options_but_not_those_changed_besides(make: Make) -> None:
-    rows = read(
+    rows = read_rows(
         [make("0", "model=unet"), make("1", "model=unet_tiny"), make("2", "model=unet_tiny", "model.dropout=0.1")]
     )
     assert differing(rows) == ["model", "model.features", "model.dropout"]
-    assert columns(rows) == ["model", "model.dropout"]
-    unnamed = [*rows[:2], *read([make("3", "model.features=[2,4]")])]
-    assert columns(unnamed) == ["model", "model.features"], "run 3 has no name for it"
+    assert setting_columns(rows) == ["model", "model.dropout"]
+    unnamed = [*rows[:2], *read_rows([make("3", "model.features=[2,4]")])]
+    assert setting_columns(unnamed) == ["model", "model.features"], "run 3 has no name for it"
 
 
 def test_runs_that_only_predict_and_runs_that_ran_are_told_apart_by_the_same_keys(make: Make) -> None:
-    rows = read([make("0", "ckpt=2", predicts=True), make("1", "amp=true"), make("2", predicts=True)])
-    assert columns(rows) == ["amp", "ckpt"]
-    assert [row[1:4] for row in compare.table(rows).rows] == [
+    rows = read_rows([make("0", "ckpt=2", predicts=True), make("1", "amp=true"), make("2", predicts=True)])
+    assert setting_columns(rows) == ["amp", "ckpt"]
+    assert [row[1:4] for row in compare.comparison_table(rows).rows] == [
         ["false", "2", "predicted"],
         ["true", "0", "done"],
         ["false", "0", "predicted"],
@@ -97,10 +98,10 @@ def test_runs_that_only_predict_and_runs_that_ran_are_told_apart_by_the_same_key
 
 def test_a_command_line_that_no_longer_composes_is_told_as_it_was(make: Make) -> None:
     gone = ["data=folders", "data.root=/gone", "data.classes=[a,b]"]
-    rows = read([make("0", *gone, "amp=true", predicts=True), make("1", *gone, predicts=True)])
-    assert columns(rows) == ["amp"]
-    assert [row[1] for row in compare.table(rows).rows] == ["true", ""]
-    assert columns([*rows, *read([make("2", "ckpt=2")])]) == ["data.root", "data.classes", "amp"]
+    rows = read_rows([make("0", *gone, "amp=true", predicts=True), make("1", *gone, predicts=True)])
+    assert setting_columns(rows) == ["amp"]
+    assert [row[1] for row in compare.comparison_table(rows).rows] == ["true", ""]
+    assert setting_columns([*rows, *read_rows([make("2", "ckpt=2")])]) == ["data.root", "data.classes", "amp"]
 
 
 # --- numbers
@@ -110,7 +111,7 @@ def test_the_csv_has_plain_numbers_with_units_and_empty_cells(make: Make, tmp_pa
     line = "error: loss nan, 'a, b'\nmore\nexit code 4\n"
     folders = [make("0", "ckpt=2", dice=0.5), make("1", predicts=True), make("2", "amp=true", status=line)]
     (folders[2] / "memory.json").unlink()
-    compare.write(read(folders), tmp_path / "out")
+    compare.write_comparison(read_rows(folders), tmp_path / "out")
     first, second, third = rows_of(tmp_path / "out")
     assert first == {
         **{"run": "0", "amp": "false", "ckpt": "2", "status": "done", "parameters": "1234", "measured_kind": "ledger"},
@@ -124,7 +125,7 @@ def test_the_csv_has_plain_numbers_with_units_and_empty_cells(make: Make, tmp_pa
 
 
 def test_the_face_has_mib_and_no_columns_without_numbers(make: Make) -> None:
-    table = compare.table(read([make("0", "ckpt=2", predicts=True), make("1", predicts=True)]))
+    table = compare.comparison_table(read_rows([make("0", "ckpt=2", predicts=True), make("1", predicts=True)]))
     assert table.columns == ["run", "ckpt", "status", "peak, predicted (MiB)", "parameters"]
     assert table.rows[0] == ["0", "2", "predicted", "3.0", "1,234"]
 
@@ -136,14 +137,14 @@ def test_a_run_that_wrote_nothing_but_how_it_ended_is_a_row(
     folders[2].mkdir()
     (folders[2] / "STATUS").write_text("failed: killed by SIGKILL\nexit code 137\n")
     (folders[2] / "overrides.yaml").write_text("- ckpt=3\n")
-    compare.show(read(folders))
+    compare.print_comparison(read_rows(folders))
     printed = capsys.readouterr().out
     assert re.search(r"2 +3 +failed *\n", printed) and "run 2 failed: killed by SIGKILL\n" in printed
 
 
 def test_a_run_that_was_asked_to_stop_has_not_failed(make: Make, capsys: pytest.CaptureFixture) -> None:
     line = "stopped by SIGTERM after step 3 of 9; to go on: python train.py resume=x\nexit code 75\n"
-    compare.show(read([make("0", "ckpt=2"), make("1", status=line)]))
+    compare.print_comparison(read_rows([make("0", "ckpt=2"), make("1", status=line)]))
     printed = capsys.readouterr().out
     assert "run 1 stopped: by SIGTERM after step 3 of 9" in printed and "failed" not in printed
 
@@ -157,8 +158,8 @@ def test_a_file_that_a_kill_cut_short_ends_no_comparison(
 ) -> None:
     folders = [make("0", "ckpt=2"), make("1")]
     (folders[0] / name).write_text(left) if left else (folders[0] / name).unlink()
-    rows = read(folders)
-    compare.write(rows, tmp_path / "out")
+    rows = read_rows(folders)
+    compare.write_comparison(rows, tmp_path / "out")
     assert len(rows_of(tmp_path / "out")) == 2
 
 
@@ -166,7 +167,7 @@ def test_a_file_that_a_kill_cut_short_ends_no_comparison(
 
 
 def test_like_runs_are_comparable(make: Make) -> None:
-    assert mismatches(read([make("0", "model=unet", "batch=1"), make("1", "amp=true", seconds=3)])) == []
+    assert mismatches(read_rows([make("0", "model=unet", "batch=1"), make("1", "amp=true", seconds=3)])) == []
 
 
 @pytest.mark.parametrize(
@@ -188,9 +189,9 @@ def test_like_runs_are_comparable(make: Make) -> None:
 def test_what_is_not_comparable_is_told_with_key_and_values(
     make: Make, capsys: pytest.CaptureFixture, words: list[str], changed: dict[str, Any], line: str
 ) -> None:
-    rows = read([make("0"), make("1"), make("2", *words, **changed)])
+    rows = read_rows([make("0"), make("1"), make("2", *words, **changed)])
     assert mismatches(rows) == [line]
-    compare.show(rows)
+    compare.print_comparison(rows)
     assert f"not comparable: {line}\n" in capsys.readouterr().out
 
 
@@ -199,7 +200,7 @@ def test_a_data_set_is_known_by_its_name_wherever_it_lies(make: Make, tmp_path: 
     for root in roots:
         root.mkdir(parents=True)
     words = [["data=decathlon", f"data.root={root}"] for root in roots]
-    rows = read([make(str(index), *said) for index, said in enumerate(words)])
+    rows = read_rows([make(str(index), *said) for index, said in enumerate(words)])
     assert mismatches(rows) == ["data.root: Task04 (runs 0, 1), Task05 (run 2)"]
 
 
@@ -226,7 +227,7 @@ def test_a_private_table_of_a_sweep_names_no_folder(
 def test_runs_that_ended_at_other_steps_are_not_comparable(make: Make) -> None:
     folders = [make("0"), make("1")]
     (folders[1] / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 1}\n')
-    assert mismatches(read(folders)) == ["steps done: 3 (run 0), 1 (run 1)"]
+    assert mismatches(read_rows(folders)) == ["steps done: 3 (run 0), 1 (run 1)"]
 
 
 # --- which runs
@@ -235,18 +236,18 @@ def test_runs_that_ended_at_other_steps_are_not_comparable(make: Make) -> None:
 def test_a_sweeps_folder_stands_for_its_numbered_children_in_their_order(make: Make, tmp_path: Path) -> None:
     for name in ("sweep/10", "sweep/2", "sweep/0", "sweep/other", "alone"):
         make(name)
-    found = find([tmp_path / "sweep", tmp_path / "alone", tmp_path / "sweep" / "2"])
+    found = find_runs([tmp_path / "sweep", tmp_path / "alone", tmp_path / "sweep" / "2"])
     assert [path.name for path in found] == ["0", "2", "10", "alone"]
 
 
 def test_runs_of_two_sweeps_keep_names_of_their_own(make: Make) -> None:
-    assert [row.name for row in read([make("a/0"), make("b/0")])] == ["a/0", "b/0"]
+    assert [row.name for row in read_rows([make("a/0"), make("b/0")])] == ["a/0", "b/0"]
 
 
 def test_what_is_no_run_folder_is_one_line(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(UserError, match="not a run folder; give outputs/DATE/TIME-ID") as caught:
-            find([path])
+            find_runs([path])
         assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
@@ -291,8 +292,8 @@ def joined(figure: Figure, panel: int) -> list[list[tuple[float, float]]]:
 def test_the_best_are_joined_less_time_and_more_dice(saved: list[Figure], tmp_path: Path) -> None:
     """Peak, seconds, Dice; the third loses to the first in time and wins in Dice."""
     numbers = [(1, 5.0, 0.2), (2, 3.0, 0.1), (3, 6.0, 0.9), (2, 4.0, None)]
-    points = [Point(f"{i}: x={i}", "measured, ledger", p * MIB, s, d) for i, (p, s, d) in enumerate(numbers)]
-    compare_figures.draw(points, "", tmp_path / "x.png")
+    points = [PlottedRun(f"{i}: x={i}", "measured, ledger", p * MIB, s, d) for i, (p, s, d) in enumerate(numbers)]
+    compare_plots.comparison_plot(points, "", tmp_path / "x.png")
     assert joined(saved[0], 0) == [[(1, 5.0), (2, 3.0)]]
     assert joined(saved[0], 1) == [[(1, 0.2), (3, 0.9)]]
     assert saved[0].axes[0].get_xlabel() == "peak memory of a step (MiB), measured, ledger"
@@ -300,8 +301,8 @@ def test_the_best_are_joined_less_time_and_more_dice(saved: list[Figure], tmp_pa
 
 def test_peaks_of_two_kinds_are_not_joined(saved: list[Figure], tmp_path: Path) -> None:
     kinds = ["measured, ledger", "measured, cuda allocated"]
-    points = [Point(f"{i}", kinds[i % 2], (i + 1) * MIB, 9.0 - i, None) for i in range(4)]
-    compare_figures.draw(points, "Not comparable: the runs differ in device, kind of peak", tmp_path / "x.png")
+    points = [PlottedRun(f"{i}", kinds[i % 2], (i + 1) * MIB, 9.0 - i, None) for i in range(4)]
+    compare_plots.comparison_plot(points, "Not comparable: the runs differ in device, kind of peak", tmp_path / "x.png")
     assert joined(saved[0], 0) == [[(1, 9.0), (3, 7.0)], [(2, 8.0), (4, 6.0)]]
     texts = [text.get_text() for text in saved[0].axes[-1].get_legend().texts]
     assert texts[:2] == ["0 (measured, ledger)", "1 (measured, cuda allocated)"]
@@ -313,21 +314,25 @@ def test_the_picture_is_legible_of_few_runs_and_many_with_names_long_and_strange
     saved: list[Figure], tmp_path: Path, count: int, seconds: float | None
 ) -> None:
     label = f"model=unet_small $x_{{$ {NASTY} " + "optimizer=adamw " * 5
-    points = [Point(f"{i}: {label}", "predicted", 5000 * MIB, seconds, seconds) for i in range(count)]
-    compare_figures.draw(points, "Not comparable: the runs differ in " + "data.patch, " * 20, tmp_path / "x.png")
+    points = [PlottedRun(f"{i}: {label}", "predicted", 5000 * MIB, seconds, seconds) for i in range(count)]
+    compare_plots.comparison_plot(
+        points, "Not comparable: the runs differ in " + "data.patch, " * 20, tmp_path / "x.png"
+    )
     assert len(saved[0].axes) == (2 if seconds else 1)
 
 
 def test_runs_that_only_predict_are_bars(make: Make, saved: list[Figure], tmp_path: Path) -> None:
-    rows = read([make("0", "ckpt=2", predicts=True, peak=MIB), make("1", predicts=True, peak=2 * MIB)])
-    compare.write(rows, tmp_path / "out")
+    rows = read_rows([make("0", "ckpt=2", predicts=True, peak=MIB), make("1", predicts=True, peak=2 * MIB)])
+    compare.write_comparison(rows, tmp_path / "out")
     assert [bar.get_width() for bar in saved[0].axes[0].patches] == [1, 2]
     assert saved[0].axes[0].get_xlabel() == "peak memory of a step (MiB), predicted"
     assert [text.get_text() for text in saved[0].axes[0].get_yticklabels()] == ["0: ckpt=2", "1: ckpt=0"]
 
 
 def test_a_predicted_peak_is_not_drawn_among_measured_ones(make: Make, saved: list[Figure], tmp_path: Path) -> None:
-    compare.write(read([make("0", "ckpt=2"), make("1"), make("2", "ckpt=3", predicts=True)]), tmp_path / "out")
+    compare.write_comparison(
+        read_rows([make("0", "ckpt=2"), make("1"), make("2", "ckpt=3", predicts=True)]), tmp_path / "out"
+    )
     assert [text.get_text() for text in saved[0].axes[-1].get_legend().texts][:2] == ["0: ckpt=2", "1: ckpt=0"]
     assert saved[0].get_suptitle() == "" and "peak: measured" in (tmp_path / "out" / "compare.html").read_text()
 
@@ -337,7 +342,7 @@ def test_a_predicted_peak_is_not_drawn_among_measured_ones(make: Make, saved: li
 
 def test_the_page_escapes_what_it_shows_and_needs_no_network(make: Make, tmp_path: Path) -> None:
     folders = [make("0", f'wandb.project="{NASTY}"'), make("1", status=f"error: {NASTY}\nexit code 2\n")]
-    page = compare.write(read(folders), tmp_path / "out").read_text()
+    page = compare.write_comparison(read_rows(folders), tmp_path / "out").read_text()
     assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;&amp;[bold]" in page
     assert "<script" not in page and "http" not in page
     assert re.findall(r"(?:src|href)=\"(.{10})", page) == ["data:image"]
@@ -350,5 +355,5 @@ def test_runs_without_any_peak_have_a_table_and_no_picture(make: Make, tmp_path:
         (folder / "memory.json").unlink()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "compare.png").write_bytes(b"of an earlier one")
-    page = compare.write(read(folders), tmp_path / "out").read_text()
+    page = compare.write_comparison(read_rows(folders), tmp_path / "out").read_text()
     assert not (tmp_path / "out" / "compare.png").exists() and "<img" not in page

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from unet3d import compose
+from unet3d.compose import refuse_changes
 from unet3d.config import Config
 from unet3d.errors import UserError
-from unet3d.resuming import refuse_changes
 
 WRONG = {
     "amp=maybe": r"^amp: .*'maybe'.*bool",

@@ -12,11 +12,14 @@ import pytest
 import torch
 from training import TINY, Ended, records, status, train, weights
 
-from unet3d import guard, record, snapshot
+from unet3d import build
+from unet3d.cli import lifecycle
+from unet3d.compose import refuse_changes
 from unet3d.errors import UserError
-from unet3d.grounds import refuse_others
-from unet3d.resuming import refuse_changes
-from unet3d.trainer import Trainer
+from unet3d.report import run_folder
+from unet3d.run.resume import refuse_other_data
+from unet3d.train import checkpoint
+from unet3d.train.trainer import Trainer
 
 KILL = signal.SIGKILL
 RUN = [*TINY, "steps=12", "eval_every=3", "amp=true", "amp_dtype=fp16", "model.dropout=0.2", "ckpt=2", "optim=adam"]
@@ -25,7 +28,7 @@ RUN += ["optim.average=0.9", "data.root=../phantom", "hydra.run.dir=run"]
 
 def at_step(step: int, number: signal.Signals, threads: int = 1) -> None:
     """Signal the process itself, once it has told of its step `step`."""
-    from unet3d.trainer import Trainer
+    from unet3d.train.trainer import Trainer
 
     torch.set_num_threads(threads)
     log = Trainer._log
@@ -96,14 +99,14 @@ def test_the_first_step_of_another_step_is_not_taken_over(tmp_path: Path, kind: 
     """On resuming, the device may change, and `ckpt`."""
     measured = {"peak_bytes": 7, "kind": "ledger", "phases": {"forward": {"first": 5, "steady": 7}}}
     earlier = measured | {"phases": {"forward": {"first": 3, "steady": 7}}}
-    record.add(tmp_path, {"segments": ["inc"]})
+    run_folder.update_memory(tmp_path, {"segments": ["inc"]})
     for before, first in (
         ({"measured": earlier | {"kind": kind}, "measured_segments": segments, "segments": ["inc"]}, 5),
         ({}, 5),
         ({"measured": earlier, "measured_segments": ["inc"], "segments": ["inc"]}, 3),
     ):
-        record.add_measured(tmp_path, 1, measured, before)
-        assert record.memory(tmp_path)["measured"]["phases"]["forward"] == {"first": first, "steady": 7}
+        run_folder.add_measured(tmp_path, 1, measured, before)
+        assert run_folder.read_memory(tmp_path)["measured"]["phases"]["forward"] == {"first": first, "steady": 7}
 
 
 def test_r1_killed_twice_a_run_ends_as_if_it_were_not(copy: Path, whole: Path) -> None:
@@ -125,14 +128,14 @@ def test_r2_r7_killed_mid_epoch_with_other_workers_and_threads(copy: Path, whole
 @pytest.mark.parametrize("part", ["rng", "scaler", "optimizer"])
 def test_r3_each_part_of_a_snapshot_matters(part: str, copy: Path, whole: Path) -> None:
     path = copy / "checkpoints" / "last.pt"
-    state = snapshot.load(path)
+    state = checkpoint.load_snapshot(path)
     if part == "rng":
         state["rng"] = torch.Generator().manual_seed(1).get_state()
     elif part == "scaler":
         state["scaler"]["scale"] *= 2.0**10
     else:
         state["optimizer"]["state"][0]["exp_avg"].zero_()
-    snapshot.save(path, state)
+    checkpoint.save_snapshot(path, state)
     assert resume(copy).code == 0
     assert not same(copy, whole)
 
@@ -176,7 +179,7 @@ def test_r6_other_cases_are_another_run(place: Path, whole: Path, tmp_path: Path
 
 def test_r6_another_arithmetic_is_another_run() -> None:
     with pytest.raises(UserError, match=r"mixed precision: torch\.bfloat16 -> torch\.float16"):
-        refuse_others({"mixed precision": "torch.bfloat16"}, {"mixed precision": "torch.float16"})
+        refuse_other_data({"mixed precision": "torch.bfloat16"}, {"mixed precision": "torch.float16"})
 
 
 def test_r6_fewer_steps_than_were_taken_are_refused(copy: Path, whole: Path) -> None:
@@ -231,14 +234,13 @@ def test_r8_a_signal_undoes_no_run_that_is_done(whole: Path) -> None:
 
 
 def stop_reading() -> None:
-    from unet3d import build
 
     build.data = lambda config: os.kill(os.getpid(), signal.SIGTERM)
 
 
 def die_saving(pause: int, after: bool) -> None:
     """In this pause, the first being 1, just before or just after last.pt is there, which it once is before them."""
-    from unet3d.checkpoints import Checkpoints
+    from unet3d.run.resume import Checkpoints
 
     save, count = Checkpoints.save_last, iter(range(9))
 
@@ -258,7 +260,9 @@ def test_r1_killed_beside_a_save_no_validation_is_lost_or_told_twice(
 ) -> None:
     where = place / f"saving{pause}{after}"
     assert train(where, *RUN, hook=functools.partial(die_saving, pause, after)).code == -KILL
-    assert snapshot.load(where / "run" / "checkpoints" / "last.pt")["step"] == 3 * (pause if after else pause - 1)
+    assert checkpoint.load_snapshot(where / "run" / "checkpoints" / "last.pt")["step"] == 3 * (
+        pause if after else pause - 1
+    )
     assert resume(where / "run").code == 0 and same(where / "run", whole)
     assert (where / "run" / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes()
 
@@ -268,7 +272,7 @@ def test_records_of_a_validation_that_is_taken_again_are_dropped(tmp_path: Path)
     lines = ['{"step": 3, "train/loss": 1}', '{"step": 3, "val/dice_mean": 1}', '{"step": 4, "train/loss": 1}']
     for paused, kept in ((0, lines[:1]), (3, lines[:2])):
         path.write_text("\n".join([*lines, '{"step": 5, "tr']))
-        assert record.forget_after(path, 3, paused) == 4
+        assert run_folder.forget_after(path, 3, paused) == 4
         assert path.read_text().splitlines() == kept
 
 
@@ -282,7 +286,7 @@ def test_a_run_killed_after_its_last_step_is_finished(copy: Path, whole: Path) -
 
 
 def die_finishing() -> None:
-    from unet3d.predictions import Predictions
+    from unet3d.run.validate import Predictions
 
     Predictions.complete = lambda *_: os.kill(os.getpid(), KILL)  # type: ignore[method-assign,assignment]
 
@@ -319,7 +323,7 @@ def test_c1_the_whole_snapshot_outlives_the_save_after_the_damaged_one(copy: Pat
     last, previous = (copy / "checkpoints" / name for name in ("last.pt", "previous.pt"))
     last.write_bytes(last.read_bytes()[:1000])
     assert resume(copy, hook=functools.partial(at_step, 7, KILL)).code == -KILL
-    assert [snapshot.load(path)["step"] for path in (last, previous)] == [6, 3]
+    assert [checkpoint.load_snapshot(path)["step"] for path in (last, previous)] == [6, 3]
 
 
 def test_c1_without_a_whole_snapshot_nothing_starts_anew(copy: Path) -> None:
@@ -336,7 +340,7 @@ def test_c1_without_a_whole_snapshot_nothing_starts_anew(copy: Path) -> None:
 def test_c6_a_snapshot_that_does_not_fit_is_exit_3(change: dict, copy: Path) -> None:
     """And none before it is taken instead."""
     path = copy / "checkpoints" / "last.pt"
-    state = {**snapshot.load(path), **change}
+    state = {**checkpoint.load_snapshot(path), **change}
     torch.save({key: value for key, value in state.items() if value is not None}, path)
     done = resume(copy)
     assert done.code == 3, done.err
@@ -374,7 +378,7 @@ def test_what_came_to_something_or_is_not_ours_is_left_alone(
     if status:
         (tmp_path / "STATUS").write_text(status)
     with pytest.raises(UserError, match="holds a run already"):
-        guard._refuse_used(tmp_path, is_dry=False, is_locked=True)
+        lifecycle._refuse_used(tmp_path, is_dry=False, is_locked=True)
 
 
 @pytest.mark.parametrize(
@@ -384,9 +388,9 @@ def test_what_came_to_something_or_is_not_ours_is_left_alone(
 def test_where_nothing_can_be_locked_nothing_begins_anew(status: str, tmp_path: Path) -> None:
     for name, text in (("metrics.jsonl", "{}"), ("STATUS", status)):
         (tmp_path / name).write_text(text)
-    guard._refuse_used(tmp_path, is_dry=False, is_locked=True)
+    lifecycle._refuse_used(tmp_path, is_dry=False, is_locked=True)
     with pytest.raises(UserError, match="holds a run already"):
-        guard._refuse_used(tmp_path, is_dry=False, is_locked=False)
+        lifecycle._refuse_used(tmp_path, is_dry=False, is_locked=False)
 
 
 def test_snapshots_between_validations(place: Path, whole: Path) -> None:
@@ -394,7 +398,7 @@ def test_snapshots_between_validations(place: Path, whole: Path) -> None:
     saved = place / "saved"
     options = [*RUN, "eval_every=0", "save_every=5"]
     assert train(saved, *options, hook=functools.partial(at_step, 7, KILL)).code == -KILL
-    assert snapshot.load(saved / "run" / "checkpoints" / "last.pt")["step"] == 5
+    assert checkpoint.load_snapshot(saved / "run" / "checkpoints" / "last.pt")["step"] == 5
     assert resume(saved / "run").code == 0
     trained = [record for record in records(whole) if "train/loss" in record]
     assert [record for record in records(saved / "run") if "train/loss" in record] == trained

@@ -19,11 +19,13 @@ import pytest
 import torch
 from training import ROOT, TINY, Ended, records, start, status, train, weights
 
-from unet3d import guard, process, signals, snapshot
+from unet3d import signals
+from unet3d.cli import lifecycle
 from unet3d.config import Config, Data
 from unet3d.data.loader import batches
-from unet3d.data.patches import Patches, Prepared, prepare
+from unet3d.data.patches import Patches, PreparedCase, prepare
 from unet3d.errors import Preempted
+from unet3d.train import checkpoint
 
 RUN = [*TINY, "steps=6", "eval_every=2", "model.dropout=0.2", "data.root=../phantom", "hydra.run.dir=run"]
 Patch = pytest.MonkeyPatch
@@ -54,7 +56,7 @@ STEP, EVALUATE, SAVE = "unet3d.trainer:train_step", "unet3d.run:evaluate", "torc
 
 
 def signalled(where: str, count: int, number: int, to_group: bool, mark: str = "") -> None:
-    import unet3d.run  # noqa: F401
+    import unet3d.run.run  # noqa: F401
 
     os.environ[MARK] = mark
     call(where, count, functools.partial(send, number, to_group))
@@ -114,7 +116,7 @@ def test_r5_a_signal_ends_the_run_where_it_is(
     assert done.code == 75 and "Traceback" not in done.err, done.err
     line = f"stopped by {number.name} after step {step} of 6; to go on: python train.py resume={folder}"
     assert done.err == f"{line}\n" and status(folder) == f"{line}\nexit code 75\n"
-    assert snapshot.load(folder / "checkpoints" / "last.pt")["step"] == step
+    assert checkpoint.load_snapshot(folder / "checkpoints" / "last.pt")["step"] == step
     assert [record["step"] for record in records(folder) if "train/loss" in record] == [*range(1, step + 1)]
     validated = [record["step"] for record in records(folder) if "val/dice_mean" in record]
     assert validated == [at for at in (2, 4, 6) if at < step or (at == step and where == SAVE)]
@@ -127,7 +129,7 @@ def refused_memory() -> None:
 
 
 def out_of_memory_in_validation() -> None:
-    import unet3d.run  # noqa: F401
+    import unet3d.run.run  # noqa: F401
 
     call(EVALUATE, 1, refused_memory)
 
@@ -144,11 +146,11 @@ def test_r5_a_second_interrupt_ends_the_run_at_once(place: Path) -> None:
     done = train(place / "twice", *RUN, hook=interrupted_twice)
     folder = place / "twice" / "run"
     assert done.code == 130 and done.err == f"interrupted; to go on: python train.py resume={folder}\n"
-    assert snapshot.load(folder / "checkpoints" / "last.pt")["step"] == 2
+    assert checkpoint.load_snapshot(folder / "checkpoints" / "last.pt")["step"] == 2
 
 
 def interrupted_twice() -> None:
-    import unet3d.run  # noqa: F401
+    import unet3d.run.run  # noqa: F401
 
     call(STEP, 3, lambda: [send(signal.SIGINT) for _ in range(2)] and None)
 
@@ -175,7 +177,7 @@ def hung_worker() -> None:
     """A data worker never comes back from its third patch; torch waits for it, here not for 5 seconds."""
     import torch.utils.data._utils as utils
 
-    import unet3d.run
+    import unet3d.run.run
 
     utils.MP_STATUS_CHECK_INTERVAL = 0.1
     get = unet3d.run.Patches.__getitem__
@@ -208,7 +210,7 @@ def test_r5_workers_leave_signals_to_the_run() -> None:
     assert not worker.is_alive()
 
 
-def phantom_case(_: int) -> Prepared:
+def phantom_case(_: int) -> PreparedCase:
     image = np.ones((1, 8, 8, 8), np.float32)
     return prepare("a", image, image[0].astype(np.uint8), (1.0, 1.0, 1.0), None)
 
@@ -233,10 +235,10 @@ def test_r5_a_signal_that_is_ignored_stays_so() -> None:
 
 def test_r5_noted_signals_wait_and_raised_ones_do_not() -> None:
     with signals.stopping() as stop:
-        with stop.noted():
+        with stop.deferred():
             os.kill(os.getpid(), signal.SIGUSR1)
             assert stop() and stop.asked is signal.SIGUSR1
-            with pytest.raises(Preempted, match="SIGUSR1"), stop.raised():
+            with pytest.raises(Preempted, match="SIGUSR1"), stop.interruptible():
                 pytest.fail("work that need not begin")
         os.kill(os.getpid(), signal.SIGTERM)  # asked already
         os.kill(os.getpid(), signal.SIGINT)
@@ -266,7 +268,7 @@ def test_r5_outside_of_slurm_nothing_is_requeued_and_that_is_said(
     monkeypatch: Patch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    process.requeue()
+    lifecycle.requeue()
     assert "no SLURM_JOB_ID" in capsys.readouterr().err
 
 
@@ -289,10 +291,10 @@ signal.pause()
 def test_r5_a_sweep_passes_the_question_on() -> None:
     """The job ends by SIGTERM, whatever the sweep was told."""
     for number in signals.ASKING:
-        assert process.run([sys.executable, "-c", WAITING.format(int(number))]) == (75, True)
+        assert lifecycle.run_process([sys.executable, "-c", WAITING.format(int(number))]) == (75, True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "GRACE", 0)
-        assert process.run([sys.executable, "-c", DEAF]) == (130, True)
+        patch.setattr(lifecycle, "GRACE", 0)
+        assert lifecycle.run_process([sys.executable, "-c", DEAF]) == (130, True)
 
 
 def test_r5_a_job_that_has_just_begun_is_asked_too(monkeypatch: Patch) -> None:
@@ -302,8 +304,8 @@ def test_r5_a_job_that_has_just_begun_is_asked_too(monkeypatch: Patch) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         return begin(command)
 
-    monkeypatch.setattr(process.subprocess, "Popen", asked)
-    assert process.run([sys.executable, "-c", "import signal; signal.pause()"]) == (75, True)
+    monkeypatch.setattr(lifecycle.subprocess, "Popen", asked)
+    assert lifecycle.run_process([sys.executable, "-c", "import signal; signal.pause()"]) == (75, True)
 
 
 # --- R9: one process a folder
@@ -311,7 +313,7 @@ def test_r5_a_job_that_has_just_begun_is_asked_too(monkeypatch: Patch) -> None:
 
 def second() -> None:
     """At step 3, another process asks for the folder of this one."""
-    import unet3d.run  # noqa: F401
+    import unet3d.run.run  # noqa: F401
 
     def ask() -> None:
         words = [sys.executable, str(ROOT / "train.py"), "resume=run"]
@@ -351,7 +353,7 @@ def stopped_clock() -> None:
 
 def poisoned(step: int, amp: bool) -> None:
     """A NaN in the batch of this step; with `amp`, in fp16 and at its lowest scale."""
-    import unet3d.trainer
+    import unet3d.train.trainer
 
     take, steps = unet3d.trainer.train_step, iter(range(1, 10**6))
 
@@ -377,18 +379,18 @@ def test_t2_a_poisoned_batch_is_kept_and_changes_no_weight(precision: list[str],
     assert f"the batch is in {folder}/nan_batch.pt" in done.err and status(folder).startswith(done.err)
     before, after = (torch.load(tmp_path / name, weights_only=True) for name in ("before.pt", "after.pt"))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    found = snapshot.load(folder / "nan_batch.pt")
+    found = checkpoint.load_snapshot(folder / "nan_batch.pt")
     (batch,) = found["batches"]
     assert found["step"] == 3 and batch["image"].isnan().sum() == 1 and batch["label"].shape == (1, 16, 16, 16)
     assert batch["cases"] and batch["cases"][0] in done.err
-    assert snapshot.load(folder / "checkpoints" / "last.pt")["step"] == 2
+    assert checkpoint.load_snapshot(folder / "checkpoints" / "last.pt")["step"] == 2
     assert all(value.isfinite().all() for value in weights(folder).values())
 
 
 def test_a_run_killed_in_its_last_validation_has_lost_no_step(place: Path, whole: Path) -> None:
     folder = place / "killed" / "run"
     done = train(place / "killed", *RUN, hook=functools.partial(signalled, EVALUATE, 3, signal.SIGKILL, False))
-    assert done.code == -signal.SIGKILL and snapshot.load(folder / "checkpoints" / "last.pt")["step"] == 6
+    assert done.code == -signal.SIGKILL and checkpoint.load_snapshot(folder / "checkpoints" / "last.pt")["step"] == 6
     done = train(place / "killed", f"resume={folder}")
     assert done.code == 0 and same(folder, whole), done.err
 
@@ -508,6 +510,6 @@ def test_t1_memory_that_runs_out_without_a_word_is_told(tmp_path: Path, capsys: 
     def job(*_: object) -> None:
         raise MemoryError
 
-    assert guard.guarded(job, Config(), tmp_path, []) == 5
+    assert lifecycle.guarded(job, Config(), tmp_path, []) == 5
     line = "out of memory: MemoryError(); there is no snapshot yet to go on from\n"
     assert capsys.readouterr().err == line and status(tmp_path) == f"{line}exit code 5\n"

@@ -16,11 +16,13 @@ import pytest
 import torch
 from training import SERVER, TINY, records, status, train
 
-from unet3d import guard, snapshot
+from unet3d.cli import lifecycle
+from unet3d.cli.lifecycle import hold_folder
+from unet3d.compose import SNAPSHOTS
 from unet3d.config import Config
 from unet3d.errors import DamagedSnapshot, NotSaved, SnapshotError, UserError
-from unet3d.lock import held
-from unet3d.resuming import SNAPSHOTS
+from unet3d.run import run
+from unet3d.train import checkpoint
 
 LAST, PREVIOUS = SNAPSHOTS[:2]
 Capture = pytest.CaptureFixture[str]
@@ -28,7 +30,7 @@ Capture = pytest.CaptureFixture[str]
 
 def save(folder: Path, step: int) -> None:
     weights = torch.full((100_000,), float(step))
-    snapshot.save(folder / LAST, {"step": step, "w": weights}, folder / PREVIOUS)
+    checkpoint.save_snapshot(folder / LAST, {"step": step, "w": weights}, folder / PREVIOUS)
 
 
 def save_on_and_on(folder: Path, told: Connection) -> None:
@@ -38,7 +40,7 @@ def save_on_and_on(folder: Path, told: Connection) -> None:
 
 
 def check_whole(folder: Path, least: int) -> None:
-    found, _ = snapshot.load_any(folder, SNAPSHOTS)
+    found, _ = checkpoint.load_any(folder, SNAPSHOTS)
     assert found["step"] >= least and (found["w"] == found["step"]).all()
 
 
@@ -87,7 +89,7 @@ def test_r4_a_kill_between_any_two_parts_of_a_save(station: str, tmp_path: Path)
 def test_the_snapshot_before_is_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    assert [snapshot.load(tmp_path / name)["step"] for name in (LAST, PREVIOUS)] == [3, 2]
+    assert [checkpoint.load_snapshot(tmp_path / name)["step"] for name in (LAST, PREVIOUS)] == [3, 2]
     assert {path.name for path in tmp_path.iterdir()} == {LAST, PREVIOUS}
 
 
@@ -101,11 +103,11 @@ def test_c1_c2_damage_gives_way_to_the_snapshot_before(damage: str, tmp_path: Pa
     path.write_bytes({"cut": content[:-9], "bit": content, "packed": content}.get(damage, b""))
     if damage == "gone":
         path.unlink()
-    found, (wrong,) = snapshot.load_any(tmp_path, SNAPSHOTS)
+    found, (wrong,) = checkpoint.load_any(tmp_path, SNAPSHOTS)
     assert found["step"] == 1 and str(path) in wrong
     (tmp_path / PREVIOUS).write_bytes(b"")
     with pytest.raises(SnapshotError, match=r"no usable snapshot: .*last\.pt.*previous\.pt.*best\.pt"):
-        snapshot.load_any(tmp_path, SNAPSHOTS)
+        checkpoint.load_any(tmp_path, SNAPSHOTS)
 
 
 def test_c4_a_full_disk_keeps_the_snapshot_that_was_there(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_c4_a_full_disk_keeps_the_snapshot_that_was_there(tmp_path: Path) -> Non
 
 def small_files(after: int, until: int) -> None:
     """No file of more than 64 KiB can be written, from step `after` until step `until`."""
-    from unet3d.trainer import Trainer
+    from unet3d.train.trainer import Trainer
 
     log = Trainer._log
 
@@ -146,8 +148,8 @@ def test_c4_training_goes_on_while_the_disk_is_full(place: Path) -> None:
         assert "not saved (File too large); it needs 0.1 MiB" in line
         assert line.endswith("training goes on, the last snapshot is of step 2")
     folder = place / "a" / "run"
-    assert snapshot.load(folder / "checkpoints" / LAST)["step"] == 8
-    assert snapshot.load(folder / "checkpoints" / PREVIOUS)["step"] == 2
+    assert checkpoint.load_snapshot(folder / "checkpoints" / LAST)["step"] == 8
+    assert checkpoint.load_snapshot(folder / "checkpoints" / PREVIOUS)["step"] == 2
     assert [record["step"] for record in records(folder) if "train/loss" in record] == [*range(1, 9)]
 
 
@@ -155,7 +157,7 @@ def test_c4_a_disk_that_is_full_at_the_end_is_an_error(place: Path) -> None:
     done = train(place / "b", *TINY, "hydra.run.dir=run", hook=functools.partial(small_files, 4, 9))
     assert done.code == 2 and "Traceback" not in done.err
     assert "not saved (File too large)" in status(place / "b" / "run")
-    assert snapshot.load(place / "b" / "run" / "checkpoints" / LAST)["step"] == 2
+    assert checkpoint.load_snapshot(place / "b" / "run" / "checkpoints" / LAST)["step"] == 2
     again = train(place / "b", "resume=run")
     assert again.code == 0 and status(place / "b" / "run").startswith("done")
 
@@ -174,7 +176,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(folder: Path, after: int, until: int) -> None:
     """The disk is full to the last byte from step `after` until step `until`."""
-    from unet3d.trainer import Trainer
+    from unet3d.train.trainer import Trainer
 
     log = Trainer._log
 
@@ -204,7 +206,7 @@ def test_c4_a_disk_full_to_the_last_byte_costs_no_record(small_disk: Path, place
     assert told == 2, "before the first validation, and after it"
     told = [record["step"] for record in records(small_disk / "run") if "train/loss" in record]
     assert told == [*range(1, 41)]
-    assert snapshot.load(small_disk / "run" / "checkpoints" / LAST)["step"] == 40
+    assert checkpoint.load_snapshot(small_disk / "run" / "checkpoints" / LAST)["step"] == 40
 
 
 def test_c4_a_disk_that_is_full_as_the_report_is_written_is_one_line(place: Path) -> None:
@@ -218,19 +220,18 @@ def test_c4_a_disk_that_is_full_as_the_report_is_written_is_one_line(place: Path
 
 
 def full_finishing() -> None:
-    from unet3d import finish
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    finish._tell_memory = full
+    run._tell_memory = full
 
 
 def test_c5_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(NotSaved, match=r"last\.pt: not saved \(No such file or directory\)$"):
         save(tmp_path / "missing", 1)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written to"), held(tmp_path / "file"):
+    with pytest.raises(UserError, match="cannot be written to"), hold_folder(tmp_path / "file"):
         pass
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -251,10 +252,10 @@ def test_c5_a_run_folder_that_cannot_be_made_is_one_line(place: Path) -> None:
 
 
 def test_c6_another_format_is_told_from_damage(tmp_path: Path) -> None:
-    for number, age in ((snapshot.FORMAT + 1, "a newer unet3d"), (snapshot.FORMAT - 1, "an older unet3d")):
+    for number, age in ((checkpoint.FORMAT + 1, "a newer unet3d"), (checkpoint.FORMAT - 1, "an older unet3d")):
         torch.save({"format": number}, tmp_path / "x.pt")
         with pytest.raises(SnapshotError, match=rf"x\.pt: of {age} \(format {number}; this one reads format") as caught:
-            snapshot.load(tmp_path / "x.pt")
+            checkpoint.load_snapshot(tmp_path / "x.pt")
         assert not isinstance(caught.value, DamagedSnapshot)
 
 
@@ -263,7 +264,7 @@ def test_c6_all_differences_are_counted_and_ten_are_shown() -> None:
     weights = {f"{name}": value for name, value in model.state_dict().items() if not name.startswith("0")}
     weights |= {"1.weight": torch.zeros(3, 2), "extra": torch.zeros(())}
     with pytest.raises(SnapshotError) as caught:
-        snapshot.load_weights(model, weights, Path("a.pt"))
+        checkpoint.load_weights(model, weights, Path("a.pt"))
     head, columns, *rows = str(caught.value).splitlines()
     assert head == "a.pt: 4 tensors do not fit the model"
     assert [line.split() for line in [columns, *rows]] == [
@@ -274,7 +275,7 @@ def test_c6_all_differences_are_counted_and_ten_are_shown() -> None:
         ["extra", "scalar", "-"],
     ]
     with pytest.raises(SnapshotError, match=r"14 tensors(.*\n){11}.*\n  and 4 more$"):
-        snapshot.load_weights(model, {}, Path("a.pt"))
+        checkpoint.load_weights(model, {}, Path("a.pt"))
 
 
 def test_c4_a_disk_that_is_full_as_a_run_begins_is_one_line(
@@ -283,6 +284,6 @@ def test_c4_a_disk_that_is_full_as_a_run_begins_is_one_line(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(guard, "remember", full)
-    assert guard.guarded(lambda *_: None, Config(), tmp_path, []) == 2
+    monkeypatch.setattr(lifecycle, "remember", full)
+    assert lifecycle.guarded(lambda *_: None, Config(), tmp_path, []) == 2
     assert capsys.readouterr().err == "error: [Errno 28] No space left on device; make room\n"

@@ -11,15 +11,15 @@ import pytest
 from legibility import Drawn, drawing
 from matplotlib.colors import to_hex
 
-from unet3d import figures, losses
-from unet3d.figures import colours
-from unet3d.slices import centre
+from unet3d import types
+from unet3d.report import plots
+from unet3d.report.plots import centre, colours
 
 NAMES = ("background", "left", "right")
 
 
 def test_what_is_unlabelled_in_pictures_is_what_is_ignored_in_training() -> None:
-    assert figures.UNLABELLED == losses.IGNORE  # two names, since pictures load without torch
+    assert plots.UNLABELLED == types.IGNORE  # two names, since pictures load without torch
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def validation(step: int, **dice: float | None) -> dict[str, Any]:
 
 def test_curves_show_loss_and_dice_per_class_over_steps(draw: Drawn) -> None:
     records = [*training(1.0, 0.5), validation(2, left=0.25, right=None), validation(4, left=0.75, right=0.5)]
-    loss, dice = draw(figures.curves, records).axes
+    loss, dice = draw(plots.training_curves, records).axes
     assert loss.lines[0].get_xydata().tolist() == [[1, 1.0], [2, 0.5]]
     shown = lines(dice)
     assert list(shown) == ["left", "right", "mean of classes"]
@@ -67,7 +67,7 @@ def test_curves_show_loss_and_dice_per_class_over_steps(draw: Drawn) -> None:
 
 
 def test_a_class_without_a_score_does_not_change_the_colours_of_others(draw: Drawn) -> None:
-    _, dice = draw(figures.curves, [validation(2, left=None, right=0.5)]).axes
+    _, dice = draw(plots.training_curves, [validation(2, left=None, right=0.5)]).axes
     assert to_hex(lines(dice)["right"].get_color()) == to_hex(colours(2)[1])
 
 
@@ -76,16 +76,16 @@ def test_a_class_without_a_score_does_not_change_the_colours_of_others(draw: Dra
     [((2.0, 0.2), "linear"), ((2.0, 0.02), "log"), ((2.0, 0.02, -0.1), "linear"), ((2.0, "inf", "nan"), "linear")],
 )
 def test_the_loss_axis_is_logarithmic_where_that_helps(draw: Drawn, losses: tuple[float, ...], scale: str) -> None:
-    assert draw(figures.curves, training(*losses)).axes[0].get_yscale() == scale
+    assert draw(plots.training_curves, training(*losses)).axes[0].get_yscale() == scale
 
 
 def test_a_loss_that_was_never_finite_is_said_to_be_so(draw: Drawn) -> None:
-    (loss,) = draw(figures.curves, training("nan", "inf", None)).axes
+    (loss,) = draw(plots.training_curves, training("nan", "inf", None)).axes
     assert [text.get_text() for text in loss.texts] == ["no finite loss"]
 
 
 def test_many_steps_are_smoothed_by_a_mean_of_the_steps_before(draw: Drawn) -> None:
-    (loss,) = draw(figures.curves, training(*range(1, 501))).axes
+    (loss,) = draw(plots.training_curves, training(*range(1, 501))).axes
     mean = lines(loss)["mean of 10 steps"].get_xydata()
     assert mean[0] == pytest.approx([10, 5.5])
     assert mean[-1] == pytest.approx([500, 495.5])
@@ -93,7 +93,7 @@ def test_many_steps_are_smoothed_by_a_mean_of_the_steps_before(draw: Drawn) -> N
 
 def test_many_classes_with_long_names_stay_legible(draw: Drawn) -> None:
     names = [f"structure_number_{i}_of_the_left_and_the_right_hemisphere" for i in range(30)]
-    draw(figures.curves, [*training(1, 0.5), validation(2, **dict.fromkeys(names, 0.5))])
+    draw(plots.training_curves, [*training(1, 0.5), validation(2, **dict.fromkeys(names, 0.5))])
 
 
 # --- memory
@@ -122,7 +122,7 @@ def test_the_picture_has_three_planes_of_image_truth_and_prediction(draw: Drawn)
     prediction = labels((30, 20, 10), (2, np.s_[4:8, 4:8, 4:8]))
     image = np.random.default_rng(0).random((30, 20, 10))
     figure = draw(
-        figures.segmentation, image, {"truth": truth, "prediction": prediction}, (1, 1, 2.5), NAMES, title="case 7"
+        plots.segmentation, image, {"truth": truth, "prediction": prediction}, (1, 1, 2.5), NAMES, title="case 7"
     )
     left, right = (to_hex(colour) for colour in colours(2))
     grid = np.array(figure.axes).reshape(3, 3)
@@ -140,8 +140,8 @@ def test_the_picture_has_three_planes_of_image_truth_and_prediction(draw: Drawn)
 def test_a_dollar_in_a_name_begins_no_formula(draw: Drawn) -> None:
     name = r"$\organ$"
     truth = labels((9, 9, 9), (1, np.s_[4:8, 4:8, 4:8]))
-    picture = draw(figures.segmentation, np.zeros((9, 9, 9)), {"truth": truth}, (1, 1, 1), ("none", name), title=name)
-    curves = draw(figures.curves, [*training(1, 0.5), validation(2, **{name: 0.5})])
+    picture = draw(plots.segmentation, np.zeros((9, 9, 9)), {"truth": truth}, (1, 1, 1), ("none", name), title=name)
+    curves = draw(plots.training_curves, [*training(1, 0.5), validation(2, **{name: 0.5})])
     for figure in (picture, curves):
         figure.canvas.draw()
 
@@ -149,7 +149,7 @@ def test_a_dollar_in_a_name_begins_no_formula(draw: Drawn) -> None:
 def test_planes_have_their_true_proportions_and_say_where_they_are(draw: Drawn) -> None:
     truth = labels((30, 20, 10), (1, np.s_[4:7, 8:11, 2:5]), (255, np.s_[20:, :, 5:]))
     figure = draw(
-        figures.segmentation,
+        plots.segmentation,
         np.zeros(truth.shape),
         {"truth": truth, "prediction": truth},
         (1, 1.5, 4),
@@ -166,7 +166,7 @@ def test_planes_have_their_true_proportions_and_say_where_they_are(draw: Drawn) 
 def test_a_plane_is_shown_with_its_axes_growing_to_the_right_and_upwards(draw: Drawn) -> None:
     image = np.arange(4 * 3 * 2.0).reshape(4, 3, 2)
     nothing = labels(image.shape)
-    figure = draw(figures.segmentation, image, {"prediction": nothing}, (1, 1, 1), NAMES, title="a")
+    figure = draw(plots.segmentation, image, {"prediction": nothing}, (1, 1, 1), NAMES, title="a")
     axial = figure.axes[4].images[0]
     assert axial.origin == "lower"
     np.testing.assert_array_equal(axial.get_array(), image[:, :, 1].T)
@@ -175,7 +175,7 @@ def test_a_plane_is_shown_with_its_axes_growing_to_the_right_and_upwards(draw: D
 def test_without_truth_there_are_two_columns_through_what_was_predicted(draw: Drawn) -> None:
     prediction = labels((20, 20, 20), (1, np.s_[15:18, 2:4, 9:12]))
     figure = draw(
-        figures.segmentation, np.zeros(prediction.shape), {"prediction": prediction}, (1, 1, 1), NAMES, title="a"
+        plots.segmentation, np.zeros(prediction.shape), {"prediction": prediction}, (1, 1, 1), NAMES, title="a"
     )
     grid = np.array(figure.axes).reshape(3, 2)
     assert [axes.get_title() for axes in grid[0]] == ["image", "prediction"]
@@ -186,7 +186,7 @@ def test_without_truth_there_are_two_columns_through_what_was_predicted(draw: Dr
 def test_thin_and_tall_volumes_without_foreground_stay_legible(draw: Drawn, shape: tuple[int, int, int]) -> None:
     names = ["background", *(f"structure_number_{i}_of_the_left_and_the_right_hemisphere" for i in range(12))]
     figures_of = np.zeros(shape), {"truth": labels(shape), "prediction": labels(shape)}
-    draw(figures.segmentation, *figures_of, (1, 1, 1), names, title="no foreground")
+    draw(plots.segmentation, *figures_of, (1, 1, 1), names, title="no foreground")
 
 
 def test_the_planes_through_the_centre_hold_some_of_the_mask() -> None:

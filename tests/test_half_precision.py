@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from unet3d import build, compose, half_precision
-from unet3d.half_precision import Options, convolutions, is_served, slabs
+from unet3d import build, compose
 from unet3d.memory.meter import LedgerMeter
-from unet3d.memory.predict import predict
-from unet3d.memory.segments import cut
+from unet3d.memory.segments import choose_segments, predict
 from unet3d.model.unet import UNet3D
-from unet3d.step import Batch, train_step
+from unet3d.train import half_precision, optim
+from unet3d.train.half_precision import Options, convolutions, is_served, slabs
+from unet3d.train.step import train_step
+from unet3d.types import Batch
 
 aten = torch.ops.aten
 DTYPES = half_precision.DTYPES
@@ -175,7 +176,7 @@ def test_checkpointing_changes_no_bit(force: Callable, dtype: str) -> None:
         config, model, batch = network("amp=true", f"amp_dtype={dtype}", "optim=sgd")
         policy = build.policy(config, "cpu", starts)
         result = train_step(
-            model, build.loss(config, 3), build.optimizer(config.optim, model), policy.scaler(), policy, [batch]
+            model, build.loss(config, 3), optim.optimizer(config.optim, model), policy.scaler(), policy, [batch]
         )
         found.append((result, [p.detach() for p in model.parameters()]))
     (first, weights), (second, others) = found
@@ -187,8 +188,8 @@ def test_the_prediction_has_every_byte_of_the_measured_ledger(force: Callable) -
     config, model, batch = network("amp=true", "ckpt=2")
     predicted = predict(config, config.model)
     policy, optimizer = (
-        build.policy(config, "cpu", cut(config, config.model).starts),
-        build.optimizer(config.optim, model),
+        build.policy(config, "cpu", choose_segments(config, config.model).starts),
+        optim.optimizer(config.optim, model),
     )
     meter = LedgerMeter(model, optimizer)
     for _ in range(3):

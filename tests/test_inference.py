@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from unet3d.config import Model
 from unet3d.data.patches import choose_centre, crop, prepare
-from unet3d.inference import Predictor, _aligned, _overlapping, gaussian
-from unet3d.losses import IGNORE
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
-from unet3d.policy import MemoryPolicy
+from unet3d.train.inference import Predictor, _aligned, _overlapping, gaussian
+from unet3d.train.policy import MemoryPolicy
+from unet3d.types import IGNORE
 
 Network = Callable[..., UNet3D]
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from unet3d.losses import IGNORE, SegmentationLoss, subsample
+from unet3d.train.losses import SegmentationLoss, subsample
+from unet3d.types import IGNORE
 
 NAMES = ("ce", "dice", "dice_ce")
 

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from unet3d.metrics import CaseScore, Labels, Mask, _box, csv_text, hausdorff95, score_case, summarise
+from unet3d.train.metrics import CaseScore, Labels, Mask, _box, csv_text, hausdorff95, score_case, summarise
 
 NAMES = ("background", "left", "right")
 MM = (1.0, 1.0, 1.0)

@@ -7,12 +7,13 @@ import torch
 from evenly import evenly
 from torch import Tensor, nn
 
-from unet3d import policy
-from unet3d.losses import SegmentationLoss
 from unet3d.memory.meter import LedgerMeter
 from unet3d.model.unet import UNet3D
-from unet3d.policy import MemoryPolicy
-from unet3d.step import Batch, train_step
+from unet3d.train import policy
+from unet3d.train.losses import SegmentationLoss
+from unet3d.train.policy import MemoryPolicy
+from unet3d.train.step import train_step
+from unet3d.types import Batch
 
 NORMS = ("instance", "group", "batch", "batch_current")
 Network = Callable[..., UNet3D]

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from training import TINY, face, records, status, train
 
-from unet3d import snapshot
 from unet3d.data.cases import Case
-from unet3d.data.patches import Prepared, prepare
-from unet3d.evaluation import evaluate
+from unet3d.data.patches import PreparedCase, prepare
+from unet3d.report import plots
+from unet3d.run import validate
+from unet3d.run.validate import evaluate
+from unet3d.train import checkpoint
 
 RUN = [*TINY, "data.val_fraction=0.5", "data.root=../phantom", "hydra.run.dir=run"]
 PICTURE = "figures/prediction.png"
@@ -26,19 +28,18 @@ PICTURE = "figures/prediction.png"
 
 def counted(name: str, act: Callable[[int], None] = lambda _: None) -> None:
     """Call `act` with 1, 2 .. as label maps are to be written; count the volumes that are read and predicted."""
-    from unet3d import predictions
-    from unet3d.data.reader import Reader
-    from unet3d.inference import Predictor
+    from unet3d.data.preprocess import CaseReader
+    from unet3d.train.inference import Predictor
 
-    for owner, attribute in ((Predictor, "probabilities"), (Reader, "raw")):
+    for owner, attribute in ((Predictor, "probabilities"), (CaseReader, "raw")):
         setattr(owner, attribute, _counting(getattr(owner, attribute), Path(f"{name}.{attribute}")))
-    save, calls = predictions.save_prediction, iter(range(1, 100))
+    save, calls = validate.save_prediction, iter(range(1, 100))
 
     def saving(*of: object) -> None:
         act(next(calls))
         save(*of)  # type: ignore[arg-type]
 
-    predictions.save_prediction = saving
+    validate.save_prediction = saving
 
 
 def _counting(before: Callable, path: Path) -> Callable:
@@ -143,7 +144,7 @@ def test_a_run_ended_within_its_last_validation_makes_all_of_it_again(
     done = train(place / "ended", *RUN, hook=hook("first", 2, act))
     folder = place / "ended" / "run"
     assert done.code == code and len(maps(folder)) == 1 and not (folder / PICTURE).exists(), done.err
-    assert snapshot.load(folder / "checkpoints" / "last.pt")["step"] == 4
+    assert checkpoint.load_snapshot(folder / "checkpoints" / "last.pt")["step"] == 4
     again = train(place / "ended", "resume=run", hook=hook("second"))
     assert again.code == 0 and same(folder, whole), again.err
     assert times(place / "ended", "second")[0] == 2
@@ -183,7 +184,7 @@ def run_out() -> None:
 
 def out_of_memory() -> None:
     """As the missing label map is tried again."""
-    from unet3d.predictions import Predictions
+    from unet3d.run.validate import Predictions
 
     Predictions.complete = lambda *_: run_out()  # type: ignore[method-assign,assignment]
 
@@ -195,14 +196,13 @@ def both(*hooks: Callable[[], None]) -> None:
 
 def disk_stays_full() -> None:
     """As the missing label map is tried again."""
-    from unet3d.predictions import Predictions
+    from unet3d.run.validate import Predictions
 
     complete = Predictions.complete
 
     def full(self: Predictions, predictor: object) -> None:
-        from unet3d import predictions
 
-        predictions.save_prediction = lambda *_: fill_the_disk()
+        validate.save_prediction = lambda *_: fill_the_disk()
         complete(self, predictor)  # type: ignore[arg-type]
 
     Predictions.complete = full  # type: ignore[method-assign]
@@ -219,14 +219,13 @@ def test_a_run_killed_before_its_picture_predicts_the_first_case_alone(place: Pa
 
 
 def die_drawing() -> None:
-    from unet3d import figures
 
     def half(*drawn: object) -> None:
         (path,) = (value for value in drawn if isinstance(value, Path))
         path.write_bytes(b"half")
         kill()
 
-    figures.segmentation = half
+    plots.segmentation = half
 
 
 def test_a_run_that_goes_on_replaces_what_its_earlier_end_left(place: Path, whole: Path) -> None:
@@ -269,6 +268,6 @@ def test_probabilities_of_one_volume_are_in_memory_at_a_time(hd95: bool, monkeyp
     assert found == [[None], [None, None]]
 
 
-def phantom(case: Case) -> Prepared:
+def phantom(case: Case) -> PreparedCase:
     image = np.ones((1, 4, 4, 4), np.float32)
     return prepare(case.id, image, image[0].astype(np.uint8), (1.0, 1.0, 1.0), None)

@@ -12,8 +12,8 @@ from training import TINY, face, train
 
 from unet3d import progress
 from unet3d.data.cases import Case
-from unet3d.evaluation import evaluate
 from unet3d.progress import Counter
+from unet3d.run.validate import evaluate
 
 
 def printed(total: int | None, seconds: list[float]) -> list[str]:

@@ -11,11 +11,13 @@ import pytest
 import torch
 from training import TINY, face, train
 
-from unet3d import apply, build, compose, publish, score, snapshot, trained
+from unet3d import build, compose
 from unet3d.config import Model
-from unet3d.data.cases import Case, read_task
+from unet3d.data.cases import Case, read_dataset
 from unet3d.data.nifti import stem
 from unet3d.errors import NotSaved, SnapshotError, UserError
+from unet3d.run import predict, publish
+from unet3d.train import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +32,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pair(finished: Path, tmp_path: Path) -> Iterator[list[Path]]:
     """Its snapshot, and one of the same kind with other weights."""
-    state = snapshot.load(finished / "checkpoints" / "last.pt")
+    state = checkpoint.load_snapshot(finished / "checkpoints" / "last.pt")
     for weights in (state["model"], state["average"]):
         for name in weights:
             weights[name] = weights[name] * 1.5 + 0.01
-    snapshot.save(tmp_path / "other.pt", state)
+    checkpoint.save_snapshot(tmp_path / "other.pt", state)
     yield [finished / "checkpoints" / "last.pt", tmp_path / "other.pt"]
 
 
@@ -44,11 +46,11 @@ def overrides(finished: Path, *more: str) -> list[str]:
 
 def change(path: Path, *keys: str, value: Any) -> None:
     """Set state[key][key] ... of a snapshot."""
-    state = inner = snapshot.load(path)
+    state = inner = checkpoint.load_snapshot(path)
     for key in keys[:-1]:
         inner = inner[key]
     inner[keys[-1]] = value
-    snapshot.save(path, state)
+    checkpoint.save_snapshot(path, state)
 
 
 def test_networks_published_as_one_give_the_mean_of_their_logits(pair: list[Path], tmp_path: Path) -> None:
@@ -56,12 +58,12 @@ def test_networks_published_as_one_give_the_mean_of_their_logits(pair: list[Path
     tile = torch.randn(1, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         one, other, both = (
-            apply.open_snapshot(path, "cpu").predictor.window_logits(tile) for path in (*pair, tmp_path / "both.pt")
+            predict.open_segmenter(path, "cpu").predictor.window_logits(tile) for path in (*pair, tmp_path / "both.pt")
         )
     assert (one - other).abs().max() > 0.1
     torch.testing.assert_close(both, (one + other) / 2)
     publish.publish([tmp_path / "both.pt", pair[0]], tmp_path / "three.pt")  # what is published can be joined again
-    assert len(apply.open_snapshot(tmp_path / "three.pt", "cpu").predictor.models) == 3
+    assert len(predict.open_segmenter(tmp_path / "three.pt", "cpu").predictor.models) == 3
 
 
 @pytest.mark.parametrize(
@@ -87,17 +89,17 @@ def test_networks_that_see_images_differently_are_not_published_as_one(
 
 @pytest.mark.parametrize("others", [7, [7], ["ab"], [{}], [{"x": 1}], {"a": 1}, [{1: torch.zeros(1)}]])
 def test_a_published_snapshot_of_wrong_networks_is_one_line(finished: Path, tmp_path: Path, others: Any) -> None:
-    state = snapshot.load(finished / "checkpoints" / "last.pt")
+    state = checkpoint.load_snapshot(finished / "checkpoints" / "last.pt")
     for splits in ([{}], [{}, {}]):
-        snapshot.save(tmp_path / "wrong.pt", state | {"others": others, "splits": splits})
+        checkpoint.save_snapshot(tmp_path / "wrong.pt", state | {"others": others, "splits": splits})
         with pytest.raises(SnapshotError, match=r"wrong\.pt"):
-            apply.open_snapshot(tmp_path / "wrong.pt", "cpu")
+            predict.open_segmenter(tmp_path / "wrong.pt", "cpu")
 
 
 def test_a_snapshot_that_lacks_what_is_published_is_one_line(pair: list[Path], tmp_path: Path) -> None:
-    state = snapshot.load(pair[1])
+    state = checkpoint.load_snapshot(pair[1])
     del state["channels"]
-    snapshot.save(pair[1], state)
+    checkpoint.save_snapshot(pair[1], state)
     with pytest.raises(SnapshotError, match=r"other\.pt: not a snapshot of a run \('channels'\)"):
         publish.publish(pair, tmp_path / "both.pt")
 
@@ -106,7 +108,7 @@ def test_a_snapshot_that_lacks_what_is_published_is_one_line(pair: list[Path], t
 def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
     pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    state = snapshot.load(pair[0])
+    state = checkpoint.load_snapshot(pair[0])
     names = ("config", "model_options", "classes", "channels", "intensity", "model")
     kept = {name: state[name] for name in names} | {"average": {}}
     if kind == "aliased":
@@ -116,10 +118,10 @@ def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
         with torch.device("meta"):
             shapes = build.model(Model(**kept["model_options"]), 0).state_dict()
         kept["model"] = {name: torch.zeros(()).expand(value.shape) for name, value in shapes.items()}
-    snapshot.save(tmp_path / "bomb.pt", kept)
-    monkeypatch.setattr(trained, "_network", lambda *_: pytest.fail("memory is taken"))
+    checkpoint.save_snapshot(tmp_path / "bomb.pt", kept)
+    monkeypatch.setattr(predict, "_network", lambda *_: pytest.fail("memory is taken"))
     with pytest.raises(SnapshotError, match=r"bomb\.pt: its weights are not all there"):
-        apply.open_snapshot(tmp_path / "bomb.pt", "cpu")
+        predict.open_segmenter(tmp_path / "bomb.pt", "cpu")
 
 
 def test_a_snapshot_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,21 +140,23 @@ def test_a_snapshot_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys
 def test_scores_are_named_after_the_snapshot_and_its_weights(pair: list[Path], tmp_path: Path) -> None:
     publish.publish(pair, tmp_path / "both.pt")
     for path, said in ((pair[0], "step 4, average of the weights"), (tmp_path / "both.pt", "mean of 2 networks")):
-        state = snapshot.load(path)
-        assert score._named(trained.parse(state, path), state) == f"{path} ({said})"
+        state = checkpoint.load_snapshot(path)
+        assert publish._named(predict.parse(state, path), state) == f"{path} ({said})"
 
 
 def test_what_is_there_is_not_scored_over(finished: Path) -> None:
     before = (finished / "scores.csv").read_bytes()
     with pytest.raises(UserError, match=r"scores\.csv: is there already"):
-        score.score(finished / "checkpoints" / "last.pt", compose.compose(overrides(finished)), finished)
+        publish.score(finished / "checkpoints" / "last.pt", compose.compose(overrides(finished)), finished)
     assert (finished / "scores.csv").read_bytes() == before
 
 
 def test_scores_that_cannot_be_written_are_one_line(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotSaved, match=r"scores\.csv: not saved \(Not a directory\)"):
-        score.score(finished / "checkpoints" / "last.pt", compose.compose(overrides(finished)), tmp_path / "file" / "x")
+        publish.score(
+            finished / "checkpoints" / "last.pt", compose.compose(overrides(finished)), tmp_path / "file" / "x"
+        )
 
 
 @pytest.mark.parametrize(
@@ -179,56 +183,56 @@ def test_scores_on_another_split_are_warned_of(
         change(pair[1], "config", "data", "sparse", value=[3, 3, 3])
     publish.publish(pair, tmp_path / "both.pt")
     assert b"somewhere" not in (tmp_path / "both.pt").read_bytes()
-    found = trained.parse(snapshot.load(tmp_path / "both.pt"), tmp_path / "both.pt")
-    score._warn_of_another_split(found, compose.compose(overrides(finished, *asked)).data)
+    found = predict.parse(checkpoint.load_snapshot(tmp_path / "both.pt"), tmp_path / "both.pt")
+    publish._warn_of_another_split(found, compose.compose(overrides(finished, *asked)).data)
     assert f"{1 + len(asked)} of 2 networks were trained with another split" in capsys.readouterr().err
 
 
 def test_folds_do_not_matter_where_there_is_no_fold(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = finished / "checkpoints" / "last.pt"
     options = dataclasses.replace(compose.compose(overrides(finished)).data, folds=4)
-    score._warn_of_another_split(trained.parse(snapshot.load(path), path), options)
+    publish._warn_of_another_split(predict.parse(checkpoint.load_snapshot(path), path), options)
     assert capsys.readouterr().err == ""
 
 
 def test_data_that_a_network_is_not_for_is_not_scored(finished: Path, tmp_path: Path) -> None:
-    state = snapshot.load(finished / "checkpoints" / "last.pt")
+    state = checkpoint.load_snapshot(finished / "checkpoints" / "last.pt")
     state["model_options"]["in_channels"], state["intensity"] = 2, state["intensity"] * 2
     state["channels"] = ["T1", "T2"]
-    snapshot.save(tmp_path / "two.pt", state)
+    checkpoint.save_snapshot(tmp_path / "two.pt", state)
     with pytest.raises(UserError, match=r"two\.pt: a network of 2 channels and the classes background, .* has 1 and"):
-        score.score(tmp_path / "two.pt", compose.compose(overrides(finished)), tmp_path / "out")
+        publish.score(tmp_path / "two.pt", compose.compose(overrides(finished)), tmp_path / "out")
     semi = compose.compose(overrides(finished, "data.sparse=[3,3,3]", "data.semi=true"))
     with pytest.raises(UserError, match=r"data\.semi holds out slices"):
-        score.score(finished / "checkpoints" / "last.pt", semi, tmp_path / "out")
+        publish.score(finished / "checkpoints" / "last.pt", semi, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_classes_in_another_order_are_not_scored(pair: list[Path], finished: Path, tmp_path: Path) -> None:
-    background, first, second, *rest = snapshot.load(pair[1])["classes"]
+    background, first, second, *rest = checkpoint.load_snapshot(pair[1])["classes"]
     change(pair[1], "classes", value=[background, second, first, *rest])
     with pytest.raises(UserError, match=rf"classes background, {second}, {first}.* and background, {first}, {second}"):
-        score.score(pair[1], compose.compose(overrides(finished)), tmp_path / "out")
+        publish.score(pair[1], compose.compose(overrides(finished)), tmp_path / "out")
 
 
 def test_channels_of_other_names_are_warned_of(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = finished / "checkpoints" / "last.pt"
-    task = read_task(compose.compose(overrides(finished)).data)
-    found = dataclasses.replace(trained.parse(snapshot.load(path), path), channels=("T1", "T2"))
-    score._refuse_misfit(found, dataclasses.replace(task, channels=("T2", "T1")))
+    task = read_dataset(compose.compose(overrides(finished)).data)
+    found = dataclasses.replace(predict.parse(checkpoint.load_snapshot(path), path), channels=("T1", "T2"))
+    publish._refuse_misfit(found, dataclasses.replace(task, channels=("T2", "T1")))
     assert "its channels are T1, T2, those of the data T2, T1; they are taken in this order" in capsys.readouterr().err
 
 
 def test_predictions_are_those_of_the_averaged_weights(finished: Path, tmp_path: Path) -> None:
     path = finished / "checkpoints" / "last.pt"
-    raw = snapshot.load(path) | {"average": {}}
-    snapshot.save(tmp_path / "raw.pt", raw)
-    task = read_task(compose.compose(overrides(finished)).data)
+    raw = checkpoint.load_snapshot(path) | {"average": {}}
+    checkpoint.save_snapshot(tmp_path / "raw.pt", raw)
+    task = read_dataset(compose.compose(overrides(finished)).data)
     cases = {case.id: case for case in task.cases}
     (kept,) = (finished / "predictions").iterdir()
     found = []
     for source in (path, tmp_path / "raw.pt"):
-        apply.open_snapshot(source, "cpu").to_file(cases[stem(kept)], tmp_path / "made.nii.gz")
+        predict.open_segmenter(source, "cpu").to_file(cases[stem(kept)], tmp_path / "made.nii.gz")
         found.append(np.asarray(nib.load(tmp_path / "made.nii.gz").dataobj))
     stored = np.asarray(nib.load(kept).dataobj)
     assert np.array_equal(stored, found[0]) and not np.array_equal(stored, found[1])
@@ -239,51 +243,51 @@ def test_predict_takes_channels_by_their_numbers(tmp_path: Path) -> None:
     for name, shape in (("b_0001", (4, 4, 4)), ("b_0000", (4, 4, 4)), ("patient_0001", (4, 4, 4, 2))):
         nib.save(nib.Nifti1Image(np.zeros(shape, np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
     files = [tmp_path / f"{name}.nii.gz" for name in ("b_0001", "b_0000", "patient_0001")]
-    found = {case.id: case.images for case in apply.find_cases(files, 2)[0]}
+    found = {case.id: case.images for case in predict.find_cases(files, 2)[0]}
     assert found == {"b": (files[1], files[0]), "patient_0001": (files[2],)}
     files[0].rename(tmp_path / "b_0002.nii.gz")
-    cases, (problem,) = apply.find_cases([tmp_path], 2)
+    cases, (problem,) = predict.find_cases([tmp_path], 2)
     assert [case.id for case in cases] == ["patient_0001"], "what is wrong with one case stops no other"
     assert problem.startswith("b: ") and "a case's channels are called b_0000, b_0001 and so on" in problem
     nib.save(nib.load(files[1]), tmp_path / "b_0001.nii.gz")
-    assert "b: has 3 files" in apply.find_cases([tmp_path], 2)[1][0]
+    assert "b: has 3 files" in predict.find_cases([tmp_path], 2)[1][0]
 
 
 def test_a_single_channel_is_numbered_in_one_layout_alone(tmp_path: Path) -> None:
     for name in ("a_0000", "b_0001"):
         nib.save(nib.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
-    assert [case.id for case in apply.find_cases([tmp_path], 1, by_channel=True)[0]] == ["a", "b_0001"]
-    assert [case.id for case in apply.find_cases([tmp_path], 1)[0]] == ["a_0000", "b_0001"]
+    assert [case.id for case in predict.find_cases([tmp_path], 1, by_channel=True)[0]] == ["a", "b_0001"]
+    assert [case.id for case in predict.find_cases([tmp_path], 1)[0]] == ["a_0000", "b_0001"]
 
 
 def test_a_snapshots_preparation_is_that_of_its_run(pair: list[Path]) -> None:
     """Its spacing, how its layout names files, and whether it mirrors, unless the command says otherwise."""
-    found = apply.open_snapshot(pair[1], "cpu")
+    found = predict.open_segmenter(pair[1], "cpu")
     assert (found.spacing, found.by_channel, found.predictor.mirror) == (None, False, (0, 1, 2))
-    assert apply.open_snapshot(pair[1], "cpu", mirror=False).predictor.mirror == ()
+    assert predict.open_segmenter(pair[1], "cpu", mirror=False).predictor.mirror == ()
     change(pair[1], "config", "data", "spacing", value=[2.0, 2.0, 2.0])
     change(pair[1], "config", "data", "format", value="nnunet")
     change(pair[1], "config", "inference", "mirror", value=False)
-    found = apply.open_snapshot(pair[1], "cpu")
+    found = predict.open_segmenter(pair[1], "cpu")
     assert (found.spacing, found.by_channel, found.predictor.mirror) == ([2.0, 2.0, 2.0], True, ())
-    assert apply.open_snapshot(pair[1], "cpu", mirror=True).predictor.mirror == (0, 1, 2)
+    assert predict.open_segmenter(pair[1], "cpu", mirror=True).predictor.mirror == (0, 1, 2)
     change(pair[1], "config", "data", "augment", "mirror", value=[])
     with pytest.raises(UserError, match=r"inference\.mirror=true does nothing with data\.augment\.mirror=\[\]"):
-        apply.open_snapshot(pair[1], "cpu", mirror=True)
+        predict.open_segmenter(pair[1], "cpu", mirror=True)
 
 
 def test_cases_that_a_run_learned_from_are_told_of(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As where cases were added since: the rule is the same, but it keeps others aside."""
     path = finished / "checkpoints" / "last.pt"
-    state = snapshot.load(path)
-    cases = read_task(compose.compose(overrides(finished)).data).cases
+    state = checkpoint.load_snapshot(path)
+    cases = read_dataset(compose.compose(overrides(finished)).data).cases
     learned = state["grounds"]["training cases"]
     assert 0 < len(learned) < len(cases)
     for strange in (7, [7], {"training cases": 7}):
-        score._warn_of_learned(path, {"grounds": strange}, cases)
-    score._warn_of_learned(path, state, [case for case in cases if case.id not in learned])
+        publish._warn_of_learned(path, {"grounds": strange}, cases)
+    publish._warn_of_learned(path, state, [case for case in cases if case.id not in learned])
     assert capsys.readouterr().err == ""
-    score._warn_of_learned(path, state, cases)
+    publish._warn_of_learned(path, state, cases)
     told = f"learned from {len(learned)} of the {len(cases)} cases that are scored: {learned[0]}"
     assert told in capsys.readouterr().err
 
@@ -302,14 +306,14 @@ def test_a_volume_that_memory_does_not_hold_stops_no_other(
 ) -> None:
     for name in "ab":
         nib.save(nib.Nifti1Image(np.zeros((16, 16, 16), np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
-    to_file = apply.Segmenter.to_file
+    to_file = predict.Segmenter.to_file
 
-    def refuse(self: apply.Segmenter, case: Case, path: Path) -> tuple:
+    def refuse(self: predict.Segmenter, case: Case, path: Path) -> tuple:
         if case.id == "a":
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
         return to_file(self, case, path)
 
-    monkeypatch.setattr(apply.Segmenter, "to_file", refuse)
+    monkeypatch.setattr(predict.Segmenter, "to_file", refuse)
     assert face("predict", finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path / "out") == 2
     told = capsys.readouterr().err
     assert told.startswith("error: a: out of memory: ") and told.count("\n") == 1
@@ -323,7 +327,7 @@ def test_a_case_that_is_none_stops_no_other_and_what_is_let_pass_is_told(
     for file in files:
         file.parent.mkdir(exist_ok=True)
         nib.save(nib.Nifti1Image(np.zeros((16, 16, 16), np.float32), np.eye(4)), file)
-    monkeypatch.setattr(apply, "let_pass", lambda case: [f"{case.id}: lies elsewhere"])
+    monkeypatch.setattr(predict, "let_pass", lambda case: [f"{case.id}: lies elsewhere"])
     assert face("predict", finished / "checkpoints" / "last.pt", files[0], "-o", tmp_path / "out", *files[1:]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: a: 2 files of one name") and second == "warning: b: lies elsewhere"
@@ -334,9 +338,9 @@ def test_channels_that_lie_apart_are_told_of_whatever_the_snapshot_lets_pass(tmp
     paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
     for path, side in zip(paths, (1, -1), strict=True):
         nib.save(nib.Nifti1Image(np.zeros((4, 5, 6), np.float32), np.diag([side, 1, 1, 1])), path)
-    (line,) = apply.let_pass(Case("a", paths, None))
+    (line,) = predict.accepted_contradictions(Case("a", paths, None))
     assert line.startswith(f"a: {paths[1]}: lies up to 6 voxels away from")
-    assert apply.let_pass(Case("a", paths[:1], None)) == []
+    assert predict.accepted_contradictions(Case("a", paths[:1], None)) == []
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(

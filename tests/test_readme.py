@@ -8,7 +8,7 @@ import pytest
 from training import face, train
 
 from unet3d import compose
-from unet3d.__main__ import _parser
+from unet3d.cli.main import _parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "data/README.md"]

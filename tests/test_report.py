@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from training import yaml_of
 
-from unet3d import page, readback, report
-from unet3d.metrics import CaseScore, csv_text
+from unet3d.report import report, run_folder
+from unet3d.train.metrics import CaseScore, csv_text
 
 MIB = 2**20
 FILES = ("STATUS", "config.yaml", "env.json", "metrics.jsonl", "scores.csv", "memory.json", "figures/prediction.png")
@@ -87,7 +87,7 @@ class Reader(HTMLParser):
 
 
 def written(folder: Path) -> Reader:
-    path = report.write(folder)
+    path = report.write_report(folder)
     assert path == folder / "report.html"
     return Reader(path.read_text(encoding="utf-8"))
 
@@ -122,7 +122,7 @@ def test_a_distance_that_some_cases_lack_says_how_many_have_it(folder: Path) -> 
     """A class missed throughout has no distance: without them, the worst network would look best."""
     scores = [CaseScore(case, (dice,), (dice,), (mm,)) for case, dice, mm in (("a", 0.9, 1.0), ("b", 0.0, None))]
     (folder / "scores.csv").write_text(csv_text(scores, ("background", "organ")))
-    assert readback.score_table(readback.read(folder)).rows == [["organ", "0.450", "0.450", "1.00 (1)", "2"]]
+    assert run_folder.score_table(run_folder.read_run(folder)).rows == [["organ", "0.450", "0.450", "1.00 (1)", "2"]]
 
 
 def validated(folder: Path, *dice: float | None, last: int = 0) -> Reader:
@@ -194,7 +194,7 @@ def test_memory_is_told_per_phase_in_mib_with_its_kind(folder: Path) -> None:
 
 
 def test_time_is_told_with_the_share_of_waiting(folder: Path) -> None:
-    assert readback.timing(readback.read(folder)) == {
+    assert run_folder.timing(run_folder.read_run(folder)) == {
         "step, median": "0.25 s",
         "waiting for data": "10.0% of step time",
         "validation, median": "4 s",
@@ -227,7 +227,7 @@ def test_everything_that_is_told_is_escaped(folder: Path) -> None:
     assert sum(attack in cell for row in found.rows for cell in row) == 3
     assert sum(attack in text for text in found.text) == 4
     assert found.text.count("unet3d run <script>") == 2
-    assert Reader(page.table([attack], [[""]])).rows == [[attack], []]
+    assert Reader(report.html_table([attack], [[""]])).rows == [[attack], []]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -282,12 +282,12 @@ def test_a_run_that_left_nothing_has_a_report(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("config", ["a: [1", "- a list", "model: 1", "model: {features: 3}"])
 def test_a_config_that_is_none_is_shown_as_it_is(folder: Path, config: str) -> None:
     (folder / "config.yaml").write_text(config)
-    assert readback.what_ran(readback.read(folder)) == ""
+    assert run_folder.what_ran(run_folder.read_run(folder)) == ""
     assert config in written(folder).text
 
 
 def test_metrics_csv_is_metrics_jsonl_as_a_table(folder: Path) -> None:
-    report.write(folder)
+    report.write_report(folder)
     with (folder / "metrics.csv").open(newline="") as file:
         first, second, third = csv.DictReader(file)
     assert list(first)[:4] == ["step", "train/loss", "time/step_s", "time/data_wait_s"]
@@ -298,8 +298,8 @@ def test_metrics_csv_is_metrics_jsonl_as_a_table(folder: Path) -> None:
 
 def test_the_report_is_a_function_of_the_folder(folder: Path) -> None:
     before = {name: (folder / name).read_bytes() for name in FILES}
-    first = report.write(folder).read_bytes()
-    assert report.write(folder).read_bytes() == first
+    first = report.write_report(folder).read_bytes()
+    assert report.write_report(folder).read_bytes() == first
     assert {name: (folder / name).read_bytes() for name in FILES} == before
 
 
@@ -311,7 +311,7 @@ def test_a_report_is_whole_or_as_it_was(folder: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        report.write(folder)
+        report.write_report(folder)
     assert (folder / "report.html").read_text() == "as it was"
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from unet3d.config import Optim
-from unet3d.schedules import learning_rate
+from unet3d.train.optim import learning_rate
 
 
 @pytest.mark.parametrize(

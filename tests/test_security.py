@@ -18,10 +18,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from unet3d import __main__, apply, build, command, compose, snapshot
+from unet3d import build, compose
+from unet3d.cli import main, train
 from unet3d.config import Config
 from unet3d.errors import SnapshotError, UserError
-from unet3d.inference import Predictor
+from unet3d.run import predict
+from unet3d.train import checkpoint
+from unet3d.train.inference import Predictor
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [ROOT / "train.py", *sorted((ROOT / "unet3d").rglob("*.py"))]
@@ -125,14 +128,14 @@ def given(tmp_path: Path, tiny: Config) -> Callable[[Change], Path]:
             "average": {},
         }
         change(state)
-        snapshot.save(tmp_path / "given.pt", state)
+        checkpoint.save_snapshot(tmp_path / "given.pt", state)
         return tmp_path / "given.pt"
 
     return make
 
 
 def test_a_sound_snapshot_opens(given: Callable[[Change], Path]) -> None:
-    segmenter = apply.open_snapshot(given(lambda state: None), "cpu")
+    segmenter = predict.open_segmenter(given(lambda state: None), "cpu")
     assert segmenter.intensity[0].kind == "zscore" and not segmenter.predictor.models[0].training
 
 
@@ -165,13 +168,13 @@ def test_c7_a_target_in_a_snapshot_is_never_instantiated(
 ) -> None:
     monkeypatch.setattr(os, "system", lambda *_: pytest.fail("it ran"))
     with pytest.raises(SnapshotError, match="not a snapshot of a run"):
-        apply.open_snapshot(given(change), "cpu")
+        predict.open_segmenter(given(change), "cpu")
 
 
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${seed}", "a${oc.env:HOME}"])
 def test_a_snapshot_cannot_ask_for_the_environment(given: Callable[[Change], Path], value: str) -> None:
     with pytest.raises(SnapshotError, match=r"holds plain values, no \$"):
-        apply.open_snapshot(given(put("config", "wandb", "project", value=value)), "cpu")
+        predict.open_segmenter(given(put("config", "wandb", "project", value=value)), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ def test_a_snapshot_cannot_ask_for_the_environment(given: Callable[[Change], Pat
 )
 def test_a_snapshot_of_wrong_types_is_one_line(given: Callable[[Change], Path], change: Change) -> None:
     with pytest.raises(SnapshotError, match=r"given\.pt"):
-        apply.open_snapshot(given(change), "cpu")
+        predict.open_segmenter(given(change), "cpu")
 
 
 @pytest.mark.parametrize("features", [[40_000, 40_000], [2**40, 8]])
@@ -201,7 +204,7 @@ def test_a_snapshot_that_describes_a_huge_network_takes_no_memory(
     make = build.model
     monkeypatch.setattr(build, "model", lambda *a, **b: seen.append(torch.get_default_device().type) or make(*a, **b))
     with pytest.raises(SnapshotError, match=r"given\.pt"):
-        apply.open_snapshot(path, "cpu")
+        predict.open_segmenter(path, "cpu")
     assert seen == ["meta"]
 
 
@@ -213,14 +216,14 @@ def test_a_snapshot_that_names_a_huge_window_takes_no_memory(
     nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path.parent / "a.nii.gz")
     words = ["unet3d", "predict", str(path), str(path.parent), "-o", str(path.parent / "out"), "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", words)
-    assert __main__.main() == 2
+    assert main.main() == 2
     said = capsys.readouterr().err
     assert "its window of 2048x2048x2048 voxels would hold" in said and said.count("\n") == 1
 
 
 def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     """64 MiB of zeros in 64 KiB."""
-    snapshot.save(tmp_path / "a.pt", {"model": {"w": torch.zeros(2**20)}})
+    checkpoint.save_snapshot(tmp_path / "a.pt", {"model": {"w": torch.zeros(2**20)}})
     with zipfile.ZipFile(tmp_path / "a.pt") as sound, zipfile.ZipFile(tmp_path / "b.pt", "w") as bomb:
         for name in sound.namelist():
             content = bytes(2**26) if "/data/" in name else sound.read(name)
@@ -228,7 +231,7 @@ def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Pa
     assert (tmp_path / "b.pt").stat().st_size < 2**17
     tracemalloc.start()
     with pytest.raises(SnapshotError, match="holds more than its size"):
-        snapshot.load(tmp_path / "b.pt")
+        checkpoint.load_snapshot(tmp_path / "b.pt")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**20
@@ -236,12 +239,12 @@ def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Pa
 
 @pytest.mark.parametrize("content", [b"\x80\x02\x8c\x02\xff\xfe.", b"\x80\x02}q\x00h\x07.", b"\x80\x02(K\x01t."])
 def test_a_pickle_that_is_none_is_one_line(tmp_path: Path, content: bytes) -> None:
-    snapshot.save(tmp_path / "a.pt", {})
+    checkpoint.save_snapshot(tmp_path / "a.pt", {})
     with zipfile.ZipFile(tmp_path / "a.pt") as sound, zipfile.ZipFile(tmp_path / "b.pt", "w") as damaged:
         for name in sound.namelist():
             damaged.writestr(name, content if name.endswith("data.pkl") else sound.read(name))
     with pytest.raises(SnapshotError, match=r"b\.pt"):
-        snapshot.load(tmp_path / "b.pt")
+        checkpoint.load_snapshot(tmp_path / "b.pt")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +259,7 @@ def test_overrides_in_a_run_folder_are_options_and_nothing_else(tmp_path: Path, 
     (tmp_path / "checkpoints" / "last.pt").write_bytes(b"")
     OmegaConf.save(OmegaConf.create(["seed=1", word]), tmp_path / "overrides.yaml")
     with pytest.raises(UserError, match=r"holds more than options|no such option"):
-        command.resumed(tmp_path, [])
+        train.resumed(tmp_path, [])
 
 
 def test_k2_a_target_on_the_command_line_is_no_option() -> None:

@@ -19,12 +19,11 @@ import pytest
 from rich.console import Console as Terminal
 from wandb_records import read_run
 
-from unet3d import privacy, sinks, tracker
 from unet3d.config import Config
-from unet3d.console import Console
-from unet3d.sinks import JsonLines, Sink, Sinks, open_sinks
+from unet3d.report import loggers, wandb_logger
+from unet3d.report.loggers import JsonLines, Logger, Loggers, TerminalLogger, open_loggers
 
-SOURCE = str(Path(sinks.__file__).parents[1])
+SOURCE = str(Path(loggers.__file__).parents[1])
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds wandb-core through /proc")
@@ -131,7 +130,7 @@ class Memory:
         self._keep("close", exit_code)
 
 
-def tell_all(sink: Sink) -> None:
+def tell_all(sink: Logger) -> None:
     sink.scalars({"a": 1}, 1)
     sink.image("picture", Path("a.png"), 2)
     sink.table("scores", ["case"], [["x"]])
@@ -143,7 +142,7 @@ def tell_all(sink: Sink) -> None:
 def test_a_sink_that_fails_is_dropped_with_one_line_and_the_others_go_on(fails: int, capsys: Capture) -> None:
     alone, bad, good = Memory(), Memory(fails), Memory()
     tell_all(alone)
-    tell_all(Sinks([bad, good]))
+    tell_all(Loggers([bad, good]))
     assert good.told == alone.told
     assert bad.told == [*alone.told[: fails + 1], ("close", 1)]
     assert capsys.readouterr().err == "warning: Memory failed (OSError: disk full); the run goes on without it\n"
@@ -151,7 +150,7 @@ def test_a_sink_that_fails_is_dropped_with_one_line_and_the_others_go_on(fails: 
 
 def test_what_stops_the_program_is_not_taken_for_a_failing_sink() -> None:
     with pytest.raises(KeyboardInterrupt):
-        Sinks([Memory(0, KeyboardInterrupt)]).scalars({}, 1)
+        Loggers([Memory(0, KeyboardInterrupt)]).scalars({}, 1)
 
 
 # --- wandb, for real
@@ -275,14 +274,14 @@ def test_the_search_for_secrets_finds_them_in_a_run_that_is_not_private(tmp_path
 def test_every_private_setting_is_known_to_this_wandb() -> None:
     import wandb
 
-    assert set(privacy.SETTINGS) | set(tracker.QUIET) <= set(wandb.Settings.model_fields)
-    assert tracker.QUIET["init_timeout"] <= 20
+    assert set(wandb_logger.SETTINGS) | set(wandb_logger.QUIET) <= set(wandb.Settings.model_fields)
+    assert wandb_logger.QUIET["init_timeout"] <= 20
 
 
 def test_settings_that_an_older_wandb_lacks_are_left_out() -> None:
     older = type("Settings", (SimpleNamespace,), {"model_fields": {"console": None}})
-    assert vars(tracker._settings(older, private=True)) == {"console": "off"}
-    assert vars(tracker._settings(older, private=False)) == {}
+    assert vars(wandb_logger._settings(older, private=True)) == {"console": "off"}
+    assert vars(wandb_logger._settings(older, private=False)) == {}
 
 
 def test_a_resumed_folder_goes_on_with_its_wandb_run(tmp_path: Path) -> None:
@@ -302,19 +301,19 @@ def test_a_resumed_wandb_run_is_gone_on_with_and_not_replaced(tmp_path: Path, mo
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "to be set, and unset after the test")
     monkeypatch.delenv("WANDB_ERROR_REPORTING")
-    tracker.Wandb(Config(), tmp_path)
+    wandb_logger.WandbLogger(Config(), tmp_path)
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"
     (tmp_path / "wandb" / "offline-run-20260102_101010-abcd").mkdir(parents=True)
-    tracker.Wandb(Config(resume=str(tmp_path)), tmp_path)
-    tracker.Wandb(Config(), tmp_path)
+    wandb_logger.WandbLogger(Config(resume=str(tmp_path)), tmp_path)
+    wandb_logger.WandbLogger(Config(), tmp_path)
     assert [(to["id"], to["resume"]) for to in told] == [(None, None), ("abcd", "allow"), (None, None)]
 
 
 def test_the_id_is_that_of_the_latest_run(tmp_path: Path) -> None:
-    assert tracker._earlier_id(tmp_path) is None
+    assert wandb_logger._earlier_id(tmp_path) is None
     for name in ("run-20250102_101010-old", "offline-run-20260102_101010-new", "run-20240102_101010-older"):
         (tmp_path / "wandb" / name).mkdir(parents=True)
-    assert tracker._earlier_id(tmp_path) == "new"
+    assert wandb_logger._earlier_id(tmp_path) == "new"
 
 
 def test_t6_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path: Path) -> None:
@@ -369,7 +368,7 @@ def test_t6_a_killed_wandb_core_costs_one_line_and_no_record(tmp_path: Path) -> 
 def test_wandb_that_cannot_be_loaded_costs_one_line(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    out = open_sinks(Config(), tmp_path)
+    out = open_loggers(Config(), tmp_path)
     out.scalars({"train/loss": 1.0}, 1)
     out.close(0)
     (warning,) = capsys.readouterr().err.splitlines()
@@ -392,7 +391,7 @@ def test_disabled_wandb_is_not_even_loaded(
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = Config()
     config.wandb.mode = option
-    out = open_sinks(config, tmp_path)
+    out = open_loggers(config, tmp_path)
     out.close(0)
     assert capsys.readouterr().err == ""
     assert not (tmp_path / "wandb").exists()
@@ -400,7 +399,7 @@ def test_disabled_wandb_is_not_even_loaded(
 
 def test_the_name_of_a_class_is_no_markup() -> None:
     file = io.StringIO()
-    console = Console(2, Terminal(file=file, width=80))
+    console = TerminalLogger(2, Terminal(file=file, width=80))
     console.scalars({"val/dice_mean": 0.5, "val/dice/tumour [core]": 0.5, "val/dice/x [/b]": None}, 2)
     console.close(0)
     assert "dice/tumour [core] 0.5000  dice/x [/b] n/a" in file.getvalue()

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from unet3d.errors import NonFiniteLoss
-from unet3d.losses import SegmentationLoss
 from unet3d.model.unet import UNet3D
-from unet3d.policy import MemoryPolicy
-from unet3d.step import Batch, StepResult, ignore_mark, train_step
+from unet3d.train.losses import SegmentationLoss
+from unet3d.train.policy import MemoryPolicy
+from unet3d.train.step import StepResult, ignore_mark, train_step
+from unet3d.types import Batch
 
 Network = Callable[..., UNet3D]
 

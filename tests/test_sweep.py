@@ -13,9 +13,11 @@ import yaml
 from training import ROOT, TINY, run, train
 from wandb_records import read_run
 
-from unet3d import command, process
+from unet3d.cli import lifecycle
+from unet3d.cli import train as train_command
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
+from unet3d.memory import preflight
 
 
 def test_one_wrong_job_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
@@ -119,11 +121,10 @@ def test_a_sweep_that_predicts_stays_in_one_process(tmp_path: Path) -> None:
 
 
 def start_nothing_and_lose_one() -> None:
-    from unet3d.memory import forecast
 
-    told = forecast.forecast
+    told = preflight.preflight
 
-    def lose(config: Config, options: Model) -> forecast.Forecast:
+    def lose(config: Config, options: Model) -> preflight.Preflight:
         if config.ckpt == 2:
             raise RuntimeError("lost")
         return told(config, options)
@@ -131,7 +132,7 @@ def start_nothing_and_lose_one() -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a process")
 
-    forecast.forecast, subprocess.Popen = lose, refuse
+    preflight.preflight, subprocess.Popen = lose, refuse
 
 
 def replace_job(folder: Path, act: str) -> None:
@@ -164,16 +165,16 @@ def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None
 def test_the_folder_that_is_checked_is_the_one_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("multirun").touch()
-    command._refuse_unwritable(["seed=0"])
+    train_command._refuse_unwritable(["seed=0"])
     with pytest.raises(UserError, match=r"^multirun: .* give hydra.sweep.dir=FOLDER"):
-        command._refuse_unwritable(["seed=0,1", "-m"])
-    command._refuse_unwritable(["seed=0,1", "hydra.sweep.dir=elsewhere", "-m"])
+        train_command._refuse_unwritable(["seed=0,1", "-m"])
+    train_command._refuse_unwritable(["seed=0,1", "hydra.sweep.dir=elsewhere", "-m"])
 
 
 def test_a_process_that_was_killed_is_told_by_its_signal() -> None:
-    code, _ = process.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    assert code == 137 and process.fate(code) == "killed by SIGKILL"
-    assert process.run([sys.executable, "-c", "raise SystemExit(4)"]) == (4, False)
+    code, _ = lifecycle.run_process([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    assert code == 137 and lifecycle.fate(code) == "killed by SIGKILL"
+    assert lifecycle.run_process([sys.executable, "-c", "raise SystemExit(4)"]) == (4, False)
 
 
 def test_a_job_that_was_stopped_alone_does_not_end_the_sweep(tmp_path: Path) -> None:
@@ -196,10 +197,10 @@ def test_a_job_of_a_sweep_that_was_refused_leaves_the_run_there_as_it_is(
     os.utime(status, ns=(1, 1))
     said.write_text("- ckpt=2\n")
     hydra = SimpleNamespace(runtime=SimpleNamespace(cwd="."))
-    monkeypatch.setattr(command, "HydraConfig", SimpleNamespace(get=lambda: hydra))
-    monkeypatch.setattr(process, "run", lambda words: process.Ended(2, is_asked=False))
-    assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == (2, False)
+    monkeypatch.setattr(train_command, "HydraConfig", SimpleNamespace(get=lambda: hydra))
+    monkeypatch.setattr(lifecycle, "run", lambda words: lifecycle.ProcessEnd(2, is_asked=False))
+    assert train_command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == (2, False)
     assert (status.read_text(), said.read_text()) == ("running\n", "- ckpt=2\n")
-    monkeypatch.setattr(process, "run", lambda words: process.Ended(137, is_asked=False))
-    assert command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == (137, False)
+    monkeypatch.setattr(lifecycle, "run", lambda words: lifecycle.ProcessEnd(137, is_asked=False))
+    assert train_command._job_of_sweep(lambda *_: None, Config(), tmp_path, ["ckpt=3"]) == (137, False)
     assert (status.read_text(), said.read_text()) == ("failed: killed by SIGKILL\nexit code 137\n", "- ckpt=3\n")

@@ -4,12 +4,12 @@ import json
 import math
 import multiprocessing
 import os
+import runpy
 import select
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
-from importlib import util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -17,6 +17,9 @@ import torch
 from PIL import Image
 
 from unet3d import compose, progress
+from unet3d.cli import main
+from unet3d.memory import preflight
+from unet3d.report import memory_plots, plots, report
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -25,7 +28,7 @@ TINY = [
 ]
 PLAIN = ("optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=null")  # quick to rehearse
 SERVER = multiprocessing.get_context("forkserver")
-MODULES = ("command", "finish", "report", "memory.forecast")
+MODULES = ("cli.train", "run.run", "report.report", "memory.preflight")
 # what a run loads where it first uses it
 LATE = ("monai.transforms", "scipy.interpolate", "scipy.spatial.transform", "torch.fx.experimental.symbolic_shapes")
 SERVER.set_forkserver_preload(["training", *LATE, *(f"unet3d.{name}" for name in MODULES)])
@@ -67,11 +70,10 @@ def run(*arguments: str, cwd: Path, code: str | None = None) -> subprocess.Compl
 
 def face(*arguments: object) -> int:
     """`python -m unet3d ARGUMENTS` in this process; its exit code."""
-    from unet3d import __main__
 
     before, sys.argv = sys.argv, ["unet3d", *map(str, arguments)]
     try:
-        return __main__.main()
+        return main.main()
     finally:
         sys.argv = before
 
@@ -115,24 +117,15 @@ def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: st
         _without_frills()
     if hook:
         hook()
-    spec = util.spec_from_file_location("train", ROOT / "train.py")
-    assert spec and spec.loader
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    from unet3d import command
-
-    sys.exit(command.main(module.job))
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
 def _without_frills() -> None:
     """No forecast, no report and pictures of one pixel: they take longer than the training, and no fault is in them."""
-    from unet3d import figures, report
-    from unet3d.memory import figures as of_memory
-    from unet3d.memory import forecast
 
-    forecast.forecast = lambda config, options: forecast.Forecast((0, 2) if config.ckpt else (), {})
-    report.write = lambda folder: folder
-    figures.segmentation = of_memory.phases = of_memory.timeline = of_memory.along_the_u = _one_pixel
+    preflight.preflight = lambda config, options: preflight.Preflight((0, 2) if config.ckpt else (), {})
+    report.write_report = lambda folder: folder
+    plots.segmentation = memory_plots.phase_plot = memory_plots.timeline_plot = memory_plots.layer_plot = _one_pixel
 
 
 def _one_pixel(*drawn: object) -> None:

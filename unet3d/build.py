@@ -2,43 +2,42 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from unet3d import averaging, checks, progress
-from unet3d.config import Config, Model, Optim
+from unet3d import checks, progress
+from unet3d.config import Config, Model
 from unet3d.config import Data as DataOptions
-from unet3d.data import sparse
-from unet3d.data.cases import Case, Task, read_task, split
+from unet3d.data import preprocess
+from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
 from unet3d.data.check import WARNING, check_cases
-from unet3d.data.nifti import open_image
-from unet3d.data.patches import Prepared
-from unet3d.data.reader import Reader
-from unet3d.data.volumes import target_grid
-from unet3d.data.voxels import Leniency
+from unet3d.data.nifti import ValidationRules, open_image
+from unet3d.data.patches import PreparedCase
+from unet3d.data.preprocess import CaseReader
+from unet3d.data.volume import target_grid
 from unet3d.errors import UserError
-from unet3d.inference import Predictor
-from unet3d.losses import SegmentationLoss
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
-from unet3d.policy import MemoryPolicy, amp_dtype
+from unet3d.train.inference import Predictor
+from unet3d.train.losses import SegmentationLoss
+from unet3d.train.policy import MemoryPolicy, amp_dtype
 
-Read = Callable[[Case], Prepared]
+Read = Callable[[Case], PreparedCase]
 
 
 @dataclass(frozen=True)
 class Data:
     """The task, its split, and how to get a case ready for the network."""
 
-    task: Task
+    dataset: DatasetInfo
     train: tuple[Case, ...]
     val: tuple[Case, ...]
-    read: Reader
-    learn: Read  # with the labels that training sees
-    score: Read  # with those that validation sees
+    read: CaseReader
+    read_train: Read  # with the labels that training sees
+    read_val: Read  # with those that validation sees
 
 
 def device(config: Config) -> torch.device:
@@ -58,10 +57,12 @@ def target(config: Config) -> str:
 def data(config: Config) -> Data:
     """Read, check and split the cases. Raises UserError that lists every problem of every case."""
     options = config.data
-    task = read_task(options)
+    task = read_dataset(options)
     train, val = split(task, options)
     refuse_problems(task, [*train, *val], options)
-    reader = Reader(task, options.spacing, cache={} if options.cache else None, leniency=Leniency.of(options))
+    reader = CaseReader(
+        task, options.spacing, cache={} if options.cache else None, leniency=ValidationRules.of(options)
+    )
     if options.cache:
         maps = 1 + (options.sparse is not None) + options.semi  # label maps of a training case, see `_annotations`
         reader.refuse_more_than_memory(dict.fromkeys(val, 1) | dict.fromkeys(train, maps))
@@ -71,7 +72,7 @@ def data(config: Config) -> Data:
     return Data(task, train, val, reader, *_annotations(options, reader, train))
 
 
-def refuse_problems(task: Task, cases: Sequence[Case], options: DataOptions) -> None:
+def refuse_problems(task: DatasetInfo, cases: Sequence[Case], options: DataOptions) -> None:
     """Look at every file's header, and print warnings. Raises UserError that lists every problem of every case."""
     found = check_cases(task, cases, options, full=False)
     problems = [line for line in found if not line.startswith(WARNING)]
@@ -81,13 +82,13 @@ def refuse_problems(task: Task, cases: Sequence[Case], options: DataOptions) -> 
         print(line, file=sys.stderr)
 
 
-def _annotations(options: DataOptions, read: Reader, train: Sequence[Case]) -> tuple[Read, Read]:
+def _annotations(options: DataOptions, read: CaseReader, train: Sequence[Case]) -> tuple[Read, Read]:
     """How to read what is learned, and what is scored."""
     if options.sparse is None:
         return read, read
     learn, score = (
-        sparse.SparseReader(read, options, mask, {} if options.cache else None)
-        for mask in (sparse.learned, sparse.scored)
+        preprocess.SparseReader(read, options, mask, {} if options.cache else None)
+        for mask in (preprocess.learned_mask, preprocess.scored_mask)
     )
     if options.cache:  # before workers copy it
         for case in progress.track(train, "choosing slices", len(train)):
@@ -106,12 +107,12 @@ def outlined_options(config: Config) -> Model:
     """The model's options for a prediction: what they leave open is told by the data set's names and one header."""
     if is_complete(config.model):
         return config.model
-    task = read_task(config.data)
+    task = read_dataset(config.data)
     train, _ = split(task, config.data)
     return model_options(config, task, train[0])
 
 
-def model_options(config: Config, task: Task, case: Case) -> Model:
+def model_options(config: Config, task: DatasetInfo, case: Case) -> Model:
     """The model's options with nothing left open, for the spacing of this case.
 
     Raises UserError where model and data disagree.
@@ -148,36 +149,6 @@ def loss(config: Config, classes: int) -> SegmentationLoss:
         raise UserError(f"loss.weights={weights}: {classes} classes need {classes} weights")
     tensor = None if weights is None else torch.tensor(weights)
     return SegmentationLoss(config.loss.name, tensor, config.loss.batch_dice)
-
-
-def optimizer(options: Optim, network: nn.Module, foreach: bool | None = None) -> torch.optim.Optimizer:
-    """The optimizer over all of the network's parameters, with their running average where the options ask for it.
-
-    `foreach` None: all parameters at once on CUDA, one by one on the CPU, as torch does.
-    """
-    found = _optimizer(options, network.parameters(), foreach)
-    if options.average is not None:
-        averaging.follow(found, options.average)
-    return found
-
-
-def _optimizer(options: Optim, parameters: Iterator[nn.Parameter], foreach: bool | None) -> torch.optim.Optimizer:
-    betas = (options.betas[0], options.betas[1])
-    match options.name:
-        case "sgd":
-            return torch.optim.SGD(
-                parameters,
-                options.lr,
-                momentum=options.momentum,
-                nesterov=options.momentum > 0,
-                weight_decay=options.weight_decay,
-                foreach=foreach,
-            )
-        case "adam":
-            return torch.optim.Adam(parameters, options.lr, betas, weight_decay=options.weight_decay, foreach=foreach)
-        case "adamw":
-            return torch.optim.AdamW(parameters, options.lr, betas, weight_decay=options.weight_decay, foreach=foreach)
-    raise AssertionError(options.name)
 
 
 def policy(config: Config, device_type: str, starts: tuple[int, ...]) -> MemoryPolicy:

@@ -14,6 +14,8 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 FIRST_LINE, BETWEEN_LINES = 5.0, 15.0  # seconds
+
+
 Item = TypeVar("Item")
 
 

@@ -11,6 +11,8 @@ from types import FrameType
 from unet3d.errors import Preempted
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
 Handler = Callable[[int, FrameType | None], None]
 
 
@@ -26,14 +28,14 @@ class Stop:
         return self.asked is not None
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Within, work goes on when a signal comes, and asks; outside, the first signal raises Preempted."""
         with self._set(raises=False):
             yield
 
     @contextmanager
-    def raised(self) -> Iterator[None]:
-        """Within `noted`: work that may be left at any point. A signal raises Preempted, also one that came before."""
+    def interruptible(self) -> Iterator[None]:
+        """Within `deferred`: work that may be left at any point. A signal raises Preempted, also one that came before."""
         with self._set(raises=True):
             if self.asked:
                 raise Preempted(f"stopped by {self.asked.name}")

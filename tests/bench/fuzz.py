@@ -25,9 +25,9 @@ from pathlib import Path
 from damage import LAYOUTS, NIFTI, damage_json, data_set
 
 from unet3d.config import Data
-from unet3d.data.cases import read_task, split
+from unet3d.data.cases import read_dataset, split
 from unet3d.data.check import WARNING, check_cases, summary
-from unet3d.data.reader import Reader
+from unet3d.data.preprocess import CaseReader
 from unet3d.errors import UserError
 
 HEADROOM = 2**30  # bytes of address space beyond what the process has when it begins
@@ -68,7 +68,7 @@ class Watch:
 def read_all(data: Data) -> str:
     """Take the data set through the check and the reader. Returns whether it was refused or read."""
     try:
-        task = read_task(data)
+        task = read_dataset(data)
     except UserError as error:
         return _refused([str(error)])
     quick = check_cases(task, task.cases, data, full=False)
@@ -78,7 +78,7 @@ def read_all(data: Data) -> str:
     try:
         train, val = split(task, data)
         lines += summary(task, train, val)
-        reader = Reader(task, data.spacing)
+        reader = CaseReader(task, data.spacing)
         reader.fit_intensity("auto", train)
         reader.fill([*train, *val])
     except UserError as error:

@@ -19,14 +19,14 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from unet3d import build, compose, half_precision
+from unet3d import build, compose
 from unet3d.config import Config
-from unet3d.console import WIDE, paper, terminal_table
 from unet3d.memory.meter import STEADY, LedgerMeter
-from unet3d.memory.predict import predict
-from unet3d.memory.segments import cut
-from unet3d.step import Batch, Mark, ignore_mark, train_step
-from unet3d.table import Table, mib
+from unet3d.memory.segments import choose_segments, predict
+from unet3d.report.loggers import WIDE, paper, terminal_table
+from unet3d.train import half_precision, optim
+from unet3d.train.step import Mark, ignore_mark, train_step
+from unet3d.types import Batch, Table, mib
 
 ROUNDS = 12
 DEFAULT = ["model=unet_small", "ckpt=2"]
@@ -44,8 +44,8 @@ class Training:
     def __init__(self, overrides: Sequence[str]) -> None:
         self.config = config = job(*overrides)
         self.model, self.loss = build.model(config.model, config.seed), build.loss(config, config.model.classes)
-        self.policy = build.policy(config, "cpu", cut(config, config.model).starts)
-        self.optimizer, self.scaler = build.optimizer(config.optim, self.model), self.policy.scaler()
+        self.policy = build.policy(config, "cpu", choose_segments(config, config.model).starts)
+        self.optimizer, self.scaler = optim.optimizer(config.optim, self.model), self.policy.scaler()
 
     def step(self, mark: Mark = ignore_mark) -> None:
         config, size = self.config, (self.config.batch, *self.config.data.patch)

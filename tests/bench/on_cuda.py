@@ -17,9 +17,11 @@ import torch
 from unet3d import build, compose
 from unet3d.memory.allocator import replay
 from unet3d.memory.meter import STEADY, CudaMeter, open_meter
-from unet3d.memory.rehearsal import rehearse
-from unet3d.memory.segments import cut
-from unet3d.step import Batch, train_step
+from unet3d.memory.segments import choose_segments
+from unet3d.memory.simulate import simulate
+from unet3d.train import optim
+from unet3d.train.step import train_step
+from unet3d.types import Batch
 
 MIB = 2**20
 AMP = (["amp=false"], ["amp=true", "amp_dtype=fp16"], ["amp=true", "amp_dtype=bf16"])
@@ -32,10 +34,10 @@ def row(words: list[str], patch: str) -> dict[str, int]:
     """One configuration, predicted and measured; bytes."""
     config = compose.compose(["model=unet", f"data.patch={patch}", "device=cuda", *words])
     config.model.in_channels, config.model.classes = 1, 3
-    starts = cut(config, config.model).starts
-    ledger = rehearse(config, config.model, starts).ledger
+    starts = choose_segments(config, config.model).starts
+    ledger = simulate(config, config.model, starts).ledger
     model = build.model(config.model, 0).to("cuda")
-    policy, optimizer = build.policy(config, "cuda", starts), build.optimizer(config.optim, model)
+    policy, optimizer = build.policy(config, "cuda", starts), optim.optimizer(config.optim, model)
     loss, scaler, meter = build.loss(config, 3), policy.scaler(), open_meter(model, optimizer)
     assert isinstance(meter, CudaMeter)
     size = (config.batch, *config.data.patch)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from unet3d import compose
-from unet3d.losses import SegmentationLoss
 from unet3d.memory.meter import STEADY, open_meter
 from unet3d.model.unet import UNet3D
-from unet3d.policy import MemoryPolicy, amp_dtype
-from unet3d.step import Batch, train_step
+from unet3d.train.losses import SegmentationLoss
+from unet3d.train.policy import MemoryPolicy, amp_dtype
+from unet3d.train.step import train_step
+from unet3d.types import Batch
 
 WIDTHS = [32, 64, 128, 256]
 

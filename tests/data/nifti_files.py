@@ -8,7 +8,7 @@ import nibabel as nib
 import numpy as np
 
 from unet3d.config import Data
-from unet3d.data.cases import Case, read_task
+from unet3d.data.cases import Case, read_dataset
 from unet3d.data.check import WARNING, check_cases
 
 # Axes towards left, posterior, superior, as most scanners store them; voxels of 1 x 1.5 x 2.5 mm.
@@ -70,7 +70,7 @@ def decathlon(root: Path, names: tuple[str, ...] = ("a", "b", "c", "d")) -> Data
 
 def told(data: Data, full: bool = True) -> list[str]:
     """Every line that the check says of a data set."""
-    task = read_task(data)
+    task = read_dataset(data)
     return check_cases(task, task.cases, data, full)
 
 

@@ -7,7 +7,7 @@ import torch
 from unet3d.config import Augment
 from unet3d.data import augment
 from unet3d.data.patches import crop
-from unet3d.losses import IGNORE
+from unet3d.types import IGNORE
 
 
 def still(**changes: object) -> Augment:

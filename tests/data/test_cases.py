@@ -10,7 +10,7 @@ import pytest
 from nifti_files import decathlon, image, label, write
 
 from unet3d.config import Data, Phantom
-from unet3d.data.cases import Case, Task, read_task, split
+from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
 from unet3d.errors import UserError
 
 
@@ -23,13 +23,13 @@ def rewrite(root: Path, **changes: Any) -> None:
 
 def refusal(data: Data) -> str:
     with pytest.raises(UserError) as caught:
-        read_task(data)
+        read_dataset(data)
     return str(caught.value)
 
 
 def test_decathlon(tmp_path: Path) -> None:
     data = decathlon(tmp_path, ("b", "a"))
-    assert read_task(data) == Task(
+    assert read_dataset(data) == DatasetInfo(
         name="Small",
         channels=("CT",),
         classes=("background", "organ", "tumour"),
@@ -46,7 +46,7 @@ def test_decathlon_with_an_ignored_label_and_a_case_without_one(tmp_path: Path) 
         tmp_path, labels={"0": "background", "2": "unlabelled", "1": "organ"}, training=[{"image": "imagesTr/a.nii"}]
     )
     data.ignore = 2
-    task = read_task(data)
+    task = read_dataset(data)
     assert (task.classes, task.ignore) == (("background", "organ"), 2)
     assert task.cases == (Case("a", (tmp_path / "imagesTr/a.nii",), None),)
 
@@ -54,7 +54,7 @@ def test_decathlon_with_an_ignored_label_and_a_case_without_one(tmp_path: Path) 
 def test_modalities_are_ordered_by_number(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     rewrite(tmp_path, modality={str(n): f"m{n}" for n in reversed(range(11))})
-    assert read_task(data).channels == tuple(f"m{n}" for n in range(11))
+    assert read_dataset(data).channels == tuple(f"m{n}" for n in range(11))
 
 
 ENTRY = {"image": "./imagesTr/a.nii.gz", "label": "./labelsTr/a.nii.gz"}
@@ -130,13 +130,13 @@ def test_a_link_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
     assert "'linked/a.nii.gz' is no path inside" in refusal(data)
     linked.unlink()
     linked.symlink_to(tmp_path / "set" / "imagesTr")
-    assert read_task(data).cases[0].id == "a"
+    assert read_dataset(data).cases[0].id == "a"
 
 
 def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
     decathlon(tmp_path / "set")
     (tmp_path / "link").symlink_to(tmp_path / "set")
-    assert len(read_task(Data(format="decathlon", root=str(tmp_path / "link"))).cases) == 4
+    assert len(read_dataset(Data(format="decathlon", root=str(tmp_path / "link"))).cases) == 4
 
 
 def nnunet(root: Path, **changes: Any) -> Data:
@@ -159,7 +159,7 @@ def nnunet(root: Path, **changes: Any) -> Data:
 
 
 def test_nnunet(tmp_path: Path) -> None:
-    task = read_task(nnunet(tmp_path))
+    task = read_dataset(nnunet(tmp_path))
     assert (task.name, task.channels, task.classes, task.ignore) == (
         tmp_path.name,
         ("T1", "T2"),
@@ -201,7 +201,7 @@ def test_two_answers_to_what_is_ignored_are_refused(tmp_path: Path) -> None:
     data.ignore = 255
     assert "data.ignore=255, but" in refusal(data)
     rewrite(tmp_path, labels={"background": 0, "organ": 1})
-    assert read_task(data).ignore == 255
+    assert read_dataset(data).ignore == 255
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_folders_match_names_whatever_their_ending(tmp_path: Path) -> None:
         ["a.nii", "a_2019.nii", "b_0000.nii.gz", "scan_2019.nii", "x_2019.nii", "x_2020.nii"],
         ["a.nii.gz", "b.nii", "scan_2019.nii"],
     )
-    task = read_task(data)
+    task = read_dataset(data)
     assert (task.name, task.channels, task.ignore) == (tmp_path.name, ("channel_0",), 255)
     assert task.classes == ("background", "organ", "tumour")
     assert [(case.id, case.images[0].name, case.label and case.label.name) for case in task.cases] == [
@@ -239,10 +239,10 @@ def test_folders_match_names_whatever_their_ending(tmp_path: Path) -> None:
 
 def test_folders_with_several_channels(tmp_path: Path) -> None:
     data = folders(tmp_path, ["a_0001.nii", "a_0000.nii"], ["a.nii"])
-    task = read_task(data)
+    task = read_dataset(data)
     assert task.channels == ("channel_0", "channel_1")
     assert [path.name for path in task.cases[0].images] == ["a_0000.nii", "a_0001.nii"]
-    assert read_task(folders(tmp_path / "4d", ["a.nii"], ["a.nii"], (6, 5, 4, 3))).channels[2] == "channel_2"
+    assert read_dataset(folders(tmp_path / "4d", ["a.nii"], ["a.nii"], (6, 5, 4, 3))).channels[2] == "channel_2"
 
 
 @pytest.mark.parametrize(
@@ -274,18 +274,18 @@ def test_an_ignored_label_among_the_classes_is_refused(tmp_path: Path, ignore: i
 def test_the_phantom_is_generated_below_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = Data(phantom=Phantom(cases=2, shape=[16, 16, 16]))
-    task = read_task(data)
+    task = read_dataset(data)
     assert task.classes == ("background", "organ", "vessel", "lesion")
     assert [case.id for case in task.cases] == ["phantom_000", "phantom_001"]
     assert all(path.is_file() for case in task.cases for path in (*case.images, case.label))
     assert {path.parts[:2] for path in task.cases[0].images} == {("data", "phantom")}
     data.root = "mine"
-    assert read_task(data).cases[0].images[0].parts[0] == "mine"
+    assert read_dataset(data).cases[0].images[0].parts[0] == "mine"
 
 
-def task_of(*labelled: str) -> Task:
+def task_of(*labelled: str) -> DatasetInfo:
     cases = [Case(name, (Path(name),), Path(name)) for name in labelled] + [Case("unlabelled", (Path("u"),), None)]
-    return Task("T", ("CT",), ("background", "organ"), None, tuple(cases))
+    return DatasetInfo("T", ("CT",), ("background", "organ"), None, tuple(cases))
 
 
 def ids(cases: tuple[Case, ...]) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from nifti_files import case, decathlon, errors, image, label, told, write
 
 from unet3d.config import Data, Phantom
-from unet3d.data.cases import read_task, split
+from unet3d.data.cases import read_dataset, split
 from unet3d.data.check import WARNING, summary
 
 
@@ -77,7 +77,7 @@ def test_a_case_without_a_label_is_warned_of(tmp_path: Path) -> None:
 def test_the_summary_is_plain(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     write(tmp_path / "imagesTr/b.nii.gz", image((8, 9, 7)), np.diag([1, 1, 3, 1]))
-    task = read_task(data)
+    task = read_dataset(data)
     assert summary(task, *split(task, data)) == [
         "Small: 4 cases: 3 train, 1 val, 0 without labels",
         "channels: CT",
@@ -90,7 +90,7 @@ def test_the_summary_is_plain(tmp_path: Path) -> None:
 def test_the_summary_survives_files_that_cannot_be_read(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     data.ignore = 255
-    task = read_task(data)
+    task = read_dataset(data)
     shutil.rmtree(tmp_path / "imagesTr")
     lines = summary(task, *split(task, data))
     assert lines[2] == "classes: 0 background, 1 organ, 2 tumour; 255 is ignored"

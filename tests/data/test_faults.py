@@ -14,15 +14,16 @@ import pytest
 from nifti_files import LPS, decathlon, errors, image, label, told, write, write_header
 from training import train
 
-from unet3d import __main__, build, compose, snapshot
+from unet3d import build, compose
+from unet3d.cli import main
 from unet3d.config import Config, Data
-from unet3d.data import nifti, voxels
-from unet3d.data.cases import read_task
+from unet3d.data import nifti
+from unet3d.data.cases import read_dataset
 from unet3d.data.check import WARNING
-from unet3d.data.intensity import Intensity
-from unet3d.data.reader import Reader
-from unet3d.data.voxels import Leniency
+from unet3d.data.nifti import ValidationRules
+from unet3d.data.preprocess import CaseReader, Intensity
 from unet3d.errors import UserError
+from unet3d.train import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = b"<!DOCTYPE html>" + b"not found " * 100
@@ -183,10 +184,10 @@ def test_d4_predict_follows_the_runs_choice_and_counts(
         ("error", 2, f"error: a: {path}: 1 voxels are NaN or infinite; give them a value, e.g. the background's\n"),
         ("zero", 0, "warning: a: 1 voxels are NaN or infinite and count as 0 (data.nonfinite=zero)\n"),
     ):
-        snapshot.save(tmp_path / "s.pt", state | {"config": compose.to_plain(config)})
+        checkpoint.save_snapshot(tmp_path / "s.pt", state | {"config": compose.to_plain(config)})
         words = ["predict", str(tmp_path / "s.pt"), str(path), "-o", str(tmp_path / "out"), "--device", "cpu"]
         monkeypatch.setattr(sys, "argv", ["unet3d", *words])
-        assert __main__.main() == code and capsys.readouterr().err == said
+        assert main.main() == code and capsys.readouterr().err == said
     assert (tmp_path / "out" / "a.nii.gz").exists()
 
 
@@ -228,7 +229,7 @@ def test_d6_a_mask_that_is_scaled_to_almost_one_is_a_mask(tmp_path: Path) -> Non
     raw[112:120] = struct.pack("<2f", 1 / 255, 0)  # nibabel rescales what it saves
     raw[352:] = (label(classes=2) * 255).astype(np.uint8).tobytes("F")
     (tmp_path / "a.nii.gz").write_bytes(gzip.compress(bytes(raw)))
-    found = voxels.read_label("a", tmp_path / "a.nii.gz", nifti.open_image("a", tmp_path / "a.nii.gz"), 2, None)
+    found = nifti.read_label("a", tmp_path / "a.nii.gz", nifti.open_image("a", tmp_path / "a.nii.gz"), 2, None)
     assert np.array_equal(found, label(classes=2))
 
 
@@ -244,7 +245,9 @@ def test_d6_integral_floats_are_labels(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     write(tmp_path / "labelsTr/a.nii.gz", label().astype(np.float64))
     assert told(data) == []
-    read = Reader(read_task(data), None, leniency=Leniency.of(data)).raw(read_task(data).cases[0]).label
+    read = (
+        CaseReader(read_dataset(data), None, leniency=ValidationRules.of(data)).raw(read_dataset(data).cases[0]).label
+    )
     assert read is not None and read.dtype == np.uint8 and np.array_equal(read[::-1, ::-1], label())
 
 

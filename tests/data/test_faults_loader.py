@@ -16,21 +16,22 @@ from training import TINY, train
 
 from unet3d.config import Data
 from unet3d.data.loader import batches, lost
-from unet3d.data.patches import Patches, Prepared, prepare
+from unet3d.data.patches import Patches, PreparedCase, prepare
 from unet3d.errors import LoaderError, UserError
+from unet3d.train import trainer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = ["case0", "case1", "case2", "case3"]
 BAD = "case1"  # in the second batch of seed 0, with case3
 
 
-def sound(index: int) -> Prepared:
+def sound(index: int) -> PreparedCase:
     rng = np.random.default_rng(index)
     image = rng.normal(size=(1, 8, 8, 8)).astype(np.float32)
     return prepare(NAMES[index], image, (image[0] > 1).astype(np.uint8), (1.0, 1.0, 1.0), None)
 
 
-def failing(act: Callable[[], object], index: int) -> Prepared:
+def failing(act: Callable[[], object], index: int) -> PreparedCase:
     if NAMES[index] == BAD:
         act()
     return sound(index)
@@ -114,7 +115,6 @@ def test_d16_a_run_whose_worker_is_killed_within_a_step_ends_with_1_and_one_line
 
 
 def kill_a_worker_and_wait() -> None:
-    from unet3d import trainer
 
     def step(*_: object, **__: object) -> None:
         (worker,) = multiprocessing.active_children()

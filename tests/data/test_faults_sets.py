@@ -14,7 +14,7 @@ from nifti_files import decathlon, errors, image, label, told, write
 
 from unet3d import build
 from unet3d.config import Config, Data
-from unet3d.data.cases import read_task, split
+from unet3d.data.cases import read_dataset, split
 from unet3d.data.check import WARNING
 from unet3d.errors import UserError
 
@@ -47,7 +47,7 @@ def test_d9_a_training_part_without_any_foreground_is_an_error(tmp_path: Path) -
 def held_out(tmp_path: Path) -> tuple[Data, Path, Path]:
     """A data set with its split, one training image and the one held out."""
     data = decathlon(tmp_path)
-    train, val = split(read_task(data), data)
+    train, val = split(read_dataset(data), data)
     return data, train[0].images[0], val[0].images[0]
 
 
@@ -111,10 +111,10 @@ def test_d13_a_path_that_leaves_the_root_is_refused_unless_it_may(tmp_path: Path
     name = name.replace("{outside}", str(tmp_path / "elsewhere"))
     rewrite(tmp_path / "set", training=[entry(name), entry("imagesTr/b.nii.gz", "labelsTr/b.nii.gz")])
     with pytest.raises(UserError, match=r"is no path inside .*data\.allow_outside=true") as caught:
-        read_task(data)
+        read_dataset(data)
     assert str(caught.value).startswith(f"{tmp_path / 'set' / 'dataset.json'}: ")
     data.allow_outside = True
-    assert [case.id for case in read_task(data).cases] == ["b", "x"] and told(data) == []
+    assert [case.id for case in read_dataset(data).cases] == ["b", "x"] and told(data) == []
 
 
 @pytest.mark.parametrize("layout", ["folders", "nnunet"])
@@ -127,20 +127,20 @@ def test_d13_a_link_out_of_the_root_is_refused_in_every_layout(tmp_path: Path, l
     data = Data(format=layout, root=str(root), classes=None if layout == "nnunet" else ["background", "x", "y"])
     content = {"channel_names": {"0": "T1"}, "labels": {"background": 0, "x": 1, "y": 2}, "file_ending": ".nii.gz"}
     (root / "dataset.json").write_text(json.dumps(content))
-    assert len(read_task(data).cases) == 2
+    assert len(read_dataset(data).cases) == 2
     where = {"image": f"{names[0]}/b_0000.nii.gz", "label": f"{names[1]}/b.nii.gz", "folder": names[0]}
     moved = root / where.get(linked, linked)
     shutil.move(moved, tmp_path / "elsewhere")
     moved.symlink_to(tmp_path / "elsewhere")
     if (layout, linked) == ("folders", "dataset.json"):
-        assert len(read_task(data).cases) == 2, "it is not read"
+        assert len(read_dataset(data).cases) == 2, "it is not read"
         return
     with pytest.raises(
         UserError, match=rf"is a link out of {root}; put the file there, or set data\.allow_outside=true"
     ):
-        read_task(data)
+        read_dataset(data)
     data.allow_outside = True
-    assert len(read_task(data).cases) == 2
+    assert len(read_dataset(data).cases) == 2
 
 
 def test_d13_a_folder_that_the_command_line_puts_elsewhere_is_read(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_d13_a_folder_that_the_command_line_puts_elsewhere_is_read(tmp_path: Pat
         write(tmp_path / "elsewhere" / f"{name}.nii", image())
     for images in ("../elsewhere", str(tmp_path / "elsewhere")):
         data = Data(format="folders", root=str(tmp_path / "set"), images=images, classes=["background", "x", "y"])
-        assert len(read_task(data).cases) == 2
+        assert len(read_dataset(data).cases) == 2
 
 
 ENTRY = entry("imagesTr/a.nii.gz")
@@ -176,7 +176,7 @@ def test_d13_a_dataset_json_that_cannot_be_meant_is_refused(tmp_path: Path, cont
     data = decathlon(tmp_path)
     rewrite(tmp_path, **content)
     with pytest.raises(UserError) as caught:
-        read_task(data)
+        read_dataset(data)
     said = str(caught.value)
     assert said.startswith(f"{tmp_path / 'dataset.json'}: ") and what in said and said.isprintable()
 
@@ -186,11 +186,11 @@ def test_d13_json_that_says_two_things_or_too_much_is_refused(tmp_path: Path, mo
     sound = where.read_text()
     where.write_text('{"labels": {"0": "liver", "1": "spleen"}, ' + sound[1:])
     with pytest.raises(UserError, match="a name occurs twice in one object"):
-        read_task(data)
+        read_dataset(data)
     where.write_text(sound)
     monkeypatch.setattr("unet3d.data.manifest.MAX_BYTES", len(sound) - 1)
     with pytest.raises(UserError, match=f"is larger than {len(sound) - 1} bytes"):
-        read_task(data)
+        read_dataset(data)
 
 
 def test_d13_a_pipe_or_a_device_in_the_place_of_json_is_not_waited_for(tmp_path: Path) -> None:
@@ -199,11 +199,11 @@ def test_d13_a_pipe_or_a_device_in_the_place_of_json_is_not_waited_for(tmp_path:
     where.unlink()
     os.mkfifo(where)
     with pytest.raises(UserError, match="is no file; replace it"):
-        read_task(data)
+        read_dataset(data)
     where.unlink()
     where.symlink_to("/dev/zero")
     with pytest.raises(UserError, match="is no file; replace it"):
-        read_task(data)
+        read_dataset(data)
 
 
 @pytest.mark.parametrize("value", [True, "1", 1.0, [1, 2], 10**400], ids=lambda value: str(value)[:9])
@@ -214,7 +214,7 @@ def test_d13_a_label_of_nnunet_is_one_small_integer(tmp_path: Path, value: Any) 
         )
     )
     with pytest.raises(UserError) as caught:
-        read_task(Data(format="nnunet", root=str(tmp_path)))
+        read_dataset(Data(format="nnunet", root=str(tmp_path)))
     assert str(caught.value).startswith(f"{tmp_path / 'dataset.json'}: label") and len(str(caught.value)) < 500
 
 
@@ -225,14 +225,14 @@ def test_d13_an_ignored_label_that_no_label_map_can_hold_is_refused(tmp_path: Pa
         json.dumps({"channel_names": {"0": "CT"}, "labels": labels, "file_ending": ".nii"})
     )
     with pytest.raises(UserError, match="65536 is the label to ignore; the highest there can be is 65535"):
-        read_task(Data(format="nnunet", root=str(tmp_path)))
+        read_dataset(Data(format="nnunet", root=str(tmp_path)))
 
 
 def test_d13_a_file_name_that_would_command_the_terminal_is_refused(tmp_path: Path) -> None:
     for folder, make in (("images", image), ("labels", label)):
         write(tmp_path / folder / "a\x1b[2J.nii", make())
     with pytest.raises(UserError, match="is no name for a case; rename its files") as caught:
-        read_task(Data(format="folders", root=str(tmp_path), classes=["background", "x", "y"]))
+        read_dataset(Data(format="folders", root=str(tmp_path), classes=["background", "x", "y"]))
     assert str(caught.value).isprintable()
 
 

@@ -10,15 +10,15 @@ import torch
 from nifti_files import LPS, case, decathlon, errors, image, label, told, write, write_header
 
 from unet3d import build, compose
-from unet3d.apply import Segmenter
 from unet3d.config import Config
 from unet3d.data import nifti
-from unet3d.data.cases import read_task
+from unet3d.data.cases import read_dataset
 from unet3d.data.check import WARNING
-from unet3d.data.patches import Patches, Place
-from unet3d.data.reader import Reader
+from unet3d.data.patches import Patches, PatchIndex
+from unet3d.data.preprocess import CaseReader
 from unet3d.errors import UserError
-from unet3d.policy import MemoryPolicy
+from unet3d.run.predict import Segmenter
+from unet3d.train.policy import MemoryPolicy
 
 SHIFTED, FLIPPED, NOISY = LPS.copy(), LPS @ np.diag([-1, 1, 1, 1]), LPS + 1e-6
 SHIFTED[0, 3] += 1
@@ -80,7 +80,7 @@ def test_d8_a_fourth_axis_is_channels_only_where_their_number_fits(tmp_path: Pat
     assert ready.read.raw(ready.train[0]).image.shape == (1, 6, 5, 4)
     config = compose.compose([f"data.root={tmp_path}", "data=decathlon", "model.in_channels=2"])
     with pytest.raises(UserError, match=r"model\.in_channels=2, but the data has 1"):
-        build.model_options(config, ready.task, ready.train[0])
+        build.model_options(config, ready.dataset, ready.train[0])
 
 
 def test_d8_two_axes_are_an_error(tmp_path: Path) -> None:
@@ -104,9 +104,9 @@ def test_d10_thick_slices_and_sizes_that_fit_nothing_train_and_predict(tmp_path:
         write(tmp_path / f"labelsTr/{name}.nii.gz", label(shape, seed=ord(name)), thick)
     config = compose.compose(["model=unet_tiny", f"data.root={tmp_path}", "data=decathlon", "data.patch=[16,16,16]"])
     ready = build.data(config)
-    options = build.model_options(config, ready.task, ready.train[0])
+    options = build.model_options(config, ready.dataset, ready.train[0])
     patch, target, _ = Patches(lambda index: ready.read(ready.train[index]), config.data, 0, config.data.patch)[
-        Place(0, 0, 0)
+        PatchIndex(0, 0, 0)
     ]
     assert patch.shape == (1, 16, 16, 16) and torch.isfinite(patch).all() and target.shape == (16, 16, 16)
     predictor = build.predictor(config, [build.model(options, 0)], options, MemoryPolicy("cpu", None, ()))
@@ -229,7 +229,7 @@ def test_d15_however_it_is_stored_the_volume_is_the_same(
     content = (tmp_path / "dataset.json").read_text()
     (tmp_path / "dataset.json").write_text(content.replace("imagesTr/a.nii.gz", f"imagesTr/{name}"))
     stored_as(tmp_path / "imagesTr" / name, order, kind, slope, inter)
-    task = read_task(data)
+    task = read_dataset(data)
     one = next(case for case in task.cases if case.images[0].name == name)
     data.intensity = "zscore"
     write(one.label or Path(), label())
@@ -261,7 +261,7 @@ def test_what_the_prepared_cases_take_is_said_and_more_than_memory_refused(
     build.data(Config(data=data))
     assert "2 cases kept in memory: 3.0 MiB (predicted)\n" in capsys.readouterr().out
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 3, "SC_PAGE_SIZE": 2**20}[name])
-    monkeypatch.setattr(Reader, "raw", lambda *_: pytest.fail("a volume is read"))
+    monkeypatch.setattr(CaseReader, "raw", lambda *_: pytest.fail("a volume is read"))
     with pytest.raises(UserError, match=r"of 3\.0 MiB; add data\.cache=false"):
         build.data(Config(data=data))
     data.cache = False
@@ -274,7 +274,7 @@ def test_a_prediction_reads_no_voxel(tmp_path: Path, monkeypatch: pytest.MonkeyP
     words = [f"data.root={tmp_path}", "data=decathlon", "model=unet_tiny", "data.spacing=[1,1,4]"]
     config = compose.compose([*words, "data.patch=[32,32,32]", "model.strides=auto"])
     ready = build.data(config)
-    whole = build.model_options(config, ready.task, ready.train[0])
+    whole = build.model_options(config, ready.dataset, ready.train[0])
     assert ready.read(ready.train[0]).spacing == (1, 1, 4)
-    monkeypatch.setattr(Reader, "raw", lambda *_: pytest.fail("a volume is read"))
+    monkeypatch.setattr(CaseReader, "raw", lambda *_: pytest.fail("a volume is read"))
     assert build.outlined_options(config) == whole and [1, 1, 1] != whole.strides[0] != [2, 2, 2]

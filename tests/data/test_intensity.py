@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from unet3d.data.intensity import Intensity, normalise, rules
+from unet3d.data.preprocess import Intensity, intensity_rules, normalise
 
 
 def test_auto_treats_ct_as_ct_and_the_rest_by_z_score() -> None:
     foreground = iter([np.array([[0.0, 1.0, 2.0], [-1000.0, 50.0, 3000.0]])])
-    found = rules("auto", ("MRI", "ct"), foreground)
+    found = intensity_rules("auto", ("MRI", "ct"), foreground)
     assert [r.kind for r in found] == ["zscore", "ct"]
     assert -1000 < found[1].low < found[1].high < 3000
 
@@ -18,7 +18,7 @@ def test_z_score_needs_no_training_set() -> None:
         raise AssertionError("read the training set for nothing")
         yield
 
-    assert rules("auto", ("MRI",), explode()) == (Intensity("zscore"),)
+    assert intensity_rules("auto", ("MRI",), explode()) == (Intensity("zscore"),)
 
 
 def test_z_score_is_per_volume_and_channel() -> None:

@@ -10,13 +10,12 @@ import torch
 
 from unet3d.config import Augment, Data
 from unet3d.data import patches
-from unet3d.data.loader import Places, batches
-from unet3d.data.patches import Patches, Place, Prepared, choose_centre, crop, prepare
-from unet3d.losses import IGNORE
-from unet3d.step import Batch
+from unet3d.data.loader import PatchSampler, batches
+from unet3d.data.patches import Patches, PatchIndex, PreparedCase, choose_centre, crop, prepare
+from unet3d.types import IGNORE, Batch
 
 
-def case(index: int) -> Prepared:
+def case(index: int) -> PreparedCase:
     rng = np.random.default_rng(index)
     image = rng.normal(size=(1, 14, 12, 10)).astype(np.float32)
     return prepare(f"case{index}", image, (image[0] > 1).astype(np.uint8), (1.0, 1.0, 2.0), None)
@@ -82,7 +81,7 @@ def test_accumulation_takes_the_micro_batches_in_order() -> None:
 
 
 def test_every_case_once_an_epoch_in_a_new_order() -> None:
-    places = [p.case for micro in islice(Places(7, 3, seed=1), 14) for p in micro]
+    places = [p.case for micro in islice(PatchSampler(7, 3, seed=1), 14) for p in micro]
     epochs = [places[i : i + 7] for i in range(0, 42, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
@@ -90,8 +89,8 @@ def test_every_case_once_an_epoch_in_a_new_order() -> None:
 
 def test_augmentation_differs_from_visit_to_visit() -> None:
     patches = Patches(case, Data(patch=[8, 8, 8]), 0, [8, 8, 8])
-    assert not torch.equal(patches[Place(0, 0, 1)][0], patches[Place(9, 0, 1)][0])
-    assert not torch.equal(patches[Place(0, 0, 1)][0], patches[Place(0, 1, 1)][0])
+    assert not torch.equal(patches[PatchIndex(0, 0, 1)][0], patches[PatchIndex(9, 0, 1)][0])
+    assert not torch.equal(patches[PatchIndex(0, 0, 1)][0], patches[PatchIndex(0, 1, 1)][0])
 
 
 def test_patches_longer_than_the_volume_hold_all_of_it() -> None:
@@ -111,7 +110,7 @@ def test_a_valid_network_learns_from_the_whole_volume_to_its_corners(length: int
     prepared = prepare("a", np.ones((1, 14, 12, 10), np.float32), label, (1.0, 1.0, 1.0), None)
     options = Data(patch=[length] * 3, foreground=0, augment=Augment(spatial_p=0, mirror=[]))
     patches = Patches(lambda index: prepared, options, 0, [8, 8, 8])
-    learned = [patches[Place(i, 0, 0)][1][6:14, 6:14, 6:14] for i in range(300)]
+    learned = [patches[PatchIndex(i, 0, 0)][1][6:14, 6:14, 6:14] for i in range(300)]
     assert all((tile != IGNORE).all() for tile in learned), "only context reaches beyond the volume"
     assert {tile.max().item() for tile in learned} == {0, 1, 2}
 

@@ -11,8 +11,8 @@ from scipy import ndimage
 from unet3d import compose
 from unet3d.checks import check
 from unet3d.config import Data
-from unet3d.data import mni152
-from unet3d.data.cases import read_task
+from unet3d.data import synthetic
+from unet3d.data.cases import read_dataset
 from unet3d.data.check import check_cases
 from unet3d.errors import UserError
 
@@ -20,7 +20,7 @@ from unet3d.errors import UserError
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mni152")
-    mni152.ensure(folder)
+    synthetic.ensure_mni152(folder)
     return folder
 
 
@@ -34,7 +34,7 @@ def template() -> nib.Nifti1Image:
 @pytest.fixture(scope="module")
 def pair(root: Path) -> tuple[nib.Nifti1Image, nib.Nifti1Image]:
     """The image and the label map, as files."""
-    (case,) = read_task(Data(format="mni152", root=str(root))).cases
+    (case,) = read_dataset(Data(format="mni152", root=str(root))).cases
     assert case.label is not None
     return nib.load(case.images[0]), nib.load(case.label)
 
@@ -65,17 +65,17 @@ def test_image_and_labels_lie_on_one_grid_of_1_mm(
 def test_the_image_is_the_template_to_the_last_level(
     voxels: tuple[np.ndarray, np.ndarray], template: nib.Nifti1Image
 ) -> None:
-    assert np.abs(voxels[0] / mni152.LEVELS - np.asarray(template.dataobj)).max() < 1e-6
+    assert np.abs(voxels[0] / synthetic.LEVELS - np.asarray(template.dataobj)).max() < 1e-6
 
 
 def test_a_label_is_the_likeliest_of_neither_gray_and_white() -> None:
     gray, white = (np.array(row, np.int16) for row in ([0, 100, 100, 40, 120, 128, 85], [0, 90, 110, 30, 127, 127, 85]))
-    assert mni152.labels(gray, white).tolist() == [0, 1, 2, 0, 2, 1, 0]
+    assert synthetic.mni152_labels(gray, white).tolist() == [0, 1, 2, 0, 2, 1, 0]
 
 
 def test_maps_that_claim_more_than_the_voxel_are_none_of_ours() -> None:
     with pytest.raises(AssertionError, match="two shares"):
-        mni152.labels(np.array([200], np.int16), np.array([56], np.int16))
+        synthetic.mni152_labels(np.array([200], np.int16), np.array([56], np.int16))
 
 
 def test_the_labels_look_like_a_brain(voxels: tuple[np.ndarray, np.ndarray]) -> None:
@@ -103,17 +103,18 @@ def test_left_is_right_mirrored(voxels: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 def test_made_again_it_has_the_same_bytes(root: Path, tmp_path: Path) -> None:
-    mni152.ensure(tmp_path)
+    synthetic.ensure_mni152(tmp_path)
     assert contents(tmp_path) == contents(root)
     assert [*contents(tmp_path)] == [
-        f"v{mni152.VERSION}/{name}" for name in ("dataset.json", "imagesTr/mni152.nii.gz", "labelsTr/mni152.nii.gz")
+        f"v{synthetic.MNI152_VERSION}/{name}"
+        for name in ("dataset.json", "imagesTr/mni152.nii.gz", "labelsTr/mni152.nii.gz")
     ]
 
 
 def test_another_version_is_made_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / f"v{mni152.VERSION}").mkdir()
-    monkeypatch.setattr(mni152, "VERSION", mni152.VERSION + 1)
-    assert contents(mni152.ensure(tmp_path))
+    (tmp_path / f"v{synthetic.MNI152_VERSION}").mkdir()
+    monkeypatch.setattr(synthetic, "VERSION", synthetic.MNI152_VERSION + 1)
+    assert contents(synthetic.ensure_mni152(tmp_path))
 
 
 def test_without_nilearn_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,14 +122,14 @@ def test_without_nilearn_one_line_says_what_to_install(tmp_path: Path, monkeypat
     with pytest.raises(
         UserError, match=r'nilearn.*; install it: python -m pip install -c constraints.txt -e "\.\[brain\]"'
     ) as told:
-        mni152.ensure(tmp_path)
+        synthetic.ensure_mni152(tmp_path)
     assert "\n" not in str(told.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_once_made_it_needs_no_nilearn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nilearn", None)
-    assert mni152.ensure(root) == root / f"v{mni152.VERSION}"
+    assert synthetic.ensure_mni152(root) == root / f"v{synthetic.MNI152_VERSION}"
 
 
 def test_it_lies_below_the_current_folder_and_needs_no_root(
@@ -137,15 +138,15 @@ def test_it_lies_below_the_current_folder_and_needs_no_root(
     monkeypatch.chdir(tmp_path)
     config = compose.compose(["data=mni152"])
     check(config)
-    (tmp_path / mni152.ROOT).parent.mkdir()
-    (tmp_path / mni152.ROOT).symlink_to(root)
-    (case,) = read_task(config.data).cases
-    assert case.images[0] == Path(f"data/mni152/v{mni152.VERSION}/imagesTr/mni152.nii.gz")
+    (tmp_path / synthetic.MNI152_ROOT).parent.mkdir()
+    (tmp_path / synthetic.MNI152_ROOT).symlink_to(root)
+    (case,) = read_dataset(config.data).cases
+    assert case.images[0] == Path(f"data/mni152/v{synthetic.MNI152_VERSION}/imagesTr/mni152.nii.gz")
 
 
 def test_nothing_is_said_against_it_but_that_it_is_alone(root: Path) -> None:
     data = Data(format="mni152", root=str(root))
-    task = read_task(data)
+    task = read_dataset(data)
     assert (task.channels, task.classes) == (("T1",), ("background", "gray", "white"))
     (line,) = check_cases(task, task.cases, data, full=True)
     assert line.startswith("MNI152: 1 labelled cases; training and validation need one each")

@@ -11,7 +11,7 @@ import pytest
 from scipy.ndimage import binary_dilation
 
 from unet3d.config import Phantom
-from unet3d.data import phantom
+from unet3d.data import synthetic
 from unet3d.errors import UserError
 
 SMALL = Phantom(cases=2, shape=[16, 20, 18])
@@ -22,7 +22,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
-    first, again = (contents(phantom.ensure(SMALL, tmp_path / name)) for name in "ab")
+    first, again = (contents(synthetic.ensure_phantom(SMALL, tmp_path / name)) for name in "ab")
     assert sorted(first) == [
         "dataset.json",
         *(f"{kind}Tr/phantom_{n:03d}.nii.gz" for kind in ("images", "labels") for n in range(2)),
@@ -32,49 +32,49 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_used_and_other_options_get_their_own_folder(tmp_path: Path) -> None:
-    folder = phantom.ensure(SMALL, tmp_path)
+    folder = synthetic.ensure_phantom(SMALL, tmp_path)
     (folder / "mark").touch()
     others = [
         Phantom(cases=3, shape=[16, 20, 18]),
         Phantom(cases=2, shape=[18, 20, 16]),
         Phantom(cases=2, shape=[16, 20, 18], seed=1),
     ]
-    made = [phantom.ensure(options, tmp_path) for options in others]
+    made = [synthetic.ensure_phantom(options, tmp_path) for options in others]
     assert len({folder, *made}) == 4
-    assert phantom.ensure(SMALL, tmp_path) == folder
+    assert synthetic.ensure_phantom(SMALL, tmp_path) == folder
     assert (folder / "mark").exists()
     seeds = [contents(where)["imagesTr/phantom_000.nii.gz"] for where in (folder, made[2])]
     assert seeds[0] != seeds[1]
 
 
 def test_more_cases_begin_with_the_same_ones(tmp_path: Path) -> None:
-    two, three = (contents(phantom.ensure(Phantom(n, [16, 16, 16]), tmp_path)) for n in (2, 3))
+    two, three = (contents(synthetic.ensure_phantom(Phantom(n, [16, 16, 16]), tmp_path)) for n in (2, 3))
     del two["dataset.json"]
     assert two.items() < three.items()
 
 
 def test_a_generation_that_stops_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = phantom.draw
+    draw = synthetic.draw_phantom
 
     def stops(rng: np.random.Generator, shape: list[int]) -> tuple[np.ndarray, np.ndarray]:
         if any(tmp_path.rglob("phantom_000.nii.gz")):
             raise KeyboardInterrupt
         return draw(rng, shape)
 
-    monkeypatch.setattr(phantom, "draw", stops)
+    monkeypatch.setattr(synthetic, "draw", stops)
     with pytest.raises(KeyboardInterrupt):
-        phantom.ensure(SMALL, tmp_path)
+        synthetic.ensure_phantom(SMALL, tmp_path)
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(phantom, "draw", draw)
-    assert len(contents(phantom.ensure(SMALL, tmp_path))) == 5
+    monkeypatch.setattr(synthetic, "draw", draw)
+    assert len(contents(synthetic.ensure_phantom(SMALL, tmp_path))) == 5
 
 
 def test_what_a_killed_process_left_behind_is_no_data_set(tmp_path: Path) -> None:
-    complete = phantom.ensure(SMALL, tmp_path)
+    complete = synthetic.ensure_phantom(SMALL, tmp_path)
     left_behind = tmp_path / f".{complete.name}.{os.getpid()}.tmp"
     os.rename(complete, left_behind)
     (left_behind / "dataset.json").unlink()
-    assert phantom.ensure(SMALL, tmp_path) == complete
+    assert synthetic.ensure_phantom(SMALL, tmp_path) == complete
     assert len(contents(complete)) == 5
 
 
@@ -86,18 +86,18 @@ def test_a_faster_process_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", too_late)
-    folder = phantom.ensure(SMALL, tmp_path)
+    folder = synthetic.ensure_phantom(SMALL, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [folder.name]
 
 
 def test_a_folder_that_cannot_be_written_is_a_users_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot be generated .*; name a folder to write to in data.root"):
-        phantom.ensure(SMALL, tmp_path / "file")
+        synthetic.ensure_phantom(SMALL, tmp_path / "file")
 
 
 def test_the_files_are_what_scanners_write(tmp_path: Path) -> None:
-    folder = phantom.ensure(SMALL, tmp_path)
+    folder = synthetic.ensure_phantom(SMALL, tmp_path)
     entry = json.loads((folder / "dataset.json").read_text())["training"][1]
     image, label = nib.load(folder / entry["image"]), nib.load(folder / entry["label"])
     assert image.shape == label.shape == (16, 20, 18)
@@ -110,7 +110,7 @@ def test_the_files_are_what_scanners_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(64, 64, 32), (16, 16, 16), (24, 96, 16)])
 def test_every_class_is_there_and_the_order_of_sizes_holds(shape: tuple[int, ...]) -> None:
     for seed in range(4):
-        _, label = phantom.draw(np.random.default_rng([7, seed]), shape)
+        _, label = synthetic.draw_phantom(np.random.default_rng([7, seed]), shape)
         shares = np.bincount(label.ravel(), minlength=4) / label.size
         assert len(shares) == 4
         assert 0.8 < shares[0] < 0.95
@@ -120,7 +120,7 @@ def test_every_class_is_there_and_the_order_of_sizes_holds(shape: tuple[int, ...
 
 @pytest.fixture(scope="module")
 def cases() -> list[tuple[np.ndarray, np.ndarray]]:
-    return [phantom.draw(np.random.default_rng([0, n]), (64, 64, 32)) for n in range(8)]
+    return [synthetic.draw_phantom(np.random.default_rng([0, n]), (64, 64, 32)) for n in range(8)]
 
 
 def test_lesions_and_vessels_lie_inside_the_organ(cases: list) -> None:
@@ -135,7 +135,7 @@ def test_balls_stay_where_there_is_room_and_apart() -> None:
     points += 0.3 * np.sin(3 * points[[1, 2, 0]])  # stretched, so that a ball of this radius does not fit as a ball
     free = np.zeros(points.shape[1:], bool)
     free[5:20, 5:35, 5:35] = True
-    balls = phantom._blobs(rng, points, free, np.array([0.2, 0.3, 0.25]))
+    balls = synthetic._blobs(rng, points, free, np.array([0.2, 0.3, 0.25]))
     assert len(balls) > 1
     assert not (np.array(balls) < 0).any(0)[~free].any()
     assert (np.array(balls) < 0).sum(0).max() == 1

@@ -11,10 +11,10 @@ from training import TINY, records, train
 from unet3d import build
 from unet3d.compose import compose
 from unet3d.config import Config, Data
-from unet3d.data import sparse
+from unet3d.data import preprocess
 from unet3d.data.patches import choose_centre, crop
 from unet3d.errors import UserError
-from unet3d.losses import IGNORE
+from unet3d.types import IGNORE
 
 
 def label() -> torch.Tensor:
@@ -29,20 +29,23 @@ def options(**changes: object) -> Data:
 
 
 def test_slices_are_spread_over_the_foreground() -> None:
-    assert sparse.extent(label()) == [(10, 50), (4, 24), (2, 12)]
-    assert sparse.learned_slices(label(), options(sparse=[1, 2, 0])) == [[30], [9, 19], []]
-    assert sparse.learned_slices(label(), options()) == [[14, 22, 30, 38, 46], [6, 10, 14, 18, 22], [4, 7, 10]]
-    assert sparse.scored_slices(label(), options(scored=[4, 1, 0])) == [[18, 26, 34, 42], [14], []]
+    assert preprocess.extent(label()) == [(10, 50), (4, 24), (2, 12)]
+    assert preprocess.learned_slices(label(), options(sparse=[1, 2, 0])) == [[30], [9, 19], []]
+    assert preprocess.learned_slices(label(), options()) == [[14, 22, 30, 38, 46], [6, 10, 14, 18, 22], [4, 7, 10]]
+    assert preprocess.scored_slices(label(), options(scored=[4, 1, 0])) == [[18, 26, 34, 42], [14], []]
 
 
 def test_the_same_slices_are_scored_however_many_are_learned() -> None:
-    found = [sparse.scored_slices(label(), options(sparse=counts)) for counts in ([1, 1, 1], [5, 5, 3], [9, 0, 2])]
+    found = [preprocess.scored_slices(label(), options(sparse=counts)) for counts in ([1, 1, 1], [5, 5, 3], [9, 0, 2])]
     assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("changes", [{}, {"scored": [5, 5, 5]}, {"sparse": [40, 3, 9]}, {"sparse_fold": 1}])
 def test_no_voxel_is_both_learned_and_scored(changes: dict) -> None:
-    learned, scored = sparse.learned(label(), options(**changes)), sparse.scored(label(), options(**changes))
+    learned, scored = (
+        preprocess.learned_mask(label(), options(**changes)),
+        preprocess.scored_mask(label(), options(**changes)),
+    )
     assert learned.any() and scored.any()
     assert not (learned & scored).any()
 
@@ -52,12 +55,14 @@ def test_no_voxel_is_both_learned_and_scored(changes: dict) -> None:
 def test_no_scored_slice_mirrors_a_learned_one(counts: list[int], high: int) -> None:
     """The MNI152 template is its own mirror image across x, with this extent at 1 and at 2 mm."""
     brain = torch.ones(high + 1, 9, 9, dtype=torch.int16)
-    learned, scored = (find(brain, options(sparse=counts))[0] for find in (sparse.learned_slices, sparse.scored_slices))
+    learned, scored = (
+        find(brain, options(sparse=counts))[0] for find in (preprocess.learned_slices, preprocess.scored_slices)
+    )
     assert not {*learned} & {high - index for index in scored}
 
 
 def test_the_mask_holds_whole_slices_and_nothing_else() -> None:
-    mask = sparse.planes(torch.Size((4, 5, 6)), [[1], [], [0, 5]])
+    mask = preprocess.planes(torch.Size((4, 5, 6)), [[1], [], [0, 5]])
     expected = torch.zeros(4, 5, 6, dtype=torch.bool)
     expected[1], expected[:, :, 0], expected[:, :, 5] = True, True, True
     assert torch.equal(mask, expected)
@@ -65,17 +70,17 @@ def test_the_mask_holds_whole_slices_and_nothing_else() -> None:
 
 def test_each_slice_is_scored_in_one_of_the_folds_and_learned_in_the_others() -> None:
     folds = [options(sparse=[7, 5, 21], sparse_fold=fold) for fold in range(3)]
-    every = sparse.learned_slices(label(), options(sparse=[7, 5, 21]))
+    every = preprocess.learned_slices(label(), options(sparse=[7, 5, 21]))
     for axis in range(3):
-        scored = [sparse.scored_slices(label(), fold)[axis] for fold in folds]
-        learned = [sparse.learned_slices(label(), fold)[axis] for fold in folds]
+        scored = [preprocess.scored_slices(label(), fold)[axis] for fold in folds]
+        learned = [preprocess.learned_slices(label(), fold)[axis] for fold in folds]
         assert sorted(chain(*scored)) == sorted(every[axis])
         assert all(sorted(a + b) == sorted(every[axis]) for a, b in zip(scored, learned, strict=True))
 
 
 def test_without_foreground_slices_are_spread_over_the_volume() -> None:
     nothing = torch.zeros(11, 11, 11, dtype=torch.int16)
-    assert sparse.learned_slices(nothing, options(sparse=[1, 1, 2])) == [[5], [5], [2, 8]]
+    assert preprocess.learned_slices(nothing, options(sparse=[1, 1, 2])) == [[5], [5], [2, 8]]
 
 
 def phantom(tmp_path: Path, *overrides: str) -> Config:
@@ -87,7 +92,7 @@ def test_semi_automated_cases_are_learned_and_scored_in_parts(tmp_path: Path) ->
     data = build.data(phantom(tmp_path, "data.semi=true"))
     assert data.train == data.val and len(data.train) == 3
     for case in data.train:
-        dense, learned, scored = data.read(case), data.learn(case), data.score(case)
+        dense, learned, scored = data.read(case), data.read_train(case), data.read_val(case)
         assert learned.image is dense.image is scored.image, "one image in memory"
         for part in (learned.label, scored.label):
             seen = part != IGNORE
@@ -103,7 +108,7 @@ def test_patches_meet_what_is_annotated(tmp_path: Path, capsys: pytest.CaptureFi
     kept = sum(case.image.nbytes + 3 * case.label.nbytes for case in map(data.read, data.train))
     told = f"{len(data.train)} cases kept in memory: {kept / 2**20:,.1f} MiB (predicted)\n"
     assert told in capsys.readouterr().out, "each once, with the labels that are learned and scored"
-    case = data.learn(data.train[0])
+    case = data.read_train(data.train[0])
     rng = np.random.default_rng(0)
     tiles = [crop(case.image, case.label, choose_centre(case, [4] * 3, 0, rng), [4] * 3, False)[1] for _ in range(60)]
     assert sum(bool((tile != IGNORE).any()) for tile in tiles) > 55
@@ -112,8 +117,8 @@ def test_patches_meet_what_is_annotated(tmp_path: Path, capsys: pytest.CaptureFi
 def test_fully_automated_cases_are_scored_whole(tmp_path: Path) -> None:
     data = build.data(phantom(tmp_path, "data.folds=3", "data.fold=0"))
     assert not {case.id for case in data.train} & {case.id for case in data.val}
-    assert all((data.learn(case).label == IGNORE).any() for case in data.train)
-    assert not any((data.score(case).label == IGNORE).any() for case in data.val)
+    assert all((data.read_train(case).label == IGNORE).any() for case in data.train)
+    assert not any((data.read_val(case).label == IGNORE).any() for case in data.val)
 
 
 def test_scored_slices_that_are_all_learned_are_told_before_training(tmp_path: Path) -> None:
@@ -136,7 +141,7 @@ def test_a_label_map_that_is_sparse_already_can_leave_nothing(tmp_path: Path) ->
     config = phantom(tmp_path, "data.semi=true")
     data = build.data(config)
     case = data.train[0]
-    nothing = sparse.SparseReader(data.read, config.data, lambda label, _: torch.zeros_like(label) > 0, None)
+    nothing = preprocess.SparseReader(data.read, config.data, lambda label, _: torch.zeros_like(label) > 0, None)
     with pytest.raises(UserError, match=case.id):
         nothing(case)
 

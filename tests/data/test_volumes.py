@@ -12,7 +12,7 @@ from nifti_files import LPS, case, image, label, write
 
 from unet3d.data.cases import Case
 from unet3d.data.nifti import save_labels
-from unet3d.data.volumes import read_volume, to_original
+from unet3d.data.volume import read_volume, to_original
 from unet3d.errors import UserError
 
 ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]

@@ -8,9 +8,9 @@ import torch
 from evenly import evenly
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unet3d.memory.attribution import Crossing, ModuleTracker, Place
+from unet3d.memory.ledger import Crossing, ModuleScope, ModuleTracker
 from unet3d.model.unet import UNet3D
-from unet3d.policy import MemoryPolicy
+from unet3d.train.policy import MemoryPolicy
 
 Network = Callable[..., UNet3D]
 
@@ -21,14 +21,14 @@ class Log(TorchDispatchMode):
     def __init__(self, tracker: ModuleTracker) -> None:
         super().__init__()
         self.tracker = tracker
-        self.lines: list[tuple[str, Place]] = []
+        self.lines: list[tuple[str, ModuleScope]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.lines.append((str(func).split(".")[1], self.tracker.here()))
         return result
 
-    def places(self, operation: str) -> list[Place]:
+    def places(self, operation: str) -> list[ModuleScope]:
         return [place for name, place in self.lines if name == operation]
 
 
@@ -83,7 +83,7 @@ def test_what_belongs_to_no_module_belongs_to_its_phase(network: Network) -> Non
     log, _ = step(network("model=unet_tiny"), 0)
     places = dict(log.lines)
     assert places["sum"].module == "loss" == log.places("expand")[-1].module, "the loss, and its gradient"
-    assert log.lines[-1] == ("add", Place("step"))
+    assert log.lines[-1] == ("add", ModuleScope("step"))
     assert [place.module for place in log.places("cat")] == ["up1", "up2"]
 
 

@@ -11,8 +11,8 @@ import torch
 from training import PLAIN, face
 
 from unet3d import compose
-from unet3d.memory.look import look
-from unet3d.memory.show import _sets_widths
+from unet3d.cli.memory import _sets_widths
+from unet3d.memory.preflight import estimate
 
 NET = ("model.in_channels=1", "model.classes=3", "data.patch=[16,16,16]")
 
@@ -55,7 +55,7 @@ def test_one_config_is_explained_and_its_files_written(capsys: pytest.CaptureFix
     ],
 )
 def test_a_network_has_relatives_unless_its_widths_are_set(words: list[str], alone: bool) -> None:
-    assert _sets_widths(look(words, half=False)) == alone
+    assert _sets_widths(estimate(words, half=False)) == alone
 
 
 def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from training import train
 from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.errors import is_out_of_memory
-from unet3d.memory import forecast
-from unet3d.memory.cuda import cuda_policy
-from unet3d.memory.dry import dry
-from unet3d.memory.look import Look
-from unet3d.memory.predict import predict
+from unet3d.memory import preflight
+from unet3d.memory.preflight import MemoryEstimate
+from unet3d.memory.segments import predict
+from unet3d.memory.simulate import cuda_autocast, fake_mode
 from unet3d.model.unet import UNet3D
-from unet3d.moment import Moment
+from unet3d.run.resume import TrainingState
+from unet3d.train import optim
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Bytes that autograd saves in forward and cross-entropy, widths 16..128, 32 x 32 x 32, batch 2: with a CUDA build of
@@ -48,7 +48,7 @@ def saved(options: Config, dtype: torch.dtype | None) -> int:
         sizes[storage._cdata] = storage.nbytes()
         return tensor
 
-    with dry(), cuda_policy():
+    with fake_mode(), cuda_autocast():
         model = build.model(options.model, 0)
         image, label = torch.empty(2, 1, 32, 32, 32), torch.empty(2, 32, 32, 32, dtype=torch.int64)
         autocast = torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
@@ -70,7 +70,7 @@ def test_the_cpus_policy_is_back_afterwards() -> None:
             return F.max_pool3d(torch.ones(1, 1, 2, 2, 2, dtype=torch.bfloat16), 2).dtype
 
     assert pooled() is torch.float32
-    with cuda_policy():
+    with cuda_autocast():
         assert pooled() is torch.bfloat16
     assert pooled() is torch.float32
 
@@ -103,7 +103,7 @@ def test_outputs_of_layers_are_counted_under_the_same_policy() -> None:
     sizes = {}
     for device in ("cpu", "cuda"):
         options = config("amp=true", f"device={device}")
-        counts = Look("net", options, options.model).counts()
+        counts = MemoryEstimate("net", options, options.model).counts()
         sizes[device] = next(count.output_bytes for count in counts if count.module == "down1.pool")
     assert sizes["cpu"] == 2 * sizes["cuda"]
 
@@ -127,22 +127,24 @@ def test_a_run_on_the_cpu_leaves_a_gpu_alone(network: Callable[..., UNet3D], mon
     for asked in ("get_rng_state_all", "get_rng_state"):
         monkeypatch.setattr(torch.cuda, asked, lambda *of: pytest.fail("asked of the GPU"))
     model, settings = network(), compose.compose(["device=cpu"])
-    optimizer, scaler = build.optimizer(settings.optim, model), build.policy(settings, "cpu", ()).scaler()
+    optimizer, scaler = optim.optimizer(settings.optim, model), build.policy(settings, "cpu", ()).scaler()
     rests_on = {"classes": [], "channels": [], "intensity": []}
-    assert Moment(settings, settings.model, rests_on, model, optimizer, scaler).state(1, 0, None)["cuda_rng"] == []
+    assert (
+        TrainingState(settings, settings.model, rests_on, model, optimizer, scaler).state(1, 0, None)["cuda_rng"] == []
+    )
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_replay_has_the_segments_that_the_environment_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config("device=cuda", "dry_run=true")
     grown: list[bool] = []
-    replayed = forecast.replay
-    monkeypatch.setattr(forecast, "replay", lambda events, grows: grown.append(grows) or replayed(events, grows))
+    replayed = preflight.replay
+    monkeypatch.setattr(preflight, "replay", lambda events, grows: grown.append(grows) or replayed(events, grows))
     for other in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(other, raising=False)
-    forecast.forecast(settings, settings.model)
+    preflight.preflight(settings, settings.model)
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
-    forecast.forecast(settings, settings.model)
+    preflight.preflight(settings, settings.model)
     assert grown == [False, True]
 
 

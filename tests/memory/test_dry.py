@@ -4,15 +4,16 @@ import torch
 
 from unet3d import build, compose
 from unet3d.config import Config
-from unet3d.memory.dry import dry
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEADY, LedgerMeter
-from unet3d.memory.rehearsal import rehearse
-from unet3d.step import Batch, train_step
+from unet3d.memory.simulate import fake_mode, simulate
+from unet3d.train import optim
+from unet3d.train.step import train_step
+from unet3d.types import Batch
 
 
 def test_what_is_known_of_a_number_is_kept_until_data_change_it() -> None:
-    with dry():
+    with fake_mode():
         count, data = torch.tensor(3.0), torch.zeros(4)
         later = (count + 1).detach()
         assert later.item() == 4 and count.item() == 3
@@ -23,7 +24,7 @@ def test_what_is_known_of_a_number_is_kept_until_data_change_it() -> None:
 
 
 def test_views_share_a_storage_and_new_tensors_do_not() -> None:
-    with dry(), Ledger() as ledger:
+    with fake_mode(), Ledger() as ledger:
         base = torch.zeros(4, 6)
         turned, row, copy = base.t(), base[1], base + 1
         assert turned.untyped_storage()._cdata == row.untyped_storage()._cdata == base.untyped_storage()._cdata
@@ -41,7 +42,7 @@ def test_what_a_kernel_shows_of_the_device_is_the_cpus() -> None:
     norm = torch.nn.BatchNorm3d(5).eval()
     with Ledger() as real, torch.no_grad():
         norm(torch.zeros(1, 5, 4, 4, 4))
-    with dry():
+    with fake_mode():
         norm = torch.nn.BatchNorm3d(5).eval()
         with Ledger() as ledger, torch.no_grad():
             norm(torch.zeros(1, 5, 4, 4, 4))
@@ -52,7 +53,7 @@ def test_what_a_kernel_shows_of_the_device_is_the_cpus() -> None:
 def measured(options: Config, starts: tuple[int, ...]) -> Ledger:
     """Of the same steps on real tensors."""
     model, policy = build.model(options.model, 0), build.policy(options, "cpu", starts)
-    optimizer, loss = build.optimizer(options.optim, model), build.loss(options, 4)
+    optimizer, loss = optim.optimizer(options.optim, model), build.loss(options, 4)
     meter, size = LedgerMeter(model, optimizer), (options.batch, *options.data.patch)
     for _ in range(STEADY):
         batch = Batch(torch.rand(options.batch, 1, *options.data.patch), torch.zeros(size, dtype=torch.int16))
@@ -63,5 +64,5 @@ def measured(options: Config, starts: tuple[int, ...]) -> Ledger:
 def test_modules_are_entered_and_left_in_the_order_of_a_real_step() -> None:
     words = ["model=unet_tiny", "model.in_channels=1", "model.classes=4", "data.patch=[16,16,8]"]
     options, starts = compose.compose(words), (0, 2)
-    dry_crossings = rehearse(options, options.model, starts).ledger.crossings
+    dry_crossings = simulate(options, options.model, starts).ledger.crossings
     assert [what for _, what in dry_crossings] == [what for _, what in measured(options, starts).crossings]

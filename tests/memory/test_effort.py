@@ -8,14 +8,13 @@ import pytest
 from rich.console import Console as Terminal
 
 from unet3d import compose, progress
+from unet3d.cli import memory
 from unet3d.config import Config
 from unet3d.errors import UserError
-from unet3d.memory import fit, rehearsal, show, spread
-from unet3d.memory.distress import remedies
-from unet3d.memory.forecast import forecast
-from unet3d.memory.look import look
-from unet3d.memory.once import forget
-from unet3d.memory.plan import price
+from unet3d.memory import budget, simulate
+from unet3d.memory.budget import oom_suggestions, price
+from unet3d.memory.preflight import preflight
+from unet3d.memory.simulate import clear_memo
 
 NET = ["model=unet_tiny", "model.features=[8,16]", "data.patch=[8,16,8]", "batch=2", "dry_run=true"]
 
@@ -27,14 +26,14 @@ def config(*overrides: str) -> Config:
 @pytest.fixture(autouse=True)
 def from_the_start() -> None:
     """What other tests of this process simulated is simulated again."""
-    forget()
+    clear_memo()
 
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """For each config that is simulated, the steps of each time."""
     found: dict[str, dict[int, int]] = defaultdict(dict)
-    models, step = [], rehearsal.train_step
+    models, step = [], simulate.train_step
 
     def spy(model, loss, optimizer, scaler, policy, batches, *rest):
         models.append(model)  # so that no two have the same id
@@ -42,7 +41,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
         found[key][id(model)] = found[key].get(id(model), 0) + 1
         return step(model, loss, optimizer, scaler, policy, batches, *rest)
 
-    monkeypatch.setattr(rehearsal, "train_step", spy)
+    monkeypatch.setattr(simulate, "train_step", spy)
     return found  # type: ignore[return-value]
 
 
@@ -52,14 +51,14 @@ def times(simulated: dict[str, dict[int, int]]) -> list[list[int]]:
 
 def test_a_dry_run_simulates_the_network_and_the_advice_once(simulated: dict) -> None:
     asked = config()
-    forecast(asked, asked.model)
+    preflight(asked, asked.model)
     assert times(simulated) == [[2], [2]]
 
 
 def test_a_budget_simulates_no_config_more_than_twice_but_for_first_steps(simulated: dict) -> None:
     asked = config("budget=0.02MiB")
     with pytest.raises(UserError, match="budget="):
-        forecast(asked, asked.model)
+        preflight(asked, asked.model)
     assert len(simulated) > 5
     assert all(steps in ([2], [1], [1, 2], [2, 2]) for steps in times(simulated)), "[1]: to choose a cut"
     assert sum(steps == [2, 2] for steps in times(simulated)) <= 1, "the network as asked"
@@ -74,27 +73,33 @@ def test_a_price_is_asked_for_once(simulated: dict) -> None:
 
 def test_fit_simulates_each_way_once(simulated: dict, capsys: pytest.CaptureFixture) -> None:
     asked = [*NET, "model.in_channels=1", "model.classes=3", "optim.lr=0.003", "budget=0.9MiB"]
-    fit.fit(look(asked, half=False), asked)
+    budget.find_fit(compose.compose(asked), compose.compose(asked).model, asked, print)
     assert simulated and all(steps in ([2], [1], [1, 2]) for steps in times(simulated))
 
 
 def test_the_memory_command_simulates_each_network_once(simulated: dict, capsys: pytest.CaptureFixture) -> None:
-    show.show([*NET, "model.in_channels=1", "model.classes=3"], half=False, out=None)
+    memory.explain([*NET, "model.in_channels=1", "model.classes=3"], half=False, out=None)
     assert sorted(times(simulated)) == [[2], [2], [3]]
 
 
 def refused(asked: Config) -> None:
     with pytest.raises(UserError):
-        forecast(asked, asked.model)
+        preflight(asked, asked.model)
 
 
 WORDS = [*NET, "model.in_channels=1", "model.classes=3", "budget=0.9MiB"]
 LONG: dict[str, tuple[Callable[[], object], list[str]]] = {
-    "memory": (lambda: show.show(WORDS, half=False, out=None), ["networks"]),
-    "sweep": (lambda: spread.compare([[*WORDS, "batch=1"], [*WORDS, "batch=2"]], half=False, out=None), ["networks"]),
-    "fit": (lambda: fit.fit(look(WORDS, half=False), WORDS), ["ways to take the step", "commands that may fit"]),
+    "memory": (lambda: memory.explain(WORDS, half=False, out=None), ["networks"]),
+    "sweep": (
+        lambda: memory.print_peaks([[*WORDS, "batch=1"], [*WORDS, "batch=2"]], half=False, out=None),
+        ["networks"],
+    ),
+    "fit": (
+        lambda: budget.find_fit(compose.compose(WORDS), compose.compose(WORDS).model, WORDS, print),
+        ["ways to take the step", "commands that may fit"],
+    ),
     "cut": (lambda: price(config("ckpt=auto", "seed=5"), config().model), ["cuts into segments"]),
-    "out of memory": (lambda: list(remedies(config("seed=6"), config().model)), ["levers, at most"]),
+    "out of memory": (lambda: list(oom_suggestions(config("seed=6"), config().model)), ["levers, at most"]),
     "budget": (lambda: refused(config("budget=0.3MiB")), ["levers, at most", "cuts that may fit the budget"]),
 }
 

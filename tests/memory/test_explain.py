@@ -7,32 +7,31 @@ import pytest
 import torch
 
 from unet3d import compose
-from unet3d.memory import explain, tables
-from unet3d.memory.advise import advise, halved
-from unet3d.memory.breakdown import level_of, level_of_module
-from unet3d.memory.estimates import estimates
+from unet3d.memory import analysis, tables
+from unet3d.memory.analysis import level_of, level_of_module, usual_estimates
+from unet3d.memory.budget import halved, peak_location
 from unet3d.memory.ledger import CATEGORIES, Ledger, alive_at, peak_moment
-from unet3d.memory.look import Look
+from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.tables import sentence
 
 FORUM = ("model=forum_mid", "data.patch=[320,150,26]", "batch=2", "amp=true")
 
 
 @cache
-def look(*overrides: str) -> Look:
+def look(*overrides: str) -> MemoryEstimate:
     config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", *overrides])
     config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 3
-    return Look("net", config, config.model)
+    return MemoryEstimate("net", config, config.model)
 
 
 @cache
-def forum() -> Look:
+def forum() -> MemoryEstimate:
     config = compose.compose(FORUM)
-    return Look("forum_mid", config, config.model)
+    return MemoryEstimate("forum_mid", config, config.model)
 
 
-def advice_of(subject: Look) -> dict:
-    return advise(subject.config, subject.options, subject.entry, lambda o: replace(subject, options=o).peak)
+def advice_of(subject: MemoryEstimate) -> dict:
+    return peak_location(subject.config, subject.options, subject.entry, lambda o: replace(subject, options=o).peak)
 
 
 @pytest.mark.parametrize("overrides", [(), ("ckpt=2",), ("amp=true", "model.norm=group"), ("accumulate=2",)])
@@ -97,13 +96,13 @@ def test_the_moment_of_the_peak_is_named() -> None:
     assert tables.moment(forum().entry) == f"backward of up3.conv2 ({moment['operation']})"
     ledger = look("ckpt=2").ledger
     again = next(s for s in ledger.storages if s.place.is_recomputed and "conv1" in s.place.module)
-    assert explain.describe(ledger, again.born + 1)["words"] == "recomputation of inc.conv1"
+    assert analysis.describe(ledger, again.born + 1)["words"] == "recomputation of inc.conv1"
 
 
 def test_recomputed_maps_are_activations_and_those_of_their_layer() -> None:
     ledger = look("ckpt=2").ledger
     again = [s for s in ledger.storages if s.place.is_recomputed]
-    assert again and {explain.category(ledger, s) for s in again} == {"activations"}
+    assert again and {analysis.category(ledger, s) for s in again} == {"activations"}
     made = {s.place.module.partition(".")[0] for s in again if s.operation == "aten.convolution.default"}
     assert made and "outc" not in made, "the last segment is kept"
 
@@ -119,7 +118,7 @@ def test_the_forum_is_answered() -> None:
     assert advice["halved_peak_bytes"] < 0.7 * subject.peak
     deepest = halved(subject.config, subject.options, 3)
     assert deepest is not None
-    narrower = Look("deep", subject.config, deepest)
+    narrower = MemoryEstimate("deep", subject.config, deepest)
     assert narrower.peak > 0.98 * subject.peak and narrower.parameters < 0.8 * subject.parameters
     said = sentence(advice, subject.peak)
     assert "73% of the peak" in said and "full resolution" in said and "33% less" in said
@@ -148,7 +147,7 @@ def test_a_map_is_at_its_resolution_whatever_module_made_it() -> None:
 
 def test_advice_for_a_network_in_float16_is_of_that_network() -> None:
     config = compose.compose([*FORUM[:3], "optim=adam"])
-    subject = Look("forum_mid", config, config.model, torch.float16)
+    subject = MemoryEstimate("forum_mid", config, config.model, torch.float16)
     advice = advice_of(subject)
     assert 0.5 * subject.peak < advice["halved_peak_bytes"] < 0.8 * subject.peak
 
@@ -163,8 +162,8 @@ def test_what_appeared_and_vanished_between_two_points() -> None:
         new = [torch.zeros(16, 16, 3, 3) for _ in range(7)]
         del old
         end = len(ledger.events)
-    (plus,) = explain.appeared(ledger, start, end)
-    (minus,) = explain.vanished(ledger, start, end)
+    (plus,) = analysis.appeared(ledger, start, end)
+    (minus,) = analysis.vanished(ledger, start, end)
     assert (plus.number, plus.shape, plus.dtype, plus.bytes) == (7, (16, 16, 3, 3), "float32", 7 * 16 * 16 * 9 * 4)
     assert (minus.number, minus.shape, minus.category) == (1, (120, 3, 8, 8), "inputs")
     assert len(new) == 7
@@ -180,14 +179,14 @@ def test_what_autograd_saved_is_seen() -> None:
         loss = (x.sigmoid() * 2).sum()
         ledger.mark("backward")
         end = len(ledger.events)
-    saved = [group for group in explain.appeared(ledger, start, end) if group.shape == (64, 64)]
+    saved = [group for group in analysis.appeared(ledger, start, end) if group.shape == (64, 64)]
     assert sum(group.number for group in saved) == 2, "x, and sigmoid(x)"
     assert loss.requires_grad
 
 
 def test_the_timeline_runs_from_the_first_event_of_the_last_step_to_its_peak() -> None:
     subject = look()
-    start, rows = explain.timeline(subject.ledger)
+    start, rows = analysis.timeline_rows(subject.ledger)
     alive = sum(start.values())
     for row in rows:
         alive += row.change_bytes
@@ -199,7 +198,7 @@ def test_the_timeline_runs_from_the_first_event_of_the_last_step_to_its_peak() -
 def test_held_at_the_peak_is_everything_alive() -> None:
     subject = look()
     moment = peak_moment(subject.ledger)
-    groups = explain.held(subject.ledger, moment)
+    groups = analysis.held(subject.ledger, moment)
     assert sum(group.bytes for group in groups) == subject.peak
     assert sum(group.number for group in groups) == len(alive_at(subject.ledger, moment))
 
@@ -212,7 +211,7 @@ def test_usual_estimates_miss_the_peak_as_they_do() -> None:
             "model=unet_small", "data.patch=[64,64,64]", "loss=ce", "optim=adam", f"model.activation={activation}"
         )
         weights = sum(p.nbytes for p in subject.meter.model.parameters())
-        found = estimates(subject.counts(), subject.parameters, weights, subject.saved)
+        found = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
         errors[activation] = {name.split(":")[0]: size / subject.peak - 1 for name, size in found.items()}
     assert errors["relu"]["4 x parameters (weights, gradients, Adam)"] < -0.9
     assert errors["relu"]["modelsize, with backward"] > 1

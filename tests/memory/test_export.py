@@ -12,12 +12,11 @@ import torch
 from torch.cuda import _memory_viz
 
 from unet3d import compose
-from unet3d.memory import explain, export
-from unet3d.memory.attribution import Crossing
-from unet3d.memory.dry import dry
-from unet3d.memory.ledger import CATEGORIES, Ledger, alive_at, levels
+from unet3d.memory import analysis, export
+from unet3d.memory.ledger import CATEGORIES, Crossing, Ledger, alive_at, levels
 from unet3d.memory.meter import STEADY
-from unet3d.memory.predict import predicted
+from unet3d.memory.segments import predicted
+from unet3d.memory.simulate import fake_mode
 
 VIEWER_KNOWS = {
     *("PROTO", "FRAME", "MEMOIZE", "MARK", "STOP", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE"),
@@ -121,7 +120,7 @@ def test_torchs_own_reader_takes_a_snapshot(small: Ledger, tmp_path: Path) -> No
 
 
 def test_frames_say_what_made_a_storage(small: Ledger) -> None:
-    [[_, *trace]] = export.snapshot(small)["device_traces"]
+    [[_, *trace]] = export.viewer_snapshot(small)["device_traces"]
     stacks = [event["frames"] for event in trace]
     found = {(made["name"], made["filename"].split(",")[0], step["name"]) for made, step in stacks}
     assert ("convolution", "recomputation of inc.conv2", "backward") in found
@@ -190,14 +189,14 @@ def test_a_timeline_file_holds_every_event_of_the_last_step(small: Ledger, tmp_p
     export.write_timeline(small, tmp_path / "timeline.csv")
     with (tmp_path / "timeline.csv").open(newline="") as file:
         header, *lines = csv.reader(file)
-    assert header == list(explain.Row._fields)
-    assert lines == [[str(value) for value in row] for row in explain.timeline(small)[1]]
+    assert header == list(analysis.Row._fields)
+    assert lines == [[str(value) for value in row] for row in analysis.timeline_rows(small)[1]]
     assert lines
 
 
 def test_changes_group_what_is_alike(tmp_path: Path) -> None:
     ledger = Ledger()
-    with dry(), ledger:
+    with fake_mode(), ledger:
         ledger.mark("forward")
         weights = [torch.empty(512, 512, 3, 3) for _ in range(7)]
         for weight in weights:
@@ -223,7 +222,7 @@ def test_changes_group_what_is_alike(tmp_path: Path) -> None:
 def test_changes_cover_the_last_step_only(small: Ledger, tmp_path: Path) -> None:
     export.write_changes(small, tmp_path / "changes.txt")
     headers = [line for line in (tmp_path / "changes.txt").read_text().splitlines() if " events, from " in line]
-    counts = Counter(row.phase for row in explain.timeline(small)[1])
+    counts = Counter(row.phase for row in analysis.timeline_rows(small)[1])
     assert [line.partition(",")[0] for line in headers] == [f"{phase}: {n} events" for phase, n in counts.items()]
     for line, following in pairwise(headers):
         assert line.rpartition(" to ")[2] == following.partition(" from ")[2].partition(" to ")[0]

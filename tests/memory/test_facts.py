@@ -1,8 +1,7 @@
 """Published figures come out of this package's instruments."""
 
 import pytest
-
-from unet3d.memory.facts import Fact, facts, table
+from bench.facts import Fact, facts, table
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import torch
 
-from unet3d.losses import SegmentationLoss
 from unet3d.memory.ledger import Ledger, categories_at, levels, peak_moment, phase_peaks
 from unet3d.memory.meter import LedgerMeter
 from unet3d.model.unet import UNet3D
-from unet3d.policy import MemoryPolicy
-from unet3d.step import Batch, Mark, ignore_mark, train_step
+from unet3d.train.losses import SegmentationLoss
+from unet3d.train.policy import MemoryPolicy
+from unet3d.train.step import Mark, ignore_mark, train_step
+from unet3d.types import Batch
 
 Network = Callable[..., UNet3D]
 KIB = 1024

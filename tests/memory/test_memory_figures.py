@@ -14,15 +14,16 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
 from unet3d import compose
-from unet3d.memory import explain, figures
+from unet3d.memory import analysis
 from unet3d.memory.ledger import CATEGORIES
 from unet3d.memory.meter import LedgerMeter
-from unet3d.memory.predict import predicted
-from unet3d.table import MIB
+from unet3d.memory.segments import predicted
+from unet3d.report import memory_plots
+from unet3d.types import MIB
 
 Draw = Callable[..., Axes]
 PHASES = ["data", "forward", "loss", "backward", "step"]
-COLOUR_OF = dict(figures.KINDS.values())
+COLOUR_OF = dict(memory_plots.KINDS.values())
 
 
 @cache
@@ -59,9 +60,9 @@ def lengths(axes: Axes, of: str) -> dict[str, np.ndarray]:
 
 def test_a_phase_s_bar_is_as_long_as_its_categories_at_its_peak(draw: Callable[..., Axes]) -> None:
     entry = meter().summary()
-    axes = draw(figures.phases, entry)
+    axes = draw(memory_plots.phase_plot, entry)
     widths = lengths(axes, "get_width")
-    for category, (name, _) in figures.KINDS.items():
+    for category, (name, _) in memory_plots.KINDS.items():
         expected = [entry["phase_categories"][phase][category] / MIB for phase in PHASES]
         assert widths[name] == pytest.approx(expected)
     ends = [bar.get_x() + bar.get_width() for bar in axes.containers[-1]]
@@ -81,7 +82,7 @@ def allocator(scale: float) -> dict[str, Any]:
 @pytest.mark.parametrize("scale", [1e3, 1e7, 1e9])
 def test_an_allocator_that_knows_no_categories_has_plain_bars(draw: Callable[..., Axes], scale: float) -> None:
     entry = allocator(scale)
-    axes = draw(figures.phases, entry)
+    axes = draw(memory_plots.phase_plot, entry)
     (bars,) = axes.containers
     expected = [entry["phases"][phase]["steady"] / MIB for phase in PHASES]
     assert [bar.get_width() for bar in bars] == pytest.approx(expected)
@@ -93,8 +94,8 @@ def test_an_allocator_that_knows_no_categories_has_plain_bars(draw: Callable[...
 
 
 def test_the_areas_of_a_step_end_at_the_bytes_alive_after_every_event(draw: Callable[..., Axes]) -> None:
-    start, rows = explain.timeline(meter().ledger)
-    axes = draw(figures.timeline, start, rows)
+    start, rows = analysis.timeline_rows(meter().ledger)
+    axes = draw(memory_plots.timeline_plot, start, rows)
     outline = axes.collections[-1].get_paths()[0].vertices
     highest = np.zeros(len(rows) + 1)
     np.maximum.at(highest, outline[:, 0].astype(int), outline[:, 1])
@@ -105,18 +106,18 @@ def test_the_areas_of_a_step_end_at_the_bytes_alive_after_every_event(draw: Call
 
 
 def test_the_peak_of_a_step_is_named_and_its_categories_lie_on_each_other(draw: Callable[..., Axes]) -> None:
-    start, rows = explain.timeline(meter().ledger)
+    start, rows = analysis.timeline_rows(meter().ledger)
     entry = meter().summary()
-    axes = draw(figures.timeline, start, rows)
+    axes = draw(memory_plots.timeline_plot, start, rows)
     peak = max(rows, key=lambda row: row.alive_bytes)
     assert f"{entry['peak_bytes'] / MIB:,.1f} MiB, {peak.module}" in [text.get_text() for text in axes.texts]
     marker = axes.lines[0].get_xydata()[0]
     assert marker == pytest.approx([1 + rows.index(peak), entry["peak_bytes"] / MIB])
-    assert [area.get_label() for area in axes.collections] == [name for name, _ in figures.KINDS.values()]
+    assert [area.get_label() for area in axes.collections] == [name for name, _ in memory_plots.KINDS.values()]
 
 
 def test_phases_too_narrow_for_their_names_have_none(draw: Callable[..., Axes]) -> None:
-    axes = draw(figures.timeline, *explain.timeline(meter().ledger))
+    axes = draw(memory_plots.timeline_plot, *analysis.timeline_rows(meter().ledger))
     names = {text.get_text() for text in axes.texts}
     assert "backward" in names
     assert "data" not in names  # two events wide
@@ -125,10 +126,10 @@ def test_phases_too_narrow_for_their_names_have_none(draw: Callable[..., Axes]) 
 @pytest.mark.parametrize("peak", [None, 0, 9999])
 def test_a_peak_anywhere_in_many_events_is_legible(draw: Callable[..., Axes], peak: int | None) -> None:
     rows = [
-        explain.Row(i, "forward" if i < 5000 else "backward", "inc.conv1", "add", "temporaries", change, 0)
+        analysis.Row(i, "forward" if i < 5000 else "backward", "inc.conv1", "add", "temporaries", change, 0)
         for i, change in enumerate(MIB if i == peak else 0 for i in range(10000))
     ]
-    axes = draw(figures.timeline, {"params": MIB // 2}, rows)
+    axes = draw(memory_plots.timeline_plot, {"params": MIB // 2}, rows)
     assert set(legend(axes)) == ({"weights"} if peak is None else {"weights", "temporaries"})
     assert axes.lines[0].get_xdata()[0] == (0 if peak is None else peak + 1)
 
@@ -140,11 +141,11 @@ def test_the_layers_at_the_peak_stand_in_the_order_of_the_network_and_make_up_th
     draw: Callable[..., Axes],
 ) -> None:
     entry = meter().summary()
-    axes = draw(figures.along_the_u, entry)
+    axes = draw(memory_plots.layer_plot, entry)
     heights = lengths(axes, "get_height")
     assert sum(heights.values()).sum() == pytest.approx(entry["peak_bytes"] / MIB)
     for category in CATEGORIES:
-        name, _ = figures.KINDS[category]
+        name, _ = memory_plots.KINDS[category]
         assert heights.get(name, np.zeros(1)).sum() == pytest.approx(entry["categories"][category] / MIB)
     names = [label.get_text() for label in axes.get_xticklabels()]
     sizes = dict(zip(names, sum(heights.values()), strict=True))
@@ -160,7 +161,7 @@ def test_what_belongs_to_no_level_is_one_bar(draw: Callable[..., Axes]) -> None:
     entry = dict(meter().summary())
     lost = [{**entry["layers"][0], "module": name, "level": None} for name in ("backward", "step")]
     entry["layers"] = [*(layer for layer in entry["layers"] if layer["level"] is not None), *lost]
-    axes = draw(figures.along_the_u, entry)
+    axes = draw(memory_plots.layer_plot, entry)
     assert [label.get_text() for label in axes.get_xticklabels()][-1] == "other"
     last = sum(heights[-1] for heights in lengths(axes, "get_height").values())
     assert last == pytest.approx(2 * lost[0]["bytes"] / MIB)
@@ -170,7 +171,7 @@ def test_what_belongs_to_no_level_is_one_bar(draw: Callable[..., Axes]) -> None:
 def test_every_level_is_named_down_the_u_and_up_again(
     draw: Callable[..., Axes], overrides: tuple[str, ...], down: int
 ) -> None:
-    axes = draw(figures.along_the_u, meter(*overrides).summary())
+    axes = draw(memory_plots.layer_plot, meter(*overrides).summary())
     named = [" ".join(text.get_text().split()) for text in axes.texts]
     expected = [*range(down + 1), *range(down - 1, -1, -1)]
     assert named == [f"level {n}" if n else "level 0 (full resolution)" for n in expected]
@@ -180,15 +181,18 @@ def test_every_level_is_named_down_the_u_and_up_again(
 
 
 def test_what_bytes_are_for_has_one_colour_in_all_pictures(draw: Callable[..., Axes]) -> None:
-    assert set(figures.KINDS) == set(CATEGORIES)
+    assert set(memory_plots.KINDS) == set(CATEGORIES)
     assert len(set(COLOUR_OF.values())) == len(COLOUR_OF)
     entry = meter().summary()
-    found = [draw(figures.phases, entry), draw(figures.timeline, *explain.timeline(meter().ledger))]
-    for axes in [*found, draw(figures.along_the_u, entry)]:
+    found = [
+        draw(memory_plots.phase_plot, entry),
+        draw(memory_plots.timeline_plot, *analysis.timeline_rows(meter().ledger)),
+    ]
+    for axes in [*found, draw(memory_plots.layer_plot, entry)]:
         for name, colour in legend(axes).items():
             assert colour == COLOUR_OF[name].lower()
     without_gradients = {phase: {**kinds, "grads": 0} for phase, kinds in entry["phase_categories"].items()}
-    shown = legend(draw(figures.phases, entry | {"phase_categories": without_gradients}))
+    shown = legend(draw(memory_plots.phase_plot, entry | {"phase_categories": without_gradients}))
     assert set(COLOUR_OF) - set(shown) == {"gradients"}
 
 
@@ -198,7 +202,7 @@ def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Callable[
         ("first-level width (channels)", {"ckpt=2": [(8, 7 * MIB), (64, 30 * MIB)]}),
         ("patch (voxels)", {"plain": [(64**3, 90 * MIB), (256**3, 1000 * MIB)]}),
     ]
-    grid = draw(figures.curves, panels).figure.axes
+    grid = draw(memory_plots.peak_curves, panels).figure.axes
     assert [axes.get_xlabel() for axes in grid] == [title for title, _ in panels]
     assert grid[0].get_ylabel() == "peak memory (MiB)"
     assert grid[0].lines[0].get_xydata().tolist() == [[1, 1], [2, 2]]
@@ -210,7 +214,7 @@ def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Callable[
 
 def test_a_single_curve_with_long_names_is_legible(draw: Callable[..., Axes]) -> None:
     series = {f"predicted with checkpoints in {n} stages": [(0.5, n * MIB), (1.5, n**2 * MIB)] for n in range(1, 10)}
-    draw(figures.curves, [("patch (million voxels)", series)])
+    draw(memory_plots.peak_curves, [("patch (million voxels)", series)])
 
 
 def test_a_trace_has_a_line_an_experiment_and_says_where_backward_begins(draw: Callable[..., Axes]) -> None:
@@ -221,7 +225,7 @@ def test_a_trace_has_a_line_an_experiment_and_says_where_backward_begins(draw: C
         for exp, scale in (("plain", 1000), ("ckpt=2", 500))
         for i, hook in enumerate(hooks)
     ]
-    axes = draw(figures.trace, rows)
+    axes = draw(memory_plots.trace_plot, rows)
     lines = [line for line in axes.lines if len(line.get_xdata()) > 1]
     assert [line.get_label() for line in lines] == ["plain", "ckpt=2"]
     assert lines[1].get_xydata().tolist() == [[i, 500 + i] for i in range(5)]

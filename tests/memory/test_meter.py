@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from unet3d.losses import SegmentationLoss
 from unet3d.memory.meter import STEADY, CudaMeter, LedgerMeter, first_and_steady
 from unet3d.model.unet import UNet3D
-from unet3d.policy import MemoryPolicy
-from unet3d.step import PHASES, Batch, train_step
+from unet3d.train.losses import SegmentationLoss
+from unet3d.train.policy import MemoryPolicy
+from unet3d.train.step import PHASES, train_step
+from unet3d.types import Batch
 
 
 def test_first_step_and_steady_state_differ_by_what_adam_keeps(network: Callable[..., UNet3D]) -> None:

@@ -10,17 +10,24 @@ import pytest
 from training import PLAIN, train
 
 from unet3d import compose
-from unet3d.checks import budget_bytes
 from unet3d.config import Config
 from unet3d.errors import UserError
-from unet3d.memory import fit
-from unet3d.memory.advise import halved
-from unet3d.memory.distress import remedies
-from unet3d.memory.fit import Point, command, front
-from unet3d.memory.forecast import forecast
-from unet3d.memory.look import Look
-from unet3d.memory.plan import knows_the_batch, lean_options, levers, plan, price
-from unet3d.memory.predict import predict
+from unet3d.memory import budget
+from unet3d.memory.budget import (
+    Option,
+    command_line,
+    halved,
+    knows_the_batch,
+    lean_options,
+    levers,
+    oom_suggestions,
+    pareto_front,
+    plan,
+    price,
+)
+from unet3d.memory.preflight import MemoryEstimate, preflight
+from unet3d.memory.segments import predict
+from unet3d.types import budget_bytes
 
 NET = ("model=unet_tiny", "model.features=[8,16]", "data.patch=[8,16,8]", "batch=2", "model.norm=group")
 
@@ -31,8 +38,8 @@ def config(*overrides: str) -> Config:
     return found
 
 
-def look(options: Config) -> Look:
-    return Look("unet_tiny", options, options.model)
+def look(options: Config) -> MemoryEstimate:
+    return MemoryEstimate("unet_tiny", options, options.model)
 
 
 def with_budget(options: Config, share: float) -> tuple[Config, int]:
@@ -61,8 +68,8 @@ def test_a_budget_that_nothing_meets_is_told_so_with_the_smallest_peak() -> None
 def test_fit_gives_a_command_that_a_dry_run_confirms(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     options, budget = with_budget(config(), 0.6)
     words = [*NET, *PLAIN, "model.in_channels=1", "model.classes=3", f"budget={options.budget}"]
-    said = fit.fit(look(options), words)
-    assert "Least memory by cost" in capsys.readouterr().out
+    said = budget.find_fit(options, options.model, words, print)
+    assert "estimated" in capsys.readouterr().out
     assert "batch=1" not in said, "Dice over the batch would be another loss"
     done = train(tmp_path, *shlex.split(said)[2:], "dry_run=true", f"hydra.run.dir={tmp_path}", frills=True)
     assert done.code == 0, done.err
@@ -72,25 +79,25 @@ def test_fit_gives_a_command_that_a_dry_run_confirms(tmp_path: Path, capsys: pyt
 def test_fit_says_when_nothing_does() -> None:
     options = config("budget=0.01MiB")
     with pytest.raises(UserError, match="nothing tried fits; the smallest peak among it is"):
-        fit.fit(look(options), NET)
+        budget.find_fit(options, options.model, NET, print)
     with pytest.raises(UserError, match="needs a budget"):
-        fit.fit(look(config()), NET)
+        budget.find_fit(config(), config().model, NET, print)
 
 
 def test_the_front_holds_what_nothing_beats() -> None:
     points = [
-        Point(("a",), 1, 100, 0.0, True),
-        Point(("b",), 2, 60, 0.1, True),
-        Point(("c",), 2, 80, 0.2, True),
-        Point(("d",), 3, 50, 0.3, True),
-        Point(("e",), 3, 60, 0.1, True),
+        Option(("a",), 1, 100, 0.0, True),
+        Option(("b",), 2, 60, 0.1, True),
+        Option(("c",), 2, 80, 0.2, True),
+        Option(("d",), 3, 50, 0.3, True),
+        Option(("e",), 3, 60, 0.1, True),
     ]
-    assert [point.overrides for point in front(points)] == [("a",), ("b",), ("d",)]
+    assert [point.overrides for point in pareto_front(points)] == [("a",), ("b",), ("d",)]
 
 
 def test_a_command_replaces_what_it_changes() -> None:
     words = ["model=unet", "batch=4", "amp=false", "data.patch=[8,8,8]", "ckpt=3", "budget=2 MiB"]
-    given = command(words, ["amp=true", "batch=1", "accumulate=4", "ckpt=0"])
+    given = command_line(words, ["amp=true", "batch=1", "accumulate=4", "ckpt=0"])
     assert (
         given == "python train.py model=unet 'data.patch=[8,8,8]' 'budget=2 MiB' amp=true batch=1 accumulate=4 ckpt=0"
     )
@@ -147,7 +154,7 @@ def test_what_looks_at_the_batch_is_another_step_in_parts() -> None:
 def test_what_would_need_less_does_need_less_whatever_the_budget() -> None:
     """The budget was too high, or memory would not have run out."""
     asked = config("budget=8GiB")
-    _, before, resumed, told, *lines = remedies(asked, asked.model)
+    _, before, resumed, told, *lines = oom_suggestions(asked, asked.model)
     assert resumed.endswith("  ckpt=auto budget=null") and told.startswith("and in a new run, ")
     peaks = [float(line.split()[0].replace(",", "")) for line in (before, resumed, *lines)]
     assert lines and all(later < earlier for earlier, later in pairwise(peaks))
@@ -156,7 +163,7 @@ def test_what_would_need_less_does_need_less_whatever_the_budget() -> None:
 def test_a_budget_that_was_too_high_is_the_first_thing_to_go() -> None:
     """All of a network that `ckpt=auto` left uncut for it may be kept."""
     asked = config("ckpt=auto", "budget=8GiB", "amp=true", "batch=1")
-    _, before, first, *_ = remedies(asked, asked.model)
+    _, before, first, *_ = oom_suggestions(asked, asked.model)
     assert first.endswith(" MiB  budget=null")
     free = predict(config("ckpt=auto", "amp=true", "batch=1"), asked.model)["peak_bytes"]
     assert first.split()[0] == f"{free / 2**20:,.1f}" != before.split()[0]
@@ -164,6 +171,6 @@ def test_a_budget_that_was_too_high_is_the_first_thing_to_go() -> None:
 
 def test_half_the_width_is_predicted_with_cuts_of_its_own() -> None:
     asked = config("ckpt=2", "model.norm=instance", "optim=adamw")
-    advice = forecast(asked, asked.model).memory["advice"]
+    advice = preflight(asked, asked.model).memory["advice"]
     narrower = halved(asked, asked.model, advice["level"])
     assert narrower and advice["halved_peak_bytes"] == price(asked, narrower).peak

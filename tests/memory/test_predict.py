@@ -9,15 +9,14 @@ from training import PLAIN
 from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.errors import UserError
-from unet3d.losses import IGNORE
-from unet3d.memory.advise import resized
-from unet3d.memory.dry import dry
-from unet3d.memory.forecast import forecast
+from unet3d.memory.budget import resized
 from unet3d.memory.meter import STEADY, LedgerMeter
-from unet3d.memory.predict import predict
-from unet3d.memory.rehearsal import Starts
-from unet3d.memory.segments import cut
-from unet3d.step import Batch, train_step
+from unet3d.memory.preflight import preflight
+from unet3d.memory.segments import choose_segments, predict
+from unet3d.memory.simulate import SegmentStarts, fake_mode
+from unet3d.train import optim
+from unet3d.train.step import train_step
+from unet3d.types import IGNORE, Batch
 
 VARIANTS = [
     *product(["model.norm=instance", "model.norm=batch", "model.norm=group"], ["ckpt=0", "ckpt=3"]),
@@ -40,11 +39,11 @@ def config(*overrides: str) -> Config:
     return found
 
 
-def measure(options: Config, starts: Starts) -> dict:
+def measure(options: Config, starts: SegmentStarts) -> dict:
     """The same step on real tensors."""
     model = build.model(options.model, options.seed)
     policy = build.policy(options, "cpu", starts)
-    optimizer = build.optimizer(options.optim, model)
+    optimizer = optim.optimizer(options.optim, model)
     meter, loss, scaler = LedgerMeter(model, optimizer), build.loss(options, 3), policy.scaler()
     size = (options.batch, *options.data.patch)
     for _ in range(STEADY):
@@ -64,7 +63,7 @@ def test_predicted_equals_measured_to_the_byte(overrides: tuple[str, ...]) -> No
 
 def assert_equal(options: Config) -> None:
     """What is predicted is what is measured, in every entry."""
-    found = cut(options, options.model)
+    found = choose_segments(options, options.model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("unet3d.memory.predict.cut", lambda *_: found)  # once for both, as in a run
         predicted, measured = predict(options, options.model), measure(options, found.starts)
@@ -102,9 +101,9 @@ def test_a_run_over_its_budget_stops_and_one_within_goes_on() -> None:
     peak = predict(options, options.model)["peak_bytes"]
     options.budget = f"{(peak - 4) / 2**20}MiB"
     with pytest.raises(UserError, match="does not fit"):
-        forecast(options, options.model)
+        preflight(options, options.model)
     options.budget = f"{peak / 2**20}MiB"
-    assert forecast(options, options.model).memory["predicted"]["peak_bytes"] == peak
+    assert preflight(options, options.model).memory["predicted"]["peak_bytes"] == peak
 
 
 def test_predicting_leaves_the_random_state_alone() -> None:
@@ -115,7 +114,7 @@ def test_predicting_leaves_the_random_state_alone() -> None:
 
 
 def test_without_data_numbers_read_are_zero_and_steps_still_count() -> None:
-    with dry():
+    with fake_mode():
         assert torch.empty(3).sum().item() == 0
         parameter = torch.nn.Parameter(torch.empty(2))
         optimizer = torch.optim.Adam([parameter], foreach=False)

@@ -11,9 +11,18 @@ from training import PLAIN
 from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.memory.ledger import Site, levels
-from unet3d.memory.profile import Profile, flops, profile
-from unet3d.memory.rehearsal import Starts, rehearse
-from unet3d.memory.segments import _peak, choose, cut, cuts, peak, recomputed
+from unet3d.memory.segments import (
+    StageProfile,
+    best_starts,
+    choose_segments,
+    estimated_peak,
+    flops,
+    partitions,
+    profile_stages,
+    recompute_fraction,
+    simulated_peak,
+)
+from unet3d.memory.simulate import SegmentStarts, simulate
 
 NETS = [
     ("model=unet_tiny",),
@@ -35,21 +44,21 @@ def config(*overrides: str) -> Config:
 
 
 @cache
-def profiled(*overrides: str) -> Profile:
-    return profile(config(*overrides), config(*overrides).model)
+def profiled(*overrides: str) -> StageProfile:
+    return profile_stages(config(*overrides), config(*overrides).model)
 
 
-def starts_of(options: Config) -> Starts:
-    return cut(options, options.model).starts
-
-
-@cache
-def true_peak(starts: Starts, *overrides: str) -> int:
-    return max(levels(rehearse(config(*overrides), config(*overrides).model, starts, steps=2).ledger))
+def starts_of(options: Config) -> SegmentStarts:
+    return choose_segments(options, options.model).starts
 
 
 @cache
-def lowest(*overrides: str) -> Starts:
+def true_peak(starts: SegmentStarts, *overrides: str) -> int:
+    return max(levels(simulate(config(*overrides), config(*overrides).model, starts, steps=2).ledger))
+
+
+@cache
+def lowest(*overrides: str) -> SegmentStarts:
     return starts_of(replace(config(*overrides), ckpt="auto"))
 
 
@@ -57,10 +66,10 @@ def lowest(*overrides: str) -> Starts:
 def test_the_peak_of_a_cut_is_told_without_a_rehearsal_of_it(overrides: tuple[str, ...]) -> None:
     found = profiled(*overrides)
     count = len(found.forward)
-    assert peak(found, (0,)) == true_peak((), *overrides)
-    every = list(cuts(count, count))
+    assert estimated_peak(found, (0,)) == true_peak((), *overrides)
+    every = list(partitions(count, count))
     for starts in every[:: len(every) // 3]:
-        error = peak(found, starts) / true_peak(starts, *overrides) - 1
+        error = estimated_peak(found, starts) / true_peak(starts, *overrides) - 1
         assert NEAR[0] < error < NEAR[1], starts
 
 
@@ -80,7 +89,7 @@ def test_even_segments_are_not_like_that() -> None:
 
 
 def test_the_choice_is_the_best_of_all_cuts() -> None:
-    best = min(true_peak(starts, *TINY) for starts in cuts(6, 4))
+    best = min(true_peak(starts, *TINY) for starts in partitions(6, 4))
     assert true_peak(starts_of(replace(config(*TINY), ckpt=4)), *TINY) == best
 
 
@@ -93,14 +102,14 @@ def test_with_a_budget_auto_recomputes_as_little_as_fits(share: float) -> None:
     budget = int(low + share * (whole - low)) // 2**10 * 2**10
     frugal = starts_of(replace(tiny, ckpt="auto", budget=f"{budget / 2**20}MiB"))
     assert true_peak(frugal, *overrides) <= budget
-    cheaper = [s for s in cuts(4, 4) if recomputed(found, s) < recomputed(found, frugal)]
+    cheaper = [s for s in partitions(4, 4) if recompute_fraction(found, s) < recompute_fraction(found, frugal)]
     assert all(true_peak(starts, *overrides) > budget for starts in cheaper)
 
 
 def test_cuts_that_just_do_not_fit_hide_none_that_recomputes_more() -> None:
     """Ten stages; 29 cuts that recompute six of them are 1 byte over the budget."""
     count = 10
-    even = Profile(
+    even = StageProfile(
         peak=100,
         forward=[0] * count,
         backward=[10 * (stage + 1) for stage in range(count)],
@@ -113,8 +122,8 @@ def test_cuts_that_just_do_not_fit_hide_none_that_recomputes_more() -> None:
         flops=[1] * count,
         later=0,
     )
-    starts = choose(even, 1, count, lambda starts: peak(even, starts), budget=39)
-    assert peak(even, starts) <= 39 and recomputed(even, starts) == 0.7
+    starts = best_starts(even, 1, count, lambda starts: estimated_peak(even, starts), budget=39)
+    assert estimated_peak(even, starts) <= 39 and recompute_fraction(even, starts) == 0.7
 
 
 def test_with_room_enough_auto_cuts_nothing_and_with_none_it_cuts_for_the_lowest_peak() -> None:
@@ -146,10 +155,10 @@ def test_the_rehearsal_of_one_step_tells_the_peak_of_later_ones() -> None:
     overrides = ("model=unet_tiny", "amp=true")
     tiny, found = config(*overrides), profiled(*overrides)
     seen = []
-    choose(found, 2, 3, lambda starts: seen.append(starts) or 1)
+    best_starts(found, 2, 3, lambda starts: seen.append(starts) or 1)
     assert len(seen) == 2
     for starts in seen:
-        assert _peak(tiny, tiny.model, starts, found) == true_peak(starts, *overrides)
+        assert simulated_peak(tiny, tiny.model, starts, found) == true_peak(starts, *overrides)
 
 
 def test_flops_are_two_for_each_product() -> None:

@@ -29,12 +29,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from unet3d import build, compose
 from unet3d.config import Config
-from unet3d.memory.kernels import bracket, key, probe
-from unet3d.memory.ledger import levels
-from unet3d.memory.look import Look
-from unet3d.memory.predict import predict
-from unet3d.memory.segments import cut
-from unet3d.step import Batch, train_step
+from unet3d.memory.segments import choose_segments, predict
+from unet3d.train import optim
+from unet3d.train.step import train_step
+from unet3d.types import Batch
 
 STEPS = 2  # the optimizer's state appears in the first
 MAP = 4 * 2 * 16 * 32**3  # bytes of one float32 map at full resolution
@@ -73,13 +71,13 @@ def record_of(*overrides: str) -> list[Change]:
 def allocators_record(options: Config) -> list[Change]:
     """What the allocator did while a network was built and trained, in order."""
     size = (options.batch, *options.data.patch)
-    starts = cut(options, options.model).starts
+    starts = choose_segments(options, options.model).starts
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = build.model(options.model, options.seed)
         loss, policy, optimizer = (
             build.loss(options, 3),
             build.policy(options, "cpu", starts),
-            build.optimizer(options.optim, model),
+            optim.optimizer(options.optim, model),
         )
         for _ in range(STEPS):
             batch = Batch(torch.randn(options.batch, 1, *size[1:]), torch.zeros(size, dtype=torch.int16))
@@ -180,41 +178,6 @@ def test_where_it_lies_in_a_convolution_all_that_the_ledger_lacks_is_scratch(ove
     assert truth > seen
     assert peak(record, without=[RANDOM_STATE, NORM_BACKWARD])[0] == truth  # the spare map is not what is lacking
     assert peak(record, without=[RANDOM_STATE, NORM_BACKWARD, *CONVOLUTIONS])[0] == seen
-
-
-@pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("model.activation=leaky_relu",),
-        ("model.norm=group",),
-        ("ckpt=3",),
-        ("batch=1",),  # torch leaves oneDNN for small batches of one: the columns double the peak
-        ("amp=true",),
-    ],
-    ids=" ".join,
-)
-def test_the_table_gives_the_allocators_peak_and_without_it_the_bracket_holds_it(
-    shared_cache: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
-) -> None:
-    """0.2 % is what is asked of any CPU; where this was written it is exact but for checkpointing's random state."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
-    options = config(*overrides)
-    ledger = Look("", options, options.model).ledger
-    truth, _ = peak(record_of(*overrides))
-    known = bracket(ledger, probe(ledger.sites, torch.device("cpu")))
-    assert known.low == known.high == pytest.approx(truth, rel=0.002)
-    assert (known.known, known.missing) == (len({key(site) for site in ledger.sites}), 0)
-    unknown = bracket(ledger, {})
-    assert unknown.low == max(levels(ledger)) < truth
-    assert unknown.low < truth - 2 * RNG_STATE <= unknown.high < 2.5 * truth
-    assert truth <= unknown.high
-    assert (unknown.known, unknown.missing) == (0, known.known)
 
 
 @pytest.mark.parametrize(("norm", "maps"), [("instance", 2), ("batch", 0), ("group", 0)])

@@ -5,7 +5,7 @@ import torch
 
 from unet3d import build, compose
 from unet3d.memory.ledger import Ledger, levels
-from unet3d.memory.validation import validation_peak
+from unet3d.memory.simulate import validation_peak
 
 
 @pytest.mark.parametrize("overrides", [(), ("amp=true",), ("inference.mirror=true", "data.augment.mirror=[0,2]")])

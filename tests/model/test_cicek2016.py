@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from unet3d import compose
 from unet3d.config import Model
 from unet3d.data.patches import prepare
-from unet3d.losses import IGNORE, SegmentationLoss
 from unet3d.model import geometry
-from unet3d.model.stages import crop
+from unet3d.model.blocks import crop
 from unet3d.model.unet import UNet3D
+from unet3d.train.losses import SegmentationLoss
+from unet3d.types import IGNORE
 
 PATCH = "data.patch=[132,132,116]"
 COUNTS = {"cicek2016": 19_069_955, "cicek2016_no_bn": 19_069_955, "cicek2016_2d": 6_817_091}

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from unet3d.model.layers import LeanSwish, Swish
+from unet3d.model.blocks import LeanSwish, Swish
 
 
 def test_lean_swish_passes_gradcheck() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from unet3d.model.stages import State, crop, join
+from unet3d.model.blocks import FeatureState, crop, join
 from unet3d.model.unet import UNet3D
 
 
@@ -32,7 +32,7 @@ def test_join_keeps_what_a_long_stride_made_where_it_was() -> None:
 def test_stages_leave_their_state_as_it_was(network: Callable[..., UNet3D]) -> None:
     """A checkpointed segment runs twice on the same state."""
     model = network("model=unet_tiny", "model.activation=leaky_relu", "model.inplace=true")
-    state: State | torch.Tensor = torch.randn(1, 1, 9, 8, 7)
+    state: FeatureState | torch.Tensor = torch.randn(1, 1, 9, 8, 7)
     for stage in model:
         before = [t.clone() for t in _tensors(state)]
         first, again = stage(state), stage(state)
@@ -41,5 +41,5 @@ def test_stages_leave_their_state_as_it_was(network: Callable[..., UNet3D]) -> N
         state = first
 
 
-def _tensors(state: State | torch.Tensor) -> list[torch.Tensor]:
+def _tensors(state: FeatureState | torch.Tensor) -> list[torch.Tensor]:
     return [state] if isinstance(state, torch.Tensor) else [state.x, *state.skips, *state.sides]

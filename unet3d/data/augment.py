@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.config import Augment
-from unet3d.losses import IGNORE
+from unet3d.types import IGNORE
 
 if TYPE_CHECKING:
     from monai.transforms import Compose

@@ -15,13 +15,17 @@ from nibabel.affines import voxel_sizes
 
 from unet3d import progress
 from unet3d.config import Data
-from unet3d.data import nifti, volumes, voxels
-from unet3d.data.cases import Case, Task, split
-from unet3d.data.voxels import Leniency
+from unet3d.data import nifti, volume
+from unet3d.data.cases import Case, DatasetInfo, split
+from unet3d.data.nifti import ValidationRules
 from unet3d.errors import UserError
 
 WARNING = "warning: "
+
+
 MM, UNITS = (0, 2), {1: "meter", 3: "micron"}  # 0 is unset, and mm by custom
+
+
 SHEAR = 1e-3  # cosine of the angle between two axes that counts as a right one
 
 
@@ -33,7 +37,7 @@ class Content:
     labels: frozenset[int]
 
 
-def check_cases(task: Task, cases: Sequence[Case], data: Data, full: bool) -> list[str]:
+def check_cases(task: DatasetInfo, cases: Sequence[Case], data: Data, full: bool) -> list[str]:
     """All problems of all `cases`, a line each, with those of the split into train and val at the end.
 
     The quick pass reads headers alone: missing, truncated or foreign files, sizes, channels, geometry. `full` reads the
@@ -42,7 +46,7 @@ def check_cases(task: Task, cases: Sequence[Case], data: Data, full: bool) -> li
     """
     lines: list[str] = []
     contents: dict[str, Content] = {}
-    leniency = Leniency.of(data)
+    leniency = ValidationRules.of(data)
     for case in progress.track(cases, "checking cases", len(cases)):
         opened, found = _headers(task, case, leniency)
         lines += found
@@ -59,7 +63,7 @@ def check_cases(task: Task, cases: Sequence[Case], data: Data, full: bool) -> li
     return [*lines, *leaks, *_absences(task, train, val, contents)]
 
 
-def summary(task: Task, train: Sequence[Case], val: Sequence[Case]) -> list[str]:
+def summary(task: DatasetInfo, train: Sequence[Case], val: Sequence[Case]) -> list[str]:
     """A few plain lines about a data set; sizes are those of the images that can be read."""
     grids = [*_grids(task.cases)]
     unlabelled = sum(case.label is None for case in task.cases)
@@ -73,10 +77,10 @@ def summary(task: Task, train: Sequence[Case], val: Sequence[Case]) -> list[str]
     ]
 
 
-def _grids(cases: Sequence[Case]) -> Iterator[volumes.Grid]:
+def _grids(cases: Sequence[Case]) -> Iterator[volume.Grid]:
     for case in cases:
         with contextlib.suppress(UserError):  # `check_cases` tells of it
-            yield volumes.canonical_grid(nifti.open_image(case.id, case.images[0]))
+            yield volume.canonical_grid(nifti.open_image(case.id, case.images[0]))
 
 
 def _range(triples: Sequence[Sequence[float]]) -> str:
@@ -90,7 +94,7 @@ def _range(triples: Sequence[Sequence[float]]) -> str:
     return middle if low == high else f"{middle} (median), from {low} to {high}"
 
 
-def _headers(task: Task, case: Case, leniency: Leniency) -> tuple[dict[Path, nib.Nifti1Image], list[str]]:
+def _headers(task: DatasetInfo, case: Case, leniency: ValidationRules) -> tuple[dict[Path, nib.Nifti1Image], list[str]]:
     """The files that could be opened, and everything wrong that their headers show."""
     opened: dict[Path, nib.Nifti1Image] = {}
     found: list[str] = []
@@ -99,12 +103,12 @@ def _headers(task: Task, case: Case, leniency: Leniency) -> tuple[dict[Path, nib
             opened[path] = nifti.open_image(case.id, path)
         except UserError as error:
             found.append(str(error))
-    found += map(str, volumes.contradictions(case, opened, leniency))
+    found += map(str, volume.contradictions(case, opened, leniency))
     count = sum(nifti.channels(opened[path]) for path in case.images if path in opened)
     if not found and count != len(task.channels):
         what = f"has {count} channels, the data set {len(task.channels)} ({', '.join(task.channels)}); make them agree"
         found.append(str(nifti.problem(case.id, case.images[0], what)))
-    strict = [str(error) for error in volumes.contradictions(case, opened)]
+    strict = [str(error) for error in volume.contradictions(case, opened)]
     return opened, [*found, *(f"{WARNING}{line}" for line in strict if line not in found)]
 
 
@@ -139,7 +143,7 @@ def _geometry_oddities(image: nib.Nifti1Image) -> Iterator[str]:
 
 
 def _content(
-    task: Task, case: Case, opened: Mapping[Path, nib.Nifti1Image], leniency: Leniency
+    task: DatasetInfo, case: Case, opened: Mapping[Path, nib.Nifti1Image], leniency: ValidationRules
 ) -> tuple[dict[str, Content], list[str]]:
     """What the voxels hold, by the case's id, if they can be read; and what is wrong with them."""
     errors, warnings = [], []
@@ -148,13 +152,13 @@ def _content(
     for path, image in opened.items():
         try:
             if path == case.label:
-                label = voxels.read_label(case.id, path, image, len(task.classes), task.ignore)
+                label = nifti.read_label(case.id, path, image, len(task.classes), task.ignore)
                 labels = frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
             else:
-                read, replaced = voxels.read_image(case.id, path, image, leniency)
+                read, replaced = nifti.read_image(case.id, path, image, leniency)
                 digest.update(read.tobytes())
                 if replaced:
-                    warnings.append(f"{WARNING}{case.id}: {path}: {voxels.replacement(replaced)}")
+                    warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(replaced)}")
         except UserError as error:
             errors.append(str(error))
     if errors or len(opened) < len(case.images) + bool(case.label):  # nothing is known of what could not be read
@@ -186,7 +190,9 @@ def _file(path: Path) -> tuple[int, int] | Path:
     return found.st_dev, found.st_ino
 
 
-def _absences(task: Task, train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:
+def _absences(
+    task: DatasetInfo, train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]
+) -> Iterator[str]:
     """Classes that do not occur in a part all of whose cases were read."""
     for part, cases in (("train", train), ("val", val)):
         if not all(case.id in contents for case in cases):

@@ -11,25 +11,27 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from unet3d import signals
-from unet3d.data.patches import Patches, Place
+from unet3d.data.patches import Patches, PatchIndex
 from unet3d.errors import LoaderError, UserError, is_out_of_memory
-from unet3d.step import Batch
+from unet3d.types import Batch
 
 TIMEOUT = 300  # seconds without a batch, after which a worker counts as hanging
+
+
 WRAPPED = f"{UserError.__module__}.{UserError.__name__}: "
 
 
-class Places(Sampler[list[Place]]):
+class PatchSampler(Sampler[list[PatchIndex]]):
     """Endless micro-batches from `first` on; every case once an epoch, in an order drawn from (seed, epoch)."""
 
     def __init__(self, cases: int, batch: int, seed: int, first: int = 0) -> None:
         self.cases, self.batch, self.seed, self.first = cases, batch, seed, first
 
-    def __iter__(self) -> Iterator[list[Place]]:
+    def __iter__(self) -> Iterator[list[PatchIndex]]:
         micro_batch = self.first
         while True:
             positions = range(micro_batch * self.batch, (micro_batch + 1) * self.batch)
-            yield [Place(micro_batch, slot, self._case(position)) for slot, position in enumerate(positions)]
+            yield [PatchIndex(micro_batch, slot, self._case(position)) for slot, position in enumerate(positions)]
             micro_batch += 1
 
     def _case(self, position: int) -> int:
@@ -54,7 +56,7 @@ def batches(
     Raises UserError for a case that cannot be used, LoaderError where a worker dies or takes longer than `timeout`
     seconds for a batch, RuntimeError for what else it raises.
     """
-    places = Places(len(cases), batch, seed, first_step * accumulate)
+    places = PatchSampler(len(cases), batch, seed, first_step * accumulate)
     loader = DataLoader(
         patches,
         batch_sampler=places,

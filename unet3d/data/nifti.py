@@ -1,15 +1,11 @@
-"""One NIfTI file: refused from its header before memory is taken, read in full, written atomically.
-
-Every UserError names the case and the file. Takes .nii and .nii.gz, NIfTI-1 and -2; the affine is the sform, else the
-qform, as nibabel has it. The writer keeps the header of the image that labels belong to.
-"""
+"""NIfTI files: headers are checked before memory is taken, voxels are checked as they are read, writing is atomic."""
 
 import gzip
 import io
 import logging
-import os
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -20,18 +16,34 @@ from nibabel.arrayproxy import ArrayProxy
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
+from unet3d.config import Data
 from unet3d.errors import UserError
+from unet3d.files import replacing
 
 SUFFIXES = (".nii.gz", ".nii")
+
+
 # A case is held in memory: 2^31 voxels are 8 GiB as float32, four times the largest whole-body CT.
 MAX_VOXELS = 2**31
+
+
 # Deflate cannot shrink further than this: a file that claims more voxels than it can hold lies.
 MAX_DEFLATE = 1032
+
+
 CHUNK = 2**20
+
+
 SMALLEST, LARGEST = 1e-7, 1e7  # mm, below a nanometre and above a kilometre: squares of less vanish, of more overflow
+
+
 READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
+
+
 # By the header's own length, which also tells the byte order.
 KINDS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
+
+
 # nibabel logs what it mends in a header, at every copy of it, without the file's name.
 imageglobals.logger = logging.Logger("silent", level=logging.CRITICAL + 1)
 
@@ -187,9 +199,64 @@ def replace(path: Path, image: nib.Nifti1Image) -> None:
     content = image.to_bytes()
     if path.name.endswith(".gz"):
         content = gzip.compress(content, mtime=0)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(content)
+
+
+ROUNDING = 1e-3  # how far a label may lie from a whole number
+
+
+@dataclass(frozen=True)
+class ValidationRules:
+    """What is wrong with a case but taken all the same: data.nonfinite=zero, data.affine_check=warn."""
+
+    nonfinite: bool = False
+    affine: bool = False
+
+    @classmethod
+    def of(cls, data: Data) -> "ValidationRules":
+        """As the options say."""
+        return cls(data.nonfinite == "zero", data.affine_check == "warn")
+
+
+STRICT = ValidationRules()
+
+
+def read_image(
+    case: str, path: Path, image: nib.Nifti1Image, leniency: ValidationRules = STRICT
+) -> tuple[np.ndarray, int]:
+    """Voxels as float32 (C, X, Y, Z), and how many of them were not finite and became 0."""
+    with np.errstate(over="ignore"):  # becomes infinite, which is refused below
+        array = read_array(case, path, image).astype(np.float32, copy=False)
+    bad = int(array.size - np.count_nonzero(np.isfinite(array)))
+    if bad and not leniency.nonfinite:
+        raise problem(case, path, f"{bad} voxels are NaN or infinite; give them a value, e.g. the background's")
+    if bad:
+        array = np.where(np.isfinite(array), array, np.float32(0))
+    return array[np.newaxis] if array.ndim == 3 else np.moveaxis(array, -1, 0), bad
+
+
+def replacement(count: int) -> str:
+    """What is said of voxels that data.nonfinite=zero has replaced."""
+    return f"{count} voxels are NaN or infinite and count as 0 (data.nonfinite=zero)"
+
+
+def read_label(case: str, path: Path, image: nib.Nifti1Image, classes: int, ignore: int | None) -> np.ndarray:
+    """Voxels as uint8 or uint16 (X, Y, Z), every one a class or `ignore`."""
+    array = read_array(case, path, image)
+    if not np.issubdtype(array.dtype, np.integer):
+        whole = np.rint(array)  # 255 scaled by 1/255 is not quite 1
+        array = np.where(np.isclose(array, whole, rtol=0, atol=ROUNDING), whole, array)
+    bad = ~((array >= 0) & (array < classes) & (array == np.rint(array)))
+    if ignore is not None:
+        bad &= array != ignore
+    if bad.any():
+        values = ", ".join(f"{value:g}" for value in np.unique(array[bad])[:5].tolist())
+        allowed = f"0 to {classes - 1}" + ("" if ignore is None else f" and {ignore} (ignored)")
+        raise problem(case, path, f"{bad.sum()} voxels have the label {values}; allowed are {allowed}; relabel them")
+    return array.astype(label_kind(max(classes - 1, ignore or 0)), copy=False)
+
+
+def label_kind(highest: int) -> type[np.uint8] | type[np.uint16]:
+    """The smallest type that holds the labels 0 .. highest."""
+    return np.uint8 if highest < 256 else np.uint16

@@ -12,13 +12,15 @@ from torch.utils.data import Dataset
 from unet3d.config import Data
 from unet3d.data import augment
 from unet3d.data.cases import Case
-from unet3d.losses import IGNORE
+from unet3d.types import IGNORE
 
 MOST_VOXELS = 10_000  # remembered of each class as patch centres
+
+
 TRIES = 20  # to find a place with labels, of which sparse annotation leaves few
 
 
-class Place(NamedTuple):
+class PatchIndex(NamedTuple):
     """A patch's place in the run."""
 
     micro_batch: int
@@ -27,7 +29,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCase:
     """A training case, normalised, with the voxels that patches may be centred on."""
 
     case: str
@@ -37,7 +39,7 @@ class Prepared:
     foreground: tuple[np.ndarray, ...]  # (n, 3) voxel indices of each foreground class that is there
 
 
-def remembered(cache: dict[str, Prepared] | None, case: Case, make: Callable[[Case], Prepared]) -> Prepared:
+def cached(cache: dict[str, PreparedCase] | None, case: Case, make: Callable[[Case], PreparedCase]) -> PreparedCase:
     """`make(case)`, once a case where there is a cache."""
     if cache is None:
         return make(case)
@@ -48,22 +50,22 @@ def remembered(cache: dict[str, Prepared] | None, case: Case, make: Callable[[Ca
 
 def prepare(
     case: str, image: np.ndarray, label: np.ndarray, spacing: tuple[float, float, float], ignore: int | None
-) -> Prepared:
+) -> PreparedCase:
     """From a normalised image C X Y Z and its label map X Y Z."""
     classes = label.astype(np.int16)
     if ignore is not None:
         classes[label == ignore] = IGNORE
-    return Prepared(case, torch.from_numpy(image), torch.from_numpy(classes), spacing, foreground(classes))
+    return PreparedCase(case, torch.from_numpy(image), torch.from_numpy(classes), spacing, foreground(classes))
 
 
 def foreground(classes: np.ndarray) -> tuple[np.ndarray, ...]:
     """Voxels (n, 3) of each foreground class of a label map X Y Z, thinned where there are many."""
     found = (np.flatnonzero(classes == k) for k in np.unique(classes) if k > 0)
-    thinned = (flat[some(len(flat), MOST_VOXELS)] for flat in found)
+    thinned = (flat[subsample_indices(len(flat), MOST_VOXELS)] for flat in found)
     return tuple(np.stack(np.unravel_index(flat, classes.shape), axis=1).astype(np.int32) for flat in thinned)
 
 
-def some(count: int, most: int) -> np.ndarray:
+def subsample_indices(count: int, most: int) -> np.ndarray:
     """Indices of at most `most` of `count` voxels, at random: each n-th lies in one plane where n divides a row."""
     if count <= most:
         return np.arange(count)
@@ -73,7 +75,7 @@ def some(count: int, most: int) -> np.ndarray:
 class Patches(Dataset[tuple[Tensor, Tensor, str]]):
     """Maps a `Place` to (image C D H W, label D H W, case id)."""
 
-    def __init__(self, read: Callable[[int], Prepared], options: Data, seed: int, tile: Sequence[int]) -> None:
+    def __init__(self, read: Callable[[int], PreparedCase], options: Data, seed: int, tile: Sequence[int]) -> None:
         """`tile`: what the network returns for a patch, D H W; smaller than the patch, it sees mirrored context."""
         self.read = read
         self.tile = list(tile)
@@ -82,7 +84,7 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
         self.seed = seed
         self.intensities = augment.prepare(options.augment)
 
-    def __getitem__(self, place: Place) -> tuple[Tensor, Tensor, str]:
+    def __getitem__(self, place: PatchIndex) -> tuple[Tensor, Tensor, str]:
         # PCG64 seeded by the place: no state is kept, so nothing has to be saved or replayed.
         rng = np.random.default_rng([self.seed, place.micro_batch, place.slot])
         case = self.read(place.case)
@@ -100,7 +102,7 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
         return image, label.contiguous(), case.case
 
 
-def choose_centre(case: Prepared, tile: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:
+def choose_centre(case: PreparedCase, tile: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:
     """Centre of a patch (voxels, may lie between two): on a voxel of a random foreground class, or where labels are.
 
     What is learned of the patch, its `tile`, stays inside the volume; along axes where it is longer, the volume lies in

@@ -11,13 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from unet3d.table import MIB
+from unet3d.types import MIB
 
 ROUND = 512  # bytes; every request is rounded up to it, and no split leaves less
+
+
 SMALL = MIB  # the largest request that the small pool serves
+
+
 SMALL_SEGMENT = 2 * MIB
+
+
 LARGE_SEGMENT = 20 * MIB  # for requests below OWN_SEGMENT
+
+
 OWN_SEGMENT = 10 * MIB  # from here on a segment is as large as its first request, rounded up to SEGMENT_ROUND
+
+
 SEGMENT_ROUND = 2 * MIB
 
 

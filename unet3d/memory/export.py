@@ -7,12 +7,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from unet3d.memory.breakdown import layer
-from unet3d.memory.explain import Group, appeared, describe, last_step, timeline, vanished
+from unet3d.files import write_csv, write_text
+from unet3d.memory.analysis import Group, appeared, describe, last_step, layer, timeline_rows, vanished
 from unet3d.memory.ledger import Ledger, Row, Storage, category, levels
-from unet3d.table import mib, write_csv
+from unet3d.types import mib
 
 TRACE_COLUMNS = ("layer_idx", "call_idx", "layer_type", "exp", "hook_type", "mem_all", "mem_cached")
+
+
 GROUPS = 12  # shown of each sign and phase; the rest is summed up
 
 
@@ -23,10 +25,10 @@ def write_snapshot(ledger: Ledger, path: Path) -> None:
     one segment is as long as that needs. A frame says what made the storage, and gives its event as the line number.
     """
     with path.open("wb") as file:
-        pickle.dump(snapshot(ledger), file, protocol=4)  # the viewer reads 2 to 4
+        pickle.dump(viewer_snapshot(ledger), file, protocol=4)  # the viewer reads 2 to 4
 
 
-def snapshot(ledger: Ledger) -> dict[str, list]:
+def viewer_snapshot(ledger: Ledger) -> dict[str, list]:
     """`segments` and `device_traces` in the layout of `torch.cuda.memory._snapshot`."""
     addresses = first_fit(ledger)
     end = max((a + s.bytes for a, s in zip(addresses, ledger.storages, strict=True)), default=0)
@@ -128,7 +130,7 @@ def write_trace(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 def write_timeline(ledger: Ledger, path: Path) -> None:
     """Write every event of the last step as CSV, with the fields of `ledger.Row`."""
-    write_csv(path, Row._fields, timeline(ledger)[1])
+    write_csv(path, Row._fields, timeline_rows(ledger)[1])
 
 
 def write_changes(ledger: Ledger, path: Path) -> None:
@@ -136,7 +138,7 @@ def write_changes(ledger: Ledger, path: Path) -> None:
 
     Without a complete step the file is empty.
     """
-    path.write_text("\n".join(_changes(ledger)), encoding="utf-8")
+    write_text(path, "\n".join(_changes(ledger)))
 
 
 def _changes(ledger: Ledger) -> Iterator[str]:

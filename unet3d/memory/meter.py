@@ -5,12 +5,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from unet3d.memory import explain
-from unet3d.memory.attribution import ModuleTracker, Place
-from unet3d.memory.ledger import Ledger, phase_peaks
-from unet3d.step import PHASES
+from unet3d.memory import analysis
+from unet3d.memory.ledger import Ledger, ModuleScope, ModuleTracker, phase_peaks
+from unet3d.train.step import PHASES
 
 STEADY = 3  # measured steps; gradients and optimizer state appear in the first, the third repeats the second
+
+
 ENOUGH = 2  # simulated steps for a peak
 
 
@@ -86,10 +87,10 @@ class LedgerMeter:
             "peak_bytes": max(peak for _, peak in peaks),
             "kind": "ledger",
             "phases": first_and_steady(peaks),
-            **explain.summary(self.ledger),
+            **analysis.summarise_ledger(self.ledger),
         }
 
-    def _here(self) -> Place:
+    def _here(self) -> ModuleScope:
         return self.tracker.here()
 
     def _claim(self, weights: bool) -> None:

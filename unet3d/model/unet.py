@@ -4,8 +4,8 @@ from torch import nn
 
 from unet3d.config import Model
 from unet3d.model import geometry
+from unet3d.model.blocks import DoubleConv, Down, Inc, OutConv, Up, upsampler
 from unet3d.model.geometry import Triple
-from unet3d.model.stages import DoubleConv, Down, Inc, OutConv, Up, upsampler
 
 ONES: Triple = (1, 1, 1)
 

@@ -1,0 +1,59 @@
+"""Files written whole or not at all: the only place of the package that replaces a file."""
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+
+@contextmanager
+def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
+    """A temporary file beside `path`, which takes its place in one move at the end; on an error `path` stays as it was.
+
+    What was at `path` is first moved to `previous`, if that is given: at each moment one of the two is whole. Content
+    and names are flushed to the disk, so that they outlast a loss of power. Raises OSError.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if previous is not None and path.exists():
+            os.replace(path, previous)
+        os.replace(temporary, path)
+        _flush_names(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _flush_names(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Text in UTF-8."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Indented JSON."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def write_csv(path: Path, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """A CSV file; None becomes an empty cell."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(head)
+        writer.writerows(rows)

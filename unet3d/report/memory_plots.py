@@ -1,0 +1,215 @@
+"""Pictures of memory as PNG files; every axis of bytes is in MiB (2^20 bytes)."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unet3d.memory import analysis, export
+from unet3d.memory.ledger import Ledger
+from unet3d.report.plots import GREY, Array, blank, colours
+from unet3d.types import MIB, mib
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
+
+    from unet3d.memory.ledger import Row
+
+# Name and colour of what bytes are for, from the bottom of a stack to its top: what stays from step to step lies below.
+KINDS = {
+    "params": ("weights", "#0072B2"),
+    "optimizer": ("optimizer state", "#CC79A7"),
+    "inputs": ("batch", "#009E73"),
+    "grads": ("gradients", "#D55E00"),
+    "activations": ("activations (saved for backward)", "#56B4E9"),
+    "temporaries": ("temporaries", "#E69F00"),
+}
+
+
+WIDTH = 9.6  # inches
+
+
+Part = tuple[str, str, Array, Array]  # of a stack: name, colour, its MiB in every place and the MiB below it
+
+
+LETTER = 0.075  # inches; the mean width of one in 9 points, generously
+
+
+def phase_plot(entry: Mapping[str, Any], path: Path) -> None:
+    """Bars of each phase's peak in later steps by category, and a mark at its peak in the first step.
+
+    `entry` is `Meter.summary()`; without `phase_categories` (the CUDA allocator knows none) the bars are plain.
+    """
+    names = list(entry["phases"])
+    first, later = ([entry["phases"][name][when] for name in names] for when in ("first", "steady"))
+    figure = blank(WIDTH, 1.6 + 0.42 * len(names))
+    axes = figure.subplots()
+    stack: Iterable[Part] = [("later steps", GREY, np.array(later) / MIB, np.zeros(len(names)))]
+    if kinds := entry.get("phase_categories"):
+        stack = _stack([[kinds[name][kind] for name in names] for kind in KINDS])
+    for label, colour, sizes, below in stack:
+        axes.barh(names, sizes, 0.66, left=below, color=colour, label=label)
+    axes.plot(np.array(first) / MIB, names, "D", color="black", mec="white", markersize=7, label="first step")
+    for row, (one, other) in enumerate(zip(first, later, strict=True)):
+        text = mib(other) + (f" (first step {mib(one)})" if one > other else "")
+        end = (max(one, other) / MIB, row)
+        axes.annotate(text, end, (8, 0), textcoords="offset points", va="center", fontsize=9)
+    room = 1.35 if any(np.array(first) > later) else 1.12
+    axes.set(xlim=(0, room * max(1, *first, *later) / MIB), xlabel="peak memory (MiB)", ylabel="phase of the step")
+    axes.invert_yaxis()
+    axes.set_title(f"Peak memory per phase, {entry['kind']}")
+    _finish(figure, path)
+
+
+def timeline_plot(start: Mapping[str, int], rows: Sequence["Row"], path: Path) -> None:
+    """Bytes alive by category over one step's events: `rows` of `explain.timeline`, and bytes as they `start`."""
+    changes, index = np.zeros((len(KINDS), len(rows) + 1), np.int64), {kind: i for i, kind in enumerate(KINDS)}
+    changes[:, 0] = [start.get(kind, 0) for kind in KINDS]
+    for event, row in enumerate(rows, start=1):
+        changes[index[row.category], event] = row.change_bytes
+    figure = blank(WIDTH, 4.4)
+    axes = figure.subplots()
+    for label, colour, sizes, below in _stack(changes.cumsum(axis=1)):
+        above = below + sizes
+        axes.fill_between(range(len(above)), below, above, step="post", color=colour, linewidth=0, label=label)
+    axes.set(xlim=(0, len(rows)), xlabel="allocation or release (event)", ylabel="memory (MiB)")
+    axes.set_title("Memory over one step")
+    _annotate_peak(axes, changes.sum(axis=0).cumsum(), rows)
+    _bands(axes, [row.phase for row in rows], 0.0, WIDTH)
+    _finish(figure, path)
+
+
+def _annotate_peak(axes: "Axes", alive: Array, rows: Sequence["Row"]) -> None:
+    """`alive` is in bytes, before the rows and after each. Leaves room above for the bands' names."""
+    event, peak = int(alive.argmax()), alive.max() / MIB
+    text = f"{mib(alive.max())} MiB" + (f", {rows[event - 1].module}" if event else "")
+    side = "left" if event < 0.25 * len(rows) else "right" if event > 0.75 * len(rows) else "center"
+    axes.plot(event, peak, "v", color="black", markersize=5)
+    axes.annotate(text, (event, peak), (0, 6), textcoords="offset points", ha=side, fontsize=9)
+    axes.set_ylim(0, 1.25 * peak)
+
+
+def layer_plot(entry: Mapping[str, Any], path: Path) -> None:
+    """Bytes by category at the peak of `LedgerMeter.summary()`, by layer; what belongs to no level is "other"."""
+    rows = [row for row in entry["layers"] if row["level"] is not None]
+    if rest := [row for row in entry["layers"] if row["level"] is None]:
+        rows.append({"module": "other", "level": None} | {k: sum(row[k] for row in rest) for k in ("bytes", *KINDS)})
+    width = max(WIDTH, 0.26 * len(rows) + 1)
+    figure = blank(width, 5)
+    axes = figure.subplots()
+    for label, colour, sizes, below in _stack([[row[kind] for row in rows] for kind in KINDS]):
+        axes.bar(range(len(rows)), sizes, 0.8, bottom=below, color=colour, label=label)
+    axes.set_xticks(range(len(rows)), [row["module"] for row in rows], rotation=90, fontsize=8)
+    axes.set(xlim=(-0.5, len(rows) - 0.5), ylim=(0, 1.25 * max(row["bytes"] for row in rows) / MIB))
+    axes.set(xlabel="layer, in the order of the network", ylabel="memory (MiB)")
+    names = {None: "", 0: "level 0\n(full resolution)"}
+    _bands(axes, [names.get(row["level"], f"level {row['level']}") for row in rows], -0.5, width)
+    axes.set_title(f"Memory by layer at the peak of {mib(entry['peak_bytes'])} MiB ({entry['moment']['words']})")
+    _finish(figure, path)
+
+
+def peak_curves(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, int]]]]], path: Path) -> None:
+    """Peak memory against something else, a panel each: (x axis title, {series: [(x, peak in bytes)]})."""
+    from matplotlib.ticker import MaxNLocator
+
+    names = list(dict.fromkeys(name for _, series in panels for name in series))
+    palette = dict(zip(names, colours(len(names)), strict=True))
+    figure = blank(max(3.3 * len(panels) + 0.6, 5), 4)
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, series) in zip(grid, panels, strict=True):
+        for name, points in series.items():
+            where, peaks = np.array(points, float).reshape(-1, 2).T
+            axes.plot(where, peaks / MIB, "o-", color=palette[name], label=name, markersize=5)
+        whole = all(float(x).is_integer() for points in series.values() for x, _ in points)
+        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], integer=whole, min_n_ticks=1))
+        axes.set_xlabel(title)
+        axes.grid(color="#E5E5E5")
+    grid[0].set(ylim=(0, None), ylabel="peak memory (MiB)")
+    _finish(figure, path)
+
+
+def trace_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Allocated bytes at each call of a module's hook, a line an experiment, a mark where backward is under way.
+
+    Of each row it reads `exp`, `call_idx`, `hook_type` ("pre", "fwd" or "bwd") and `mem_all` in bytes.
+    """
+    names = list(dict.fromkeys(row["exp"] for row in rows))
+    figure = blank(WIDTH, 4)
+    axes = figure.subplots()
+    for name, colour in zip(names, colours(len(names)), strict=True):
+        calls = [(row["call_idx"], row["mem_all"] / MIB, row["hook_type"]) for row in rows if row["exp"] == name]
+        axes.plot([call for call, _, _ in calls], [size for _, size, _ in calls], color=colour, label=str(name))
+        for call, size in [(call, size) for call, size, hook in calls if hook == "bwd"][:1]:
+            axes.plot(call, size, "D", color="black", markersize=6, zorder=3, label="backward has left the head")
+    axes.set(xlabel="hook call (index)", ylabel="allocated memory (MiB)", ylim=(0, None), title="Memory at each hook")
+    axes.grid(color="#E5E5E5")
+    _finish(figure, path)
+
+
+def _stack(sizes: "ArrayLike") -> Iterator[Part]:
+    """The kinds that have bytes, of which `sizes` holds a row each."""
+    below = np.zeros(np.shape(sizes)[1])
+    for (name, colour), row in zip(KINDS.values(), np.divide(sizes, MIB), strict=True):
+        if row.any():
+            yield name, colour, row, below
+            below = below + row
+
+
+def _bands(axes: "Axes", keys: Sequence[str], start: float, width: float) -> None:
+    """Shade stretches of equal keys, a unit of x each, and name the wide ones; `width` is the figure's in inches."""
+    letters = (width - 1) / (LETTER * 8 / 9) / max(len(keys), 1)  # to a key; 1 inch: left of the axes
+    for index, (key, same) in enumerate(groupby(keys)):
+        end = start + len(list(same))
+        fit = int((end - start) * letters)
+        lines = [line for part in key.splitlines() for line in wrap(part, max(fit, 1), break_long_words=False)]
+        axes.axvspan(start, end, color=("#F2F2F2", "#FFFFFF")[index % 2], linewidth=0, zorder=0)
+        if lines and max(map(len, lines)) <= fit:
+            place = ((start + end) / 2, 0.985)
+            axes.text(*place, "\n".join(lines), transform=axes.get_xaxis_transform(), ha="center", va="top", fontsize=8)
+        start = end
+
+
+def _finish(figure: "Figure", path: Path) -> None:
+    """One legend below for all axes, in the order of drawing and in as many columns as fit; save."""
+    from matplotlib.ticker import ScalarFormatter
+
+    found = [axes.get_legend_handles_labels() for axes in figure.axes]
+    entries: dict[str, Any] = {name: handle for each in found for handle, name in zip(*each, strict=True)}
+    labels = sorted(entries, key=lambda label: getattr(entries[label], "zorder", 0))
+    fit = [n for n in range(1, len(labels) + 1) if _inches(np.array_split(labels, n)) < figure.get_figwidth()]
+    handles = [entries[label] for label in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=max(fit, default=1), frameon=False, fontsize=9)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        for axis in (axes.xaxis, axes.yaxis):
+            if isinstance(axis.get_major_formatter(), ScalarFormatter):  # not of names
+                axis.set_major_formatter("{x:,.10g}")
+    figure.savefig(path)
+
+
+def _inches(columns: Sequence[Array]) -> float:
+    return sum(LETTER * max(map(len, labels)) + 0.6 for labels in columns)
+
+
+def write_ledger_files(ledger: Ledger, name: str, folder: Path) -> None:
+    """Write memory/ {snapshot.pickle: all steps; timeline.csv, trace.csv, changes.txt: the last one}, and a picture.
+
+    The picture is figures/memory_timeline.png.
+    """
+    start, rows = analysis.timeline_rows(ledger)
+    last = sum(mark == "end" for _, mark in ledger.marks) - 1
+    if not rows:  # no step was completed
+        return
+    files = folder / "memory"
+    files.mkdir(parents=True, exist_ok=True)
+    (folder / "figures").mkdir(exist_ok=True)
+    export.write_snapshot(ledger, files / "snapshot.pickle")
+    export.write_timeline(ledger, files / "timeline.csv")
+    export.write_trace(export.trace(ledger, name, last), files / "trace.csv")
+    export.write_changes(ledger, files / "changes.txt")
+    timeline_plot(start, rows, folder / "figures" / "memory_timeline.png")

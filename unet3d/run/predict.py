@@ -1,0 +1,201 @@
+"""A trained network applied to files: NIfTI in, label maps out on each input's own grid."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unet3d import build, checks, compose
+from unet3d.config import Config, Data, Model
+from unet3d.data import preprocess
+from unet3d.data.cases import Case, in_order, volumes_in, without_channel
+from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, save_labels, stem
+from unet3d.data.preprocess import Intensity, normalise
+from unet3d.data.volume import Volume, contradictions, read_volume, to_original
+from unet3d.errors import SnapshotError, UserError
+from unet3d.train import checkpoint
+from unet3d.train.inference import Predictor
+
+Weights = dict[str, torch.Tensor]
+
+
+Split = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainedNetworks:
+    """Networks of one kind, and how an image is prepared for them."""
+
+    path: Path
+    config: Config  # the model's options leave nothing open
+    classes: tuple[str, ...]  # background first
+    channels: tuple[str, ...]
+    intensity: tuple[Intensity, ...]  # a rule for each channel
+    weights: list[Weights]  # of each network: a run's snapshot holds one, a published one may hold several
+    splits: list[Split]  # what was held out from each
+
+
+def parse(state: Mapping[str, Any], path: Path) -> TrainedNetworks:
+    """What the snapshot at `path` holds. Raises SnapshotError for anything but plain values of the right types."""
+    try:
+        config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
+        classes, channels = (tuple(map(_name, state[key])) for key in ("classes", "channels"))
+        rules = tuple(preprocess.checked_intensity(rule) for rule in state["intensity"])
+        others = list(map(dict, state.get("others", [])))  # only what is published has these two
+        weights = [dict(state["model"]) | dict(state["average"]), *others]
+        splits = list(map(dict, state.get("splits", [split_of(config.data)])))
+        sizes = len(classes), len(channels), len(rules), len(splits)
+        if sizes != (config.model.classes, config.model.in_channels, config.model.in_channels, len(weights)):
+            raise ValueError("its parts contradict each other")
+        if not all(isinstance(name, str) for values in weights for name in values):
+            raise ValueError("its weights are not named")
+    except (KeyError, TypeError, ValueError) as error:
+        raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
+    return TrainedNetworks(path, config, classes, channels, rules, weights, splits)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a name")
+    return value
+
+
+def split_of(options: Data) -> Split:
+    """What a run with these options held out; of a list in a file, which."""
+    if options.split is not None:
+        found: Split = {"split": options.split}
+    elif options.fold is not None:
+        found = {"fold": options.fold, "folds": options.folds}
+    else:
+        found = {"val_fraction": options.val_fraction}
+    return found | {"semi": options.semi}
+
+
+def networks(trained: TrainedNetworks, device: torch.device) -> list[build.UNet3D]:
+    """The networks with their weights. Raises SnapshotError where these do not fit, before memory is taken."""
+    _refuse_misfit(trained.config.model, trained.weights, trained.path)
+    return [_network(trained.config.model, values, device) for values in trained.weights]
+
+
+def _network(options: Model, weights: Weights, device: torch.device) -> build.UNet3D:
+    network = build.model(options, seed=0)
+    network.load_state_dict(weights)
+    return network.to(device).eval()
+
+
+def _refuse_misfit(options: Model, weights: Sequence[Weights], path: Path) -> None:
+    try:
+        with torch.device("meta"):
+            network = build.model(options, seed=0)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise SnapshotError(f"{path}: no network has these options ({error})") from error
+    for values in weights:
+        checkpoint.refuse_misfit(network, values, path)
+    # One storage may stand for many weights, or for many networks; each would take memory of its own.
+    if sum(value.nbytes for values in weights for value in values.values()) > path.stat().st_size:
+        raise SnapshotError(f"{path}: its weights are not all there: they are larger than the file")
+
+
+@dataclass(frozen=True)
+class Segmenter:
+    """A network and everything between a file and it."""
+
+    predictor: Predictor
+    intensity: tuple[Intensity, ...]
+    spacing: list[float] | None  # mm, of the grid it was trained on; None: the file's own
+    leniency: ValidationRules = STRICT
+    by_channel: bool = False  # files are of one channel each, and named so, also where there is but one
+
+    def to_file(self, case: Case, path: Path) -> Volume:
+        """Segment one case. Returns it on the network's grid. Raises UserError."""
+        volume = read_volume(dataclasses.replace(case, label=None), 0, None, self.spacing, self.leniency)
+        found, wanted = len(volume.image), len(self.intensity)
+        if found != wanted:
+            raise UserError(f"{case.id}: {case.images[0]} has {found} channels; this network takes {wanted}")
+        image = torch.from_numpy(normalise(volume.image, self.intensity))
+        save_prediction(path, self.predictor.probabilities(image), case, self.spacing)
+        return volume
+
+
+def save_prediction(path: Path, probabilities: Tensor, case: Case, spacing: Sequence[float] | None) -> None:
+    """Write the label map of a case, on the grid of its file. Raises UserError, OSError."""
+    save_labels(path, to_original(probabilities.numpy(), case, spacing), case.images[0])
+
+
+def open_segmenter(path: Path, device: str, mirror: bool | None = None) -> Segmenter:
+    """What segments as a snapshot, of a run or published, says. Raises SnapshotError, or UserError for the device."""
+    return segmenter(parse(checkpoint.load_snapshot(path), path), device, mirror)
+
+
+def segmenter(found: TrainedNetworks, device: str, mirror: bool | None) -> Segmenter:
+    """What segments as these networks do. `mirror` None: as they were validated. Raises as `open_snapshot` does."""
+    config = dataclasses.replace(found.config, device=device)
+    if mirror is not None:
+        config.inference = dataclasses.replace(config.inference, mirror=mirror)
+        checks.check(config, here=False)  # not every network can be mirrored
+    where = build.device(config)
+    loaded = networks(found, where)
+    predictor = build.predictor(config, loaded, config.model, build.policy(config, where.type, ()))
+    by_channel = config.data.format == "nnunet"
+    return Segmenter(predictor, found.intensity, config.data.spacing, ValidationRules.of(config.data), by_channel)
+
+
+def accepted_contradictions(case: Case) -> list[str]:
+    """What contradicts itself in a case that a snapshot's options take all the same, as they did in training."""
+    opened = {path: open_image(case.id, path) for path in case.images}
+    return [str(error) for error in contradictions(case, opened)]
+
+
+def files_in(inputs: Sequence[Path]) -> list[Path]:
+    """Files, and the NIfTI files of folders. Raises UserError where there is none."""
+    for path in inputs:
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder")
+    found = [file for path in inputs for file in ([path] if path.is_file() else volumes_in(path))]
+    if not found:
+        raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}")
+    return found
+
+
+def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> tuple[list[Case], list[str]]:
+    """Files, and the NIfTI files of folders, as cases of `count` channels; `_0000`, `_0001` .. are those of one.
+
+    A single channel is numbered only where files are `by_channel`. Beside them what is wrong with those that are none,
+    a line each. Raises UserError where there is nothing to segment.
+    """
+    grouped: dict[str, list[Path]] = {}
+    for file in files_in(inputs):
+        if count == 1:
+            name = stem(file).removesuffix("_0000") if by_channel else stem(file)
+        else:
+            name = stem(file) if _is_whole(file, count) else without_channel(stem(file))
+        grouped.setdefault(name, []).append(file)
+    cases, problems = [], []
+    for name, files in grouped.items():
+        try:
+            cases.append(_case(name, files, count))
+        except UserError as error:
+            problems.append(str(error))
+    return cases, problems
+
+
+def _case(name: str, files: Sequence[Path], count: int) -> Case:
+    """Files of one name as a case. Raises UserError."""
+    listed = ", ".join(map(str, files))
+    if len(files) > count > 1 and len({file.name for file in files}) == len(files):
+        raise UserError(f"{name}: has {len(files)} files ({listed}); this network takes {count} channels")
+    if len(files) > count:
+        raise UserError(f"{name}: {len(files)} files of one name ({listed}); their label maps would be one file")
+    return Case(name, in_order(name, files), None)
+
+
+def _is_whole(file: Path, count: int) -> bool:
+    """Whether a file holds all the channels of a case; one that cannot be read is told of when its turn comes."""
+    try:
+        return channels(open_image(stem(file), file)) == count
+    except UserError:
+        return False

@@ -1,0 +1,261 @@
+"""Half-precision 3D convolutions on CPUs that have no half-precision arithmetic of their own, or do it wrongly.
+
+Without AVX512 (fp16: without AVX512-FP16), such convolutions do not reach oneDNN: torch computes them 85 to 128 times
+slower than float32 ones (pytorch#118499, #183815). With AVX512 but no bf16 instructions, oneDNN emulates them in twice
+the time of float32. Inside `convolutions()` they take and return half-precision tensors and compute in float32, one
+slab of planes along D at a time. This happens below autocast, autograd, checkpointing and the memory ledger, in torch's
+dispatcher, so none of them sees a difference: what is kept between operations stays half precision, and float32 lives
+within one call only.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import pairwise
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+SLAB_BYTES = 4 * 2**20  # about, of a slab's float32 input and output; 2 to 8 MiB take the same time, 32 a fifth more
+
+
+FEWEST = 2**16  # products of a convolution; below, conversion takes longer than torch's slow kernel
+
+
+Gradients = tuple[Tensor | None, ...]  # of input, weight and bias; None where not asked for
+
+
+class Options(NamedTuple):
+    """Of `aten::convolution`; one number for each axis D H W."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    is_transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+
+class Slab(NamedTuple):
+    """Planes along D that one call computes.
+
+    `start` to `end` are planes of the output; of a transposed convolution, planes of the input. `low` to `high` are the
+    planes of the other side that they touch. Where the input is padded, some of these lie outside.
+    """
+
+    start: int
+    end: int
+    low: int
+    high: int
+
+
+@contextmanager
+def convolutions() -> Iterator[None]:
+    """Within, half-precision 3D convolutions on the CPU that torch does slowly or wrongly are computed here.
+
+    May be nested, and entered by several threads: it serves the whole process until the last one leaves, and nothing
+    stays registered afterwards.
+    """
+    _Registration.enter()
+    try:
+        yield
+    finally:
+        _Registration.leave()
+
+
+class _Registration:
+    """Of our kernels in torch's dispatcher, which is the process's."""
+
+    lock = Lock()
+    users = 0
+    library: torch.library.Library | None = None
+
+    @classmethod
+    def enter(cls) -> None:
+        with cls.lock:
+            if cls.library is None:
+                cls.library = torch.library.Library("aten", "IMPL")
+                for name, function in KERNELS.items():
+                    native = torch.library.get_kernel(f"aten::{name}", "CPU")
+                    cls.library.impl(name, partial(function, native), "CPU", with_keyset=True)
+            cls.users += 1
+
+    @classmethod
+    def leave(cls) -> None:
+        with cls.lock:
+            cls.users -= 1
+            if cls.users == 0 and cls.library is not None:
+                cls.library._destroy()
+                cls.library = None
+
+
+def has_kernels(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has convolutions of this half-precision type for this CPU, and does not emulate them."""
+    if not (torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()):
+        return False
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not emulates_bf16()
+
+
+@cache
+def emulates_bf16() -> bool:
+    """Whether the CPU has no bf16 instructions. False where torch cannot tell.
+
+    oneDNN emulates them with AVX512, in twice the time that float32 takes.
+    """
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # an older torch has none
+    known = [able[name] for name in ("avx512_bf16", "amx_bf16", "bf16") if name in able]
+    return bool(known) and not any(known)
+
+
+def is_served(x: Tensor, weight: Tensor, options: Options) -> bool:
+    """Whether a convolution is computed here and not by torch.
+
+    On CPUs that have bf16 instructions, too, torch 2.13 is wrong in two corners. Where a padded map is shorter along D
+    than the kernel and the output is longer than 1, oneDNN leaves the weight gradient partly unwritten and may write
+    beyond it. With AMX, a stride along W and an output of width 1, results are wrong (pytorch#169688, #188426).
+    """
+    if x.dtype not in DTYPES or x.dim() != 5 or weight.dtype is not x.dtype:
+        return False
+    if not has_kernels(x.dtype):
+        places = math.prod(x.shape[2:] if options.is_transposed else output_shape(x, weight, options)[2:])
+        return x.shape[0] * weight.numel() * places >= FEWEST
+    may_be_wrong = x.shape[2] < weight.shape[2] or options.stride[2] > 1
+    if options.is_transposed or not may_be_wrong:
+        return False
+    _, _, depth, _, width = output_shape(x, weight, options)
+    return (x.shape[2] < weight.shape[2] and depth > 1) or (options.stride[2] > 1 and width == 1)
+
+
+def output_shape(x: Tensor, weight: Tensor, options: Options) -> list[int]:
+    """N C D H W of a convolution's result."""
+    stride, padding, dilation, is_transposed, extra, groups = options
+    axes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, extra, strict=True)
+    if is_transposed:
+        sizes = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in axes]
+        return [x.shape[0], weight.shape[1] * groups, *sizes]
+    return [x.shape[0], weight.shape[0], *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in axes)]
+
+
+def slabs(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> list[Slab]:
+    """How to cut a convolution of x with an output of this shape; a single slab where it is small or cannot be cut.
+
+    A transposed convolution is cut where the outputs of its slabs lie side by side.
+    """
+    stride, padding = options.stride[0], options.padding[0]
+    reach = options.dilation[0] * (weight.shape[2] - 1) + 1
+    depth = x.shape[2] if options.is_transposed else outer[2]
+    count = math.ceil(4 * (x.numel() + math.prod(outer)) / SLAB_BYTES)
+    if x.shape[0] == 1:  # torch leaves oneDNN for its slow kernel where an image alone has C x D x H up to 20,480
+        fewest = 20_480 // (x.shape[1] * x.shape[3] * (1 if options.is_transposed else stride)) + 1
+        count = min(count, depth // fewest)
+    if options.is_transposed and (reach != stride or padding or options.output_padding[0]):
+        count = 1
+    count = max(1, min(count, depth))
+    ends = [depth * (index + 1) // count for index in range(count)]
+    return [Slab(a, z, a * stride - padding, (z - 1) * stride - padding + reach) for a, z in pairwise([0, *ends])]
+
+
+def _convolution(native: Any, keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+    options, call = Options(*given), partial(native.call_boxed, keys)
+    found: Tensor
+    if not is_served(x, weight, options):
+        found = call(x, weight, bias, *given)
+        return found
+    shape = output_shape(x, weight, options)
+    parts = slabs(x, shape, weight, options)
+    weight, bias = weight.float(), None if bias is None else bias.float()
+    if len(parts) == 1:
+        found = call(x.float(), weight, bias, *given).to(x.dtype)
+        return found
+    found = x.new_empty(shape)
+    for slab in parts:
+        if options.is_transposed:
+            piece = call(_planes(x, slab.start, slab.end), weight, bias, *given)
+            found[:, :, slab.low : slab.high] = piece
+        else:
+            piece = call(_planes(x, slab.low, slab.high), weight, bias, *_padded_along_depth(options))
+            found[:, :, slab.start : slab.end] = piece
+    return found
+
+
+def _convolution_backward(
+    native: Any, keys: Any, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *given: Any
+) -> Gradients:
+    options, wanted, call = Options(*given[:-1]), given[-1], partial(native.call_boxed, keys)
+    if not is_served(x, weight, options):
+        found: Gradients = call(grad, x, weight, bias_sizes, *given)
+        return found
+    parts = slabs(x, grad.shape, weight, options)
+    whole = weight.float()
+    if len(parts) == 1:
+        return _rounded(call(grad.float(), x.float(), whole, bias_sizes, *given), x.dtype)
+    of_input = _InputGradient(x) if wanted[0] else None
+    of_weights: list[Tensor | None] = []
+    for slab, following in zip(parts, [*parts[1:], None], strict=True):
+        if options.is_transposed:
+            pieces = _planes(grad, slab.low, slab.high), _planes(x, slab.start, slab.end)
+            low, complete = slab.start, slab.end
+        else:
+            pieces = _planes(grad, slab.start, slab.end), _planes(x, slab.low, slab.high)
+            low, complete = slab.low, following.low if following else slab.high
+        first, *others = call(*pieces, whole, bias_sizes, *_padded_along_depth(options), wanted)
+        if of_input is not None:
+            of_input.add(first, low, complete)
+        of_weights = [_sum(*pair) for pair in zip(of_weights, others, strict=True)] if of_weights else others
+    return of_input.map if of_input else None, *_rounded(of_weights, x.dtype)
+
+
+class _InputGradient:
+    """A half-precision map filled from float32 slabs, whose overlaps are added in float32 and rounded once."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.map = torch.zeros_like(x)  # a stride beyond the kernel leaves planes without a gradient
+        self._open: Tensor | None = None  # planes that the next slab adds to
+
+    def add(self, piece: Tensor, low: int, complete: int) -> None:
+        """A slab's gradient from plane `low` on; no later slab touches the planes before `complete`."""
+        if self._open is not None:
+            piece[:, :, : self._open.shape[2]] += self._open
+        high = low + piece.shape[2]
+        first, last = max(low, 0), min(complete, high, self.map.shape[2])
+        if last > first:
+            self.map[:, :, first:last] = piece[:, :, first - low : last - low]
+        self._open = piece[:, :, complete - low :].clone() if complete < high else None
+
+
+def _padded_along_depth(options: Options) -> Options:
+    """For a slab, whose planes hold a convolution's padding along D; a transposed one that is cut has none there."""
+    return options._replace(padding=[0, *options.padding[1:]])
+
+
+def _planes(x: Tensor, low: int, high: int) -> Tensor:
+    """Planes `low` to `high` along D of N C D H W in float32; those outside are 0."""
+    first, last = max(low, 0), min(high, x.shape[2])
+    inside = x[:, :, first : max(first, last)]
+    if (first, last) == (low, high):
+        return inside.float()
+    found = x.new_zeros((*x.shape[:2], high - low, *x.shape[3:]), dtype=torch.float32)
+    found[:, :, first - low : first - low + inside.shape[2]] = inside
+    return found
+
+
+def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return None if total is None or more is None else total.add_(more)
+
+
+def _rounded(found: Iterable[Tensor | None], dtype: torch.dtype) -> Gradients:
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in found)
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+}

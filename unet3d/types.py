@@ -1,0 +1,49 @@
+"""Small types that all rooms share: batches, tables of text, sizes."""
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from unet3d.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def budget_bytes(text: str) -> int:
+    """Bytes of `8GiB`, `900 MiB`, `1.5GB`. Raises UserError."""
+    units = {"MIB": 2**20, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]i?B)", text.strip(), re.IGNORECASE)
+    if not found or not float(found[1]):
+        raise UserError(f"budget={text}: give an amount and a unit, MiB or GiB, e.g. budget=8GiB")
+    return int(float(found[1]) * units[found[2].upper()])
+
+
+MIB = 2**20
+
+
+class Table(NamedTuple):
+    """Headings with their units, and rows of text."""
+
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def mib(size: float) -> str:
+    """Bytes as MiB (2^20 bytes), to a tenth."""
+    return f"{size / MIB:,.1f}"
+
+
+def percent(part: float, whole: float) -> str:
+    """A share, or a change if signed by the caller; "" of nothing."""
+    return f"{part / whole:.1%}" if whole else ""
+
+
+class Batch(NamedTuple):
+    """Patches and their label maps, on any device."""
+
+    image: "Tensor"  # N C D H W, float32
+    label: "Tensor"  # N D H W, integers
+    cases: tuple[str, ...] = ()  # where the patches come from
+
+
+IGNORE = -100  # in label tensors; torch's own default for cross-entropy
