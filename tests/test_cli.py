@@ -35,9 +35,7 @@ def test_k1_a_mistake_is_one_line_and_exit_2_without_a_trace(tmp_path: Path, wro
 
 
 def test_k1_a_mistake_loads_neither_torch_nor_monai(tmp_path: Path) -> None:
-    code = (
-        "import sys; from unet3d import command; c = command.main(None); print(c, {'torch', 'monai'} & {*sys.modules})"
-    )
+    code = "import sys; from unet3d.cli import train; c = train.main(); print(c, {'torch', 'monai'} & {*sys.modules})"
     assert run("ckpt=-1", cwd=tmp_path, code=code).stdout == "2 set()\n"
 
 

@@ -52,7 +52,7 @@ def send(number: int, to_group: bool = False) -> None:
     (os.killpg if to_group else os.kill)(0 if to_group else os.getpid(), number)
 
 
-STEP, EVALUATE, SAVE = "unet3d.trainer:train_step", "unet3d.run:evaluate", "torch:save"
+STEP, EVALUATE, SAVE = "unet3d.train.trainer:train_step", "unet3d.run.run:evaluate", "torch:save"
 
 
 def signalled(where: str, count: int, number: int, to_group: bool, mark: str = "") -> None:
@@ -355,7 +355,7 @@ def poisoned(step: int, amp: bool) -> None:
     """A NaN in the batch of this step; with `amp`, in fp16 and at its lowest scale."""
     import unet3d.train.trainer
 
-    take, steps = unet3d.trainer.train_step, iter(range(1, 10**6))
+    take, steps = unet3d.train.trainer.train_step, iter(range(1, 10**6))
 
     def poison(*of: object, **named: object) -> object:
         model, _, _, scaler, _, batches = of[:6]
@@ -364,10 +364,10 @@ def poisoned(step: int, amp: bool) -> None:
             if amp:
                 scaler.load_state_dict(scaler.state_dict() | {"scale": 0.5})  # type: ignore[attr-defined]
             torch.save(model.state_dict(), "before.pt")  # type: ignore[attr-defined]
-            call("unet3d.snapshot:save", 1, lambda: torch.save(model.state_dict(), "after.pt"))  # type: ignore
+            call("unet3d.train.checkpoint:save_snapshot", 1, lambda: torch.save(model.state_dict(), "after.pt"))  # type: ignore
         return take(*of, **named)
 
-    unet3d.trainer.train_step = poison
+    unet3d.train.trainer.train_step = poison
 
 
 @pytest.mark.parametrize("precision", [[], ["amp=true", "amp_dtype=bf16"], ["amp=true", "amp_dtype=fp16"]])

@@ -198,6 +198,6 @@ def test_the_planes_through_the_centre_hold_some_of_the_mask() -> None:
 
 
 def test_importing_the_figures_loads_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, unet3d.figures, unet3d.report; print({'torch', 'matplotlib'} & set(sys.modules))"
+    code = "import sys, unet3d.report.plots, unet3d.report.report; print({'torch', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

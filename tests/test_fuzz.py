@@ -34,7 +34,7 @@ def outcome(tmp_path: Path, watch: fuzz.Watch) -> set[str]:
 
 
 def test_a_file_opened_outside_is_noticed(tmp_path: Path, watch: fuzz.Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unet3d.data.manifest.leaves", lambda root, path: False)
+    monkeypatch.setattr("unet3d.data.dataset_json.leaves", lambda root, path: False)
     monkeypatch.setattr(fuzz, "NIFTI", {"link": fuzz.NIFTI["link"]})
     assert "FAILED: opened" in outcome(tmp_path, watch)
 

@@ -320,7 +320,7 @@ def test_a_report_is_whole_or_as_it_was(folder: Path, monkeypatch: pytest.Monkey
 
 def printed(folder: Path, **variables: str) -> str:
     """What a process prints whose stdout is a pipe."""
-    code = "import pathlib, sys; from unet3d import report; report.print_summary(pathlib.Path(sys.argv[1]))"
+    code = "import pathlib, sys; from unet3d.report import report; report.print_summary(pathlib.Path(sys.argv[1]))"
     source = str(Path(report.__file__).parents[1])
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
     done = subprocess.run(

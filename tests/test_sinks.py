@@ -84,7 +84,7 @@ def test_a_resumed_run_appends_and_mends_a_record_cut_short(tmp_path: Path) -> N
 
 def test_t7_a_killed_run_has_every_record_that_it_was_told(tmp_path: Path) -> None:
     code = (
-        "import itertools, pathlib; from unet3d.sinks import JsonLines\n"
+        "import itertools, pathlib; from unet3d.report.loggers import JsonLines\n"
         "sink = JsonLines(pathlib.Path('metrics.jsonl'))\n"
         "for step in itertools.count(1):\n    sink.scalars({'train/loss': 1 / step}, step)\n    print(step, flush=True)"
     )
@@ -159,7 +159,7 @@ def test_what_stops_the_program_is_not_taken_for_a_failing_sink() -> None:
 SESSION = """
 import pathlib, socket, sys
 from unet3d.config import Config
-from unet3d.sinks import open_sinks
+from unet3d.report.loggers import open_loggers
 
 socket.gethostname = lambda: "radiology-pc-12"
 config = Config()
@@ -169,7 +169,7 @@ config.data.root, config.data.images = "patients_2024", "/archive/images"
 config.data.classes = ["background", "/archive/names"]
 folder = pathlib.Path("run")
 folder.mkdir(exist_ok=True)
-sinks = open_sinks(config, folder)
+sinks = open_loggers(config, folder)
 print("on the console: Mrs Smith")
 sinks.scalars({"train/loss": 1.5, "val/dice/left": None}, 10)
 sinks.scalars({"train/loss": 0.5}, 20)
@@ -286,7 +286,7 @@ def test_settings_that_an_older_wandb_lacks_are_left_out() -> None:
 
 def test_a_resumed_folder_goes_on_with_its_wandb_run(tmp_path: Path) -> None:
     folder, warnings = session(
-        tmp_path, code=f"{SESSION}\nconfig.resume = 'run'\nopen_sinks(config, folder).close(0)\n"
+        tmp_path, code=f"{SESSION}\nconfig.resume = 'run'\nopen_loggers(config, folder).close(0)\n"
     )
     ids = [path.stem for path in folder.glob("wandb/*/run-*.wandb")]
     assert warnings == []
@@ -326,7 +326,7 @@ def test_t6_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path: 
 
 def test_t6_without_network_an_online_run_goes_on_offline_with_one_line_and_the_same_id(tmp_path: Path) -> None:
     code = (
-        "import os, unet3d.tracker; unet3d.tracker.QUIET['init_timeout'] = 1\n"
+        "import os, unet3d.report.wandb_logger; unet3d.report.wandb_logger.QUIET['init_timeout'] = 1\n"
         "os.environ |= {'WANDB_MODE': 'online', 'WANDB_API_KEY': 'a' * 40, 'WANDB_BASE_URL': 'http://127.0.0.1:9'}\n"
         "pathlib.Path('run/wandb/offline-run-20200101_101010-abcd1234').mkdir(parents=True)\n"
     )
@@ -342,9 +342,9 @@ def test_t6_without_network_an_online_run_goes_on_offline_with_one_line_and_the_
 KILLED = """
 import os, pathlib
 from unet3d.config import Config
-from unet3d.sinks import open_sinks
+from unet3d.report.loggers import open_loggers
 
-sinks = open_sinks(Config(), pathlib.Path())
+sinks = open_loggers(Config(), pathlib.Path())
 children = [int(pid) for pid in pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 for child in children:
     os.kill(child, 9)
@@ -406,5 +406,5 @@ def test_the_name_of_a_class_is_no_markup() -> None:
 
 
 def test_importing_the_sinks_loads_neither_torch_nor_wandb(tmp_path: Path) -> None:
-    code = "import sys, unet3d.sinks; print({'torch', 'monai', 'wandb', 'matplotlib'} & set(sys.modules))"
+    code = "import sys, unet3d.report.loggers; print({'torch', 'monai', 'wandb', 'matplotlib'} & set(sys.modules))"
     assert python("-c", code, folder=tmp_path) == ("set()\n", [])

@@ -141,7 +141,7 @@ def replace_job(folder: Path, act: str) -> None:
         "import os, signal, sys\n"
         "if any('hydra.run.dir' in word for word in sys.orig_argv):\n"
         f"    sys.path.insert(0, {str(ROOT)!r})\n"
-        "    from unet3d import guard\n"
+        "    from unet3d.cli import lifecycle as guard\n"
         "    guarded = guard.guarded\n"
         f"    def job(*_): {act}; signal.pause()\n"
         "    guard.guarded = lambda _, *rest: guarded(job, *rest)\n"

@@ -129,8 +129,8 @@ def _without_frills() -> None:
 
 
 def _one_pixel(*drawn: object) -> None:
-    (path,) = (value for value in drawn if isinstance(value, Path))
-    Image.new("RGB", (1, 1)).save(path)
+    (target,) = (value for value in drawn if isinstance(value, Path) or hasattr(value, "write"))
+    Image.new("RGB", (1, 1)).save(target, "PNG")
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

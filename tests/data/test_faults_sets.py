@@ -188,7 +188,7 @@ def test_d13_json_that_says_two_things_or_too_much_is_refused(tmp_path: Path, mo
     with pytest.raises(UserError, match="a name occurs twice in one object"):
         read_dataset(data)
     where.write_text(sound)
-    monkeypatch.setattr("unet3d.data.manifest.MAX_BYTES", len(sound) - 1)
+    monkeypatch.setattr("unet3d.data.dataset_json.MAX_BYTES", len(sound) - 1)
     with pytest.raises(UserError, match=f"is larger than {len(sound) - 1} bytes"):
         read_dataset(data)
 

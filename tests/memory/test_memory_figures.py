@@ -239,6 +239,6 @@ def test_a_trace_has_a_line_an_experiment_and_says_where_backward_begins(draw: C
 
 
 def test_importing_the_figures_loads_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, unet3d.memory.figures; print({'torch', 'matplotlib'} & set(sys.modules))"
+    code = "import sys, unet3d.report.memory_plots; print({'torch', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

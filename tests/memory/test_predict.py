@@ -65,7 +65,7 @@ def assert_equal(options: Config) -> None:
     """What is predicted is what is measured, in every entry."""
     found = choose_segments(options, options.model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unet3d.memory.predict.cut", lambda *_: found)  # once for both, as in a run
+        patch.setattr("unet3d.memory.segments.choose_segments", lambda *_: found)  # once for both, as in a run
         predicted, measured = predict(options, options.model), measure(options, found.starts)
     assert predicted.pop("parameters") == sum(p.numel() for p in build.model(options.model, 0).parameters())
     if options.model.inplace:  # without data, autograd replays an in-place change of a view by other operations
