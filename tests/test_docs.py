@@ -1,0 +1,139 @@
+"""README and docs: commands that are shown run, answers that are shown are given, links lead somewhere."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from training import face, train
+
+from unet3d import compose
+from unet3d.cli.main import parser
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "data/README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]  # fmt: skip
+TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
+USER_PATHS = ("loss.path=", "model.path=", "--config-dir", "--model", "loggers=", "data.transforms=")
+
+
+def commands() -> list[list[str]]:
+    """Every train.py and unet3d command in an indented block, split into words."""
+    lines = [line.strip() for text in TEXTS.values() for line in text.splitlines() if line.startswith("    ")]
+    parts = [part.strip().removeprefix("$ ") for line in lines for part in line.split("&&")]
+    found = [shlex.split(part) for part in parts if "train.py" in part or "-m unet3d" in part]
+    return [words for words in found if words[0].endswith("python")]
+
+
+def overrides(words: list[str], folder: Path) -> list[str]:
+    """The options in a command; PATH becomes a folder that is there."""
+    (folder / "Task04_Hippocampus").mkdir(exist_ok=True)
+    return [word.replace("PATH", str(folder)) for word in words if "=" in word]
+
+
+def is_of_user(words: list[str]) -> bool:
+    return any(word.startswith(USER_PATHS) for word in words)
+
+
+def test_training_commands_compose(tmp_path: Path) -> None:
+    found = [words for words in commands() if "train.py" in words[1] and "chkpt=2" not in words]
+    assert len(found) >= 8
+    for words in found:
+        if not is_of_user(words) and not any(word.startswith("resume=") for word in words):
+            for job in compose.sweep(overrides(words, tmp_path)):
+                compose.compose(job)
+
+
+def test_other_commands_parse(tmp_path: Path) -> None:
+    found = [words for words in commands() if words[2:3] == ["unet3d"]]
+    assert {words[3] for words in found} >= {"predict", "check-data", "memory", "compare"}
+    for words in found:
+        arguments = parser().parse_args(words[3:])
+        for job in compose.sweep(overrides(getattr(arguments, "overrides", []), tmp_path)):
+            compose.compose(job)
+
+
+def test_the_mistake_shown_gets_the_answer_shown() -> None:
+    with pytest.raises(compose.UserError) as caught:
+        compose.compose(["chkpt=2"])
+    assert f"    error: {caught.value}\n" in TEXTS["README.md"]
+
+
+def test_every_named_choice_exists() -> None:
+    rows = re.findall(r"`(model|loss|optim)=` ((?:`\w+` ?)+)", TEXTS["docs/running.md"])
+    assert {group for group, _ in rows} == {"model", "loss", "optim"}
+    for group, names in rows:
+        found = {path.stem for path in (ROOT / "configs" / group).glob("*.yaml")}
+        assert set(re.findall(r"`(\w+)`", names)) == found
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "experiment").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_an_experiment_begins_with_its_command_and_is_listed(path: Path, tmp_path: Path) -> None:
+    package, command, *about = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    words = shlex.split(command.removeprefix("# "))
+    assert package == "# @package _global_" and words[:3] == ["python", "train.py", f"experiment={path.stem}"]
+    given = overrides(words, tmp_path)
+    for job in compose.sweep([*given, *compose.added_sweep(given)]):
+        compose.compose(job)
+    assert re.search(r"\d (minutes|hours|days)", " ".join(about)), "how long it takes"
+    assert f"](../configs/experiment/{path.name})" in TEXTS["docs/experiments.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", TEXTS[page])
+    assert not [t for t in targets if "://" not in t and not ((ROOT / page).parent / t).exists()]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXTS["README.md"].encode()) <= 8_000
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXTS["docs/python.md"], re.DOTALL)[1:])
+def test_python_examples_run(block: str) -> None:
+    exec(compile(block, "docs/python.md", "exec"), {})
+
+
+def shown(page: str, first_words: str) -> list[str]:
+    """The lines of the code block that begins with these words."""
+    (block,) = [text for text in re.findall(r"```\n(.*?)\n```", TEXTS[page], re.DOTALL) if text.startswith(first_words)]
+    return block.splitlines()
+
+
+@pytest.mark.slow
+def test_the_answer_to_the_forum_is_the_one_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Line by line: the page shows a part."""
+    (command,) = [words for words in commands() if "where" in words]
+    monkeypatch.chdir(tmp_path)
+    assert face(*command[3:]) == 0
+    given = iter([line.rstrip() for line in capsys.readouterr().out.splitlines()])
+    assert all(line in given for line in shown("docs/memory.md", "forum_mid: "))
+    assert (tmp_path / "where" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_the_answer_to_a_budget_is_the_one_shown(tmp_path: Path) -> None:
+    (command,) = [words for words in commands() if "budget=5GiB" in words]
+    done = train(tmp_path, *command[2:], frills=True)
+    assert done.code == 2
+    assert (done.out + done.err).strip().splitlines() == shown("docs/memory.md", "40,158,853 parameters")
+
+
+@pytest.mark.slow
+def test_the_comparison_of_configs_is_the_one_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = [words for words in commands() if "ckpt=0,2" in words and "memory" in words]
+    assert face(*command[3:]) == 0
+    given = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "\n".join(given).strip().splitlines() == shown("README.md", "Predicted peak")
+
+
+@pytest.mark.slow
+def test_the_prediction_of_the_main_job_is_the_one_shown(tmp_path: Path) -> None:
+    command = next(words for words in commands() if "model=unet_small" in words and "ckpt=2" in words)
+    done = train(tmp_path, *command[2:], "dry_run=true", frills=True)
+    assert done.code == 0, done.err
+    predicted = [line for line in shown("README.md", "16 cases kept")[1:] if not line.startswith(" ")][:3]
+    assert done.out.splitlines()[-3:] == predicted
