@@ -22,10 +22,7 @@ SHOWN = 10  # differences in an error
 
 
 def save_snapshot(path: Path, state: dict[str, Any], previous: Path | None = None) -> None:
-    """Write `state` to `path`, whole or not at all; what was there is first moved to `previous`.
-
-    Raises NotSaved, and leaves what was there, where the disk is full or cannot be written to.
-    """
+    """Write `state` to `path`, whole or not at all; what was there moves to `previous`. Raises NotSaved."""
     try:
         with replacing(path, previous) as file:
             torch.save({"format": FORMAT, **state}, file)
@@ -58,20 +55,18 @@ def load_snapshot(path: Path) -> dict[str, Any]:
         raise SnapshotError(f"{path}: is a folder; give a snapshot, RUN/checkpoints/best.pt or last.pt")
     try:
         _refuse_damage(path)
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except SnapshotError:
         raise
     except pickle.UnpicklingError as error:
         raise SnapshotError(f"{path}: holds more than tensors and plain values; it is not loaded") from error
-    except (OSError, zipfile.BadZipFile, RuntimeError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise DamagedSnapshot(f"{path}: not a readable snapshot ({reason})") from error
     except Exception as error:  # bytes that are not a pickle may raise anything
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise SnapshotError(f"{path}: not a readable snapshot ({reason})") from error
-    _refuse_format(path, state.get("format") if isinstance(state, dict) else None)
-    found: dict[str, Any] = state
-    return found
+        is_damage = isinstance(error, OSError | zipfile.BadZipFile | RuntimeError | EOFError)
+        reason = getattr(error, "strerror", None) or (str(error) or repr(error)).splitlines()[0]
+        kind = DamagedSnapshot if is_damage else SnapshotError
+        raise kind(f"{path}: not a readable snapshot ({reason})") from error
+    _refuse_format(path, state)
+    return state
 
 
 def _refuse_damage(path: Path) -> None:
@@ -80,14 +75,13 @@ def _refuse_damage(path: Path) -> None:
         entries = archive.infolist()
         is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:  # torch packs nothing
-            raise DamagedSnapshot(
-                f"{path}: holds more than its size; torch.save writes no such file, use another snapshot"
-            )
+            raise DamagedSnapshot(f"{path}: holds more than its size, unlike torch.save's files; use another snapshot")
         if damaged := archive.testzip():  # torch would load a flipped bit without an error
             raise DamagedSnapshot(f"{path}: damaged ({damaged} fails its checksum)")
 
 
-def _refuse_format(path: Path, found: object) -> None:
+def _refuse_format(path: Path, state: object) -> None:
+    found = state.get("format") if isinstance(state, dict) else None
     if not isinstance(found, int):
         raise SnapshotError(f"{path}: not a unet3d snapshot: it names no format")
     if found != FORMAT:

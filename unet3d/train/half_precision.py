@@ -8,7 +8,7 @@ memory ledger: tensors kept between operations stay half precision, and float32 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import pairwise
@@ -151,17 +151,15 @@ def slabs(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> 
 
 
 def _convolution(native: Any, keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
-    options, call = Options(*given), partial(native.call_boxed, keys)
-    found: Tensor
+    options = Options(*given)
+    call: Callable[..., Tensor] = partial(native.call_boxed, keys)
     if not is_served(x, weight, options):
-        found = call(x, weight, bias, *given)
-        return found
+        return call(x, weight, bias, *given)
     shape = output_shape(x, weight, options)
     parts = slabs(x, shape, weight, options)
     weight, bias = weight.float(), None if bias is None else bias.float()
     if len(parts) == 1:
-        found = call(x.float(), weight, bias, *given).to(x.dtype)
-        return found
+        return call(x.float(), weight, bias, *given).to(x.dtype)
     found = x.new_empty(shape)
     for slab in parts:
         if options.is_transposed:
@@ -176,10 +174,10 @@ def _convolution(native: Any, keys: Any, x: Tensor, weight: Tensor, bias: Tensor
 def _convolution_backward(
     native: Any, keys: Any, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *given: Any
 ) -> Gradients:
-    options, wanted, call = Options(*given[:-1]), given[-1], partial(native.call_boxed, keys)
+    options, wanted = Options(*given[:-1]), given[-1]
+    call: Callable[..., tuple[Any, ...]] = partial(native.call_boxed, keys)
     if not is_served(x, weight, options):
-        found: Gradients = call(grad, x, weight, bias_sizes, *given)
-        return found
+        return call(grad, x, weight, bias_sizes, *given)
     parts = slabs(x, grad.shape, weight, options)
     whole = weight.float()
     if len(parts) == 1:

@@ -3,15 +3,15 @@
 Checkpointing changes no bit of loss, gradients, buffers or evaluation output.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint_sequential
 
 from unet3d.train import half_precision
@@ -46,7 +46,7 @@ class MemoryPolicy:
 class Segment:
     """Consecutive stages, called once in forward and once more in backward; each forward pass makes a new one.
 
-    The second call leaves running statistics alone: the first has updated them with this batch.
+    The second call works on copies of the buffers: the first has updated running statistics with this batch.
     """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
@@ -54,11 +54,10 @@ class Segment:
         self.has_run = False
 
     def __call__(self, state: Any) -> Any:
-        context = kept_statistics(self.stages) if self.has_run else nullcontext()
+        for stage in self.stages:
+            copies = {name: buffer.clone() for name, buffer in stage.named_buffers()} if self.has_run else {}
+            state = functional_call(stage, copies, (state,)) if copies else stage(state)
         self.has_run = True
-        with context:
-            for stage in self.stages:
-                state = stage(state)
         return state
 
 
@@ -66,23 +65,6 @@ def split(stages: Sequence[nn.Module], segment_starts: Sequence[int]) -> list[Se
     """Segments that begin with these stages, the first with stage 0; checkpoint_sequential keeps the last in memory."""
     assert segment_starts[0] == 0 and sorted(set(segment_starts)) == list(segment_starts)
     return [Segment(stages[start:end]) for start, end in pairwise([*segment_starts, len(stages)])]
-
-
-@contextmanager
-def kept_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within, batch norms work on copies of their running statistics.
-
-    Copies, not None: autograd saves the statistics too, and recomputation must save as many tensors as the first pass.
-    """
-    norms = [m for module in modules for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    kept = [(norm, name, value) for norm in norms for name, value in norm.named_buffers(recurse=False)]
-    for norm, name, value in kept:
-        setattr(norm, name, value.clone())
-    try:
-        yield
-    finally:
-        for norm, name, value in kept:
-            setattr(norm, name, value)
 
 
 def amp_dtype(name: str, device_type: str) -> torch.dtype:

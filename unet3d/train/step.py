@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from unet3d.errors import NonFiniteLoss
 from unet3d.train.policy import MemoryPolicy
@@ -14,15 +15,12 @@ from unet3d.types import Batch
 PHASES = ("data", "forward", "loss", "backward", "step")
 LOWEST_SCALE = 1.0  # of fp16 losses; gradients that overflow below it overflow at any scale
 Mark = Callable[[str], None]
+LossFunction = Callable[[Any, Tensor], Tensor]  # of the model's output and the label map N D H W
 
 
 class StepResult(NamedTuple):
     loss: float  # mean over the micro-batches
     grad_norm: float  # before clipping
-
-
-class LossFunction(Protocol):
-    def __call__(self, logits: Any, label: Tensor) -> Tensor: ...
 
 
 def ignore_mark(phase: str) -> None:
@@ -33,7 +31,7 @@ def train_step(
     model: nn.Module,
     loss: LossFunction,
     optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
+    scaler: GradScaler,
     policy: MemoryPolicy,
     batches: Sequence[Batch],
     mark: Mark = ignore_mark,
@@ -73,9 +71,7 @@ def train_step(
     return result
 
 
-def _refuse_non_finite(
-    result: StepResult, model: nn.Module, scaler: torch.amp.GradScaler, batches: Sequence[Batch]
-) -> None:
+def _refuse_non_finite(result: StepResult, model: nn.Module, scaler: GradScaler, batches: Sequence[Batch]) -> None:
     """Raise NonFiniteLoss, unless fp16 overflowed at a scale that can fall: then the scaler skips the update.
 
     Running statistics that overflowed always raise: no later step makes them finite.
