@@ -22,7 +22,7 @@ from unet3d.errors import UserError
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.train.inference import Predictor
-from unet3d.train.losses import SegmentationLoss
+from unet3d.train.losses import LOSSES, LossOptions, SegmentationLoss
 from unet3d.train.policy import MemoryPolicy, amp_dtype
 
 Read = Callable[[Case], PreparedCase]
@@ -148,12 +148,12 @@ def loss(config: Config, classes: int) -> SegmentationLoss:
     if weights is not None and len(weights) != classes:
         raise UserError(f"loss.weights={weights}: {classes} classes need {classes} weights")
     tensor = None if weights is None else torch.tensor(weights)
-    return SegmentationLoss(config.loss.name, tensor, config.loss.batch_dice)
+    return SegmentationLoss(LOSSES[config.loss.name], LossOptions(tensor, config.loss.batch_dice))
 
 
-def policy(config: Config, device_type: str, starts: tuple[int, ...]) -> MemoryPolicy:
+def policy(config: Config, device_type: str, segment_starts: tuple[int, ...]) -> MemoryPolicy:
     """Mixed precision, and checkpointing in segments that begin with these stages."""
-    return MemoryPolicy(device_type, amp_dtype(config.amp_dtype, device_type) if config.amp else None, starts)
+    return MemoryPolicy(device_type, amp_dtype(config.amp_dtype, device_type) if config.amp else None, segment_starts)
 
 
 def predictor(config: Config, networks: Sequence[nn.Sequential], options: Model, memory: MemoryPolicy) -> Predictor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from unet3d import compose
 from unet3d.memory.meter import STEADY, open_meter
 from unet3d.model.unet import UNet3D
-from unet3d.train.losses import SegmentationLoss
+from unet3d.train.losses import SegmentationLoss, dice_ce
 from unet3d.train.policy import MemoryPolicy, amp_dtype
 from unet3d.train.step import train_step
 from unet3d.types import Batch
@@ -97,7 +97,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     network = nn.Sequential(FinestFirst(NETWORKS[name]())).to(device)
     policy = MemoryPolicy(device, None if options.amp == "off" else amp_dtype(options.amp, device))
     optimizer = torch.optim.SGD(network.parameters(), 1e-2, momentum=0.99, nesterov=True)
-    meter, loss, scaler = open_meter(network, optimizer), SegmentationLoss("dice_ce"), policy.scaler()
+    meter, loss, scaler = open_meter(network, optimizer), SegmentationLoss(dice_ce), policy.scaler()
     batch = Batch(torch.randn(options.batch, 1, *options.patch), torch.randint(0, 3, (options.batch, *options.patch)))
     seconds = []
     for _ in range(STEADY + options.steps):

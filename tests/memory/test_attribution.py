@@ -39,7 +39,7 @@ def step(model: UNet3D, ckpt: int) -> tuple[Log, list[Crossing]]:
     tracker.open()
     with log:
         tracker.mark("forward")
-        logits = MemoryPolicy(starts=evenly(6, ckpt)).forward(model, torch.ones(1, 1, 16, 16, 16))
+        logits = MemoryPolicy(segment_starts=evenly(6, ckpt)).forward(model, torch.ones(1, 1, 16, 16, 16))
         tracker.mark("loss")
         loss = logits.square().sum()
         tracker.mark("backward")

@@ -7,7 +7,7 @@ import torch
 from unet3d.memory.ledger import Ledger, categories_at, levels, peak_moment, phase_peaks
 from unet3d.memory.meter import LedgerMeter
 from unet3d.model.unet import UNet3D
-from unet3d.train.losses import SegmentationLoss
+from unet3d.train.losses import SegmentationLoss, dice_ce
 from unet3d.train.policy import MemoryPolicy
 from unet3d.train.step import Mark, ignore_mark, train_step
 from unet3d.types import Batch
@@ -63,7 +63,7 @@ def run(model: UNet3D, steps: int, mark: Mark, optimizer: torch.optim.Optimizer)
     memory = MemoryPolicy()
     batch = Batch(torch.randn(2, 1, 16, 16, 16), torch.zeros(2, 16, 16, 16, dtype=torch.int16))
     for _ in range(steps):
-        train_step(model, SegmentationLoss("dice_ce"), optimizer, memory.scaler(), memory, [batch], mark)
+        train_step(model, SegmentationLoss(dice_ce), optimizer, memory.scaler(), memory, [batch], mark)
 
 
 def test_peak_equals_torchs_mem_tracker(network: Network) -> None:

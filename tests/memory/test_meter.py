@@ -6,7 +6,7 @@ import torch
 
 from unet3d.memory.meter import STEADY, CudaMeter, LedgerMeter, first_and_steady
 from unet3d.model.unet import UNet3D
-from unet3d.train.losses import SegmentationLoss
+from unet3d.train.losses import SegmentationLoss, ce
 from unet3d.train.policy import MemoryPolicy
 from unet3d.train.step import PHASES, train_step
 from unet3d.types import Batch
@@ -19,7 +19,7 @@ def test_first_step_and_steady_state_differ_by_what_adam_keeps(network: Callable
     memory = MemoryPolicy()
     batch = Batch(torch.randn(1, 1, 16, 16, 16), torch.zeros(1, 16, 16, 16, dtype=torch.int16))
     for _ in range(STEADY + 2):
-        train_step(model, SegmentationLoss("ce"), optimizer, memory.scaler(), memory, [batch], meter.mark)
+        train_step(model, SegmentationLoss(ce), optimizer, memory.scaler(), memory, [batch], meter.mark)
     summary = meter.summary()
     states = sum(v.nbytes for state in optimizer.state.values() for v in state.values())
     assert tuple(summary["phases"]) == PHASES

@@ -14,7 +14,7 @@ from unet3d.data.patches import prepare
 from unet3d.model import geometry
 from unet3d.model.blocks import crop
 from unet3d.model.unet import UNet3D
-from unet3d.train.losses import SegmentationLoss
+from unet3d.train.losses import LossOptions, SegmentationLoss, ce
 from unet3d.types import IGNORE
 
 PATCH = "data.patch=[132,132,116]"
@@ -156,7 +156,7 @@ def learn(model: UNet3D, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor, 
     model.zero_grad()
     logits = model(image)
     logits.retain_grad()
-    loss = SegmentationLoss("ce", WEIGHTS)(logits, label)
+    loss = SegmentationLoss(ce, LossOptions(WEIGHTS))(logits, label)
     loss.backward()
     assert logits.grad is not None
     return loss.detach(), logits.grad, [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Sizes, strides and kernels in plain integers, held against the network they speak of."""
+"""Sizes, strides and kernels in plain integers, compared with the network's."""
 
 from collections.abc import Callable
 
@@ -16,16 +16,13 @@ from unet3d.model.unet import UNet3D
 def test_predicted_size_is_the_networks(options: Callable[..., Model], override: str, kernels: str) -> None:
     model = options("model=unet_tiny", override, f"model.kernels={kernels}", "model.upsampling=nearest")
     model.padding = "valid"
-    lengths = [[n for n in range(30, 110) if _fits(n, axis, model)] for axis in range(3)]
-    assert min(map(len, lengths)) >= 5
+    lengths = [[n for n in range(30, 110) if geometry.valid_length(n, model, axis)] for axis in range(3)]
+    sizes = [*zip(*lengths, strict=False)][:8]
+    assert len(sizes) >= 5
     with torch.device("meta"):
         network = UNet3D(model)
-        for size in zip(*lengths, strict=False):
+        for size in sizes:
             assert network(torch.empty(1, 1, *size)).shape[2:] == geometry.output_size(size, model)
-
-
-def _fits(n: int, axis: int, model: Model) -> bool:
-    return geometry._valid_length(n, model, axis) is not None
 
 
 def test_a_length_that_does_not_fit_names_the_nearest_that_does(options: Callable[..., Model]) -> None:
@@ -43,7 +40,7 @@ def test_level_sizes(options: Callable[..., Model]) -> None:
 
 
 def test_strides_and_kernels_from_spacing() -> None:
-    """1 x 1 x 5 mm: the coarse axis waits until the others have caught up."""
+    """1 x 1 x 5 mm: the coarse axis waits until the others are as coarse."""
     kernels, strides = geometry.from_spacing((1, 1, 5), (128, 128, 24), 4)
     assert kernels == [(3, 3, 1), (3, 3, 1), (3, 3, 3), (3, 3, 3)]
     assert strides == [(2, 2, 1), (2, 2, 1), (2, 2, 2)]

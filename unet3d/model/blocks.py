@@ -1,68 +1,57 @@
 """The blocks of the U-Net: convolution units, and stages that map a state to a new state.
 
-No stage changes the state it is given, so a run of stages can be executed twice, as activation checkpointing does.
+A stage does not change the state it gets, so activation checkpointing can run a group of stages twice.
 """
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from unet3d.config import Model
-from unet3d.model.geometry import Triple
+from unet3d.model.geometry import ONES, Triple
 
 
 def conv_unit(
     in_channels: int, out_channels: int, options: Model, kernel: Triple, stride: Triple, last: bool
 ) -> nn.Module:
-    """Convolution, normalisation, activation, dropout. `last`: leave the activation to a residual sum."""
+    """Convolution, normalisation, activation, dropout. `last`: without the last two, which follow a residual sum."""
     padding = (kernel[0] // 2, kernel[1] // 2, kernel[2] // 2) if options.padding == "same" else 0
-    layers: dict[str, nn.Module | None] = {
+    layers = {
         "conv": nn.Conv3d(in_channels, out_channels, kernel, stride, padding, bias=options.conv_bias),
         "norm": norm(out_channels, options),
         "act": None if last else activation(options),
         "dropout": nn.Dropout3d(options.dropout) if options.dropout and not last else None,
     }
-    made = nn.Sequential()
-    for name, layer in layers.items():
-        if layer is not None:
-            made.add_module(name, layer)
-    return made
+    return nn.Sequential(OrderedDict((name, layer) for name, layer in layers.items() if layer is not None))
 
 
 def norm(channels: int, options: Model) -> nn.Module | None:
     """Normalisation of N C D H W maps."""
-    affine = options.norm_affine
-    match options.norm:
-        case "instance":
-            return nn.InstanceNorm3d(channels, affine=affine)
-        case "batch":
-            return nn.BatchNorm3d(channels, affine=affine)
-        case "batch_current":  # the paper's: the current statistics in evaluation too (arXiv:1606.06650, section 3)
-            return nn.BatchNorm3d(channels, affine=affine, track_running_stats=False)
-        case "group":
-            return nn.GroupNorm(options.groups, channels, affine=affine)
-        case "none":
-            return None
-    raise AssertionError(options.norm)
+    kinds: dict[str, Callable[[], nn.Module | None]] = {
+        "instance": lambda: nn.InstanceNorm3d(channels, affine=options.norm_affine),
+        "batch": lambda: nn.BatchNorm3d(channels, affine=options.norm_affine),
+        # the paper's: the current statistics in evaluation too (arXiv:1606.06650, section 3)
+        "batch_current": lambda: nn.BatchNorm3d(channels, affine=options.norm_affine, track_running_stats=False),
+        "group": lambda: nn.GroupNorm(options.groups, channels, affine=options.norm_affine),
+        "none": lambda: None,
+    }
+    return kinds[options.norm]()
 
 
 def activation(options: Model) -> nn.Module:
     """Activation; in place only where the config's check allows it."""
-    match options.activation:
-        case "relu":
-            return nn.ReLU(inplace=options.inplace)
-        case "leaky_relu":
-            return nn.LeakyReLU(options.negative_slope, inplace=options.inplace)
-        case "prelu":
-            return nn.PReLU()
-        case "silu":
-            return nn.SiLU(inplace=options.inplace)
-        case "swish":
-            return Swish()
-        case "swish_lean":
-            return LeanSwish()
-    raise AssertionError(options.activation)
+    kinds: dict[str, Callable[[], nn.Module]] = {
+        "relu": lambda: nn.ReLU(options.inplace),
+        "leaky_relu": lambda: nn.LeakyReLU(options.negative_slope, options.inplace),
+        "prelu": nn.PReLU,
+        "silu": lambda: nn.SiLU(options.inplace),
+        "swish": Swish,
+        "swish_lean": LeanSwish,
+    }
+    return kinds[options.activation]()
 
 
 class Swish(nn.Module):
@@ -73,7 +62,7 @@ class Swish(nn.Module):
 
 
 class LeanSwish(nn.Module):
-    """x * sigmoid(x) with its gradient written out: autograd keeps x alone and sigmoid(x) is computed again."""
+    """x * sigmoid(x) with its gradient written out: autograd keeps only x, and backward recomputes sigmoid(x)."""
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = _LeanSwish.apply(x)
@@ -88,39 +77,33 @@ class _LeanSwish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+        x: Tensor = ctx.saved_tensors[0]
         sigmoid = torch.sigmoid(x)
-        slope: Tensor = sigmoid * (1 + x * (1 - sigmoid))
-        return grads[0] * slope
+        return grads[0] * (sigmoid * (1 + x * (1 - sigmoid)))
 
 
 class FeatureState(NamedTuple):
-    """What flows along the U."""
+    """What one stage hands to the next."""
 
     x: Tensor  # N C D H W, the current map
-    skips: tuple[Tensor, ...] = ()  # the encoder's maps still to be joined, shallowest first
+    skips: tuple[Tensor, ...] = ()  # the encoder's maps that the decoder still joins, shallowest first
     sides: tuple[Tensor, ...] = ()  # deep supervision's logits, deepest first
 
 
 class DoubleConv(nn.Module):
-    """Two convolution units; with `options.residual`, plus the input."""
+    """Two convolution units; with `options.residual`, plus the input. N C D H W -> N C' D' H' W'."""
 
     def __init__(
         self, in_channels: int, mid_channels: int, out_channels: int, options: Model, kernel: Triple, stride: Triple
     ) -> None:
         super().__init__()
-        ones = (1, 1, 1)
         self.conv1 = conv_unit(in_channels, mid_channels, options, kernel, stride, last=False)
-        self.conv2 = conv_unit(mid_channels, out_channels, options, kernel, ones, last=options.residual)
-        self.project: nn.Module | None = None
-        self.act: nn.Module | None = None
-        if options.residual:
-            self.act = activation(options)
-            if in_channels != out_channels or stride != ones:
-                self.project = nn.Conv3d(in_channels, out_channels, 1, stride, bias=options.conv_bias)
+        self.conv2 = conv_unit(mid_channels, out_channels, options, kernel, ONES, last=options.residual)
+        self.act = activation(options) if options.residual else None
+        is_projected = options.residual and (in_channels != out_channels or stride != ONES)
+        self.project = nn.Conv3d(in_channels, out_channels, 1, stride, bias=options.conv_bias) if is_projected else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """N C D H W -> N C' D' H' W'."""
         y: Tensor = self.conv2(self.conv1(x))
         if self.act is None:
             return y
@@ -130,14 +113,13 @@ class DoubleConv(nn.Module):
 
 
 class Inc(nn.Module):
-    """The full-resolution level of the encoder: image in, state out."""
+    """The full-resolution level of the encoder: an image N C D H W in, a state out."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, image: Tensor) -> FeatureState:
-        """N C D H W -> State."""
         return FeatureState(self.block(image))
 
 
@@ -146,8 +128,7 @@ class Down(nn.Module):
 
     def __init__(self, pool: nn.Module | None, block: nn.Module) -> None:
         super().__init__()
-        self.pool = pool
-        self.block = block
+        self.pool, self.block = pool, block
 
     def forward(self, state: FeatureState) -> FeatureState:
         x = state.x if self.pool is None else self.pool(state.x)
@@ -155,23 +136,21 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Come one level up, join the level's skip; with a head, add this level's logits to the sides."""
+    """Go one level up and join the level's skip; with a head, add this level's logits to the sides."""
 
     def __init__(self, up: nn.Module, block: nn.Module, head: nn.Module | None) -> None:
         super().__init__()
-        self.up = up
-        self.block = block
-        self.head = head
+        self.up, self.block, self.head = up, block, head
 
     def forward(self, state: FeatureState) -> FeatureState:
-        # Not one intermediate map is given a name: a name would keep it alive through the block, the peak of the step.
+        # Intermediate maps get no name: a name would keep them alive through the block, where the step has its peak.
         x = self.block(join(state.skips[-1], self.up(state.x)))
         sides = (*state.sides, self.head(x)) if self.head is not None and self.training else state.sides
         return FeatureState(x, state.skips[:-1], sides)
 
 
 class OutConv(nn.Module):
-    """The head: logits of the full resolution; in training with deep supervision, all of them, finest first."""
+    """Logits at full resolution; in training with deep supervision, those of all levels, finest first."""
 
     def __init__(self, in_channels: int, classes: int) -> None:
         super().__init__()
@@ -183,11 +162,8 @@ class OutConv(nn.Module):
 
 
 def join(skip: Tensor, x: Tensor) -> Tensor:
-    """Concatenate along channels what both cover: N C D H W and N C' D' H' W' -> N C+C' min(D,D') ...
-
-    Valid convolutions made `x` smaller by an equal border; a size that the stride does not divide made it larger at
-    the end.
-    """
+    """Concatenate along channels what both cover: N C D H W and N C' D' H' W' -> N C+C' min(D,D') ..."""
+    # Valid convolutions made x smaller by an equal border; a stride that does not divide made it larger at the end.
     d, h, w = (min(a, b) for a, b in zip(skip.shape[2:], x.shape[2:], strict=True))
     return torch.cat((crop(skip, torch.Size((d, h, w))), x[..., :d, :h, :w]), dim=1)
 
@@ -202,15 +178,11 @@ def crop(x: Tensor, size: torch.Size) -> Tensor:
 
 
 def upsampler(in_channels: int, out_channels: int, options: Model, stride: Triple) -> nn.Module:
-    """From one level to the finer one: transposed convolution, or interpolation after an optional 1x1x1 convolution.
-
-    The 1x1x1 convolution commutes with the interpolation, so it runs on the small map.
-    """
+    """From one level to the finer one: transposed convolution, or interpolation after an optional 1x1x1 convolution."""
     if options.upsampling == "transposed":
         return nn.ConvTranspose3d(in_channels, out_channels, stride, stride, bias=options.up_bias)
-    factor = tuple(float(s) for s in stride)
-    up = nn.Sequential()
-    if in_channels != out_channels:
-        up.add_module("reduce", nn.Conv3d(in_channels, out_channels, 1, bias=options.up_bias))
-    up.add_module("interpolate", nn.Upsample(scale_factor=factor, mode=options.upsampling))
-    return up
+    layers: dict[str, nn.Module] = {}
+    if in_channels != out_channels:  # it commutes with the interpolation, so it runs on the small map
+        layers["reduce"] = nn.Conv3d(in_channels, out_channels, 1, bias=options.up_bias)
+    layers["interpolate"] = nn.Upsample(scale_factor=tuple(map(float, stride)), mode=options.upsampling)
+    return nn.Sequential(OrderedDict(layers))

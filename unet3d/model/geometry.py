@@ -1,4 +1,4 @@
-"""Kernels, strides and sizes along the U, in plain integers: what fits, and what comes out. Free of torch."""
+"""Kernels, strides and sizes along the U, in plain integers and without torch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,19 +7,16 @@ from unet3d.config import Model
 from unet3d.errors import UserError
 
 Triple = tuple[int, int, int]
+ONES: Triple = (1, 1, 1)
 
 
 def triples(name: str, value: Any, count: int) -> list[Triple]:
-    """Spread `3`, `[3,3,3]` or `[3,[1,3,3],...]` over `count` levels."""
-    if isinstance(value, int):
-        value = [value] * 3
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise UserError(f"{name}={value}: use one integer, three, or one entry a level ({count})")
-    entries = list(value)
-    if len(entries) == 3 and all(isinstance(entry, int) for entry in entries):
-        entries = [entries] * count
+    """`3`, `[3,3,3]` or `[3,[1,3,3],...]` for `count` levels. Raises UserError."""
+    entries = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
+    if isinstance(value, int) or (len(entries) == 3 and all(isinstance(entry, int) for entry in entries)):
+        entries = [value] * count
     if len(entries) != count:
-        raise UserError(f"{name} has {len(entries)} entries; this model needs {count}, or one for all")
+        raise UserError(f"{name}={value}: use one integer, three, or one entry for each of {count} levels")
     return [_triple(name, entry) for entry in entries]
 
 
@@ -45,76 +42,57 @@ def strides(model: Model) -> list[Triple]:
 
 
 def from_spacing(spacing: Sequence[float], patch: Sequence[int], levels: int) -> tuple[list[Triple], list[Triple]]:
-    """Kernels and strides that bring the voxels towards cubes, after nnU-Net's planner (arXiv:1809.10486, 2.2).
-
-    An axis is halved while 8 voxels or more are left of it, and only once the finest of such axes has come within a
-    factor of 2 of it; it is convolved from then on.
-    """
+    """Kernels and strides that bring voxels towards cubes, after nnU-Net's planner (arXiv:1809.10486, 2.2)."""
+    # An axis is halved while it has 8 voxels or more and its spacing is below twice that of the finest such axis; it is
+    # convolved from the level on where its spacing is that close.
     size, step = list(patch), list(spacing)
     convolved = [s < 2 * min(step) for s in step]
-    chosen_kernels: list[Triple] = []
-    chosen_strides: list[Triple] = []
-    for level in range(levels):
+    found: list[tuple[Triple, Triple]] = []
+    for _ in range(levels):
         finest = min((s for s, n in zip(step, size, strict=True) if n >= 8), default=min(step))
         near = [s < 2 * finest for s in step]
         convolved = [a or b for a, b in zip(convolved, near, strict=True)]
-        chosen_kernels.append(_triple("kernel", [3 if c else 1 for c in convolved]))
         halved = [2 if b and n >= 8 else 1 for b, n in zip(near, size, strict=True)]
-        if level < levels - 1:
-            chosen_strides.append(_triple("stride", halved))
+        found.append((_triple("kernel", [3 if c else 1 for c in convolved]), _triple("stride", halved)))
         size = [-(-n // h) for n, h in zip(size, halved, strict=True)]
         step = [s * h for s, h in zip(step, halved, strict=True)]
-    return chosen_kernels, chosen_strides
+    return [kernel for kernel, _ in found], [stride for _, stride in found[:-1]]
 
 
 def level_sizes(size: Sequence[int], model: Model) -> list[Triple]:
     """Size of each level's map for padded convolutions (voxels), shallowest first."""
-    found = [(size[0], size[1], size[2])]
+    found = [_triple("size", size)]
     for stride in strides(model):
-        z, y, x = (-(-n // s) for n, s in zip(found[-1], stride, strict=True))
-        found.append((z, y, x))
+        found.append(_triple("size", [-(-n // s) for n, s in zip(found[-1], stride, strict=True)]))
     return found
 
 
 def output_size(size: Sequence[int], model: Model) -> Triple:
-    """Size of the logits for an input of `size` (voxels).
-
-    Raises UserError where valid convolutions leave nothing, or a stride does not divide; names the nearest good sizes.
-    """
+    """Size of the logits for an input of `size` (voxels). Raises UserError, with the nearest that fits."""
     if model.padding == "same":
-        return size[0], size[1], size[2]
-    out = [_valid_length(n, model, axis) for axis, n in enumerate(size)]
-    if None in out:
-        nearest = [n if _valid_length(n, model, axis) else _nearest(n, model, axis) for axis, n in enumerate(size)]
-        raise UserError(
-            f"data.patch={list(size)} does not fit model.padding=valid; nearest that fits: data.patch={nearest}"
-        )
-    return out[0] or 0, out[1] or 0, out[2] or 0
+        return _triple("size", size)
+    nearest = [_nearest(n, model, axis) for axis, n in enumerate(size)]
+    if nearest != [*size]:
+        raise UserError(f"data.patch={size} does not fit model.padding=valid; nearest that fits: data.patch={nearest}")
+    return _triple("size", [valid_length(n, model, axis) for axis, n in enumerate(size)])
 
 
-def _valid_length(n: int, model: Model, axis: int) -> int | None:
-    """Length after the whole U along one axis, or None where it does not fit."""
-    kernel = [k[axis] for k in kernels(model)]
-    stride = [s[axis] for s in strides(model)]
+def valid_length(n: int, model: Model, axis: int) -> int | None:
+    """Length along one axis after all valid convolutions; None if it ends empty or a stride does not divide."""
+    kernel, stride = [k[axis] for k in kernels(model)], [s[axis] for s in strides(model)]
+    is_strided = model.downsampling == "strided_conv"
+    n -= 2 * (kernel[0] - 1)
     skips = []
-    for level, k in enumerate(kernel):
-        s = stride[level - 1] if level else 1
-        reach = k if model.downsampling == "strided_conv" else s
-        if level:
-            skips.append(n)
-            if n < reach or (n - reach) % s:
-                return None
-            n = (n - reach) // s + 1
-        first_in_step = level and model.downsampling == "strided_conv"
-        n -= (k - 1) * (1 if first_in_step else 2)
-        if n < 1:
+    for k, s in zip(kernel[1:], stride, strict=True):
+        skips.append(n)
+        reach = k if is_strided else s
+        if n < reach or (n - reach) % s:
             return None
-    for level in reversed(range(len(stride))):
-        n = min(n * stride[level], skips[level]) - 2 * (kernel[level] - 1)
-        if n < 1:
-            return None
-    return n
+        n = (n - reach) // s + 1 - (k - 1) * (1 if is_strided else 2)
+    for k, s, skip in [*zip(kernel, stride, skips, strict=False)][::-1]:
+        n = min(n * s, skip) - 2 * (k - 1)
+    return n if n >= 1 else None
 
 
 def _nearest(n: int, model: Model, axis: int) -> int:
-    return next(m for step in range(1, 10_000) for m in (n - step, n + step) if m > 0 and _valid_length(m, model, axis))
+    return next(m for step in range(10_000) for m in (n - step, n + step) if m > 0 and valid_length(m, model, axis))

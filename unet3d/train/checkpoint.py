@@ -18,46 +18,35 @@ from unet3d.files import replacing
 from unet3d.types import mib
 
 FORMAT = 2
-
-
-SHOWN = 10  # differences told
+SHOWN = 10  # differences in an error
 
 
 def save_snapshot(path: Path, state: dict[str, Any], previous: Path | None = None) -> None:
-    """Write `state` beside `path`, flush it to the disk, then put it in place in one move.
-
-    What was in place is first moved to `previous`: at each moment one of the two is whole. Raises NotSaved, and leaves
-    what was there, where the disk is full or cannot be written to.
-    """
+    """Write `state` to `path`, whole or not at all; what was there moves to `previous`. Raises NotSaved."""
     try:
         with replacing(path, previous) as file:
             torch.save({"format": FORMAT, **state}, file)
     except OSError as error:
-        advice = f"; {_room(path.parent, state)}" if is_disk_full(error) else ""
+        advice = f"; {_space(path.parent, state)}" if is_disk_full(error) else ""
         raise NotSaved(f"{path}: not saved ({error.strerror}){advice}") from error
 
 
-def _room(folder: Path, state: dict[str, Any]) -> str:
+def _space(folder: Path, state: dict[str, Any]) -> str:
+    """The space that a snapshot needs, nearly all of it for its tensors' storages, and the space there is."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(state)}
     try:
         free = f"{mib(shutil.disk_usage(folder).free)} MiB"
     except OSError:
         free = "nothing"
-    return f"it needs {mib(_bytes(state))} MiB, {free} is free there: make room"
+    return f"it needs {mib(sum(storages.values()))} MiB, {free} is free there: make room"
 
 
-def _bytes(state: object) -> int:
-    """Of the tensors' storages, each once: nearly all of a snapshot."""
-    return sum(
-        {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _in(state)}.values()
-    )
-
-
-def _in(state: object) -> Iterator[Tensor]:
+def _tensors(state: object) -> Iterator[Tensor]:
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, Mapping | list | tuple):
         for item in state.values() if isinstance(state, Mapping) else state:
-            yield from _in(item)
+            yield from _tensors(item)
 
 
 def load_snapshot(path: Path) -> dict[str, Any]:
@@ -65,40 +54,43 @@ def load_snapshot(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise SnapshotError(f"{path}: is a folder; give a snapshot, RUN/checkpoints/best.pt or last.pt")
     try:
-        # torch does not check the archive's checksums: one flipped bit would load in silence.
-        with zipfile.ZipFile(path) as archive:
-            _refuse_bombs(archive, path)
-            damaged = archive.testzip()
-        if damaged:
-            raise DamagedSnapshot(f"{path}: damaged ({damaged} fails its checksum)")
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+        _refuse_damage(path)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except SnapshotError:
         raise
     except pickle.UnpicklingError as error:
         raise SnapshotError(f"{path}: holds more than tensors and plain values; it is not loaded") from error
-    except (OSError, zipfile.BadZipFile, RuntimeError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise DamagedSnapshot(f"{path}: not a readable snapshot ({reason})") from error
-    except Exception as error:  # a pickle that is no pickle may raise anything
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise SnapshotError(f"{path}: not a readable snapshot ({reason})") from error
-    _check_format(path, state)
-    found: dict[str, Any] = state
-    return found
+    except Exception as error:  # bytes that are not a pickle may raise anything
+        is_damage = isinstance(error, OSError | zipfile.BadZipFile | RuntimeError | EOFError)
+        reason = getattr(error, "strerror", None) or (str(error) or repr(error)).splitlines()[0]
+        kind = DamagedSnapshot if is_damage else SnapshotError
+        raise kind(f"{path}: not a readable snapshot ({reason})") from error
+    _refuse_format(path, state)
+    return state
 
 
-def _check_format(path: Path, state: object) -> None:
+def _refuse_damage(path: Path) -> None:
+    """Raise DamagedSnapshot for contents that fail their checksums, or that are larger than the file."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+        if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:  # torch packs nothing
+            raise DamagedSnapshot(f"{path}: holds more than its size, unlike torch.save's files; use another snapshot")
+        if damaged := archive.testzip():  # torch would load a flipped bit without an error
+            raise DamagedSnapshot(f"{path}: damaged ({damaged} fails its checksum)")
+
+
+def _refuse_format(path: Path, state: object) -> None:
     found = state.get("format") if isinstance(state, dict) else None
-    if found == FORMAT:
-        return
     if not isinstance(found, int):
         raise SnapshotError(f"{path}: not a unet3d snapshot: it names no format")
-    age, remedy = ("a newer", "update unet3d") if found > FORMAT else ("an older", "train anew, or use that version")
-    raise SnapshotError(f"{path}: of {age} unet3d (format {found}; this one reads format {FORMAT}); {remedy}")
+    if found != FORMAT:
+        age, remedy = ("a newer", "update unet3d") if found > FORMAT else ("an older", "use that version, or retrain")
+        raise SnapshotError(f"{path}: of {age} unet3d (format {found}; this one reads format {FORMAT}); {remedy}")
 
 
 def load_any(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
-    """The first of these snapshots that is whole, and what is wrong with those before it. Raises SnapshotError."""
+    """The first of these snapshots that is whole, and the errors of those before it. Raises SnapshotError."""
     wrong: list[str] = []
     for name in names:
         try:
@@ -106,14 +98,6 @@ def load_any(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list
         except DamagedSnapshot as error:
             wrong.append(str(error))
     raise SnapshotError("no usable snapshot: " + "; ".join(wrong))
-
-
-def _refuse_bombs(archive: zipfile.ZipFile, path: Path) -> None:
-    """Raise DamagedSnapshot for contents larger than the file: torch stores them as they are, one by one."""
-    entries = archive.infolist()
-    packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-    if packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise DamagedSnapshot(f"{path}: holds more than its size; torch.save writes no such file, use another snapshot")
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
@@ -127,21 +111,15 @@ def refuse_misfit(model: nn.Module, weights: dict[str, Tensor], path: Path) -> N
     if not all(isinstance(v, Tensor) and v.layout is torch.strided and not v.is_meta for v in weights.values()):
         raise SnapshotError(f"{path}: its weights are not all tensors with their numbers")
     mine, theirs = _shapes(model.state_dict()), _shapes(weights)
-    rows = [
-        (name, theirs.get(name, "-"), mine.get(name, "-"))
-        for name in sorted(mine.keys() | theirs.keys())
-        if mine.get(name) != theirs.get(name)
-    ]
+    rows = [(name, theirs.get(name, "-"), mine.get(name, "-")) for name in sorted(mine.keys() | theirs.keys())]
+    rows = [row for row in rows if row[1] != row[2]]
     if rows:
-        raise SnapshotError(f"{path}: {len(rows)} tensors do not fit the model\n{_aligned(rows)}")
+        shown = [("tensor", "snapshot", "model"), *rows[:SHOWN]]
+        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
+        lines += [f"and {len(rows) - SHOWN} more"] * (len(rows) > SHOWN)
+        raise SnapshotError("\n  ".join([f"{path}: {len(rows)} tensors do not fit the model", *lines]))
 
 
 def _shapes(weights: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: "x".join(map(str, value.shape)) or "scalar" for name, value in weights.items()}
-
-
-def _aligned(rows: list[tuple[str, str, str]]) -> str:
-    shown = [("tensor", "snapshot", "model"), *rows[:SHOWN]]
-    widths = [max(len(row[column]) for row in shown) for column in range(3)]
-    lines = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
-    return "\n".join([*lines, *([f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])])

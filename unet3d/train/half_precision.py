@@ -3,9 +3,8 @@
 Without AVX512 (fp16: without AVX512-FP16), such convolutions do not reach oneDNN: torch computes them 85 to 128 times
 slower than float32 ones (pytorch#118499, #183815). With AVX512 but no bf16 instructions, oneDNN emulates them in twice
 the time of float32. Inside `convolutions()` they take and return half-precision tensors and compute in float32, one
-slab of planes along D at a time. This happens below autocast, autograd, checkpointing and the memory ledger, in torch's
-dispatcher, so none of them sees a difference: what is kept between operations stays half precision, and float32 lives
-within one call only.
+slab of planes along D at a time. This happens in torch's dispatcher, below autocast, autograd, checkpointing and the
+memory ledger: tensors kept between operations stay half precision, and float32 lives within one call only.
 """
 
 import math
@@ -20,14 +19,8 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
-
-
 SLAB_BYTES = 4 * 2**20  # about, of a slab's float32 input and output; 2 to 8 MiB take the same time, 32 a fifth more
-
-
 FEWEST = 2**16  # products of a convolution; below, conversion takes longer than torch's slow kernel
-
-
 Gradients = tuple[Tensor | None, ...]  # of input, weight and bias; None where not asked for
 
 
@@ -40,6 +33,10 @@ class Options(NamedTuple):
     is_transposed: bool
     output_padding: Sequence[int]
     groups: int
+
+    def of_slab(self) -> "Options":
+        """Without padding along D: a slab's planes hold it, and a transposed convolution in slabs has none."""
+        return self._replace(padding=[0, *self.padding[1:]])
 
 
 class Slab(NamedTuple):
@@ -55,6 +52,14 @@ class Slab(NamedTuple):
     high: int
 
 
+class _Registration:
+    """Our kernels in torch's dispatcher, which is the process's."""
+
+    lock = Lock()
+    users = 0
+    library: torch.library.Library | None = None
+
+
 @contextmanager
 def convolutions() -> Iterator[None]:
     """Within, half-precision 3D convolutions on the CPU that torch does slowly or wrongly are computed here.
@@ -62,37 +67,22 @@ def convolutions() -> Iterator[None]:
     May be nested, and entered by several threads: it serves the whole process until the last one leaves, and nothing
     stays registered afterwards.
     """
-    _Registration.enter()
+    ours = _Registration
+    with ours.lock:
+        if ours.library is None:
+            ours.library = torch.library.Library("aten", "IMPL")
+            for name, function in (("convolution", _convolution), ("convolution_backward", _convolution_backward)):
+                native = torch.library.get_kernel(f"aten::{name}", "CPU")
+                ours.library.impl(name, partial(function, native), "CPU", with_keyset=True)
+        ours.users += 1
     try:
         yield
     finally:
-        _Registration.leave()
-
-
-class _Registration:
-    """Of our kernels in torch's dispatcher, which is the process's."""
-
-    lock = Lock()
-    users = 0
-    library: torch.library.Library | None = None
-
-    @classmethod
-    def enter(cls) -> None:
-        with cls.lock:
-            if cls.library is None:
-                cls.library = torch.library.Library("aten", "IMPL")
-                for name, function in KERNELS.items():
-                    native = torch.library.get_kernel(f"aten::{name}", "CPU")
-                    cls.library.impl(name, partial(function, native), "CPU", with_keyset=True)
-            cls.users += 1
-
-    @classmethod
-    def leave(cls) -> None:
-        with cls.lock:
-            cls.users -= 1
-            if cls.users == 0 and cls.library is not None:
-                cls.library._destroy()
-                cls.library = None
+        with ours.lock:
+            ours.users -= 1
+            if ours.users == 0 and ours.library is not None:
+                ours.library._destroy()
+                ours.library = None
 
 
 def has_kernels(dtype: torch.dtype) -> bool:
@@ -106,10 +96,7 @@ def has_kernels(dtype: torch.dtype) -> bool:
 
 @cache
 def emulates_bf16() -> bool:
-    """Whether the CPU has no bf16 instructions. False where torch cannot tell.
-
-    oneDNN emulates them with AVX512, in twice the time that float32 takes.
-    """
+    """Whether oneDNN emulates bf16, as it does on CPUs with AVX512 but no bf16 instructions. False if unknown."""
     able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # an older torch has none
     known = [able[name] for name in ("avx512_bf16", "amx_bf16", "bf16") if name in able]
     return bool(known) and not any(known)
@@ -118,7 +105,7 @@ def emulates_bf16() -> bool:
 def is_served(x: Tensor, weight: Tensor, options: Options) -> bool:
     """Whether a convolution is computed here and not by torch.
 
-    On CPUs that have bf16 instructions, too, torch 2.13 is wrong in two corners. Where a padded map is shorter along D
+    Torch 2.13 is wrong in two corners also on CPUs that have bf16 instructions. Where a padded map is shorter along D
     than the kernel and the output is longer than 1, oneDNN leaves the weight gradient partly unwritten and may write
     beyond it. With AMX, a stride along W and an output of width 1, results are wrong (pytorch#169688, #188426).
     """
@@ -127,11 +114,11 @@ def is_served(x: Tensor, weight: Tensor, options: Options) -> bool:
     if not has_kernels(x.dtype):
         places = math.prod(x.shape[2:] if options.is_transposed else output_shape(x, weight, options)[2:])
         return x.shape[0] * weight.numel() * places >= FEWEST
-    may_be_wrong = x.shape[2] < weight.shape[2] or options.stride[2] > 1
-    if options.is_transposed or not may_be_wrong:
+    is_short, is_strided = x.shape[2] < weight.shape[2], options.stride[2] > 1
+    if options.is_transposed or not (is_short or is_strided):
         return False
     _, _, depth, _, width = output_shape(x, weight, options)
-    return (x.shape[2] < weight.shape[2] and depth > 1) or (options.stride[2] > 1 and width == 1)
+    return (is_short and depth > 1) or (is_strided and width == 1)
 
 
 def output_shape(x: Tensor, weight: Tensor, options: Options) -> list[int]:
@@ -145,9 +132,9 @@ def output_shape(x: Tensor, weight: Tensor, options: Options) -> list[int]:
 
 
 def slabs(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> list[Slab]:
-    """How to cut a convolution of x with an output of this shape; a single slab where it is small or cannot be cut.
+    """How to cut a convolution of x with an output of this shape; one slab where it is small or cannot be cut.
 
-    A transposed convolution is cut where the outputs of its slabs lie side by side.
+    A transposed convolution is cut only where the outputs of its slabs do not overlap.
     """
     stride, padding = options.stride[0], options.padding[0]
     reach = options.dilation[0] * (weight.shape[2] - 1) + 1
@@ -164,24 +151,22 @@ def slabs(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> 
 
 
 def _convolution(native: Any, keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
-    options, call = Options(*given), partial(native.call_boxed, keys)
-    found: Tensor
+    options = Options(*given)
+    call: Callable[..., Tensor] = partial(native.call_boxed, keys)
     if not is_served(x, weight, options):
-        found = call(x, weight, bias, *given)
-        return found
+        return call(x, weight, bias, *given)
     shape = output_shape(x, weight, options)
     parts = slabs(x, shape, weight, options)
     weight, bias = weight.float(), None if bias is None else bias.float()
     if len(parts) == 1:
-        found = call(x.float(), weight, bias, *given).to(x.dtype)
-        return found
+        return call(x.float(), weight, bias, *given).to(x.dtype)
     found = x.new_empty(shape)
     for slab in parts:
         if options.is_transposed:
             piece = call(_planes(x, slab.start, slab.end), weight, bias, *given)
             found[:, :, slab.low : slab.high] = piece
         else:
-            piece = call(_planes(x, slab.low, slab.high), weight, bias, *_padded_along_depth(options))
+            piece = call(_planes(x, slab.low, slab.high), weight, bias, *options.of_slab())
             found[:, :, slab.start : slab.end] = piece
     return found
 
@@ -189,10 +174,10 @@ def _convolution(native: Any, keys: Any, x: Tensor, weight: Tensor, bias: Tensor
 def _convolution_backward(
     native: Any, keys: Any, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *given: Any
 ) -> Gradients:
-    options, wanted, call = Options(*given[:-1]), given[-1], partial(native.call_boxed, keys)
+    options, wanted = Options(*given[:-1]), given[-1]
+    call: Callable[..., tuple[Any, ...]] = partial(native.call_boxed, keys)
     if not is_served(x, weight, options):
-        found: Gradients = call(grad, x, weight, bias_sizes, *given)
-        return found
+        return call(grad, x, weight, bias_sizes, *given)
     parts = slabs(x, grad.shape, weight, options)
     whole = weight.float()
     if len(parts) == 1:
@@ -206,10 +191,11 @@ def _convolution_backward(
         else:
             pieces = _planes(grad, slab.start, slab.end), _planes(x, slab.low, slab.high)
             low, complete = slab.low, following.low if following else slab.high
-        first, *others = call(*pieces, whole, bias_sizes, *_padded_along_depth(options), wanted)
+        first, *others = call(*pieces, whole, bias_sizes, *options.of_slab(), wanted)
         if of_input is not None:
             of_input.add(first, low, complete)
-        of_weights = [_sum(*pair) for pair in zip(of_weights, others, strict=True)] if of_weights else others
+        sums = zip(of_weights, others, strict=True)
+        of_weights = [a if a is None else a.add_(b) for a, b in sums] if of_weights else others
     return of_input.map if of_input else None, *_rounded(of_weights, x.dtype)
 
 
@@ -231,11 +217,6 @@ class _InputGradient:
         self._open = piece[:, :, complete - low :].clone() if complete < high else None
 
 
-def _padded_along_depth(options: Options) -> Options:
-    """For a slab, whose planes hold a convolution's padding along D; a transposed one that is cut has none there."""
-    return options._replace(padding=[0, *options.padding[1:]])
-
-
 def _planes(x: Tensor, low: int, high: int) -> Tensor:
     """Planes `low` to `high` along D of N C D H W in float32; those outside are 0."""
     first, last = max(low, 0), min(high, x.shape[2])
@@ -247,15 +228,5 @@ def _planes(x: Tensor, low: int, high: int) -> Tensor:
     return found
 
 
-def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    return None if total is None or more is None else total.add_(more)
-
-
 def _rounded(found: Iterable[Tensor | None], dtype: torch.dtype) -> Gradients:
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in found)
-
-
-KERNELS: dict[str, Callable[..., Any]] = {
-    "convolution": _convolution,
-    "convolution_backward": _convolution_backward,
-}

@@ -1,7 +1,7 @@
-"""Dice, IoU and HD95 of a labelled volume, per foreground class, and what they come to over many volumes.
+"""Dice, IoU and HD95 of a labelled volume, per foreground class, and their means over many volumes.
 
-A score that does not exist (a class in neither truth nor prediction; the distance to an empty mask) is None, "n/a": it
-is left out of every mean and never becomes 0 or 1. Ignored voxels count for nothing. The first HD95 loads MONAI.
+A score that does not exist (a class in neither truth nor prediction; the distance to an empty mask) is None, "n/a":
+means leave it out, and it never becomes 0 or 1. Ignored voxels do not count. The first HD95 loads MONAI.
 """
 
 import csv
@@ -15,8 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Labels = NDArray[np.integer]
-
-
 Mask = NDArray[np.bool_]
 
 
@@ -27,8 +25,7 @@ class CaseScore:
     case: str
     dice: tuple[float | None, ...]
     iou: tuple[float | None, ...]
-    hd95_mm: tuple[float | None, ...] = ()
-    """95th percentile of the distance between the surfaces (mm); () where not asked for."""
+    hd95_mm: tuple[float | None, ...] = ()  # () where not asked for
 
 
 def score_case(
@@ -40,23 +37,18 @@ def score_case(
     ignore: int | None = None,
     hd95: bool = False,
 ) -> CaseScore:
-    """Scores of `prediction` against `truth`, label maps (X, Y, Z), over `classes` classes with background.
+    """Scores of `prediction` against `truth`, label maps X Y Z with `classes` classes; `spacing` is in mm.
 
-    `spacing` is the voxel's size along X, Y, Z in mm. Voxels where truth is `ignore` are left out of Dice, IoU and
-    surfaces; HD95 does not exist where they touch the class. Raises ValueError for shapes or label values that do not
-    fit.
+    Dice, IoU and surfaces leave out voxels where truth is `ignore`; HD95 does not exist where they touch the class.
+    Raises ValueError for shapes or label values that do not fit.
     """
     if prediction.shape != truth.shape:
         raise ValueError(f"case {case}: prediction is {prediction.shape} voxels, truth {truth.shape}")
     counts = _confusion(case, prediction, truth, classes, ignore)
     hit = np.diag(counts)[1:]
     missed, false = counts.sum(1)[1:] - hit, counts.sum(0)[1:] - hit
-    return CaseScore(
-        case,
-        dice=_ratios(2 * hit, 2 * hit + false + missed),
-        iou=_ratios(hit, hit + false + missed),
-        hd95_mm=_distances(prediction, truth, classes, spacing, ignore) if hd95 else (),
-    )
+    dice, iou = _ratios(2 * hit, 2 * hit + false + missed), _ratios(hit, hit + false + missed)
+    return CaseScore(case, dice, iou, _distances(prediction, truth, classes, spacing, ignore) if hd95 else ())
 
 
 def _confusion(case: str, prediction: Labels, truth: Labels, classes: int, ignore: int | None) -> NDArray[np.int64]:
@@ -80,18 +72,18 @@ def _ratios(part: NDArray[np.int64], whole: NDArray[np.int64]) -> tuple[float | 
 def _distances(
     prediction: Labels, truth: Labels, classes: int, spacing: Sequence[float], ignore: int | None
 ) -> tuple[float | None, ...]:
-    pairs = ((prediction == k, truth == k) for k in range(1, classes))
-    if ignore is None or (seen := truth != ignore).all():
-        return tuple(hausdorff95(*pair, spacing) for pair in pairs)
     from scipy.ndimage import binary_dilation
 
-    edge = seen & binary_dilation(~seen)  # a class that reaches it ends where its labels do, not at its surface
+    seen = np.ones(truth.shape, bool) if ignore is None else truth != ignore
+    # a class that reaches the edge ends there because its labels do, which is no surface
+    edge = ~seen if seen.all() else seen & binary_dilation(~seen)
 
-    def distance(predicted: Mask, true: Mask) -> float | None:
-        cut = ((predicted | true) & edge).any()
-        return None if cut else hausdorff95(predicted & seen, true & seen, spacing)
+    def distance(k: int) -> float | None:
+        predicted, true = prediction == k, truth == k
+        is_cut = ((predicted | true) & edge).any()
+        return None if is_cut else hausdorff95(predicted & seen, true & seen, spacing)
 
-    return tuple(distance(*pair) for pair in pairs)
+    return tuple(map(distance, range(1, classes)))
 
 
 def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> float | None:
@@ -103,63 +95,55 @@ def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> floa
         return None
     import torch
     from monai.metrics.utils import get_edge_surface_distance
+    from scipy.ndimage import find_objects
 
-    long = [axis for axis, length in enumerate(truth.shape) if length > 1]
-    if len(long) == 2:  # a slice: in 3D each of its voxels would count as surface
-        flat = tuple(slice(None) if axis in long else 0 for axis in range(3))
-        prediction, truth, spacing = prediction[flat], truth[flat], [spacing[axis] for axis in long]
-    box = _box(prediction | truth)
+    if truth.shape.count(1) == 1:  # a slice: in 3D each of its voxels would count as surface
+        axis = truth.shape.index(1)
+        prediction, truth = prediction.squeeze(axis), truth.squeeze(axis)
+        spacing = [*spacing[:axis], *spacing[axis + 1 :]]
+    (found,) = find_objects((prediction | truth).view(np.uint8))
+    box = tuple(slice(max(side.start - 1, 0), side.stop + 1) for side in found)  # what lies outside only costs time
     pair = [torch.from_numpy(np.ascontiguousarray(mask[box])) for mask in (prediction, truth)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # MONAI 1.6.1 calls itself with an argument it deprecates
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # MONAI 1.6.1 deprecates its own call
         _, distances, _ = get_edge_surface_distance(*pair, spacing=list(map(float, spacing)), symmetric=True)
     return float(max(np.percentile(distance, 95) for distance in distances))  # torch's quantile takes 2^24 values
 
 
-def _box(mask: Mask) -> tuple[slice, ...]:
-    """Bounding box of a mask with voxels, one voxel wider: what lies outside moves no surface, only costs time."""
-    axes = range(mask.ndim)
-    found = [np.flatnonzero(mask.any(axis=tuple(a for a in axes if a != axis))) for axis in axes]
-    return tuple(slice(max(int(at[0]) - 1, 0), int(at[-1]) + 2) for at in found)
-
-
 def summarise(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, float | None]:
-    """Means over the cases where a score exists, by metric key; `class_names` begins with background.
+    """Means over the cases by metric key; `class_names` begins with background.
 
-    `val/dice_mean` and `val/iou_mean` are means over the classes' means, `val/hd95_mm/<class>` is there if any case
-    was asked for it.
+    `val/dice_mean` and `val/iou_mean` are means of the classes' means. HD95 has keys if any case has it.
     """
+    means = {key: mean_of(values) for key, values in _columns(scores, class_names).items()}
     summary: dict[str, float | None] = {}
-    for name, columns in _columns(scores, class_names).items():
-        means = {key: mean_of(values) for key, values in columns.items()}
-        if name != "hd95_mm":
-            summary[f"val/{name}_mean"] = mean_of(means.values())
-        summary |= {f"val/{key}": mean for key, mean in means.items()}
+    for metric in ("dice", "iou", "hd95_mm"):
+        of_classes = {f"val/{key}": mean for key, mean in means.items() if key.startswith(f"{metric}/")}
+        if metric != "hd95_mm":
+            summary[f"val/{metric}_mean"] = mean_of(of_classes.values())
+        summary |= of_classes
     return summary
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """Mean of what is there; None of nothing."""
-    there = [value for value in values if value is not None]
-    return fmean(there) if there else None
+    """Mean of the values that exist; None if none does."""
+    existing = [value for value in values if value is not None]
+    return fmean(existing) if existing else None
 
 
 def csv_text(scores: Sequence[CaseScore], class_names: Sequence[str]) -> str:
     """One row a case: case, dice/<class>, iou/<class>, hd95_mm/<class> (if asked for); n/a is an empty cell."""
-    columns = {key: values for group in _columns(scores, class_names).values() for key, values in group.items()}
-    text = io.StringIO()
+    columns, text = _columns(scores, class_names), io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["case", *columns])
-    for row, score in enumerate(scores):
-        writer.writerow([score.case, *(values[row] for values in columns.values())])
+    writer.writerows([score.case, *(values[row] for values in columns.values())] for row, score in enumerate(scores))
     return text.getvalue()
 
 
-def _columns(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, dict[str, list[float | None]]]:
-    """metric -> "metric/class" -> one value a case."""
+def _columns(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, list[float | None]]:
+    """One value a case for each "metric/class"; HD95 only if any case has it."""
     metrics = ["dice", "iou"] + ["hd95_mm"] * any(score.hd95_mm for score in scores)
-    columns: dict[str, dict[str, list[float | None]]] = {}
-    for metric in metrics:
-        rows = [getattr(score, metric) or (None,) * (len(class_names) - 1) for score in scores]
-        columns[metric] = {f"{metric}/{name}": [row[k] for row in rows] for k, name in enumerate(class_names[1:])}
-    return columns
+    return {
+        f"{metric}/{name}": [values[k] if (values := getattr(score, metric)) else None for score in scores]
+        for metric in metrics
+        for k, name in enumerate(class_names[1:])
+    }

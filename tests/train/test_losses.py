@@ -1,33 +1,62 @@
 """Losses against the formula written out, with ignored voxels, in half precision, over several scales."""
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from unet3d.train.losses import SegmentationLoss, subsample
+from unet3d import build
+from unet3d.config import Config
+from unet3d.train import losses
+from unet3d.train.losses import LOSSES, LossOptions, LossTerm, SegmentationLoss, ce, dice, dice_ce, subsample
 from unet3d.types import IGNORE
 
-NAMES = ("ce", "dice", "dice_ce")
+every_loss = pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
 
 
-def example(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def example() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 3, 6, 5, 4, generator=generator).to(dtype)
+    logits = torch.randn(2, 3, 6, 5, 4, generator=generator)
     return logits, torch.randint(0, 3, (2, 6, 5, 4), generator=generator).short()
 
 
-def one_hot_dice(logits: torch.Tensor, label: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-    p = logits.double().softmax(1)[:, 1:]
-    t = F.one_hot(label.long(), 3).permute(0, 4, 1, 2, 3)[:, 1:].double()
-    return 1 - (2 * (p * t).sum(axes) / (p.sum(axes) + t.sum(axes))).mean()
+@pytest.fixture
+def mine() -> Iterator[LossTerm]:
+    """A loss of one's own: `1 - probability` of the labelled class, if it got what every loss gets."""
+
+    @losses.loss
+    def mine(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
+        assert (logits.dtype, label.dtype, options.batch_dice) == (torch.float32, torch.int64, True)
+        return (1 - logits.softmax(1).gather(1, label.clamp(min=0)[:, None])).mean()
+
+    yield mine
+    del LOSSES["mine"]
+
+
+def test_a_decorated_function_is_a_loss_by_its_name(mine: LossTerm) -> None:
+    config = Config()
+    config.loss.name = "mine"
+    logits, label = example()
+    assert build.loss(config, 3)(logits.bfloat16(), label) == SegmentationLoss(mine)(logits.bfloat16(), label) > 0
+
+
+def test_the_names_can_be_read_without_torch() -> None:
+    """The config, its help and its errors read them so."""
+    functions = ast.parse(Path(losses.__file__).read_text()).body
+    named = [f.name for f in functions if isinstance(f, ast.FunctionDef) and "loss" in map(ast.unparse, f.decorator_list)]
+    assert named == [*LOSSES] == ["ce", "dice", "dice_ce"]
 
 
 def test_cross_entropy_is_torchs() -> None:
     logits, label = example()
-    torch.testing.assert_close(SegmentationLoss("ce")(logits, label), F.cross_entropy(logits, label.long()))
+    torch.testing.assert_close(SegmentationLoss(ce)(logits, label), F.cross_entropy(logits, label.long()))
     weights = torch.tensor([0.2, 1.0, 3.0])
     expected = F.cross_entropy(logits, label.long(), weights)
-    torch.testing.assert_close(SegmentationLoss("ce", weights)(logits, label), expected)
+    torch.testing.assert_close(SegmentationLoss(ce, LossOptions(weights))(logits, label), expected)
 
 
 def test_weights_and_ignored_voxels_together_are_torchs_mean_and_gradient() -> None:
@@ -36,7 +65,7 @@ def test_weights_and_ignored_voxels_together_are_torchs_mean_and_gradient() -> N
     logits, label = example()
     label[torch.rand(label.shape, generator=torch.Generator().manual_seed(1)) < 0.7] = IGNORE
     ours, torchs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    value = SegmentationLoss("ce", weights)(ours, label)
+    value = SegmentationLoss(ce, LossOptions(weights))(ours, label)
     expected = F.cross_entropy(torchs, label.long(), weights, ignore_index=IGNORE)
     (value + expected).backward()
     torch.testing.assert_close(value, expected, atol=1e-6, rtol=0)
@@ -49,21 +78,24 @@ def test_weights_and_ignored_voxels_together_are_torchs_mean_and_gradient() -> N
 @pytest.mark.parametrize(("batch_dice", "axes"), [(True, (0, 2, 3, 4)), (False, (2, 3, 4))])
 def test_dice_is_the_one_hot_formula(batch_dice: bool, axes: tuple[int, ...]) -> None:
     logits, label = example()
-    found = SegmentationLoss("dice", batch_dice=batch_dice)(logits, label)
-    torch.testing.assert_close(found.double(), one_hot_dice(logits, label, axes), atol=1e-5, rtol=0)
+    found = SegmentationLoss(dice, LossOptions(batch_dice=batch_dice))(logits, label)
+    p = logits.double().softmax(1)[:, 1:]
+    t = F.one_hot(label.long(), 3).permute(0, 4, 1, 2, 3)[:, 1:].double()
+    expected = 1 - (2 * (p * t).sum(axes) / (p.sum(axes) + t.sum(axes))).mean()
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
 
 
-def test_sum_is_the_sum() -> None:
+def test_dice_ce_is_the_sum() -> None:
     logits, label = example()
-    parts = SegmentationLoss("ce")(logits, label) + SegmentationLoss("dice")(logits, label)
-    assert torch.equal(SegmentationLoss("dice_ce")(logits, label), parts)
+    parts = SegmentationLoss(ce)(logits, label) + SegmentationLoss(dice)(logits, label)
+    assert torch.equal(SegmentationLoss(dice_ce)(logits, label), parts)
 
 
 @pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 1.0, 2.0])])
-@pytest.mark.parametrize("name", NAMES)
-def test_ignored_voxels_count_for_nothing(name: str, weights: torch.Tensor | None) -> None:
+@every_loss
+def test_ignored_voxels_count_for_nothing(function: LossTerm, weights: Tensor | None) -> None:
     """The loss of a volume whose border is ignored is the loss of the volume without the border."""
-    loss = SegmentationLoss(name, weights)
+    loss = SegmentationLoss(function, LossOptions(weights))
     logits, label = example()
     label[:, 4:] = IGNORE
     logits.requires_grad_()
@@ -74,32 +106,32 @@ def test_ignored_voxels_count_for_nothing(name: str, weights: torch.Tensor | Non
     assert logits.grad[:, :, 4:].abs().max() == 0 < logits.grad[:, :, :4].abs().max()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_t4_nothing_but_ignored_voxels_gives_zero_and_zero_gradients(name: str) -> None:
+@every_loss
+def test_nothing_but_ignored_voxels_gives_zero_and_zero_gradients(function: LossTerm) -> None:
     logits, label = example()
     logits.requires_grad_()
-    value = SegmentationLoss(name)(logits, torch.full_like(label, IGNORE))
+    value = SegmentationLoss(function)(logits, torch.full_like(label, IGNORE))
     value.backward()
     assert value.item() == 0
     assert logits.grad is not None and logits.grad.abs().max() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
-def test_t5_half_precision_logits_are_summed_in_float32(name: str, dtype: torch.dtype) -> None:
-    """96^3 voxels overflow fp16's largest number, 65504."""
+@every_loss
+def test_half_precision_logits_are_summed_in_float32(function: LossTerm, dtype: torch.dtype) -> None:
+    """48^3 voxels overflow fp16's largest number, 65504."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, 2, 96, 96, 96, generator=generator).to(dtype)
-    label = torch.randint(0, 2, (1, 96, 96, 96), generator=generator).short()
-    value = SegmentationLoss(name)(logits, label)
+    logits = torch.randn(1, 2, 48, 48, 48, generator=generator).to(dtype)
+    label = torch.randint(0, 2, (1, 48, 48, 48), generator=generator).short()
+    value = SegmentationLoss(function)(logits, label)
     assert value.dtype is torch.float32
-    torch.testing.assert_close(value, SegmentationLoss(name)(logits.float(), label), atol=1e-3, rtol=0)
+    torch.testing.assert_close(value, SegmentationLoss(function)(logits.float(), label), atol=1e-3, rtol=0)
 
 
 def test_scales_are_weighted_by_halves_and_labels_subsampled() -> None:
     logits, label = example()
     coarse = torch.randn(2, 3, 3, 3, 2)
-    single = SegmentationLoss("dice_ce")
+    single = SegmentationLoss(dice_ce)
     small = subsample(label, torch.Size((3, 3, 2)))
     assert small.shape == (2, 3, 3, 2)
     found = single((logits, coarse), label)
@@ -119,4 +151,4 @@ def test_a_coarse_voxel_is_labelled_by_one_of_its_own_cell(length: int) -> None:
 def test_valid_logits_meet_the_centre_of_the_label() -> None:
     logits, label = example()
     border = F.pad(label, (2, 2, 2, 2, 2, 2), value=1)
-    assert torch.equal(SegmentationLoss("dice_ce")(logits, border), SegmentationLoss("dice_ce")(logits, label))
+    assert torch.equal(SegmentationLoss(dice_ce)(logits, border), SegmentationLoss(dice_ce)(logits, label))

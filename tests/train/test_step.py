@@ -7,7 +7,7 @@ import torch
 
 from unet3d.errors import NonFiniteLoss
 from unet3d.model.unet import UNet3D
-from unet3d.train.losses import SegmentationLoss
+from unet3d.train.losses import SegmentationLoss, ce
 from unet3d.train.policy import MemoryPolicy
 from unet3d.train.step import StepResult, ignore_mark, train_step
 from unet3d.types import Batch
@@ -29,7 +29,7 @@ def step(
     mark: Callable[[str], None] = ignore_mark,
 ) -> StepResult:
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    loss = SegmentationLoss("ce")
+    loss = SegmentationLoss(ce)
     return train_step(model, loss, optimizer, memory.scaler(), memory, batches, mark, clip)
 
 
@@ -87,7 +87,7 @@ class BrokenGradient(torch.autograd.Function):
 
 
 def broken(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return SegmentationLoss("ce")(BrokenGradient.apply(logits), label)
+    return SegmentationLoss(ce)(BrokenGradient.apply(logits), label)
 
 
 @pytest.mark.parametrize("clip", [None, 12.0])
@@ -116,7 +116,7 @@ def test_t2_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None
     poisoned = batch(1)
     poisoned.image[:] = float("inf")
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    train_step(model, SegmentationLoss("ce"), optimizer, scaler, memory, [poisoned])
+    train_step(model, SegmentationLoss(ce), optimizer, scaler, memory, [poisoned])
     assert scaler.get_scale() < start
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from unet3d.memory.meter import LedgerMeter
 from unet3d.model.unet import UNet3D
 from unet3d.train import policy
-from unet3d.train.losses import SegmentationLoss
+from unet3d.train.losses import SegmentationLoss, ce, dice_ce
 from unet3d.train.policy import MemoryPolicy
 from unet3d.train.step import train_step
 from unet3d.types import Batch
@@ -26,7 +26,7 @@ def outcome(model: UNet3D, memory: MemoryPolicy) -> tuple[list[Tensor], list[int
     calls = [_count_calls(m) for m in model.modules() if isinstance(m, nn.Conv3d | nn.ConvTranspose3d)]
     losses = []
     for _ in range(2):
-        loss = SegmentationLoss("dice_ce")(memory.forward(model, image), label)
+        loss = SegmentationLoss(dice_ce)(memory.forward(model, image), label)
         with memory.convolutions():  # as in `train_step`
             loss.backward()
         losses.append(loss.detach())
@@ -63,7 +63,7 @@ def test_r10_checkpointing_changes_no_bit(
 def test_r10_checkpointing_changes_no_bit_with_deep_supervision(network: Network) -> None:
     overrides = ("model=nnunet_hippocampus", "model.features=[4,8,8,8]", "model.norm=batch")
     expected, _ = outcome(network(*overrides), MemoryPolicy())
-    found, _ = outcome(network(*overrides), MemoryPolicy(starts=evenly(8, 8)))
+    found, _ = outcome(network(*overrides), MemoryPolicy(segment_starts=evenly(8, 8)))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
@@ -74,7 +74,7 @@ def test_without_the_guard_running_statistics_see_a_batch_twice(
         policy.Segment, "has_run", property(lambda self: False, lambda self, value: None), raising=False
     )
     model, plain = network("model=unet_tiny", "model.norm=batch"), network("model=unet_tiny", "model.norm=batch")
-    outcome(model, MemoryPolicy(starts=evenly(6, 6))), outcome(plain, MemoryPolicy())
+    outcome(model, MemoryPolicy(segment_starts=evenly(6, 6))), outcome(plain, MemoryPolicy())
     counts = [m.inc.block.conv1.norm.num_batches_tracked.item() for m in (plain, model)]
     assert counts == [2, 4]
 
@@ -92,11 +92,11 @@ def test_checkpointing_lowers_the_peak(network: Network) -> None:
 
 
 def _peak(network: Network, ckpt: int) -> int:
-    model, memory = network("model=unet_tiny"), MemoryPolicy(starts=evenly(6, ckpt))
+    model, memory = network("model=unet_tiny"), MemoryPolicy(segment_starts=evenly(6, ckpt))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     meter = LedgerMeter(model, optimizer)
     batch = Batch(torch.randn(1, 1, 32, 32, 32), torch.zeros(1, 32, 32, 32, dtype=torch.int16))
-    train_step(model, SegmentationLoss("ce"), optimizer, memory.scaler(), memory, [batch], meter.mark)
+    train_step(model, SegmentationLoss(ce), optimizer, memory.scaler(), memory, [batch], meter.mark)
     peak: int = meter.summary()["peak_bytes"]
     return peak
 
