@@ -46,8 +46,12 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
         opened, found = _headers(dataset, case, rules)
         lines += found
         if full:
+            if case.label is None:
+                what = "has no label map; it is neither learned from nor scored"
+                lines.append(f"{WARNING}{case.id}: {case.images[0]}: {what}")
+            lines += [f"{WARNING}{case.id}: {path}: {what}" for path in opened for what in _oddities(opened[path])]
             content, found = _content(dataset, case, opened, rules)
-            lines += [*(WARNING + text for text in _oddities(case, opened)), *found]
+            lines += found
             contents |= content
     try:
         train, val = split(dataset, data)
@@ -75,16 +79,8 @@ def _headers(dataset: DatasetInfo, case: Case, rules: ValidationRules) -> tuple[
     return opened, [*found, *(f"{WARNING}{line}" for line in strict if line not in found)]
 
 
-def _oddities(case: Case, opened: Mapping[Path, nib.Nifti1Image]) -> Iterator[str]:
-    """What may be right but often is not."""
-    if case.label is None:
-        yield f"{case.id}: {case.images[0]}: has no label map; it is neither learned from nor scored"
-    for path, image in opened.items():
-        for what in _geometry_oddities(image):
-            yield f"{case.id}: {path}: {what}"
-
-
-def _geometry_oddities(image: nib.Nifti1Image) -> Iterator[str]:
+def _oddities(image: nib.Nifti1Image) -> Iterator[str]:
+    """What may be right in a header but often is not."""
     header = image.header
     axes = image.affine[:3, :3] / voxel_sizes(image.affine)
     if np.abs(axes.T @ axes - np.eye(3)).max() > SHEAR:
@@ -105,7 +101,7 @@ def _geometry_oddities(image: nib.Nifti1Image) -> Iterator[str]:
 
 
 def _content(
-    dataset: DatasetInfo, case: Case, opened: Mapping[Path, nib.Nifti1Image], rules: ValidationRules
+    dataset: DatasetInfo, case: Case, opened: volume.Headers, rules: ValidationRules
 ) -> tuple[dict[str, Content], list[str]]:
     """What the voxels hold, by the case's id, if all could be read; and what is wrong with them."""
     errors, warnings = [], []

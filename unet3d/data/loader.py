@@ -9,67 +9,54 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from unet3d import signals
+from unet3d.config import Config
 from unet3d.data.patches import Patches, PatchIndex
 from unet3d.errors import LoaderError, UserError, is_out_of_memory
 from unet3d.types import Batch
 
-TIMEOUT = 300  # seconds without a batch, after which a worker counts as hanging
 WRAPPED = f"{UserError.__module__}.{UserError.__name__}: "
 
 
-class PatchSampler(Sampler[list[PatchIndex]]):
-    """Endless micro-batches from `first` on; every case once an epoch, in an order drawn from (seed, epoch)."""
-
-    def __init__(self, cases: int, batch: int, seed: int, first: int = 0) -> None:
-        self.cases, self.batch, self.seed, self.first = cases, batch, seed, first
-
-    def __iter__(self) -> Iterator[list[PatchIndex]]:
-        for micro_batch in itertools.count(self.first):
-            positions = range(micro_batch * self.batch, (micro_batch + 1) * self.batch)
-            yield [PatchIndex(micro_batch, slot, self._case(position)) for slot, position in enumerate(positions)]
-
-    def _case(self, position: int) -> int:
-        epoch, index = divmod(position, self.cases)
-        return int(np.random.default_rng([self.seed, epoch]).permutation(self.cases)[index])
+def micro_batches(cases: int, batch: int, seed: int, first: int = 0) -> Iterator[list[PatchIndex]]:
+    """Endless, from number `first` on; every case once an epoch, in an order drawn from (seed, epoch)."""
+    for number in itertools.count(first):
+        indices = []
+        for slot in range(batch):
+            epoch, position = divmod(number * batch + slot, cases)
+            order = np.random.default_rng([seed, epoch]).permutation(cases)
+            indices.append(PatchIndex(number, slot, int(order[position])))
+        yield indices
 
 
 def batches(
-    patches: Patches,
-    cases: Sequence[str],
-    batch: int,
-    accumulate: int,
-    seed: int,
-    workers: int,
-    first_step: int = 0,
-    timeout: float = TIMEOUT,
-    pin: bool = False,
+    patches: Patches, cases: Sequence[str], config: Config, first_step: int = 0, pin: bool = False, timeout: float = 300
 ) -> Iterator[list[Batch]]:
-    """For each step from `first_step` on, its list of `accumulate` micro-batches of the named cases. Endless.
+    """For each step from `first_step` on, its list of micro-batches of the named cases. Endless.
 
     `pin`: in page-locked memory, for a GPU; it creates a CUDA context, which a run on the CPU must not.
     Raises UserError for a case that cannot be used, LoaderError if a worker dies or takes longer than `timeout`
     seconds for a batch, RuntimeError for its other errors.
     """
-    sampler = PatchSampler(len(cases), batch, seed, first_step * accumulate)
+    indices = micro_batches(len(cases), config.batch, config.seed, first_step * config.accumulate)
+    indices, awaited = itertools.tee(indices)
     loader = DataLoader(
         patches,
-        batch_sampler=sampler,
-        num_workers=workers,
+        batch_sampler=indices,
+        num_workers=config.workers,
         collate_fn=_collate,
         pin_memory=pin,
         # torch draws a seed for its workers from here, else from the global generator, which would shift dropout.
-        generator=torch.Generator().manual_seed(seed),
+        generator=torch.Generator().manual_seed(config.seed),
         worker_init_fn=_start_worker,
-        timeout=timeout if workers else 0,
+        timeout=timeout if config.workers else 0,
     )
-    # Batches come in order, so the sampler names the cases of a missing one.
-    stream, indices = iter(loader), iter(sampler)
+    stream = iter(loader)
     try:
-        while True:
-            yield [_next(stream, [cases[index.case] for index in next(indices)]) for _ in range(accumulate)]
+        while True:  # batches come in order, so the cases of a missing one are known
+            yield [_next(stream, [cases[index.case] for index in next(awaited)]) for _ in range(config.accumulate)]
     finally:
         _end(stream)
 

@@ -138,12 +138,6 @@ def _check_geometry(case: str, path: Path, affine: np.ndarray, zooms: np.ndarray
         raise problem(case, path, f"has the affine {affine.tolist()} (mm), too small or large; correct its sform")
 
 
-def size(image: nib.Nifti1Image) -> tuple[int, int, int]:
-    """Voxels along the three axes of space, as in the file."""
-    x, y, z = image.shape[:3]
-    return x, y, z
-
-
 def channels(image: nib.Nifti1Image) -> int:
     """Length of the fourth axis, 1 where there is none."""
     return prod(image.shape[3:])
@@ -214,7 +208,7 @@ def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
     Scaling and display range, which describe intensities, are reset, and extensions are dropped. Raises OSError.
     """
     source = open_image(stem(path), like)
-    assert labels.shape == size(source), f"{labels.shape} labels for a grid of {size(source)}"
+    assert labels.shape == source.shape[:3], f"{labels.shape} labels for an image of {source.shape}"
     header = source.header.copy()
     header.set_slope_inter(1, 0)
     header.extensions.clear()  # their DICOM fields may name the patient

@@ -1,10 +1,9 @@
 """A case as arrays on one grid (RAS+ axes, the asked spacing, exact labels), and predictions back on the file's grid.
 
-Nothing is corrected in silence: files of a case that contradict each other, voxels that are not finite and labels that
-are no class raise UserError with the case, the file and what to do.
+Faults raise UserError with the case, the file and what to do: nothing is corrected in silence.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -13,6 +12,7 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 from nibabel.affines import apply_affine, voxel_sizes
+from nibabel.orientations import apply_orientation, axcodes2ornt, inv_ornt_aff, ornt_transform
 
 from unet3d.data import nifti
 from unet3d.data.cases import Case
@@ -21,8 +21,8 @@ from unet3d.errors import UserError
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative
-# Spline orders. Images take cubic ones: linear blurs, by how much depending on where the new voxels lie.
-CUBIC, LINEAR = 3, 1
+Headers = Mapping[Path, nib.Nifti1Image]  # opened files, by path
+CUBIC, LINEAR = 3, 1  # splines: linear ones blur an image, by how much depends on where the new voxels lie
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,22 +54,22 @@ class Volume:
 def read_volume(
     case: Case, classes: int, ignore: int | None, spacing: Sequence[float] | None, rules: ValidationRules = STRICT
 ) -> Volume:
-    """The case in the canonical orientation closest to its files', resampled if `spacing` (mm) is given.
+    """The case with RAS+ axes, resampled if `spacing` (mm) is given; labels are 0 .. classes-1 and `ignore`.
 
-    Labels are 0 .. classes-1, and `ignore`, which is kept. Raises UserError for anything damaged or contradictory.
+    Raises UserError for anything damaged or contradictory.
     """
     paths = (*case.images, case.label) if case.label else case.images
     opened = {path: nifti.open_image(case.id, path) for path in paths}
     for error in contradictions(case, opened, rules):
         raise error
     first = opened[case.images[0]]
-    source, target = canonical_grid(first), target_grid(case, first, spacing)
+    source, target, axes = canonical_grid(first), target_grid(case, first, spacing), nib.io_orientation(first.affine)
     files, replaced = zip(*(read_image(case.id, path, opened[path], rules) for path in case.images), strict=True)
-    channels = (channel for file in files for channel in file)
-    image = np.stack([_resample(_canonical(channel, first), source, target, CUBIC) for channel in channels])
+    channels = (apply_orientation(channel, axes) for file in files for channel in file)
+    image = np.stack([_resample(channel, source, target, CUBIC) for channel in channels])
     label = None
     if case.label:
-        label = _canonical(read_label(case.id, case.label, opened[case.label], classes, ignore), first)
+        label = apply_orientation(read_label(case.id, case.label, opened[case.label], classes, ignore), axes)
         label = np.ascontiguousarray(_resample_labels(label, source, target, ignore))
     return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, sum(replaced))
 
@@ -77,9 +77,8 @@ def read_volume(
 def to_original(probabilities: np.ndarray, case: Case, spacing: Sequence[float] | None) -> np.ndarray:
     """The likeliest class of each voxel of the case's first image, in that file's axes: uint8 or uint16 (X, Y, Z).
 
-    `probabilities` float32 (K, X, Y, Z) lie on the grid that `read_volume` gives the case at this `spacing`. They are
-    interpolated linearly before the choice: borders are smoother than from resampled labels. Reads only the file's
-    header. Raises UserError.
+    `probabilities` float32 (K, X, Y, Z) lie on the grid of `read_volume` at this `spacing`. They, not the labels, are
+    interpolated: that gives smoother borders. Raises UserError.
     """
     image = nifti.open_image(case.id, case.images[0])
     source, target = target_grid(case, image, spacing), canonical_grid(image)
@@ -87,34 +86,30 @@ def to_original(probabilities: np.ndarray, case: Case, spacing: Sequence[float] 
         raise nifti.problem(case.id, case.images[0], "has another size than when it was read; restore the file")
     found = ((label, _resample(scores, source, target, LINEAR)) for label, scores in enumerate(probabilities))
     labels = _likeliest(found, target, label_kind(len(probabilities) - 1))
-    back = nib.orientations.ornt_transform(nib.orientations.axcodes2ornt("RAS"), nib.io_orientation(image.affine))
-    return np.ascontiguousarray(nib.orientations.apply_orientation(labels, back))
+    back = ornt_transform(axcodes2ornt("RAS"), nib.io_orientation(image.affine))
+    return np.ascontiguousarray(apply_orientation(labels, back))
 
 
-def contradictions(
-    case: Case, opened: Mapping[Path, nib.Nifti1Image], rules: ValidationRules = STRICT
-) -> list[UserError]:
-    """What does not fit among those files of the case that could be opened; the others must fit the first image."""
+def contradictions(case: Case, opened: Headers, rules: ValidationRules = STRICT) -> Iterator[UserError]:
+    """What does not fit among those files of the case that could be opened; all must lie on the first image's grid."""
     first = opened.get(case.images[0])
-    found = []
     for path, image in opened.items():
         if path == case.label and nifti.channels(image) > 1:
             what = f"has shape {image.shape}; a label map is X,Y,Z with one integer a voxel, e.g. the one-hot's argmax"
-            found.append(nifti.problem(case.id, path, what))
+            yield nifti.problem(case.id, path, what)
         elif len(case.images) > 1 and nifti.channels(image) > 1:
-            found.append(nifti.problem(case.id, path, f"has shape {image.shape}, but is one channel of several"))
-        misfit = _misfit(first, image, rules) if first is not None else None
-        if misfit:
-            found.append(nifti.problem(case.id, path, f"{misfit} {case.images[0]}; resample it onto the image's grid"))
-    return found
+            yield nifti.problem(case.id, path, f"has shape {image.shape}, but is one channel of several")
+        if first is not None and (misfit := _misfit(first, image, rules)):
+            yield nifti.problem(case.id, path, f"{misfit} {case.images[0]}; resample it onto the image's grid")
 
 
 def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image, rules: ValidationRules) -> str | None:
-    if nifti.size(first) != nifti.size(image):
-        return f"has {nifti.size(image)} voxels, not the {nifti.size(first)} of"
+    size = first.shape[:3]
+    if image.shape[:3] != size:
+        return f"has {image.shape[:3]} voxels, not the {size} of"
     if rules.affine:
         return None
-    corners = np.array(list(product(*((0, n - 1) for n in nifti.size(first)))))
+    corners = np.array(list(product(*((0, n - 1) for n in size))))
     matrix = np.linalg.inv(first.affine) @ image.affine
     distance = np.abs(apply_affine(matrix, corners) - corners).max()
     return f"lies up to {distance:.3g} voxels away from" if distance > SAME_GRID else None
@@ -122,9 +117,9 @@ def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image, rules: ValidationRul
 
 def canonical_grid(image: nib.Nifti1Image) -> Grid:
     """The grid of the file's voxels, axes permuted and flipped to run closest to right, anterior, superior (RAS+)."""
-    orientation = nib.io_orientation(image.affine)
-    x, y, z = (nifti.size(image)[axis] for axis in np.argsort(orientation[:, 0]))
-    return Grid((x, y, z), image.affine @ nib.orientations.inv_ornt_aff(orientation, nifti.size(image)))
+    orientation, size = nib.io_orientation(image.affine), image.shape[:3]
+    x, y, z = (size[axis] for axis in np.argsort(orientation[:, 0]))
+    return Grid((x, y, z), image.affine @ inv_ornt_aff(orientation, size))
 
 
 def target_grid(case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | None) -> Grid:
@@ -133,23 +128,16 @@ def target_grid(case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | N
     A new grid has the same centre and covers the same box to within half a voxel. Raises UserError.
     """
     grid = canonical_grid(image)
-    if spacing is None:
-        return grid
-    ratio = np.asarray(spacing) / grid.spacing
+    ratio = np.asarray(spacing or grid.spacing) / grid.spacing
     if np.allclose(ratio, 1, rtol=0, atol=SAME_SPACING):
         return grid
     x, y, z = (max(1, round(n / r)) for n, r in zip(grid.shape, ratio, strict=True))
     if prod((x, y, z)) > nifti.MAX_VOXELS:
-        what = f"needs {x}x{y}x{z} voxels at data.spacing={list(spacing)} mm; widen it"
+        what = f"needs {x}x{y}x{z} voxels at data.spacing={spacing} mm; widen it"
         raise nifti.problem(case.id, case.images[0], what)
     step = np.diag([*ratio, 1])
     step[:3, 3] = (np.subtract(grid.shape, 1) - ratio * np.subtract((x, y, z), 1)) / 2
     return Grid((x, y, z), grid.affine @ step)
-
-
-def _canonical(array: np.ndarray, image: nib.Nifti1Image) -> np.ndarray:
-    turned: np.ndarray = nib.orientations.apply_orientation(array, nib.io_orientation(image.affine))
-    return turned
 
 
 def _resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.ndarray:
