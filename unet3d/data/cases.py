@@ -1,7 +1,4 @@
-"""A data set on disk as one typed `DatasetInfo`, whatever its layout, and its split into training and validation.
-
-Reads names and JSON, not voxels. Errors name the path and what to do.
-"""
+"""A data set on disk as one typed `DatasetInfo`, whatever its layout, and its split: names and JSON, no voxels."""
 
 import re
 from collections import Counter
@@ -14,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from unet3d.config import Data
-from unet3d.data import dataset_json, nifti, synthetic
+from unet3d.data import nifti, synthetic
+from unet3d.data.dataset_json import DatasetJson, class_names, in_sequence, is_plain, leaves, read_json, shown
 from unet3d.errors import UserError
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
@@ -52,58 +50,41 @@ def read_dataset(data: Data) -> DatasetInfo:
 
 def _decathlon(root: Path, data: Data) -> DatasetInfo:
     """Medical Segmentation Decathlon: dataset.json lists the files; several channels are one 4D image."""
-    where = root / "dataset.json"
-    content = dataset_json.read_json(where, None if data.allow_outside else root)
-    if "channel_names" in content and "modality" not in content:
-        raise UserError(f"{where} is in nnU-Net's format; read it with data=nnunet")
-    entries = dataset_json.field(content, "training", list, where)
-    return DatasetInfo(
-        name=dataset_json.title(content, root.name, where),
-        channels=dataset_json.channels(content, "modality", where),
-        classes=dataset_json.classes(dataset_json.numbered(content, "labels", where), data.ignore, where),
-        ignore=data.ignore,
-        cases=_sorted((_decathlon_case(root, entry, where, data.allow_outside) for entry in entries), where),
-    )
+    found = DatasetJson(root, data.allow_outside)
+    if "channel_names" in found.content and "modality" not in found.content:
+        raise UserError(f"{found.where} is in nnU-Net's format; read it with data=nnunet")
+    cases = _sorted((_decathlon_case(found, entry) for entry in found.field("training", list)), found.where)
+    channels = in_sequence(found.numbered("modality"), "modality", found.where)
+    classes = class_names(found.numbered("labels"), data.ignore, found.where)
+    return DatasetInfo(found.title, channels, classes, data.ignore, cases)
 
 
-def _decathlon_case(root: Path, entry: Any, where: Path, allow_outside: bool) -> Case:
+def _decathlon_case(found: DatasetJson, entry: Any) -> Case:
     if not isinstance(entry, dict) or "image" not in entry:
-        raise UserError(f'{where}: {dataset_json.shown(entry)} in "training" is not {{"image": path, "label": path}}')
-    image = dataset_json.path_inside(root, entry["image"], where, allow_outside)
-    label = dataset_json.path_inside(root, entry["label"], where, allow_outside) if "label" in entry else None
-    return Case(nifti.stem(image), (image,), label)
+        raise found.error(f'{shown(entry)} in "training" is not {{"image": path, "label": path}}')
+    image = found.path(entry["image"])
+    return Case(nifti.stem(image), (image,), found.path(entry["label"]) if "label" in entry else None)
 
 
 def _nnunet(root: Path, data: Data) -> DatasetInfo:
     """nnU-Net raw: imagesTr/<case>_<channel>, one file a channel, and labelsTr/<case>."""
-    where = root / "dataset.json"
-    content = dataset_json.read_json(where, None if data.allow_outside else root)
-    ending = dataset_json.field(content, "file_ending", str, where)
+    found = DatasetJson(root, data.allow_outside)
+    ending = found.field("file_ending", str)
     if ending not in nifti.SUFFIXES:
-        wanted = " or ".join(nifti.SUFFIXES)
-        raise UserError(f'{where}: "file_ending" is {dataset_json.shown(ending)}; convert the volumes to {wanted}')
-    channels = dataset_json.channels(content, "channel_names", where)
-    labels = dataset_json.by_value(dataset_json.field(content, "labels", dict, where), where)
-    ignore = next((value for value, name in labels.items() if name == "ignore"), data.ignore)
+        raise found.error(f'"file_ending" is {shown(ending)}; convert the volumes to {" or ".join(nifti.SUFFIXES)}')
+    channels = in_sequence(found.numbered("channel_names"), "channel_names", found.where)
+    values = found.by_value("labels")
+    ignore = next((value for value, name in values.items() if name == "ignore"), data.ignore)
     if data.ignore not in (None, ignore):
-        raise UserError(f"data.ignore={data.ignore}, but {where} says {ignore}; leave data.ignore unset")
-    return DatasetInfo(
-        name=dataset_json.title(content, root.name, where),
-        channels=channels,
-        classes=dataset_json.classes(labels, ignore, where),
-        ignore=ignore,
-        cases=_nnunet_cases(root, ending, len(channels), data),
-    )
-
-
-def _nnunet_cases(root: Path, ending: str, channels: int, data: Data) -> tuple[Case, ...]:
-    """Every case with a label or an image. A missing file is reported when it is opened."""
+        raise UserError(f"data.ignore={data.ignore}, but {found.where} says {ignore}; leave data.ignore unset")
+    classes = class_names(values, ignore, found.where)
+    # Every case with a label or an image; a missing file is reported when it is opened.
     images, labels = root / "imagesTr", root / "labelsTr"
     maps = {nifti.stem(path): path for path in volumes_in(labels) if path.name.endswith(ending)}
     names = {*maps, *(without_channel(nifti.stem(path)) for path in volumes_in(images))}
-    files = {name: tuple(images / f"{name}_{channel:04d}{ending}" for channel in range(channels)) for name in names}
+    files = {name: tuple(images / f"{name}_{c:04d}{ending}" for c in range(len(channels))) for name in names}
     cases = _sorted((Case(name, files[name], maps.get(name)) for name in names), images)
-    return _inside(cases, (root,), data.allow_outside)
+    return DatasetInfo(found.title, channels, classes, ignore, _inside(cases, (root,), data.allow_outside))
 
 
 def _folders(root: Path, data: Data) -> DatasetInfo:
@@ -115,7 +96,7 @@ def _folders(root: Path, data: Data) -> DatasetInfo:
     cases = _inside(_folder_cases(images, labels), roots, data.allow_outside)
     first = cases[0]
     count = len(first.images) if len(first.images) > 1 else nifti.channels(nifti.open_image(first.id, first.images[0]))
-    classes = dataset_json.classes(dict(enumerate(data.classes)), data.ignore, "data.classes")
+    classes = class_names(dict(enumerate(data.classes)), data.ignore, "data.classes")
     return DatasetInfo(root.name, tuple(f"channel_{c}" for c in range(count)), classes, data.ignore, cases)
 
 
@@ -160,7 +141,7 @@ def _inside(cases: tuple[Case, ...], roots: Sequence[Path], allow_outside: bool)
     """The cases. Refuses a file that is a link out of all `roots`."""
     paths = (path for case in cases for path in (*case.images, *([case.label] if case.label else [])))
     for path in () if allow_outside else paths:
-        if all(dataset_json.leaves(root, path) for root in roots):
+        if all(leaves(root, path) for root in roots):
             raise UserError(f"{path}: is a link out of {roots[0]}; put the file there, or set data.allow_outside=true")
     return cases
 
@@ -169,7 +150,7 @@ def _sorted(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
     """The cases by id: at least one, and no id twice."""
     by_id: dict[str, Case] = {}
     for case in cases:
-        if not dataset_json.is_plain(case.id):
+        if not is_plain(case.id):
             raise UserError(f"{where}: {case.id!r} cannot name a case; rename its files")
         if case.id in by_id:
             raise UserError(f"{where}: two cases are called {case.id}; rename one of them")
@@ -189,12 +170,10 @@ def split(dataset: DatasetInfo, data: Data) -> tuple[tuple[Case, ...], tuple[Cas
     if data.semi and ids:
         train = val = ids
     elif len(ids) < 2:
-        raise UserError(
-            f"{dataset.name}: {len(ids)} labelled cases; training and validation need one each "
-            "(or the same, without data.fold: data.semi=true data.sparse=[5,5,3])"
-        )
+        same = "(or the same, without data.fold: data.semi=true data.sparse=[5,5,3])"
+        raise UserError(f"{dataset.name}: {len(ids)} labelled cases; training and validation need one each {same}")
     elif data.split is not None:
-        train, val = _listed(ids, dataset_json.read_json(Path(data.split)), data.split)
+        train, val = _listed(ids, read_json(Path(data.split)), data.split)
     else:
         count = len(ids)
         held_out = _fraction(count, data.val_fraction) if data.fold is None else _fold(count, data.folds, data.fold)
@@ -224,9 +203,8 @@ def _listed(ids: Sequence[str], content: Mapping[str, Any], where: str) -> tuple
         if not isinstance(names, list) or not names:
             raise UserError(f'{where}: "{part}" must list one case id or more: {{"train": [ids], "val": [ids]}}')
         if unknown := [str(name) for name in names if name not in ids]:
-            raise UserError(
-                f'{where}: "{part}" names {_some(unknown)}: no labelled case of this data set; remove or rename'
-            )
+            what = f"names {_some(unknown)}: no labelled case of this data set; remove or rename"
+            raise UserError(f'{where}: "{part}" {what}')
         if twice := sorted(name for name, times in Counter(names).items() if times > 1):
             raise UserError(f'{where}: "{part}" names {_some(twice)} more than once; name each case once')
     if both := sorted({*content["train"]} & {*content["val"]}):

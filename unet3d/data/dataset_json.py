@@ -1,6 +1,6 @@
-"""Values from a data set's JSON files, which are not trusted: types, consecutive numbers, paths that stay inside.
+"""dataset.json, which is not trusted: types, consecutive numbers, paths that stay inside.
 
-Every function raises UserError: the file (`where`), what is wrong in it, what to do.
+Everything here raises UserError: the file, what is wrong in it, what to do.
 """
 
 import json
@@ -50,17 +50,62 @@ def _read_bytes(path: Path) -> bytes:
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object without repeated names: json would silently keep the last value."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    if len({name for name, _ in pairs}) < len(pairs):
         raise ValueError("a name occurs twice in one object")
-    return found
+    return dict(pairs)
 
 
-def is_plain(text: Any) -> bool:
-    """Whether this is text without characters that break a line, control a terminal or cannot be encoded."""
-    return isinstance(text, str) and not any(
-        unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(c) in REORDERING for c in text
-    )
+class DatasetJson:
+    """The fields of a data set's dataset.json in the folder `root`."""
+
+    def __init__(self, root: Path, allow_outside: bool) -> None:
+        self.root, self.where, self.allow_outside = root, root / "dataset.json", allow_outside
+        self.content = read_json(self.where, None if allow_outside else root)
+        self.title = self.content.get("name", root.name)
+        if not is_plain(self.title):
+            raise self.error(f'"name" is {shown(self.title)}; give one line of text')
+
+    def error(self, what: str) -> UserError:
+        """The error for this file."""
+        return UserError(f"{self.where}: {what}")
+
+    def field(self, name: str, kind: type) -> Any:
+        """A field that must be a dict, list or str."""
+        if not isinstance(self.content.get(name), kind):
+            raise self.error(f'"{name}" is missing or no JSON {JSON_TYPES[kind]}; data/README.md shows one')
+        return self.content[name]
+
+    def numbered(self, name: str) -> dict[int, str]:
+        """A field {"number": text} as {number: text}."""
+        texts = self.field(name, dict)
+        try:
+            found = {int(number): text for number, text in texts.items()}
+        except ValueError as error:
+            raise self.error(f'{name} {shown(texts)}; the keys must be numbers: {{"0": name, ...}}') from error
+        if len(found) < len(texts):
+            raise self.error(f"{name} {shown(texts)}; a number occurs twice, give each name its own")
+        return found
+
+    def by_value(self, name: str) -> dict[int, str]:
+        """A field {text: number}, as nnU-Net names labels, as {number: text}."""
+        values = self.field(name, dict)
+        for text, value in values.items():
+            if type(value) is not int:  # JSON's true would count as 1
+                what = f"label {shown(text)} is {shown(value)}; regions are not supported, give each name one integer"
+                raise self.error(what)
+        if len({*values.values()}) < len(values):
+            raise self.error(f"{name} {shown(values)}; two names share a value, give each its own")
+        return {value: text for text, value in values.items()}
+
+    def path(self, name: Any) -> Path:
+        """The path `name` below the root. Refuses what leaves it: an absolute path, `..`, or a link to elsewhere."""
+        if is_plain(name) and len(name) <= MAX_PATH:
+            relative = Path(name)
+            outside = relative.is_absolute() or ".." in relative.parts or leaves(self.root, self.root / relative)
+            if self.allow_outside or not outside:
+                return self.root / relative
+        remedy = "move the file there and give its relative path, or set data.allow_outside=true"
+        raise self.error(f"{shown(name)} is not a path inside {self.root}; {remedy}")
 
 
 def leaves(root: Path, path: Path) -> bool:
@@ -71,78 +116,28 @@ def leaves(root: Path, path: Path) -> bool:
         return True
 
 
-def path_inside(root: Path, name: Any, where: Path, allow_outside: bool) -> Path:
-    """The path `name` below `root`. Refuses what leaves it: an absolute path, `..`, or a link to elsewhere."""
-    if is_plain(name) and len(name) <= MAX_PATH:
-        relative = Path(name)
-        if allow_outside or not (relative.is_absolute() or ".." in relative.parts or leaves(root, root / relative)):
-            return root / relative
-    raise UserError(
-        f"{where}: {shown(name)} is not a path inside {root}; move the file there and give its relative path, "
-        "or set data.allow_outside=true"
+def is_plain(text: Any) -> bool:
+    """Whether this is text without characters that break a line, control a terminal or cannot be encoded."""
+    return isinstance(text, str) and not any(
+        unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(c) in REORDERING for c in text
     )
 
 
-def field(content: Mapping[str, Any], name: str, kind: type, where: Path) -> Any:
-    """`content[name]`, which must be a dict, list or str."""
-    if not isinstance(content.get(name), kind):
-        raise UserError(f'{where}: "{name}" is missing or no JSON {JSON_TYPES[kind]}; data/README.md shows one')
-    return content[name]
-
-
-def title(content: Mapping[str, Any], default: str, where: Path) -> str:
-    """The data set's "name", or `default`."""
-    found: Any = content.get("name", default)
-    if not is_plain(found):
-        raise UserError(f'{where}: "name" is {shown(found)}; give one line of text')
-    return str(found)
-
-
-def channels(content: Mapping[str, Any], name: str, where: Path) -> tuple[str, ...]:
-    """The channel names of `content[name]`, {"0": channel, "1": channel ...}."""
-    return _in_order(numbered(content, name, where), name, where)
-
-
-def numbered(content: Mapping[str, Any], name: str, where: Path) -> dict[int, str]:
-    """`content[name]` as {number: text}, from {"number": text}."""
-    texts = field(content, name, dict, where)
-    try:
-        found = {int(number): text for number, text in texts.items()}
-    except ValueError as error:
-        raise UserError(f'{where}: {name} {shown(texts)}; the keys must be numbers: {{"0": name, ...}}') from error
-    if len(found) < len(texts):
-        raise UserError(f"{where}: {name} {shown(texts)}; a number occurs twice, give each name its own")
-    return found
-
-
-def by_value(labels: Mapping[str, Any], where: Path) -> dict[int, str]:
-    """{value: name} from nnU-Net's {name: value}."""
-    for name, value in labels.items():
-        if type(value) is not int:  # JSON's true would count as 1
-            raise UserError(
-                f"{where}: label {shown(name)} is {shown(value)}; regions are not supported, give each name one integer"
-            )
-    if len({*labels.values()}) < len(labels):
-        raise UserError(f"{where}: labels {shown(labels)}; two names share a value, give each its own")
-    return {value: name for name, value in labels.items()}
-
-
-def classes(names: Mapping[int, str], ignore: int | None, where: Path | str) -> tuple[str, ...]:
+def class_names(names: Mapping[int, str], ignore: int | None, where: Path | str) -> tuple[str, ...]:
     """Class names by label value, without the ignored one, which must be above all the others."""
     kept = {value: name for value, name in names.items() if value != ignore}
     if ignore is not None and kept and ignore < max(kept):
         raise UserError(f"{where}: {ignore} is the label to ignore; it must be above all others ({max(kept)})")
     if ignore is not None and ignore > MAX_LABEL:
         raise UserError(f"{where}: {shown(ignore)} is the label to ignore; the highest possible is {MAX_LABEL}")
-    found = _in_order(kept, "labels", where)
+    found = in_sequence(kept, "labels", where)
     if len(found) < 2 or len({*found}) < len(found):
-        raise UserError(
-            f"{where}: labels {shown(list(found))}; give the background and one class or more, each its own name"
-        )
+        remedy = "give the background and one class or more, each its own name"
+        raise UserError(f"{where}: labels {shown(list(found))}; {remedy}")
     return found
 
 
-def _in_order(names: Mapping[int, str], what: str, where: Path | str) -> tuple[str, ...]:
+def in_sequence(names: Mapping[int, str], what: str, where: Path | str) -> tuple[str, ...]:
     """Names by number: 0, 1, 2 ..."""
     if not names or sorted(names) != list(range(len(names))):
         raise UserError(f"{where}: {what} are numbered {shown(sorted(names))}; number them 0, 1, 2 ... without a gap")
@@ -157,4 +152,4 @@ def shown(value: Any) -> str:
     short = reprlib.Repr()
     short.maxstring = short.maxother = 200
     short.maxlist = short.maxdict = 20
-    return short.repr(dict(value) if isinstance(value, Mapping) else value)
+    return short.repr(value)

@@ -1,7 +1,4 @@
-"""Data sets that are generated: the phantom, and a real brain from nilearn's MNI152 template.
-
-Each is written once, as a whole, in the layout of the Medical Segmentation Decathlon.
-"""
+"""Data sets that are generated, in Decathlon's layout: the phantom, and a brain from nilearn's MNI152 template."""
 
 import json
 import os
@@ -23,18 +20,10 @@ if TYPE_CHECKING:
 
 PHANTOM_ROOT, MNI152_ROOT = Path("data/phantom"), Path("data/mni152")
 PHANTOM_VERSION = MNI152_VERSION = 1  # raise one with every change of its voxels
-
 SPACING = (1.0, 1.0, 2.5)  # mm, as coarse along z as many clinical scans
 AIR, BODY, ORGAN, VESSEL, LESION = 0.02, 0.40, 0.75, 1.15, 0.18  # intensities
-JITTER = 0.02  # std of each structure's intensity from case to case
-NOISE = 0.03  # of each of the two channels whose magnitude is Rician
-BIAS = 0.15  # std of the logarithm of the multiplicative field
-# Lengths, here and in `draw_phantom`: 1 is half the volume.
-WARP = 0.06  # std of the displacement that makes every shape irregular
-VESSEL_RADIUS = 0.15
-GAP = 0.03  # between structures
-FAR = 0.6  # stands for any large distance
-
+JITTER, NOISE, BIAS = 0.02, 0.03, 0.15  # std: of a tone from case to case, of each channel, of the log of the gain
+GAP, FAR = 0.03, 0.6  # between structures, and what stands for any large distance; 1 is half the volume
 LEVELS = 255  # nilearn divides its 8-bit voxels by their largest value
 
 
@@ -104,18 +93,21 @@ def _phantom_cases(options: Phantom) -> Iterator[GeneratedCase]:
 
 def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """One case: image float64 (X, Y, Z), air near 0 and vessels near 1; label uint8 (X, Y, Z)."""
+    from scipy.spatial import cKDTree
     from scipy.spatial.transform import Rotation
 
     # Voxel centres (3, X, Y, Z) in [-1, 1]: structures keep their proportions in any shape.
     points = np.stack(np.meshgrid(*((np.arange(n) + 0.5) / n * 2 - 1 for n in shape), indexing="ij"))
-    points += WARP * np.stack([_smooth(rng, shape, 0.12) for _ in range(3)])
+    points += 0.06 * np.stack([_smooth(rng, shape, 0.12) for _ in range(3)])  # makes every shape irregular
     pose = Rotation.from_rotvec(rng.normal(0, 0.25, 3))
     centre = rng.uniform((-0.2, -0.3, -0.1), (0.2, 0.0, 0.1))
     radii = rng.uniform((0.62, 0.52, 0.66), (0.74, 0.60, 0.80))
     body = _ellipsoid(points, np.zeros(3), np.array((0.94, 0.88, 1.5)), Rotation.identity())
     spine = np.hypot(points[0], points[1] - 0.6) - 0.20
     organ = np.maximum(_ellipsoid(points, centre, radii, pose), GAP - np.minimum(-body, spine))
-    vessel = np.maximum(_tube(points, centre + pose.apply(radii * _tree(rng)), VESSEL_RADIUS), organ + 2 * GAP)
+    tree = cKDTree(centre + pose.apply(radii * _vessel_axes(rng)))
+    tube = tree.query(np.moveaxis(points, 0, -1), distance_upper_bound=FAR)[0] - 0.15
+    vessel = np.maximum(tube, organ + 2 * GAP)
     lesions = place_balls(rng, points, (organ < -GAP) & (vessel > 0), rng.uniform(0.20, 0.30, 3))
     others = place_balls(rng, points, (body < 0) & (organ > GAP) & (spine > 0), rng.uniform(0.15, 0.25, 5))
     layers = [(body, BODY), (spine, VESSEL), (organ, ORGAN), (vessel, VESSEL), *((ball, LESION) for ball in lesions)]
@@ -123,25 +115,22 @@ def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.nda
     label = np.zeros(organ.shape, np.uint8)
     for value, distance in enumerate((organ, vessel, np.minimum.reduce(lesions)), start=1):
         label[distance < 0] = value
-    return _scanned(rng, _painted(rng, layers)), label
+    return _scanned(rng, layers), label
 
 
-def _painted(rng: np.random.Generator, layers: Sequence[tuple[np.ndarray, float]]) -> np.ndarray:
-    """Each layer's tone, jittered alike wherever it occurs, where its distance is negative; borders share a voxel."""
+def _scanned(rng: np.random.Generator, layers: Sequence[tuple[np.ndarray, float]]) -> np.ndarray:
+    """Each layer's tone where its distance is negative, with a smooth gain, as the magnitude of two noisy channels.
+
+    Tones are jittered alike wherever they occur; at a border two of them share a voxel.
+    """
     tones = {tone: tone + JITTER * rng.standard_normal() for tone in (BODY, ORGAN, VESSEL, LESION)}
     image = np.full(layers[0][0].shape, AIR)
     for distance, tone in layers:
         share = np.clip(0.5 - distance * len(image) / 2, 0, 1)
         image += share * (tones[tone] - image)
-    return image
-
-
-def _scanned(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
-    """The image as scanned: with a smooth gain, and as the magnitude of a noisy complex signal."""
     gained = image * np.exp(BIAS * _smooth(rng, image.shape, 0.3))
     real, imaginary = NOISE * rng.standard_normal((2, *image.shape))
-    magnitude: np.ndarray = np.hypot(gained + real, imaginary)
-    return magnitude
+    return np.asarray(np.hypot(gained + real, imaginary))
 
 
 def _smooth(rng: np.random.Generator, shape: Sequence[int], width: float) -> np.ndarray:
@@ -159,21 +148,13 @@ def _ellipsoid(points: np.ndarray, centre: np.ndarray, radii: np.ndarray, pose: 
     return np.asarray((norm - 1) * radii.min())
 
 
-def _tree(rng: np.random.Generator) -> np.ndarray:
+def _vessel_axes(rng: np.random.Generator) -> np.ndarray:
     """Points (N, 3) on a winding trunk and a branch, in the posterior half of the unit ball."""
     t = np.linspace(-0.8, 0.8, 60)
     phase = 2.5 * t + rng.uniform(0, 2 * np.pi)
     trunk = np.stack([t, 0.35 + 0.15 * np.sin(phase), 0.25 * np.cos(phase)], axis=1)
     away = np.array([rng.choice([-0.5, 0.5]), 0, -np.copysign(0.9, trunk[30, 2])])
     return np.concatenate([trunk, trunk[30] + np.linspace(0, 1, 40)[:, None] * away])
-
-
-def _tube(points: np.ndarray, axis: np.ndarray, radius: float) -> np.ndarray:
-    """Distance to the surface of a tube around the points `axis` (N, 3), negative inside; infinite beyond FAR."""
-    from scipy.spatial import cKDTree
-
-    distance, _ = cKDTree(axis).query(np.moveaxis(points, 0, -1), distance_upper_bound=FAR)
-    return np.asarray(distance - radius)
 
 
 def place_balls(rng: np.random.Generator, points: np.ndarray, free: np.ndarray, radii: np.ndarray) -> list[np.ndarray]:
@@ -211,10 +192,8 @@ def _mni152_cases() -> Iterator[GeneratedCase]:
     try:
         from nilearn import datasets  # takes a second, and only the first run needs it
     except ImportError as error:
-        raise UserError(
-            f"data=mni152 is made from nilearn's template, but {error}; install it: "
-            'python -m pip install -c constraints.txt -e ".[brain]"'
-        ) from error
+        command = 'python -m pip install -c constraints.txt -e ".[brain]"'
+        raise UserError(f"data=mni152 is made from nilearn's template, but {error}; install it: {command}") from error
     template = datasets.load_mni152_template(resolution=1)
     maps = datasets.load_mni152_gm_template(resolution=1), datasets.load_mni152_wm_template(resolution=1)
     # nilearn gives shares of the largest voxel in float32; times its value they are the stored integers again.
@@ -228,5 +207,4 @@ def mni152_labels(gray: np.ndarray, white: np.ndarray) -> np.ndarray:
     Takes the two maps in 1 / LEVELS. Neither is the rest: outside of the brain, and fluid inside of it.
     """
     assert (gray + white).max() <= LEVELS, "two shares of one voxel"
-    likeliest: np.ndarray = np.stack([LEVELS - gray - white, gray, white]).argmax(0)
-    return likeliest.astype(np.uint8)
+    return np.asarray(np.stack([LEVELS - gray - white, gray, white]).argmax(0), np.uint8)
