@@ -1,7 +1,6 @@
 """Random changes to a patch, each drawn only from the generator that it is given.
 
-Everything spatial is one coordinate field and one resampling, for image and label alike. Rotations are in millimetres:
-voxels are rarely cubes. MONAI and SciPy take seconds to load: `prepare` loads them, and only if the options use them.
+Everything spatial is one coordinate field and one resampling, for image and label alike.
 """
 
 import functools
@@ -24,7 +23,7 @@ THIN = 3  # times shorter than the longest axis (nnU-Net's bound): tilted, such 
 
 
 def prepare(options: Augment) -> "Compose | None":
-    """The changes of intensity, None if there are none. Call it before workers start: they share what it loads."""
+    """The changes of intensity, if any. Call it before workers start: they share what it loads, which takes seconds."""
     if options.spatial_p:
         import scipy.interpolate
         import scipy.spatial.transform  # noqa: F401
@@ -48,7 +47,7 @@ def coordinates(
 
 
 def _affine(patch: Sequence[int], spacing: Sequence[float], options: Augment, rng: np.random.Generator) -> np.ndarray:
-    """Rotation and zoom about the patch's centre, 3x3, in voxels."""
+    """Rotation (in mm: voxels are rarely cubes) and zoom about the patch's centre, 3x3, in voxels."""
     from scipy.spatial.transform import Rotation
 
     angles = rng.uniform(-options.rotation, options.rotation, 3)
@@ -62,10 +61,8 @@ def _affine(patch: Sequence[int], spacing: Sequence[float], options: Augment, rn
 
 
 def elastic_field(patch: Sequence[int], std: float, grid: int, rng: np.random.Generator) -> np.ndarray:
-    """Smooth random displacements D H W 3 (voxels): cubic splines through vectors ~ N(0, std) every `grid` voxels.
-
-    Cicek et al. 2016, section 3: std 4 on a grid of 32.
-    """
+    """Smooth random displacements D H W 3 (voxels): cubic splines through vectors ~ N(0, std) every `grid` voxels."""
+    # Cicek et al. 2016, section 3: std 4 on a grid of 32.
     a, b, c = (spline_matrix(n, grid) for n in patch)
     vectors = rng.normal(0, std, (a.shape[1], b.shape[1], c.shape[1], 3)).astype(np.float32)
     return np.asarray(np.einsum("ai,bj,ck,ijkd->abcd", a, b, c, vectors, optimize=True))
@@ -82,10 +79,7 @@ def spline_matrix(length: int, grid: int) -> np.ndarray:
 
 
 def resample(image: Tensor, label: Tensor, field: Tensor, mirror: bool) -> tuple[Tensor, Tensor]:
-    """Image C X Y Z (trilinear) and label X Y Z (nearest) at D H W 3.
-
-    Outside the volume the label is IGNORE and the image 0, or with `mirror` its mirror image.
-    """
+    """Image C X Y Z (trilinear) and label X Y Z (nearest) at D H W 3; outside as `crop` has it."""
     classes = _sample(label[None], field, "nearest", outside=IGNORE)[0]
     return _sample(image, mirrored(field, label.shape) if mirror else field, "bilinear", 0), classes.to(label.dtype)
 

@@ -1,7 +1,4 @@
-"""Everything that is wrong with a data set, listed at once, before a run meets one fault after the other.
-
-A line reads `<case>: <path>: <what is wrong; what to do>`. A run starts despite lines that begin with "warning: ".
-"""
+"""Everything that is wrong with a data set, listed at once: `<case>: <path>: <what is wrong; what to do>`."""
 
 import contextlib
 import hashlib
@@ -20,7 +17,7 @@ from unet3d.data.cases import Case, DatasetInfo, split
 from unet3d.data.nifti import ValidationRules
 from unet3d.errors import UserError
 
-WARNING = "warning: "
+WARNING = "warning: "  # begins the lines despite which a run starts
 MM, UNITS = (0, 2), {1: "meter", 3: "micron"}  # 0 is unset, and mm by custom
 SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
 
@@ -35,13 +32,10 @@ class Content(NamedTuple):
 def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: bool) -> list[str]:
     """All problems of all `cases`, a line each, with those of the split into train and val at the end.
 
-    The quick pass reads only headers: missing, truncated or foreign files, sizes, channels, geometry. `full` reads the
-    voxels too (damage, NaN, labels that are no class, images that occur in both parts), and only `full` warns of odd
-    headers and of classes that do not occur. Faults that the options accept are warnings.
+    Reads headers: missing or foreign files, sizes, channels, geometry. `full` reads voxels too: damage, NaN, labels
+    that are no class, equal images; and warns of odd headers. Faults that the options accept are warnings.
     """
-    lines: list[str] = []
-    contents: dict[str, Content] = {}
-    rules = ValidationRules.of(data)
+    lines, contents, rules = list[str](), dict[str, Content](), ValidationRules.of(data)
     for case in progress.track(cases, "checking cases", len(cases)):
         opened, found = _headers(dataset, case, rules)
         lines += found
@@ -63,8 +57,7 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
 
 def _headers(dataset: DatasetInfo, case: Case, rules: ValidationRules) -> tuple[dict[Path, nib.Nifti1Image], list[str]]:
     """The files that could be opened, and everything wrong that their headers show."""
-    opened: dict[Path, nib.Nifti1Image] = {}
-    found: list[str] = []
+    opened, found = dict[Path, nib.Nifti1Image](), list[str]()
     for path in (*case.images, case.label) if case.label else case.images:
         try:
             opened[path] = nifti.open_image(case.id, path)
@@ -104,8 +97,7 @@ def _content(
     dataset: DatasetInfo, case: Case, opened: volume.Headers, rules: ValidationRules
 ) -> tuple[dict[str, Content], list[str]]:
     """What the voxels hold, by the case's id, if all could be read; and what is wrong with them."""
-    errors, warnings = [], []
-    digest, labels = hashlib.blake2b(), frozenset[int]()
+    errors, warnings, digest, labels = [], [], hashlib.blake2b(), frozenset[int]()
     for path, image in opened.items():
         try:
             if path == case.label:

@@ -1,7 +1,4 @@
-"""Batches in the order of the run. The batch of a step depends only on the seed and the step.
-
-It depends neither on the number of workers nor on where the run was resumed.
-"""
+"""Batches in the order of the run: they depend on seed and step, not on the number of workers or on a resume."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -36,9 +33,8 @@ def batches(
 ) -> Iterator[list[Batch]]:
     """For each step from `first_step` on, its list of micro-batches of the named cases. Endless.
 
-    `pin`: in page-locked memory, for a GPU; it creates a CUDA context, which a run on the CPU must not.
-    Raises UserError for a case that cannot be used, LoaderError if a worker dies or takes longer than `timeout`
-    seconds for a batch, RuntimeError for its other errors.
+    `pin` them in page-locked memory only for a GPU: it creates a CUDA context. Raises UserError for an unusable case,
+    LoaderError if a worker dies or takes longer than `timeout` seconds for a batch, RuntimeError for other errors.
     """
     indices = micro_batches(len(cases), config.batch, config.seed, first_step * config.accumulate)
     indices, awaited = itertools.tee(indices)

@@ -1,13 +1,12 @@
-"""NIfTI files: headers are checked before memory is taken, voxels as they are read; files are written whole or not.
-
-Errors name the case and the file, what is wrong and what to do.
-"""
+"""NIfTI files: headers are checked before memory is taken, voxels as they are read; files are written whole or not."""
 
 import gzip
 import io
 import logging
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -63,13 +62,10 @@ def stem(path: Path) -> str:
 
 
 def open_image(case: str, path: Path) -> nib.Nifti1Image:
-    """The file with its header checked, its voxels unread. Raises UserError.
-
-    Extensions are skipped: nibabel would pass some to parsers of other formats.
-    """
+    """The file with its header checked, its voxels unread. Raises UserError."""
     _check_file(case, path)
     try:
-        kind, stored = _stored_header(path)
+        kind, stored = _stored_header(path)  # without extensions: nibabel would pass some to parsers of other formats
         zooms = stored["pixdim"][1:4].copy()  # as stored: the check turns a 0 into 1
         header = stored.copy()
         header.check_fix()
@@ -78,8 +74,8 @@ def open_image(case: str, path: Path) -> nib.Nifti1Image:
         affine = header.get_best_affine()
     except READ_ERRORS as error:
         raise problem(case, path, f"not readable as NIfTI ({error}); replace the file") from error
-    _check_size(case, path, shape, dtype, offset)
-    _check_geometry(case, path, affine, zooms)
+    for fault in chain(_size_faults(path, shape, dtype, offset), _geometry_faults(affine, zooms)):
+        raise problem(case, path, fault)
     return kind(ArrayProxy(path, header, mmap=False), affine, header)
 
 
@@ -112,30 +108,30 @@ def _stored_header(path: Path) -> tuple[type[nib.Nifti1Image], nib.Nifti1Header]
     raise ImageFileError("no NIfTI-1 or NIfTI-2 header")
 
 
-def _check_size(case: str, path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: int) -> None:
+def _size_faults(path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: int) -> Iterator[str]:
     voxels = prod(shape)
     if len(shape) < 3 or min(shape) < 1 or sum(n > 1 for n in shape[3:]) > 1:
-        raise problem(case, path, f"has shape {shape}; a volume is X,Y,Z or, with channels, X,Y,Z,C")
+        yield f"has shape {shape}; a volume is X,Y,Z or, with channels, X,Y,Z,C"
     if dtype.kind not in "iuf":
-        raise problem(case, path, f"stores {dtype}; convert the voxels to integers or floats")
+        yield f"stores {dtype}; convert the voxels to integers or floats"
     if voxels > MAX_VOXELS:
-        raise problem(case, path, f"claims {voxels:,} voxels, more than {MAX_VOXELS:,}; replace, crop or resample it")
+        yield f"claims {voxels:,} voxels, more than {MAX_VOXELS:,}; replace, crop or resample it"
     claimed = offset + voxels * dtype.itemsize
     held = path.stat().st_size * (MAX_DEFLATE if path.name.endswith(".gz") else 1)
     if claimed > held:
-        raise problem(case, path, f"claims {claimed:,} bytes but holds {held:,} at most: truncated; replace the file")
+        yield f"claims {claimed:,} bytes but holds {held:,} at most: truncated; replace the file"
 
 
-def _check_geometry(case: str, path: Path, affine: np.ndarray, zooms: np.ndarray) -> None:
+def _geometry_faults(affine: np.ndarray, zooms: np.ndarray) -> Iterator[str]:
     if not np.isfinite(zooms).all() or not zooms.all():
-        raise problem(case, path, f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header")
+        yield f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header"
     with np.errstate(all="ignore"):  # an overflow is refused below
         sizes = np.linalg.norm(affine[:3, :3], axis=0)
         is_regular = abs(np.linalg.det(affine[:3, :3])) > 1e-6 * sizes.prod()
     if not is_regular or not np.isfinite(affine).all():
-        raise problem(case, path, f"has the affine {affine.tolist()}, which maps no volume; correct its sform")
+        yield f"has the affine {affine.tolist()}, which maps no volume; correct its sform"
     if sizes.min() < SMALLEST or np.abs(affine).max() > LARGEST:
-        raise problem(case, path, f"has the affine {affine.tolist()} (mm), too small or large; correct its sform")
+        yield f"has the affine {affine.tolist()} (mm), too small or large; correct its sform"
 
 
 def channels(image: nib.Nifti1Image) -> int:
@@ -203,16 +199,13 @@ def label_kind(highest: int) -> type[np.uint8] | type[np.uint16]:
 
 
 def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
-    """Write integer labels (X, Y, Z) that lie on the grid of the image `like`, with its header, as uint8 or uint16.
-
-    Scaling and display range, which describe intensities, are reset, and extensions are dropped. Raises OSError.
-    """
+    """Write integer labels (X, Y, Z) on the grid of the image `like`, as uint8 or uint16. Raises UserError, OSError."""
     source = open_image(stem(path), like)
     assert labels.shape == source.shape[:3], f"{labels.shape} labels for an image of {source.shape}"
     header = source.header.copy()
-    header.set_slope_inter(1, 0)
     header.extensions.clear()  # their DICOM fields may name the patient
-    header["cal_min"] = header["cal_max"] = 0
+    header.set_slope_inter(1, 0)
+    header["cal_min"] = header["cal_max"] = 0  # the display range of intensities
     kind = label_kind(labels.max())
     header.set_data_dtype(kind)
     save_image(path, type(source)(labels.astype(kind), None, header))

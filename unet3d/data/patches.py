@@ -100,7 +100,7 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
 def choose_centre(case: PreparedCase, tile: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:
     """Centre of a patch (voxels, may lie between two): on a voxel of a random foreground class, or where labels are.
 
-    The `tile` of the patch that is learned from stays inside the volume, or around it along axes where it is longer.
+    The `tile` that is learned from stays inside the volume, or around it along axes where it is longer.
     """
     shape, size = np.array(case.label.shape), np.array(tile)
     start = _random_start(shape, size, rng)
@@ -118,10 +118,8 @@ def choose_centre(case: PreparedCase, tile: Sequence[int], foreground: float, rn
 
 
 def _random_start(shape: np.ndarray, size: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Around any voxel, moved inside: along each axis, about size / shape of the tiles lie at a border.
-
-    A uniform start would hardly ever lie at a far corner, where a tile's statistics are least like the others'.
-    """
+    """Around any voxel, moved inside: along each axis, about size / shape of the tiles lie at a border."""
+    # A uniform start would hardly ever lie at a far corner, where a tile's statistics are least like the others'.
     start = np.floor(rng.random(3) * shape) - size // 2
     return np.asarray(start.clip(0, np.maximum(shape - size, 0)))
 

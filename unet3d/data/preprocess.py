@@ -59,10 +59,7 @@ class CaseReader:
         return volume
 
     def refuse_more_than_memory(self, maps: Mapping[Case, int]) -> None:
-        """Print the size of the prepared cases, each with so many label maps, as their headers predict it.
-
-        Raises UserError if that is all memory or more.
-        """
+        """Print the predicted size of these cases, each with so many label maps. Raises UserError if it is too large."""
         needed = 0
         for case, labels in maps.items():
             grid = target_grid(case, open_image(case.id, case.images[0]), self.spacing)
@@ -136,8 +133,8 @@ def _ct(values: np.ndarray) -> Intensity:
 def checked_intensity(values: Any) -> Intensity:
     """The rule that a snapshot holds as plain values. Raises ValueError or TypeError if they are not a rule."""
     rule = Intensity(**values)
-    numbers = [float(number) for number in (rule.low, rule.high, rule.mean, rule.std)]
-    if rule.kind not in ("zscore", "ct", "none") or not np.isfinite(numbers).all() or rule.std <= 0:
+    is_finite = np.isfinite([float(number) for number in (rule.low, rule.high, rule.mean, rule.std)]).all()
+    if rule.kind not in ("zscore", "ct", "none") or not is_finite or rule.std <= 0:
         raise ValueError(f"not a rule of intensity: {values}")
     return rule
 

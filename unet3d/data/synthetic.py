@@ -37,10 +37,7 @@ class GeneratedCase(NamedTuple):
 
 
 def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[GeneratedCase]) -> Path:
-    """`folder`. If absent it is written as a whole from `about`, which begins its dataset.json, and `cases`.
-
-    Raises UserError if it cannot be written.
-    """
+    """`folder`; if absent, written as a whole from `about`, the start of dataset.json, and `cases`. Raises UserError."""
     if folder.is_dir():
         return folder
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
@@ -119,14 +116,11 @@ def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.nda
 
 
 def _scanned(rng: np.random.Generator, layers: Sequence[tuple[np.ndarray, float]]) -> np.ndarray:
-    """Each layer's tone where its distance is negative, with a smooth gain, as the magnitude of two noisy channels.
-
-    Tones are jittered alike wherever they occur; at a border two of them share a voxel.
-    """
+    """Each layer's tone where its distance is negative, with a smooth gain, as the magnitude of two noisy channels."""
     tones = {tone: tone + JITTER * rng.standard_normal() for tone in (BODY, ORGAN, VESSEL, LESION)}
     image = np.full(layers[0][0].shape, AIR)
     for distance, tone in layers:
-        share = np.clip(0.5 - distance * len(image) / 2, 0, 1)
+        share = np.clip(0.5 - distance * len(image) / 2, 0, 1)  # two tones share a voxel at a border
         image += share * (tones[tone] - image)
     gained = image * np.exp(BIAS * _smooth(rng, image.shape, 0.3))
     real, imaginary = NOISE * rng.standard_normal((2, *image.shape))
@@ -202,9 +196,6 @@ def _mni152_cases() -> Iterator[GeneratedCase]:
 
 
 def mni152_labels(gray: np.ndarray, white: np.ndarray) -> np.ndarray:
-    """Labels uint8 (X, Y, Z): the likeliest of neither (0), gray (1) and white matter (2); in a tie the first of them.
-
-    Takes the two maps in 1 / LEVELS. Neither is the rest: outside of the brain, and fluid inside of it.
-    """
+    """Labels uint8 (X, Y, Z) from maps in 1 / LEVELS: the likeliest, or first, of neither (0), gray (1), white (2)."""
     assert (gray + white).max() <= LEVELS, "two shares of one voxel"
     return np.asarray(np.stack([LEVELS - gray - white, gray, white]).argmax(0), np.uint8)

@@ -1,7 +1,4 @@
-"""A case as arrays on one grid (RAS+ axes, the asked spacing, exact labels), and predictions back on the file's grid.
-
-Faults raise UserError with the case, the file and what to do: nothing is corrected in silence.
-"""
+"""A case as arrays on one grid (RAS+ axes, one spacing, exact labels), and predictions back on the file's grid."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,9 +51,9 @@ class Volume:
 def read_volume(
     case: Case, classes: int, ignore: int | None, spacing: Sequence[float] | None, rules: ValidationRules = STRICT
 ) -> Volume:
-    """The case with RAS+ axes, resampled if `spacing` (mm) is given; labels are 0 .. classes-1 and `ignore`.
+    """The case with RAS+ axes and this `spacing` (mm), None: as stored. Labels must be classes or `ignore`.
 
-    Raises UserError for anything damaged or contradictory.
+    Raises UserError.
     """
     paths = (*case.images, case.label) if case.label else case.images
     opened = {path: nifti.open_image(case.id, path) for path in paths}
@@ -77,8 +74,7 @@ def read_volume(
 def to_original(probabilities: np.ndarray, case: Case, spacing: Sequence[float] | None) -> np.ndarray:
     """The likeliest class of each voxel of the case's first image, in that file's axes: uint8 or uint16 (X, Y, Z).
 
-    `probabilities` float32 (K, X, Y, Z) lie on the grid of `read_volume` at this `spacing`. They, not the labels, are
-    interpolated: that gives smoother borders. Raises UserError.
+    `probabilities` float32 (K, X, Y, Z) lie on the grid of `read_volume` at this `spacing`. Raises UserError.
     """
     image = nifti.open_image(case.id, case.images[0])
     source, target = target_grid(case, image, spacing), canonical_grid(image)
@@ -123,10 +119,7 @@ def canonical_grid(image: nib.Nifti1Image) -> Grid:
 
 
 def target_grid(case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | None) -> Grid:
-    """The grid that the network sees of a case with this first image: of this spacing (mm), or None: as stored.
-
-    A new grid has the same centre and covers the same box to within half a voxel. Raises UserError.
-    """
+    """The grid that the network sees: as stored, or of this spacing (mm) about the same centre. Raises UserError."""
     grid = canonical_grid(image)
     ratio = np.asarray(spacing or grid.spacing) / grid.spacing
     if np.allclose(ratio, 1, rtol=0, atol=SAME_SPACING):
@@ -152,12 +145,10 @@ def _resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.n
 
 
 def _resample_labels(label: np.ndarray, source: Grid, target: Grid, ignore: int | None) -> np.ndarray:
-    """The label with the largest share of each new voxel's neighbourhood; in a tie the highest, but `ignore` last.
-
-    The nearest voxel's label would lie up to half a voxel beside the image: between two voxels there is no nearest.
-    """
+    """The label with the largest share of each new voxel's neighbourhood; in a tie the highest, but `ignore` last."""
     if _is_same(source, target):
         return label
+    # The nearest voxel's label would lie up to half a voxel beside the image: between two voxels there is no nearest.
     values = sorted(np.unique(label).tolist(), key=lambda value: (value == ignore, -value))
     masks = ((value, (label == value).astype(np.float32)) for value in values)
     shares = ((value, _resample(mask, source, target, LINEAR).round(4)) for value, mask in masks)  # so ties are exact
