@@ -59,7 +59,7 @@ class CaseReader:
         return volume
 
     def refuse_more_than_memory(self, maps: Mapping[Case, int]) -> None:
-        """Print the predicted size of these cases, each with so many label maps. Raises UserError if it is too large."""
+        """Print the predicted size of these cases, each with so many label maps. Raises UserError if too large."""
         needed = 0
         for case, labels in maps.items():
             grid = target_grid(case, open_image(case.id, case.images[0]), self.spacing)

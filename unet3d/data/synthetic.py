@@ -37,7 +37,7 @@ class GeneratedCase(NamedTuple):
 
 
 def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[GeneratedCase]) -> Path:
-    """`folder`; if absent, written as a whole from `about`, the start of dataset.json, and `cases`. Raises UserError."""
+    """`folder`; if absent, written whole from `about`, the start of dataset.json, and `cases`. Raises UserError."""
     if folder.is_dir():
         return folder
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
