@@ -60,9 +60,7 @@ def data(config: Config) -> Data:
     task = read_dataset(options)
     train, val = split(task, options)
     refuse_problems(task, [*train, *val], options)
-    reader = CaseReader(
-        task, options.spacing, cache={} if options.cache else None, leniency=ValidationRules.of(options)
-    )
+    reader = CaseReader(task, options.spacing, cache={} if options.cache else None, rules=ValidationRules.of(options))
     if options.cache:
         maps = 1 + (options.sparse is not None) + options.semi  # label maps of a training case, see `_annotations`
         reader.refuse_more_than_memory(dict.fromkeys(val, 1) | dict.fromkeys(train, maps))
@@ -87,8 +85,7 @@ def _annotations(options: DataOptions, read: CaseReader, train: Sequence[Case]) 
     if options.sparse is None:
         return read, read
     learn, score = (
-        preprocess.SparseReader(read, options, mask, {} if options.cache else None)
-        for mask in (preprocess.learned_mask, preprocess.scored_mask)
+        preprocess.SparseReader(read, options, scored, {} if options.cache else None) for scored in (False, True)
     )
     if options.cache:  # before workers copy it
         for case in progress.track(train, "choosing slices", len(train)):

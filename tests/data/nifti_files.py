@@ -1,8 +1,10 @@
 """Small NIfTI files and data sets for the tests of this folder."""
 
+import gzip
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -13,9 +15,11 @@ from unet3d.data.check import WARNING, check_cases
 
 # Axes towards left, posterior, superior, as most scanners store them; voxels of 1 x 1.5 x 2.5 mm.
 LPS = np.array([[-1, 0, 0, 10], [0, -1.5, 0, 20], [0, 0, 2.5, -30], [0, 0, 0, 1]], float)
+SHIFTED, FLIPPED, NOISY = LPS + np.eye(4, k=3), LPS @ np.diag([-1, 1, 1, 1]), LPS + 1e-6
 HEADER_FIELDS = {
-    **{"dim": (40, "<8h"), "datatype": (70, "<h"), "pixdim": (76, "<8f"), "sform_code": (254, "<h")},
-    **{"qform_code": (252, "<h"), "quatern": (256, "<3f"), "srow_x": (280, "<4f"), "srow_z": (312, "<4f")},
+    **{"dim": (40, "<8h"), "datatype": (70, "<h"), "pixdim": (76, "<8f"), "vox_offset": (108, "<f")},
+    **{"scl_slope": (112, "<f"), "sform_code": (254, "<h"), "qform_code": (252, "<h"), "quatern": (256, "<3f")},
+    **{"srow_x": (280, "<4f"), "srow_y": (296, "<4f"), "srow_z": (312, "<4f")},
 }
 
 
@@ -28,12 +32,13 @@ def write(path: Path, voxels: np.ndarray, affine: np.ndarray = LPS) -> Path:
     return path
 
 
-def write_header(path: Path, field: str, values: tuple) -> Path:
-    """Change one field in the header of an uncompressed file."""
+def write_header(path: Path, field: str, *values: float) -> Path:
+    """Change one field in the header of a file."""
     offset, layout = HEADER_FIELDS[field]
-    content = bytearray(path.read_bytes())
+    is_packed = path.name.endswith(".gz")
+    content = bytearray(gzip.decompress(path.read_bytes()) if is_packed else path.read_bytes())
     struct.pack_into(layout, content, offset, *values)
-    path.write_bytes(content)
+    path.write_bytes(gzip.compress(content) if is_packed else content)
     return path
 
 
@@ -43,6 +48,13 @@ def image(shape: tuple[int, ...] = (6, 5, 4), seed: int = 0) -> np.ndarray:
 
 def label(shape: tuple[int, ...] = (6, 5, 4), classes: int = 3, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, classes, shape).astype(np.uint8)
+
+
+def changed(voxels: np.ndarray, value: float) -> np.ndarray:
+    """The voxels as float64 with one of them replaced."""
+    voxels = voxels.astype(np.float64)
+    voxels[1, 2, 3] = value
+    return voxels
 
 
 def case(folder: Path, image_voxels: np.ndarray, label_voxels: np.ndarray, name: str = "a") -> Case:
@@ -55,23 +67,30 @@ def case(folder: Path, image_voxels: np.ndarray, label_voxels: np.ndarray, name:
 
 
 def decathlon(root: Path, names: tuple[str, ...] = ("a", "b", "c", "d")) -> Data:
-    """A sound data set of background and two classes, as Decathlon has it."""
+    """A sound data set of background and two classes in Decathlon's layout."""
     for seed, name in enumerate(names):
         case(root, image(seed=seed), label(seed=seed), name)
-    manifest = {
+    content = {
         "name": "Small",
         "modality": {"0": "CT"},
         "labels": {"0": "background", "1": "organ", "2": "tumour"},
         "training": [{"image": f"./imagesTr/{n}.nii.gz", "label": f"./labelsTr/{n}.nii.gz"} for n in names],
     }
-    (root / "dataset.json").write_text(json.dumps(manifest))
+    (root / "dataset.json").write_text(json.dumps(content))
     return Data(format="decathlon", root=str(root))
 
 
-def told(data: Data, full: bool = True) -> list[str]:
-    """Every line that the check says of a data set."""
-    task = read_dataset(data)
-    return check_cases(task, task.cases, data, full)
+def rewrite(root: Path, **changes: Any) -> None:
+    """Change fields of dataset.json; None removes one."""
+    path = root / "dataset.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+def checked(data: Data, full: bool = True) -> list[str]:
+    """Every line of the check of a data set."""
+    dataset = read_dataset(data)
+    return check_cases(dataset, dataset.cases, data, full)
 
 
 def errors(lines: list[str]) -> list[str]:

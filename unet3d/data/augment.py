@@ -1,9 +1,6 @@
-"""Random changes to a patch, each drawn from the generator it is given and from nothing else.
+"""Random changes to a patch, each drawn only from the generator that it is given.
 
-Everything spatial is one coordinate field and one resampling, for image and label alike, in millimetres where
-rotation is concerned: voxels are rarely cubes.
-
-MONAI and SciPy take seconds to load: `prepare` and `intensities` load them, and only if the options use them.
+Everything spatial is one coordinate field and one resampling, for image and label alike.
 """
 
 import functools
@@ -22,11 +19,11 @@ from unet3d.types import IGNORE
 if TYPE_CHECKING:
     from monai.transforms import Compose
 
-THIN = 3  # times shorter than the longest axis (nnU-Net's bound): tilted, such a patch lies mostly outside of its slab
+THIN = 3  # times shorter than the longest axis (nnU-Net's bound): tilted, such a patch would mostly leave its slab
 
 
 def prepare(options: Augment) -> "Compose | None":
-    """The changes of intensity, None if there are none. Call it before workers start: they share what is loaded."""
+    """The changes of intensity, if any. Call it before workers start: they share what it loads, which takes seconds."""
     if options.spatial_p:
         import scipy.interpolate
         import scipy.spatial.transform  # noqa: F401
@@ -50,12 +47,12 @@ def coordinates(
 
 
 def _affine(patch: Sequence[int], spacing: Sequence[float], options: Augment, rng: np.random.Generator) -> np.ndarray:
-    """Rotation and zoom about the patch's centre, 3x3, in voxels."""
+    """Rotation (in mm: voxels are rarely cubes) and zoom about the patch's centre, 3x3, in voxels."""
     from scipy.spatial.transform import Rotation
 
     angles = rng.uniform(-options.rotation, options.rotation, 3)
     flat = [THIN * length < max(patch) for length in patch]
-    angles[[any(flat[:k] + flat[k + 1 :]) for k in range(3)]] = 0  # about axis k, the two others tilt
+    angles[[any(flat[:k] + flat[k + 1 :]) for k in range(3)]] = 0  # a rotation about axis k tilts the two others
     turn = Rotation.from_euler("xyz", angles, degrees=True).as_matrix()
     low, high = options.scaling
     zoom = math.exp(rng.uniform(math.log(low), math.log(high)))  # a zoom by 2 is as likely as one by 1/2
@@ -64,10 +61,8 @@ def _affine(patch: Sequence[int], spacing: Sequence[float], options: Augment, rn
 
 
 def elastic_field(patch: Sequence[int], std: float, grid: int, rng: np.random.Generator) -> np.ndarray:
-    """Smooth random displacements D H W 3 (voxels): cubic splines through vectors ~ N(0, std) every `grid` voxels.
-
-    Cicek et al. 2016, section 3: std 4 on a grid of 32.
-    """
+    """Smooth random displacements D H W 3 (voxels): cubic splines through vectors ~ N(0, std) every `grid` voxels."""
+    # Cicek et al. 2016, section 3: std 4 on a grid of 32.
     a, b, c = (spline_matrix(n, grid) for n in patch)
     vectors = rng.normal(0, std, (a.shape[1], b.shape[1], c.shape[1], 3)).astype(np.float32)
     return np.asarray(np.einsum("ai,bj,ck,ijkd->abcd", a, b, c, vectors, optimize=True))
@@ -84,17 +79,13 @@ def spline_matrix(length: int, grid: int) -> np.ndarray:
 
 
 def resample(image: Tensor, label: Tensor, field: Tensor, mirror: bool) -> tuple[Tensor, Tensor]:
-    """Image C X Y Z (trilinear) and label X Y Z (nearest) at D H W 3.
-
-    Outside the volume the label is IGNORE and the image 0, or with `mirror` its mirror image.
-    """
-    seen = mirrored(field, label.shape) if mirror else field
+    """Image C X Y Z (trilinear) and label X Y Z (nearest) at D H W 3; outside as `crop` has it."""
     classes = _sample(label[None], field, "nearest", outside=IGNORE)[0]
-    return _sample(image, seen, "bilinear", outside=0), classes.to(label.dtype)
+    return _sample(image, mirrored(field, label.shape) if mirror else field, "bilinear", 0), classes.to(label.dtype)
 
 
 def mirrored(points: Tensor, size: Sequence[int] | int) -> Tensor:
-    """Points ... 3 in a volume, or ... along one axis; those outside reflected at the outermost voxels' centres."""
+    """Points ... 3 in a volume, or ... along one axis; those outside are reflected at the outermost voxels' centres."""
     end = torch.as_tensor(size) - 1
     last = end.clamp(min=1)
     inside = last - (points.remainder(2 * last) - last).abs()
@@ -102,7 +93,7 @@ def mirrored(points: Tensor, size: Sequence[int] | int) -> Tensor:
 
 
 def _sample(volume: Tensor, field: Tensor, mode: str, outside: int) -> Tensor:
-    """C X Y Z at D H W 3, float32; only the part of the volume that is needed is touched."""
+    """C X Y Z at D H W 3, float32; reads only the part of the volume that is needed."""
     points = field.reshape(-1, 3)
     low, high = points.min(0).values.floor().long() - 1, points.max(0).values.ceil().long() + 2
     box = tuple(slice(max(0, int(a)), max(1, int(b))) for a, b in zip(low, high, strict=True))
@@ -111,32 +102,25 @@ def _sample(volume: Tensor, field: Tensor, mode: str, outside: int) -> Tensor:
         return torch.full((len(volume), *field.shape[:3]), float(outside))
     start = torch.tensor([b.start for b in box])
     grid = ((2 * (field - start) + 1) / torch.tensor(part.shape[1:]) - 1).flip(-1)  # W H D, edges at -1 and 1
-    shifted = part.float() - outside  # what grid_sample puts outside is 0
+    shifted = part.float() - outside  # grid_sample puts 0 outside
     return F.grid_sample(shifted[None], grid[None], mode=mode, align_corners=False)[0] + outside
 
 
 def intensities(options: Augment) -> "Compose":
     """Noise, blur, contrast, gamma and low resolution for C D H W patches; `set_random_state` before each call."""
+    from monai import transforms
     from monai.data import set_track_meta
-    from monai.transforms import (
-        Compose,
-        RandAdjustContrast,
-        RandGaussianNoise,
-        RandGaussianSmooth,
-        RandScaleIntensity,
-        RandSimulateLowResolution,
-    )
 
     set_track_meta(False)
-    blur, gamma = tuple(options.blur), tuple(options.gamma)
+    sigma = tuple(options.blur)
     low, high = options.contrast
     coarsest, finest = options.low_resolution
-    return Compose(
+    return transforms.Compose(
         [
-            RandGaussianNoise(prob=options.noise_p, std=options.noise),
-            RandGaussianSmooth(blur, blur, blur, prob=options.blur_p),
-            RandScaleIntensity(factors=(low - 1, high - 1), prob=options.contrast_p),
-            RandAdjustContrast(prob=options.gamma_p, gamma=gamma, retain_stats=True),
-            RandSimulateLowResolution(prob=options.low_resolution_p, zoom_range=(coarsest, finest)),
+            transforms.RandGaussianNoise(prob=options.noise_p, std=options.noise),
+            transforms.RandGaussianSmooth(sigma, sigma, sigma, prob=options.blur_p),
+            transforms.RandScaleIntensity(factors=(low - 1, high - 1), prob=options.contrast_p),
+            transforms.RandAdjustContrast(prob=options.gamma_p, gamma=tuple(options.gamma), retain_stats=True),
+            transforms.RandSimulateLowResolution(prob=options.low_resolution_p, zoom_range=(coarsest, finest)),
         ]
     )

@@ -1,13 +1,10 @@
-"""Everything that is wrong with a data set, at once, before a run finds one fault after the other.
-
-A line reads `<case>: <path>: <what is wrong; what to do>`. Lines that begin with "warning: " keep no run from starting.
-"""
+"""Everything that is wrong with a data set, listed at once: `<case>: <path>: <what is wrong; what to do>`."""
 
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import nibabel as nib
 import numpy as np
@@ -20,118 +17,72 @@ from unet3d.data.cases import Case, DatasetInfo, split
 from unet3d.data.nifti import ValidationRules
 from unet3d.errors import UserError
 
-WARNING = "warning: "
-
-
+WARNING = "warning: "  # begins the lines despite which a run starts
 MM, UNITS = (0, 2), {1: "meter", 3: "micron"}  # 0 is unset, and mm by custom
+SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
 
 
-SHEAR = 1e-3  # cosine of the angle between two axes that counts as a right one
-
-
-@dataclass(frozen=True)
-class Content:
+class Content(NamedTuple):
     """What the voxels of a case hold: a digest of its image, and which label values occur."""
 
     digest: bytes
     labels: frozenset[int]
 
 
-def check_cases(task: DatasetInfo, cases: Sequence[Case], data: Data, full: bool) -> list[str]:
+def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: bool) -> list[str]:
     """All problems of all `cases`, a line each, with those of the split into train and val at the end.
 
-    The quick pass reads headers alone: missing, truncated or foreign files, sizes, channels, geometry. `full` reads the
-    voxels too (damage, NaN, labels that are no class, images that occur in both parts), and only `full` warns of odd
-    headers, and of classes that do not occur. What the options let pass is warned of.
+    Reads headers: missing or foreign files, sizes, channels, geometry. `full` reads voxels too: damage, NaN, labels
+    that are no class, equal images; and warns of odd headers. Faults that the options accept are warnings.
     """
-    lines: list[str] = []
-    contents: dict[str, Content] = {}
-    leniency = ValidationRules.of(data)
+    lines, contents, rules = list[str](), dict[str, Content](), ValidationRules.of(data)
     for case in progress.track(cases, "checking cases", len(cases)):
-        opened, found = _headers(task, case, leniency)
+        opened, found = _headers(dataset, case, rules)
         lines += found
         if full:
-            lines += [WARNING + text for text in _oddities(case, opened)]
-            content, errors = _content(task, case, opened, leniency)
-            lines += errors
+            if case.label is None:
+                what = "has no label map; it is neither learned from nor scored"
+                lines.append(f"{WARNING}{case.id}: {case.images[0]}: {what}")
+            lines += [f"{WARNING}{case.id}: {path}: {what}" for path in opened for what in _oddities(opened[path])]
+            content, found = _content(dataset, case, opened, rules)
+            lines += found
             contents |= content
     try:
-        train, val = split(task, data)
+        train, val = split(dataset, data)
     except UserError as error:
         return [*lines, str(error)]
     leaks = [] if data.semi else _leaks(train, val, contents)
-    return [*lines, *leaks, *_absences(task, train, val, contents)]
+    return [*lines, *leaks, *_absences(dataset, "train", train, contents), *_absences(dataset, "val", val, contents)]
 
 
-def summary(task: DatasetInfo, train: Sequence[Case], val: Sequence[Case]) -> list[str]:
-    """A few plain lines about a data set; sizes are those of the images that can be read."""
-    grids = [*_grids(task.cases)]
-    unlabelled = sum(case.label is None for case in task.cases)
-    return [
-        f"{task.name}: {len(task.cases)} cases: {len(train)} train, {len(val)} val, {unlabelled} without labels",
-        f"channels: {', '.join(task.channels)}",
-        f"classes: {', '.join(f'{value} {name}' for value, name in enumerate(task.classes))}"
-        + ("" if task.ignore is None else f"; {task.ignore} is ignored"),
-        f"size (voxels): {_range([grid.shape for grid in grids])}",
-        f"spacing (mm): {_range([grid.spacing for grid in grids])}",
-    ]
-
-
-def _grids(cases: Sequence[Case]) -> Iterator[volume.Grid]:
-    for case in cases:
-        with contextlib.suppress(UserError):  # `check_cases` tells of it
-            yield volume.canonical_grid(nifti.open_image(case.id, case.images[0]))
-
-
-def _range(triples: Sequence[Sequence[float]]) -> str:
-    """The median of each axis, with the smallest and largest where they differ."""
-    if not triples:
-        return "unknown"
-    low, middle, high = (
-        " x ".join(f"{value:.4g}" for value in row)
-        for row in np.quantile(triples, (0, 0.5, 1), axis=0, method="nearest")
-    )
-    return middle if low == high else f"{middle} (median), from {low} to {high}"
-
-
-def _headers(task: DatasetInfo, case: Case, leniency: ValidationRules) -> tuple[dict[Path, nib.Nifti1Image], list[str]]:
+def _headers(dataset: DatasetInfo, case: Case, rules: ValidationRules) -> tuple[dict[Path, nib.Nifti1Image], list[str]]:
     """The files that could be opened, and everything wrong that their headers show."""
-    opened: dict[Path, nib.Nifti1Image] = {}
-    found: list[str] = []
+    opened, found = dict[Path, nib.Nifti1Image](), list[str]()
     for path in (*case.images, case.label) if case.label else case.images:
         try:
             opened[path] = nifti.open_image(case.id, path)
         except UserError as error:
             found.append(str(error))
-    found += map(str, volume.contradictions(case, opened, leniency))
-    count = sum(nifti.channels(opened[path]) for path in case.images if path in opened)
-    if not found and count != len(task.channels):
-        what = f"has {count} channels, the data set {len(task.channels)} ({', '.join(task.channels)}); make them agree"
+    found += map(str, volume.contradictions(case, opened, rules))
+    count, wanted = sum(nifti.channels(opened[path]) for path in case.images if path in opened), dataset.channels
+    if not found and count != len(wanted):
+        what = f"has {count} channels, the data set {len(wanted)} ({', '.join(wanted)}); make them agree"
         found.append(str(nifti.problem(case.id, case.images[0], what)))
-    strict = [str(error) for error in volume.contradictions(case, opened)]
+    strict = map(str, volume.contradictions(case, opened))
     return opened, [*found, *(f"{WARNING}{line}" for line in strict if line not in found)]
 
 
-def _oddities(case: Case, opened: Mapping[Path, nib.Nifti1Image]) -> Iterator[str]:
-    """What may be right but often is not."""
-    if case.label is None:
-        yield f"{case.id}: {case.images[0]}: has no label map; it is neither learned from nor scored"
-    for path, image in opened.items():
-        for what in _geometry_oddities(image):
-            yield f"{case.id}: {path}: {what}"
-
-
-def _geometry_oddities(image: nib.Nifti1Image) -> Iterator[str]:
+def _oddities(image: nib.Nifti1Image) -> Iterator[str]:
+    """What may be right in a header but often is not."""
     header = image.header
     axes = image.affine[:3, :3] / voxel_sizes(image.affine)
     if np.abs(axes.T @ axes - np.eye(3)).max() > SHEAR:
         yield "its grid is sheared; it is used as if its axes were at right angles"
-    sform = header.get_sform(coded=True)[0]
+    sform, qform = header.get_sform(coded=True)[0], None
     try:
         qform = header.get_qform(coded=True)[0]
-    except (ValueError, nib.spatialimages.HeaderDataError):  # a quaternion longer than 1 by rounding, say
+    except (ValueError, nib.spatialimages.HeaderDataError):  # e.g. rounding has made a quaternion longer than 1
         yield "its qform is no rotation; the sform is used"
-        qform = None
     if sform is None and qform is None:
         yield "neither sform nor qform is set: which side is left is a guess; set one"
     elif sform is not None and qform is not None and not np.allclose(sform, qform, atol=0.01):
@@ -143,63 +94,80 @@ def _geometry_oddities(image: nib.Nifti1Image) -> Iterator[str]:
 
 
 def _content(
-    task: DatasetInfo, case: Case, opened: Mapping[Path, nib.Nifti1Image], leniency: ValidationRules
+    dataset: DatasetInfo, case: Case, opened: volume.Headers, rules: ValidationRules
 ) -> tuple[dict[str, Content], list[str]]:
-    """What the voxels hold, by the case's id, if they can be read; and what is wrong with them."""
-    errors, warnings = [], []
-    digest = hashlib.blake2b()
-    labels = frozenset[int]()
+    """What the voxels hold, by the case's id, if all could be read; and what is wrong with them."""
+    errors, warnings, digest, labels = [], [], hashlib.blake2b(), frozenset[int]()
     for path, image in opened.items():
         try:
             if path == case.label:
-                label = nifti.read_label(case.id, path, image, len(task.classes), task.ignore)
+                label = nifti.read_label(case.id, path, image, len(dataset.classes), dataset.ignore)
                 labels = frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
             else:
-                read, replaced = nifti.read_image(case.id, path, image, leniency)
-                digest.update(read.tobytes())
+                voxels, replaced = nifti.read_image(case.id, path, image, rules)
+                digest.update(voxels.tobytes())
                 if replaced:
                     warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(replaced)}")
         except UserError as error:
             errors.append(str(error))
-    if errors or len(opened) < len(case.images) + bool(case.label):  # nothing is known of what could not be read
+    if errors or len(opened) < len(case.images) + bool(case.label):
         return {}, [*errors, *warnings]
-    if case.label and labels <= {0, task.ignore}:
+    if case.label and labels <= {0, dataset.ignore}:
         warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
     return {case.id: Content(digest.digest(), labels)}, warnings
 
 
 def _leaks(train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:
-    """Cases held out that training sees under another name: the same file, also by a link, or the same voxels."""
-    files = {_file(path): case.id for case in train for path in case.images}
-    digests = {contents[case.id].digest: case.id for case in train if case.id in contents}
+    """Held-out cases that training sees under another name: the same file, also by a link, or the same voxels."""
+    seen: dict[object, str] = {_file(path): case.id for case in train for path in case.images}
+    seen |= {contents[case.id].digest: case.id for case in train if case.id in contents}
     for case in val:
-        twins = [files.get(_file(path)) for path in case.images]
-        if case.id in contents:
-            twins.append(digests.get(contents[case.id].digest))
-        twin = next((name for name in twins if name), None)
-        if twin:
-            yield f"{case.id}: {case.images[0]}: is held out, but training sees the same image as {twin}; take one out"
+        images = [*map(_file, case.images), *([contents[case.id].digest] if case.id in contents else [])]
+        if twin := next((seen[image] for image in images if image in seen), None):
+            yield f"{case.id}: {case.images[0]}: is held out, but training sees the same image as {twin}; remove one"
 
 
 def _file(path: Path) -> tuple[int, int] | Path:
-    """What a path leads to, whichever link it is."""
+    """The file that a path leads to, through any links."""
     try:
         found = path.stat()
-    except OSError:  # it is not there, which is told of
+    except OSError:  # it is missing, which `_headers` reports
         return path
     return found.st_dev, found.st_ino
 
 
-def _absences(
-    task: DatasetInfo, train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]
-) -> Iterator[str]:
-    """Classes that do not occur in a part all of whose cases were read."""
-    for part, cases in (("train", train), ("val", val)):
-        if not all(case.id in contents for case in cases):
-            continue
+def _absences(dataset: DatasetInfo, part: str, cases: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:
+    """Classes that do not occur in a part, if all of its cases were read."""
+    if all(case.id in contents for case in cases):
         present = frozenset[int]().union(*(contents[case.id].labels for case in cases))
-        absent = [name for value, name in enumerate(task.classes) if value and value not in present]
-        if len(absent) == len(task.classes) - 1 and part == "train":
-            yield f"{task.name}: no foreground in any training case; there is nothing to learn, check the label maps"
+        absent = [name for value, name in enumerate(dataset.classes) if value and value not in present]
+        if len(absent) == len(dataset.classes) - 1 and part == "train":
+            yield f"{dataset.name}: no foreground in any training case; there is nothing to learn, check the label maps"
         elif absent:
-            yield f"{WARNING}{task.name}: {', '.join(absent)} in no {part} case; its score will mean nothing there"
+            yield f"{WARNING}{dataset.name}: {', '.join(absent)} in no {part} case; its score will mean nothing there"
+
+
+def summary(dataset: DatasetInfo, train: Sequence[Case], val: Sequence[Case]) -> list[str]:
+    """A few plain lines about a data set; sizes are those of the images that can be read."""
+    grids = []
+    for case in dataset.cases:
+        with contextlib.suppress(UserError):  # `check_cases` reports it
+            grids.append(volume.canonical_grid(nifti.open_image(case.id, case.images[0])))
+    unlabelled = sum(case.label is None for case in dataset.cases)
+    return [
+        f"{dataset.name}: {len(dataset.cases)} cases: {len(train)} train, {len(val)} val, {unlabelled} without labels",
+        f"channels: {', '.join(dataset.channels)}",
+        f"classes: {', '.join(f'{value} {name}' for value, name in enumerate(dataset.classes))}"
+        + ("" if dataset.ignore is None else f"; {dataset.ignore} is ignored"),
+        f"size (voxels): {_range([grid.shape for grid in grids])}",
+        f"spacing (mm): {_range([grid.spacing for grid in grids])}",
+    ]
+
+
+def _range(triples: Sequence[Sequence[float]]) -> str:
+    """The median of each axis, with the smallest and largest where they differ."""
+    if not triples:
+        return "unknown"
+    rows = np.quantile(triples, (0, 0.5, 1), axis=0, method="nearest")
+    low, middle, high = (" x ".join(f"{value:.4g}" for value in row) for row in rows)
+    return middle if low == high else f"{middle} (median), from {low} to {high}"

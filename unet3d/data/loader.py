@@ -1,124 +1,103 @@
-"""Batches in the order of the run: the batch of a step depends on the seed and the step alone.
+"""Batches in the order of the run: they depend on seed and step, not on the number of workers or on a resume."""
 
-Not on the number of workers, nor on where the run was resumed.
-"""
-
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from unet3d import signals
+from unet3d.config import Config
 from unet3d.data.patches import Patches, PatchIndex
 from unet3d.errors import LoaderError, UserError, is_out_of_memory
 from unet3d.types import Batch
 
-TIMEOUT = 300  # seconds without a batch, after which a worker counts as hanging
-
-
 WRAPPED = f"{UserError.__module__}.{UserError.__name__}: "
 
 
-class PatchSampler(Sampler[list[PatchIndex]]):
-    """Endless micro-batches from `first` on; every case once an epoch, in an order drawn from (seed, epoch)."""
-
-    def __init__(self, cases: int, batch: int, seed: int, first: int = 0) -> None:
-        self.cases, self.batch, self.seed, self.first = cases, batch, seed, first
-
-    def __iter__(self) -> Iterator[list[PatchIndex]]:
-        micro_batch = self.first
-        while True:
-            positions = range(micro_batch * self.batch, (micro_batch + 1) * self.batch)
-            yield [PatchIndex(micro_batch, slot, self._case(position)) for slot, position in enumerate(positions)]
-            micro_batch += 1
-
-    def _case(self, position: int) -> int:
-        epoch, index = divmod(position, self.cases)
-        return int(np.random.default_rng([self.seed, epoch]).permutation(self.cases)[index])
+def micro_batches(cases: int, batch: int, seed: int, first: int = 0) -> Iterator[list[PatchIndex]]:
+    """Endless, from number `first` on; every case once an epoch, in an order drawn from (seed, epoch)."""
+    for number in itertools.count(first):
+        indices = []
+        for slot in range(batch):
+            epoch, position = divmod(number * batch + slot, cases)
+            order = np.random.default_rng([seed, epoch]).permutation(cases)
+            indices.append(PatchIndex(number, slot, int(order[position])))
+        yield indices
 
 
 def batches(
-    patches: Patches,
-    cases: Sequence[str],
-    batch: int,
-    accumulate: int,
-    seed: int,
-    workers: int,
-    first_step: int = 0,
-    timeout: float = TIMEOUT,
-    pin: bool = False,
+    patches: Patches, cases: Sequence[str], config: Config, first_step: int = 0, pin: bool = False, timeout: float = 300
 ) -> Iterator[list[Batch]]:
-    """For each step from `first_step` on, its list of `accumulate` micro-batches of the named cases. Endless.
+    """For each step from `first_step` on, its list of micro-batches of the named cases. Endless.
 
-    `pin`: in page-locked memory, for a GPU. On the CPU it would only take a context of one that may be another's.
-    Raises UserError for a case that cannot be used, LoaderError where a worker dies or takes longer than `timeout`
-    seconds for a batch, RuntimeError for what else it raises.
+    `pin` them in page-locked memory only for a GPU: it creates a CUDA context. Raises UserError for an unusable case,
+    LoaderError if a worker dies or takes longer than `timeout` seconds for a batch, RuntimeError for other errors.
     """
-    places = PatchSampler(len(cases), batch, seed, first_step * accumulate)
+    indices = micro_batches(len(cases), config.batch, config.seed, first_step * config.accumulate)
+    indices, awaited = itertools.tee(indices)
     loader = DataLoader(
         patches,
-        batch_sampler=places,
-        num_workers=workers,
-        collate_fn=collate,
+        batch_sampler=indices,
+        num_workers=config.workers,
+        collate_fn=_collate,
         pin_memory=pin,
         # torch draws a seed for its workers from here, else from the global generator, which would shift dropout.
-        generator=torch.Generator().manual_seed(seed),
-        worker_init_fn=helper,
-        timeout=timeout if workers else 0,
+        generator=torch.Generator().manual_seed(config.seed),
+        worker_init_fn=_start_worker,
+        timeout=timeout if config.workers else 0,
     )
-    # Batches come in order, so it is known which one does not come.
-    stream, awaited = iter(loader), iter(places)
+    stream = iter(loader)
     try:
-        while True:
-            yield [_next(stream, [cases[place.case] for place in next(awaited)]) for _ in range(accumulate)]
+        while True:  # batches come in order, so the cases of a missing one are known
+            yield [_next(stream, [cases[index.case] for index in next(awaited)]) for _ in range(config.accumulate)]
     finally:
         _end(stream)
 
 
 def _end(stream: Any) -> None:
-    """End the workers now: torch does so once nothing refers to them, and a traceback may."""
+    """End the workers now: torch does so only when nothing refers to them, and a traceback may."""
     workers = list(getattr(stream, "_workers", ()))  # without workers it has no such list
     if workers:
         stream._shutdown_workers()
     for worker in workers:
-        worker.kill()  # one that hangs: it ignores SIGTERM
+        worker.kill()  # one that hangs ignores SIGTERM
         worker.join()
 
 
 def _next(stream: Iterator[Batch], cases: Sequence[str]) -> Batch:
     try:
         return next(stream)
-    except UserError as error:  # from a worker it comes with a traceback around it
+    except UserError as error:  # a worker's has a traceback around it
         raise UserError(str(error).strip().splitlines()[-1].removeprefix(WRAPPED)) from None
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        awaited = f"no batch of {', '.join(dict.fromkeys(cases))}: "
-        said = str(error).strip().splitlines() or [repr(error)]
-        raise lost(error, awaited) or RuntimeError(awaited + said[-1]) from error
+        missing = f"no batch of {', '.join(dict.fromkeys(cases))}: "
+        text = str(error).strip().splitlines() or [repr(error)]
+        raise lost(error, missing) or RuntimeError(missing + text[-1]) from error
 
 
-def lost(error: Exception, awaited: str = "") -> LoaderError | None:
-    """What to say where `error` is torch's word that a worker has died, at any time, or hangs; None where it is not."""
-    said = str(error).strip().partition("\n")[0]
+def lost(error: Exception, prefix: str = "") -> LoaderError | None:
+    """The error to show if `error` is torch's message, which may come at any time, that a worker died or hangs."""
+    text = str(error).strip().partition("\n")[0]
     if isinstance(error, LoaderError):
-        return None  # said already
-    if "DataLoader timed out" in said:
-        return LoaderError(f"{awaited}{said}; can the files still be read? workers=0 shows where it waits")
-    if "DataLoader worker (pid" in said:
-        return LoaderError(f"{awaited}{said}; for want of memory? data.cache=false or fewer workers need less")
+        return None  # shown already
+    if "DataLoader timed out" in text:
+        return LoaderError(f"{prefix}{text}; can the files still be read? workers=0 shows where it waits")
+    if "DataLoader worker (pid" in text:
+        return LoaderError(f"{prefix}{text}; out of memory? data.cache=false or fewer workers need less")
     return None
 
 
-def collate(samples: list[tuple[torch.Tensor, torch.Tensor, str]]) -> Batch:
-    """N samples to one batch."""
+def _collate(samples: list[tuple[torch.Tensor, torch.Tensor, str]]) -> Batch:
     images, labels, cases = zip(*samples, strict=True)
     return Batch(torch.stack(images), torch.stack(labels), tuple(cases))
 
 
-def helper(worker: int) -> None:
+def _start_worker(_: int) -> None:
     """Workers leave the cores to the step, and signals to its process."""
     torch.set_num_threads(1)
     signals.ignore()

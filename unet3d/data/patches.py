@@ -14,10 +14,8 @@ from unet3d.data import augment
 from unet3d.data.cases import Case
 from unet3d.types import IGNORE
 
-MOST_VOXELS = 10_000  # remembered of each class as patch centres
-
-
-TRIES = 20  # to find a place with labels, of which sparse annotation leaves few
+MAX_CENTRES = 10_000  # voxels of each class that are kept as patch centres
+TRIES = 20  # to find a place with labels, which are rare in sparse annotation
 
 
 class PatchIndex(NamedTuple):
@@ -36,11 +34,11 @@ class PreparedCase:
     image: Tensor  # C X Y Z, float32
     label: Tensor  # X Y Z, int16; unlabelled voxels are IGNORE
     spacing: tuple[float, float, float]  # mm
-    foreground: tuple[np.ndarray, ...]  # (n, 3) voxel indices of each foreground class that is there
+    foreground: tuple[np.ndarray, ...]  # (n, 3) voxel indices of each foreground class that occurs
 
 
 def cached(cache: dict[str, PreparedCase] | None, case: Case, make: Callable[[Case], PreparedCase]) -> PreparedCase:
-    """`make(case)`, once a case where there is a cache."""
+    """`make(case)`, once for each case if there is a cache."""
     if cache is None:
         return make(case)
     if case.id not in cache:
@@ -59,35 +57,32 @@ def prepare(
 
 
 def foreground(classes: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Voxels (n, 3) of each foreground class of a label map X Y Z, thinned where there are many."""
+    """Voxels (n, 3) of each foreground class of a label map X Y Z, at most MAX_CENTRES of each."""
     found = (np.flatnonzero(classes == k) for k in np.unique(classes) if k > 0)
-    thinned = (flat[subsample_indices(len(flat), MOST_VOXELS)] for flat in found)
+    thinned = (flat[subsample_indices(len(flat), MAX_CENTRES)] for flat in found)
     return tuple(np.stack(np.unravel_index(flat, classes.shape), axis=1).astype(np.int32) for flat in thinned)
 
 
 def subsample_indices(count: int, most: int) -> np.ndarray:
-    """Indices of at most `most` of `count` voxels, at random: each n-th lies in one plane where n divides a row."""
+    """Indices of at most `most` of `count` voxels, at random: every n-th would lie in one plane if n divides a row."""
     if count <= most:
         return np.arange(count)
     return np.sort(np.random.default_rng(0).choice(count, most, replace=False))
 
 
 class Patches(Dataset[tuple[Tensor, Tensor, str]]):
-    """Maps a `Place` to (image C D H W, label D H W, case id)."""
+    """Maps a `PatchIndex` to (image C D H W, label D H W, case id)."""
 
     def __init__(self, read: Callable[[int], PreparedCase], options: Data, seed: int, tile: Sequence[int]) -> None:
-        """`tile`: what the network returns for a patch, D H W; smaller than the patch, it sees mirrored context."""
-        self.read = read
-        self.tile = list(tile)
+        """`tile`: the size that the network returns for a patch, D H W; if smaller, patches have mirrored context."""
+        self.read, self.options, self.seed, self.tile = read, options, seed, list(tile)
         self.mirror = self.tile != list(options.patch)
-        self.options = options
-        self.seed = seed
         self.intensities = augment.prepare(options.augment)
 
-    def __getitem__(self, place: PatchIndex) -> tuple[Tensor, Tensor, str]:
-        # PCG64 seeded by the place: no state is kept, so nothing has to be saved or replayed.
-        rng = np.random.default_rng([self.seed, place.micro_batch, place.slot])
-        case = self.read(place.case)
+    def __getitem__(self, index: PatchIndex) -> tuple[Tensor, Tensor, str]:
+        # The generator is seeded by the place in the run: there is no state to save or replay.
+        rng = np.random.default_rng([self.seed, index.micro_batch, index.slot])
+        case = self.read(index.case)
         centre = choose_centre(case, self.tile, self.options.foreground, rng)
         field = augment.coordinates(centre, self.options.patch, case.spacing, self.options.augment, rng)
         if field is None:
@@ -105,8 +100,7 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
 def choose_centre(case: PreparedCase, tile: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:
     """Centre of a patch (voxels, may lie between two): on a voxel of a random foreground class, or where labels are.
 
-    What is learned of the patch, its `tile`, stays inside the volume; along axes where it is longer, the volume lies in
-    its middle.
+    The `tile` that is learned from stays inside the volume, or around it along axes where it is longer.
     """
     shape, size = np.array(case.label.shape), np.array(tile)
     start = _random_start(shape, size, rng)
@@ -115,7 +109,8 @@ def choose_centre(case: PreparedCase, tile: Sequence[int], foreground: float, rn
         start = voxels[rng.integers(len(voxels))] - size // 2
     else:
         for _ in range(TRIES):
-            if _has_labels(case.label, start.astype(int), size):
+            box = tuple(slice(int(a), int(a) + n) for a, n in zip(start, tile, strict=True))
+            if (case.label[box] != IGNORE).any():
                 break
             start = _random_start(shape, size, rng)
     start = np.where(shape > size, start.clip(0, np.maximum(shape - size, 0)), -((size - shape) // 2))
@@ -123,22 +118,15 @@ def choose_centre(case: PreparedCase, tile: Sequence[int], foreground: float, rn
 
 
 def _random_start(shape: np.ndarray, size: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Around any voxel, moved inside: along each axis, about size / shape of the tiles lie at a border.
-
-    A uniform start would hardly ever lie at a far corner, where a tile's statistics are least like the others'.
-    """
+    """Around any voxel, moved inside: along each axis, about size / shape of the tiles lie at a border."""
+    # A uniform start would hardly ever lie at a far corner, where a tile's statistics are least like the others'.
     start = np.floor(rng.random(3) * shape) - size // 2
     return np.asarray(start.clip(0, np.maximum(shape - size, 0)))
 
 
-def _has_labels(label: Tensor, start: np.ndarray, size: np.ndarray) -> bool:
-    box = tuple(slice(a, a + n) for a, n in zip(start.tolist(), size.tolist(), strict=True))
-    return bool((label[box] != IGNORE).any())
-
-
 def crop(image: Tensor, label: Tensor, centre: np.ndarray, patch: Sequence[int], mirror: bool) -> tuple[Tensor, Tensor]:
     """The patch around `centre`; outside the volume IGNORE and 0, or with `mirror` the image's mirror image."""
-    # halves go up: a tile with an odd border is cut from the patch, as from a window, after the smaller half of it
+    # Halves round up: like inference, a patch has the smaller half of an odd border before its tile.
     start = np.floor(centre - (np.array(patch) - 1) / 2 + 0.5).astype(int)
     stop = start + patch
     inside = tuple(slice(max(0, a), min(b, n)) for a, b, n in zip(start, stop, label.shape, strict=True))
@@ -146,15 +134,10 @@ def crop(image: Tensor, label: Tensor, centre: np.ndarray, patch: Sequence[int],
     patch_label = label.new_full(tuple(patch), IGNORE)
     patch_label[into] = label[inside]
     if mirror:
-        return _mirrored(image, start, patch), patch_label
+        for axis, (first, length) in enumerate(zip(start.tolist(), patch, strict=True), start=1):
+            indices = augment.mirrored(torch.arange(first, first + length), image.shape[axis])
+            image = image.index_select(axis, indices)
+        return image, patch_label
     patch_image = image.new_zeros(len(image), *patch)
     patch_image[(slice(None), *into)] = image[(slice(None), *inside)]
     return patch_image, patch_label
-
-
-def _mirrored(image: Tensor, start: np.ndarray, patch: Sequence[int]) -> Tensor:
-    """A patch C D H W of the image continued by its mirror image."""
-    for axis, (first, length) in enumerate(zip(start.tolist(), patch, strict=True), start=1):
-        inside = augment.mirrored(torch.arange(first, first + length), image.shape[axis])
-        image = image.index_select(axis, inside)
-    return image

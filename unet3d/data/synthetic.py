@@ -1,12 +1,11 @@
-"""Data sets that are generated: the phantom, and a real brain from nilearn's MNI152 template."""
+"""Data sets that are generated, in Decathlon's layout: the phantom, and a brain from nilearn's MNI152 template."""
 
 import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import nibabel as nib
 import numpy as np
@@ -19,10 +18,17 @@ from unet3d.errors import UserError
 if TYPE_CHECKING:
     from scipy.spatial.transform import Rotation
 
+PHANTOM_ROOT, MNI152_ROOT = Path("data/phantom"), Path("data/mni152")
+PHANTOM_VERSION = MNI152_VERSION = 1  # raise one with every change of its voxels
+SPACING = (1.0, 1.0, 2.5)  # mm, as coarse along z as many clinical scans
+AIR, BODY, ORGAN, VESSEL, LESION = 0.02, 0.40, 0.75, 1.15, 0.18  # intensities
+JITTER, NOISE, BIAS = 0.02, 0.03, 0.15  # std: of a tone from case to case, of each channel, of the log of the gain
+GAP, FAR = 0.03, 0.6  # between structures, and what stands for any large distance; 1 is half the volume
+LEVELS = 255  # nilearn divides its 8-bit voxels by their largest value
 
-@dataclass(frozen=True, eq=False)
-class Made:
-    """One case: `image` and `label` (X, Y, Z), stored in their types, and the `affine` (4, 4) of both, to mm."""
+
+class GeneratedCase(NamedTuple):
+    """`image` and `label` (X, Y, Z), stored in their types, and the `affine` (4, 4) of both, to mm."""
 
     name: str
     image: np.ndarray
@@ -30,150 +36,95 @@ class Made:
     affine: np.ndarray
 
 
-def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[Made]) -> Path:
-    """`folder`, which is written as a whole from `cases` where it is absent; else none of them is asked for.
-
-    `about` begins its dataset.json: name, modality, labels. Raises UserError where it cannot be written.
-    """
+def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[GeneratedCase]) -> Path:
+    """`folder`; if absent, written whole from `about`, the start of dataset.json, and `cases`. Raises UserError."""
     if folder.is_dir():
         return folder
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a killed process that had the same number
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process that had the same number
     try:
         _write(temporary, about, cases)
         os.rename(temporary, folder)
     except OSError as error:
         if not folder.is_dir():  # else another process was faster, and its bytes are the same
-            raise UserError(
-                f"{folder}: cannot be generated ({error}); name a folder to write to in data.root"
-            ) from error
+            raise UserError(f"{folder}: cannot be generated ({error}); name a writable folder in data.root") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
-def _write(folder: Path, about: Mapping[str, Any], cases: Iterable[Made]) -> None:
+def _write(folder: Path, about: Mapping[str, Any], cases: Iterable[GeneratedCase]) -> None:
     entries = []
     for case in cases:
         entry = {kind: f"{kind}sTr/{case.name}.nii.gz" for kind in ("image", "label")}
         for kind, voxels in (("image", case.image), ("label", case.label)):
+            image = nib.Nifti1Image(voxels, case.affine)
+            image.header.set_xyzt_units("mm")
             (folder / entry[kind]).parent.mkdir(parents=True, exist_ok=True)
-            nifti.replace(folder / entry[kind], _volume(voxels, case.affine))
+            nifti.save_image(folder / entry[kind], image)
         entries.append(entry)
     content = {**about, "numTraining": len(entries), "training": entries}
     (folder / "dataset.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def _volume(voxels: np.ndarray, affine: np.ndarray) -> nib.Nifti1Image:
-    image = nib.Nifti1Image(voxels, affine)
-    image.header.set_xyzt_units("mm")
-    return image
-
-
-PHANTOM_ROOT = Path("data/phantom")
-
-
-PHANTOM_VERSION = 1  # goes up with every change of what is generated
-
-
-PHANTOM_CLASSES = ("background", "organ", "vessel", "lesion")
-
-
-SPACING = (1.0, 1.0, 2.5)  # mm, as coarse along z as many a clinical scan
-
-
-AIR, BODY, ORGAN, VESSEL, LESION = 0.02, 0.40, 0.75, 1.15, 0.18
-
-
-JITTER = 0.02  # std of each structure's intensity from case to case
-
-
-NOISE = 0.03  # of each of the two channels whose magnitude is Rician
-
-
-BIAS = 0.15  # std of the logarithm of the multiplicative field
-
-
-# Lengths, here and in `draw`: 1 is half the volume.
-WARP = 0.06  # std of the displacement that makes every shape irregular
-
-
-VESSEL_RADIUS = 0.15
-
-
-GAP = 0.03  # between structures
-
-
-FAR = 0.6  # where a distance only has to be large
-
-
 def ensure_phantom(options: Phantom, parent: Path) -> Path:
-    """The data set's folder below `parent`, named after the options: complete, or generated as a whole.
-
-    Raises UserError where it cannot be written.
-    """
-    shape = "x".join(map(str, options.shape))
+    """The phantom's folder below `parent`, named after the options; generated if absent. Raises UserError."""
     about = {
         "name": "Phantom",
         "description": "Generated: no patient, no licence",
         "modality": {"0": "MRI"},
-        "labels": {str(value): name for value, name in enumerate(PHANTOM_CLASSES)},
+        "labels": {"0": "background", "1": "organ", "2": "vessel", "3": "lesion"},
     }
-    return write_dataset(
-        parent / f"v{PHANTOM_VERSION}-{options.cases}x{shape}-seed{options.seed}", about, _phantom_cases(options)
-    )
+    name = f"v{PHANTOM_VERSION}-{options.cases}x{'x'.join(map(str, options.shape))}-seed{options.seed}"
+    return write_dataset(parent / name, about, _phantom_cases(options))
 
 
-def _phantom_cases(options: Phantom) -> Iterator[Made]:
+def _phantom_cases(options: Phantom) -> Iterator[GeneratedCase]:
+    # Axes towards left, posterior, superior, as scanners store them, and the volume's centre at 0 mm.
+    affine = np.diag([-SPACING[0], -SPACING[1], SPACING[2], 1])
+    affine[:3, 3] = -affine[:3, :3] @ (np.subtract(options.shape, 1) / 2)
     for index in progress.track(range(options.cases), "generating cases", options.cases):
         image, label = draw_phantom(np.random.default_rng([options.seed, index]), options.shape)
-        voxels = np.rint(1000 * image).astype(np.int16)
-        yield Made(f"phantom_{index:03d}", voxels, label, _affine(label.shape))
+        yield GeneratedCase(f"phantom_{index:03d}", np.rint(1000 * image).astype(np.int16), label, affine)
 
 
 def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """One case: image float64 (X, Y, Z), air near 0 and vessels near 1; label uint8 (X, Y, Z)."""
+    from scipy.spatial import cKDTree
     from scipy.spatial.transform import Rotation
 
-    points = _points(shape) + WARP * np.stack([_smooth(rng, shape, 0.12) for _ in range(3)])
+    # Voxel centres (3, X, Y, Z) in [-1, 1]: structures keep their proportions in any shape.
+    points = np.stack(np.meshgrid(*((np.arange(n) + 0.5) / n * 2 - 1 for n in shape), indexing="ij"))
+    points += 0.06 * np.stack([_smooth(rng, shape, 0.12) for _ in range(3)])  # makes every shape irregular
     pose = Rotation.from_rotvec(rng.normal(0, 0.25, 3))
     centre = rng.uniform((-0.2, -0.3, -0.1), (0.2, 0.0, 0.1))
     radii = rng.uniform((0.62, 0.52, 0.66), (0.74, 0.60, 0.80))
     body = _ellipsoid(points, np.zeros(3), np.array((0.94, 0.88, 1.5)), Rotation.identity())
     spine = np.hypot(points[0], points[1] - 0.6) - 0.20
     organ = np.maximum(_ellipsoid(points, centre, radii, pose), GAP - np.minimum(-body, spine))
-    vessel = np.maximum(_tube(points, centre + pose.apply(radii * _tree(rng)), VESSEL_RADIUS), organ + 2 * GAP)
-    lesions = _blobs(rng, points, (organ < -GAP) & (vessel > 0), rng.uniform(0.20, 0.30, 3))
-    others = _blobs(rng, points, (body < 0) & (organ > GAP) & (spine > 0), rng.uniform(0.15, 0.25, 5))
+    tree = cKDTree(centre + pose.apply(radii * _vessel_axes(rng)))
+    tube = tree.query(np.moveaxis(points, 0, -1), distance_upper_bound=FAR)[0] - 0.15
+    vessel = np.maximum(tube, organ + 2 * GAP)
+    lesions = place_balls(rng, points, (organ < -GAP) & (vessel > 0), rng.uniform(0.20, 0.30, 3))
+    others = place_balls(rng, points, (body < 0) & (organ > GAP) & (spine > 0), rng.uniform(0.15, 0.25, 5))
     layers = [(body, BODY), (spine, VESSEL), (organ, ORGAN), (vessel, VESSEL), *((ball, LESION) for ball in lesions)]
     layers += zip(others, (LESION, VESSEL, LESION, ORGAN, LESION), strict=False)
     label = np.zeros(organ.shape, np.uint8)
     for value, distance in enumerate((organ, vessel, np.minimum.reduce(lesions)), start=1):
         label[distance < 0] = value
-    return _scanned(rng, _painted(rng, layers)), label
+    return _scanned(rng, layers), label
 
 
-def _painted(rng: np.random.Generator, layers: Sequence[tuple[np.ndarray, float]]) -> np.ndarray:
-    """Each layer's tone, jittered alike wherever it occurs, where its distance is negative; borders share a voxel."""
+def _scanned(rng: np.random.Generator, layers: Sequence[tuple[np.ndarray, float]]) -> np.ndarray:
+    """Each layer's tone where its distance is negative, with a smooth gain, as the magnitude of two noisy channels."""
     tones = {tone: tone + JITTER * rng.standard_normal() for tone in (BODY, ORGAN, VESSEL, LESION)}
     image = np.full(layers[0][0].shape, AIR)
     for distance, tone in layers:
-        share = np.clip(0.5 - distance * len(image) / 2, 0, 1)
+        share = np.clip(0.5 - distance * len(image) / 2, 0, 1)  # two tones share a voxel at a border
         image += share * (tones[tone] - image)
-    return image
-
-
-def _scanned(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
-    """What a scanner makes of it: a smooth gain, and the magnitude of a noisy complex signal."""
     gained = image * np.exp(BIAS * _smooth(rng, image.shape, 0.3))
     real, imaginary = NOISE * rng.standard_normal((2, *image.shape))
-    magnitude: np.ndarray = np.hypot(gained + real, imaginary)
-    return magnitude
-
-
-def _points(shape: Sequence[int]) -> np.ndarray:
-    """Voxel centres (3, X, Y, Z) in [-1, 1]: structures keep their proportions in any shape."""
-    return np.stack(np.meshgrid(*((np.arange(n) + 0.5) / n * 2 - 1 for n in shape), indexing="ij"))
+    return np.asarray(np.hypot(gained + real, imaginary))
 
 
 def _smooth(rng: np.random.Generator, shape: Sequence[int], width: float) -> np.ndarray:
@@ -191,7 +142,7 @@ def _ellipsoid(points: np.ndarray, centre: np.ndarray, radii: np.ndarray, pose: 
     return np.asarray((norm - 1) * radii.min())
 
 
-def _tree(rng: np.random.Generator) -> np.ndarray:
+def _vessel_axes(rng: np.random.Generator) -> np.ndarray:
     """Points (N, 3) on a winding trunk and a branch, in the posterior half of the unit ball."""
     t = np.linspace(-0.8, 0.8, 60)
     phase = 2.5 * t + rng.uniform(0, 2 * np.pi)
@@ -200,16 +151,8 @@ def _tree(rng: np.random.Generator) -> np.ndarray:
     return np.concatenate([trunk, trunk[30] + np.linspace(0, 1, 40)[:, None] * away])
 
 
-def _tube(points: np.ndarray, axis: np.ndarray, radius: float) -> np.ndarray:
-    """Distance to the surface of a tube around the points `axis` (N, 3), negative inside; infinite beyond FAR."""
-    from scipy.spatial import cKDTree
-
-    distance, _ = cKDTree(axis).query(np.moveaxis(points, 0, -1), distance_upper_bound=FAR)
-    return np.asarray(distance - radius)
-
-
-def _blobs(rng: np.random.Generator, points: np.ndarray, free: np.ndarray, radii: np.ndarray) -> list[np.ndarray]:
-    """Distances to balls, the largest and those that fit, that touch neither each other nor what is not `free`."""
+def place_balls(rng: np.random.Generator, points: np.ndarray, free: np.ndarray, radii: np.ndarray) -> list[np.ndarray]:
+    """Distances to balls inside `free` that do not touch each other: the largest, and the others that fit."""
     from scipy.ndimage import distance_transform_edt
 
     room = distance_transform_edt(free, sampling=np.divide(2, free.shape)) - GAP
@@ -226,61 +169,33 @@ def _blobs(rng: np.random.Generator, points: np.ndarray, free: np.ndarray, radii
     return balls
 
 
-def _affine(shape: Sequence[int]) -> np.ndarray:
-    """Axes towards left, posterior, superior, as scanners store them, and the volume's centre at 0 mm."""
-    affine = np.diag([-SPACING[0], -SPACING[1], SPACING[2], 1])
-    affine[:3, 3] = -affine[:3, :3] @ (np.subtract(shape, 1) / 2)
-    return affine
-
-
-MNI152_ROOT = Path("data/mni152")
-
-
-MNI152_VERSION = 1  # goes up with every change of what is made
-
-
-MNI152_CLASSES = ("background", "gray", "white")
-
-
-LEVELS = 255  # nilearn divides 8-bit voxels, whose largest value this is, by it
-
-
 def ensure_mni152(parent: Path) -> Path:
-    """The data set's folder below `parent`: complete, or made as a whole.
-
-    Raises UserError where it is absent and nilearn is too, or where it cannot be written.
-    """
+    """The folder of the brain below `parent`; made from nilearn's template if absent. Raises UserError."""
     about = {
         "name": "MNI152",
         "description": "ICBM 152 template 2009a, non-linear, symmetric, without skull; as nilearn has it",
         "reference": "McConnell Brain Imaging Centre, Montreal Neurological Institute, McGill University",
         "modality": {"0": "T1"},
-        "labels": {str(value): name for value, name in enumerate(MNI152_CLASSES)},
+        "labels": {"0": "background", "1": "gray", "2": "white"},
     }
     return write_dataset(parent / f"v{MNI152_VERSION}", about, _mni152_cases())
 
 
-def mni152_labels(gray: np.ndarray, white: np.ndarray) -> np.ndarray:
-    """Labels uint8 (X, Y, Z): the likeliest of neither (0), gray (1) and white matter (2); in a tie the first of them.
-
-    Takes the two maps in 1 / LEVELS. Neither is what they leave over: outside of the brain, and fluid inside of it.
-    """
-    assert (gray + white).max() <= LEVELS, "two shares of one voxel"
-    likeliest: np.ndarray = np.stack([LEVELS - gray - white, gray, white]).argmax(0)
-    return likeliest.astype(np.uint8)
-
-
-def _mni152_cases() -> Iterator[Made]:
+def _mni152_cases() -> Iterator[GeneratedCase]:
     """The one case, its voxels as nilearn's files store them, 0 to LEVELS."""
     try:
         from nilearn import datasets  # takes a second, and only the first run needs it
     except ImportError as error:
-        raise UserError(
-            f"data=mni152 is made from nilearn's template, but {error}; install it: "
-            'python -m pip install -c constraints.txt -e ".[brain]"'
-        ) from error
+        command = 'python -m pip install -c constraints.txt -e ".[brain]"'
+        raise UserError(f"data=mni152 is made from nilearn's template, but {error}; install it: {command}") from error
     template = datasets.load_mni152_template(resolution=1)
-    gray, white = datasets.load_mni152_gm_template(resolution=1), datasets.load_mni152_wm_template(resolution=1)
-    # Shares of the largest voxel in float32; times that voxel's value they are the stored integers again.
-    image, *maps = (np.rint(LEVELS * np.asarray(each.dataobj)).astype(np.int16) for each in (template, gray, white))
-    yield Made("mni152", image, mni152_labels(*maps), template.affine)
+    maps = datasets.load_mni152_gm_template(resolution=1), datasets.load_mni152_wm_template(resolution=1)
+    # nilearn gives shares of the largest voxel in float32; times its value they are the stored integers again.
+    image, gray, white = (np.rint(LEVELS * np.asarray(each.dataobj)).astype(np.int16) for each in (template, *maps))
+    yield GeneratedCase("mni152", image, mni152_labels(gray, white), template.affine)
+
+
+def mni152_labels(gray: np.ndarray, white: np.ndarray) -> np.ndarray:
+    """Labels uint8 (X, Y, Z) from maps in 1 / LEVELS: the likeliest, or first, of neither (0), gray (1), white (2)."""
+    assert (gray + white).max() <= LEVELS, "two shares of one voxel"
+    return np.asarray(np.stack([LEVELS - gray - white, gray, white]).argmax(0), np.uint8)

@@ -1,10 +1,6 @@
-"""A case as arrays on one grid (RAS+ axes, the asked spacing, exact labels), and predictions back on the file's grid.
+"""A case as arrays on one grid (RAS+ axes, one spacing, exact labels), and predictions back on the file's grid."""
 
-Nothing is mended in silence: files of a case that contradict each other, voxels that are not finite and labels that are
-no class raise UserError with the case, the file and what to do.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -13,6 +9,7 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 from nibabel.affines import apply_affine, voxel_sizes
+from nibabel.orientations import apply_orientation, axcodes2ornt, inv_ornt_aff, ornt_transform
 
 from unet3d.data import nifti
 from unet3d.data.cases import Case
@@ -20,13 +17,9 @@ from unet3d.data.nifti import STRICT, ValidationRules, label_kind, read_image, r
 from unet3d.errors import UserError
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
-
-
 SAME_SPACING = 1e-3  # relative
-
-
-# Cubic for images: linear blurs, by how much depending on where the new voxels fall. What cubic overshoots is clipped.
-CUBIC, LINEAR = 3, 1
+Headers = Mapping[Path, nib.Nifti1Image]  # opened files, by path
+CUBIC, LINEAR = 3, 1  # splines: linear ones blur an image, by how much depends on where the new voxels lie
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,24 +49,24 @@ class Volume:
 
 
 def read_volume(
-    case: Case, classes: int, ignore: int | None, spacing: Sequence[float] | None, leniency: ValidationRules = STRICT
+    case: Case, classes: int, ignore: int | None, spacing: Sequence[float] | None, rules: ValidationRules = STRICT
 ) -> Volume:
-    """The case in the canonical orientation closest to its files', resampled if `spacing` (mm) is given.
+    """The case with RAS+ axes and this `spacing` (mm), None: as stored. Labels must be classes or `ignore`.
 
-    Labels are 0 .. classes-1, and `ignore`, which is kept. Raises UserError for anything damaged or contradictory.
+    Raises UserError.
     """
     paths = (*case.images, case.label) if case.label else case.images
     opened = {path: nifti.open_image(case.id, path) for path in paths}
-    for error in contradictions(case, opened, leniency):
+    for error in contradictions(case, opened, rules):
         raise error
     first = opened[case.images[0]]
-    source, target = canonical_grid(first), target_grid(case, first, spacing)
-    files, replaced = zip(*(read_image(case.id, path, opened[path], leniency) for path in case.images), strict=True)
-    channels = (channel for file in files for channel in file)
-    image = np.stack([_resample(_canonical(channel, first), source, target, CUBIC) for channel in channels])
+    source, target, axes = canonical_grid(first), target_grid(case, first, spacing), nib.io_orientation(first.affine)
+    files, replaced = zip(*(read_image(case.id, path, opened[path], rules) for path in case.images), strict=True)
+    channels = (apply_orientation(channel, axes) for file in files for channel in file)
+    image = np.stack([_resample(channel, source, target, CUBIC) for channel in channels])
     label = None
     if case.label:
-        label = _canonical(read_label(case.id, case.label, opened[case.label], classes, ignore), first)
+        label = apply_orientation(read_label(case.id, case.label, opened[case.label], classes, ignore), axes)
         label = np.ascontiguousarray(_resample_labels(label, source, target, ignore))
     return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, sum(replaced))
 
@@ -81,81 +74,70 @@ def read_volume(
 def to_original(probabilities: np.ndarray, case: Case, spacing: Sequence[float] | None) -> np.ndarray:
     """The likeliest class of each voxel of the case's first image, in that file's axes: uint8 or uint16 (X, Y, Z).
 
-    `probabilities` float32 (K, X, Y, Z) lie on the grid that `read_volume` gives the case at this `spacing`. They are
-    interpolated linearly before the choice: borders come out smoother than from resampled labels. Of the file, only the
-    header is read. Raises UserError.
+    `probabilities` float32 (K, X, Y, Z) lie on the grid of `read_volume` at this `spacing`. Raises UserError.
     """
     image = nifti.open_image(case.id, case.images[0])
     source, target = target_grid(case, image, spacing), canonical_grid(image)
     if source.shape != probabilities.shape[1:]:
         raise nifti.problem(case.id, case.images[0], "has another size than when it was read; restore the file")
     found = ((label, _resample(scores, source, target, LINEAR)) for label, scores in enumerate(probabilities))
-    return _native(_likeliest(found, target, label_kind(len(probabilities) - 1)), image)
+    labels = _likeliest(found, target, label_kind(len(probabilities) - 1))
+    back = ornt_transform(axcodes2ornt("RAS"), nib.io_orientation(image.affine))
+    return np.ascontiguousarray(apply_orientation(labels, back))
 
 
-def contradictions(
-    case: Case, opened: Mapping[Path, nib.Nifti1Image], leniency: ValidationRules = STRICT
-) -> list[UserError]:
-    """What does not fit among those files of the case that could be opened; the first image is the measure."""
+def contradictions(case: Case, opened: Headers, rules: ValidationRules = STRICT) -> Iterator[UserError]:
+    """What does not fit among those files of the case that could be opened; all must lie on the first image's grid."""
     first = opened.get(case.images[0])
-    found = []
     for path, image in opened.items():
         if path == case.label and nifti.channels(image) > 1:
             what = f"has shape {image.shape}; a label map is X,Y,Z with one integer a voxel, e.g. the one-hot's argmax"
-            found.append(nifti.problem(case.id, path, what))
+            yield nifti.problem(case.id, path, what)
         elif len(case.images) > 1 and nifti.channels(image) > 1:
-            found.append(nifti.problem(case.id, path, f"has shape {image.shape}, but is one channel of several"))
-        misfit = _misfit(first, image, leniency) if first is not None else None
-        if misfit:
-            found.append(nifti.problem(case.id, path, f"{misfit} {case.images[0]}; resample it onto the image's grid"))
-    return found
+            yield nifti.problem(case.id, path, f"has shape {image.shape}, but is one channel of several")
+        if first is not None and (misfit := _misfit(first, image, rules)):
+            yield nifti.problem(case.id, path, f"{misfit} {case.images[0]}; resample it onto the image's grid")
 
 
-def target_grid(case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | None) -> Grid:
-    """The grid that the network sees of a case whose first image this is; `spacing` (mm) None: as stored."""
-    source = canonical_grid(image)
-    return source if spacing is None else _respaced(case, source, spacing)
+def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image, rules: ValidationRules) -> str | None:
+    size = first.shape[:3]
+    if image.shape[:3] != size:
+        return f"has {image.shape[:3]} voxels, not the {size} of"
+    if rules.affine:
+        return None
+    corners = np.array(list(product(*((0, n - 1) for n in size))))
+    matrix = np.linalg.inv(first.affine) @ image.affine
+    distance = np.abs(apply_affine(matrix, corners) - corners).max()
+    return f"lies up to {distance:.3g} voxels away from" if distance > SAME_GRID else None
 
 
 def canonical_grid(image: nib.Nifti1Image) -> Grid:
     """The grid of the file's voxels, axes permuted and flipped to run closest to right, anterior, superior (RAS+)."""
-    orientation = nib.io_orientation(image.affine)
-    x, y, z = (nifti.size(image)[axis] for axis in np.argsort(orientation[:, 0]))
-    return Grid((x, y, z), image.affine @ nib.orientations.inv_ornt_aff(orientation, nifti.size(image)))
+    orientation, size = nib.io_orientation(image.affine), image.shape[:3]
+    x, y, z = (size[axis] for axis in np.argsort(orientation[:, 0]))
+    return Grid((x, y, z), image.affine @ inv_ornt_aff(orientation, size))
 
 
-def _canonical(array: np.ndarray, image: nib.Nifti1Image) -> np.ndarray:
-    turned: np.ndarray = nib.orientations.apply_orientation(array, nib.io_orientation(image.affine))
-    return turned
-
-
-def _native(array: np.ndarray, image: nib.Nifti1Image) -> np.ndarray:
-    """The inverse of `_canonical`."""
-    ras = nib.orientations.axcodes2ornt("RAS")
-    back = nib.orientations.ornt_transform(ras, nib.io_orientation(image.affine))
-    return np.ascontiguousarray(nib.orientations.apply_orientation(array, back))
-
-
-def _respaced(case: Case, grid: Grid, spacing: Sequence[float]) -> Grid:
-    """The grid of that spacing (mm) with the same centre; it covers the same box to within half a voxel."""
-    ratio = np.asarray(spacing) / grid.spacing
+def target_grid(case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | None) -> Grid:
+    """The grid that the network sees: as stored, or of this spacing (mm) about the same centre. Raises UserError."""
+    grid = canonical_grid(image)
+    ratio = np.asarray(spacing or grid.spacing) / grid.spacing
     if np.allclose(ratio, 1, rtol=0, atol=SAME_SPACING):
         return grid
     x, y, z = (max(1, round(n / r)) for n, r in zip(grid.shape, ratio, strict=True))
     if prod((x, y, z)) > nifti.MAX_VOXELS:
-        raise nifti.problem(
-            case.id, case.images[0], f"needs {x}x{y}x{z} voxels at data.spacing={list(spacing)} mm; widen it"
-        )
+        what = f"needs {x}x{y}x{z} voxels at data.spacing={spacing} mm; widen it"
+        raise nifti.problem(case.id, case.images[0], what)
     step = np.diag([*ratio, 1])
     step[:3, 3] = (np.subtract(grid.shape, 1) - ratio * np.subtract((x, y, z), 1)) / 2
     return Grid((x, y, z), grid.affine @ step)
 
 
 def _resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.ndarray:
-    """`array` (X, Y, Z) on the target grid by splines of that order, the edge continued outwards."""
+    """`array` (X, Y, Z) on the target grid by splines of that order, clipped to its range; outside the edge goes on."""
     if _is_same(source, target):
         return array
-    from scipy import ndimage  # a third of a second to load
+    from scipy import ndimage  # takes a third of a second to load
 
     matrix = np.linalg.inv(source.affine) @ target.affine
     result: np.ndarray = ndimage.affine_transform(array, matrix, output_shape=target.shape, order=order, mode="nearest")
@@ -163,20 +145,18 @@ def _resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.n
 
 
 def _resample_labels(label: np.ndarray, source: Grid, target: Grid, ignore: int | None) -> np.ndarray:
-    """The label with the largest share of each new voxel's neighbourhood; of equal ones the highest, last `ignore`.
-
-    The nearest voxel's label would lie up to half a voxel beside the image: between two voxels there is no nearest.
-    """
+    """The label with the largest share of each new voxel's neighbourhood; in a tie the highest, but `ignore` last."""
     if _is_same(source, target):
         return label
+    # The nearest voxel's label would lie up to half a voxel beside the image: between two voxels there is no nearest.
     values = sorted(np.unique(label).tolist(), key=lambda value: (value == ignore, -value))
     masks = ((value, (label == value).astype(np.float32)) for value in values)
-    shares = ((value, _resample(mask, source, target, LINEAR).round(4)) for value, mask in masks)  # so that ties are
+    shares = ((value, _resample(mask, source, target, LINEAR).round(4)) for value, mask in masks)  # so ties are exact
     return _likeliest(shares, target, label.dtype)
 
 
 def _likeliest(scores: Iterable[tuple[int, np.ndarray]], target: Grid, kind: np.dtype | type) -> np.ndarray:
-    """The label of the highest score, the first of equal ones. One at a time: all of them at once may not fit."""
+    """The label of the highest score, the first in a tie. One label at a time: all scores at once may not fit."""
     labels, best = np.zeros(target.shape, kind), np.full(target.shape, -np.inf, np.float32)
     for label, score in scores:
         labels[score > best] = label
@@ -186,14 +166,3 @@ def _likeliest(scores: Iterable[tuple[int, np.ndarray]], target: Grid, kind: np.
 
 def _is_same(source: Grid, target: Grid) -> bool:
     return source.shape == target.shape and np.allclose(source.affine, target.affine)
-
-
-def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image, leniency: ValidationRules) -> str | None:
-    if nifti.size(first) != nifti.size(image):
-        return f"has {nifti.size(image)} voxels, not the {nifti.size(first)} of"
-    if leniency.affine:
-        return None
-    corners = np.array(list(product(*((0, n - 1) for n in nifti.size(first)))))
-    matrix = np.linalg.inv(first.affine) @ image.affine
-    distance = np.abs(apply_affine(matrix, corners) - corners).max()
-    return f"lies up to {distance:.3g} voxels away from" if distance > SAME_GRID else None

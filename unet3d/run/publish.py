@@ -114,9 +114,7 @@ def score(path: Path, config: Config, out: Path) -> str:
     _warn_of_learned(path, state, held_out)
     segmenter = predict.segmenter(found, config.device, mirror=None)
     refuse_large_window(segmenter.predictor, path)
-    reader = CaseReader(
-        task, segmenter.spacing, segmenter.intensity, cache=None, leniency=ValidationRules.of(config.data)
-    )
+    reader = CaseReader(task, segmenter.spacing, segmenter.intensity, cache=None, rules=ValidationRules.of(config.data))
     try:
         out.mkdir(parents=True, exist_ok=True)
         scores = evaluate(segmenter.predictor, held_out, reader, len(task.classes), hd95=True, what="scoring")

@@ -138,7 +138,7 @@ class Run:
         tile = geometry.output_size(config.data.patch, self.options)
         patches, cases = Patches(read, config.data, config.seed, tile), [case.id for case in data.train]
         first, pin = self.trainer.step, self.trainer.policy.device_type == "cuda"
-        return batches(patches, cases, config.batch, config.accumulate, config.seed, config.workers, first, pin=pin)
+        return batches(patches, cases, config, first, pin)
 
     def _train(self, stream: Iterator[list[Batch]]) -> None:
         every, steps = self.config.eval_every, self.config.steps
