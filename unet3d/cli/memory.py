@@ -18,7 +18,6 @@ from unet3d.memory import analysis, export, tables
 from unet3d.memory.allocator import replay
 from unet3d.memory.analysis import usual_estimates
 from unet3d.memory.budget import halved, overrides, peak_location, resized
-from unet3d.memory.ledger import levels
 from unet3d.memory.meter import ENOUGH, STEADY
 from unet3d.memory.preflight import MemoryEstimate, estimate, simulate_all
 from unet3d.progress import track
@@ -96,7 +95,7 @@ def _parts(
 
 def _layers(subject: MemoryEstimate) -> Table:
     """A row for each layer of the prediction, with its kind: exact, replay, or not known here."""
-    tensors, columns = mib(max(levels(subject.ledger))), ["predicted peak of a step", "MiB", "kind"]
+    tensors, columns = mib(subject.ledger.peak_bytes()), ["predicted peak of a step", "MiB", "kind"]
     if build.target(subject.config) != "cuda":
         return Table(columns, [["tensors", tensors, "exact (ledger)"]])
     native, expandable = (replay(subject.ledger.events, expandable=is_expandable) for is_expandable in (False, True))
@@ -129,7 +128,7 @@ def _dtype(dtype: object) -> str:
 
 
 def _groups(subject: MemoryEstimate) -> Table:
-    groups = analysis.held(subject.ledger, analysis.peak_moment(subject.ledger))
+    groups = analysis.held(subject.ledger, subject.ledger.peak_moment())
     rows = [
         [f"{g.number} x {g.shape} {g.dtype}", tables.NAMES[g.category], mib(g.bytes), percent(g.bytes, subject.peak)]
         for g in groups[:LARGEST]

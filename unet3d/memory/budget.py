@@ -10,7 +10,7 @@ from unet3d.checks import check
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory import analysis
-from unet3d.memory.ledger import Ledger, alive_at, levels
+from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH
 from unet3d.memory.segments import (
     SLACK,
@@ -96,7 +96,7 @@ def price(config: Config, options: Model) -> Price:
 
 @memoized
 def _cut_peak(config: Config, options: Model, starts: SegmentStarts) -> int:
-    return max(levels(simulate(config, options, starts, steps=ENOUGH).ledger))
+    return simulate(config, options, starts, steps=ENOUGH).ledger.peak_bytes()
 
 
 def plan(config: Config, options: Model, budget: int, before: Price) -> str:
@@ -364,11 +364,11 @@ def oom_moment(ledger: Ledger) -> Iterator[str]:
     To be asked before the frames of the error are cleared. The ledger steps aside after the first steps, which repeat.
     """
     now = len(ledger.events)
-    alive = sum(storage.bytes for storage in alive_at(ledger, now))
+    alive = sum(storage.bytes for storage in ledger.alive_at(now))
     done = sum(name == "end" for _, name in ledger.marks)
     phase = ledger.marks[-1][1]
     if phase == "end":
-        peak = analysis.peak_moment(ledger)
+        peak = ledger.peak_moment()
         words = analysis.describe(ledger, peak)["words"]
         yield f"not in the first {done} steps, whose peak was in {words}; held then:"
         now = peak

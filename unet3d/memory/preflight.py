@@ -14,10 +14,10 @@ from unet3d.errors import UserError
 from unet3d.memory.allocator import replay
 from unet3d.memory.analysis import LayerCount, layer_counts
 from unet3d.memory.budget import Price, peak_location, plan, price
-from unet3d.memory.ledger import Ledger, Storage, categories_at, levels
+from unet3d.memory.ledger import Ledger, Storage
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
 from unet3d.memory.segments import choose_segments, predicted
-from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_model, simulate, simulating, validation_peak
+from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_mode, fake_model, simulate, validation_peak
 from unet3d.memory.tables import moment, sentence
 from unet3d.progress import Counter, counting, track
 from unet3d.types import budget_bytes, mib
@@ -49,7 +49,7 @@ class MemoryEstimate:
     @cached_property
     def peak(self) -> int:
         """Bytes."""
-        return max(levels(self.ledger))
+        return self.ledger.peak_bytes()
 
     @cached_property
     def parameters(self) -> int:
@@ -65,7 +65,7 @@ class MemoryEstimate:
     def joined(self) -> tuple[int, int] | None:
         """Channels of the skip and of what comes from below where they are joined at full resolution."""
         last = f"up{len(self.options.features) - 1}"
-        made = (s for s in self.ledger.storages if s.operation == "aten.cat.default" and s.place.module == last)
+        made = (s for s in self.ledger.storages if s.operation == "aten.cat.default" and s.scope.module == last)
         found = next(made, None)
         return None if found is None else (self.options.features[0], found.shape[1] - self.options.features[0])
 
@@ -78,11 +78,11 @@ class MemoryEstimate:
     def saved(self) -> int:
         """Bytes that autograd holds as the last backward begins."""
         start = [start for start, name in self.ledger.marks if name == "backward"][-1]
-        return categories_at(self.ledger, start)["activations"]
+        return self.ledger.categories_at(start)["activations"]
 
     def counts(self) -> list[LayerCount]:
         """Every module's input and output in one forward pass without checkpointing."""
-        with simulating(self.config):
+        with fake_mode(build.target(self.config)):
             model = fake_model(self.config, self.options, self.dtype)
             policy = build.policy(self.config, "cpu", ())
             image = fake_batch(self.config, self.options, self.dtype).image

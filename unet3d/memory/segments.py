@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, combinations, groupby, islice
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from unet3d.checks import stages
 from unet3d.config import Config, Model, Optim
 from unet3d.memory.analysis import last_step, phase_ends
-from unet3d.memory.ledger import Ledger, Site, alive_at, levels, phase_peaks
+from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
 from unet3d.memory.simulate import SegmentStarts, memoized, simulate, step_key
 from unet3d.progress import track
@@ -62,7 +61,7 @@ def _rehearsed(config: Config, options: Model) -> StageProfile:
 
 def _profile(ledger: Ledger, names: list[str], states: list[frozenset[int]]) -> StageProfile:
     spans = {phase: (start, end) for phase, start, end in last_step(ledger)}
-    alive, count = levels(ledger), len(names)
+    alive, count = ledger.alive_bytes(), len(names)
     begin, turn = spans["forward"][0], spans["backward"][0]
     forward, backward = [0] * count, [0] * count
     waiting: list[int | None] = [None] * count
@@ -72,7 +71,7 @@ def _profile(ledger: Ledger, names: list[str], states: list[frozenset[int]]) -> 
     for phase in ("forward", "backward"):
         for event in range(*spans[phase]):
             index, change = ledger.events[event]
-            stage = _stage(ledger.storages[index].place.module, names)
+            stage = _stage(ledger.storages[index].scope.module, names)
             if change < 0:
                 continue
             if stage is None:
@@ -110,8 +109,8 @@ def _stage(path: str, names: list[str]) -> int | None:
 def _saved(ledger: Ledger, names: list[str], begin: int, turn: int) -> list[int]:
     """Bytes that each stage made in forward and that live as backward begins."""
     found = [0] * len(names)
-    for storage in alive_at(ledger, turn):
-        stage = _stage(storage.place.module, names)
+    for storage in ledger.alive_at(turn):
+        stage = _stage(storage.scope.module, names)
         if storage.born >= begin and stage is not None and storage.role is None:
             found[stage] += storage.bytes
     return found
@@ -119,22 +118,11 @@ def _saved(ledger: Ledger, names: list[str], begin: int, turn: int) -> list[int]
 
 def _flops(ledger: Ledger, names: list[str], begin: int, end: int) -> list[int]:
     found = [0] * len(names)
-    for site in ledger.sites:
-        stage = _stage(site.module, names)
-        if begin <= site.event <= end and stage is not None and site.operation == "convolution":
-            found[stage] += flops(site)
+    for call in ledger.convolutions:
+        stage = _stage(call.module, names)
+        if begin <= call.event <= end and stage is not None:
+            found[stage] += call.flops
     return found
-
-
-def flops(site: Site) -> int:
-    """Of a convolution: two for each product that is added up."""
-    (image, *_), (weight, *_) = site.arguments[:2]
-    stride, padding, dilation, transposed = site.arguments[3:7]
-    places: list[int] = list(image[2:])  # of a transposed convolution: each voxel of the input meets the whole kernel
-    if not transposed:
-        axes = zip(image[2:], weight[2:], stride, padding, dilation, strict=True)
-        places = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in axes]
-    return 2 * int(image[0]) * prod(places) * prod(map(int, weight))
 
 
 TRIED = 3  # cuts rehearsed for a budget, of those that recompute as much
@@ -177,7 +165,7 @@ def simulated_peak(config: Config, options: Model, starts: SegmentStarts, found:
 @memoized
 def _first_step(config: Config, options: Model, starts: SegmentStarts) -> int:
     """Most bytes of a first step but for its update."""
-    peaks = phase_peaks(simulate(config, options, starts, steps=1).ledger)
+    peaks = simulate(config, options, starts, steps=1).ledger.phase_peaks()
     return max(peak for phase, peak in peaks if phase in ("forward", "loss", "backward"))
 
 
@@ -261,7 +249,7 @@ def partitions(count: int, most: int, least: int = 2) -> Iterator[SegmentStarts]
 
 
 def predict(config: Config, options: Model) -> dict[str, Any]:
-    """`peak_bytes`, `phases`, `categories` and more in bytes as `Meter.summary` gives them, and `parameters`."""
+    """`peak_bytes`, `phases`, `categories` and more in bytes as `LedgerMeter.summary` gives them, and `parameters`."""
     meter = predicted(config, options)
     return {**meter.summary(), "parameters": sum(p.numel() for p in meter.model.parameters())}
 
