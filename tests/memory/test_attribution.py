@@ -1,4 +1,4 @@
-"""Every operation is laid at the right module's door, in forward, in backward and in recomputation."""
+"""Every operation is attributed to its module, in forward, in backward and in recomputation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ Network = Callable[..., UNet3D]
 
 
 class Log(TorchDispatchMode):
-    """(operation, place) of all that is dispatched."""
+    """(operation, scope) of all that is dispatched."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.lines.append((str(func).split(".")[1], self.tracker.here()))
+        self.lines.append((str(func).split(".")[1], self.tracker.scope()))
         return result
 
-    def places(self, operation: str) -> list[ModuleScope]:
-        return [place for name, place in self.lines if name == operation]
+    def scopes(self, operation: str) -> list[ModuleScope]:
+        return [scope for name, scope in self.lines if name == operation]
 
 
 def step(model: UNet3D, ckpt: int) -> tuple[Log, list[Crossing]]:
@@ -60,18 +60,18 @@ def test_each_convolution_runs_forward_and_backward_in_its_own_module(network: N
     model = network("model=unet_tiny")
     log, _ = step(model, ckpt)
     paths = convolutions(model)
-    forward = [place.module for place in log.places("convolution") if not place.is_recomputed]
+    forward = [scope.module for scope in log.scopes("convolution") if not scope.is_recomputed]
     assert forward == paths
-    backward = log.places("convolution_backward")
-    assert [place.module for place in backward] == paths[::-1]
-    assert not any(place.is_recomputed for place in backward)
+    backward = log.scopes("convolution_backward")
+    assert [scope.module for scope in backward] == paths[::-1]
+    assert not any(scope.is_recomputed for scope in backward)
 
 
-def test_recomputation_is_told_from_the_first_pass(network: Network) -> None:
+def test_a_recomputed_operation_is_marked_as_such(network: Network) -> None:
     model = network("model=unet_tiny")
     paths = convolutions(model)
     again = {
-        ckpt: [place.module for place in step(model, ckpt)[0].places("convolution") if place.is_recomputed]
+        ckpt: [scope.module for scope in step(model, ckpt)[0].scopes("convolution") if scope.is_recomputed]
         for ckpt in (0, 2)
     }
     assert again[0] == []
@@ -79,15 +79,15 @@ def test_recomputation_is_told_from_the_first_pass(network: Network) -> None:
     assert again[2] == [path for path in paths if path in again[2]], "in the order of the first pass"
 
 
-def test_what_belongs_to_no_module_belongs_to_its_phase(network: Network) -> None:
+def test_an_operation_outside_of_modules_belongs_to_its_phase(network: Network) -> None:
     log, _ = step(network("model=unet_tiny"), 0)
-    places = dict(log.lines)
-    assert places["sum"].module == "loss" == log.places("expand")[-1].module, "the loss, and its gradient"
+    scopes = dict(log.lines)
+    assert scopes["sum"].module == "loss" == log.scopes("expand")[-1].module, "the loss, and its gradient"
     assert log.lines[-1] == ("add", ModuleScope("step"))
-    assert [place.module for place in log.places("cat")] == ["up1", "up2"]
+    assert [scope.module for scope in log.scopes("cat")] == ["up1", "up2"]
 
 
-def test_leaf_modules_are_entered_left_and_come_back_in_reverse(network: Network) -> None:
+def test_leaf_modules_are_entered_left_and_seen_in_reverse_in_backward(network: Network) -> None:
     model = network("model=unet_tiny")
     _, crossings = step(model, 0)
     leaves = [path for path, module in model.named_modules() if not list(module.children())]
@@ -98,16 +98,18 @@ def test_leaf_modules_are_entered_left_and_come_back_in_reverse(network: Network
     assert crossings[0] == Crossing("inc.block.conv1.conv", "Conv3d", "pre")
 
 
-def test_a_recomputation_that_is_broken_off_leaves_every_module(network: Network) -> None:
-    """Checkpointing stops a recomputation once it has all it needs: with an exception, in the middle of modules."""
+def test_a_recomputation_that_ends_early_leaves_every_module(network: Network) -> None:
+    """Checkpointing ends a recomputation once it has all it needs: with an exception, in the middle of modules."""
     _, crossings = step(network("model=unet_tiny"), 2)
     assert sum(c.hook == "pre" for c in crossings) == sum(c.hook == "fwd" for c in crossings)
 
 
-def test_it_leaves_the_model_as_it_was(network: Network) -> None:
+def test_after_closing_the_model_is_no_longer_followed(network: Network) -> None:
     model = network("model=unet_tiny")
-    step(model, 0)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    _, crossings = step(model, 0)
+    before = len(crossings)
+    model(torch.ones(1, 1, 16, 16, 16))
+    assert len(crossings) == before
 
 
 def test_following_changes_no_bit(network: Network) -> None:

@@ -13,7 +13,7 @@ from torch.cuda import _memory_viz
 
 from unet3d import compose
 from unet3d.memory import analysis, export
-from unet3d.memory.ledger import CATEGORIES, Crossing, Ledger, alive_at, levels
+from unet3d.memory.ledger import CATEGORIES, Crossing, Ledger
 from unet3d.memory.meter import STEADY
 from unet3d.memory.segments import predicted
 from unet3d.memory.simulate import fake_mode
@@ -25,7 +25,7 @@ VIEWER_KNOWS = {
 }
 
 
-def rehearsed(*overrides: str) -> Ledger:
+def simulated(*overrides: str) -> Ledger:
     config = compose.compose(list(overrides))
     config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 4
     return predicted(config, config.model).ledger
@@ -33,13 +33,13 @@ def rehearsed(*overrides: str) -> Ledger:
 
 @pytest.fixture(scope="module")
 def small() -> Ledger:
-    return rehearsed("model=unet_tiny", "data.patch=[16,16,16]", "amp=true", "ckpt=2")
+    return simulated("model=unet_tiny", "data.patch=[16,16,16]", "amp=true", "ckpt=2")
 
 
 @pytest.fixture(scope="module")
 def forum() -> Ledger:
     """A thread's network: discuss.pytorch.org/t/133116. Its sizes do not fit in 32 bits."""
-    return rehearsed("model=forum_mid", "data.patch=[320,150,26]", "batch=2", "amp=true")
+    return simulated("model=forum_mid", "data.patch=[320,150,26]", "batch=2", "amp=true")
 
 
 def written(ledger: Ledger, folder: Path) -> dict:
@@ -61,7 +61,7 @@ def test_events_of_a_snapshot_are_the_ledgers(small: Ledger, tmp_path: Path) -> 
     [trace] = written(small, tmp_path)["device_traces"]
     signs = {"alloc": 1, "free_completed": -1}
     changes = [signs[event["action"]] * event["size"] for event in trace if event["action"] in signs]
-    assert [0, *accumulate(changes)] == levels(small)
+    assert [0, *accumulate(changes)] == small.alive_bytes()
     for event, following in pairwise(trace):
         if event["action"] == "free_requested":
             assert following == event | {"action": "free_completed"}
@@ -83,7 +83,7 @@ def test_addresses_of_a_snapshot_are_reused_and_never_shared(small: Ledger, tmp_
         elif event["action"] == "free_completed":
             assert alive.pop(start) == event["size"]
     assert alive == {b["address"]: b["size"] for b in segment["blocks"] if b["state"] == "active_allocated"}
-    assert max(levels(small)) <= segment["total_size"] < sum(s.bytes for s in small.storages) / 10
+    assert small.peak_bytes() <= segment["total_size"] < sum(s.bytes for s in small.storages) / 10
 
 
 def test_blocks_of_a_snapshot_fill_the_segment(small: Ledger, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_blocks_of_a_snapshot_fill_the_segment(small: Ledger, tmp_path: Path) ->
         assert block["address"] == address
         address += block["size"]
     assert address == segment["total_size"]
-    assert segment["active_size"] == segment["allocated_size"] == levels(small)[-1] > 0
+    assert segment["active_size"] == segment["allocated_size"] == small.alive_bytes()[-1] > 0
 
 
 def test_the_lowest_gap_that_fits_is_taken() -> None:
@@ -112,7 +112,7 @@ def test_torchs_own_reader_takes_a_snapshot(small: Ledger, tmp_path: Path) -> No
     found = written(small, tmp_path)
     lines = _memory_viz.trace(found).splitlines()
     assert f"{1 + sum(1 if change > 0 else 2 for _, change in small.events)} entries" in lines
-    alive, total = (str(_memory_viz.Bytes(n)) for n in (levels(small)[-1], found["segments"][0]["total_size"]))
+    alive, total = (str(_memory_viz.Bytes(n)) for n in (small.alive_bytes()[-1], found["segments"][0]["total_size"]))
     summary = _memory_viz.segsum(found).splitlines()
     assert {f"total_reserved: {total}", f"total_allocated: {alive}"} <= set(summary)
     assert "add_local_files" in _memory_viz.trace_plot(found)
@@ -189,7 +189,7 @@ def test_a_timeline_file_holds_every_event_of_the_last_step(small: Ledger, tmp_p
     export.write_timeline(small, tmp_path / "timeline.csv")
     with (tmp_path / "timeline.csv").open(newline="") as file:
         header, *lines = csv.reader(file)
-    assert header == list(analysis.Row._fields)
+    assert header == list(analysis.TimelineRow._fields)
     assert lines == [[str(value) for value in row] for row in analysis.timeline_rows(small)[1]]
     assert lines
 
@@ -216,7 +216,7 @@ def test_changes_group_what_is_alike(tmp_path: Path) -> None:
     backward = lines.index("backward: 16 events, from 168.0 MiB to 45.0 MiB")
     assert lines[backward - 1] == ""
     assert lines[backward + 1] == "- |   2 * (512, 512, 3, 3) float32 | 18.0 MiB | params"
-    assert len(alive_at(ledger, len(ledger.events))) == len(weights) == 5
+    assert len(ledger.alive_at(len(ledger.events))) == len(weights) == 5
 
 
 def test_changes_cover_the_last_step_only(small: Ledger, tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
-"""The ledger against hand-made programs and against torch's own tracker; `test_truth.py` has the allocator."""
+"""The ledger against hand-made programs and torch's own trackers; `test_truth.py` has the CPU allocator."""
 
 from collections.abc import Callable
 
+import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from unet3d.memory.ledger import Ledger, categories_at, levels, peak_moment, phase_peaks
+from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import LedgerMeter
+from unet3d.memory.simulate import fake_mode
 from unet3d.model.unet import UNet3D
 from unet3d.train.losses import SegmentationLoss, dice_ce
 from unet3d.train.policy import MemoryPolicy
@@ -16,7 +20,7 @@ Network = Callable[..., UNet3D]
 KIB = 1024
 
 
-def test_counts_births_and_deaths_by_phase() -> None:
+def test_births_and_deaths_are_counted_by_phase() -> None:
     ledger = Ledger()
     with ledger:
         ledger.mark("one")
@@ -25,9 +29,9 @@ def test_counts_births_and_deaths_by_phase() -> None:
         del a
         ledger.mark("two")
         c = b * 2
-    assert phase_peaks(ledger) == [("before", 0), ("one", 2 * KIB), ("two", 2 * KIB)]
+    assert ledger.phase_peaks() == [("before", 0), ("one", 2 * KIB), ("two", 2 * KIB)]
     del b, c
-    assert levels(ledger)[-1] == 0
+    assert ledger.alive_bytes()[-1] == 0
 
 
 def test_views_and_in_place_operations_cost_nothing() -> None:
@@ -35,28 +39,40 @@ def test_views_and_in_place_operations_cost_nothing() -> None:
     with ledger:
         a = torch.zeros(256)
         views = [a[:10], a.view(16, 16), a.add_(1), a.t()]
-    assert max(levels(ledger)) == KIB
+    assert ledger.peak_bytes() == KIB
     assert len(views) == 4
 
 
-def test_what_was_there_before_counts_once_used() -> None:
+def test_a_tensor_from_before_counts_once_it_is_used() -> None:
     a = torch.zeros(256)
     ledger = Ledger()
     with ledger:
         b = a + 1
-    assert max(levels(ledger)) == 2 * KIB
-    assert categories_at(ledger, peak_moment(ledger))["inputs"] == KIB
+    assert ledger.peak_bytes() == 2 * KIB
+    assert ledger.categories_at(ledger.peak_moment())["inputs"] == KIB
     assert b.numel()
 
 
-def test_what_lies_on_another_device_takes_none_of_this_ones_memory() -> None:
+def test_a_tensor_on_another_device_does_not_count() -> None:
     ledger = Ledger(device_type="meta")
     with ledger:
         host = torch.zeros(256)
         here = host.to("meta")
         both = here + 1
-    assert max(levels(ledger)) == 2 * KIB and categories_at(ledger, peak_moment(ledger))["inputs"] == 0
+    assert ledger.peak_bytes() == 2 * KIB and ledger.categories_at(ledger.peak_moment())["inputs"] == 0
     assert both.numel()
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Conv3d(4, 6, 3, 2, 1, groups=2), nn.Conv3d(4, 6, 3, dilation=2), nn.ConvTranspose3d(4, 6, 2, 2)]
+)
+def test_flops_of_a_convolution_are_those_of_torchs_counter(layer: nn.Module) -> None:
+    ledger, image = Ledger(), torch.zeros(2, 4, 9, 9, 9)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        layer(image)
+    with ledger, torch.no_grad():
+        layer(image)
+    assert [call.flops for call in ledger.convolutions] == [counter.get_total_flops()]
 
 
 def run(model: UNet3D, steps: int, mark: Mark, optimizer: torch.optim.Optimizer) -> None:
@@ -66,7 +82,7 @@ def run(model: UNet3D, steps: int, mark: Mark, optimizer: torch.optim.Optimizer)
         train_step(model, SegmentationLoss(dice_ce), optimizer, memory.scaler(), memory, [batch], mark)
 
 
-def test_peak_equals_torchs_mem_tracker(network: Network) -> None:
+def test_the_peak_is_that_of_torchs_mem_tracker(network: Network) -> None:
     from torch.distributed._tools.mem_tracker import MemTracker  # seconds to load
 
     model = network("model=unet_tiny")
@@ -81,7 +97,7 @@ def test_peak_equals_torchs_mem_tracker(network: Network) -> None:
     with tracker:
         run(again, 1, ignore_mark, torch.optim.Adam(again.parameters(), foreach=False))
     truth = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
-    assert max(levels(ledger)) == truth
+    assert ledger.peak_bytes() == truth
 
 
 def test_categories_at_the_peak_add_up(network: Network) -> None:
@@ -89,10 +105,24 @@ def test_categories_at_the_peak_add_up(network: Network) -> None:
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     meter = LedgerMeter(model, optimizer)
     run(model, 2, meter.mark, optimizer)
-    categories = categories_at(meter.ledger, peak_moment(meter.ledger))
+    categories = meter.ledger.categories_at(meter.ledger.peak_moment())
     parameters = sum(p.numel() for p in model.parameters())
     tensors = len(list(model.parameters()))
-    assert sum(categories.values()) == max(levels(meter.ledger))
+    assert sum(categories.values()) == meter.ledger.peak_bytes()
     assert categories["params"] == 4 * parameters
     assert categories["optimizer"] == 8 * parameters + 4 * tensors, "moments, and a step count a tensor"
     assert categories["activations"] > categories["temporaries"] > 0
+
+
+def test_views_of_fake_tensors_share_a_storage_and_new_tensors_do_not() -> None:
+    with fake_mode(), Ledger() as ledger:
+        base = torch.zeros(4, 6)
+        turned, row, copy = base.t(), base[1], base + 1
+        assert turned.untyped_storage()._cdata == row.untyped_storage()._cdata == base.untyped_storage()._cdata
+        assert copy.untyped_storage()._cdata != base.untyped_storage()._cdata
+        assert turned.shape == (6, 4) and turned.stride() == (1, 6) and copy.nbytes == 96
+        whole, real = base * 2, base * 2.5
+        assert (torch.zeros(2, dtype=torch.int64) * 2).dtype == torch.int64
+        assert (torch.zeros(2, dtype=torch.int64) * 2.5).dtype == torch.float32, "2 and 2.5 make other types"
+    assert whole.device.type == real.device.type == "cpu"
+    assert max(storage.bytes for storage in ledger.storages) == 96

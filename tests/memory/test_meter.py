@@ -1,18 +1,22 @@
-"""Peaks per phase, first and steady, ridden on marks alone."""
+"""Peaks per phase, of the first step and of later ones, from marks alone."""
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
-from unet3d.memory.meter import STEADY, CudaMeter, LedgerMeter, first_and_steady
+from unet3d.memory.analysis import by_phase
+from unet3d.memory.meter import STEADY, CudaMeter, LedgerMeter
 from unet3d.model.unet import UNet3D
 from unet3d.train.losses import SegmentationLoss, ce
 from unet3d.train.policy import MemoryPolicy
 from unet3d.train.step import PHASES, train_step
 from unet3d.types import Batch
 
+Network = Callable[..., UNet3D]
 
-def test_first_step_and_steady_state_differ_by_what_adam_keeps(network: Callable[..., UNet3D]) -> None:
+
+def test_first_and_later_steps_differ_by_what_adam_keeps(network: Network) -> None:
     model = network("model=unet_tiny")
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     meter = LedgerMeter(model, optimizer)
@@ -30,8 +34,8 @@ def test_first_step_and_steady_state_differ_by_what_adam_keeps(network: Callable
     assert sum(name == "end" for _, name in meter.ledger.marks) == STEADY, "later steps run unmeasured"
 
 
-def test_steps_whose_update_was_skipped_are_not_those_that_repeat(network: Callable[..., UNet3D]) -> None:
-    """fp16 overflows as a run begins: the optimizer's state is not there yet."""
+def test_a_step_with_a_skipped_update_does_not_count_as_one_that_repeats(network: Network) -> None:
+    """fp16 overflows in a run's first steps: the optimizer's state does not exist yet."""
     model = network("model=unet_tiny")
     skipped, taken = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), 0.1)
     for optimizer, steps in ((skipped, 0), (taken, 1)):  # plain SGD keeps nothing, ever
@@ -44,18 +48,17 @@ def test_steps_whose_update_was_skipped_are_not_those_that_repeat(network: Calla
 def test_accumulation_counts_as_one_step() -> None:
     micro = [("data", 1), ("forward", 5), ("loss", 2), ("backward", 6)]
     peaks = [("before", 0), *micro, *micro, ("step", 3), ("end", 1), *micro, ("step", 4), ("end", 1)]
-    found = first_and_steady(peaks)
+    found = by_phase(peaks)
     assert found["step"] == {"first": 3, "steady": 4}
     assert found["forward"] == {"first": 5, "steady": 5}
 
 
-def test_a_run_of_one_step_has_no_other_steady_state() -> None:
-    peaks = [(phase, i) for i, phase in enumerate(PHASES)]
-    assert first_and_steady(peaks)["backward"] == {"first": 3, "steady": 3}
+def test_after_one_step_later_steps_are_taken_to_be_like_it() -> None:
+    assert by_phase((phase, i) for i, phase in enumerate(PHASES))["backward"] == {"first": 3, "steady": 3}
 
 
-def test_cuda_meter_keeps_the_highest_of_later_steps(monkeypatch, network: Callable[..., UNet3D]) -> None:
-    """The allocator's counters replaced by a script: what is read at a mark belongs to the phase before it."""
+def test_cuda_meter_keeps_the_highest_of_later_steps(monkeypatch: pytest.MonkeyPatch, network: Network) -> None:
+    """The allocator's counters are replaced by a script: what is read at a mark belongs to the phase before it."""
     readings = iter([0, *(10 * s + i for s in range(1, 6) for i in range(6))])
 
     def stats(device: torch.device) -> dict[str, int]:
@@ -71,8 +74,7 @@ def test_cuda_meter_keeps_the_highest_of_later_steps(monkeypatch, network: Calla
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
     model = network("model=unet_tiny")
-    ledger = LedgerMeter(model, torch.optim.Adam(model.parameters()))
-    meter = CudaMeter(torch.device("cuda"), ledger)
+    meter = CudaMeter(model, torch.optim.Adam(model.parameters()))
     for _ in range(5):
         for phase in (*PHASES, "end"):
             meter.mark(phase)
@@ -84,5 +86,4 @@ def test_cuda_meter_keeps_the_highest_of_later_steps(monkeypatch, network: Calla
     assert (found["retries"], found["device_used_bytes"]) == (1, 700)
     seen = found["ledger"]
     assert seen["categories"]["params"] == seen["peak_bytes"] == sum(p.nbytes for p in model.parameters())
-    assert len(meter.peaks) <= 3 * 6
-    assert not ledger.is_open
+    assert not meter.is_open

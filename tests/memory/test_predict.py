@@ -1,19 +1,21 @@
 """What is predicted is what is measured, to the byte, without an allocation."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from evenly import evenly
 from training import PLAIN
 
 from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.errors import UserError
 from unet3d.memory.budget import resized
-from unet3d.memory.meter import STEADY, LedgerMeter
+from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
 from unet3d.memory.preflight import preflight
 from unet3d.memory.segments import choose_segments, predict
-from unet3d.memory.simulate import SegmentStarts, fake_mode
+from unet3d.memory.simulate import SegmentStarts, fake_mode, simulate
 from unet3d.train import optim
 from unet3d.train.step import train_step
 from unet3d.types import IGNORE, Batch
@@ -23,7 +25,7 @@ VARIANTS = [
     *product(["amp=true", "amp_dtype=fp16"], ["ckpt=0", "ckpt=4"]),
     ("model.norm=group", "amp=true"),
     ("model.upsampling=trilinear", "model.activation=silu"),
-    ("model.downsampling=strided_conv", "model.deep_supervision=true"),
+    ("model.downsampling=strided_conv", "model.deep_supervision=true", "model.features=[4,8,8]"),
     ("accumulate=2", "optim=sgd"),
     ("optim.average=0.99", "ckpt=3"),
     ("model.norm=none", "optim.clip=null"),
@@ -33,20 +35,20 @@ VARIANTS = [
 
 
 def config(*overrides: str) -> Config:
-    found = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", *overrides])
+    found = compose.compose(["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,8,8]", *overrides])
     found.amp = found.amp or found.amp_dtype != "auto"
     found.model.in_channels, found.model.classes = 2, 3
     return found
 
 
-def measure(options: Config, starts: SegmentStarts) -> dict:
-    """The same step on real tensors."""
+def measure(options: Config, starts: SegmentStarts, steps: int) -> dict[str, Any]:
+    """The summary of the same steps on real tensors."""
     model = build.model(options.model, options.seed)
     policy = build.policy(options, "cpu", starts)
     optimizer = optim.optimizer(options.optim, model)
     meter, loss, scaler = LedgerMeter(model, optimizer), build.loss(options, 3), policy.scaler()
     size = (options.batch, *options.data.patch)
-    for _ in range(STEADY):
+    for _ in range(steps):
         batches = [
             Batch(torch.randn(options.batch, 2, *size[1:]), torch.full(size, IGNORE, dtype=torch.int16))
             for _ in range(options.accumulate)
@@ -55,49 +57,53 @@ def measure(options: Config, starts: SegmentStarts) -> dict:
     return meter.summary()
 
 
+def assert_equal(options: Config) -> None:
+    """Every entry of both summaries. Segments are of equal length here: choosing them takes many simulations."""
+    starts = evenly(len(build.model(options.model, 0)), int(options.ckpt))
+    predicted = simulate(options, options.model, starts, steps=ENOUGH).summary()
+    measured = measure(options, starts, ENOUGH)
+    if options.model.inplace:  # without data, autograd replays an in-place change of a view by other operations
+        for summary in (predicted, measured):
+            summary.pop("layers")
+    assert predicted == measured
+
+
 @pytest.mark.parametrize("overrides", VARIANTS, ids=" ".join)
 def test_predicted_equals_measured_to_the_byte(overrides: tuple[str, ...]) -> None:
-    options = config(*overrides)
-    assert_equal(options)
-
-
-def assert_equal(options: Config) -> None:
-    """What is predicted is what is measured, in every entry."""
-    found = choose_segments(options, options.model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unet3d.memory.segments.choose_segments", lambda *_: found)  # once for both, as in a run
-        predicted, measured = predict(options, options.model), measure(options, found.starts)
-    assert predicted.pop("parameters") == sum(p.numel() for p in build.model(options.model, 0).parameters())
-    if options.model.inplace:  # without data, autograd replays an in-place change of a view by other operations
-        for found in (predicted, measured):
-            found.pop("layers")
-    assert predicted == measured
+    assert_equal(config(*overrides))
 
 
 @pytest.mark.parametrize("words", [("amp=false",), ("amp=true", "ckpt=3", *PLAIN)], ids=" ".join)
 @pytest.mark.parametrize("name", compose.choices("model"))
 def test_every_named_network_is_predicted_to_the_byte(name: str, words: tuple[str, ...]) -> None:
-    """An eighth of the widths, and patches just large enough."""
+    """A small fraction of the widths, and patches just large enough."""
     patch = {"cicek2016": "[92,92,92]", "cicek2016_no_bn": "[92,92,92]", "cicek2016_2d": "[92,92,4]"}.get(
         name, "[36,16,16]"
     )
-    options = compose.compose([f"model={name}", f"data.patch={patch}", *words, "batch=2"])
-    options.model = resized(options.model, lambda level, width: max(2, width // 8))
+    options = compose.compose([f"model={name}", f"data.patch={patch}", *words, "batch=1"])
+    options.model = resized(options.model, lambda level, width: max(2, width // 16))
     options.model.in_channels, options.model.classes = 2, 3
     assert_equal(options)
 
 
+def test_a_prediction_chooses_segments_as_a_run_does() -> None:
+    options = config("ckpt=3")
+    predicted = predict(options, options.model)
+    measured = measure(options, choose_segments(options, options.model).starts, STEADY)
+    assert predicted.pop("parameters") == sum(p.numel() for p in build.model(options.model, 0).parameters())
+    assert predicted == measured
+
+
 def test_a_full_width_forum_net_is_predicted_without_its_gigabytes() -> None:
-    """320 x 150 x 26 voxels, batch 2: the smaller net needs more, for it joins 192 channels at full resolution."""
+    """320 x 150 x 26 voxels, batch 2: the smaller net needs more, because it joins 192 channels at full resolution."""
     forum = ["data.patch=[320,150,26]", "batch=2", "amp=true"]
     large, mid = (compose.compose([f"model=forum_{name}", *forum]) for name in ("large", "mid"))
-    peaks = [predict(c, c.model)["peak_bytes"] for c in (large, mid)]
+    peaks = [simulate(c, c.model, (), steps=1).ledger.peak_bytes() for c in (large, mid)]
     assert peaks[1] > peaks[0] > 2**31
 
 
 def test_a_run_over_its_budget_stops_and_one_within_goes_on() -> None:
-    options = config("model.features=[4,8]")
-    options.data.patch = [8, 8, 8]
+    options = config()
     peak = predict(options, options.model)["peak_bytes"]
     options.budget = f"{(peak - 4) / 2**20}MiB"
     with pytest.raises(UserError, match="does not fit"):
@@ -107,9 +113,8 @@ def test_a_run_over_its_budget_stops_and_one_within_goes_on() -> None:
 
 
 def test_predicting_leaves_the_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    options = config()
-    predict(options, options.model)
+    before, options = torch.get_rng_state(), config()
+    simulate(options, options.model, (), steps=1)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -10,13 +10,11 @@ from training import PLAIN
 
 from unet3d import build, compose
 from unet3d.config import Config
-from unet3d.memory.ledger import Site, levels
 from unet3d.memory.segments import (
     StageProfile,
     best_starts,
     choose_segments,
     estimated_peak,
-    flops,
     partitions,
     profile_stages,
     recompute_fraction,
@@ -54,7 +52,7 @@ def starts_of(options: Config) -> SegmentStarts:
 
 @cache
 def true_peak(starts: SegmentStarts, *overrides: str) -> int:
-    return max(levels(simulate(config(*overrides), config(*overrides).model, starts, steps=2).ledger))
+    return simulate(config(*overrides), config(*overrides).model, starts, steps=2).ledger.peak_bytes()
 
 
 @cache
@@ -171,9 +169,3 @@ def test_flops_are_two_for_each_product() -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(found.batch, 1, *found.data.patch))
     assert sum(profiled("model=unet_tiny", "model.upsampling=transposed").flops) == counter.get_total_flops()
-
-
-def test_flops_of_a_grouped_strided_convolution() -> None:
-    image, weight = ((2, 4, 9, 9, 9), (), "float32"), ((6, 2, 3, 3, 3), (), "float32")
-    site = Site(0, "", "convolution", (image, weight, None, (2, 2, 2), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 2))
-    assert flops(site) == 2 * (2 * 5**3) * 6 * 2 * 27

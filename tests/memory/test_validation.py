@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from unet3d import build, compose
-from unet3d.memory.ledger import Ledger, levels
+from unet3d.memory.ledger import Ledger
 from unet3d.memory.simulate import validation_peak
 
 
@@ -19,4 +19,4 @@ def test_a_window_is_predicted_to_the_byte(overrides: tuple[str, ...]) -> None:
         ledger.claim(parameter, "params", "")
     with ledger, torch.no_grad():
         predictor.window_logits(torch.zeros(1, 1, 24, 16, 16))
-    assert validation_peak(config, config.model, 1000) == max(levels(ledger)) + 1000
+    assert validation_peak(config, config.model, 1000) == ledger.peak_bytes() + 1000

@@ -1,9 +1,9 @@
 """What torch's CUDA caching allocator would hold for a list of allocations and releases.
 
-Its documented rules on one stream, with its default settings: no `max_split_size`, no garbage collection, and enough
-memory, so that nothing cached is ever returned. Segments are taken to lie at ascending addresses.
+Its documented rules on one stream, with default settings: no `max_split_size`, no garbage collection, and enough
+memory, so that nothing cached is ever returned. Segments are assumed to lie at ascending addresses.
 
-Error class: replay. The order of events is the ledger's; another order, or kernels' scratch, can fragment otherwise.
+Kind of error: replay. The order of events is the ledger's; another order, or kernels' scratch, may fragment otherwise.
 """
 
 from bisect import bisect_left, insort
@@ -14,27 +14,16 @@ from typing import NamedTuple
 from unet3d.types import MIB
 
 ROUND = 512  # bytes; every request is rounded up to it, and no split leaves less
-
-
 SMALL = MIB  # the largest request that the small pool serves
-
-
 SMALL_SEGMENT = 2 * MIB
-
-
 LARGE_SEGMENT = 20 * MIB  # for requests below OWN_SEGMENT
-
-
-OWN_SEGMENT = 10 * MIB  # from here on a segment is as large as its first request, rounded up to SEGMENT_ROUND
-
-
-SEGMENT_ROUND = 2 * MIB
+OWN_SEGMENT = 10 * MIB  # from here on a segment is as large as its first request, rounded up to SMALL_SEGMENT
 
 
 class Reserved(NamedTuple):
     """Peaks in bytes, as `max_memory_allocated` and `max_memory_reserved` give them."""
 
-    allocated_bytes: int  # of blocks in use, rounding and tails that were not split off included
+    allocated_bytes: int  # of blocks in use, with rounding and tails that were not split off
     reserved_bytes: int  # of segments
 
 
@@ -62,17 +51,16 @@ class Block:
 
     address: int
     size: int
-    before: "Block | None"
-    after: "Block | None"
-    is_free: bool
+    before: "Block | None" = None
+    after: "Block | None" = None
+    is_free: bool = False
 
 
 class Allocator:
     """Both pools, and who holds which block."""
 
     def __init__(self, expandable: bool) -> None:
-        self.small = Pool(is_small=True, expandable=expandable)
-        self.large = Pool(is_small=False, expandable=expandable)
+        self.small, self.large = Pool(is_small=True, expandable=expandable), Pool(is_small=False, expandable=expandable)
         self.held: dict[int, tuple[Pool, Block]] = {}
         self.allocated_bytes = 0
 
@@ -100,7 +88,8 @@ class Pool:
     """Segments for small or for large requests. `free` holds (size, address) in ascending order."""
 
     def __init__(self, is_small: bool, expandable: bool) -> None:
-        self.is_small, self.expandable = is_small, expandable
+        self.splits_any, self.expandable = is_small or expandable, expandable
+        self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
         self.reserved_bytes = 0
         self.free: list[tuple[int, int]] = []
         self.blocks: dict[int, Block] = {}  # by address, free or not
@@ -108,56 +97,50 @@ class Pool:
 
     def take(self, size: int) -> Block:
         """The smallest free block that fits, else a new one, cut to size if that leaves enough."""
-        found = self._best(size)
-        if found is not None:
+        if (found := self._best(size)) is not None:
             block = self.blocks[self.free.pop(found)[1]]
+        elif self.expandable:
+            block = self._grown(size)
         else:
-            block = self._grown(size) if self.expandable else self._segment(self._segment_size(size))
+            block = self._segment(self.page if size < OWN_SEGMENT else rounded(size, SMALL_SEGMENT))
         block.is_free = False
         rest = block.size - size
-        if rest >= ROUND if self.is_small or self.expandable else rest > SMALL:
+        if rest >= ROUND if self.splits_any else rest > SMALL:
             self._split(block, size)
         return block
 
     def release(self, block: Block) -> None:
-        """One free block from this and its free neighbours."""
+        """Merge the block with its free neighbours into one free block."""
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 del self.free[bisect_left(self.free, (other.size, other.address))]
-                block = self._joined(*((other, block) if other is block.before else (block, other)))
+                block = self._joined(other, block) if other is block.before else self._joined(block, other)
         block.is_free = True
         insort(self.free, (block.size, block.address))
 
     def _best(self, size: int) -> int | None:
-        """The place in `free`. The last block of an expandable segment could grow and counts as the largest."""
+        """Index in `free`. The last block of an expandable segment could grow and counts as the largest."""
         at = bisect_left(self.free, (size, 0))
         if self.expandable and at + 1 < len(self.free) and self.blocks[self.free[at][1]] is self._last:
             at += 1
         return at if at < len(self.free) else None
 
-    def _segment_size(self, size: int) -> int:
-        if self.is_small:
-            return SMALL_SEGMENT
-        return LARGE_SEGMENT if size < OWN_SEGMENT else rounded(size, SEGMENT_ROUND)
-
-    def _segment(self, size: int) -> Block:
-        """A segment of one block, beyond all others."""
-        block = Block(self.reserved_bytes, size, None, None, is_free=False)
+    def _segment(self, size: int, before: Block | None = None) -> Block:
+        """A new block at the end: a segment of its own, or more of the segment whose last block is `before`."""
+        block = Block(self.reserved_bytes, size, before)
+        if before is not None:
+            before.after = block
         self.blocks[block.address] = self._last = block
         self.reserved_bytes += size
         return block
 
     def _grown(self, size: int) -> Block:
         """The pool's one segment grows at its end by whole pages; a free block there is part of the result."""
-        page, last = SMALL_SEGMENT if self.is_small else LARGE_SEGMENT, self._last
+        last = self._last
         if last is None or not last.is_free:
-            block = self._segment(rounded(size, page))
-            block.before = last
-            if last is not None:
-                last.after = block
-            return block
+            return self._segment(rounded(size, self.page), last)
         self.free.remove((last.size, last.address))
-        more = rounded(size - last.size, page)
+        more = rounded(size - last.size, self.page)
         last.size += more
         self.reserved_bytes += more
         return last

@@ -1,130 +1,32 @@
 """What a ledger's events mean: who holds the bytes at the peak, at which level of the U, and when."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 from math import log, prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
-from unet3d.memory.ledger import (
-    CATEGORIES,
-    Ledger,
-    Row,
-    Storage,
-    alive_at,
-    categories_at,
-    category,
-    levels,
-    peak_moment,
-    phase_spans,
-)
+from unet3d.memory.ledger import CATEGORIES, Ledger, Storage
 from unet3d.train.step import PHASES
 
-OTHER = "other"  # what belongs to no level: losses on their way, the optimizer's temporaries
-
-
-def layer(path: str) -> str:
-    """A module path cut to a layer: `up1.block.conv2.norm` is `up1.conv2`."""
-    return ".".join([part for part in path.split(".") if part != "block"][:2])
-
-
-def level_of_module(path: str, down: int) -> int | None:
-    """The level of the U that a module works on, of a U with so many steps down; 0 is full resolution."""
-    stage = path.partition(".")[0]
-    if stage in ("inc", "outc", "data", "loss"):
-        return 0
-    if found := re.fullmatch(r"(down|up)(\d+)", stage):
-        return int(found[2]) if found[1] == "down" else down - int(found[2])
-    return None
-
-
-ENCODER, DECODER = ("inc", "down"), ("up",)
-
-
-Sizes = dict[int, set[int]]  # level -> voxels of the maps that convolutions make there
-
-
-def steps_down(ledger: Ledger) -> int:
-    """Of the U."""
-    return max(_sizes(ledger, ENCODER, 0), default=0)
-
-
-def _sizes(ledger: Ledger, side: tuple[str, ...], down: int) -> Sizes:
-    """Of one side of the U, from the smallest map of a block up: a 1x1x1 convolution may come before an upsampling."""
-    made: Sizes = {}
-    blocks: Sizes = {}
-    for s in ledger.storages:
-        stage, _, name = layer(s.place.module).partition(".")
-        if s.operation == "aten.convolution.default" and stage.startswith(side):
-            at = level_of_module(stage, down) or 0
-            for sizes in (made, blocks) if name.startswith("conv") else (made,):
-                sizes.setdefault(at, set()).add(prod(s.shape[2:]))
-    return {at: {size for size in made[at] if size >= min(blocks[at])} for at in blocks}
-
-
-def level_of(ledger: Ledger) -> Callable[[Storage], int | str]:
-    """Tells a storage's level: that of its resolution if it is a map, whatever module made it; else its module's.
-
-    A pooling makes maps at the resolution it comes from, in backward above all. Valid convolutions make the decoder's
-    maps smaller than the encoder's of the same level, which a decoder stage sees only as the skip that it crops.
-    """
-    encoder, down = _sizes(ledger, ENCODER, 0), steps_down(ledger)
-    decoder = {down: encoder.get(down, set())} | _sizes(ledger, DECODER, down)
-    weights = {s.shape for s in ledger.storages if s.role == "params"}
-
-    def tell(s: Storage) -> int | str:
-        own = level_of_module(s.place.module, down)
-        if s.role is not None or len(s.shape) not in (4, 5) or s.shape in weights or not encoder:
-            return OTHER if own is None else own
-        sizes = encoder if s.place.module.startswith(ENCODER) else decoder
-        voxels, here = prod(s.shape[-3:]), sizes.get(own, set()) if own is not None else set()
-        if own is not None and here and min(here) <= voxels <= max(here):
-            return own
-        known = [(level, size) for level, found in sizes.items() for size in (min(found), max(found))]
-        known += [(own, size) for size in encoder.get(own, set())] if own is not None else []
-        return min(known, key=lambda level: abs(log(voxels / level[1])))[0]
-
-    return tell
-
-
-def by_level(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
-    """A row a level, shallowest first, then `other`: its bytes, also by category."""
-    rows = _grouped(ledger, moment, level_of(ledger))
-    order = sorted(rows, key=lambda found: (found == OTHER, found))
-    return [{"level": found, **rows[found]} for found in order]
-
-
-def by_layer(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
-    """A row a layer, along the U: the level that it works on, the bytes that it made, also by category."""
-    down = steps_down(ledger)
-    rows = _grouped(ledger, moment, lambda s: layer(s.place.module))
-    made = sorted(ledger.storages, key=lambda s: s.role is not None)  # weights lie in no order of work
-    order = dict.fromkeys(layer(s.place.module) for s in made)
-    return [{"module": key, "level": level_of_module(key, down), **rows[key]} for key in order if key in rows]
-
-
-def _grouped(ledger: Ledger, moment: int, key: Callable[[Storage], int | str]) -> dict[Any, dict[str, int]]:
-    rows: dict[Any, dict[str, int]] = {}
-    for storage in alive_at(ledger, moment):
-        row = rows.setdefault(key(storage), {"bytes": 0} | dict.fromkeys(CATEGORIES, 0))
-        row["bytes"] += storage.bytes
-        row[category(ledger, storage)] += storage.bytes
-    return rows
+PhaseBytes = dict[str, dict[str, int]]  # phase -> bytes in the "first" step and in later ones, "steady"
 
 
 def summarise_ledger(ledger: Ledger) -> dict[str, Any]:
     """What memory.json says of a step beside its peaks, in bytes: `moment`, `categories`, `levels` and `layers` of the
     peak, `phase_categories` and `phase_ends` of every phase, and `state`, what parameters cost.
     """
-    moment = peak_moment(ledger)
+    moment = ledger.peak_moment()
     return {
         "moment": describe(ledger, moment),
-        "categories": categories_at(ledger, moment),
-        "phase_categories": {phase: categories_at(ledger, at) for phase, at in steady_moments(ledger).items()},
+        "categories": ledger.categories_at(moment),
+        "phase_categories": {phase: ledger.categories_at(at) for phase, at in _steady_moments(ledger).items()},
         "phase_ends": phase_ends(ledger),
         "levels": by_level(ledger, moment),
         "layers": by_layer(ledger, moment),
@@ -136,71 +38,158 @@ def describe(ledger: Ledger, moment: int) -> dict[str, Any]:
     """The allocation that led to a moment: its phase, module and operation, and in words."""
     storage = ledger.storages[ledger.events[moment - 1][0]]
     phase = next(name for start, name in reversed(ledger.marks) if start < moment)
-    module, operation = layer(storage.place.module), operation_name(storage.operation)
-    done = "recomputation" if storage.place.is_recomputed else phase
-    of = "the loss" if module == "loss" else module
-    words = done if module in (phase, "before", "end") else f"{done} of {of}"
+    module, is_recomputed = layer(storage.scope.module), storage.scope.is_recomputed
+    work, owner = (
+        "recomputation" if is_recomputed else phase,
+        f"the {module}" if module in ("loss", "model") else module,
+    )
     return {
         "phase": phase,
         "module": module,
-        "operation": operation,
-        "is_recomputed": storage.place.is_recomputed,
-        "words": words,
+        "operation": operation_name(storage.operation),
+        "is_recomputed": is_recomputed,
+        "words": work if module in (phase, "before", "end") else f"{work} of {owner}",
     }
 
 
+def layer(path: str) -> str:
+    """A module path cut to a layer: `up1.block.conv2.norm` is `up1.conv2`."""
+    return ".".join([part for part in path.split(".") if part != "block"][:2])
+
+
 def operation_name(operation: str) -> str:
-    """`aten.convolution_backward.default` as people say it."""
+    """`aten.convolution_backward.default` as `convolution_backward`."""
     return operation.removeprefix("aten.").partition(".")[0]
 
 
-def steady_moments(ledger: Ledger) -> dict[str, int]:
-    """For each phase, the moment in the last step when most bytes were alive."""
-    alive = levels(ledger)
-    best: dict[str, int] = {}
-    for name, start, end in last_step(ledger):
-        moment = max(range(start, end + 1), key=lambda at: (alive[at], -at))
-        if name not in best or alive[moment] > alive[best[name]]:
-            best[name] = moment
-    return best
-
-
 def last_step(ledger: Ledger) -> list[tuple[str, int, int]]:
-    """The phases of the last complete step."""
-    spans = phase_spans(ledger)
-    ends = [i for i, (name, _, _) in enumerate(spans) if name == "end"]
-    if not ends:
-        return []
-    first = ends[-2] + 1 if len(ends) > 1 else 0
-    return [span for span in spans[first : ends[-1]] if span[0] in PHASES]
+    """The `phase_spans` of the last complete step."""
+    spans = ledger.phase_spans()
+    ends = [-1, *(i for i, (name, _, _) in enumerate(spans) if name == "end")]
+    return [span for span in spans[ends[-2] + 1 : ends[-1]] if span[0] in PHASES] if len(ends) > 1 else []
 
 
-def phase_ends(ledger: Ledger) -> dict[str, dict[str, int]]:
-    """Bytes alive as each phase ends, in the first step and in the last: what statements between phases would see.
+def _steady_moments(ledger: Ledger) -> dict[str, int]:
+    """For each phase, the moment in the last step when most bytes were alive."""
+    alive, moments = ledger.alive_bytes(), defaultdict[str, list[int]](list)
+    for name, start, end in last_step(ledger):
+        moments[name] += range(start, end + 1)
+    return {name: max(found, key=alive.__getitem__) for name, found in moments.items()}
 
-    With several micro-batches, as the phase of the last one ends.
-    """
-    alive = levels(ledger)
+
+def by_phase(values: Iterable[tuple[str, int]], combine: Callable[[int, int], int] = max) -> PhaseBytes:
+    """A value of each phase, from (phase, value) in order of time; `combine` merges those of several micro-batches."""
     steps: list[dict[str, int]] = [{}]
-    for name, _, end in phase_spans(ledger):
+    for name, value in values:
         if name == "end":
             steps.append({})
         elif name in PHASES:
-            steps[-1][name] = alive[end]
-    steps = [step for step in steps if len(step) == len(PHASES)]
-    return {phase: {"first": steps[0][phase], "steady": steps[-1][phase]} for phase in PHASES if steps}
+            steps[-1][name] = combine(steps[-1].get(name, 0), value)
+    return first_and_steady([step for step in steps if len(step) == len(PHASES)])
+
+
+def first_and_steady(steps: list[dict[str, int]]) -> PhaseBytes:
+    """The first step's values, and the highest of the later steps (of the first if there is no other)."""
+    later = steps[1:] or steps
+    return {
+        phase: {"first": steps[0][phase], "steady": max(step[phase] for step in later)} for phase in PHASES if steps
+    }
+
+
+def phase_ends(ledger: Ledger) -> PhaseBytes:
+    """Bytes alive as each phase ends, of the last micro-batch: what statements between phases would see."""
+    alive = ledger.alive_bytes()
+    return by_phase(((name, alive[end]) for name, _, end in ledger.phase_spans()), lambda earlier, last: last)
 
 
 def state_bytes(ledger: Ledger) -> dict[str, int]:
     """Bytes of weights (with buffers) and gradients as the last update begins, of optimizer state after it."""
-    begins = [start for start, name in ledger.marks if name == "step"]
-    ends = [start for start, name in ledger.marks if name == "end"]
-    before, after = (categories_at(ledger, moments[-1] if moments else 0) for moments in (begins, ends))
+    moments = {name: start for start, name in ledger.marks}  # the last of each name
+    before, after = (ledger.categories_at(moments.get(name, 0)) for name in ("step", "end"))
     return {"params": before["params"], "grads": before["grads"], "optimizer": after["optimizer"]}
 
 
+OTHER = "other"  # bytes of no level: the optimizer's temporaries, and all of a network without stages inc, down1, ...
+Sizes = dict[int | None, set[int]]  # level -> voxels of the maps that convolutions make there
+
+
+class Levels:
+    """The levels of a U-Net with stages inc, down1 ..., up1 ..., outc; 0 is full resolution, None elsewhere."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        stages = {s.scope.module.partition(".")[0] for s in ledger.storages}
+        depths = [int(stage[4:]) for stage in stages if re.fullmatch(r"down\d+", stage)]
+        self._depth = max(depths, default=0) if "inc" in stages else None
+        self._weights = {s.shape for s in ledger.storages if s.role == "params"}
+        self._encoder = self._map_sizes(ledger, r"inc|down\d+")
+        bottom = {level: sizes for level, sizes in self._encoder.items() if level == self._depth}
+        self._decoder = bottom | self._map_sizes(ledger, r"up\d+")
+
+    def of_module(self, path: str) -> int | None:
+        """The level that a module or phase works on."""
+        stage = path.partition(".")[0]
+        if self._depth is None:
+            return None
+        if found := re.fullmatch(r"(down|up)(\d+)", stage):
+            return int(found[2]) if found[1] == "down" else self._depth - int(found[2])
+        return 0 if stage in ("inc", "outc", "data", "loss") else None
+
+    def of_storage(self, s: Storage) -> int | None:
+        """The level of a map's resolution, whatever module made it; else its module's level.
+
+        Pooling makes maps at the resolution it comes from, above all in backward. Valid convolutions make the decoder's
+        maps smaller than the encoder's of the same level; a decoder stage sees those only as the skip that it crops.
+        """
+        own, is_map = self.of_module(s.scope.module), len(s.shape) in (4, 5) and s.shape not in self._weights
+        sizes = self._encoder if s.scope.module.startswith(("inc", "down")) else self._decoder
+        if s.role is not None or not is_map or not sizes:
+            return own
+        voxels, ends = prod(s.shape[-3:]), {level: (min(found), max(found)) for level, found in sizes.items()}
+        if own in ends and ends[own][0] <= voxels <= ends[own][1]:
+            return own
+        known = [(level, size) for level, pair in ends.items() for size in pair]
+        known += [(own, size) for size in self._encoder.get(own, ())]
+        return min(known, key=lambda pair: abs(log(voxels / pair[1])))[0]
+
+    def _map_sizes(self, ledger: Ledger, stages: str) -> Sizes:
+        """Of one side of the U, from the smallest map of a block up: a 1x1x1 convolution may precede an upsampling."""
+        made: dict[int | None, list[tuple[int, bool]]] = defaultdict(list)
+        for s in ledger.storages:
+            stage, _, name = layer(s.scope.module).partition(".")
+            if s.operation == "aten.convolution.default" and re.fullmatch(stages, stage):
+                made[self.of_module(stage)].append((prod(s.shape[2:]), name.startswith("conv")))
+        least = {level: min((size for size, in_block in found if in_block), default=0) for level, found in made.items()}
+        return {level: {size for size, _ in found if size >= least[level]} for level, found in made.items()}
+
+
+def by_level(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
+    """A row a level, shallowest first, then `other`: its bytes, also by category."""
+    levels = Levels(ledger)
+    rows = _grouped(ledger, moment, levels.of_storage)
+    order = sorted(rows, key=lambda level: (level is None, level))
+    return [{"level": OTHER if level is None else level, **rows[level]} for level in order]
+
+
+def by_layer(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
+    """A row a layer, in the order of work: its level, the bytes that it made, also by category."""
+    levels = Levels(ledger)
+    rows = _grouped(ledger, moment, lambda s: layer(s.scope.module))
+    made = sorted(ledger.storages, key=lambda s: s.role is not None)  # claimed ones are in no order of work
+    order = dict.fromkeys(layer(s.scope.module) for s in made)
+    return [{"module": name, "level": levels.of_module(name), **rows[name]} for name in order if name in rows]
+
+
+def _grouped(ledger: Ledger, moment: int, key: Callable[[Storage], Any]) -> dict[Any, dict[str, int]]:
+    rows: dict[Any, dict[str, int]] = {}
+    for storage in ledger.alive_at(moment):
+        row = rows.setdefault(key(storage), {"bytes": 0} | dict.fromkeys(CATEGORIES, 0))
+        row["bytes"] += storage.bytes
+        row[ledger.category(storage)] += storage.bytes
+    return rows
+
+
 class Group(NamedTuple):
-    """Storages of one shape, type and purpose."""
+    """Storages of one shape, type and category."""
 
     number: int
     shape: tuple[int, ...]
@@ -209,42 +198,46 @@ class Group(NamedTuple):
     bytes: int  # of all of them
 
 
-def appeared(ledger: Ledger, start: int, end: int) -> list[Group]:
-    """What is alive at event `end` and was not at `start`, largest group first."""
-    return _groups(ledger, (s for s in alive_at(ledger, end) if s.born >= start))
-
-
-def vanished(ledger: Ledger, start: int, end: int) -> list[Group]:
-    """What was alive at event `start` and is no more at `end`, largest group first."""
-    return _groups(ledger, (s for s in alive_at(ledger, start) if s.died is not None and s.died < end))
-
-
 def held(ledger: Ledger, moment: int) -> list[Group]:
     """What is alive at a moment, largest group first."""
-    return _groups(ledger, alive_at(ledger, moment))
+    return _groups(ledger, ledger.alive_at(moment))
+
+
+def changed_groups(ledger: Ledger, start: int, end: int) -> tuple[list[Group], list[Group]]:
+    """What is alive at event `end` and was not at `start`, and the reverse, largest groups first."""
+    appeared = _groups(ledger, (s for s in ledger.alive_at(end) if s.born >= start))
+    return appeared, _groups(ledger, (s for s in ledger.alive_at(start) if s.died is not None and s.died < end))
 
 
 def _groups(ledger: Ledger, storages: Iterable[Storage]) -> list[Group]:
     counts: Counter[tuple] = Counter()
     for s in storages:
-        counts[s.shape, str(s.dtype).removeprefix("torch."), category(ledger, s), s.bytes] += 1
+        counts[s.shape, str(s.dtype).removeprefix("torch."), ledger.category(s), s.bytes] += 1
     found = [Group(n, shape, dtype, kind, n * size) for (shape, dtype, kind, size), n in counts.items()]
     return sorted(found, key=lambda group: -group.bytes)
 
 
-def timeline_rows(ledger: Ledger) -> tuple[dict[str, int], list[Row]]:
+class TimelineRow(NamedTuple):
+    """One event. `module`, `operation` and `category` are those of its storage."""
+
+    event: int
+    phase: str
+    module: str
+    operation: str
+    category: str
+    change_bytes: int  # > 0: allocated
+    alive_bytes: int  # after the event
+
+
+def timeline_rows(ledger: Ledger) -> tuple[dict[str, int], list[TimelineRow]]:
     """Bytes alive by category as the last step begins, and every event from there to its end."""
-    spans = last_step(ledger)
-    if not spans:
-        return dict.fromkeys(CATEGORIES, 0), []
-    alive, rows = levels(ledger), []
+    spans, alive, rows = last_step(ledger), ledger.alive_bytes(), []
     for phase, start, end in spans:
-        for event in range(start, end):
-            index, change = ledger.events[event]
+        for event, (index, change) in enumerate(ledger.events[start:end], start):
             s = ledger.storages[index]
-            name = operation_name(s.operation)
-            rows.append(Row(event, phase, layer(s.place.module), name, category(ledger, s), change, alive[event + 1]))
-    return categories_at(ledger, spans[0][1]), rows
+            words = (layer(s.scope.module), operation_name(s.operation), ledger.category(s))
+            rows.append(TimelineRow(event, phase, *words, change, alive[event + 1]))
+    return ledger.categories_at(spans[0][1] if spans else 0), rows
 
 
 ADAM = 16  # bytes per parameter in float32: weight 4, gradient 4, two moments 8
@@ -254,7 +247,6 @@ class LayerCount(NamedTuple):
     """One module in one forward pass; counts are elements, `output_bytes` bytes of the output map."""
 
     module: str
-    layer: str
     parameters: int  # its own, not its children's
     inputs: int
     outputs: int
@@ -265,34 +257,23 @@ class LayerCount(NamedTuple):
 
 def layer_counts(model: nn.Module, forward: Callable[[], Any]) -> list[LayerCount]:
     """Run `forward` once, which runs `model`, and count every module's input and output in the order they finish."""
-    found: list[LayerCount] = []
-    handles: list[RemovableHandle] = []
-    for path, module in model.named_modules():
+    counts: list[LayerCount] = []
 
-        def count(module: nn.Module, inputs: Any, output: Any, path: str = path) -> None:
-            found.append(_count(path, module, _first(inputs), _first(output)))
+    def count(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        given, made, own = _first(inputs), _first(output), sum(p.numel() for p in module.parameters(recurse=False))
+        is_leaf, is_in_place = not any(module.children()), bool(getattr(module, "inplace", False))
+        counts.append(LayerCount(path, own, given.numel(), made.numel(), made.nbytes, is_leaf, is_in_place))
 
-        handles.append(module.register_forward_hook(count))
-    try:
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(count, path)))
         forward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
-def _count(path: str, module: nn.Module, given: Tensor, made: Tensor) -> LayerCount:
-    parameters = sum(p.numel() for p in module.parameters(recurse=False))
-    in_place = bool(getattr(module, "inplace", False))
-    is_leaf = not any(module.children())
-    name = type(module).__name__
-    return LayerCount(path, name, parameters, given.numel(), made.numel(), made.nbytes, is_leaf, in_place)
+    return counts
 
 
 def _first(tree: Any) -> Tensor:
-    """The map that flows on; a state also carries skips, which are outputs of others."""
-    found: Tensor = next(leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-    return found
+    """The map that flows on; the skips that a state also carries are other modules' outputs. Empty if there is none."""
+    return next((leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)), torch.empty(0))
 
 
 def usual_estimates(counts: Iterable[LayerCount], parameters: int, weights: int, saved: int) -> dict[str, int]:

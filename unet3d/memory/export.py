@@ -1,4 +1,4 @@
-"""A ledger as files for other eyes: PyTorch's memory visualiser, a spreadsheet, a text editor."""
+"""A ledger as files: for PyTorch's memory visualiser, a spreadsheet, a text editor."""
 
 import pickle
 from bisect import bisect_left, bisect_right, insort
@@ -8,21 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.files import write_csv, write_text
-from unet3d.memory.analysis import Group, appeared, describe, last_step, layer, timeline_rows, vanished
-from unet3d.memory.ledger import Ledger, Row, Storage, category, levels
+from unet3d.memory.analysis import Group, TimelineRow, changed_groups, describe, last_step, layer, timeline_rows
+from unet3d.memory.ledger import Ledger, Storage
 from unet3d.types import mib
 
 TRACE_COLUMNS = ("layer_idx", "call_idx", "layer_type", "exp", "hook_type", "mem_all", "mem_cached")
-
-
-GROUPS = 12  # shown of each sign and phase; the rest is summed up
+GROUPS = 12  # largest groups listed of each sign and phase; the rest is summed up
 
 
 def write_snapshot(ledger: Ledger, path: Path) -> None:
     """Write a pickle for pytorch.org/memory_viz and torch/cuda/_memory_viz.py, as device 0.
 
-    Sizes in bytes. The addresses are ours, not an allocator's: each storage takes the lowest gap that holds it, and the
-    one segment is as long as that needs. A frame says what made the storage, and gives its event as the line number.
+    Sizes in bytes. The addresses are not an allocator's: each storage takes the lowest gap that holds it, and the one
+    segment is as long as that needs. A frame says what made the storage, and gives its event as the line number.
     """
     with path.open("wb") as file:
         pickle.dump(viewer_snapshot(ledger), file, protocol=4)  # the viewer reads 2 to 4
@@ -35,13 +33,14 @@ def viewer_snapshot(ledger: Ledger) -> dict[str, list]:
     # The viewer fails where there are categories and none is "unknown", so the segment has that one.
     opening = {"frames": [{"filename": "all storages", "line": 0, "name": "ledger"}], "category": "unknown"}
     trace: list[dict[str, Any]] = [{"action": "segment_alloc", "addr": 0, "size": end, "stream": 0, **opening}]
-    frames = [_frames(ledger, storage) for storage in ledger.storages]
+    steps = [0, *accumulate(int(name == "end") for _, name in ledger.marks)]  # that ended before each mark
+    frames = [_frames(ledger, storage, steps[storage.phase] + 1) for storage in ledger.storages]
     for index, change in ledger.events:
-        place = {"addr": addresses[index], "size": abs(change), "stream": 0, "frames": frames[index]}
+        where = {"addr": addresses[index], "size": abs(change), "stream": 0, "frames": frames[index]}
         if change > 0:
-            trace.append({"action": "alloc", **place, "category": category(ledger, ledger.storages[index])})
+            trace.append({"action": "alloc", **where, "category": ledger.category(ledger.storages[index])})
         else:
-            trace += [{"action": action, **place} for action in ("free_requested", "free_completed")]
+            trace += [{"action": action, **where} for action in ("free_requested", "free_completed")]
     alive = sorted((addresses[i], frames[i], s.bytes) for i, s in enumerate(ledger.storages) if s.died is None)
     return {"segments": [_segment(alive, end)] if end else [], "device_traces": [trace if end else []]}
 
@@ -51,69 +50,54 @@ def first_fit(ledger: Ledger) -> list[int]:
     taken: list[tuple[int, int]] = []  # (start, end) of what is alive, in order
     addresses = [0] * len(ledger.storages)
     for index, change in ledger.events:
-        if change > 0:
-            addresses[index] = _lowest(taken, change)
-            insort(taken, (addresses[index], addresses[index] + change))
-        else:
+        if change < 0:
             del taken[bisect_left(taken, (addresses[index],))]
+            continue
+        address = 0
+        for start, end in taken:
+            if start - address >= change:
+                break
+            address = end
+        addresses[index] = address
+        insort(taken, (address, address + change))
     return addresses
 
 
-def _lowest(taken: list[tuple[int, int]], size: int) -> int:
-    address = 0
-    for start, end in taken:
-        if start - address >= size:
-            break
-        address = end
-    return address
-
-
 def _segment(alive: list[tuple[int, list, int]], end: int) -> dict[str, Any]:
-    """The segment at the last event. Its blocks leave no gap, for the viewer adds up their sizes to place them."""
-    blocks: list[dict[str, Any]] = []
+    """The segment at the last event. Its blocks leave no gap, because the viewer adds up their sizes to place them."""
+    parts: list[tuple[int, int, str, list]] = []
     cursor = 0
     for address, frames, size in [*alive, (end, [], 0)]:
-        if address > cursor:
-            blocks.append(_block(cursor, address - cursor, "inactive", []))
-        if size:
-            blocks.append(_block(address, size, "active_allocated", frames))
+        parts += [(cursor, address - cursor, "inactive", []), (address, size, "active_allocated", frames)]
         cursor = address + size
+    blocks = [
+        {"address": start, "size": size, "requested_size": size, "state": state, "frames": frames}
+        for start, size, state, frames in parts
+        if size
+    ]
     used = sum(size for _, _, size in alive)
     sizes = {"total_size": end, "allocated_size": used, "active_size": used, "requested_size": used}
     return {"device": 0, "address": 0, "stream": 0, "segment_type": "large", **sizes, "blocks": blocks}
 
 
-def _block(address: int, size: int, state: str, frames: list) -> dict[str, Any]:
-    return {"address": address, "size": size, "requested_size": size, "state": state, "frames": frames}
-
-
-def _frames(ledger: Ledger, storage: Storage) -> list[dict[str, Any]]:
+def _frames(ledger: Ledger, storage: Storage, step: int) -> list[dict[str, Any]]:
     """A stack of two, innermost first: what made the storage, and in which step (from 1) and phase."""
     made = describe(ledger, storage.born + 1)
-    is_found = storage.operation == "adopted"  # nothing that the ledger saw made it
-    words = f"{category(ledger, storage)} of {layer(storage.place.module)}" if is_found else made["words"]
-    what = f"{words}, {_dtype(storage)} {storage.shape}"
-    step = {"filename": "step", "line": _steps(ledger)[storage.phase] + 1, "name": made["phase"]}
-    return [{"filename": what, "line": storage.born, "name": made["operation"]}, step]
-
-
-def _dtype(storage: Storage) -> str:
-    return str(storage.dtype).removeprefix("torch.")
-
-
-def _steps(ledger: Ledger) -> list[int]:
-    """For each mark, how many steps had ended before it."""
-    return [0, *accumulate(int(name == "end") for _, name in ledger.marks[:-1])]
+    is_adopted = storage.operation == "adopted"  # made by nothing that the ledger saw
+    words = f"{ledger.category(storage)} of {layer(storage.scope.module)}" if is_adopted else made["words"]
+    what = f"{words}, {str(storage.dtype).removeprefix('torch.')} {storage.shape}"
+    innermost = {"filename": what, "line": storage.born, "name": made["operation"]}
+    return [innermost, {"filename": "step", "line": step, "name": made["phase"]}]
 
 
 def trace(ledger: Ledger, experiment: str, step: int) -> list[dict[str, Any]]:
-    """The crossings of one step (from 0) as rows of TRACE_COLUMNS; none where the ledger holds no such step.
+    """The crossings of one step (from 0) as rows of TRACE_COLUMNS; empty if the ledger holds no such step.
 
     `layer_idx` counts leaf modules in the order in which they are first entered, `call_idx` crossings. `mem_all` is
-    bytes alive; `mem_cached` is None, for a ledger has no cache.
+    bytes alive; `mem_cached` is None, as a ledger has no cache.
     """
     ends = [start for start, name in ledger.marks if name == "end"]
-    alive, order, rows = levels(ledger), dict[str, int](), list[dict[str, Any]]()
+    alive, order, rows = ledger.alive_bytes(), dict[str, int](), list[dict[str, Any]]()
     for moment, crossing in ledger.crossings:
         # Right: a module may be entered before the step's first event, a backward is over before its step's last.
         if bisect_right(ends, moment) == step:
@@ -129,38 +113,29 @@ def write_trace(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 
 def write_timeline(ledger: Ledger, path: Path) -> None:
-    """Write every event of the last step as CSV, with the fields of `ledger.Row`."""
-    write_csv(path, Row._fields, timeline_rows(ledger)[1])
+    """Write every event of the last step as CSV, with the fields of `TimelineRow`."""
+    write_csv(path, TimelineRow._fields, timeline_rows(ledger)[1])
 
 
 def write_changes(ledger: Ledger, path: Path) -> None:
-    """Write as text what each phase of the last step added (+) and took away (-), a line for storages that are alike.
+    """Write as text what each phase of the last step added (+) and removed (-), a line for storages that are alike.
 
     Without a complete step the file is empty.
     """
-    write_text(path, "\n".join(_changes(ledger)))
-
-
-def _changes(ledger: Ledger) -> Iterator[str]:
-    alive = levels(ledger)
+    alive, lines = ledger.alive_bytes(), []
     for phase, start, end in last_step(ledger):
-        yield f"{phase}: {end - start} events, from {mib(alive[start])} MiB to {mib(alive[end])} MiB"
-        yield from _table({"+": appeared(ledger, start, end), "-": vanished(ledger, start, end)})
-        yield ""
+        lines.append(f"{phase}: {end - start} events, from {mib(alive[start])} MiB to {mib(alive[end])} MiB")
+        lines += [*_table(dict(zip("+-", changed_groups(ledger, start, end), strict=True))), ""]
+    write_text(path, "\n".join(lines))
 
 
 def _table(signed: dict[str, list[Group]]) -> Iterator[str]:
     """The largest groups of each sign, in columns as wide as the widest cell of all."""
-    rows = [(sign, *_cells(group)) for sign, groups in signed.items() for group in groups[:GROUPS]]
+    shown = [(sign, group) for sign, groups in signed.items() for group in groups[:GROUPS]]
+    rows = [(sign, f"{g.number:3}", f"{g.shape} {g.dtype}", mib(g.bytes), g.category) for sign, g in shown]
     number, what, wide = (max((len(row[column]) for row in rows), default=0) for column in (1, 2, 3))
     for sign, groups in signed.items():
         for _, n, tensor, size, kind in (row for row in rows if row[0] == sign):
             yield f"{sign} | {n:>{number}} * {tensor:<{what}} | {size:>{wide}} MiB | {kind}"
         if rest := groups[GROUPS:]:
-            total = sum(group.bytes for group in rest)
-            yield f"{sign} | ... and {len(rest)} more groups, {mib(total)} MiB"
-
-
-def _cells(group: Group) -> tuple[str, str, str, str]:
-    """Number, shape and type, MiB, category."""
-    return f"{group.number:3}", f"{group.shape} {group.dtype}", mib(group.bytes), group.category
+            yield f"{sign} | ... and {len(rest)} more groups, {mib(sum(group.bytes for group in rest))} MiB"

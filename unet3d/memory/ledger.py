@@ -1,122 +1,48 @@
-"""Every tensor storage alive while it is open, as a list of allocations and releases, with the module that made it."""
+"""The record of a step's memory: every tensor storage made or released, and the module that made it."""
 
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
+from torch.utils.flop_counter import conv_flop_count
 
-ENDLESS = 2**62  # sequence numbers beyond belong to AccumulateGrad, which stands for a parameter, not for an operation
+CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
+CONVOLUTION = torch.ops.aten.convolution.default
+# A storage made in one phase and alive when a later one begins has this category.
+OUTLIVES = {"forward": ("backward", "activations"), "loss": ("backward", "activations"), "data": ("forward", "inputs")}
+DEVICE = torch.ops.prim.device.default  # called for fake tensors only
+ACCUMULATE_GRAD = 2**62  # its nodes have sequence numbers beyond; each stands for a parameter, not for an operation
 
 
 class ModuleScope(NamedTuple):
     """Where an operation runs."""
 
-    module: str  # dotted path; outside of all modules the phase: data, forward, loss, backward, step
-    is_recomputed: bool = False  # run a second time, within backward, by activation checkpointing
+    module: str  # dotted path, "model" for the whole; outside of it the phase: data, forward, loss, backward, step
+    is_recomputed: bool = False  # by activation checkpointing, within backward
 
 
 class Crossing(NamedTuple):
-    """A leaf module is entered ("pre"), left ("fwd"), or its backward is over ("bwd")."""
+    """A leaf module is entered ("pre") or left ("fwd"), or its backward is over ("bwd")."""
 
     module: str
     layer: str  # its class
     hook: str
 
 
-class ModuleTracker:
-    """Follows one model through a step. `crossed` is told of every crossing, between `open` and `close`."""
+class Convolution(NamedTuple):
+    """One forward call."""
 
-    def __init__(self, model: nn.Module, crossed: Callable[[Crossing], None] = lambda crossing: None) -> None:
-        self._model = model
-        self._crossed = crossed
-        self._owners: dict[int, str] = {
-            id(parameter): path for path, module in model.named_modules() for parameter in module.parameters(False)
-        }
-        self._leaves = {path: type(m).__name__ for path, m in model.named_modules() if not list(m.children())}
-        self._phase = "forward"
-        self._stack: list[str] = []
-        self._handles: list[RemovableHandle] = []
-        self._starts: list[int] = []  # from this sequence number on ...
-        self._paths: list[str] = []  # ... nodes belong to this module
-        self._in_backward = ""
-
-    def open(self) -> None:
-        """Begin to follow, afresh."""
-        self._stack, self._starts, self._paths = [], [], []
-        for path, module in self._model.named_modules():
-            enter, leave = partial(self._enter, path), partial(self._leave, path)
-            self._handles.append(module.register_forward_pre_hook(enter))
-            # also called where checkpointing breaks off a recomputation that has made all it needs
-            self._handles.append(module.register_forward_hook(leave, always_call=True))
-
-    def close(self) -> None:
-        """Leave the model as it was."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def mark(self, phase: str) -> None:
-        """What is outside of all modules belongs to this phase from now on."""
-        self._left_backward("")
-        self._phase = phase
-        self._note(phase)
-
-    def here(self) -> ModuleScope:
-        """The place of the operation that is running."""
-        node = torch._C._current_autograd_node()
-        if node is None or self._stack:
-            return ModuleScope(self._stack[-1] if self._stack else self._phase, is_recomputed=node is not None)
-        path = self._module_of(node)
-        self._left_backward(path)
-        return ModuleScope(path)
-
-    def _module_of(self, node: Any) -> str:
-        number: int = node._sequence_nr()
-        if number > ENDLESS:
-            return self._owners.get(id(node.variable), self._phase)
-        index = bisect_right(self._starts, number) - 1
-        return self._paths[index] if index >= 0 else self._phase
-
-    def _enter(self, path: str, *_: Any) -> None:
-        self._stack.append(path)
-        self._note(path)
-        self._tell(path, "pre")
-
-    def _leave(self, path: str, *_: Any) -> None:
-        self._stack.pop()
-        self._note(self._stack[-1] if self._stack else self._phase)
-        self._tell(path, "fwd")
-
-    def _note(self, path: str) -> None:
-        """Nodes made from now on belong to `path`. A recomputation's nodes never run, so they need no note."""
-        if torch._C._current_autograd_node() is None:
-            self._starts.append(torch.autograd._get_sequence_nr())
-            self._paths.append(path)
-
-    def _left_backward(self, path: str) -> None:
-        if self._in_backward != path:
-            self._tell(self._in_backward, "bwd")
-            self._in_backward = path
-
-    def _tell(self, path: str, hook: str) -> None:
-        if path in self._leaves:
-            self._crossed(Crossing(path, self._leaves[path], hook))
-
-
-CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
-
-
-DEVICE = torch.ops.prim.device.default  # asked of a tensor without data; tensors with data are not asked
-
-
-CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
+    event: int  # events that had happened before it
+    module: str
+    flops: int
 
 
 @dataclass
@@ -124,54 +50,32 @@ class Storage:
     """One storage's life; times are indices into the ledger's events."""
 
     bytes: int
-    shape: tuple[int, ...]  # of the tensor that it was first seen with
+    shape: tuple[int, ...]  # of the first tensor seen with it
     dtype: torch.dtype
     phase: int  # index of the mark in which it appeared
-    operation: str  # what made it; "adopted" if it was there before
-    place: ModuleScope
+    operation: str  # that made it; "adopted" if it existed before
+    scope: ModuleScope
     born: int
     died: int | None = None
-    role: str | None = None  # params, grads or optimizer, where its owner said so
-
-
-class Row(NamedTuple):
-    """One event, told."""
-
-    event: int
-    phase: str
-    module: str  # of the storage
-    operation: str  # that made the storage
-    category: str  # of the storage
-    change_bytes: int  # > 0: allocated
-    alive_bytes: int  # after the event
-
-
-class Site(NamedTuple):
-    """One call of a convolution: kernels take scratch that no storage shows."""
-
-    event: int  # events that had happened before it
-    module: str  # dotted path
-    operation: str  # convolution or convolution_backward
-    arguments: tuple  # as called; a tensor is (shape, strides, dtype)
+    role: str | None = None  # params, grads or optimizer, if claimed
 
 
 class Ledger(TorchDispatchMode):
-    """`events` holds (storage index, bytes gained or lost); `marks` and `crossings` hold (event index, what began).
+    """Records storages on devices of one type: a batch in host memory takes no memory of a GPU.
 
-    `here` tells which module is at work. What lies on another type of device, as a batch on its way to a GPU, takes no
-    memory of this one.
+    `events` holds (storage index, bytes gained or lost); `marks` and `crossings` hold (event index, what begins).
+    `scope` returns where the current operation runs.
     """
 
-    def __init__(self, here: Callable[[], ModuleScope] = lambda: ModuleScope(""), device_type: str = "cpu") -> None:
+    def __init__(self, scope: Callable[[], ModuleScope] = lambda: ModuleScope(""), device_type: str = "cpu") -> None:
         super().__init__()
-        self._device_type = device_type
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = [(0, "before")]
         self.crossings: list[tuple[int, Crossing]] = []
-        self.sites: list[Site] = []
-        self._here = here
-        self._known: dict[int, tuple[int, Any]] = {}  # address of a living storage: its index, a reference to it
+        self.convolutions: list[Convolution] = []
+        self._scope, self._device_type = scope, device_type
+        self._alive: dict[int, tuple[int, Any]] = {}  # address of a storage: its index, a weak reference to it
 
     def mark(self, phase: str) -> None:
         """A phase begins."""
@@ -187,130 +91,180 @@ class Ledger(TorchDispatchMode):
             self._add(tensor, "adopted")
 
     def claim(self, tensor: Tensor, role: str, module: str) -> None:
-        """Say what a storage is for and whose it is; count it if it was not."""
+        """Record what a storage is for and which module owns it; count it if it is new."""
         self._add(tensor, "adopted")
-        found = self._known.get(tensor.untyped_storage()._cdata)
-        if found is not None:
+        if (found := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
             storage = self.storages[found[0]]
-            storage.role, storage.place = role, ModuleScope(module)
+            storage.role, storage.scope = role, ModuleScope(module)
 
     def index(self, tensor: Tensor) -> int:
-        """Of a tensor's storage that was counted. KeyError for another."""
-        return self._known[tensor.untyped_storage()._cdata][0]
+        """Index of a tensor's storage. Raises KeyError if it is not counted."""
+        return self._alive[tensor.untyped_storage()._cdata][0]
+
+    def alive_bytes(self) -> list[int]:
+        """Bytes alive after each event, after a leading 0."""
+        return list(accumulate((change for _, change in self.events), initial=0))
+
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once."""
+        return max(self.alive_bytes())
+
+    def peak_moment(self) -> int:
+        """How many events had happened when most bytes were alive, for the first time."""
+        alive = self.alive_bytes()
+        return alive.index(max(alive))
+
+    def phase_spans(self) -> list[tuple[str, int, int]]:
+        """(phase, first event, end) for each mark, in order."""
+        edges = [*self.marks, (len(self.events), "")]
+        return [(name, start, end) for (start, name), (end, _) in pairwise(edges)]
+
+    def phase_peaks(self) -> list[tuple[str, int]]:
+        """(phase, most bytes alive in it) for each mark, in order."""
+        alive = self.alive_bytes()
+        return [(name, max(alive[start : end + 1])) for name, start, end in self.phase_spans()]
+
+    def alive_at(self, moment: int) -> list[Storage]:
+        """The storages alive after so many events."""
+        return [s for s in self.storages if s.born < moment and (s.died is None or s.died >= moment)]
+
+    def categories_at(self, moment: int) -> dict[str, int]:
+        """Bytes alive after so many events, by category."""
+        totals = dict.fromkeys(CATEGORIES, 0)
+        for storage in self.alive_at(moment):
+            totals[self.category(storage)] += storage.bytes
+        return totals
+
+    def category(self, storage: Storage) -> str:
+        """What a storage is for: its claimed role, else by its birth and life. Recomputed maps are activations."""
+        if storage.role is not None:
+            return storage.role
+        phase = self.marks[storage.phase][1]
+        if storage.operation == "adopted" and phase != "step":  # in step: numbers from torch.tensor, made undispatched
+            return "inputs"
+        if storage.scope.is_recomputed:
+            return "activations"
+        until, kind = OUTLIVES.get(phase, ("", ""))
+        start = next((start for start, name in self.marks[storage.phase + 1 :] if name == until), None)
+        is_kept = start is not None and (storage.died is None or storage.died >= start)
+        return kind if is_kept else "temporaries"
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else every operation passes through torch's compiler, which is loaded to be kept away
+        return False  # with True, torch loads its compiler and passes every operation through it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:
             return getattr(args[0], "fake_device", None) or func(*args)
-        self.adopt(tensors((args, kwargs)))
-        if func in CONVOLUTIONS:
-            self.sites.append(
-                Site(len(self.events), self._here().module, func.name().removeprefix("aten::"), _plain(args))
-            )
-        result = func(*args, **(kwargs or {}))
-        place = self._here()
-        for tensor in tensors(result):
-            self._add(tensor, str(func), place)
+        self.adopt(_tensors((args, kwargs)))
+        before, result = len(self.events), func(*args, **(kwargs or {}))
+        scope = self._scope()
+        if func is CONVOLUTION:
+            flops = conv_flop_count(list(args[0].shape), list(args[1].shape), list(result.shape), args[6])
+            self.convolutions.append(Convolution(before, scope.module, flops))
+        for tensor in _tensors(result):
+            self._add(tensor, str(func), scope)
         return result
 
-    def _add(self, tensor: Tensor, operation: str, place: ModuleScope | None = None) -> None:
+    def _add(self, tensor: Tensor, operation: str, scope: ModuleScope | None = None) -> None:
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
-        if address in self._known or not size or tensor.device.type != self._device_type:
+        if address in self._alive or not size or tensor.device.type != self._device_type:
             return
         index, now = len(self.storages), len(self.events)
-        self._known[address] = index, weakref.ref(storage, partial(self._release, address))
+        self._alive[address] = index, weakref.ref(storage, partial(self._release, address))
         shape, phase = tuple(tensor.shape), len(self.marks) - 1
-        self.storages.append(Storage(size, shape, tensor.dtype, phase, operation, place or self._here(), now))
+        self.storages.append(Storage(size, shape, tensor.dtype, phase, operation, scope or self._scope(), now))
         self.events.append((index, size))
 
     def _release(self, address: int, _: Any) -> None:
-        index, _ = self._known.pop(address)
+        index, _ = self._alive.pop(address)
         self.storages[index].died = len(self.events)
         self.events.append((index, -self.storages[index].bytes))
 
 
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """Those in arguments or results of an operation."""
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """In arguments or results of an operation. For every operation of a step: torch's pytree takes twice the time."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, list | tuple):
         for part in tree:
-            yield from tensors(part)
+            yield from _tensors(part)
     elif isinstance(tree, dict):
-        yield from tensors(tuple(tree.values()))
+        yield from _tensors(list(tree.values()))
 
 
-def _plain(value: Any) -> Any:
-    """An argument without its data, fit to be compared and hashed."""
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), str(value.dtype).removeprefix("torch.")
-    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+class ModuleTracker:
+    """Follows a model through a step. Between `open` and `close` it calls `crossed` at every crossing."""
 
+    def __init__(self, model: nn.Module, crossed: Callable[[Crossing], None] = lambda crossing: None) -> None:
+        self.modules = {path or "model": module for path, module in model.named_modules()}
+        self._crossed = crossed
+        self._owners = {id(p): path for path, module in self.modules.items() for p in module.parameters(recurse=False)}
+        self._leaves = {path: type(m).__name__ for path, m in self.modules.items() if not list(m.children())}
+        self._phase, self._in_backward = "forward", ""
+        self._stack: list[str] = []
+        self._hooks = ExitStack()
+        self._firsts: list[int] = []  # from this sequence number on ...
+        self._paths: list[str] = []  # ... autograd nodes belong to this module
 
-def levels(ledger: Ledger) -> list[int]:
-    """Bytes alive after each event, after a leading 0."""
-    alive = [0]
-    for _, change in ledger.events:
-        alive.append(alive[-1] + change)
-    return alive
+    def open(self) -> None:
+        """Begin a step."""
+        self._stack, self._firsts, self._paths = [], [], []
+        for path, module in self.modules.items():
+            enter, leave = partial(self._enter, path), partial(self._leave, path)
+            self._hooks.enter_context(module.register_forward_pre_hook(enter))
+            # Always: checkpointing ends a recomputation with an exception as soon as it has all it needs.
+            self._hooks.enter_context(module.register_forward_hook(leave, always_call=True))
 
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._hooks.close()
 
-def phase_spans(ledger: Ledger) -> list[tuple[str, int, int]]:
-    """(phase, first event, end) for each mark, in order."""
-    starts = [start for start, _ in ledger.marks]
-    ends = [*starts[1:], len(ledger.events)]
-    return [(name, a, b) for (_, name), a, b in zip(ledger.marks, starts, ends, strict=True)]
+    def mark(self, phase: str) -> None:
+        """A phase begins: operations outside of all modules belong to it."""
+        self._back_in("")
+        self._phase = phase
+        self._attribute(phase)
 
+    def scope(self) -> ModuleScope:
+        """Where the current operation runs."""
+        node = torch._C._current_autograd_node()
+        if node is None or self._stack:
+            return ModuleScope(self._stack[-1] if self._stack else self._phase, is_recomputed=node is not None)
+        path = self._module_of(node)
+        self._back_in(path)
+        return ModuleScope(path)
 
-def phase_peaks(ledger: Ledger) -> list[tuple[str, int]]:
-    """(phase, most bytes alive in it) for each mark, in order."""
-    alive = levels(ledger)
-    return [(name, max(alive[a : b + 1])) for name, a, b in phase_spans(ledger)]
+    def _module_of(self, node: Any) -> str:
+        number: int = node._sequence_nr()
+        if number > ACCUMULATE_GRAD:
+            return self._owners.get(id(node.variable), self._phase)
+        index = bisect_right(self._firsts, number) - 1
+        return self._paths[index] if index >= 0 else self._phase
 
+    def _enter(self, path: str, *_: Any) -> None:
+        self._stack.append(path)
+        self._attribute(path)
+        self._cross(path, "pre")
 
-def peak_moment(ledger: Ledger) -> int:
-    """How many events had happened when most bytes were alive, for the first time."""
-    alive = levels(ledger)
-    return alive.index(max(alive))
+    def _leave(self, path: str, *_: Any) -> None:
+        self._stack.pop()
+        self._attribute(self._stack[-1] if self._stack else self._phase)
+        self._cross(path, "fwd")
 
+    def _attribute(self, path: str) -> None:
+        """Autograd nodes made from now on belong to `path`. Nodes made by a recomputation never run: skip them."""
+        if torch._C._current_autograd_node() is None:
+            self._firsts.append(torch.autograd._get_sequence_nr())
+            self._paths.append(path)
 
-def alive_at(ledger: Ledger, moment: int) -> list[Storage]:
-    """The storages alive after so many events."""
-    return [s for s in ledger.storages if s.born < moment and (s.died is None or s.died >= moment)]
+    def _back_in(self, path: str) -> None:
+        """Backward runs in `path` now."""
+        if self._in_backward != path:
+            self._cross(self._in_backward, "bwd")
+            self._in_backward = path
 
-
-def categories_at(ledger: Ledger, moment: int) -> dict[str, int]:
-    """Bytes alive after so many events by what they are for."""
-    totals = dict.fromkeys(CATEGORIES, 0)
-    for storage in alive_at(ledger, moment):
-        totals[category(ledger, storage)] += storage.bytes
-    return totals
-
-
-OUTLIVES = {"forward": "backward", "loss": "backward", "data": "forward"}
-
-
-KIND = {"forward": "activations", "loss": "activations", "data": "inputs"}
-
-
-def category(ledger: Ledger, storage: Storage) -> str:
-    """What a storage is for: what its owner said, or born in forward and alive when backward begins, and so on.
-
-    What checkpointing makes a second time are activations.
-    """
-    if storage.role is not None:
-        return storage.role
-    phase = ledger.marks[storage.phase][1]
-    if storage.operation == "adopted" and phase != "step":  # in step: numbers that torch.tensor makes unseen
-        return "inputs"
-    if storage.place.is_recomputed:
-        return "activations"
-    later = (start for start, name in ledger.marks[storage.phase + 1 :] if name == OUTLIVES.get(phase))
-    start = next(later, None)
-    if start is not None and (storage.died is None or storage.died >= start):
-        return KIND[phase]
-    return "temporaries"
+    def _cross(self, path: str, hook: str) -> None:
+        if path in self._leaves:
+            self._crossed(Crossing(path, self._leaves[path], hook))

@@ -1,4 +1,4 @@
-"""memory.json's entries as tables of text: what the terminal, the report and wandb show."""
+"""memory.json's entries as tables of text and sentences, for the terminal, the report and wandb."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,8 +6,6 @@ from typing import Any
 from unet3d.types import Table, mib, percent
 
 Entry = Mapping[str, Any]  # what memory.json holds under "predicted" or "measured"
-
-
 NAMES = {
     "params": "weights",
     "grads": "gradients",
@@ -20,8 +18,22 @@ NAMES = {
 
 def moment(entry: Entry) -> str:
     """When most bytes are held: `backward of up3.conv2 (convolution_backward)`."""
-    found = entry["moment"]
-    return f"{found['words']} ({found['operation']})"
+    return f"{entry['moment']['words']} ({entry['moment']['operation']})"
+
+
+def sentence(advice: Entry, peak: int) -> str:
+    """What `budget.peak_location` found: what dominates the peak, at which level, and what half the width there saves.
+
+    `peak` is in bytes; the level of a network without levels is "other".
+    """
+    level = {0: "at full resolution (level 0), ", "other": ""}.get(advice["level"], f"at level {advice['level']}, ")
+    share = f"{advice['bytes'] / peak:.0%} of the peak ({mib(advice['bytes'])} of {mib(peak)} MiB)"
+    found = f"{share} is {level}mostly {NAMES[advice['mostly']]}"
+    if advice.get("halved_peak_bytes") is None:
+        return f"{found}."
+    saved = 1 - advice["halved_peak_bytes"] / peak
+    lower = f"{mib(advice['halved_peak_bytes'])} MiB, {saved:.0%} less" if saved > 0 else "no less"
+    return f"{found}; half the width there ({advice['override']}) would need {lower} (predicted)."
 
 
 def phases(entry: Entry) -> Table:
@@ -35,71 +47,43 @@ def phases(entry: Entry) -> Table:
 
 
 def categories(entry: Entry) -> Table:
-    """A row a kind of tensor with its bytes at the peak."""
-    peak = entry["peak_bytes"]
-    found = entry.get("categories", {})
-    return Table(
-        ["at the peak", "MiB", "share"],
-        [[NAMES.get(name, name), mib(size), percent(size, peak)] for name, size in found.items()],
-    )
+    """A row a category of tensors with its bytes at the peak."""
+    found = entry.get("categories", {}).items()
+    rows = [[NAMES.get(name, name), mib(size), percent(size, entry["peak_bytes"])] for name, size in found]
+    return Table(["at the peak", "MiB", "share"], rows)
 
 
 def levels(entry: Entry) -> Table:
     """A row a level of the U with its bytes at the peak."""
     rows = entry.get("levels", [])
-    return Table(["level", "MiB", "share", *_kinds(rows)], [[_level(row["level"]), *_cells(row, rows)] for row in rows])
+    names = [["0 (full)" if row["level"] == 0 else str(row["level"])] for row in rows]
+    return _by_category(["level"], names, rows)
 
 
 def layers(entry: Entry) -> Table:
-    """A row a layer with its bytes at the peak, along the U."""
+    """A row a layer with its bytes at the peak, in the order of the network."""
     rows = entry.get("layers", [])
-    named = [[row["module"], "" if row["level"] is None else str(row["level"])] for row in rows]
-    cells = [_cells(row, rows) for row in rows]
-    return Table(["layer", "level", "MiB", "share", *_kinds(rows)], [a + b for a, b in zip(named, cells, strict=True)])
+    names = [[row["module"], "" if row["level"] is None else str(row["level"])] for row in rows]
+    return _by_category(["layer", "level"], names, rows)
 
 
-def _level(level: int | str) -> str:
-    return "0 (full)" if level == 0 else str(level)
-
-
-def _kinds(rows: Sequence[Entry]) -> list[str]:
-    """Kinds of tensors that any of the rows has."""
-    return [f"{name} (MiB)" for kind, name in NAMES.items() if _matters(kind, rows)]
-
-
-def _matters(kind: str, rows: Sequence[Entry]) -> bool:
-    return any(mib(row[kind]) != "0.0" for row in rows)
-
-
-def _cells(row: Entry, rows: Sequence[Entry]) -> list[str]:
-    kinds = [kind for kind in NAMES if _matters(kind, rows)]
-    total = sum(other["bytes"] for other in rows)
-    return [mib(row["bytes"]), percent(row["bytes"], total), *(mib(row[kind]) if row[kind] else "" for kind in kinds)]
+def _by_category(columns: list[str], names: Sequence[list[str]], rows: Sequence[Entry]) -> Table:
+    """Each row's bytes, share and bytes by category, without the categories that no row has."""
+    kinds = [kind for kind in NAMES if any(mib(row[kind]) != "0.0" for row in rows)]
+    total = sum(row["bytes"] for row in rows)
+    sizes = [[mib(row["bytes"]), percent(row["bytes"], total)] for row in rows]
+    cells = [[mib(row[kind]) if row[kind] else "" for kind in kinds] for row in rows]
+    columns = [*columns, "MiB", "share", *(f"{NAMES[kind]} (MiB)" for kind in kinds)]
+    return Table(columns, [a + b + c for a, b, c in zip(names, sizes, cells, strict=True)])
 
 
 def state(entry: Entry, parameters: int) -> Table:
     """What parameters cost: weights, gradients, optimizer state, in bytes per parameter and MiB."""
-    found = entry.get("state", {})
-    return Table(
-        ["held for each parameter", "B/parameter", "MiB"],
-        [[NAMES[role], f"{size / parameters:.2f}", mib(size)] for role, size in found.items()],
-    )
+    rows = [[NAMES[role], f"{size / parameters:.2f}", mib(size)] for role, size in entry.get("state", {}).items()]
+    return Table(["held for each parameter", "B/parameter", "MiB"], rows)
 
 
 def estimates(found: Mapping[str, int], peak: int) -> Table:
     """A row a usual estimate with its error against the peak; the last row is the peak."""
     rows = [[name, mib(size), f"{size / peak - 1:+.0%}"] for name, size in found.items()]
     return Table(["estimate", "MiB", "error"], [*rows, ["unet3d: the step itself, without data", mib(peak), "+0%"]])
-
-
-def sentence(advice: Entry, peak: int) -> str:
-    """What `advise` found, in words: what dominates the peak, at which level, and what half the width there saves."""
-    level = "full resolution (level 0)" if advice["level"] == 0 else f"level {advice['level']}"
-    share = advice["bytes"] / peak
-    said = f"{share:.0%} of the peak ({mib(advice['bytes'])} of {mib(peak)} MiB) is at {level}, mostly "
-    said += NAMES[advice["mostly"]]
-    if advice["halved_peak_bytes"] is None:
-        return f"{said}."
-    saved = 1 - advice["halved_peak_bytes"] / peak
-    lower = f"{mib(advice['halved_peak_bytes'])} MiB, {saved:.0%} less" if saved > 0 else "no less"
-    return f"{said}; half the width there ({advice['override']}) would need {lower} (predicted)."

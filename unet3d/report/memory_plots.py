@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import ArrayLike
 
-    from unet3d.memory.ledger import Row
+    from unet3d.memory.analysis import TimelineRow
 
 # Name and colour of what bytes are for, from the bottom of a stack to its top: what stays from step to step lies below.
 KINDS = {
@@ -66,7 +66,7 @@ def phase_plot(entry: Mapping[str, Any], path: Path) -> None:
     _finish(figure, path)
 
 
-def timeline_plot(start: Mapping[str, int], rows: Sequence["Row"], path: Path) -> None:
+def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path: Path) -> None:
     """Bytes alive by category over one step's events: `rows` of `explain.timeline`, and bytes as they `start`."""
     changes, index = np.zeros((len(KINDS), len(rows) + 1), np.int64), {kind: i for i, kind in enumerate(KINDS)}
     changes[:, 0] = [start.get(kind, 0) for kind in KINDS]
@@ -84,7 +84,7 @@ def timeline_plot(start: Mapping[str, int], rows: Sequence["Row"], path: Path) -
     _finish(figure, path)
 
 
-def _annotate_peak(axes: "Axes", alive: Array, rows: Sequence["Row"]) -> None:
+def _annotate_peak(axes: "Axes", alive: Array, rows: Sequence["TimelineRow"]) -> None:
     """`alive` is in bytes, before the rows and after each. Leaves room above for the bands' names."""
     event, peak = int(alive.argmax()), alive.max() / MIB
     text = f"{mib(alive.max())} MiB" + (f", {rows[event - 1].module}" if event else "")

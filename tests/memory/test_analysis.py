@@ -1,18 +1,27 @@
 """The breakdown of a peak adds up, names the right moment, and says what is worth changing."""
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from unet3d import compose
 from unet3d.memory import analysis, tables
-from unet3d.memory.analysis import level_of, level_of_module, usual_estimates
+from unet3d.memory.analysis import Levels, changed_groups, usual_estimates
 from unet3d.memory.budget import halved, peak_location
-from unet3d.memory.ledger import CATEGORIES, Ledger, alive_at, peak_moment
+from unet3d.memory.ledger import CATEGORIES, Ledger
+from unet3d.memory.meter import ENOUGH, LedgerMeter
 from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.tables import sentence
+from unet3d.train.losses import SegmentationLoss
+from unet3d.train.policy import MemoryPolicy
+from unet3d.train.step import train_step
+from unet3d.types import Batch
 
 FORUM = ("model=forum_mid", "data.patch=[320,150,26]", "batch=2", "amp=true")
 
@@ -21,13 +30,13 @@ FORUM = ("model=forum_mid", "data.patch=[320,150,26]", "batch=2", "amp=true")
 def look(*overrides: str) -> MemoryEstimate:
     config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", *overrides])
     config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 3
-    return MemoryEstimate("net", config, config.model)
+    return MemoryEstimate("net", config, config.model, steps=ENOUGH)
 
 
 @cache
 def forum() -> MemoryEstimate:
     config = compose.compose(FORUM)
-    return MemoryEstimate("forum_mid", config, config.model)
+    return MemoryEstimate("forum_mid", config, config.model, steps=ENOUGH)
 
 
 def advice_of(subject: MemoryEstimate) -> dict:
@@ -61,10 +70,9 @@ def test_levels_and_layers_of_the_u() -> None:
 def test_what_valid_convolutions_make_belongs_to_their_own_level() -> None:
     """The decoder's maps of a level are smaller than the encoder's, some as small as those of the level below."""
     ledger = look("model=cicek2016", "model.features=[4,4,4,4]", "data.patch=[108,108,108]").ledger
-    tell = level_of(ledger)
-    made = [s for s in ledger.storages if s.operation == "aten.convolution.default"]
-    assert {s.shape[2] for s in made if tell(s) == 0} >= {106, 24, 20}
-    assert all(tell(s) == level_of_module(s.place.module, 3) for s in made)
+    levels, made = Levels(ledger), [s for s in ledger.storages if s.operation == "aten.convolution.default"]
+    assert {s.shape[2] for s in made if levels.of_storage(s) == 0} >= {106, 24, 20}
+    assert all(levels.of_storage(s) == levels.of_module(s.scope.module) is not None for s in made)
 
 
 def test_weights_gradients_and_optimizer_state_are_counted_to_the_byte() -> None:
@@ -95,15 +103,15 @@ def test_the_moment_of_the_peak_is_named() -> None:
     assert not moment["is_recomputed"]
     assert tables.moment(forum().entry) == f"backward of up3.conv2 ({moment['operation']})"
     ledger = look("ckpt=2").ledger
-    again = next(s for s in ledger.storages if s.place.is_recomputed and "conv1" in s.place.module)
+    again = next(s for s in ledger.storages if s.scope.is_recomputed and "conv1" in s.scope.module)
     assert analysis.describe(ledger, again.born + 1)["words"] == "recomputation of inc.conv1"
 
 
 def test_recomputed_maps_are_activations_and_those_of_their_layer() -> None:
     ledger = look("ckpt=2").ledger
-    again = [s for s in ledger.storages if s.place.is_recomputed]
-    assert again and {analysis.category(ledger, s) for s in again} == {"activations"}
-    made = {s.place.module.partition(".")[0] for s in again if s.operation == "aten.convolution.default"}
+    again = [s for s in ledger.storages if s.scope.is_recomputed]
+    assert again and {ledger.category(s) for s in again} == {"activations"}
+    made = {s.scope.module.partition(".")[0] for s in again if s.operation == "aten.convolution.default"}
     assert made and "outc" not in made, "the last segment is kept"
 
 
@@ -118,7 +126,7 @@ def test_the_forum_is_answered() -> None:
     assert advice["halved_peak_bytes"] < 0.7 * subject.peak
     deepest = halved(subject.config, subject.options, 3)
     assert deepest is not None
-    narrower = MemoryEstimate("deep", subject.config, deepest)
+    narrower = replace(subject, options=deepest)
     assert narrower.peak > 0.98 * subject.peak and narrower.parameters < 0.8 * subject.parameters
     said = sentence(advice, subject.peak)
     assert "73% of the peak" in said and "full resolution" in said and "33% less" in said
@@ -137,17 +145,16 @@ def test_advice_where_weights_dominate_names_the_deep_level_and_what_cannot_be_h
 def test_a_map_is_at_its_resolution_whatever_module_made_it() -> None:
     """Under AMP on the CPU, pooling keeps a float32 copy of the finer map; in backward it makes the finer gradient."""
     subject = forum()
-    copies = [s for s in subject.ledger.storages if s.place.module == "down1.pool" and s.shape[2:] == (320, 150, 26)]
-    tell = level_of(subject.ledger)
-    assert copies and {tell(s) for s in copies} == {0}
-    assert {tell(s) for s in subject.ledger.storages if s.place.module == "backward"} == {"other"}
+    copies = [s for s in subject.ledger.storages if s.scope.module == "down1.pool" and s.shape[2:] == (320, 150, 26)]
+    level = Levels(subject.ledger).of_storage
+    assert copies and {level(s) for s in copies} == {0}
+    assert {level(s) for s in subject.ledger.storages if s.scope.module == "backward"} == {None}
     casts = [s for s in subject.ledger.storages if s.shape == (256, 256, 3, 3, 3) and s.role is None]
-    assert {tell(s) for s in casts if s.place.module.startswith("down3")} == {3}, "a weight is no map"
+    assert {level(s) for s in casts if s.scope.module.startswith("down3")} == {3}, "a weight is not a map"
 
 
 def test_advice_for_a_network_in_float16_is_of_that_network() -> None:
-    config = compose.compose([*FORUM[:3], "optim=adam"])
-    subject = MemoryEstimate("forum_mid", config, config.model, torch.float16)
+    subject = replace(look("data.patch=[32,32,32]", "optim=adam"), dtype=torch.float16)
     advice = advice_of(subject)
     assert 0.5 * subject.peak < advice["halved_peak_bytes"] < 0.8 * subject.peak
 
@@ -162,8 +169,7 @@ def test_what_appeared_and_vanished_between_two_points() -> None:
         new = [torch.zeros(16, 16, 3, 3) for _ in range(7)]
         del old
         end = len(ledger.events)
-    (plus,) = analysis.appeared(ledger, start, end)
-    (minus,) = analysis.vanished(ledger, start, end)
+    (plus,), (minus,) = changed_groups(ledger, start, end)
     assert (plus.number, plus.shape, plus.dtype, plus.bytes) == (7, (16, 16, 3, 3), "float32", 7 * 16 * 16 * 9 * 4)
     assert (minus.number, minus.shape, minus.category) == (1, (120, 3, 8, 8), "inputs")
     assert len(new) == 7
@@ -179,7 +185,7 @@ def test_what_autograd_saved_is_seen() -> None:
         loss = (x.sigmoid() * 2).sum()
         ledger.mark("backward")
         end = len(ledger.events)
-    saved = [group for group in analysis.appeared(ledger, start, end) if group.shape == (64, 64)]
+    saved = [group for group in changed_groups(ledger, start, end)[0] if group.shape == (64, 64)]
     assert sum(group.number for group in saved) == 2, "x, and sigmoid(x)"
     assert loss.requires_grad
 
@@ -197,10 +203,10 @@ def test_the_timeline_runs_from_the_first_event_of_the_last_step_to_its_peak() -
 
 def test_held_at_the_peak_is_everything_alive() -> None:
     subject = look()
-    moment = peak_moment(subject.ledger)
+    moment = subject.ledger.peak_moment()
     groups = analysis.held(subject.ledger, moment)
     assert sum(group.bytes for group in groups) == subject.peak
-    assert sum(group.number for group in groups) == len(alive_at(subject.ledger, moment))
+    assert sum(group.number for group in groups) == len(subject.ledger.alive_at(moment))
 
 
 def test_usual_estimates_miss_the_peak_as_they_do() -> None:
@@ -218,6 +224,71 @@ def test_usual_estimates_miss_the_peak_as_they_do() -> None:
     assert errors["relu"]["torchinfo"] - errors["leaky_relu"]["torchinfo"] > 0.2
     assert errors["relu"]["16 B/parameter + what autograd saves"] < 0
     assert min(abs(error) for error in errors["leaky_relu"].values()) > 0.02
+
+
+class Foreign(nn.Module):
+    """A user's network that is not a Sequential: parameters and operations of its own, and a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU()), nn.Conv3d(5, 3, 1)
+        self.scale = nn.Parameter(torch.ones(4, 1, 1, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        made: Tensor = self.head(torch.cat([image, self.encoder(image) * self.scale], dim=1))
+        return made
+
+
+def plain(names: str = "0 1 2 3 4") -> nn.Sequential:
+    """A Sequential of five layers."""
+    layers = (
+        nn.Conv3d(1, 4, 3, padding=1),
+        nn.MaxPool3d(2),
+        nn.ReLU(),
+        nn.Upsample(scale_factor=2),
+        nn.Conv3d(4, 3, 1),
+    )
+    return nn.Sequential(OrderedDict(zip(names.split(), layers, strict=True)))
+
+
+def trained(network: nn.Module, starts: tuple[int, ...]) -> dict[str, Any]:
+    """The summary of two steps."""
+    optimizer, policy = torch.optim.Adam(network.parameters()), MemoryPolicy(starts=starts)
+    meter = LedgerMeter(network, optimizer)
+    batch = Batch(torch.rand(1, 1, 8, 8, 8), torch.zeros(1, 8, 8, 8, dtype=torch.int16))
+    for _ in range(ENOUGH):
+        train_step(network, SegmentationLoss("ce"), optimizer, policy.scaler(), policy, [batch], meter.mark)
+    return meter.summary()
+
+
+@pytest.mark.parametrize(
+    ("kind", "starts", "modules"),
+    [
+        (plain, (), {"0", "4", "loss"}),
+        (plain, (0, 2), {"0", "4", "loss"}),
+        (Foreign, (), {"encoder.0", "head", "model", "loss"}),
+    ],
+)
+def test_a_network_that_is_not_a_u_has_layers_and_no_levels(
+    kind: Callable[[], nn.Module], starts: tuple[int, ...], modules: set[str]
+) -> None:
+    entry = trained(kind(), starts)
+    (row,) = entry["levels"]
+    assert row["level"] == "other" and row["bytes"] == entry["peak_bytes"]
+    levels = {row["module"]: row["level"] for row in entry["layers"]}
+    assert modules <= set(levels) and set(levels.values()) == {None}
+    assert " of " in tables.moment(entry)
+    for table in (tables.levels(entry), tables.layers(entry)):
+        assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
+    advice = {**row, "mostly": "activations", "override": None, "halved_peak_bytes": None}
+    assert sentence(advice, row["bytes"]).endswith("MiB) is mostly activations.")
+
+
+def test_a_foreign_network_with_the_names_of_a_u_has_its_levels() -> None:
+    entry = trained(plain("inc down1 act up1 outc"), ())
+    levels = {row["module"]: row["level"] for row in entry["layers"]}
+    assert (levels["inc"], levels["outc"], levels["down1"], levels["act"]) == (0, 0, 1, None)
+    assert entry["levels"][0]["level"] == 0
 
 
 def test_tables_have_a_cell_for_each_heading() -> None:
