@@ -115,13 +115,10 @@ def test_each_part_of_a_snapshot_matters(part: str, copy: Path, whole: Path) -> 
 
 
 def test_a_refused_resume_leaves_no_trace(copy: Path, whole: Path) -> None:
-    """Fewer steps than were taken, another optimizer, a device that is not there."""
+    """Fewer steps than were taken, or a device that is not there."""
     before = (copy / "overrides.yaml").read_text()
     fewer = resume(copy, "steps=3")
     assert fewer.code == 2 and fewer.err == "error: steps=3: the run is at step 4 already; give as many or more\n"
-    for option in ("optim.weight_decay=0.1", "optim.betas=[0.5,0.9]", "optim.momentum=0.5"):
-        done = resume(copy, option)
-        assert done.code == 2 and f"start a new one to change {option.partition('=')[0]}: " in done.err
     if not torch.cuda.is_available():
         assert resume(copy, "device=cuda").code == 2
     assert (copy / "overrides.yaml").read_text() == before and status(copy) == "running\n"
@@ -133,6 +130,9 @@ def test_another_network_is_refused_and_another_rate_is_reported() -> None:
     now = {"model": {"features": [8, 8]}, "data": {"patch": [8]}, "optim": {"lr": 0.1}, "steps": 4, "resume": "run"}
     with pytest.raises(UserError, match=r"data.patch: \[16\] -> \[8\]; model.features: \[4, 8\] -> \[8, 8\]"):
         refuse_changes(before, now)
+    for option in ("weight_decay", "betas", "momentum"):  # which the snapshot's optimizer keeps
+        with pytest.raises(UserError, match=f"start a new one to change optim.{option}: 1 -> 2"):
+            refuse_changes({"optim": {option: 1}}, {"optim": {option: 2}})
     assert refuse_changes(before, before | {"optim": {"lr": 0.2}, "resume": "run"}) == ["optim.lr: 0.1 -> 0.2"]
     with pytest.raises(UserError, match=r"mixed precision: torch\.bfloat16 -> torch\.float16"):
         refuse_other_data({"mixed precision": "torch.bfloat16"}, {"mixed precision": "torch.float16"})

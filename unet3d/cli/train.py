@@ -78,12 +78,12 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     with Run(config, folder, data, options, predicted.starts, stop) as run:
         if run.is_done:
             print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; steps=N goes on")
-            if not (folder / "report.html").exists():  # the run was killed as it wrote it
-                report.write_report(folder)
-            return
-        run_folder.update_memory(folder, predicted.memory)
-        run.fit()
-        run.finish()
+            if (folder / "report.html").exists():  # else the run was killed as it wrote it
+                return
+        else:
+            run_folder.update_memory(folder, predicted.memory)
+            run.fit()
+            run.finish()
     report.write_report(folder)
     report.print_summary(folder)
 

@@ -1,6 +1,7 @@
 """A trained network applied to files: NIfTI in, label maps out on each input's own grid."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ def parse(state: Mapping[str, Any], path: Path) -> TrainedNetworks:
     """What the snapshot at `path` holds. Raises SnapshotError for anything but plain values of the right types."""
     try:
         config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
-        classes, channels = (tuple(map(_name, state[key])) for key in ("classes", "channels"))
+        classes, channels = tuple(state["classes"]), tuple(state["channels"])
         rules = tuple(preprocess.checked_intensity(rule) for rule in state["intensity"])
         others = list(map(dict, state.get("others", [])))  # only what is published has these two
         weights = [dict(state["model"]) | dict(state["average"]), *others]
@@ -49,17 +50,11 @@ def parse(state: Mapping[str, Any], path: Path) -> TrainedNetworks:
         sizes = len(classes), len(channels), len(rules), len(splits)
         if sizes != (config.model.classes, config.model.in_channels, config.model.in_channels, len(weights)):
             raise ValueError("its parts contradict each other")
-        if not all(isinstance(name, str) for values in weights for name in values):
-            raise ValueError("its weights are not named")
+        if not all(isinstance(name, str) for name in itertools.chain(classes, channels, *weights)):
+            raise ValueError("its classes, channels or weights are not named")
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
     return TrainedNetworks(path, config, classes, channels, rules, weights, splits)
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a name")
-    return value
 
 
 def split_of(options: Data) -> Split:
@@ -152,11 +147,7 @@ def files_in(inputs: Sequence[Path]) -> list[Path]:
 
 
 def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> tuple[list[Case], list[str]]:
-    """Files, and the NIfTI files of folders, as cases of `count` channels, and a line for each problem.
-
-    `_0000`, `_0001` .. are channels of one case; a single channel is numbered only where files are `by_channel`. Raises
-    UserError where there is nothing to segment.
-    """
+    """Files, and the NIfTI files of folders, as cases of `count` channels (`_0000`, `_0001` ..), and all problems."""
     grouped: dict[str, list[Path]] = {}
     for file in files_in(inputs):
         name = stem(file)

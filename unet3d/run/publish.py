@@ -24,27 +24,27 @@ KEPT = ("model_options", "classes", "channels", "intensity", "step")  # of a sna
 SAME = ("model.", "inference.", "amp", "data.patch", "data.spacing", "data.augment.mirror")  # how a network sees images
 PATHS = ("root", "split", "images", "labels")  # of this machine's data
 SCORES = "scores.csv"
+Opened = tuple[TrainedNetworks, dict[str, Any]]
 
 
 def publish(paths: Sequence[Path], out: Path) -> None:
-    """Write the networks of these snapshots to one file: no optimizer, no random state, no path of this machine.
+    """Write the networks of these snapshots, without any path, to one file: their logits are averaged.
 
-    Several networks, of runs that differ in their seed, say, predict as one: their logits are averaged. Raises
-    SnapshotError, and UserError where `out` exists or the networks would see an image in different ways.
+    Raises SnapshotError, and UserError where `out` exists or the networks would see an image in different ways.
     """
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
     opened = [_open(path) for path in paths]
-    first, kept = opened[0]
-    for found, other in opened:
-        _refuse_different(found, other, first, kept)
-        predict.segmenter(found, "cpu", None)  # so that what is published can be used
+    _, kept = opened[0]
+    for one in opened:
+        _refuse_different(one, opened[0])
+        predict.segmenter(one[0], "cpu", None)  # so that what is published can be used
     own, *others = [weights for found, _ in opened for weights in found.weights]
     splits = [part | {"split": "a file"} if "split" in part else part for found, _ in opened for part in found.splits]
     checkpoint.save_snapshot(out, kept | {"model": own, "average": {}, "others": others, "splits": splits})
 
 
-def _open(path: Path) -> tuple[TrainedNetworks, dict[str, Any]]:
+def _open(path: Path) -> Opened:
     """The networks of a snapshot, and what else of it is published."""
     state = checkpoint.load_snapshot(path)
     found = predict.parse(state, path)
@@ -55,23 +55,17 @@ def _open(path: Path) -> tuple[TrainedNetworks, dict[str, Any]]:
     return found, {name: state[name] for name in KEPT} | {"config": config}
 
 
-def _refuse_different(
-    found: TrainedNetworks, kept: dict[str, Any], first: TrainedNetworks, first_kept: dict[str, Any]
-) -> None:
+def _refuse_different(one: Opened, first: Opened) -> None:
     """Raise UserError where a network would see an image in another way than the first."""
-    wrong = [name for name in ("classes", "channels", "intensity") if kept[name] != first_kept[name]]
-    mine, theirs = (compose.flat(compose.to_plain(networks.config), ".") for networks in (found, first))
+    wrong = [name for name in ("classes", "channels", "intensity") if one[1][name] != first[1][name]]
+    mine, theirs = (compose.flat(compose.to_plain(found.config), ".") for found, _ in (one, first))
     wrong += [name for name in mine if name.startswith(SAME) and mine[name] != theirs[name]]
     if wrong:
-        raise UserError(f"{found.path}: differs from {first.path} in {', '.join(wrong)}; publish it alone")
+        raise UserError(f"{one[0].path}: differs from {first[0].path} in {', '.join(wrong)}; publish it alone")
 
 
 def score(path: Path, config: Config, out: Path) -> str:
-    """Write out/scores.csv: the cases that `config` holds out, predicted by the snapshot at `path`. Returns its title.
-
-    Only the config's data and device count; the snapshot says how an image is prepared. Warns where a network may have
-    seen these cases. Raises SnapshotError, UserError.
-    """
+    """Score the cases that `config` holds out, predicted as the snapshot says, in out/scores.csv. Returns its title."""
     if config.data.semi:
         raise UserError("data.semi holds out slices of the training cases; the run's own scores.csv has their scores")
     if (out / SCORES).exists():

@@ -1,7 +1,9 @@
 """A run's snapshots: what they hold, which are kept, and how a run goes on from one."""
 
 import dataclasses
+import functools
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,6 @@ from unet3d.train import checkpoint, optim
 DatasetFingerprint = dict[str, Any]
 Snapshot = dict[str, Any]
 LAST, PREVIOUS, BEST = SNAPSHOTS
-SHOWN = 3  # items of a long list
 
 
 def fingerprint(data: Data, dtype: torch.dtype | None) -> DatasetFingerprint:
@@ -38,15 +39,11 @@ def fingerprint(data: Data, dtype: torch.dtype | None) -> DatasetFingerprint:
 
 def refuse_other_data(before: Mapping[str, Any], now: DatasetFingerprint) -> None:
     """Raise UserError if the data or the precision has changed since the run began."""
-    changed = [f"{name}: {_shown(before[name])} -> {_shown(now[name])}" for name in now if before[name] != now[name]]
-    if changed:
-        raise UserError(f"resume: the data or the precision changed since the run began: {'; '.join(changed)}")
-
-
-def _shown(value: Any) -> str:
-    if not isinstance(value, list) or len(value) <= SHOWN:
-        return str(value)
-    return f"{len(value)} ({', '.join(map(str, value[:SHOWN]))} ...)"
+    short = functools.partial(textwrap.shorten, width=200, placeholder=" ...")
+    both = {name: (str(before[name]), str(now[name])) for name in now if before[name] != now[name]}
+    if both:
+        changes = "; ".join(f"{name}: {short(old)} -> {short(new)}" for name, (old, new) in both.items())
+        raise UserError(f"resume: the data or the precision changed since the run began: {changes}")
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,7 @@ class TrainingState:
 
     def state(self, step: int, last_validation: int, best: float | None) -> Snapshot:
         """The run at this step, as tensors and plain values; `best` is its highest mean Dice."""
+        device = next(self.model.parameters()).device
         return {
             "config": compose.to_plain(self.config),
             "model_options": dataclasses.asdict(self.options),
@@ -75,14 +73,11 @@ class TrainingState:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rng": torch.get_rng_state(),
-            "cuda_rng": [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else [],
+            "cuda_rng": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
         }
 
     def put_back(self, state: Snapshot, path: Path) -> list[str]:
-        """Put a snapshot's state back, the random state last: building things draws from it. Returns changed options.
-
-        Raises UserError where it would be another run, SnapshotError where the weights do not fit.
-        """
+        """Put a snapshot's state back. Returns the changed options. Raises UserError, SnapshotError for another run."""
         changes = compose.refuse_changes(state["config"], compose.to_plain(self.config))
         if "grounds" in state:  # else an older version wrote it
             refuse_other_data(state["grounds"], self.fingerprint)
@@ -92,14 +87,11 @@ class TrainingState:
         checkpoint.load_weights(self.model, state["model"], path)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] and self._device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"][0], self._device)  # nothing is drawn on other devices
+        torch.set_rng_state(state["rng"])  # last: building things draws from it
+        device = next(self.model.parameters()).device
+        if state["cuda_rng"] and device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"][0], device)  # nothing is drawn on other devices
         return changes
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
 
 @dataclass
@@ -139,10 +131,7 @@ class Checkpoints:
         print(f"warning: {error}; training goes on, {what}", file=sys.stderr, flush=True)
 
     def restore(self, put_back: Callable[[Snapshot, Path], list[str]]) -> tuple[int, int]:
-        """Put back the newest whole snapshot and drop later records. Returns its step and that of its last validation.
-
-        `put_back` returns the options that differ from now on. Raises SnapshotError, UserError.
-        """
+        """Put back the newest whole snapshot, drop later records. Returns its step and that of its last validation."""
         state, wrong = checkpoint.load_any(self.folder / "checkpoints", SNAPSHOTS)
         path = self._path(SNAPSHOTS[len(wrong)])
         try:

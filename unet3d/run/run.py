@@ -51,7 +51,7 @@ class Run:
         self.checkpoints = Checkpoints(folder, self._snapshot)
         self.first, last_validation = self.checkpoints.restore(self.state.put_back) if config.resume else (0, 0)
         self.memory_before = run_folder.read_memory(folder) if config.resume else {}
-        self.has_first_steps = self.has_last_steps = False  # what memory.json has; with the last ones, memory/ is there
+        self.has_all_measured = False  # memory.json and memory/ have the last step
         self.is_done = self.first >= config.steps and run_folder.is_done(folder)
         self.meter = open_meter(self.model, self.optimizer)
         self.loggers = Loggers([])
@@ -112,7 +112,7 @@ class Run:
         stopped = f"stopped by {signal} after step {self.trainer.step} of {self.config.steps}"
         try:
             self.checkpoints.save_last()
-            self._keep_measured_early(is_last_chance=True)
+            self._keep_measured_early()
         except NotSaved as error:
             stopped += f", which is not saved: {error}"
         raise Preempted(stopped)
@@ -134,7 +134,7 @@ class Run:
         started = time.perf_counter()
         step, classes = self.trainer.step, self.data.dataset.classes
         is_last = step == self.config.steps
-        self._keep_measured_early(is_last_chance=is_last)
+        self._keep_measured_early()
         if is_last or self.checkpoints.saved is None:
             self._save()  # of this validation's volumes memory may not hold one
         with optim.averaged(self.model, self.optimizer), self.stop.interruptible():
@@ -148,22 +148,19 @@ class Run:
             write_text(self.folder / "scores.csv", metrics.csv_text(scores, classes))
             self.checkpoints.keep(values["val/dice_mean"])
         except (NotSaved, OSError) as error:
-            if not is_last:
-                self.checkpoints.warn(error)
-            elif isinstance(error, NotSaved):
-                raise
-            else:
-                raise NotSaved(f"scores.csv: not saved ({error})") from error
+            problem = error if isinstance(error, NotSaved) else NotSaved(f"scores.csv: not saved ({error})")
+            if is_last:
+                raise problem from None
+            self.checkpoints.warn(problem)
 
     def _scores(self, is_last: bool) -> list[CaseScore]:
         """Of the held-out cases. Raises OutOfMemory."""
-        data, has_surfaces = self.data, not self.config.data.semi  # scored slices have none
+        data, keep = self.data, self.predictions.try_add if is_last else None
+        hd95 = is_last and not self.config.data.semi  # slices have no surface
         if is_last:
             self.predictions.clear()
-        keep = self.predictions.try_add if is_last else None
-        classes = len(data.dataset.classes)
         try:
-            return evaluate(self.predictor, data.val, data.read_val, classes, is_last and has_surfaces, keep)
+            return evaluate(self.predictor, data.val, data.read_val, len(data.dataset.classes), hd95, keep)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -175,20 +172,18 @@ class Run:
 
     def _keep_measured(self) -> None:
         """memory.json with what the steps taken here needed, if any were; after the last one, memory/ as well."""
-        if self.trainer.step == self.first or self.has_last_steps:
+        if self.trainer.step == self.first or self.has_all_measured:
             return
         parameters = sum(p.numel() for p in self.model.parameters())
         run_folder.add_measured(self.folder, parameters, self.meter.summary(), self.memory_before)
         if self.trainer.step == self.config.steps:
             memory_plots.write_ledger_files(self.meter.ledger, self.folder.name, self.folder)
-            self.has_last_steps = True
+            self.has_all_measured = True
 
-    def _keep_measured_early(self, is_last_chance: bool = False) -> None:
+    def _keep_measured_early(self) -> None:
         """A run that is stopped or killed now may take no step again, and never again its first."""
-        if is_last_chance or not self.has_first_steps:
-            with suppress(OSError):  # the disk is full: `finish` says so
-                self._keep_measured()
-                self.has_first_steps = self.meter.is_steady
+        with suppress(OSError):  # the disk is full: `finish` says so
+            self._keep_measured()
 
     def finish(self) -> None:
         """Write everything that is known at the end; predictions are those of the last weights, or of their average."""

@@ -34,10 +34,7 @@ def evaluate(
     keep: Keep | None = None,
     what: str = "validation",
 ) -> list[CaseScore]:
-    """One score a case, on the grid the network sees; `hd95` costs about as much as the prediction.
-
-    `keep` gets each case with its probabilities K X Y Z; those of one case are in memory at a time.
-    """
+    """One score a case, on the network's grid. `keep` gets each case with its probabilities K X Y Z, one at a time."""
     scores = []
     with progress.counting(what, len(cases)) as counter:
         for case in cases:
