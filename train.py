@@ -1,8 +1,6 @@
 """Train a 3D U-Net: python train.py model=unet_small amp=true ckpt=2"""
 
-import sys
-
 from unet3d.cli.train import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

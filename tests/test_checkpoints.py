@@ -1,4 +1,4 @@
-"""Which moments of a run are kept."""
+"""Which snapshots of a run are kept."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def kept(checkpoints: Checkpoints) -> dict[str, int]:
 
 
 def test_the_best_is_that_of_the_highest_dice(checkpoints: Checkpoints, steps: Steps) -> None:
-    """Of equal ones the first; a validation without any foreground, whose Dice is n/a, is none."""
+    """Of equal ones the first; a validation without any foreground, whose Dice is n/a, does not count."""
     best = []
     for dice in (None, 0.5, 0.3, None, 0.5, 0.6):
         steps.next()
@@ -53,15 +53,16 @@ def test_the_best_is_that_of_the_highest_dice(checkpoints: Checkpoints, steps: S
     assert kept(checkpoints) == {"best": 6, "last": 6, "previous": 5}
 
 
-def test_a_best_that_could_not_be_saved_is_no_best(
-    checkpoints: Checkpoints, steps: Steps, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_best_that_could_not_be_saved_is_no_best(checkpoints: Checkpoints, steps: Steps) -> None:
+    best = checkpoints.folder / "checkpoints" / "best.pt"
     checkpoints.keep(0.5)
     steps.next()
-    with monkeypatch.context() as full:
-        full.setattr(checkpoint, "save", lambda *_: (_ for _ in ()).throw(NotSaved("no room")))
-        with pytest.raises(NotSaved):
-            checkpoints.keep(0.8)
+    aside = best.rename(checkpoints.folder / "aside.pt")
+    best.mkdir()  # no file can take its place
+    with pytest.raises(NotSaved):
+        checkpoints.keep(0.8)
+    best.rmdir()
+    aside.rename(best)
     assert kept(checkpoints) == {"best": 0, "last": 0}
     steps.next()
     checkpoints.keep(0.7)

@@ -2,7 +2,6 @@
 
 import errno
 import functools
-import os
 import shutil
 import signal
 import weakref
@@ -13,33 +12,26 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from training import TINY, face, records, status, train
+from training import TINY, call, face, records, send, status, train
 
 from unet3d.data.cases import Case
 from unet3d.data.patches import PreparedCase, prepare
+from unet3d.data.preprocess import CaseReader
 from unet3d.report import plots
 from unet3d.run import validate
-from unet3d.run.validate import evaluate
+from unet3d.run.validate import Predictions, evaluate
 from unet3d.train import checkpoint
+from unet3d.train.inference import Predictor
 
 RUN = [*TINY, "data.val_fraction=0.5", "data.root=../phantom", "hydra.run.dir=run"]
 PICTURE = "figures/prediction.png"
 
 
-def counted(name: str, act: Callable[[int], None] = lambda _: None) -> None:
-    """Call `act` with 1, 2 .. as label maps are to be written; count the volumes that are read and predicted."""
-    from unet3d.data.preprocess import CaseReader
-    from unet3d.train.inference import Predictor
-
+def counted(name: str, number: int, act: Callable[[], None]) -> None:
+    """Call `act` as label map `number` is to be written; count the volumes that are read and predicted."""
     for owner, attribute in ((Predictor, "probabilities"), (CaseReader, "raw")):
         setattr(owner, attribute, _counting(getattr(owner, attribute), Path(f"{name}.{attribute}")))
-    save, calls = validate.save_prediction, iter(range(1, 100))
-
-    def saving(*of: object) -> None:
-        act(next(calls))
-        save(*of)  # type: ignore[arg-type]
-
-    validate.save_prediction = saving
+    call(validate, "save_prediction", number, act)
 
 
 def _counting(before: Callable, path: Path) -> Callable:
@@ -52,25 +44,30 @@ def _counting(before: Callable, path: Path) -> Callable:
     return wrapped
 
 
-def act_on(number: int, act: Callable[[], None], count: int) -> None:
-    if count == number:
-        act()
-
-
 def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    send(signal.SIGKILL)
 
 
 def stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+    send(signal.SIGTERM)
 
 
 def fill_the_disk() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def run_out() -> None:
+    raise MemoryError
+
+
 def hook(name: str, number: int = 0, act: Callable[[], None] = kill) -> Callable[[], None]:
-    return functools.partial(counted, name, functools.partial(act_on, number, act))
+    return functools.partial(counted, name, number, act)
+
+
+def lasting(name: str, number: int, act: Callable[[], None]) -> None:
+    """As label map `number` is to be written, and whenever it is tried again."""
+    counted(name, number, act)
+    call(Predictions, "complete", 1, functools.partial(call, validate, "save_prediction", 1, act))
 
 
 def maps(folder: Path) -> dict[str, bytes]:
@@ -90,7 +87,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> Path:
-    """A run that nothing befell, of two held-out cases."""
+    """A run that nothing interrupted, of two held-out cases."""
     done = train(place / "whole", *RUN, hook=hook("whole"))
     assert done.code == 0, done.err
     return place / "whole" / "run"
@@ -110,25 +107,20 @@ def test_a_run_predicts_and_reads_each_case_once_a_validation(whole: Path) -> No
 @pytest.mark.parametrize(
     "options",
     [
+        [],
         ["data.spacing=[1.5,1.5,2]"],
         ["data.sparse=[3,3,3]", "data.semi=true", "data.val_fraction=0.2"],
         ["optim.average=0.5", "inference.mirror=true"],
         ["data.cache=false", "data.ignore=3"],
     ],
-    ids=lambda options: options[0],
+    ids=lambda options: "".join(options[:1]),
 )
 def test_label_maps_are_those_that_predict_makes_of_the_last_snapshot(
     options: list[str], place: Path, tmp_path: Path, whole: Path
 ) -> None:
-    assert train(tmp_path, *RUN, f"data.root={place / 'phantom'}", *options).code == 0
-    assert_predicted(tmp_path / "run", place, tmp_path)
-
-
-def test_a_plain_runs_label_maps_are_those_that_predict_makes(whole: Path, place: Path, tmp_path: Path) -> None:
-    assert_predicted(whole, place, tmp_path)
-
-
-def assert_predicted(run: Path, place: Path, tmp_path: Path) -> None:
+    if options:
+        assert train(tmp_path, *RUN, "steps=2", f"data.root={place / 'phantom'}", *options).code == 0
+    run = tmp_path / "run" if options else whole
     found = maps(run)
     images = [path for path in place.glob("phantom/*/imagesTr/*.nii.gz") if path.name in found]
     assert len(images) == len(found) > 0
@@ -145,8 +137,8 @@ def test_a_run_ended_within_its_last_validation_makes_all_of_it_again(
     folder = place / "ended" / "run"
     assert done.code == code and len(maps(folder)) == 1 and not (folder / PICTURE).exists(), done.err
     assert checkpoint.load_snapshot(folder / "checkpoints" / "last.pt")["step"] == 4
-    again = train(place / "ended", "resume=run", hook=hook("second"))
-    assert again.code == 0 and same(folder, whole), again.err
+    resumed = train(place / "ended", "resume=run", hook=hook("second"))
+    assert resumed.code == 0 and same(folder, whole), resumed.err
     assert times(place / "ended", "second")[0] == 2
 
 
@@ -156,56 +148,25 @@ def test_a_disk_that_is_full_as_label_maps_are_written_is_one_line_and_loses_no_
 ) -> None:
     """A run that is resumed makes the map that is missing, and the picture, of which the first case is needed."""
     where = place / f"full{lost}"
-    full = hook("first", lost, fill_the_disk)
-    done = train(where, *RUN, hook=functools.partial(both, full, disk_stays_full))
+    done = train(where, *RUN, hook=functools.partial(lasting, "first", lost, fill_the_disk))
     folder = where / "run"
     assert done.code == 2 and done.err.count("\n") == 1, done.err
     assert ".nii.gz: not saved (No space left on device); to go on: python train.py resume=" in done.err
     assert (folder / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes()
     kept = {path.name: path.stat().st_mtime_ns for path in (folder / "predictions").iterdir()}
     assert len(kept) == 1 and records(folder) == records(whole)
-    again = train(where, "resume=run", hook=hook("second"))
-    assert again.code == 0 and same(folder, whole), again.err
+    resumed = train(where, "resume=run", hook=hook("second"))
+    assert resumed.code == 0 and same(folder, whole), resumed.err
     assert times(where, "second")[0] == lost
     assert all((folder / "predictions" / name).stat().st_mtime_ns == at for name, at in kept.items())
 
 
 def test_memory_that_runs_out_as_a_label_map_is_made_loses_no_score(place: Path, whole: Path) -> None:
     """Its grid may be far larger than the one that is scored."""
-    done = train(place / "large", *RUN, hook=functools.partial(both, hook("large", 1, run_out), out_of_memory))
+    done = train(place / "large", *RUN, hook=functools.partial(lasting, "large", 1, run_out))
     folder = place / "large" / "run"
-    assert done.code == 5 and done.err.startswith("out of memory: MemoryError()"), done.err
+    assert done.code == 5 and done.err.startswith("out of memory: MemoryError;"), done.err
     assert (folder / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes() and len(maps(folder)) == 1
-
-
-def run_out() -> None:
-    raise MemoryError
-
-
-def out_of_memory() -> None:
-    """As the missing label map is tried again."""
-    from unet3d.run.validate import Predictions
-
-    Predictions.complete = lambda *_: run_out()  # type: ignore[method-assign,assignment]
-
-
-def both(*hooks: Callable[[], None]) -> None:
-    for act in hooks:
-        act()
-
-
-def disk_stays_full() -> None:
-    """As the missing label map is tried again."""
-    from unet3d.run.validate import Predictions
-
-    complete = Predictions.complete
-
-    def full(self: Predictions, predictor: object) -> None:
-
-        validate.save_prediction = lambda *_: fill_the_disk()
-        complete(self, predictor)  # type: ignore[arg-type]
-
-    Predictions.complete = full  # type: ignore[method-assign]
 
 
 def test_a_run_killed_before_its_picture_predicts_the_first_case_alone(place: Path, whole: Path) -> None:
@@ -213,13 +174,12 @@ def test_a_run_killed_before_its_picture_predicts_the_first_case_alone(place: Pa
     folder = place / "undrawn" / "run"
     assert done.code == -signal.SIGKILL and maps(folder) == maps(whole) and status(folder) == "running\n"
     assert not (folder / PICTURE).exists(), "half a picture would count as one"
-    again = train(place / "undrawn", "resume=run", hook=hook("second"))
-    assert again.code == 0 and same(folder, whole), again.err
+    resumed = train(place / "undrawn", "resume=run", hook=hook("second"))
+    assert resumed.code == 0 and same(folder, whole), resumed.err
     assert times(place / "undrawn", "second")[0] == 1
 
 
 def die_drawing() -> None:
-
     def half(*drawn: object) -> None:
         (path,) = (value for value in drawn if isinstance(value, Path))
         path.write_bytes(b"half")
@@ -233,16 +193,12 @@ def test_a_run_that_goes_on_replaces_what_its_earlier_end_left(place: Path, whol
     shutil.copytree(whole.parent, place / "longer")
     folder = place / "longer" / "run"
     (folder / "report.html").write_text("of step 4")
-    done = train(place / "longer", "resume=run", "steps=6", hook=functools.partial(hook_full, 2))
+    done = train(place / "longer", "resume=run", "steps=6", hook=functools.partial(lasting, "longer", 2, fill_the_disk))
     assert done.code == 2 and len(maps(folder)) == 1 and not (folder / PICTURE).exists(), done.err
     assert train(place / "longer", "resume=run").code == 0
     assert not (folder / "report.html").exists(), "none is written here"
     assert maps(folder).keys() == maps(whole).keys() and (folder / PICTURE).exists()
     assert all(after != maps(whole)[name] for name, after in maps(folder).items())
-
-
-def hook_full(number: int) -> None:
-    both(hook("longer", number, fill_the_disk), disk_stays_full)
 
 
 class Watched:
@@ -260,9 +216,9 @@ class Watched:
 
 @pytest.mark.parametrize("hd95", [False, True])
 def test_probabilities_of_one_volume_are_in_memory_at_a_time(hd95: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None, and no volume that is not cached, while distances are measured."""
+    """And none while distances are measured."""
     predictor, cases, kept = Watched(), [Case(name, (), None) for name in "ab"], []
-    monkeypatch.setattr("unet3d.run.validate.score_case", lambda *_: [given() for given in predictor.given])
+    monkeypatch.setattr(validate, "score_case", lambda *_: [given() for given in predictor.given])
     found = evaluate(predictor, cases, phantom, 2, hd95, lambda case, made: kept.append((case.id, made.shape)))  # type: ignore[arg-type]
     assert kept == [("a", (2, 4, 4, 4)), ("b", (2, 4, 4, 4))]
     assert found == [[None], [None, None]]

@@ -1,6 +1,7 @@
 """Networks given away, alone or several as one, and scored on labelled cases."""
 
-import dataclasses
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from unet3d.config import Model
 from unet3d.data.cases import Case, read_dataset
 from unet3d.data.nifti import stem
 from unet3d.errors import NotSaved, SnapshotError, UserError
+from unet3d.report.report import SCORES_TITLE
 from unet3d.run import predict, publish
 from unet3d.train import checkpoint
+
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -67,28 +71,28 @@ def test_networks_published_as_one_give_the_mean_of_their_logits(pair: list[Path
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "option"),
     [
-        (("model_options", "features"), [8, 8], "model"),
+        (("model_options", "features"), [8, 8], r"model\.features"),
         (("classes",), ["a", "b", "c", "d"], "classes"),
         (("config", "data", "spacing"), [2.0, 2.0, 2.0], r"data\.spacing"),
         (("config", "data", "patch"), [16, 16, 32], r"data\.patch"),
         (("config", "data", "augment", "mirror"), [0], r"data\.augment\.mirror"),
-        (("config", "inference", "mirror"), False, "inference"),
+        (("config", "inference", "mirror"), False, r"inference\.mirror"),
         (("intensity",), [{"kind": "none", "low": 0.0, "high": 0.0, "mean": 0.0, "std": 1.0}], "intensity"),
     ],
 )
 def test_networks_that_see_images_differently_are_not_published_as_one(
-    pair: list[Path], tmp_path: Path, path: tuple, value: Any, told: str
+    pair: list[Path], tmp_path: Path, path: tuple, value: Any, option: str
 ) -> None:
     change(pair[1], *path, value=value)
-    with pytest.raises(UserError, match=rf"other\.pt: differs .* in {told}; publish"):
+    with pytest.raises(UserError, match=rf"other\.pt: differs .* in {option}; publish"):
         publish.publish(pair, tmp_path / "both.pt")
     assert not (tmp_path / "both.pt").exists()
 
 
 @pytest.mark.parametrize("others", [7, [7], ["ab"], [{}], [{"x": 1}], {"a": 1}, [{1: torch.zeros(1)}]])
-def test_a_published_snapshot_of_wrong_networks_is_one_line(finished: Path, tmp_path: Path, others: Any) -> None:
+def test_a_published_snapshot_of_wrong_networks_is_refused(finished: Path, tmp_path: Path, others: Any) -> None:
     state = checkpoint.load_snapshot(finished / "checkpoints" / "last.pt")
     for splits in ([{}], [{}, {}]):
         checkpoint.save_snapshot(tmp_path / "wrong.pt", state | {"others": others, "splits": splits})
@@ -96,11 +100,14 @@ def test_a_published_snapshot_of_wrong_networks_is_one_line(finished: Path, tmp_
             predict.open_segmenter(tmp_path / "wrong.pt", "cpu")
 
 
-def test_a_snapshot_that_lacks_what_is_published_is_one_line(pair: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "reason"), [("channels", "'channels'"), ("step", "no step")])
+def test_a_snapshot_that_lacks_what_is_published_is_refused(
+    key: str, reason: str, pair: list[Path], tmp_path: Path
+) -> None:
     state = checkpoint.load_snapshot(pair[1])
-    del state["channels"]
+    del state[key]
     checkpoint.save_snapshot(pair[1], state)
-    with pytest.raises(SnapshotError, match=r"other\.pt: not a snapshot of a run \('channels'\)"):
+    with pytest.raises(SnapshotError, match=rf"other\.pt: not a snapshot of a run \({reason}\)"):
         publish.publish(pair, tmp_path / "both.pt")
 
 
@@ -119,12 +126,12 @@ def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
             shapes = build.model(Model(**kept["model_options"]), 0).state_dict()
         kept["model"] = {name: torch.zeros(()).expand(value.shape) for name, value in shapes.items()}
     checkpoint.save_snapshot(tmp_path / "bomb.pt", kept)
-    monkeypatch.setattr(predict, "_network", lambda *_: pytest.fail("memory is taken"))
+    monkeypatch.setattr(torch.nn.Module, "to", lambda *_: pytest.fail("memory is taken"))
     with pytest.raises(SnapshotError, match=r"bomb\.pt: its weights are not all there"):
         predict.open_segmenter(tmp_path / "bomb.pt", "cpu")
 
 
-def test_a_snapshot_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_snapshot_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys: Capture) -> None:
     net, out = str(tmp_path / "net.pt"), str(tmp_path / "out")
     for words in (
         ["publish", str(finished / "checkpoints" / "last.pt"), "-o", net],
@@ -132,16 +139,16 @@ def test_a_snapshot_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys
     ):
         assert face(*words) == 0
     assert (tmp_path / "out" / "scores.csv").read_bytes() == (finished / "scores.csv").read_bytes()
-    told = capsys.readouterr()
-    assert told.err == "" and "HD95" in told.out and "mean of classes" in told.out
-    assert f"Scores on the held-out cases, {net}" in told.out.replace("\n", "")
+    printed = capsys.readouterr()
+    assert printed.err == "" and "HD95" in printed.out and "mean of classes" in printed.out
+    assert f"Scores on the held-out cases, {net}" in printed.out.replace("\n", "")
 
 
-def test_scores_are_named_after_the_snapshot_and_its_weights(pair: list[Path], tmp_path: Path) -> None:
+def test_scores_are_named_after_the_snapshot_and_its_weights(pair: list[Path], finished: Path, tmp_path: Path) -> None:
     publish.publish(pair, tmp_path / "both.pt")
-    for path, said in ((pair[0], "step 4, average of the weights"), (tmp_path / "both.pt", "mean of 2 networks")):
-        state = checkpoint.load_snapshot(path)
-        assert publish._named(predict.parse(state, path), state) == f"{path} ({said})"
+    for path, name in ((pair[0], "step 4, average of the weights"), (tmp_path / "both.pt", "mean of 2 networks")):
+        title = publish.score(path, compose.compose(overrides(finished)), tmp_path / path.stem)
+        assert title == f"{SCORES_TITLE}, {path} ({name})"
 
 
 def test_what_is_there_is_not_scored_over(finished: Path) -> None:
@@ -149,6 +156,14 @@ def test_what_is_there_is_not_scored_over(finished: Path) -> None:
     with pytest.raises(UserError, match=r"scores\.csv: is there already"):
         publish.score(finished / "checkpoints" / "last.pt", compose.compose(overrides(finished)), finished)
     assert (finished / "scores.csv").read_bytes() == before
+
+
+def warnings_of(path: Path, capsys: Capture, *words: str) -> str:
+    """What `score` prints on stderr before it finds no place for its scores."""
+    (path.parent / "file").touch()
+    with pytest.raises(NotSaved):
+        publish.score(path, compose.compose(words), path.parent / "file" / "out")
+    return capsys.readouterr().err
 
 
 def test_scores_that_cannot_be_written_are_one_line(finished: Path, tmp_path: Path) -> None:
@@ -162,7 +177,7 @@ def test_scores_that_cannot_be_written_are_one_line(finished: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("option", "value", "asked"),
     [
-        ("fold", 1, ["data.fold=0"]),
+        ("fold", 1, ["data.fold=0", "data.folds=4"]),
         ("split", "/somewhere/split.json", []),
         ("semi", True, []),
         ("val_fraction", 0.5, []),
@@ -172,7 +187,7 @@ def test_scores_on_another_split_are_warned_of(
     pair: list[Path],
     finished: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     option: str,
     value: Any,
     asked: list[str],
@@ -183,16 +198,13 @@ def test_scores_on_another_split_are_warned_of(
         change(pair[1], "config", "data", "sparse", value=[3, 3, 3])
     publish.publish(pair, tmp_path / "both.pt")
     assert b"somewhere" not in (tmp_path / "both.pt").read_bytes()
-    found = predict.parse(checkpoint.load_snapshot(tmp_path / "both.pt"), tmp_path / "both.pt")
-    publish._warn_of_another_split(found, compose.compose(overrides(finished, *asked)).data)
-    assert f"{1 + len(asked)} of 2 networks were trained with another split" in capsys.readouterr().err
+    line = f"{1 + bool(asked)} of 2 networks were trained with another split"
+    assert line in warnings_of(tmp_path / "both.pt", capsys, *overrides(finished, *asked))
 
 
-def test_folds_do_not_matter_where_there_is_no_fold(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = finished / "checkpoints" / "last.pt"
-    options = dataclasses.replace(compose.compose(overrides(finished)).data, folds=4)
-    publish._warn_of_another_split(predict.parse(checkpoint.load_snapshot(path), path), options)
-    assert capsys.readouterr().err == ""
+def test_folds_do_not_matter_where_there_is_no_fold(pair: list[Path], finished: Path, capsys: Capture) -> None:
+    change(pair[1], "config", "data", "folds", value=4)
+    assert warnings_of(pair[1], capsys, *overrides(finished)) == ""
 
 
 def test_data_that_a_network_is_not_for_is_not_scored(finished: Path, tmp_path: Path) -> None:
@@ -215,12 +227,30 @@ def test_classes_in_another_order_are_not_scored(pair: list[Path], finished: Pat
         publish.score(pair[1], compose.compose(overrides(finished)), tmp_path / "out")
 
 
-def test_channels_of_other_names_are_warned_of(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = finished / "checkpoints" / "last.pt"
-    task = read_dataset(compose.compose(overrides(finished)).data)
-    found = dataclasses.replace(predict.parse(checkpoint.load_snapshot(path), path), channels=("T1", "T2"))
-    publish._refuse_misfit(found, dataclasses.replace(task, channels=("T2", "T1")))
-    assert "its channels are T1, T2, those of the data T2, T1; they are taken in this order" in capsys.readouterr().err
+def two_channels(source: Path, root: Path) -> Path:
+    """The data set `source` with each image twice, as channels T2 and T1."""
+    shutil.copytree(source, root)
+    manifest = json.loads((root / "dataset.json").read_text())
+    (root / "dataset.json").write_text(json.dumps(manifest | {"modality": {"0": "T2", "1": "T1"}}))
+    for path in root.glob("imagesTr/*.nii.gz"):
+        image = nib.load(path)
+        nib.save(nib.Nifti1Image(np.stack([image.get_fdata(dtype=np.float32)] * 2, -1), image.affine), path)
+    return root
+
+
+def test_channels_of_other_names_are_warned_of(
+    pair: list[Path], finished: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    (source,) = finished.parent.glob("data/phantom/*/")
+    state = checkpoint.load_snapshot(pair[1])
+    state["model_options"]["in_channels"], state["intensity"] = 2, state["intensity"] * 2
+    first = next(name for name, value in state["model"].items() if value.dim() == 5 and value.shape[1] == 1)
+    for weights in (state["model"], state["average"]):
+        weights[first] = weights[first].repeat(1, 2, 1, 1, 1)
+    checkpoint.save_snapshot(tmp_path / "two.pt", state | {"channels": ["T1", "T2"]})
+    words = ["data=decathlon", f"data.root={two_channels(source, tmp_path / 'set')}", "device=cpu"]
+    warning = "its channels are T1, T2, those of the data T2, T1; they are taken in this order"
+    assert warning in warnings_of(tmp_path / "two.pt", capsys, *words)
 
 
 def test_predictions_are_those_of_the_averaged_weights(finished: Path, tmp_path: Path) -> None:
@@ -276,23 +306,20 @@ def test_a_snapshots_preparation_is_that_of_its_run(pair: list[Path]) -> None:
         predict.open_segmenter(pair[1], "cpu", mirror=True)
 
 
-def test_cases_that_a_run_learned_from_are_told_of(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As where cases were added since: the rule is the same, but it keeps others aside."""
-    path = finished / "checkpoints" / "last.pt"
-    state = checkpoint.load_snapshot(path)
-    cases = read_dataset(compose.compose(overrides(finished)).data).cases
-    learned = state["grounds"]["training cases"]
-    assert 0 < len(learned) < len(cases)
-    for strange in (7, [7], {"training cases": 7}):
-        publish._warn_of_learned(path, {"grounds": strange}, cases)
-    publish._warn_of_learned(path, state, [case for case in cases if case.id not in learned])
-    assert capsys.readouterr().err == ""
-    publish._warn_of_learned(path, state, cases)
-    told = f"learned from {len(learned)} of the {len(cases)} cases that are scored: {learned[0]}"
-    assert told in capsys.readouterr().err
+def test_training_cases_among_those_that_are_scored_are_warned_of(
+    pair: list[Path], finished: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """As where cases were added since: the rule is the same, but it holds others out."""
+    (case,) = [path.name.removesuffix(".nii.gz") for path in (finished / "predictions").iterdir()]
+    for fingerprint in (7, [7], {"training cases": 7}, {"training cases": ["other"]}):
+        change(pair[1], "grounds", value=fingerprint)
+        assert warnings_of(pair[1], capsys, *overrides(finished)) == ""
+    change(pair[1], "grounds", value={"training cases": ["other", case]})
+    warning = f"learned from 1 of the 1 cases that are scored: {case}"
+    assert warning in warnings_of(pair[1], capsys, *overrides(finished))
 
 
-def test_predict_replaces_no_image(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_replaces_no_image(finished: Path, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "a.nii.gz"
     nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path)
     before = path.read_bytes()
@@ -302,7 +329,7 @@ def test_predict_replaces_no_image(finished: Path, tmp_path: Path, capsys: pytes
 
 
 def test_a_volume_that_memory_does_not_hold_stops_no_other(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     for name in "ab":
         nib.save(nib.Nifti1Image(np.zeros((16, 16, 16), np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
@@ -315,26 +342,26 @@ def test_a_volume_that_memory_does_not_hold_stops_no_other(
 
     monkeypatch.setattr(predict.Segmenter, "to_file", refuse)
     assert face("predict", finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path / "out") == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: a: out of memory: ") and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: a: out of memory: ") and printed.count("\n") == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.nii.gz"]
 
 
-def test_a_case_that_is_none_stops_no_other_and_what_is_let_pass_is_told(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_files_that_are_no_case_stop_no_other_and_what_is_accepted_is_a_warning(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     files = [tmp_path / name for name in ("one/a.nii.gz", "two/a.nii.gz", "b.nii.gz")]
     for file in files:
         file.parent.mkdir(exist_ok=True)
         nib.save(nib.Nifti1Image(np.zeros((16, 16, 16), np.float32), np.eye(4)), file)
-    monkeypatch.setattr(predict, "let_pass", lambda case: [f"{case.id}: lies elsewhere"])
+    monkeypatch.setattr(predict, "accepted_contradictions", lambda case: [f"{case.id}: lies elsewhere"])
     assert face("predict", finished / "checkpoints" / "last.pt", files[0], "-o", tmp_path / "out", *files[1:]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: a: 2 files of one name") and second == "warning: b: lies elsewhere"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.nii.gz"]
 
 
-def test_channels_that_lie_apart_are_told_of_whatever_the_snapshot_lets_pass(tmp_path: Path) -> None:
+def test_channels_that_lie_apart_are_reported_whatever_the_snapshot_accepts(tmp_path: Path) -> None:
     paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
     for path, side in zip(paths, (1, -1), strict=True):
         nib.save(nib.Nifti1Image(np.zeros((4, 5, 6), np.float32), np.diag([side, 1, 1, 1])), path)
@@ -343,17 +370,13 @@ def test_channels_that_lie_apart_are_told_of_whatever_the_snapshot_lets_pass(tmp
     assert predict.accepted_contradictions(Case("a", paths[:1], None)) == []
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_made_is_one_line(finished: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").touch()
     assert face("compare", finished, "-o", tmp_path / "file" / "x") == 2
     assert capsys.readouterr().err == f"error: {tmp_path / 'file' / 'x'}: Not a directory\n"
 
 
-def test_predictions_that_cannot_be_written_are_one_line(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predictions_that_cannot_be_written_are_one_line(finished: Path, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "a.nii.gz"
     nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path)
     assert face("predict", finished / "checkpoints" / "last.pt", path, "-o", path / "out") == 2

@@ -1,11 +1,13 @@
 """Tiny trainings in processes of their own, forked from a server that has torch loaded: real pids, real signals."""
 
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import runpy
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,13 +22,14 @@ from unet3d import compose, progress
 from unet3d.cli import main
 from unet3d.memory import preflight
 from unet3d.report import memory_plots, plots, report
+from unet3d.report.loggers import Loggers
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
     *("model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"),
     *("data.phantom.cases=4", "batch=1", "steps=4", "eval_every=2", "device=cpu", "workers=0"),
 ]
-PLAIN = ("optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=null")  # quick to rehearse
+PLAIN = ("optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=null")  # quick to simulate
 SERVER = multiprocessing.get_context("forkserver")
 MODULES = ("cli.train", "run.run", "report.report", "memory.preflight")
 # what a run loads where it first uses it
@@ -70,7 +73,6 @@ def run(*arguments: str, cwd: Path, code: str | None = None) -> subprocess.Compl
 
 def face(*arguments: object) -> int:
     """`python -m unet3d ARGUMENTS` in this process; its exit code."""
-
     before, sys.argv = sys.argv, ["unet3d", *map(str, arguments)]
     try:
         return main.main()
@@ -83,7 +85,7 @@ def train(
 ) -> Ended:
     """`python train.py ARGUMENTS` in the folder `place`, after `hook`, as the leader of a process group.
 
-    Without `frills` it forecasts, draws and reports nothing.
+    Without `frills` it predicts, draws and reports nothing.
     """
     child, _ = start(place, *arguments, hook=hook, wandb=wandb, frills=frills)
     assert child.pid
@@ -121,8 +123,7 @@ def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: st
 
 
 def _without_frills() -> None:
-    """No forecast, no report and pictures of one pixel: they take longer than the training, and no fault is in them."""
-
+    """No preflight, no report, pictures of one pixel: they take longer than the training, and no fault is in them."""
     preflight.preflight = lambda config, options: preflight.Preflight((0, 2) if config.ckpt else (), {})
     report.write_report = lambda folder: folder
     plots.segmentation = memory_plots.phase_plot = memory_plots.timeline_plot = memory_plots.layer_plot = _one_pixel
@@ -131,6 +132,36 @@ def _without_frills() -> None:
 def _one_pixel(*drawn: object) -> None:
     (target,) = (value for value in drawn if isinstance(value, Path) or hasattr(value, "write"))
     Image.new("RGB", (1, 1)).save(target, "PNG")
+
+
+def call(owner: object, name: str, count: int, act: Hook) -> None:
+    """`act` at the beginning of the `count`-th call of this public function of a module or class."""
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def wrapped(*of: object, **named: object) -> object:
+        if next(calls) == count:
+            act()
+        return function(*of, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def send(number: int, to_group: bool = False) -> None:
+    """A signal to this process, or to its process group."""
+    (os.killpg if to_group else os.kill)(0 if to_group else os.getpid(), number)
+
+
+def at_step(step: int, number: int = signal.SIGKILL, threads: int = 1) -> None:
+    """The process gets a signal once it has logged this step."""
+    torch.set_num_threads(threads)
+    log = Loggers.scalars
+
+    def then_signal(loggers: Loggers, values: dict, at: int) -> None:
+        log(loggers, values, at)
+        if at == step and "train/loss" in values:
+            send(number)
+
+    Loggers.scalars = then_signal  # type: ignore[method-assign,assignment]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -146,6 +177,12 @@ def records(folder: Path) -> list[dict]:
         for line in lines
     ]
     return [record for record in bare if len(record) > 1]
+
+
+def same(a: Path, b: Path) -> bool:
+    """Whether two runs have the same weights and records, to the bit."""
+    equal = [torch.equal(x, y) for x, y in zip(weights(a).values(), weights(b).values(), strict=True)]
+    return all(equal) and records(a) == records(b)
 
 
 def status(folder: Path) -> str:

@@ -1,6 +1,7 @@
 """A trained network applied to files: NIfTI in, label maps out on each input's own grid."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unet3d import build, checks, compose
-from unet3d.config import Config, Data, Model
+from unet3d.config import Config, Data
 from unet3d.data import preprocess
 from unet3d.data.cases import Case, in_order, volumes_in, without_channel
 from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, save_labels, stem
@@ -20,9 +21,7 @@ from unet3d.errors import SnapshotError, UserError
 from unet3d.train import checkpoint
 from unet3d.train.inference import Predictor
 
-Weights = dict[str, torch.Tensor]
-
-
+Weights = dict[str, Tensor]
 Split = dict[str, Any]
 
 
@@ -43,7 +42,7 @@ def parse(state: Mapping[str, Any], path: Path) -> TrainedNetworks:
     """What the snapshot at `path` holds. Raises SnapshotError for anything but plain values of the right types."""
     try:
         config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
-        classes, channels = (tuple(map(_name, state[key])) for key in ("classes", "channels"))
+        classes, channels = tuple(state["classes"]), tuple(state["channels"])
         rules = tuple(preprocess.checked_intensity(rule) for rule in state["intensity"])
         others = list(map(dict, state.get("others", [])))  # only what is published has these two
         weights = [dict(state["model"]) | dict(state["average"]), *others]
@@ -51,53 +50,39 @@ def parse(state: Mapping[str, Any], path: Path) -> TrainedNetworks:
         sizes = len(classes), len(channels), len(rules), len(splits)
         if sizes != (config.model.classes, config.model.in_channels, config.model.in_channels, len(weights)):
             raise ValueError("its parts contradict each other")
-        if not all(isinstance(name, str) for values in weights for name in values):
-            raise ValueError("its weights are not named")
+        if not all(isinstance(name, str) for name in itertools.chain(classes, channels, *weights)):
+            raise ValueError("its classes, channels or weights are not named")
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
     return TrainedNetworks(path, config, classes, channels, rules, weights, splits)
 
 
-def _name(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a name")
-    return value
-
-
 def split_of(options: Data) -> Split:
     """What a run with these options held out; of a list in a file, which."""
     if options.split is not None:
-        found: Split = {"split": options.split}
-    elif options.fold is not None:
-        found = {"fold": options.fold, "folds": options.folds}
-    else:
-        found = {"val_fraction": options.val_fraction}
-    return found | {"semi": options.semi}
+        return {"split": options.split, "semi": options.semi}
+    if options.fold is not None:
+        return {"fold": options.fold, "folds": options.folds, "semi": options.semi}
+    return {"val_fraction": options.val_fraction, "semi": options.semi}
 
 
 def networks(trained: TrainedNetworks, device: torch.device) -> list[build.UNet3D]:
     """The networks with their weights. Raises SnapshotError where these do not fit, before memory is taken."""
-    _refuse_misfit(trained.config.model, trained.weights, trained.path)
-    return [_network(trained.config.model, values, device) for values in trained.weights]
-
-
-def _network(options: Model, weights: Weights, device: torch.device) -> build.UNet3D:
-    network = build.model(options, seed=0)
-    network.load_state_dict(weights)
-    return network.to(device).eval()
-
-
-def _refuse_misfit(options: Model, weights: Sequence[Weights], path: Path) -> None:
+    options, path = trained.config.model, trained.path
     try:
         with torch.device("meta"):
-            network = build.model(options, seed=0)
+            outline = build.model(options, seed=0)
     except (RuntimeError, TypeError, OverflowError) as error:
         raise SnapshotError(f"{path}: no network has these options ({error})") from error
-    for values in weights:
-        checkpoint.refuse_misfit(network, values, path)
+    for weights in trained.weights:
+        checkpoint.refuse_misfit(outline, weights, path)
     # One storage may stand for many weights, or for many networks; each would take memory of its own.
-    if sum(value.nbytes for values in weights for value in values.values()) > path.stat().st_size:
+    if sum(value.nbytes for weights in trained.weights for value in weights.values()) > path.stat().st_size:
         raise SnapshotError(f"{path}: its weights are not all there: they are larger than the file")
+    found = [build.model(options, seed=0) for _ in trained.weights]
+    for network, weights in zip(found, trained.weights, strict=True):
+        network.load_state_dict(weights)
+    return [network.to(device).eval() for network in found]
 
 
 @dataclass(frozen=True)
@@ -108,7 +93,7 @@ class Segmenter:
     intensity: tuple[Intensity, ...]
     spacing: list[float] | None  # mm, of the grid it was trained on; None: the file's own
     leniency: ValidationRules = STRICT
-    by_channel: bool = False  # files are of one channel each, and named so, also where there is but one
+    by_channel: bool = False  # files are of one channel each, and named so, even a single one
 
     def to_file(self, case: Case, path: Path) -> Volume:
         """Segment one case. Returns it on the network's grid. Raises UserError."""
@@ -127,12 +112,12 @@ def save_prediction(path: Path, probabilities: Tensor, case: Case, spacing: Sequ
 
 
 def open_segmenter(path: Path, device: str, mirror: bool | None = None) -> Segmenter:
-    """What segments as a snapshot, of a run or published, says. Raises SnapshotError, or UserError for the device."""
+    """The segmenter of a snapshot, of a run or published. Raises SnapshotError, or UserError for the device."""
     return segmenter(parse(checkpoint.load_snapshot(path), path), device, mirror)
 
 
 def segmenter(found: TrainedNetworks, device: str, mirror: bool | None) -> Segmenter:
-    """What segments as these networks do. `mirror` None: as they were validated. Raises as `open_snapshot` does."""
+    """The segmenter of these networks; `mirror` None: as they were validated. Raises as `open_segmenter` does."""
     config = dataclasses.replace(found.config, device=device)
     if mirror is not None:
         config.inference = dataclasses.replace(config.inference, mirror=mirror)
@@ -145,7 +130,7 @@ def segmenter(found: TrainedNetworks, device: str, mirror: bool | None) -> Segme
 
 
 def accepted_contradictions(case: Case) -> list[str]:
-    """What contradicts itself in a case that a snapshot's options take all the same, as they did in training."""
+    """Contradictions in a case that a snapshot's options accept, as they did in training."""
     opened = {path: open_image(case.id, path) for path in case.images}
     return [str(error) for error in contradictions(case, opened)]
 
@@ -162,17 +147,14 @@ def files_in(inputs: Sequence[Path]) -> list[Path]:
 
 
 def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> tuple[list[Case], list[str]]:
-    """Files, and the NIfTI files of folders, as cases of `count` channels; `_0000`, `_0001` .. are those of one.
-
-    A single channel is numbered only where files are `by_channel`. Beside them what is wrong with those that are none,
-    a line each. Raises UserError where there is nothing to segment.
-    """
+    """Files, and the NIfTI files of folders, as cases of `count` channels (`_0000`, `_0001` ..), and all problems."""
     grouped: dict[str, list[Path]] = {}
     for file in files_in(inputs):
+        name = stem(file)
         if count == 1:
-            name = stem(file).removesuffix("_0000") if by_channel else stem(file)
-        else:
-            name = stem(file) if _is_whole(file, count) else without_channel(stem(file))
+            name = name.removesuffix("_0000") if by_channel else name
+        elif not _is_whole(file, count):
+            name = without_channel(name)
         grouped.setdefault(name, []).append(file)
     cases, problems = [], []
     for name, files in grouped.items():
@@ -194,7 +176,7 @@ def _case(name: str, files: Sequence[Path], count: int) -> Case:
 
 
 def _is_whole(file: Path, count: int) -> bool:
-    """Whether a file holds all the channels of a case; one that cannot be read is told of when its turn comes."""
+    """Whether a file holds all the channels of a case; one that cannot be read is an error in its turn."""
     try:
         return channels(open_image(stem(file), file)) == count
     except UserError:

@@ -16,152 +16,109 @@ from unet3d.files import write_text
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.report import SCORES_TITLE
 from unet3d.run import predict
-from unet3d.run.predict import Split, TrainedNetworks, Weights, split_of
+from unet3d.run.predict import TrainedNetworks, split_of
 from unet3d.run.validate import evaluate
 from unet3d.train import checkpoint, metrics
 
-TOLD = ("model_options", "classes", "channels", "intensity", "step")
-
-
-SAME = ("model", "inference", "amp", "amp_dtype", "data.patch", "data.spacing", "data.augment.mirror")
-
-
-HERE = ("root", "split", "images", "labels")  # of this machine's data
+KEPT = ("model_options", "classes", "channels", "intensity", "step")  # of a snapshot, besides weights and config
+SAME = ("model.", "inference.", "amp", "data.patch", "data.spacing", "data.augment.mirror")  # how a network sees images
+PATHS = ("root", "split", "images", "labels")  # of this machine's data
+SCORES = "scores.csv"
+Opened = tuple[TrainedNetworks, dict[str, Any]]
 
 
 def publish(paths: Sequence[Path], out: Path) -> None:
-    """Write the networks of these snapshots to one file: no optimizer, no random state, no path of this machine.
+    """Write the networks of these snapshots, without any path, to one file: their logits are averaged.
 
-    Several networks, of runs that differ in their seed, say, predict as one: their logits are averaged. Raises
-    SnapshotError, and UserError where `out` is there already or the networks would see an image in different ways.
+    Raises SnapshotError, and UserError where `out` exists or the networks would see an image in different ways.
     """
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
-    first: TrainedNetworks | None = None
-    told: dict[str, Any] = {}
-    weights: list[Weights] = []
-    splits: list[Split] = []
-    for path in paths:
-        state = checkpoint.load_snapshot(path)
-        found = predict.parse(state, path)
-        if first is None:
-            first, told = found, _told(state, path)
-        else:
-            _refuse_different(found, _told(state, path), first, told)
-        predict.segmenter(found, "cpu", None)  # so that what is published can be used
-        weights += found.weights
-        splits += map(_without_path, found.splits)
-    own, *others = weights
-    checkpoint.save_snapshot(out, told | {"model": own, "average": {}, "others": others, "splits": splits})
+    opened = [_open(path) for path in paths]
+    _, kept = opened[0]
+    for one in opened:
+        _refuse_different(one, opened[0])
+        predict.segmenter(one[0], "cpu", None)  # so that what is published can be used
+    own, *others = [weights for found, _ in opened for weights in found.weights]
+    splits = [part | {"split": "a file"} if "split" in part else part for found, _ in opened for part in found.splits]
+    checkpoint.save_snapshot(out, kept | {"model": own, "average": {}, "others": others, "splits": splits})
 
 
-def _told(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """What is kept of a snapshot besides its weights."""
-    missing = [name for name in TOLD if name not in state]
-    if missing:
+def _open(path: Path) -> Opened:
+    """The networks of a snapshot, and what else of it is published."""
+    state = checkpoint.load_snapshot(path)
+    found = predict.parse(state, path)
+    if missing := [name for name in KEPT if name not in state]:
         raise SnapshotError(f"{path}: not a snapshot of a run (no {', '.join(missing)})")
-    config = _without(state["config"], "wandb", "resume", "sweep")
-    data = _without(config.get("data", {}), *HERE)
-    return {name: state[name] for name in TOLD} | {"config": config | {"data": data}}
+    config = {name: value for name, value in state["config"].items() if name not in ("wandb", "resume", "sweep")}
+    config["data"] = {name: value for name, value in config.get("data", {}).items() if name not in PATHS}
+    return found, {name: state[name] for name in KEPT} | {"config": config}
 
 
-def _refuse_different(
-    found: TrainedNetworks, told: dict[str, Any], first: TrainedNetworks, first_told: dict[str, Any]
-) -> None:
+def _refuse_different(one: Opened, first: Opened) -> None:
     """Raise UserError where a network would see an image in another way than the first."""
-    wrong = [name for name in ("classes", "channels", "intensity") if told[name] != first_told[name]]
-    mine, theirs = compose.to_plain(found.config), compose.to_plain(first.config)
-    wrong += [name for name in SAME if _at(mine, name) != _at(theirs, name)]
+    wrong = [name for name in ("classes", "channels", "intensity") if one[1][name] != first[1][name]]
+    mine, theirs = (compose.flat(compose.to_plain(found.config), ".") for found, _ in (one, first))
+    wrong += [name for name in mine if name.startswith(SAME) and mine[name] != theirs[name]]
     if wrong:
-        raise UserError(f"{found.path}: differs from {first.path} in {', '.join(wrong)}; publish it alone")
-
-
-def _at(values: Any, name: str) -> Any:
-    for key in name.split("."):
-        values = values[key]
-    return values
-
-
-def _without_path(split: Split) -> Split:
-    """The same, but that of a file only remains that there was one."""
-    return split | {"split": "a file"} if "split" in split else split
-
-
-def _without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in names}
-
-
-SCORES = "scores.csv"
+        raise UserError(f"{one[0].path}: differs from {first[0].path} in {', '.join(wrong)}; publish it alone")
 
 
 def score(path: Path, config: Config, out: Path) -> str:
-    """Write out/scores.csv: the cases that `config` holds out, predicted by the snapshot at `path`. Returns its title.
-
-    Of the config, the data and the device count; how an image is prepared is the snapshot's. Warns where a network was
-    trained with another split. Raises SnapshotError, UserError.
-    """
+    """Score the cases that `config` holds out, predicted as the snapshot says, in out/scores.csv. Returns its title."""
     if config.data.semi:
-        raise UserError("data.semi holds out slices of the cases learned from; a run's own scores.csv tells of them")
+        raise UserError("data.semi holds out slices of the training cases; the run's own scores.csv has their scores")
     if (out / SCORES).exists():
         raise UserError(f"{out / SCORES}: is there already; give another folder")
-    task = read_dataset(config.data)
-    _, held_out = split(task, config.data)
+    dataset = read_dataset(config.data)
+    _, held_out = split(dataset, config.data)
     state = checkpoint.load_snapshot(path)
     found = predict.parse(state, path)
-    _refuse_misfit(found, task)
-    build.refuse_problems(task, held_out, config.data)
-    _warn_of_another_split(found, config.data)
-    _warn_of_learned(path, state, held_out)
+    _refuse_misfit(found, dataset)
+    build.refuse_problems(dataset, held_out, config.data)
+    _warn_of_seen_cases(found, state.get("grounds"), held_out, config.data)
     segmenter = predict.segmenter(found, config.device, mirror=None)
     refuse_large_window(segmenter.predictor, path)
-    reader = CaseReader(task, segmenter.spacing, segmenter.intensity, cache=None, rules=ValidationRules.of(config.data))
+    rules = ValidationRules.of(config.data)
+    reader = CaseReader(dataset, segmenter.spacing, segmenter.intensity, cache=None, rules=rules)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        scores = evaluate(segmenter.predictor, held_out, reader, len(task.classes), hd95=True, what="scoring")
-        write_text(out / SCORES, metrics.csv_text(scores, task.classes))
+        scores = evaluate(segmenter.predictor, held_out, reader, len(dataset.classes), hd95=True, what="scoring")
+        write_text(out / SCORES, metrics.csv_text(scores, dataset.classes))
     except OSError as error:
         raise NotSaved(f"{out / SCORES}: not saved ({error.strerror})") from error
-    return f"{SCORES_TITLE}, {_named(found, state)}"
-
-
-def _named(found: TrainedNetworks, state: Mapping[str, Any]) -> str:
-    """The snapshot, and which weights are in it."""
     if len(found.weights) > 1:
-        return f"{found.path} (mean of {len(found.weights)} networks)"
-    return f"{found.path} (step {state.get('step', 'unknown')}{', average of the weights' * bool(state['average'])})"
+        return f"{SCORES_TITLE}, {path} (mean of {len(found.weights)} networks)"
+    average = ", average of the weights" if state["average"] else ""
+    return f"{SCORES_TITLE}, {path} (step {state.get('step', 'unknown')}{average})"
 
 
-def _refuse_misfit(found: TrainedNetworks, task: DatasetInfo) -> None:
-    if (len(found.channels), found.classes) != (len(task.channels), task.classes):
+def _refuse_misfit(found: TrainedNetworks, dataset: DatasetInfo) -> None:
+    if (len(found.channels), found.classes) != (len(dataset.channels), dataset.classes):
         raise UserError(
             f"{found.path}: a network of {len(found.channels)} channels and the classes {', '.join(found.classes)}; "
-            f"the data has {len(task.channels)} and {', '.join(task.classes)}"
+            f"the data has {len(dataset.channels)} and {', '.join(dataset.classes)}"
         )
-    if len(task.channels) > 1 and found.channels != task.channels:  # layouts name channels in ways of their own
+    if len(dataset.channels) > 1 and found.channels != dataset.channels:  # each layout has its own names for channels
         print(
             f"warning: {found.path}: its channels are {', '.join(found.channels)}, those of the data "
-            f"{', '.join(task.channels)}; they are taken in this order",
+            f"{', '.join(dataset.channels)}; they are taken in this order",
             file=sys.stderr,
         )
 
 
-def _warn_of_learned(path: Path, state: Mapping[str, Any], held_out: Sequence[Case]) -> None:
-    """A run's own snapshot says what it learned from: of fewer or more cases, the same rule keeps others aside."""
-    grounds = state.get("grounds")
-    learned = grounds.get("training cases") if isinstance(grounds, Mapping) else None
-    if seen := [case.id for case in held_out if isinstance(learned, list) and case.id in learned]:
-        print(
-            f"warning: {path}: learned from {len(seen)} of the {len(held_out)} cases that are scored: "
-            f"{shorten(', '.join(seen), 200, placeholder=' ...')}",
-            file=sys.stderr,
-        )
-
-
-def _warn_of_another_split(found: TrainedNetworks, options: Data) -> None:
-    others = sum(split != split_of(options) for split in found.splits)
-    if others:
+def _warn_of_seen_cases(found: TrainedNetworks, fingerprint: Any, held_out: Sequence[Case], options: Data) -> None:
+    """By the split of each network, and by the cases of a run's own snapshot: more cases change what a split holds."""
+    if others := sum(split != split_of(options) for split in found.splits):
         print(
             f"warning: {found.path}: {others} of {len(found.splits)} networks were trained with another split, "
-            "or with one that is not told; they may have seen the cases that are scored",
+            "or with an unknown one; they may have seen the cases that are scored",
+            file=sys.stderr,
+        )
+    learned = fingerprint.get("training cases") if isinstance(fingerprint, Mapping) else None
+    if seen := [case.id for case in held_out if isinstance(learned, list) and case.id in learned]:
+        names = shorten(", ".join(seen), 200, placeholder=" ...")
+        print(
+            f"warning: {found.path}: learned from {len(seen)} of the {len(held_out)} cases that are scored: {names}",
             file=sys.stderr,
         )

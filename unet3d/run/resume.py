@@ -1,7 +1,9 @@
 """A run's snapshots: what they hold, which are kept, and how a run goes on from one."""
 
 import dataclasses
+import functools
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +21,12 @@ from unet3d.report import run_folder
 from unet3d.train import checkpoint, optim
 
 DatasetFingerprint = dict[str, Any]
-
-
-SHOWN = 3  # items of a long list
+Snapshot = dict[str, Any]
+LAST, PREVIOUS, BEST = SNAPSHOTS
 
 
 def fingerprint(data: Data, dtype: torch.dtype | None) -> DatasetFingerprint:
-    """As plain values, for the snapshot; `dtype` is that of mixed precision, None without it."""
+    """What a run rests on, as plain values; `dtype` is that of mixed precision, None without it."""
     return {
         "classes": list(data.dataset.classes),
         "channels": list(data.dataset.channels),
@@ -37,20 +38,12 @@ def fingerprint(data: Data, dtype: torch.dtype | None) -> DatasetFingerprint:
 
 
 def refuse_other_data(before: Mapping[str, Any], now: DatasetFingerprint) -> None:
-    """Raise UserError where a run that goes on would rest on something else than what it began with."""
-    other = [name for name in now if before[name] != now[name]]
-    if other:
-        told = "; ".join(f"{name}: {_shown(before[name])} -> {_shown(now[name])}" for name in other)
-        raise UserError(f"resume: a run goes on with the data and the arithmetic that it began with, not {told}")
-
-
-def _shown(value: Any) -> str:
-    if not isinstance(value, list) or len(value) <= SHOWN:
-        return str(value)
-    return f"{len(value)} ({', '.join(map(str, value[:SHOWN]))} ...)"
-
-
-Snapshot = dict[str, Any]
+    """Raise UserError if the data or the precision has changed since the run began."""
+    short = functools.partial(textwrap.shorten, width=200, placeholder=" ...")
+    both = {name: (str(before[name]), str(now[name])) for name in now if before[name] != now[name]}
+    if both:
+        changes = "; ".join(f"{name}: {short(old)} -> {short(new)}" for name, (old, new) in both.items())
+        raise UserError(f"resume: the data or the precision changed since the run began: {changes}")
 
 
 @dataclass(frozen=True)
@@ -59,67 +52,59 @@ class TrainingState:
 
     config: Config
     options: Model
-    grounds: DatasetFingerprint
+    fingerprint: DatasetFingerprint
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
 
-    def state(self, step: int, paused: int, best: float | None) -> Snapshot:
+    def state(self, step: int, last_validation: int, best: float | None) -> Snapshot:
         """The run at this step, as tensors and plain values; `best` is its highest mean Dice."""
+        device = next(self.model.parameters()).device
         return {
             "config": compose.to_plain(self.config),
             "model_options": dataclasses.asdict(self.options),
-            **{name: self.grounds[name] for name in ("classes", "channels", "intensity")},
-            "grounds": self.grounds,
+            **{name: self.fingerprint[name] for name in ("classes", "channels", "intensity")},
+            "grounds": self.fingerprint,
             "step": step,
-            "paused": paused,
+            "paused": last_validation,
             "best": best,
             "model": self.model.state_dict(),
             "average": optim.averages(self.model, self.optimizer),  # shares the optimizer's storages, also on disk
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rng": torch.get_rng_state(),
-            "cuda_rng": [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else [],
+            "cuda_rng": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
         }
 
     def put_back(self, state: Snapshot, path: Path) -> list[str]:
-        """Put a snapshot's state back, the random state last: building things draws from it. Returns other options.
-
-        Raises UserError where the run would not be the same, SnapshotError where the weights do not fit.
-        """
+        """Put a snapshot's state back. Returns the changed options. Raises UserError, SnapshotError for another run."""
         changes = compose.refuse_changes(state["config"], compose.to_plain(self.config))
         if "grounds" in state:  # else an older version wrote it
-            refuse_other_data(state["grounds"], self.grounds)
+            refuse_other_data(state["grounds"], self.fingerprint)
         compose.refuse_fewer_steps(state["step"], self.config.steps)
         if state["step"] == self.config.steps != state["config"]["steps"]:
-            state["paused"] = state["step"] - 1  # the last validation measures more than the one taken here
+            state["paused"] = state["step"] - 1  # the last validation measures more than the one at this step did
         checkpoint.load_weights(self.model, state["model"], path)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] and self._device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"][0], self._device)  # of other devices nothing is drawn
+        torch.set_rng_state(state["rng"])  # last: building things draws from it
+        device = next(self.model.parameters()).device
+        if state["cuda_rng"] and device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"][0], device)  # nothing is drawn on other devices
         return changes
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-
-LAST, PREVIOUS, BEST = SNAPSHOTS
 
 
 @dataclass
 class Checkpoints:
-    """checkpoints/ of the run in `folder`; `state` is the run's, when it is called."""
+    """checkpoints/ of the run in `folder`; `state` gives the run's state."""
 
     folder: Path
     state: Callable[[], Snapshot]
     best: float | None = None  # highest mean Dice so far
-    saved: tuple[int, int] | None = None  # step of last.pt, and of the last pause before it
+    saved: tuple[int, int] | None = None  # step of last.pt, and of the last validation before it
 
     def keep(self, dice: float | None) -> None:
-        """Save this moment; the best one first, as the last one says that it is there. Raises NotSaved."""
+        """Save after a validation: the best snapshot first, since the last one records its Dice. Raises NotSaved."""
         before = self.best
         if dice is not None and (before is None or dice > before):
             self.best = dice
@@ -131,47 +116,44 @@ class Checkpoints:
         self.save_last()
 
     def save_last(self) -> None:
-        """Save this moment, unless it is saved. Raises NotSaved."""
+        """Save the run as it is, unless it is saved. Raises NotSaved."""
         state = self.state()
         now = state["step"], state["paused"]
         if now != self.saved:
-            # after a damaged last.pt, previous.pt is the one that is whole; one of the same step is no previous one
+            # previous.pt is for a damaged last.pt; one of the same step would not be older
             is_older = self.saved is not None and self.saved[0] < state["step"]
             checkpoint.save_snapshot(self._path(LAST), state, self._path(PREVIOUS) if is_older else None)
             self.saved = now
 
     def warn(self, error: Exception) -> None:
-        """Say that this moment is not saved, and which is."""
+        """Print that the run is not saved, and what its last snapshot is."""
         what = f"the last snapshot is of step {self.saved[0]}" if self.saved else "there is no snapshot yet"
         print(f"warning: {error}; training goes on, {what}", file=sys.stderr, flush=True)
 
     def restore(self, put_back: Callable[[Snapshot, Path], list[str]]) -> tuple[int, int]:
-        """Put back the newest snapshot that is whole. Returns its step and pause; later records are dropped.
-
-        `put_back` returns the options that the run goes on with differently. Raises SnapshotError, UserError.
-        """
+        """Put back the newest whole snapshot, drop later records. Returns its step and that of its last validation."""
         state, wrong = checkpoint.load_any(self.folder / "checkpoints", SNAPSHOTS)
         path = self._path(SNAPSHOTS[len(wrong)])
         try:
             changes = put_back(state, path)
-            step, paused, self.best = state["step"], state.get("paused", state["step"]), state["best"]
+            step, validated, self.best = state["step"], state.get("paused", state["step"]), state["best"]
         except (UserError, SnapshotError):
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise SnapshotError(f"{path}: not all of a run's state, or of another run ({error!r})") from error
         run_folder.sweep_orphans(self.folder)
-        last = run_folder.forget_after(self.folder / "metrics.jsonl", step, paused)
+        last = run_folder.forget_after(self.folder / "metrics.jsonl", step, validated)
         if wrong:
             lost = f"; steps {step + 1} to {last} are taken again" if last > step else ""
             print(f"warning: {'; '.join(wrong)}; going on from {path.name}, step {step}{lost}", file=sys.stderr)
         else:
-            self.saved = step, paused
+            self.saved = step, validated
         if changes:
             print(f"from step {step} on with other options: {'; '.join(changes)}", flush=True)
-        return step, paused
+        return step, validated
 
     def dump(self, step: int, error: NonFiniteLoss) -> str:
-        """Keep the batches that an update was refused for. Returns where they are."""
+        """Keep the batches whose update was refused. Returns where they are."""
         path = self.folder / "nan_batch.pt"
         batches = [{**batch._asdict(), "cases": list(batch.cases)} for batch in error.batches]
         try:

@@ -9,12 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from unet3d import progress
-from unet3d.build import Data
+from unet3d.build import Data, Read
 from unet3d.config import Data as Options
 from unet3d.data import preprocess
 from unet3d.data.cases import Case
 from unet3d.data.nifti import label_kind
-from unet3d.data.patches import PreparedCase
 from unet3d.errors import NotSaved, UserError, is_out_of_memory
 from unet3d.files import replacing
 from unet3d.report import plots
@@ -22,9 +21,6 @@ from unet3d.run.predict import save_prediction
 from unet3d.train.inference import Predictor
 from unet3d.train.metrics import CaseScore, score_case
 from unet3d.types import IGNORE
-
-Read = Callable[[Case], PreparedCase]
-
 
 Keep = Callable[[Case, Tensor], None]
 
@@ -38,35 +34,25 @@ def evaluate(
     keep: Keep | None = None,
     what: str = "validation",
 ) -> list[CaseScore]:
-    """One score a case, on the grid the network sees; `hd95` costs about as much as the prediction.
-
-    `keep` gets each case with its probabilities K X Y Z; those of one case are in memory at a time.
-    """
+    """One score a case, on the network's grid. `keep` gets each case with its probabilities K X Y Z, one at a time."""
     scores = []
     with progress.counting(what, len(cases)) as counter:
         for case in cases:
-            scores.append(_score(predictor, case, read(case), classes, hd95, keep))
+            found = read(case)
+            probabilities = predictor.probabilities(found.image)
+            if keep is not None:
+                keep(case, probabilities)
+            prediction, label = probabilities.argmax(0).numpy(), found.label.numpy()
+            del probabilities  # the distances need memory of their own
+            scores.append(score_case(case.id, prediction, label, classes, found.spacing, IGNORE, hd95))
+            del found, prediction, label  # before the next case is read
             counter.advance()
     return scores
 
 
-def _score(
-    predictor: Predictor, case: Case, found: PreparedCase, classes: int, hd95: bool, keep: Keep | None
-) -> CaseScore:
-    probabilities = predictor.probabilities(found.image)
-    if keep is not None:
-        keep(case, probabilities)
-    prediction = probabilities.argmax(0).numpy()
-    del probabilities  # the distances need memory of their own
-    return score_case(case.id, prediction, found.label.numpy(), classes, found.spacing, IGNORE, hd95)
-
-
 @dataclass
 class Predictions:
-    """predictions/ and figures/prediction.png of the run in `folder`.
-
-    The last validation writes the label maps as it predicts the cases; `complete` adds what is missing then.
-    """
+    """predictions/ and figures/prediction.png of the run in `folder`: made by the last validation, then completed."""
 
     folder: Path
     data: Data
@@ -83,7 +69,7 @@ class Predictions:
             path.unlink(missing_ok=True)
 
     def try_add(self, case: Case, probabilities: Tensor) -> None:
-        """Write the label map of a case, if that is possible; if not, `complete` tries again and says what is wrong."""
+        """Write the label map of a case, if that is possible; `complete` makes up for it, or raises."""
         try:
             self._add(case, probabilities)
         except UserError:
@@ -95,16 +81,13 @@ class Predictions:
     def complete(self, predictor: Predictor) -> None:
         """Add what is missing, as after a kill or on a disk that was full. Raises NotSaved, UserError."""
         if missing := [case for case in self.data.val if not self._is_there(case)]:
-            self._add_all(missing, predictor)
+            with progress.counting("predicting", len(missing)) as counter:
+                for case in missing:
+                    self._add(case, predictor.probabilities(self.data.read_val(case).image))
+                    counter.advance()
         if self.first is not None:
             with _saving(self.picture):
                 self._draw(self.data.val[0], self.first)
-
-    def _add_all(self, cases: Sequence[Case], predictor: Predictor) -> None:
-        with progress.counting("predicting", len(cases)) as counter:
-            for case in cases:
-                self._add(case, predictor.probabilities(self.data.read_val(case).image))
-                counter.advance()
 
     def _is_there(self, case: Case) -> bool:
         is_drawn = case != self.data.val[0] or self.first is not None or self.picture.exists()
@@ -120,26 +103,18 @@ class Predictions:
     def _path(self, case: Case) -> Path:
         return self.folder / "predictions" / f"{case.id}.nii.gz"
 
-    def _draw(self, case: Case, labels: np.ndarray) -> None:
-        found, classes = self.data.read(case), self.data.dataset.classes
-        layers = self._learned(case) | {"truth": found.label.numpy(), "prediction": labels}
-        where = self._plane_of_scores(found.label)
+    def _draw(self, case: Case, prediction: np.ndarray) -> None:
+        """Beside the truth; where slices were learned and others scored, with the former and through the latter."""
+        found, where = self.data.read(case), None
+        layers = {"truth": found.label.numpy(), "prediction": prediction}
+        if self.options.semi:
+            layers = {"learned": self.data.read_train(case).label.numpy()} | layers
+            middle = [(low + high) // 2 for low, high in preprocess.extent(found.label)]
+            slices = preprocess.scored_slices(found.label, self.options)
+            where = [min(s, key=lambda index: abs(index - m), default=m) for s, m in zip(slices, middle, strict=True)]
         with replacing(self.picture) as file:
+            classes = self.data.dataset.classes
             plots.segmentation(found.image[0].numpy(), layers, found.spacing, classes, file, case.id, where)
-
-    def _learned(self, case: Case) -> dict[str, np.ndarray]:
-        """What of the truth was learned, if that was less than all."""
-        return {"learned": self.data.read_train(case).label.numpy()} if self.options.semi else {}
-
-    def _plane_of_scores(self, label: Tensor) -> list[int] | None:
-        """A voxel where slices cross that were scored, not learned; None where whole volumes are scored."""
-        if not self.options.semi:
-            return None
-        middle = [(low + high) // 2 for low, high in preprocess.extent(label)]
-        slices = preprocess.scored_slices(label, self.options)
-        return [
-            min(found, key=lambda index: abs(index - m), default=m) for found, m in zip(slices, middle, strict=True)
-        ]
 
 
 @contextmanager

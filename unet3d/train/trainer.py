@@ -1,92 +1,75 @@
-"""The training loop. It is given built objects and a log to write to; it knows no config, no tracker and no file."""
+"""The training loop. It takes built objects and a function to log with; it knows no config, logger or file."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from unet3d.signals import Stop
 from unet3d.train.policy import MemoryPolicy
 from unet3d.train.step import LossFunction, Mark, StepResult, train_step
 from unet3d.types import Batch
 
-Values = Mapping[str, float | int | str | None]
+Action = Callable[[], None]
 
 
-@dataclass
-class Trainer:
-    """Everything one step needs, and the step the run is at."""
+class Learner(NamedTuple):
+    """A network and what updates it."""
 
     model: nn.Sequential
     loss: LossFunction
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     policy: MemoryPolicy
-    learning_rate: Callable[[int], float]  # of the optimizer step, counted from 0
+
+
+@dataclass
+class Trainer:
+    """A learner, how it is driven, and the step it is at."""
+
+    learner: Learner
+    learning_rate: Callable[[int], float]  # of an optimizer step, counted from 0
     clip: float | None
     mark: Mark
-    log: Callable[[Values, int], None]
+    log: Callable[[Mapping[str, float | int | str | None], int], None]
     step: int = 0
-    paused: int = 0  # the step of the last pause; a run that was stopped between a step and its pause makes up for it
+    last_validation: int = 0  # its step; a run that was stopped between a step and its validation makes up for it
 
     def fit(
-        self,
-        stream: Iterator[Sequence[Batch]],
-        steps: int,
-        every: int,
-        at_pause: Callable[[], None],
-        should_stop: Callable[[], bool] = lambda: False,
-        between: Callable[[], None] = lambda: None,
+        self, stream: Iterator[Sequence[Batch]], steps: int, every: int, validate: Action, between: Action, stop: Stop
     ) -> None:
-        """Train up to optimizer step `steps`; call `at_pause` every `every` steps (0: never) and at the end.
+        """Train up to optimizer step `steps`; validate every `every` steps (0: never) and at the end.
 
-        `between` is called after each step that no pause follows.
-
-        Ends between two steps, or between a step and its pause, once `should_stop`.
+        Call `between` after each step without a validation. Return before the next of these once asked to `stop`.
         """
 
         def is_due() -> bool:
-            return self.step > self.paused and (self.step == steps or (every > 0 and self.step % every == 0))
+            return self.step > self.last_validation and (self.step == steps or (every > 0 and self.step % every == 0))
 
-        self.model.train()
-        while not should_stop():
+        while not stop() and (is_due() or self.step < steps):
             if is_due():
-                at_pause()
-                self.paused = self.step
-                self.model.train()
-            elif self.step < steps:
-                self._train(stream)
-                if not is_due():
-                    between()
-            else:
-                return
-
-    def _train(self, stream: Iterator[Sequence[Batch]]) -> None:
-        started = time.perf_counter()
-        batches = next(stream)
-        fetched = time.perf_counter()
-        rate, result = self._update(batches)
-        self._log(result, rate, fetched - started, time.perf_counter() - started)
-
-    def _update(self, batches: Sequence[Batch]) -> tuple[float, StepResult]:
-        rate = self.learning_rate(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        result = train_step(
-            self.model, self.loss, self.optimizer, self.scaler, self.policy, batches, self.mark, self.clip
-        )
-        self.step += 1
-        return rate, result
+                validate()
+                self.last_validation = self.step
+                continue
+            self.learner.model.train()
+            started = time.perf_counter()
+            batches = next(stream)
+            wait, rate = time.perf_counter() - started, self.learning_rate(self.step)
+            for group in self.learner.optimizer.param_groups:
+                group["lr"] = rate
+            result = train_step(*self.learner, batches, self.mark, self.clip)
+            del batches  # they would be in memory beside the next ones
+            self.step += 1
+            self._log(result, rate, wait, time.perf_counter() - started)
+            if not is_due():
+                between()
 
     def _log(self, result: StepResult, rate: float, wait: float, total: float) -> None:
-        values: dict[str, float | int | str | None] = {
-            "train/loss": result.loss,
-            "train/lr": rate,
-            "train/grad_norm": result.grad_norm,
-            "time/step_s": total,
-            "time/data_wait_s": wait,
-        }
-        if self.scaler.is_enabled():
-            values["train/scale"] = self.scaler.get_scale()
+        values = {"train/loss": result.loss, "train/lr": rate, "train/grad_norm": result.grad_norm}
+        values |= {"time/step_s": total, "time/data_wait_s": wait}
+        if self.learner.scaler.is_enabled():
+            values["train/scale"] = self.learner.scaler.get_scale()
         self.log(values, self.step)
