@@ -1,7 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl, the terminal and wandb.
-
-A logger that fails is dropped with one line on stderr; the run goes on.
-"""
+"""Where the numbers of a run go: metrics.jsonl, the terminal and wandb; and tables for the terminal."""
 
 import io
 import json
@@ -10,15 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import rich.box
-import rich.console
-import rich.table
-import rich.text
+from rich import box
 from rich.console import Console as Terminal
+from rich.console import Group
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from unet3d.config import Config
 from unet3d.errors import is_disk_full, reason
@@ -26,29 +22,90 @@ from unet3d.progress import Counter
 from unet3d.report.wandb_logger import WandbLogger, wandb_mode
 from unet3d.types import Table
 
+LINES = 20  # about as many plain lines per run
+NARROW, WIDE = 80, 132  # characters per line of a plain file
 Scalar = float | int | str | None
 
 
 class Logger(Protocol):
-    """What a run tells: values of a step, pictures, tables, a closing summary. `step` is optimizer steps done."""
+    """Receives the numbers of a run. It may also have `image`, `table`, `summary` and `close`, as `Loggers` has."""
 
     def scalars(self, values: Mapping[str, Scalar], step: int) -> None: ...
-    def image(self, key: str, path: Path, step: int) -> None: ...
-    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None: ...
-    def summary(self, values: Mapping[str, object]) -> None: ...
-    def close(self, exit_code: int) -> None: ...
+
+
+class Loggers:
+    """Calls each method of every logger that has it; `step` is the number of optimizer steps done.
+
+    A logger that raises is dropped with one line on stderr; the other loggers, and the run, go on.
+    """
+
+    def __init__(self, loggers: Iterable[Logger]) -> None:
+        self._loggers = list(loggers)
+
+    def add(self, logger: Logger) -> None:
+        self._loggers.append(logger)
+
+    def scalars(self, values: Mapping[str, Scalar], step: int) -> None:
+        self._call("scalars", values, step)
+
+    def image(self, key: str, path: Path, step: int) -> None:
+        self._call("image", key, path, step)
+
+    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
+        self._call("table", key, columns, rows)
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        self._call("summary", values)
+
+    def close(self, exit_code: int) -> None:
+        self._call("close", exit_code)
+
+    def _call(self, method: str, *arguments: object) -> None:
+        for logger in tuple(self._loggers):
+            if error := _failure(getattr(logger, method, _ignore), *arguments):
+                self._loggers.remove(logger)
+                _warn(f"{type(logger).__name__} failed ({reason(error)}); the run goes on without it")
+                _failure(getattr(logger, "close", _ignore), 1)  # its files; a second failure is no news
+
+
+def open_loggers(config: Config, folder: Path) -> Loggers:
+    """The loggers of a run in its folder: metrics.jsonl, and wandb unless it is disabled or fails to start."""
+    return Loggers([JsonLines(folder / "metrics.jsonl"), *wandb_loggers(config, folder)])
+
+
+def wandb_loggers(config: Config, folder: Path) -> list[Logger]:
+    """wandb's logger; none if wandb is disabled, or fails to start, which is one line on stderr."""
+    found: list[Logger] = []
+    if wandb_mode(config) != "disabled" and (error := _failure(lambda: found.append(WandbLogger(config, folder)))):
+        _warn(f"wandb does not start ({reason(error)}); the run goes on without it")
+    return found
+
+
+def _failure(act: Callable[..., object], *arguments: object) -> Exception | None:
+    """The exception that `act` raises. It catches all: a logger's failure, foreseen or not, must not end a run."""
+    try:
+        act(*arguments)
+    except Exception as error:
+        return error
+    return None
+
+
+def _ignore(*_: object) -> None: ...
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class JsonLines:
-    """`{"step": int, **values}`, a line a record, appended by one write to the file: a killed run has lost nothing.
+    """Appends `{"step": int, **values}` to a file, a line and a write per record: a run that is killed loses nothing.
 
     JSON has no NaN and no infinity: they are the strings "nan", "inf" and "-inf", which Python's float() reads.
-    Pictures, tables and the summary are files of their own in the run folder and no business of this one. Records that
-    a full disk does not take wait, and follow once there is room.
+    Records that a full disk does not take wait, and follow once there is room.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab+", buffering=0)  # unbuffered: what is written is with the operating system
+        self._file = path.open("ab+", buffering=0)  # unbuffered: the operating system has what is written
         self._file.seek(-1 if self._file.tell() else 0, os.SEEK_END)
         if self._file.read() not in (b"", b"\n"):  # a run that was cut short within a record
             self._file.write(b"\n")
@@ -71,10 +128,6 @@ class JsonLines:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
         self._is_full = False
 
-    def image(self, key: str, path: Path, step: int) -> None: ...
-    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None: ...
-    def summary(self, values: Mapping[str, object]) -> None: ...
-
     def close(self, exit_code: int) -> None:
         try:
             self._write()
@@ -85,126 +138,60 @@ class JsonLines:
 def _jsonable(value: Scalar) -> Scalar:
     if value is None or isinstance(value, int | str):
         return value
-    number = float(value)  # which numpy's and torch's scalars are not
+    number = float(value)  # a scalar of numpy or torch is no float
     return number if math.isfinite(number) else str(number)
 
 
-class Loggers:
-    """Tells every sink. One that raises is dropped with one line on stderr; the others, and the run, go on."""
-
-    def __init__(self, sinks: Iterable[Logger]) -> None:
-        self._sinks = list(sinks)
-
-    def add(self, sink: Logger) -> None:
-        self._sinks.append(sink)
-
-    def scalars(self, values: Mapping[str, Scalar], step: int) -> None:
-        self._tell(lambda sink: sink.scalars(values, step))
-
-    def image(self, key: str, path: Path, step: int) -> None:
-        self._tell(lambda sink: sink.image(key, path, step))
-
-    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
-        self._tell(lambda sink: sink.table(key, columns, rows))
-
-    def summary(self, values: Mapping[str, object]) -> None:
-        self._tell(lambda sink: sink.summary(values))
-
-    def close(self, exit_code: int) -> None:
-        self._tell(lambda sink: sink.close(exit_code))
-
-    def _tell(self, tell: Callable[[Logger], None]) -> None:
-        for sink in tuple(self._sinks):
-            if error := _failure(partial(tell, sink)):
-                self._sinks.remove(sink)
-                _warn(f"{type(sink).__name__} failed ({reason(error)}); the run goes on without it")
-                _failure(partial(sink.close, 1))  # its files; that this fails too is no news
-
-
-def open_loggers(config: Config, folder: Path) -> Loggers:
-    """The sinks of a run in its folder: metrics.jsonl, and wandb unless it is disabled or fails to start."""
-    sinks: list[Logger] = [JsonLines(folder / "metrics.jsonl")]
-    if wandb_mode(config) != "disabled" and (error := _failure(lambda: sinks.append(WandbLogger(config, folder)))):
-        _warn(f"wandb does not start ({reason(error)}); the run goes on without it")
-    return Loggers(sinks)
-
-
-def _failure(act: Callable[[], None]) -> Exception | None:
-    """What `act` raises. It takes any exception: no sink's trouble, foreseen or not, may end a run."""
-    try:
-        act()
-    except Exception as error:
-        return error
-    return None
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
-LINES = 20  # about as many plain lines a run
-
-
-NARROW, WIDE = 80, 132  # characters of a plain file's line
-
-
 class TerminalLogger:
-    """A sink that prints."""
+    """Shows losses in a bar, or in plain lines where there is no terminal; prints the Dice of each validation."""
 
     def __init__(self, steps: int, terminal: Terminal | None = None) -> None:
-        self.steps = steps
-        self.terminal = terminal or Terminal()
+        self.steps, self.terminal = steps, terminal or Terminal()
         self.every = max(1, steps // LINES)
         self.started = time.perf_counter()
         self.bar = Counter("training", steps, self.terminal, plain_lines=False)
 
-    def scalars(self, values: Mapping[str, float | int | str | None], step: int) -> None:
+    def scalars(self, values: Mapping[str, Scalar], step: int) -> None:
         if "train/loss" in values:
             loss = f"loss {values['train/loss']:.4f}"
             self.bar.reach(step, loss)
             if not self.bar.has_bar and (step % self.every == 0 or step == 1):
                 self._line(step, f"{loss}  {values['time/step_s']:.2f} s/step")
         elif "val/dice_mean" in values:
-            dice = {key: value for key, value in values.items() if key.startswith("val/dice")}
-            self._line(step, "  ".join(f"{key.removeprefix('val/')} {_shown(value)}" for key, value in dice.items()))
+            dice = {key.removeprefix("val/"): value for key, value in values.items() if key.startswith("val/dice")}
+            shown = {name: f"{value:.4f}" if isinstance(value, float) else "n/a" for name, value in dice.items()}
+            self._line(step, "  ".join(f"{name} {value}" for name, value in shown.items()))
 
     def _line(self, step: int, text: str) -> None:
         elapsed = time.perf_counter() - self.started
         line = f"{elapsed:6.0f} s  step {step:>5}/{self.steps}  {text}"
         self.terminal.print(line, highlight=False, markup=False, soft_wrap=True)  # classes may be called [a] or [/b]
 
-    def image(self, key: str, path: Path, step: int) -> None: ...
-    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None: ...
-    def summary(self, values: Mapping[str, object]) -> None: ...
-
     def close(self, exit_code: int) -> None:
         self.bar.close()
 
 
-def _shown(value: float | int | str | None) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else "n/a"
-
-
 def paper(width: int) -> Terminal:
-    """A terminal to print results on; where it is a file, of so many characters a line."""
+    """A terminal for results; if stdout is a file, with `width` characters per line."""
     terminal = Terminal(highlight=False, markup=False)
     return terminal if terminal.is_terminal else Terminal(highlight=False, markup=False, width=width)
 
 
 def plain_text(parts: Iterable[str | tuple[str, Table]], width: int) -> str:
     """Lines and titled tables as plain text; only tables keep to the width."""
-    file = Terminal(file=io.StringIO(), width=width, markup=False, highlight=False)
+    file = io.StringIO()
+    terminal = Terminal(file=file, width=width, markup=False, highlight=False)
     for part in parts:
         is_line = isinstance(part, str)
-        file.print(part if isinstance(part, str) else terminal_table(*part), soft_wrap=is_line)
-    return file.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+        terminal.print(part if isinstance(part, str) else terminal_table(*part), soft_wrap=is_line)
+    return file.getvalue()
 
 
-def terminal_table(title: str, table: Table) -> rich.console.Group:
-    """A table for the terminal, and for plain files; its title may be wider than it."""
-    made = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+def terminal_table(title: str, table: Table) -> Group:
+    """A table for terminals and plain files; its title may be wider than it."""
+    made = RichTable(box=box.SIMPLE_HEAD)
     for index, column in enumerate(table.columns):
         made.add_column(column, justify="right" if index else "left", overflow="fold")
     for row in table.rows:
         made.add_row(*row)
-    return rich.console.Group(rich.text.Text(title, "bold"), made)
+    return Group(Text(title, "bold"), made)

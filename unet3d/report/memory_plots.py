@@ -1,4 +1,4 @@
-"""Pictures of memory as PNG files; every axis of bytes is in MiB (2^20 bytes)."""
+"""Pictures of memory as PNG files, and a ledger's other files; every axis of bytes is in MiB (2^20 bytes)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unet3d.memory import analysis, export
-from unet3d.memory.ledger import Ledger
-from unet3d.report.plots import GREY, Array, blank, colours
+from unet3d.report.plots import GREY, PALE, Array, blank, colours
 from unet3d.types import MIB, mib
 
 if TYPE_CHECKING:
@@ -19,9 +17,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from unet3d.memory.analysis import TimelineRow
+    from unet3d.memory.ledger import Ledger
 
-# Name and colour of what bytes are for, from the bottom of a stack to its top: what stays from step to step lies below.
-KINDS = {
+KINDS = {  # category of bytes: its name and colour, from the bottom of a stack up; what every step keeps lies below
     "params": ("weights", "#0072B2"),
     "optimizer": ("optimizer state", "#CC79A7"),
     "inputs": ("batch", "#009E73"),
@@ -29,21 +27,35 @@ KINDS = {
     "activations": ("activations (saved for backward)", "#56B4E9"),
     "temporaries": ("temporaries", "#E69F00"),
 }
-
-
 WIDTH = 9.6  # inches
-
-
+LETTER = 0.075  # inches; the mean width of a letter in 9 points, generously
 Part = tuple[str, str, Array, Array]  # of a stack: name, colour, its MiB in every place and the MiB below it
 
 
-LETTER = 0.075  # inches; the mean width of one in 9 points, generously
+def write_ledger_files(ledger: "Ledger", name: str, folder: Path) -> None:
+    """Write memory/snapshot.pickle of all steps; timeline.csv, trace.csv and changes.txt of the last; and a picture.
+
+    The picture is figures/memory_timeline.png. Nothing is written where no step was completed.
+    """
+    from unet3d.memory import analysis, export  # here, since a report is written without torch
+
+    start, rows = analysis.timeline_rows(ledger)
+    if not rows:
+        return
+    files, last = folder / "memory", sum(mark == "end" for _, mark in ledger.marks) - 1
+    files.mkdir(parents=True, exist_ok=True)
+    (folder / "figures").mkdir(exist_ok=True)
+    export.write_snapshot(ledger, files / "snapshot.pickle")
+    export.write_timeline(ledger, files / "timeline.csv")
+    export.write_trace(export.trace(ledger, name, last), files / "trace.csv")
+    export.write_changes(ledger, files / "changes.txt")
+    timeline_plot(start, rows, folder / "figures" / "memory_timeline.png")
 
 
 def phase_plot(entry: Mapping[str, Any], path: Path) -> None:
     """Bars of each phase's peak in later steps by category, and a mark at its peak in the first step.
 
-    `entry` is `Meter.summary()`; without `phase_categories` (the CUDA allocator knows none) the bars are plain.
+    `entry` is a meter's summary; without `phase_categories` (the CUDA allocator knows none) the bars are plain.
     """
     names = list(entry["phases"])
     first, later = ([entry["phases"][name][when] for name in names] for when in ("first", "steady"))
@@ -67,7 +79,7 @@ def phase_plot(entry: Mapping[str, Any], path: Path) -> None:
 
 
 def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path: Path) -> None:
-    """Bytes alive by category over one step's events: `rows` of `explain.timeline`, and bytes as they `start`."""
+    """Live bytes by category over one step's events: `analysis.timeline_rows`; `start` is before the first event."""
     changes, index = np.zeros((len(KINDS), len(rows) + 1), np.int64), {kind: i for i, kind in enumerate(KINDS)}
     changes[:, 0] = [start.get(kind, 0) for kind in KINDS]
     for event, row in enumerate(rows, start=1):
@@ -95,9 +107,12 @@ def _annotate_peak(axes: "Axes", alive: Array, rows: Sequence["TimelineRow"]) ->
 
 
 def layer_plot(entry: Mapping[str, Any], path: Path) -> None:
-    """Bytes by category at the peak of `LedgerMeter.summary()`, by layer; what belongs to no level is "other"."""
+    """Bytes by category at the peak of `LedgerMeter.summary()`, by layer; what is in no level is one bar, "other"."""
     rows = [row for row in entry["layers"] if row["level"] is not None]
-    if rest := [row for row in entry["layers"] if row["level"] is None]:
+    rest = [row for row in entry["layers"] if row["level"] is None]
+    if {row["module"] for row in rows} <= {"data", "loss"}:  # a user's own network, which has no levels
+        rows = entry["layers"]
+    elif rest:
         rows.append({"module": "other", "level": None} | {k: sum(row[k] for row in rest) for k in ("bytes", *KINDS)})
     width = max(WIDTH, 0.26 * len(rows) + 1)
     figure = blank(width, 5)
@@ -114,7 +129,7 @@ def layer_plot(entry: Mapping[str, Any], path: Path) -> None:
 
 
 def peak_curves(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, int]]]]], path: Path) -> None:
-    """Peak memory against something else, a panel each: (x axis title, {series: [(x, peak in bytes)]})."""
+    """Peak memory against other sizes, a panel each: (x axis title, {series: [(x, peak in bytes)]})."""
     from matplotlib.ticker import MaxNLocator
 
     names = list(dict.fromkeys(name for _, series in panels for name in series))
@@ -128,13 +143,13 @@ def peak_curves(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, i
         whole = all(float(x).is_integer() for points in series.values() for x, _ in points)
         axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], integer=whole, min_n_ticks=1))
         axes.set_xlabel(title)
-        axes.grid(color="#E5E5E5")
+        axes.grid(color=PALE)
     grid[0].set(ylim=(0, None), ylabel="peak memory (MiB)")
     _finish(figure, path)
 
 
 def trace_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Allocated bytes at each call of a module's hook, a line an experiment, a mark where backward is under way.
+    """Allocated bytes at each call of a module's hook, a line per experiment, a mark at its first backward hook.
 
     Of each row it reads `exp`, `call_idx`, `hook_type` ("pre", "fwd" or "bwd") and `mem_all` in bytes.
     """
@@ -142,17 +157,20 @@ def trace_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure = blank(WIDTH, 4)
     axes = figure.subplots()
     for name, colour in zip(names, colours(len(names)), strict=True):
-        calls = [(row["call_idx"], row["mem_all"] / MIB, row["hook_type"]) for row in rows if row["exp"] == name]
-        axes.plot([call for call, _, _ in calls], [size for _, size, _ in calls], color=colour, label=str(name))
-        for call, size in [(call, size) for call, size, hook in calls if hook == "bwd"][:1]:
-            axes.plot(call, size, "D", color="black", markersize=6, zorder=3, label="backward has left the head")
+        own = [row for row in rows if row["exp"] == name]
+        axes.plot(
+            [row["call_idx"] for row in own], [row["mem_all"] / MIB for row in own], color=colour, label=str(name)
+        )
+        for row in [row for row in own if row["hook_type"] == "bwd"][:1]:
+            where, label = (row["call_idx"], row["mem_all"] / MIB), "backward has left the head"
+            axes.plot(*where, "D", color="black", markersize=6, zorder=3, label=label)
     axes.set(xlabel="hook call (index)", ylabel="allocated memory (MiB)", ylim=(0, None), title="Memory at each hook")
-    axes.grid(color="#E5E5E5")
+    axes.grid(color=PALE)
     _finish(figure, path)
 
 
 def _stack(sizes: "ArrayLike") -> Iterator[Part]:
-    """The kinds that have bytes, of which `sizes` holds a row each."""
+    """The categories that have bytes; `sizes` has a row for each."""
     below = np.zeros(np.shape(sizes)[1])
     for (name, colour), row in zip(KINDS.values(), np.divide(sizes, MIB), strict=True):
         if row.any():
@@ -161,8 +179,8 @@ def _stack(sizes: "ArrayLike") -> Iterator[Part]:
 
 
 def _bands(axes: "Axes", keys: Sequence[str], start: float, width: float) -> None:
-    """Shade stretches of equal keys, a unit of x each, and name the wide ones; `width` is the figure's in inches."""
-    letters = (width - 1) / (LETTER * 8 / 9) / max(len(keys), 1)  # to a key; 1 inch: left of the axes
+    """Shade stretches of equal keys, one unit of x per key, and name the wide ones; `width` in inches: the figure's."""
+    letters = (width - 1) / (LETTER * 8 / 9) / max(len(keys), 1)  # per key; 1 inch: left of the axes
     for index, (key, same) in enumerate(groupby(keys)):
         end = start + len(list(same))
         fit = int((end - start) * letters)
@@ -175,7 +193,7 @@ def _bands(axes: "Axes", keys: Sequence[str], start: float, width: float) -> Non
 
 
 def _finish(figure: "Figure", path: Path) -> None:
-    """One legend below for all axes, in the order of drawing and in as many columns as fit; save."""
+    """Add one legend below all axes, in the order of drawing and in as many columns as fit; save."""
     from matplotlib.ticker import ScalarFormatter
 
     found = [axes.get_legend_handles_labels() for axes in figure.axes]
@@ -194,22 +212,3 @@ def _finish(figure: "Figure", path: Path) -> None:
 
 def _inches(columns: Sequence[Array]) -> float:
     return sum(LETTER * max(map(len, labels)) + 0.6 for labels in columns)
-
-
-def write_ledger_files(ledger: Ledger, name: str, folder: Path) -> None:
-    """Write memory/ {snapshot.pickle: all steps; timeline.csv, trace.csv, changes.txt: the last one}, and a picture.
-
-    The picture is figures/memory_timeline.png.
-    """
-    start, rows = analysis.timeline_rows(ledger)
-    last = sum(mark == "end" for _, mark in ledger.marks) - 1
-    if not rows:  # no step was completed
-        return
-    files = folder / "memory"
-    files.mkdir(parents=True, exist_ok=True)
-    (folder / "figures").mkdir(exist_ok=True)
-    export.write_snapshot(ledger, files / "snapshot.pickle")
-    export.write_timeline(ledger, files / "timeline.csv")
-    export.write_trace(export.trace(ledger, name, last), files / "trace.csv")
-    export.write_changes(ledger, files / "changes.txt")
-    timeline_plot(start, rows, folder / "figures" / "memory_timeline.png")

@@ -4,68 +4,249 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from unet3d.files import write_csv, write_text
 from unet3d.memory import tables
-from unet3d.report import memory_plots, plots, run_folder
+from unet3d.report import memory_plots, plots
 from unet3d.report.loggers import NARROW, paper, terminal_table
-from unet3d.report.run_folder import Record, RunFolder
+from unet3d.report.run_folder import Record, RunFolder, as_number, read_run
+from unet3d.train.metrics import mean_of
 from unet3d.types import Table, mib
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #d8dee4; --paper: #fff; --tint: #f6f8fa }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --soft: #9198a1; --line: #30363d; --paper: #0d1117; --tint: #161b22 }
-}
-* { box-sizing: border-box }
-body { margin: 0 auto; max-width: 60rem; padding: 2rem 1.25rem 4rem; color: var(--ink); background: var(--paper);
-  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem }
-h2 { font-size: 1.15rem; margin: 2.5rem 0 .75rem; padding-bottom: .3rem; border-bottom: 1px solid var(--line) }
-p { margin: .25rem 0 .75rem; color: var(--soft) }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1rem 0 }
-dl div { padding: .6rem .8rem; background: var(--tint); border: 1px solid var(--line); border-radius: 8px }
-dt { font-size: .8rem; color: var(--soft) }
-dd { margin: 0; font-size: 1.1rem; font-weight: 600 }
-.wide { overflow-x: auto }
-table { border-collapse: collapse; margin: 0 0 1rem; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .9rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
-th { font-size: .85rem; font-weight: 600; color: var(--soft); white-space: normal; overflow-wrap: break-word;
-  vertical-align: bottom }
-th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: break-word; padding-left: 0;
-  min-width: 6rem; max-width: 20rem }
-img { display: block; max-width: 100%; height: auto; margin: 0 0 1rem; background: #fff; border: 1px solid var(--line);
-  border-radius: 8px; padding: .6rem }
-pre { overflow-x: auto; padding: .9rem 1.1rem; background: var(--tint); border: 1px solid var(--line);
-  border-radius: 8px; font-size: .82rem; line-height: 1.45; overflow-wrap: normal }
-"""
+SCORES_TITLE = "Scores on the held-out cases"
+METRICS = {"dice": ("Dice", 3), "iou": ("IoU", 3), "hd95_mm": ("HD95 (mm)", 2)}  # heading, digits
+
+
+def write_report(folder: Path) -> Path:
+    """Write metrics.csv, figures/curves.png, memory_phases.png, memory_layers.png, report.html; returns its path."""
+    run, pictures = read_run(folder), folder / "figures"
+    pictures.mkdir(exist_ok=True)
+    if run.records:
+        plots.training_curves(run.records, pictures / "curves.png")
+        columns = list(dict.fromkeys(key for record in run.records for key in record))
+        rows = ([record.get(key) for key in columns] for record in run.records)  # empty where a record lacks it
+        write_csv(folder / "metrics.csv", columns, rows)
+    if run.memory:
+        memory_plots.phase_plot(run.memory_entry, pictures / "memory_phases.png")
+        seen = run.memory_entry.get("ledger", run.memory_entry)
+        if "layers" in seen:
+            memory_plots.layer_plot(seen, pictures / "memory_layers.png")
+    path = folder / "report.html"
+    write_text(path, _html(run))
+    return path
+
+
+def print_summary(folder: Path) -> None:
+    """Print scores per class, peak memory per phase and the run folder, for terminals and plain files alike."""
+    run, console = read_run(folder), paper(NARROW)
+    print_scores(run, score_title(run))
+    if best := best_scores(run):
+        console.print(terminal_table(*best))
+    if run.memory:
+        title = f"Memory of a step, {run.memory_kind} ({run.memory_entry['kind']})"
+        console.print(terminal_table(title, tables.phases(run.memory_entry)))
+        console.print(_prediction(run))
+    for what, value in _timing(run).items():
+        console.print(f"{what}: {value}")
+    here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    console.print(f"run folder: {here}", soft_wrap=True)
+
+
+def print_scores(run: RunFolder, title: str) -> None:
+    """Print scores per class, of a run or of scores.csv alone."""
+    if (scores := score_table(run)).rows:
+        paper(NARROW).print(terminal_table(title, scores))
+
+
+def score_title(run: RunFolder) -> str:
+    """The title of the table of scores: which weights, and whether they are also the best."""
+    if not run.last_validation:
+        return SCORES_TITLE
+    step, optim = run.last_validation["step"], run.settings.get("optim")
+    is_last = step == max(record["step"] for record in run.records)
+    weights = "last weights" if is_last else "weights"
+    if isinstance(optim, dict) and optim.get("average") is not None:
+        weights = "average of the weights"
+    return f"{SCORES_TITLE}, {weights} (step {step}){', also the best' * (_best(run).get('step') == step)}"
+
+
+def best_scores(run: RunFolder) -> tuple[str, Table] | None:
+    """Title and scores of the best weights, from their validation; None if they are the last, or there are none."""
+    best = _best(run)
+    if not best or best["step"] == run.last_validation["step"]:
+        return None
+    where = ", checkpoints/best.pt" if (run.path / "checkpoints" / "best.pt").is_file() else ""
+    return f"Best weights (step {best['step']}{where})", _means({key: [value] for key, value in best.items()})
+
+
+def _best(run: RunFolder) -> Record:
+    """The validation with the highest mean Dice, the first of equals, as for best.pt; empty if there is none."""
+    scored = [record for record in run.records if as_number(record.get("val/dice_mean")) is not None]
+    return max(scored, key=lambda record: float(record["val/dice_mean"]), default={})
+
+
+def score_table(run: RunFolder) -> Table:
+    """A row per class with its means over the cases, and the mean over the classes.
+
+    From scores.csv, or without it from the last validation in metrics.jsonl, which does not say how many cases. HD95 is
+    a column if it was measured; if only some of the cases have one, their number is in brackets.
+    """
+    if not run.scores:
+        return _means({key: [value] for key, value in run.last_validation.items()})
+    return _means({str(key): [row.get(key) for row in run.scores] for key in run.scores[0]}, counts_cases=True)
+
+
+def _means(cells: Mapping[str, list[Any]], counts_cases: bool = False) -> Table:
+    """Means of each column that is called `metric/class` or `val/metric/class`."""
+    columns = {key.removeprefix("val/"): map(as_number, column) for key, column in cells.items()}
+    scores = {key: [value for value in column if value is not None] for key, column in columns.items()}
+    classes = [key.removeprefix("dice/") for key in scores if key.startswith("dice/")]
+    metrics = [metric for metric in METRICS if any(key.startswith(f"{metric}/") for key in scores)]
+    means = [[mean_of(scores.get(f"{metric}/{name}", ())) for metric in metrics] for name in classes]
+    rows = [[name, *_shown(metrics, row)] for name, row in zip(classes, means, strict=True)]
+    for row, name in zip(rows, classes if counts_cases else (), strict=False):
+        cases, distances = len(scores[f"dice/{name}"]), len(scores.get(f"hd95_mm/{name}", ()))
+        row[-1] += f" ({distances})" * (0 < distances != cases)
+        row.append(str(cases))
+    if len(classes) > 1:
+        mean = _shown(metrics, [mean_of(column) for column in zip(*means, strict=True)])
+        rows.append(["mean of classes", *mean, *[""] * counts_cases])
+    return Table(["class", *(METRICS[metric][0] for metric in metrics), *["cases"] * counts_cases], rows)
+
+
+def _shown(metrics: list[str], values: list[float | None]) -> list[str]:
+    found = zip(metrics, values, strict=True)
+    return ["n/a" if value is None else f"{value:,.{METRICS[metric][1]}f}" for metric, value in found]
+
+
+def _html(run: RunFolder) -> str:
+    name, pictures = f"unet3d run {run.path.resolve().name}", run.path / "figures"
+    about = [what_ran(run), f"Status: {run.status or 'unknown, there is no STATUS file'}"]
+    if "rehearsed" in run.memory:  # `unet3d memory` wrote the folder
+        name, about = "unet3d memory of a step", [run.memory["rehearsed"]]
+    scores = [html_table(*score_table(run))]
+    if best := best_scores(run):
+        scores += [element("p", best[0]), html_table(*best[1])]
+    parts = [
+        element("h1", name),
+        *(element("p", line) for line in about),
+        facts(_highlights(run)),
+        section(score_title(run), *scores),
+        section("Prediction", picture(pictures / "prediction.png", "truth and prediction on three planes")),
+        section("Training", picture(pictures / "curves.png", "training loss and validation Dice by step")),
+        section("Memory", *(_memory(run) if run.memory else ())),
+        section("Time", facts(_timing(run))),
+        section("Environment", facts({key: str(value) for key, value in run.environment.items()})),
+        section("Config", element("pre", run.config)),
+    ]
+    return html_page(name, parts)
+
+
+def what_ran(run: RunFolder) -> str:
+    """The config in a line; "" without a whole one."""
+    found = run.settings
+    try:
+        widths = "-".join(map(str, found["model"]["features"]))
+        network = found["model"].get("path") or f"U-Net {widths}"
+        patch = "x".join(map(str, found["data"]["patch"]))
+        return (
+            f"{network} on {found['data']['format']}, {found['steps']} steps of "
+            f"{found['batch'] * found['accumulate']} patches of {patch} voxels, "
+            f"AMP {'on' if found['amp'] else 'off'}, checkpointing {found['ckpt'] or 'off'}, seed {found['seed']}"
+        )
+    except (KeyError, TypeError):  # not a whole config
+        return ""
+
+
+def _highlights(run: RunFolder) -> dict[str, str]:
+    """The few numbers of a run that matter most."""
+    found = {}
+    if rows := score_table(run).rows:
+        found[f"Dice, {rows[-1][0]}"] = rows[-1][1]
+    if run.memory:
+        found[f"peak memory, {run.memory_kind}"] = f"{mib(run.memory_entry['peak_bytes'])} MiB"
+        found["parameters"] = f"{run.memory['parameters']:,}"
+    if run.records:
+        found["steps done"] = f"{max(record['step'] for record in run.records):,}"
+    return found
+
+
+def _timing(run: RunFolder) -> dict[str, str]:
+    """Step time, the share of it that was waiting for data, validation time; each with its unit."""
+    steps, waits, validations = (run.values(f"time/{name}") for name in ("step_s", "data_wait_s", "val_s"))
+    found = {}
+    if sum(steps):
+        found["step, median"] = f"{median(steps):.3g} s"
+        found["waiting for data"] = f"{sum(waits) / sum(steps):.1%} of step time"
+    if validations:
+        found["validation, median"] = f"{median(validations):.3g} s"
+    return found
+
+
+def _memory(run: RunFolder) -> list[str]:
+    entry, pictures = run.memory_entry, run.path / "figures"
+    advice = run.memory.get("advice")
+    return [
+        element("p", f"{run.memory_kind.capitalize()} ({entry['kind']}): peak bytes of a step, in MiB (2^20 bytes)."),
+        element("p", _prediction(run)),
+        element("p", tables.sentence(advice, run.memory["predicted"]["peak_bytes"]) if advice else ""),
+        html_table(*tables.phases(entry)),
+        picture(pictures / "memory_phases.png", "peak memory per phase, by category"),
+        *_owners(run, entry.get("ledger", entry)),
+    ]
+
+
+def _prediction(run: RunFolder) -> str:
+    """The peak that was predicted before the run, and how far the measured one is from it."""
+    if run.memory_kind == "predicted":
+        died = "Predicted before the run, which ended before its memory was written."
+        return died if run.records else "Predicted on tensors without data; nothing was run."
+    if "error_bytes" not in run.memory:
+        return "The peak was not predicted."
+    peak, error = run.memory["predicted"]["peak_bytes"], run.memory["error_bytes"]
+    return f"Peak predicted before the run: {mib(peak)} MiB; predicted less measured: {error:,} bytes."
+
+
+def _owners(run: RunFolder, seen: Mapping[str, Any]) -> list[str]:
+    """Which layers hold the bytes; only a ledger's entry knows."""
+    if "moment" not in seen:
+        return [html_table(*tables.categories(seen))]
+    pictures = run.path / "figures"
+    return [
+        element("p", f"The ledger's peak, {mib(seen['peak_bytes'])} MiB: {tables.moment(seen)}."),
+        picture(pictures / "memory_timeline.png", "memory over one step, by category"),
+        picture(pictures / "memory_layers.png", "memory at the peak, by layer along the U"),
+        html_table(*tables.categories(seen)),
+        html_table(*tables.levels(seen)),
+        html_table(*tables.layers(seen)),
+        html_table(*tables.state(seen, run.memory["parameters"])),
+    ]
 
 
 def html_page(title: str, parts: Iterable[str]) -> str:
     """The whole document; `parts` are HTML that the functions below made."""
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    head = f"<head>{meta}<title>{escape(title)}</title><style>{STYLE}</style></head>"
-    body = "\n".join(part for part in parts if part)
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    head = f"<head>{meta}<title>{escape(title)}</title><style>\n{style}</style></head>"
+    body = "\n".join(filter(None, parts))
     return f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>\n'
 
 
-def headline(title: str) -> str:
-    return f"<h1>{escape(title)}</h1>"
-
-
-def paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>" if text else ""
+def element(tag: str, text: str) -> str:
+    """Text in an HTML element; nothing if the text is empty."""
+    return f"<{tag}>{escape(text)}</{tag}>" if text else ""
 
 
 def section(heading: str, *parts: str) -> str:
-    """A heading and its parts; nothing where all parts are empty."""
-    body = "\n".join(part for part in parts if part)
+    """A heading and its parts; nothing if all parts are empty."""
+    body = "\n".join(filter(None, parts))
     return f"<h2>{escape(heading)}</h2>\n{body}" if body else ""
 
 
 def facts(pairs: Mapping[str, str]) -> str:
-    """Small boxes: what, and how much."""
+    """Small boxes, each with a name and a value."""
     boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs.items())
     return f"<dl>{boxes}</dl>" if boxes else ""
 
@@ -78,146 +259,8 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def picture(path: Path, about: str) -> str:
-    """A PNG file, put into the page; nothing where there is no such file. `about` is for those who cannot see it."""
+    """A PNG file inside the page; nothing if there is no such file. `about` is for those who cannot see it."""
     if not path.is_file():
         return ""
     data = base64.b64encode(path.read_bytes()).decode()
     return f'<img alt="{escape(about)}" src="data:image/png;base64,{data}">'
-
-
-def code(text: str) -> str:
-    return f"<pre>{escape(text)}</pre>" if text else ""
-
-
-SCORES_TITLE = "Scores on the held-out cases"
-
-
-def score_title(run: RunFolder) -> str:
-    """Of the table of scores: which weights, and whether they are also the best."""
-    if not (last := run_folder.last_validation(run)):
-        return SCORES_TITLE
-    top = _scored_best(run)
-    also = ", also the best" if top and top["step"] == last["step"] else ""
-    return f"{SCORES_TITLE}, {_weights(run, last['step'])} (step {last['step']}){also}"
-
-
-def best_scores(run: RunFolder) -> tuple[str, Table] | None:
-    """Title and scores of the best weights, from their validation; None where they are the last, or there are none."""
-    top = _scored_best(run)
-    if not top or top["step"] == run_folder.last_validation(run)["step"]:
-        return None
-    where = ", checkpoints/best.pt" if (run.path / "checkpoints" / "best.pt").is_file() else ""
-    return f"Best weights (step {top['step']}{where})", run_folder.validation_table(top)
-
-
-def _scored_best(run: RunFolder) -> Record:
-    """The validation of the highest mean Dice, the first of equal ones, as with best.pt; empty where there is none."""
-    scored = [record for record in run.records if run_folder.as_number(record.get("val/dice_mean")) is not None]
-    return max(scored, key=lambda record: float(record["val/dice_mean"]), default={})
-
-
-def _weights(run: RunFolder, step: int) -> str:
-    optim = run_folder.read_config(run).get("optim")
-    if isinstance(optim, dict) and optim.get("average") is not None:
-        return "average of the weights"
-    is_last = step == max(record["step"] for record in run.records)
-    return "last weights" if is_last else "weights"
-
-
-def write_report(folder: Path) -> Path:
-    """Write metrics.csv, figures/curves.png, memory_phases.png, memory_layers.png, report.html; returns its path."""
-    run = run_folder.read_run(folder)
-    (folder / "figures").mkdir(exist_ok=True)
-    if run.records:
-        plots.training_curves(run.records, folder / "figures" / "curves.png")
-        columns = list(dict.fromkeys(key for record in run.records for key in record))
-        rows = ([record.get(key) for key in columns] for record in run.records)  # empty where a record lacks it
-        write_csv(folder / "metrics.csv", columns, rows)
-    if run.memory:
-        memory_plots.phase_plot(run.memory_entry, folder / "figures" / "memory_phases.png")
-        seen = run.memory_entry.get("ledger", run.memory_entry)
-        if "layers" in seen:
-            memory_plots.layer_plot(seen, folder / "figures" / "memory_layers.png")
-    path = folder / "report.html"
-    write_text(path, _html(run))
-    return path
-
-
-def _html(run: RunFolder) -> str:
-    name = f"unet3d run {run.path.resolve().name}" if "rehearsed" not in run.memory else "unet3d memory of a step"
-    pictures = run.path / "figures"
-    parts = [
-        headline(name),
-        *map(paragraph, run_folder.about(run)),
-        facts(run_folder.highlights(run)),
-        section(score_title(run), html_table(*run_folder.score_table(run)), *_best(run)),
-        section("Prediction", picture(pictures / "prediction.png", "truth and prediction on three planes")),
-        section("Training", picture(pictures / "curves.png", "training loss and validation Dice by step")),
-        _memory(run),
-        section("Time", facts(run_folder.timing(run))),
-        section("Environment", facts({key: str(value) for key, value in run.environment.items()})),
-        section("Config", code(run.config)),
-    ]
-    return html_page(name, parts)
-
-
-def _best(run: RunFolder) -> list[str]:
-    """Scores of the best weights, where the table above is of others."""
-    found = best_scores(run)
-    return [paragraph(found[0]), html_table(*found[1])] if found else []
-
-
-def _memory(run: RunFolder) -> str:
-    if not run.memory:
-        return ""
-    entry, pictures = run.memory_entry, run.path / "figures"
-    about = f"{run.memory_kind.capitalize()} ({entry['kind']}): bytes held at once in a step, in MiB (2^20 bytes)."
-    return section(
-        "Memory",
-        paragraph(about),
-        paragraph(run_folder.prediction(run)),
-        paragraph(run_folder.advice(run)),
-        html_table(*tables.phases(entry)),
-        picture(pictures / "memory_phases.png", "peak memory per phase, by what it is for"),
-        _owners(run, entry.get("ledger", entry)),
-    )
-
-
-def _owners(run: RunFolder, seen: Mapping[str, Any]) -> str:
-    """Who holds the bytes; of an entry that a ledger made."""
-    if "moment" not in seen:
-        return html_table(*tables.categories(seen))
-    pictures = run.path / "figures"
-    parts = [
-        paragraph(f"The ledger's peak, {mib(seen['peak_bytes'])} MiB: {tables.moment(seen)}."),
-        picture(pictures / "memory_timeline.png", "memory over one step, by what it is for"),
-        picture(pictures / "memory_layers.png", "memory at the peak, by layer along the U"),
-        html_table(*tables.categories(seen)),
-        html_table(*tables.levels(seen)),
-        html_table(*tables.layers(seen)),
-        html_table(*tables.state(seen, run.memory["parameters"])),
-    ]
-    return "\n".join(parts)
-
-
-def print_summary(folder: Path) -> None:
-    """Print scores per class, peak memory per phase and the run folder, for terminals and plain files alike."""
-    run = run_folder.read_run(folder)
-    console = paper(NARROW)
-    print_scores(run, score_title(run))
-    if best := best_scores(run):
-        console.print(terminal_table(*best))
-    if run.memory:
-        title = f"Memory of a step, {run.memory_kind} ({run.memory_entry['kind']})"
-        console.print(terminal_table(title, tables.phases(run.memory_entry)))
-        console.print(run_folder.prediction(run))
-    for what, value in run_folder.timing(run).items():
-        console.print(f"{what}: {value}")
-    here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    console.print(f"run folder: {here}", soft_wrap=True)
-
-
-def print_scores(run: RunFolder, title: str) -> None:
-    """Print scores per class, of a run or of scores.csv alone."""
-    if (scores := run_folder.score_table(run)).rows:
-        paper(NARROW).print(terminal_table(title, scores))

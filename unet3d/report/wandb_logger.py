@@ -12,116 +12,17 @@ from unet3d.config import Config
 from unet3d.errors import reason
 
 STEP = "trainer/step"
-
-
-QUIET = {
+PATHS = frozenset({"data.root", "data.images", "data.labels", "data.split", "resume"})  # options
+QUIET = {  # wandb.Settings of every run
     "silent": True,
     "quiet": True,
     "symlink": False,
-    "init_timeout": 20,
-    "finish_timeout": 60,  # a scheduler that asked for the end gives two minutes, say
+    "init_timeout": 20,  # seconds
+    "finish_timeout": 60,  # a scheduler that ends a job gives it about two minutes
     "finish_timeout_raises": True,
 }
-
-
-class WandbLogger:
-    """One wandb run under `folder`/wandb, offline unless `config.wandb.mode` or WANDB_MODE, which wins, says online.
-
-    A run asked to be online that cannot be (no key, no network) goes on offline after at most 20 seconds. A resumed run
-    folder goes on with its wandb run. Private: nothing is recorded about the machine, its user and their paths.
-    """
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        self._private = config.wandb.private
-        if self._private:
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb would send its tracebacks home
-        import wandb
-
-        self._wandb = wandb
-        try:
-            self._run = self._start(config, folder)
-        finally:
-            for logs in folder.glob("wandb/*/logs") if self._private else ():
-                shutil.rmtree(logs, ignore_errors=True)  # wandb's own, full of paths
-        self._run.define_metric(STEP)
-        self._run.define_metric("*", step_metric=STEP)
-
-    def _start(self, config: Config, folder: Path) -> Any:
-        settings = _settings(self._wandb.Settings, self._private)
-        earlier = _earlier_id(folder) if config.resume is not None else None
-
-        def start(mode: str) -> Any:
-            self._wandb.setup(settings)  # before init, which else talks to the console, or asks there for a key
-            return self._wandb.init(
-                mode=mode,  # wandb lets it win over WANDB_MODE
-                project=config.wandb.project,
-                dir=str(folder),
-                id=earlier,
-                resume="allow" if earlier else None,
-                config=self._open(dataclasses.asdict(config)),
-                settings=settings,
-            )
-
-        mode = wandb_mode(config)
-        try:
-            return start(mode)
-        except self._wandb.Error as error:
-            if mode != "online":
-                raise
-            told = f"wandb cannot go online ({reason(error)}); recording offline: upload later with wandb sync"
-            print(f"warning: {told}", file=sys.stderr, flush=True)
-            self._wandb.teardown()  # it holds on to the id of the run that failed to start
-            return start("offline")
-
-    def scalars(self, values: Mapping[str, object], step: int) -> None:
-        # an own step: wandb drops silently what comes with a `step=` not above the last, as after a resume
-        self._run.log({STEP: step, **self._open(values)})
-
-    def image(self, key: str, path: Path, step: int) -> None:
-        self._run.log({STEP: step, key: self._wandb.Image(str(path))})
-
-    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
-        cells = [[None if self._private and is_path(cell) else cell for cell in row] for row in rows]
-        table = self._wandb.Table(columns=list(columns), data=cells, allow_mixed_types=True)
-        # bound first, a table is a file of the run; else it also becomes an artifact, recorded with the home folder
-        table.bind_to_run(self._run, key, self._run.step)
-        self._run.log({key: table})
-
-    def summary(self, values: Mapping[str, object]) -> None:
-        self._run.summary.update(self._open(values))
-
-    def close(self, exit_code: int) -> None:
-        try:
-            self._run.finish(exit_code=exit_code)
-        finally:
-            self._wandb.teardown(exit_code)  # else a wandb-core that died is found out, loudly, at exit
-
-    def _open(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return without_paths(values) if self._private else dict(values)
-
-
-def wandb_mode(config: Config) -> str:
-    """WANDB_MODE, if it is set, else `wandb.mode`: the environment has the last word, as wandb's users expect."""
-    return os.environ.get("WANDB_MODE") or config.wandb.mode
-
-
-def _settings(kind: Any, private: bool) -> Any:
-    """wandb.Settings of what this version of wandb has: before 0.31 some are missing."""
-    wanted = QUIET | (SETTINGS if private else {})
-    return kind(**{name: value for name, value in wanted.items() if name in kind.model_fields})
-
-
-def _earlier_id(folder: Path) -> str | None:
-    """The id of the wandb run that this folder already holds: wandb/[offline-]run-<time>-<id>."""
-    runs = sorted(folder.glob("wandb/*run-*-*"), key=lambda run: run.name.removeprefix("offline-"))
-    return runs[-1].name.rsplit("-", 1)[1] if runs else None
-
-
-PATHS = frozenset({"data.root", "data.images", "data.labels", "data.split", "resume"})
-
-
-SETTINGS = {  # wandb.Settings
-    "host": "",  # None would be filled in
+PRIVATE = {  # wandb.Settings of a private run
+    "host": "",  # wandb would replace None by the machine's name
     "console": "off",
     "disable_git": True,
     "disable_code": True,
@@ -134,8 +35,93 @@ SETTINGS = {  # wandb.Settings
 }
 
 
+class WandbLogger:
+    """One wandb run under `folder`/wandb, offline unless `config.wandb.mode`, or WANDB_MODE instead, says online.
+
+    An online run that does not start (no key, no network) goes offline after at most 20 seconds. A resumed run
+    continues its wandb run. Private: nothing is recorded about the machine, its user and their paths.
+    """
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._private = config.wandb.private
+        if self._private:
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb sends its tracebacks home
+        import wandb
+
+        self._wandb: Any = wandb
+        earlier = _earlier_id(folder) if config.resume is not None else None
+        try:
+            self._run = self._start(wandb_mode(config), config, folder, earlier)
+        finally:
+            for logs in folder.glob("wandb/*/logs") if self._private else ():
+                shutil.rmtree(logs, ignore_errors=True)  # wandb's own, full of paths
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def _start(self, mode: str, config: Config, folder: Path, earlier: str | None) -> Any:
+        """The wandb run, which continues the `earlier` one; offline if online fails."""
+        known = self._wandb.Settings.model_fields  # before wandb 0.31 some are missing
+        wanted = QUIET | (PRIVATE if self._private else {})
+        settings = self._wandb.Settings(**{name: value for name, value in wanted.items() if name in known})
+        try:
+            self._wandb.setup(settings)  # before init, which else prints, or asks for a key
+            return self._wandb.init(
+                mode=mode,  # for wandb it wins over WANDB_MODE
+                project=config.wandb.project,
+                dir=str(folder),
+                id=earlier,
+                resume="allow" if earlier else None,
+                config=self._allowed(dataclasses.asdict(config)),
+                settings=settings,
+            )
+        except self._wandb.Error as error:
+            if mode != "online":
+                raise
+            said = f"wandb cannot go online ({reason(error)}); recording offline: upload later with wandb sync"
+            print(f"warning: {said}", file=sys.stderr, flush=True)
+            self._wandb.teardown()  # it keeps the id of the run that failed to start
+            return self._start("offline", config, folder, earlier)
+
+    def scalars(self, values: Mapping[str, object], step: int) -> None:
+        # a step of our own: wandb drops values with a `step=` not above the last one, as after a resume
+        self._run.log({STEP: step, **self._allowed(values)})
+
+    def image(self, key: str, path: Path, step: int) -> None:
+        self._run.log({STEP: step, key: self._wandb.Image(str(path))})
+
+    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
+        cells = [[None if self._private and is_path(cell) else cell for cell in row] for row in rows]
+        table = self._wandb.Table(columns=list(columns), data=cells, allow_mixed_types=True)
+        # bound first, a table is a file of the run; else it also becomes an artifact, recorded with the home folder
+        table.bind_to_run(self._run, key, self._run.step)
+        self._run.log({key: table})
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        self._run.summary.update(self._allowed(values))
+
+    def close(self, exit_code: int) -> None:
+        try:
+            self._run.finish(exit_code=exit_code)
+        finally:
+            self._wandb.teardown(exit_code)  # else a wandb-core that died prints at exit
+
+    def _allowed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return without_paths(values) if self._private else dict(values)
+
+
+def wandb_mode(config: Config) -> str:
+    """WANDB_MODE if it is set, else `wandb.mode`: wandb's users expect that the environment wins."""
+    return os.environ.get("WANDB_MODE") or config.wandb.mode
+
+
+def _earlier_id(folder: Path) -> str | None:
+    """The id of the latest wandb run in the folder: wandb/[offline-]run-<time>-<id>."""
+    runs = sorted(folder.glob("wandb/*run-*-*"), key=lambda run: run.name.removeprefix("offline-"))
+    return runs[-1].name.rsplit("-", 1)[1] if runs else None
+
+
 def without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`values` without the options that are paths and without whatever looks like one, at any depth."""
+    """`values` without the options that are paths and without values that look like one, at any depth."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from legibility import drawing
@@ -11,6 +12,7 @@ from training import TINY, train, yaml_of
 from unet3d import compose
 from unet3d.report import compare, compare_plots
 from unet3d.report.compare import Row, read_rows
+from unet3d.report.compare_plots import PublishedRow
 
 HEAD = "case,dice/gray,dice/white,iou/gray,iou/white\n"
 
@@ -31,12 +33,12 @@ def make(folder: Path, words: list[str], scores: str) -> Path:
 )
 def test_the_papers_numbers_are_the_papers(name: str, means: list[float]) -> None:
     """The means that its tables print follow from the three that each row prints; Table 2 prints none."""
-    rows = compare.TABLES[name].rows.values()
-    assert [compare.mean_if_complete(paper) for _, paper in rows] == pytest.approx(means, abs=6e-4)
+    rows = compare.published_tables()[name].rows.values()
+    assert [fmean(row["iou"]) for row in rows] == pytest.approx(means, abs=6e-4)
 
 
 def test_every_table_is_an_experiments_and_varies_what_its_sweep_does() -> None:
-    for name, table in compare.TABLES.items():
+    for name, table in compare.published_tables().items():
         jobs = compose.sweep([f"experiment={name}", *compose.added_sweep([f"experiment={name}"])])
         values = {word.partition("=")[2] for job in jobs for word in job if word.startswith(f"{table.by}=")}
         assert values == set(table.rows)
@@ -61,9 +63,9 @@ def test_iou_by_slices_has_a_column_a_case(tmp_path: Path) -> None:
             make(tmp_path / "1", [said, "data.sparse=[1,1,1]"], "b,1,1,.25,.75\na,1,1,.25,.25\n"),
         ]
     )
-    found = compare.experiment(rows)
+    found = compare.published_experiment(rows)
     assert found is not None
-    table = compare.published_table(found, rows)
+    table = found.table(rows)
     assert table.columns == ["", "a", "b", "mean", "paper: 1", "2", "3", "mean"]
     assert table.rows == [
         ["1,1,1", "0.250", "0.500", "0.375", "0.331", "0.483", "0.475", "0.430"],
@@ -75,9 +77,9 @@ def test_runs_that_differ_in_nothing_of_the_table_are_one_mean(tmp_path: Path) -
     said = ["experiment=cicek2016_slices", "data.sparse=[5,5,3]"]
     scores = ("a,1,1,.5,\n", "a,1,1,.7,\n", "")
     rows = read_rows([make(tmp_path / str(seed), [*said, f"seed={seed}"], found) for seed, found in enumerate(scores)])
-    found = compare.experiment(rows)
+    found = compare.published_experiment(rows)
     assert found is not None
-    assert compare.published_table(found, rows).rows[0][:3] == ["5,5,3", "0.600", "0.600"]
+    assert found.table(rows).rows[0][:3] == ["5,5,3", "0.600", "0.600"]
 
 
 def test_iou_by_network_has_a_column_a_fold_and_no_mean_of_some(tmp_path: Path) -> None:
@@ -90,9 +92,9 @@ def test_iou_by_network_has_a_column_a_fold_and_no_mean_of_some(tmp_path: Path) 
             make(tmp_path / "3", [said, "data.fold=1"], ""),
         ]
     )
-    found = compare.experiment(rows)
+    found = compare.published_experiment(rows)
     assert found is not None
-    assert [row[:4] for row in compare.published_table(found, rows).rows] == [
+    assert [row[:4] for row in found.table(rows).rows] == [
         ["3D with BN", "0.500", "", ""],
         ["2D with BN", "0.500", "0.250", "0.375"],
     ]
@@ -106,8 +108,8 @@ def test_runs_of_two_experiments_have_no_published_table(tmp_path: Path) -> None
             make(tmp_path / "2", [], ""),
         ]
     )
-    assert compare.experiment(rows) is None and compare.experiment(rows[2:]) is None
-    assert compare.experiment(rows[:1]) is compare.TABLES["cicek2016_full"]
+    assert compare.published_experiment(rows) is None and compare.published_experiment(rows[2:]) is None
+    assert compare.published_experiment(rows[:1]) is compare.published_tables()["cicek2016_full"]
 
 
 def test_the_comparison_holds_table_and_picture_and_calls_what_is_meant_comparable(tmp_path: Path) -> None:
@@ -130,16 +132,16 @@ def test_the_comparison_holds_table_and_picture_and_calls_what_is_meant_comparab
     assert "Not comparable" not in page
 
 
-@pytest.mark.parametrize("name", list(compare.TABLES))
+@pytest.mark.parametrize("name", list(compare.published_tables()))
 def test_the_picture_is_legible(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = compare.TABLES[name]
-    lines = [compare.Line(label, [0.4, None, 0.6], paper) for label, paper in table.rows.values()]
+    table = compare.published_tables()[name]
+    lines = [PublishedRow(row["name"], [0.4, None, 0.6], row["iou"]) for row in table.rows.values()]
     figure = drawing(tmp_path, monkeypatch)(lambda path: compare_plots.published_plot(lines, table.title, path))
     axes = figure.axes[0]
     assert [text.get_text() for text in axes.get_xticklabels()] == [line.name for line in lines]
     means = [line.get_ydata().tolist() for line in axes.lines if line.get_linestyle() == "-"]
     assert means[0] == [0.5] * len(lines), "ours, without the one that is missing"
-    assert means[1] == pytest.approx([compare.mean_if_complete(line.paper) for line in lines])
+    assert means[1] == pytest.approx([fmean(line.paper) for line in lines])
 
 
 def test_an_experiment_is_one_command_and_its_jobs_are_sweeps_of_one_each(tmp_path: Path) -> None:
@@ -166,12 +168,12 @@ def test_a_cell_of_runs_that_differ_in_more_than_their_seed_is_told(tmp_path: Pa
     rows = read_rows(
         [make(tmp_path / name, list(dict.fromkeys([*said, *words])), scores) for name, words in jobs.items()]
     )
-    found = compare.experiment(rows)
+    found = compare.published_experiment(rows)
     assert found is not None
-    assert compare.unlike(found, [rows[0], rows[1], *rows[3:]]) == []
-    assert compare.unlike(found, rows) == ["model.features: differs between runs of one cell, 3D with BN"]
+    assert found.unlike([rows[0], rows[1], *rows[3:]]) == []
+    assert found.unlike(rows) == ["model.features: differs between runs of one cell, 3D with BN"]
 
 
 def test_folds_are_in_the_order_of_their_numbers() -> None:
     rows = [Row(str(n), {"data.fold": str(n)}, True, {}, None, {}) for n in (10, 2, 0)]  # type: ignore[arg-type]
-    assert compare.published_columns(compare.TABLES["cicek2016_full"], rows) == ["0", "2", "10"]
+    assert compare.published_tables()["cicek2016_full"].columns(rows) == ["0", "2", "10"]

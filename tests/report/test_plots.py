@@ -11,15 +11,10 @@ import pytest
 from legibility import Drawn, drawing
 from matplotlib.colors import to_hex
 
-from unet3d import types
 from unet3d.report import plots
 from unet3d.report.plots import centre, colours
 
 NAMES = ("background", "left", "right")
-
-
-def test_what_is_unlabelled_in_pictures_is_what_is_ignored_in_training() -> None:
-    assert plots.UNLABELLED == types.IGNORE  # two names, since pictures load without torch
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from unet3d.config import Config
 from unet3d.report import loggers, wandb_logger
 from unet3d.report.loggers import JsonLines, Logger, Loggers, TerminalLogger, open_loggers
 
-SOURCE = str(Path(loggers.__file__).parents[1])
+SOURCE = str(Path(loggers.__file__).parents[2])
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds wandb-core through /proc")
@@ -274,14 +274,8 @@ def test_the_search_for_secrets_finds_them_in_a_run_that_is_not_private(tmp_path
 def test_every_private_setting_is_known_to_this_wandb() -> None:
     import wandb
 
-    assert set(wandb_logger.SETTINGS) | set(wandb_logger.QUIET) <= set(wandb.Settings.model_fields)
+    assert set(wandb_logger.PRIVATE) | set(wandb_logger.QUIET) <= set(wandb.Settings.model_fields)
     assert wandb_logger.QUIET["init_timeout"] <= 20
-
-
-def test_settings_that_an_older_wandb_lacks_are_left_out() -> None:
-    older = type("Settings", (SimpleNamespace,), {"model_fields": {"console": None}})
-    assert vars(wandb_logger._settings(older, private=True)) == {"console": "off"}
-    assert vars(wandb_logger._settings(older, private=False)) == {}
 
 
 def test_a_resumed_folder_goes_on_with_its_wandb_run(tmp_path: Path) -> None:
@@ -293,27 +287,47 @@ def test_a_resumed_folder_goes_on_with_its_wandb_run(tmp_path: Path) -> None:
     assert len(set(ids)) == 1
 
 
-def test_a_resumed_wandb_run_is_gone_on_with_and_not_replaced(tmp_path: Path, monkeypatch: Patch) -> None:
-    told: list[dict[str, Any]] = []
+@pytest.fixture
+def starts(monkeypatch: Patch) -> list[dict[str, Any]]:
+    """What wandb is asked to start from now on, in place of wandb: an older one, which knows few settings."""
+    asked: list[dict[str, Any]] = []
     run = SimpleNamespace(define_metric=lambda name, step_metric=None: None)
-    settings = type("Settings", (SimpleNamespace,), {"model_fields": {}})
-    wandb = SimpleNamespace(Settings=settings, Error=OSError, setup=print, init=lambda **to: told.append(to) or run)
+    settings = type("Settings", (SimpleNamespace,), {"model_fields": {"console": None}})
+    init = lambda **options: asked.append(options) or run  # noqa: E731
+    wandb = SimpleNamespace(Settings=settings, Error=OSError, setup=lambda settings: None, init=init)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "to be set, and unset after the test")
     monkeypatch.delenv("WANDB_ERROR_REPORTING")
+    return asked
+
+
+def test_settings_that_an_older_wandb_lacks_are_omitted(tmp_path: Path, starts: list[dict[str, Any]]) -> None:
+    public = Config()
+    public.wandb.private = False
+    for config in (public, Config()):
+        wandb_logger.WandbLogger(config, tmp_path)
+    assert [vars(options["settings"]) for options in starts] == [{}, {"console": "off"}]
+
+
+def test_only_a_private_run_keeps_wandb_from_reporting_errors(tmp_path: Path, starts: list[dict[str, Any]]) -> None:
+    public = Config()
+    public.wandb.private = False
+    wandb_logger.WandbLogger(public, tmp_path)
+    assert "WANDB_ERROR_REPORTING" not in os.environ
     wandb_logger.WandbLogger(Config(), tmp_path)
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"
-    (tmp_path / "wandb" / "offline-run-20260102_101010-abcd").mkdir(parents=True)
-    wandb_logger.WandbLogger(Config(resume=str(tmp_path)), tmp_path)
-    wandb_logger.WandbLogger(Config(), tmp_path)
-    assert [(to["id"], to["resume"]) for to in told] == [(None, None), ("abcd", "allow"), (None, None)]
 
 
-def test_the_id_is_that_of_the_latest_run(tmp_path: Path) -> None:
-    assert wandb_logger._earlier_id(tmp_path) is None
+def test_only_a_resumed_run_continues_the_latest_wandb_run_of_its_folder(
+    tmp_path: Path, starts: list[dict[str, Any]]
+) -> None:
+    resumed = Config(resume=str(tmp_path))
+    wandb_logger.WandbLogger(resumed, tmp_path)
     for name in ("run-20250102_101010-old", "offline-run-20260102_101010-new", "run-20240102_101010-older"):
         (tmp_path / "wandb" / name).mkdir(parents=True)
-    assert wandb_logger._earlier_id(tmp_path) == "new"
+    wandb_logger.WandbLogger(resumed, tmp_path)
+    wandb_logger.WandbLogger(Config(), tmp_path)
+    assert [(options["id"], options["resume"]) for options in starts] == [(None, None), ("new", "allow"), (None, None)]
 
 
 def test_t6_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path: Path) -> None:
@@ -361,7 +375,7 @@ def test_t6_a_killed_wandb_core_costs_one_line_and_no_record(tmp_path: Path) -> 
     stdout, warnings = python("-c", KILLED, folder=tmp_path)
     assert stdout == "1\n"
     (warning,) = warnings
-    assert re.fullmatch(r"warning: Wandb failed \(.+\); the run goes on without it", warning)
+    assert re.fullmatch(r"warning: WandbLogger failed \(.+\); the run goes on without it", warning)
     assert [record["step"] for record in lines(tmp_path / "metrics.jsonl")] == list(range(50))
 
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,7 +215,8 @@ def test_a_private_table_of_a_sweep_names_no_folder(
         words = ["data=decathlon", f"data.root={tmp_path / name}", f"seed={number}"]
         jobs[make(str(number), *words)] = compose.compose([*words, "wandb.mode=offline"])
     tables: list[tuple] = []
-    monkeypatch.setattr(compare._Tracked, "table", lambda self, *table: tables.append(table))
+    logger = SimpleNamespace(table=lambda *table: tables.append(table))
+    monkeypatch.setattr(compare, "wandb_loggers", lambda config, folder: [logger])
     compare.finish_sweep(jobs, tmp_path)
     for config in jobs.values():
         config.wandb.private = False
