@@ -14,8 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from unet3d import compose
-from unet3d.cli import lifecycle
+from unet3d import checks, compose
+from unet3d.cli import lifecycle, options
 from unet3d.cli.lifecycle import INTERRUPTED, OVERRIDES
 from unet3d.compose import CONFIG_NAME, VERSION_BASE, refuse_changes
 from unet3d.config import Config
@@ -28,6 +28,9 @@ FOLDERS = (("hydra.run.dir", "outputs"), ("hydra.sweep.dir", "multirun"))  # of 
 def main() -> int:
     """Check what every job of the command line asks for, then run them. Returns the highest exit code."""
     lifecycle.install_safe_streams()
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(options.as_text())
+        return 0
     OmegaConf.register_new_resolver("uid", _uid, use_cache=True, replace=True)
     try:
         arguments = _checked(sys.argv[1:])
@@ -73,7 +76,12 @@ def _checked(arguments: Sequence[str]) -> list[str]:
     if flags.shell_completion or flags.hydra_help:
         return list(arguments)
     ordered = _overrides_first(arguments, flags.overrides)
-    shows = flags.cfg or flags.info or flags.help
+    shows = flags.cfg or flags.info
+    if flags.config_dir:  # as an override, which a sweep's jobs and the check of this command line take, too
+        at = next(i for i, word in enumerate(ordered) if word.startswith(("--config-dir", "-cd")))
+        del ordered[at : at + 1 + ("=" not in ordered[at])]
+        flags.overrides.insert(0, compose.search_path(flags.config_dir))
+        ordered.insert(0, flags.overrides[0])
     _refuse_interpolation(flags.overrides)
     if not (shows or flags.multirun) and (folder := _resumed_folder(flags.overrides)) is not None:
         return resumed(folder, flags.overrides)
@@ -137,6 +145,7 @@ def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
         raise UserError(f"{told}: holds more than options; it is not as a run has written it")
     arguments = [*before, *overrides]
     asked = compose.compose(arguments)
+    compose.refuse_foreign_paths(asked, overrides)
     if asked.dry_run:
         raise UserError("resume goes on with a run, dry_run only predicts; leave one of them away")
     now = compose.to_plain(asked)
@@ -156,8 +165,11 @@ def _job_of_sweep(config: Config, folder: Path, overrides: list[str]) -> lifecyc
     """
     if not config.dry_run:
         before = lifecycle.started(folder)
+        added = [word for word in HydraConfig.get().overrides.hydra if word.startswith("hydra.searchpath=")]
         script = Path(HydraConfig.get().runtime.cwd, sys.argv[0])
-        code, is_asked = ended = lifecycle.run_process([sys.executable, str(script), *overrides, _run_in(folder)])
+        code, is_asked = ended = lifecycle.run_process(
+            [sys.executable, str(script), *overrides, *added, _run_in(folder)]
+        )
         has_begun = lifecycle.started(folder) != before
         refused = code == UserError.exit_code and before is not None and not has_begun  # what is there stays as it is
         if code == 0 or refused or (has_begun and lifecycle.has_ended(folder)):
@@ -180,18 +192,20 @@ def _uid() -> str:
 
 def job(config: Config, folder: Path, stop: Stop) -> None:
     """One run in its folder: predict, build, fit, report. Ends early once it is asked to `stop`."""
+    for line in checks.warnings(config):
+        print(f"warning: {line}", file=sys.stderr)
     from unet3d import build  # torch and monai load here: a wrong option was answered before
     from unet3d.memory.preflight import preflight
     from unet3d.report import report, run_folder
     from unet3d.run.run import Run, finish_run
 
     data = None if config.dry_run else build.data(config)
-    options = build.model_options(config, data.dataset, data.train[0]) if data else build.outlined_options(config)
-    told = preflight(config, options)
+    network = build.model_options(config, data.dataset, data.train[0]) if data else build.outlined_options(config)
+    told = preflight(config, network)
     if data is None:
         run_folder.update_memory(folder, told.memory)
         return
-    with Run(config, folder, data, options, told.starts, stop) as run:
+    with Run(config, folder, data, network, told.starts, stop) as run:
         if run.is_done:
             print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; steps=N goes on")
             if not (folder / "report.html").exists():  # killed as it was written

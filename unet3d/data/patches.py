@@ -12,11 +12,13 @@ from torch.utils.data import Dataset
 from unet3d.config import Data
 from unet3d.data import augment
 from unet3d.data.cases import Case
+from unet3d.errors import UserError
 from unet3d.types import IGNORE
 
 MOST_VOXELS = 10_000  # remembered of each class as patch centres
 
 
+Transform = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor]]  # of image C D H W, label D H W
 TRIES = 20  # to find a place with labels, of which sparse annotation leaves few
 
 
@@ -75,8 +77,19 @@ def subsample_indices(count: int, most: int) -> np.ndarray:
 class Patches(Dataset[tuple[Tensor, Tensor, str]]):
     """Maps a `Place` to (image C D H W, label D H W, case id)."""
 
-    def __init__(self, read: Callable[[int], PreparedCase], options: Data, seed: int, tile: Sequence[int]) -> None:
-        """`tile`: what the network returns for a patch, D H W; smaller than the patch, it sees mirrored context."""
+    def __init__(
+        self,
+        read: Callable[[int], PreparedCase],
+        options: Data,
+        seed: int,
+        tile: Sequence[int],
+        transforms: Sequence[Transform] = (),
+    ) -> None:
+        """`tile`: what the network returns for a patch, D H W; smaller than the patch, it sees mirrored context.
+
+        `transforms` are the user's own, applied last.
+        """
+        self.transforms = transforms
         self.read = read
         self.tile = list(tile)
         self.mirror = self.tile != list(options.patch)
@@ -99,6 +112,13 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
         if self.intensities is not None:
             self.intensities.set_random_state(seed=int(rng.integers(2**32)))
             image = torch.as_tensor(self.intensities(image)).float()
+        shapes = image.shape, label.shape
+        for transform in self.transforms:
+            image, label = transform(image, label, rng)
+            if (image.shape, label.shape) != shapes:
+                raise UserError(
+                    f"data.transforms: {transform} changes sizes: {image.shape}, {label.shape} for {shapes}"
+                )
         return image, label.contiguous(), case.case
 
 

@@ -38,7 +38,8 @@ def level_of_module(path: str, down: int) -> int | None:
     if stage in ("inc", "outc", "data", "loss"):
         return 0
     if found := re.fullmatch(r"(down|up)(\d+)", stage):
-        return int(found[2]) if found[1] == "down" else down - int(found[2])
+        level = int(found[2]) if found[1] == "down" else down - int(found[2])
+        return level if 0 <= level <= down else None  # None: a network of the user's own, which only sounds like the U
     return None
 
 
@@ -84,7 +85,7 @@ def level_of(ledger: Ledger) -> Callable[[Storage], int | str]:
         voxels, here = prod(s.shape[-3:]), sizes.get(own, set()) if own is not None else set()
         if own is not None and here and min(here) <= voxels <= max(here):
             return own
-        known = [(level, size) for level, found in sizes.items() for size in (min(found), max(found))]
+        known = [(level, size) for level, found in sizes.items() if found for size in (min(found), max(found))]
         known += [(own, size) for size in encoder.get(own, set())] if own is not None else []
         return min(known, key=lambda level: abs(log(voxels / level[1])))[0]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
+from unet3d import build
 from unet3d.checks import check
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
@@ -35,6 +36,8 @@ def resized(options: Model, change: Callable[[int, int], int]) -> Model:
 
 def halved(config: Config, options: Model, level: int) -> Model | None:
     """The network with half the channels at one level; None where that is no network, as with groups of 8 on 4."""
+    if options.path is not None:  # a network of the user's own has no widths to halve
+        return None
     narrower = resized(options, lambda at, width: width // 2 if at == level else width)
     try:
         check(replace(config, model=narrower), here=False)
@@ -54,7 +57,8 @@ def peak_location(config: Config, options: Model, entry: Entry, peak: Callable[[
 
     `peak` predicts the bytes of another network under the same config.
     """
-    row = max((row for row in entry["levels"] if row["level"] != "other"), key=lambda row: row["bytes"])
+    rows = [row for row in entry["levels"] if row["level"] != "other"] or entry["levels"]
+    row = max(rows, key=lambda row: row["bytes"])
     narrower = halved(config, options, row["level"])
     return {
         "level": row["level"],
@@ -158,7 +162,8 @@ def _mixed(config: Config, options: Model) -> Lever | None:
 
 
 def _cut(config: Config, options: Model) -> Lever | None:
-    return None if config.ckpt == "auto" else Lever("ckpt=auto", "nothing", replace(config, ckpt="auto"), options)
+    is_cut = config.ckpt == "auto" or not build.stages(options)
+    return None if is_cut else Lever("ckpt=auto", "nothing", replace(config, ckpt="auto"), options)
 
 
 def _in_parts(config: Config, options: Model) -> Lever | None:
@@ -173,7 +178,7 @@ def _in_parts(config: Config, options: Model) -> Lever | None:
 def _narrower(config: Config, options: Model) -> Lever | None:
     """Half the widths."""
     narrower = resized(options, lambda level, width: max(1, width // 2))
-    if min(options.features) < 2 * SMALLEST or not is_allowed(config, narrower):
+    if min(options.features, default=0) < 2 * SMALLEST or not is_allowed(config, narrower):
         return None
     return Lever(overrides(narrower), "the network", config, narrower)
 
@@ -206,7 +211,9 @@ def knows_the_batch(config: Config, options: Model) -> bool:
     Its normalisation, its Dice, or its cross-entropy, which is a mean over the labelled voxels: of these, parts hold
     different numbers.
     """
-    return options.norm.startswith("batch") or config.loss.batch_dice or config.loss.name != "dice"
+    return (
+        options.norm.startswith("batch") or config.loss.batch_dice or (config.loss.path or config.loss.name) != "dice"
+    )
 
 
 def lean_options(options: Model) -> Iterator[tuple[str, Model]]:
@@ -258,7 +265,7 @@ def search(config: Config, options: Model) -> Iterator[Option]:
         uncut = profile_stages(way.config, way.options)
         is_same = way.config.batch == config.batch or not knows_the_batch(config, way.options)
         yield Option(way.overrides, 1, estimated_peak(uncut, (0,)), 0, is_same)
-        for starts in partitions(len(uncut.forward), len(uncut.forward)):
+        for starts in partitions(build.stages(way.options), build.stages(way.options)):
             again = recompute_fraction(uncut, starts) / 3
             yield Option((*way.overrides, "ckpt=auto"), len(starts), estimated_peak(uncut, starts), again, is_same)
 

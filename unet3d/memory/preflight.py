@@ -58,12 +58,14 @@ class MemoryEstimate:
     @property
     def share(self) -> float:
         """Of the peak, what is at full resolution."""
-        found: int = next(row["bytes"] for row in self.entry["levels"] if row["level"] == 0)
+        found: int = next((row["bytes"] for row in self.entry["levels"] if row["level"] == 0), 0)
         return found / self.peak
 
     @property
     def joined(self) -> tuple[int, int] | None:
         """Channels of the skip and of what comes from below where they are joined at full resolution."""
+        if self.options.path is not None:
+            return None
         last = f"up{len(self.options.features) - 1}"
         made = (s for s in self.ledger.storages if s.operation == "aten.cat.default" and s.place.module == last)
         found = next(made, None)
@@ -105,7 +107,7 @@ def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
         raise UserError("--half makes the whole network half precision, which leaves nothing to amp=true; drop one")
     options = build.outlined_options(config)
     dtype = torch.float16 if half else torch.float32
-    return MemoryEstimate(compose.choice("model", overrides), config, options, dtype)
+    return MemoryEstimate(options.path or compose.choice("model", overrides), config, options, dtype)
 
 
 PARTS = 3  # the step as asked, with half the width where that saves most, and a validation

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unet3d.checks import stages
+from unet3d import build
 from unet3d.config import Config, Model, Optim
 from unet3d.memory.analysis import last_step, phase_ends
 from unet3d.memory.ledger import Ledger, Site, alive_at, levels, phase_peaks
@@ -47,9 +47,10 @@ def profile_stages(config: Config, options: Model) -> StageProfile:
 def _rehearsed(config: Config, options: Model) -> StageProfile:
     entered: list[frozenset[int]] = []
 
-    def watch(model: nn.Sequential, ledger: Ledger) -> None:
-        entered.extend([frozenset()] * (len(model) + 1))
-        for number, stage in enumerate(model):
+    def watch(model: nn.Module, ledger: Ledger) -> None:
+        stages = list(model.children())
+        entered.extend([frozenset()] * (len(stages) + 1))
+        for number, stage in enumerate(stages):
             stage.register_forward_hook(lambda m, given, made, at=number + 1: note(ledger, at, made))
 
     def note(ledger: Ledger, at: int, made: Any) -> None:
@@ -158,8 +159,9 @@ def choose_segments(config: Config, options: Model) -> Segments:
     """
     if not config.ckpt:
         return Segments((), 0)
+    build.refuse_uncheckpointable(options, config.ckpt)
     found, auto = profile_stages(config, options), config.ckpt == "auto"
-    least, most = (1, stages(options)) if auto else (2, config.ckpt)
+    least, most = (1, len(found.forward)) if auto else (2, config.ckpt)
     budget = budget_bytes(config.budget) if auto and config.budget is not None else None
     starts = best_starts(found, least, most, lambda starts: simulated_peak(config, options, starts, found), budget)
     return Segments(starts, recompute_fraction(found, starts))

@@ -140,7 +140,7 @@ def memoized(function: Callable[P, R]) -> Callable[P, R]:
 SegmentStarts = tuple[int, ...]
 
 
-Watch = Callable[[nn.Sequential, Ledger], None]
+Watch = Callable[[nn.Module, Ledger], None]
 
 
 def simulate(
@@ -196,7 +196,7 @@ def simulating(config: Config) -> Iterator[None]:
         yield
 
 
-def fake_model(config: Config, options: Model, dtype: torch.dtype) -> nn.Sequential:
+def fake_model(config: Config, options: Model, dtype: torch.dtype) -> nn.Module:
     """The network with weights of a type. To be called within `rehearsing`."""
     torch.set_default_dtype(dtype)  # tensors without data cannot be converted in place, as `Module.to` does
     try:

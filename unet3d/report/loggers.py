@@ -20,6 +20,7 @@ import rich.table
 import rich.text
 from rich.console import Console as Terminal
 
+from unet3d import build
 from unet3d.config import Config
 from unet3d.errors import is_disk_full, reason
 from unet3d.progress import Counter
@@ -126,6 +127,9 @@ def open_loggers(config: Config, folder: Path) -> Loggers:
     sinks: list[Logger] = [JsonLines(folder / "metrics.jsonl")]
     if wandb_mode(config) != "disabled" and (error := _failure(lambda: sinks.append(WandbLogger(config, folder)))):
         _warn(f"wandb does not start ({reason(error)}); the run goes on without it")
+    for make in build.import_all(config)["loggers"]:  # the user's own
+        if error := _failure(lambda make=make: sinks.append(make(config, folder))):  # type: ignore[misc]
+            _warn(f"{make} does not start ({reason(error)}); the run goes on without it")
     return Loggers(sinks)
 
 

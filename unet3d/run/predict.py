@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unet3d import build, checks, compose
 from unet3d.config import Config, Data, Model
@@ -39,8 +39,11 @@ class TrainedNetworks:
     splits: list[Split]  # what was held out from each
 
 
-def parse(state: Mapping[str, Any], path: Path) -> TrainedNetworks:
-    """What the snapshot at `path` holds. Raises SnapshotError for anything but plain values of the right types."""
+def parse(state: Mapping[str, Any], path: Path, model_path: str | None = None) -> TrainedNetworks:
+    """What the snapshot at `path` holds. `model_path`: the import path of the user's network, from the command line.
+
+    Raises SnapshotError for anything but plain values of the right types, UserError where it is not its network.
+    """
     try:
         config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
         classes, channels = (tuple(map(_name, state[key])) for key in ("classes", "channels"))
@@ -55,6 +58,9 @@ def parse(state: Mapping[str, Any], path: Path) -> TrainedNetworks:
             raise ValueError("its weights are not named")
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
+    if config.model.path != model_path:
+        named = f"add --model {config.model.path}" if config.model.path else "leave out --model"
+        raise UserError(f"{path}: of model.path={config.model.path}; {named}: code is never taken from a snapshot")
     return TrainedNetworks(path, config, classes, channels, rules, weights, splits)
 
 
@@ -75,13 +81,13 @@ def split_of(options: Data) -> Split:
     return found | {"semi": options.semi}
 
 
-def networks(trained: TrainedNetworks, device: torch.device) -> list[build.UNet3D]:
+def networks(trained: TrainedNetworks, device: torch.device) -> list[nn.Module]:
     """The networks with their weights. Raises SnapshotError where these do not fit, before memory is taken."""
     _refuse_misfit(trained.config.model, trained.weights, trained.path)
     return [_network(trained.config.model, values, device) for values in trained.weights]
 
 
-def _network(options: Model, weights: Weights, device: torch.device) -> build.UNet3D:
+def _network(options: Model, weights: Weights, device: torch.device) -> nn.Module:
     network = build.model(options, seed=0)
     network.load_state_dict(weights)
     return network.to(device).eval()
@@ -126,9 +132,9 @@ def save_prediction(path: Path, probabilities: Tensor, case: Case, spacing: Sequ
     save_labels(path, to_original(probabilities.numpy(), case, spacing), case.images[0])
 
 
-def open_segmenter(path: Path, device: str, mirror: bool | None = None) -> Segmenter:
+def open_segmenter(path: Path, device: str, mirror: bool | None = None, model_path: str | None = None) -> Segmenter:
     """What segments as a snapshot, of a run or published, says. Raises SnapshotError, or UserError for the device."""
-    return segmenter(parse(checkpoint.load_snapshot(path), path), device, mirror)
+    return segmenter(parse(checkpoint.load_snapshot(path), path, model_path), device, mirror)
 
 
 def segmenter(found: TrainedNetworks, device: str, mirror: bool | None) -> Segmenter:

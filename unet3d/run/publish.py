@@ -29,7 +29,7 @@ SAME = ("model", "inference", "amp", "amp_dtype", "data.patch", "data.spacing", 
 HERE = ("root", "split", "images", "labels")  # of this machine's data
 
 
-def publish(paths: Sequence[Path], out: Path) -> None:
+def publish(paths: Sequence[Path], out: Path, model_path: str | None = None) -> None:
     """Write the networks of these snapshots to one file: no optimizer, no random state, no path of this machine.
 
     Several networks, of runs that differ in their seed, say, predict as one: their logits are averaged. Raises
@@ -43,7 +43,7 @@ def publish(paths: Sequence[Path], out: Path) -> None:
     splits: list[Split] = []
     for path in paths:
         state = checkpoint.load_snapshot(path)
-        found = predict.parse(state, path)
+        found = predict.parse(state, path, model_path)
         if first is None:
             first, told = found, _told(state, path)
         else:
@@ -94,7 +94,7 @@ def _without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
 SCORES = "scores.csv"
 
 
-def score(path: Path, config: Config, out: Path) -> str:
+def score(path: Path, config: Config, out: Path, model_path: str | None = None) -> str:
     """Write out/scores.csv: the cases that `config` holds out, predicted by the snapshot at `path`. Returns its title.
 
     Of the config, the data and the device count; how an image is prepared is the snapshot's. Warns where a network was
@@ -107,7 +107,7 @@ def score(path: Path, config: Config, out: Path) -> str:
     task = read_dataset(config.data)
     _, held_out = split(task, config.data)
     state = checkpoint.load_snapshot(path)
-    found = predict.parse(state, path)
+    found = predict.parse(state, path, model_path)
     _refuse_misfit(found, task)
     build.refuse_problems(task, held_out, config.data)
     _warn_of_another_split(found, config.data)

@@ -27,7 +27,7 @@ class Predictor:
     Several networks are of the same options; their logits are averaged.
     """
 
-    models: tuple[nn.Sequential, ...]
+    models: tuple[nn.Module, ...]
     options: Model
     policy: MemoryPolicy
     window: tuple[int, int, int]

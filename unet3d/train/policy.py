@@ -32,12 +32,12 @@ class MemoryPolicy:
         """The context for forward and backward passes: half precision that is quick and right on any CPU."""
         return half_precision.convolutions() if self.dtype and self.device_type == "cpu" else nullcontext()
 
-    def forward(self, model: nn.Sequential, image: Tensor) -> Any:
+    def forward(self, model: nn.Module, image: Tensor) -> Any:
         """The model's output for an image N C D H W; with gradients on, segments are recomputed in backward."""
         with self.autocast(), self.convolutions():
             if not self.starts or not torch.is_grad_enabled():
                 return model(image)
-            segments = split(list(model), self.starts)
+            segments = split(list(model.children()), self.starts)
             return checkpoint_sequential(segments, len(segments), image, use_reentrant=False)
 
     def scaler(self) -> torch.amp.GradScaler:

@@ -34,7 +34,7 @@ def ignore_mark(phase: str) -> None:
 
 
 def train_step(
-    model: nn.Sequential,
+    model: nn.Module,
     loss: LossFunction,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,

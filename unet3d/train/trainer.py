@@ -18,7 +18,7 @@ Values = Mapping[str, float | int | str | None]
 class Trainer:
     """Everything one step needs, and the step the run is at."""
 
-    model: nn.Sequential
+    model: nn.Module
     loss: LossFunction
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
