@@ -8,7 +8,7 @@ import pytest
 from training import face, train
 
 from unet3d import compose
-from unet3d.cli.main import _parser
+from unet3d.cli.main import command_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "data/README.md"]
@@ -39,7 +39,7 @@ def test_other_commands_parse(tmp_path: Path) -> None:
     found = [words for words in commands() if "unet3d" in words]
     assert {words[words.index("unet3d") + 1] for words in found} >= {"predict", "check-data"}
     for words in found:
-        asked = _parser().parse_args(words[words.index("unet3d") + 1 :])
+        asked = command_parser().parse_args(words[words.index("unet3d") + 1 :])
         if "overrides" in asked:
             (tmp_path / "Task04_Hippocampus").mkdir(exist_ok=True)
             given = [word for word in asked.overrides if "=" in word]

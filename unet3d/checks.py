@@ -136,9 +136,8 @@ def _check_training(config: Config) -> None:
     own, ckpt, most = config.model.path is not None, config.ckpt, stages(config.model)
     is_count = isinstance(ckpt, int) and not isinstance(ckpt, bool) and (ckpt == 0 or ckpt >= 2)
     if ckpt != "auto" and (not is_count or (ckpt > most and not own)):
-        stages_ = "" if own else f"this model has {most} stages, and "
-        choice = "0 (off), 2 or more" if own else f"0 (off), 2 to {most}"
-        raise UserError(f"ckpt={ckpt}: {stages_}one segment is never checkpointed; use {choice}, or auto")
+        why, most_ = ("", "any number") if own else (f"this model has {most} stages; ", str(most))
+        raise UserError(f"ckpt={ckpt}: {why}use 0 (off), 2 to {most_} of segments, or auto; one segment saves nothing")
     if config.optim.average is not None and config.model.norm == "batch":
         raise UserError("optim.average is of weights, not of model.norm=batch's statistics; use another norm, or null")
 

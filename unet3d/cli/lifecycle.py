@@ -269,22 +269,22 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
     """The last line of a job that ended so, and its exit code."""
     match error:
         case Preempted():
-            return f"{error}; {_how_to_go_on(folder)}", error.exit_code
+            return f"{error}; {how_to_go_on(folder)}", error.exit_code
         case NotSaved():
-            return f"error: {error}; {_how_to_go_on(folder)}", error.exit_code
+            return f"error: {error}; {how_to_go_on(folder)}", error.exit_code
         case UserError() | SnapshotError() | NonFiniteLoss():
             return f"error: {error}", error.exit_code
         case LoaderError():
-            return f"failed: {error}\n{_how_to_go_on(folder)}", error.exit_code
+            return f"failed: {error}\n{how_to_go_on(folder)}", error.exit_code
         case OutOfMemory():
-            return f"out of memory: {error}\n{_how_to_go_on(folder)}", error.exit_code
+            return f"out of memory: {error}\n{how_to_go_on(folder)}", error.exit_code
         case KeyboardInterrupt():
-            return f"interrupted; {_how_to_go_on(folder)}", INTERRUPTED
+            return f"interrupted; {how_to_go_on(folder)}", INTERRUPTED
     if is_disk_full(error):
-        return f"error: {error}; make room; {_how_to_go_on(folder)}", UserError.exit_code
+        return f"error: {error}; make room; {how_to_go_on(folder)}", UserError.exit_code
     if is_out_of_memory(error):
         told = (str(error) or repr(error)).splitlines()[0]  # a MemoryError may say nothing
-        return f"out of memory: {told}; {_how_to_go_on(folder)}", OutOfMemory.exit_code
+        return f"out of memory: {told}; {how_to_go_on(folder)}", OutOfMemory.exit_code
     return f"failed: {error!r}", UNFORESEEN
 
 
@@ -323,7 +323,7 @@ def read_yaml(path: Path, kind: type[Kind]) -> Kind:
     return found
 
 
-def _how_to_go_on(folder: Path) -> str:
+def how_to_go_on(folder: Path) -> str:
     if snapshots(folder):
         return f"to go on: python train.py {shlex.quote(f'resume={quoted(folder)}')}"
     return "there is no snapshot yet to go on from"

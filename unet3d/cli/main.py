@@ -42,7 +42,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     """Those of the command line; words may also stand after flags. Raises UserError for an unknown flag."""
-    found, left = _parser().parse_known_args()
+    found, left = command_parser().parse_known_args()
     words: list = next((getattr(found, name) for name in LISTS if hasattr(found, name)), [])
     for word in left:
         if word.startswith("-") or not any(hasattr(found, name) for name in LISTS):
@@ -53,7 +53,7 @@ def _arguments() -> argparse.Namespace:
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m unet3d", description="Train 3D U-Nets, explain memory, apply.")
     parser.add_argument("--version", action="version", version=f"unet3d {__version__}")
     parser.set_defaults(run=lambda _: parser.print_help())  # the default of a command takes its place

@@ -88,7 +88,8 @@ def _parts(
     weights = sum(p.nbytes for p in subject.meter.model.parameters())
     found = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
     yield "Usual estimates and their error", tables.estimates(found, peak)
-    yield "Half the width at one level (predicted)", _widths(subject, narrower)
+    if narrower:
+        yield "Half the width at one level (predicted)", _widths(subject, narrower)
     if len(relatives) > 1:
         yield "Networks of this family, same patch, batch and policy (predicted)", _family(relatives)
         yield from _why(subject, relatives)
@@ -292,7 +293,7 @@ def batches(subject: MemoryEstimate, series: str) -> Iterator[CurvePoint]:
 
 def widths(subject: MemoryEstimate, series: str) -> Iterator[CurvePoint]:
     """Peak against the first level's channels, all levels scaled alike."""
-    for scale in SCALES:
+    for scale in SCALES if subject.options.path is None else ():  # a user's own network has no widths to scale
         options = resized(subject.options, partial(_scaled, scale))
         other = replace(subject, options=options)
         yield from _point("first width (channels)", options.features[0], series, overrides(options), other)

@@ -33,7 +33,7 @@ def main() -> int:
         return 0
     OmegaConf.register_new_resolver("uid", _uid, use_cache=True, replace=True)
     try:
-        arguments = _checked(sys.argv[1:])
+        arguments = checked_arguments(sys.argv[1:])
         _refuse_unwritable(arguments)
     except UserError as error:
         return lifecycle.say(f"error: {error}", error.exit_code)
@@ -70,7 +70,7 @@ def main() -> int:
     return max(codes, default=0)
 
 
-def _checked(arguments: Sequence[str]) -> list[str]:
+def checked_arguments(arguments: Sequence[str]) -> list[str]:
     """The arguments to hand to Hydra. Raises UserError before any folder is made."""
     flags = get_args_parser().parse_intermixed_args(list(arguments))
     if flags.shell_completion or flags.hydra_help:

@@ -39,7 +39,7 @@ def level_of_module(path: str, down: int) -> int | None:
         return 0
     if found := re.fullmatch(r"(down|up)(\d+)", stage):
         level = int(found[2]) if found[1] == "down" else down - int(found[2])
-        return level if 0 <= level <= down else None  # None: a network of the user's own, which only sounds like the U
+        return level if level >= 0 else None  # None: a network of the user's own whose names are like the U's
     return None
 
 

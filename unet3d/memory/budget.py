@@ -57,8 +57,8 @@ def peak_location(config: Config, options: Model, entry: Entry, peak: Callable[[
 
     `peak` predicts the bytes of another network under the same config.
     """
-    rows = [row for row in entry["levels"] if row["level"] != "other"] or entry["levels"]
-    row = max(rows, key=lambda row: row["bytes"])
+    is_own = options.path is not None  # a network of the user's own has no levels
+    row = max((row for row in entry["levels"] if (row["level"] == "other") == is_own), key=lambda row: row["bytes"])
     narrower = halved(config, options, row["level"])
     return {
         "level": row["level"],

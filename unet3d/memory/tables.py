@@ -94,10 +94,10 @@ def estimates(found: Mapping[str, int], peak: int) -> Table:
 
 def sentence(advice: Entry, peak: int) -> str:
     """What `advise` found, in words: what dominates the peak, at which level, and what half the width there saves."""
-    level = "full resolution (level 0)" if advice["level"] == 0 else f"level {advice['level']}"
-    level = "the whole network" if advice["level"] == "other" else level  # a user's own has no levels
+    place = "at full resolution (level 0)" if advice["level"] == 0 else f"at level {advice['level']}"
+    place = "in the network's layers" if advice["level"] == "other" else place  # a user's own has no levels
     share = advice["bytes"] / peak
-    said = f"{share:.0%} of the peak ({mib(advice['bytes'])} of {mib(peak)} MiB) is at {level}, mostly "
+    said = f"{share:.0%} of the peak ({mib(advice['bytes'])} of {mib(peak)} MiB) is {place}, mostly "
     said += NAMES[advice["mostly"]]
     if advice["halved_peak_bytes"] is None:
         return f"{said}."

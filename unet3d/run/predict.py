@@ -59,8 +59,9 @@ def parse(state: Mapping[str, Any], path: Path, model_path: str | None = None) -
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
     if config.model.path != model_path:
-        named = f"add --model {config.model.path}" if config.model.path else "leave out --model"
-        raise UserError(f"{path}: of model.path={config.model.path}; {named}: code is never taken from a snapshot")
+        if config.model.path is None:
+            raise UserError(f"{path}: holds the package's own network; remove --model")
+        raise UserError(f"{path}: code is never taken from a snapshot; name its network: --model {config.model.path}")
     return TrainedNetworks(path, config, classes, channels, rules, weights, splits)
 
 
