@@ -1,4 +1,4 @@
-"""The command face without a process: what is read from a command line, and what is printed to be pasted into one."""
+"""The command line without a process: what is read from it, and what is printed to be pasted into one."""
 
 import errno
 import io
@@ -8,10 +8,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from training import face
+from training import ROOT, TINY, face
 
-from unet3d import compose
-from unet3d.cli import lifecycle, train
+from unet3d import checks, compose
+from unet3d.cli import lifecycle, options, train
 from unet3d.cli.lifecycle import SafeStream
 from unet3d.errors import UserError
 
@@ -20,7 +20,7 @@ LARGE = ["model=forum_large", "data.patch=[64,64,16]"]  # ten stages; the defaul
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
-    """What a run of `LARGE` leaves for those that look whether there is one."""
+    """The files of a run of `LARGE` that mark its folder as one that can resume."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.pt").touch()
     (tmp_path / "config.yaml").write_text(compose.to_yaml(compose.compose(LARGE)))
@@ -31,7 +31,28 @@ def killed(tmp_path: Path) -> Path:
 def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture) -> None:
     assert face() == 0
     shown = capsys.readouterr().out
-    assert all(f"\n    {name}" in shown for name in ("memory", "predict", "publish", "score", "check-data", "compare"))
+    names = ("train", "options", "memory", "predict", "publish", "score", "check-data", "report", "compare")
+    assert all(f"\n    {name}" in shown for name in names)
+
+
+def test_help_shows_every_option_with_type_range_default_and_meaning() -> None:
+    shown = " ".join(options.as_text().split())
+    for name, _, metadata in checks.options(compose.compose([])):
+        assert f" {name}=" in shown and " ".join(metadata["about"].split()) in shown, name
+    assert "steps=150 (int; >= 1) optimizer steps" in shown, "the default is what a plain run does"
+    assert "model.norm=instance (str; instance, batch, batch_current, group, none) normalisation" in shown
+    assert "data.patch=[64,64,32] (list[int]; >= 1 and <= 2048, 3 items)" in shown
+
+
+def test_the_page_of_options_is_that_of_the_schema(capsys: pytest.CaptureFixture) -> None:
+    assert face("options") == 0
+    page = (ROOT / "docs" / "options.md").read_text()
+    assert page == capsys.readouterr().out, "write it again: python -m unet3d options > docs/options.md"
+
+
+def test_a_warning_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert face("check-data", *TINY, "inference.mirror=true", "data.augment.mirror=[]", f"data.root={tmp_path}") == 0
+    assert capsys.readouterr().err.count("warning: inference.mirror=True does nothing") == 1
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture) -> None:
@@ -43,20 +64,20 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture) -> No
 @pytest.mark.parametrize(
     "name", ["jürgen", "MRI (2)", "amp=false,ckpt=2", "it's", "a\\b", "[x]", "{y}", "~", "plain-1.0"]
 )
-def test_the_command_that_goes_on_can_be_pasted_whatever_the_folder_is_called(tmp_path: Path, name: str) -> None:
+def test_the_command_that_resumes_can_be_pasted_whatever_the_folder_is_called(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "last.pt").touch()
-    *_, word = shlex.split(lifecycle._how_to_go_on(folder))
+    *_, word = shlex.split(lifecycle.how_to_go_on(folder))
     assert compose.compose([word]).resume == str(folder)
 
 
 def test_options_on_resuming_are_for_the_network_of_the_run(killed: Path) -> None:
     with pytest.raises(UserError, match="this model has 8 stages"):
-        train._checked(["ckpt=10"])
-    assert train._checked([f"resume={killed}", "ckpt=10"])[:3] == [*LARGE, f"resume={killed}"]
+        train.checked_arguments(["ckpt=10"])
+    assert train.checked_arguments([f"resume={killed}", "ckpt=10"])[:3] == [*LARGE, f"resume={killed}"]
     with pytest.raises(UserError, match="resume goes on with one run"):
-        train._checked([f"resume={killed}", "-m"])
+        train.checked_arguments([f"resume={killed}", "-m"])
 
 
 @pytest.mark.parametrize(
@@ -68,16 +89,16 @@ def test_a_run_folder_that_is_damaged_is_one_line(killed: Path, name: str, conte
         (killed / name).unlink()
     else:
         (killed / name).write_text(content)
-    with pytest.raises(UserError, match=rf"{name}: (cannot be read|is damaged)") as told:
-        train._checked([f"resume={killed}"])
-    assert "\n" not in str(told.value)
+    with pytest.raises(UserError, match=rf"{name}: (cannot be read|is damaged)") as caught:
+        train.checked_arguments([f"resume={killed}"])
+    assert "\n" not in str(caught.value)
 
 
-def test_what_would_be_replaced_anew_on_resuming_is_refused() -> None:
+def test_what_resuming_would_resolve_once_more_is_refused() -> None:
     with pytest.raises(UserError, match=r"^data.root=\$\{oc.env:HOME\}: .* let the shell replace it"):
-        train._checked(["data.root=${oc.env:HOME}"])
+        train.checked_arguments(["data.root=${oc.env:HOME}"])
     words = ["seed=0,1", "hydra.sweep.subdir=${hydra.job.override_dirname}"]
-    assert train._checked(words[1:]) == words[1:]
+    assert train.checked_arguments(words[1:]) == words[1:]
 
 
 def test_a_sweep_takes_configs_by_pattern() -> None:

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from unet3d import compose
+from unet3d import checks, compose
 from unet3d.compose import refuse_changes
 from unet3d.config import Config
 from unet3d.errors import UserError
 
 WRONG = {
     "amp=maybe": r"^amp: .*'maybe'.*bool",
-    "ckpt=two": r"^ckpt=two: give a number of segments",
-    "ckpt=-1": r"^ckpt=-1: give a number of segments",
-    "ckpt=1": r"^ckpt=1: .*use 0 \(off\), 2 to 8, or auto",
-    "ckpt=999": r"^ckpt=999: this model has 8 stages; use 0 \(off\), 2 to 8, or auto",
+    "ckpt=two": r"^ckpt=two: this model has 8 stages; use 0 \(off\), 2 to 8 of segments, or auto",
+    "ckpt=-1": r"^ckpt=-1: .*use 0 \(off\)",
+    "ckpt=1": r"^ckpt=1: .*one segment saves nothing",
+    "ckpt=999": r"^ckpt=999: this model has 8 stages; use",
     "chkpt=2": r"^chkpt: no such option; did you mean ckpt\?",
     "batch=0": r"^batch=0: must be >= 1",
     "seed=-1": r"^seed=-1: must be >= 0",
@@ -31,7 +31,13 @@ WRONG = {
     "model.features=[]": r"^model.features=\[\] has no level",
     "model.features=[8,x]": r"^model.features\[1\]: .*'x'.*Integer",
     "model.decoder=[8]": r"^model.decoder has 1 widths; 4 levels need 3",
-    "model.norm=bacth": r"^model.norm=bacth: use one of instance",
+    "model.norm=bacth": r"^model.norm=bacth: use one of instance.*; did you mean batch\?",
+    "loss.name=dise": r"^loss.name=dise: use one of .*; did you mean dice\?",
+    "loss.path=mypkg": r"^loss.path=mypkg: give package.module:name",
+    "loggers=[a.b:C,d]": r"^loggers=d: give package.module:name",
+    "optim.betas=[0.9]": r"^optim.betas=\[0.9\]: give two",
+    "data.spacing=[1,1]": r"^data.spacing=\[1.0, 1.0\]: give three",
+    "data.phantom.shape=[32,32]": r"^data.phantom.shape=\[32, 32\]: give three",
     "model.kernels=2": r"^model.kernels=2: kernels must be odd",
     "model.strides=[[2,2],2,2]": r"^model.strides: \[2, 2\] is neither",
     "optim.lr=fast": r"^optim.lr: .*'fast'.*Float",
@@ -46,27 +52,17 @@ WRONG = {
 }
 CONFLICTS = {
     ("model.norm=group", "model.groups=3"): r"^model.groups=3 does not divide",
-    ("model.activation=prelu", "model.inplace=true"): r"^model.inplace=true does nothing",
     ("model=cicek2016", "data.patch=[130,132,116]"): r"nearest that fits: data.patch=\[132, 132, 116\]",
     ("model.deep_supervision=true", "model.padding=valid"): r"^model.deep_supervision=true needs",
     ("model.deep_supervision=true", "model.features=[8,8]"): r"^model.deep_supervision=true needs 3 levels",
     ("data=nnunet", "data.root=/no/such"): r"^data.root=/no/such: no such folder",
     ("data=folders", "data.root=."): r"^data.classes is not set",
-    ("data.classes=[a,b]",): r"^data.classes does nothing for data=phantom",
-    ("data.fold=1", "data.split=x.json"): r"^data.fold does nothing beside data.split",
-    ("data.fold=1", "data.val_fraction=0.3"): r"^data.val_fraction does nothing beside data.fold",
-    ("loss=dice", "loss.weights=[1,1,1,1]"): r"^loss.weights does nothing for loss=dice",
-    ("inference.mirror=true", "data.augment.mirror=[]"): r"^inference.mirror=true does nothing",
     (
         *("model=unet_tiny", "model.padding=valid", "model.downsampling=strided_conv"),
         *("data.patch=[51,51,51]", "inference.mirror=true"),
     ): r"^inference.mirror=true: .* an odd number of voxels less",
-    ("experiment=cicek2016_semi", "data.sparse_fold=0", "data.scored=[8,8,8]"): r"^data.scored does nothing beside",
     ("experiment=cicek2016_semi", "data.sparse_fold=0", "data=mni152"): r"mirror image across x.*sparse=\[0,6,12\]",
-    ("data.folds=10",): r"^data.folds=10 does nothing without data.fold",
-    ("model=cicek2016", "data.patch=[108,108,108]", "inference.overlap=0.7"): r"^inference.overlap does nothing",
     ("data.augment.mirror=[0,0]",): r"^data.augment.mirror=\[0, 0\]: name each axis once",
-    ("model.activation=silu", "model.inplace=true"): r"^model.inplace=true does nothing",
     (
         *("model.features=[8,16,32,64]", "model.strides=4", "model.deep_supervision=true"),
         "data.patch=[36,36,36]",
@@ -75,15 +71,53 @@ CONFLICTS = {
 }
 
 
+SEMI = ("data.semi=true", "data.sparse=[3,3,3]")
+IDLE = {
+    ("model.activation=prelu", "model.inplace=true"): "model.inplace=True does nothing for this model.activation",
+    ("model.activation=silu", "model.inplace=true"): "model.inplace=True does nothing for this model.activation",
+    (
+        "data.classes=[a,b]",
+    ): "data.classes=['a', 'b'] does nothing for this data.format: dataset.json names the classes",
+    ("data.fold=1", "data.split=x.json"): "data.fold=1 does nothing beside data.split",
+    ("data.fold=1", "data.val_fraction=0.3"): "data.val_fraction=0.3 does nothing beside data.fold or data.split",
+    (*SEMI, "data.val_fraction=0.5"): "data.val_fraction=0.5 does nothing with data.semi=true, which holds no case out",
+    ("loss=dice", "loss.weights=[1,1,1,1]"): "loss.weights=[1.0, 1.0, 1.0, 1.0] does nothing for loss=dice",
+    ("loss=ce", "loss.path=a:b"): "loss.name=ce does nothing beside loss.path",
+    (
+        "inference.mirror=true",
+        "data.augment.mirror=[]",
+    ): "inference.mirror=True does nothing with data.augment.mirror=[]",
+    ("data.scored=[2,2,2]",): "data.scored=[2, 2, 2] does nothing without data.semi=true",
+    (*SEMI, "data.sparse_fold=0", "data.scored=[8,8,8]"): "data.scored=[8, 8, 8] does nothing beside data.sparse_fold, "
+    "which scores that part",
+    ("data.sparse_folds=4",): "data.sparse_folds=4 does nothing without data.sparse_fold",
+    ("data.folds=10",): "data.folds=10 does nothing without data.fold",
+    ("model=cicek2016", "data.patch=[108,108,108]", "inference.overlap=0.7"): "inference.overlap=0.7 does nothing for "
+    "model.padding=valid, whose tiles do not overlap",
+    ("model=unet_tiny", "model.path=a:B", "model.norm=batch"): "model.features, model.norm: does nothing beside "
+    "model.path, which is called with channels and classes",
+}
+
+
+@pytest.mark.parametrize(("overrides", "warning"), IDLE.items())
+def test_an_option_that_does_nothing_is_one_warning(overrides: tuple[str, ...], warning: str) -> None:
+    assert checks.warnings(compose.compose(overrides)) == [warning]
+
+
+def test_no_config_of_the_package_sets_what_does_nothing(tmp_path: Path) -> None:
+    for name in configs("experiment"):
+        assert checks.warnings(compose.compose([f"experiment={name}", f"data.root={tmp_path}"])) == [], name
+
+
 @pytest.mark.parametrize(("override", "message"), WRONG.items())
-def test_k1_one_line_for_a_wrong_option(override: str, message: str) -> None:
+def test_a_wrong_option_is_one_line(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         compose.compose([override])
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("overrides", "message"), CONFLICTS.items())
-def test_k1_one_line_for_options_at_odds(overrides: tuple[str, ...], message: str) -> None:
+def test_options_at_odds_are_one_line(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         compose.compose(overrides)
 
@@ -93,7 +127,7 @@ def configs(group: str) -> list[str]:
 
 
 @pytest.mark.parametrize("group", ["model", "data", "loss", "optim", "experiment"])
-def test_k3_every_yaml_composes(group: str, tmp_path: Path) -> None:
+def test_every_yaml_composes(group: str, tmp_path: Path) -> None:
     patch = {f"cicek2016{kind}": "data.patch=[132,132,116]" for kind in ("", "_no_bn", "_2d")}
     assert configs(group)
     for name in configs(group):
@@ -104,7 +138,7 @@ def test_k3_every_yaml_composes(group: str, tmp_path: Path) -> None:
         assert isinstance(compose.compose(overrides), Config), name
 
 
-def test_k4_an_experiment_sets_and_the_command_line_beats_it(tmp_path: Path) -> None:
+def test_the_command_line_overrides_an_experiment(tmp_path: Path) -> None:
     root = f"data.root={tmp_path}"
     assert compose.compose([root]).amp is False
     found = compose.compose(["experiment=hippocampus", root])
@@ -113,12 +147,12 @@ def test_k4_an_experiment_sets_and_the_command_line_beats_it(tmp_path: Path) -> 
     assert beaten.amp is False and beaten.model.features == [8, 16, 32]
 
 
-def test_k4_plain_values_round_trip() -> None:
+def test_plain_values_round_trip() -> None:
     config = compose.compose(["model=forum_large", "seed=7", "optim=sgd"])
     assert compose.from_plain(compose.to_plain(config)) == config
 
 
-def test_a_snapshots_config_is_checked_and_cannot_smuggle_keys() -> None:
+def test_a_snapshots_config_is_checked_and_cannot_add_keys() -> None:
     plain = compose.to_plain(Config())
     with pytest.raises(UserError, match="_target_"):
         compose.from_plain(plain | {"model": {"_target_": "os.system"}})
@@ -126,7 +160,7 @@ def test_a_snapshots_config_is_checked_and_cannot_smuggle_keys() -> None:
         compose.from_plain(plain | {"batch": 0})
 
 
-def test_an_option_that_came_later_keeps_no_run_from_going_on() -> None:
+def test_a_run_without_an_option_of_a_newer_version_can_resume() -> None:
     now = compose.to_plain(compose.compose([]))
     before = compose.to_plain(compose.compose([]))
     del before["data"]["nonfinite"]

@@ -66,9 +66,7 @@ def test_every_named_choice_exists() -> None:
         assert set(re.findall(r"`(\w+)`", names)) == found
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs" / "experiment").glob("*.yaml")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
 def test_an_experiment_begins_with_its_command_and_is_listed(path: Path, tmp_path: Path) -> None:
     package, command, *about = [line for line in path.read_text().splitlines() if line.startswith("#")]
     words = shlex.split(command.removeprefix("# "))

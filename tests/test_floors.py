@@ -27,7 +27,10 @@ LIBRARIES = {
     "matplotlib": {"report"},
     "rich": {"progress", "report.loggers"},
 }
-WITHOUT_TORCH = ("errors", "types", "signals", "progress", "config", "checks", "compose", "model.geometry", "data.cases", "cli.main", "cli.train", "cli.lifecycle")  # fmt: skip
+WITHOUT_TORCH = (
+    *("errors", "types", "signals", "progress", "config", "checks", "compose", "model.geometry", "data.cases"),
+    *("cli.main", "cli.options", "cli.train", "cli.lifecycle"),
+)
 
 
 @functools.cache
@@ -85,6 +88,12 @@ def test_libraries_stay_in_their_rooms() -> None:
         if any(i.split(".")[0] == library for i in imports(path)) and not {name, name.partition(".")[0]} & rooms
     ]
     assert not strays
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    program = "import sys; before = {*sys.modules}; import unet3d; print({*sys.modules} - before)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "{'unet3d'}\n"
 
 
 def test_what_answers_a_typo_loads_no_torch() -> None:

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import fuzz
 
-from unet3d.data import nifti
+from unet3d.data import dataset_json, nifti
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz, "SLOW", float("inf"))
 
 
-def test_damage_is_told_or_harmless(tmp_path: Path, watch: fuzz.Watch) -> None:
+def test_damage_is_refused_or_harmless(tmp_path: Path, watch: fuzz.Watch) -> None:
     found = [fuzz.trial(number, 0, tmp_path / "trial", watch)[:2] for number in range(60)]
     assert not [line for line in found if line[1].startswith("FAILED")]
     assert {outcome for _, outcome in found} == {"refused", "read"}
@@ -34,7 +34,7 @@ def outcome(tmp_path: Path, watch: fuzz.Watch) -> set[str]:
 
 
 def test_a_file_opened_outside_is_noticed(tmp_path: Path, watch: fuzz.Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unet3d.data.dataset_json.leaves", lambda root, path: False)
+    monkeypatch.setattr(dataset_json, "leaves", lambda root, path: False)
     monkeypatch.setattr(fuzz, "NIFTI", {"link": fuzz.NIFTI["link"]})
     assert "FAILED: opened" in outcome(tmp_path, watch)
 
@@ -43,8 +43,8 @@ def test_a_crash_and_memory_that_is_taken_are_noticed(
     tmp_path: Path, watch: fuzz.Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = nifti.read_array
-    monkeypatch.setattr("unet3d.data.nifti.read_array", lambda *of: (bytearray(2 * fuzz.HEADROOM), read(*of))[1])
+    monkeypatch.setattr(nifti, "read_array", lambda *of: (bytearray(2 * fuzz.HEADROOM), read(*of))[1])
     found = [fuzz.trial(number, 0, tmp_path / "trial", watch)[1] for number in range(20)]
-    assert any(told.startswith("FAILED") and told.endswith("MemoryError\n") for told in found)
-    monkeypatch.setattr("unet3d.data.nifti.read_array", lambda *_: 1 / 0)
+    assert any(line.startswith("FAILED") and line.endswith("MemoryError\n") for line in found)
+    monkeypatch.setattr(nifti, "read_array", lambda *_: 1 / 0)
     assert "FAILED: Traceb" in {found[:14] for found in outcome(tmp_path, watch)}

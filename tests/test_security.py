@@ -41,7 +41,7 @@ def test_every_test_that_holds_a_promise_exists() -> None:
 
 
 def dotted(node: ast.expr) -> str:
-    """`torch.load` of its syntax tree; what is no name is a question mark."""
+    """`torch.load` of its syntax tree; `?` stands for what has no name."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "?"
@@ -78,7 +78,8 @@ def is_true(node: ast.expr | None) -> bool:
 
 
 def test_no_call_runs_or_unpacks_what_a_file_says() -> None:
-    assert not [f"{path.name}: {danger}" for path in SOURCES for danger in dangers(path.read_text())]
+    found = [f"{path.name}: {danger}" for path in SOURCES for danger in dangers(path.read_text())]
+    assert found == ["build.py: importlib.import_module"], "the one place that imports what a command line names"
     assert sum("weights_only=True" in path.read_text() for path in SOURCES) == 1, "snapshots are read in one place"
 
 
@@ -163,12 +164,26 @@ CALL = {"_target_": "os.system", "command": "exit 7", "_args_": ["exit 7"]}
         *(put("model_options", "_target_", value="os.system"), put("intensity", value=[CALL])),
     ],
 )
-def test_c7_a_target_in_a_snapshot_is_never_instantiated(
+def test_a_target_in_a_snapshot_is_never_instantiated(
     given: Callable[[Change], Path], change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "system", lambda *_: pytest.fail("it ran"))
     with pytest.raises(SnapshotError, match="not a snapshot of a run"):
         predict.open_segmenter(given(change), "cpu")
+
+
+def test_a_network_that_only_a_snapshot_names_is_not_imported(
+    given: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (given(lambda state: None).parent / "planted.py").write_text("raise SystemExit('it ran')")
+    path = given(put("model_options", "path", value="planted:Network"))
+    monkeypatch.chdir(path.parent)
+    with pytest.raises(
+        UserError, match="code is never taken from a snapshot; name its network: --model planted:Network"
+    ):
+        predict.open_segmenter(path, "cpu")
+    with pytest.raises(UserError, match="holds the package's own network; remove --model"):
+        predict.open_segmenter(given(lambda state: None), "cpu", model_path="planted:Network")
 
 
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${seed}", "a${oc.env:HOME}"])
@@ -217,8 +232,8 @@ def test_a_snapshot_that_names_a_huge_window_takes_no_memory(
     words = ["unet3d", "predict", str(path), str(path.parent), "-o", str(path.parent / "out"), "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", words)
     assert main.main() == 2
-    said = capsys.readouterr().err
-    assert "its window of 2048x2048x2048 voxels would hold" in said and said.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert "its window of 2048x2048x2048 voxels would hold" in shown and shown.count("\n") == 1
 
 
 def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
@@ -238,7 +253,7 @@ def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", [b"\x80\x02\x8c\x02\xff\xfe.", b"\x80\x02}q\x00h\x07.", b"\x80\x02(K\x01t."])
-def test_a_pickle_that_is_none_is_one_line(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_pickle_is_one_line(tmp_path: Path, content: bytes) -> None:
     checkpoint.save_snapshot(tmp_path / "a.pt", {})
     with zipfile.ZipFile(tmp_path / "a.pt") as sound, zipfile.ZipFile(tmp_path / "b.pt", "w") as damaged:
         for name in sound.namelist():
@@ -251,18 +266,25 @@ def test_a_pickle_that_is_none_is_one_line(tmp_path: Path, content: bytes) -> No
     "word",
     [
         *("hydra.run.dir=/tmp", "+hydra.callbacks.x._target_=os.system", "~hydra.run", "hydra/launcher=joblib"),
-        *("--config-dir=/tmp", "-m", "+model._target_=os.system", "wandb.project=${oc.env:HOME}"),
+        *("model.path=os:system", "loss.path=os:system", "data.transforms=[os:system]", "loggers=[os:system]"),
+        *(
+            "--config-dir=/tmp",
+            "hydra.searchpath=[/tmp]",
+            "-m",
+            "+model._target_=os.system",
+            "wandb.project=${oc.env:HOME}",
+        ),
     ],
 )
 def test_overrides_in_a_run_folder_are_options_and_nothing_else(tmp_path: Path, word: str) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.pt").write_bytes(b"")
     OmegaConf.save(OmegaConf.create(["seed=1", word]), tmp_path / "overrides.yaml")
-    with pytest.raises(UserError, match=r"holds more than options|no such option"):
+    with pytest.raises(UserError, match=r"holds more than options|no such option|never taken from a run folder"):
         train.resumed(tmp_path, [])
 
 
-def test_k2_a_target_on_the_command_line_is_no_option() -> None:
+def test_a_target_on_the_command_line_is_no_option() -> None:
     for word in ("+model._target_=os.system", "+_target_=os.system", "++data.augment._target_=os.system"):
         with pytest.raises(UserError, match="no such option"):
             compose.compose([word])

@@ -1,9 +1,12 @@
-"""From config to objects: the only place where a name becomes a class, but for the layers of the model."""
+"""From config to objects: where names become classes, the package's own or a user's by import path."""
 
 import dataclasses
+import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +31,35 @@ from unet3d.train.policy import MemoryPolicy, amp_dtype
 Read = Callable[[Case], PreparedCase]
 
 
+def import_object(name: str, path: str) -> Callable[..., Any]:
+    """What `package.module:attribute` names, given by the option `name`; the current folder is searched first.
+
+    Raises UserError where there is none, or none that can be called. Never for a path out of a file of a run.
+    """
+    module_name, _, attribute = path.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise UserError(f"{name}={path}: {error}; searched from {here}") from error
+    except AttributeError as error:
+        raise UserError(f"{name}={path}: {module_name} has no {attribute}") from error
+    if not callable(found):
+        raise UserError(f"{name}={path}: {attribute} cannot be called")
+    return found  # type: ignore[no-any-return]
+
+
+def import_all(config: Config) -> dict[str, list[Callable[..., Any]]]:
+    """The user's own parts, by the option that names them. Raises UserError for the first that cannot be imported."""
+    named = {name: value for name, value, _ in checks.options(config) if name in checks.IMPORTS}
+    lists = {name: value if isinstance(value, list) else [value] * bool(value) for name, value in named.items()}
+    return {name: [import_object(name, path) for path in paths] for name, paths in lists.items()}
+
+
 @dataclass(frozen=True)
 class Data:
-    """The task, its split, and how to get a case ready for the network."""
+    """The data set, its split, and how to prepare a case for the network."""
 
     dataset: DatasetInfo
     train: tuple[Case, ...]
@@ -49,29 +78,30 @@ def device(config: Config) -> torch.device:
 
 
 def target(config: Config) -> str:
-    """The type of device that a run of this config is for, whether or not it is here: cpu or cuda."""
+    """The type of device that a run of this config is for, cpu or cuda, even if unavailable."""
     is_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return "cuda" if is_cuda else "cpu"
 
 
 def data(config: Config) -> Data:
     """Read, check and split the cases. Raises UserError that lists every problem of every case."""
+    import_all(config)  # a wrong path is answered before data are read
     options = config.data
     task = read_dataset(options)
     train, val = split(task, options)
     refuse_problems(task, [*train, *val], options)
     reader = CaseReader(task, options.spacing, cache={} if options.cache else None, rules=ValidationRules.of(options))
     if options.cache:
-        maps = 1 + (options.sparse is not None) + options.semi  # label maps of a training case, see `_annotations`
+        maps = 1 + (options.sparse is not None) + options.semi  # label maps of a training case, see `_readers`
         reader.refuse_more_than_memory(dict.fromkeys(val, 1) | dict.fromkeys(train, maps))
     reader.fit_intensity(options.intensity, train)
     if options.cache:
         reader.fill([*train, *val])
-    return Data(task, train, val, reader, *_annotations(options, reader, train))
+    return Data(task, train, val, reader, *_readers(options, reader, train))
 
 
 def refuse_problems(task: DatasetInfo, cases: Sequence[Case], options: DataOptions) -> None:
-    """Look at every file's header, and print warnings. Raises UserError that lists every problem of every case."""
+    """Check every file's header and print warnings. Raises UserError that lists every problem of every case."""
     found = check_cases(task, cases, options, full=False)
     problems = [line for line in found if not line.startswith(WARNING)]
     if problems:
@@ -80,41 +110,37 @@ def refuse_problems(task: DatasetInfo, cases: Sequence[Case], options: DataOptio
         print(line, file=sys.stderr)
 
 
-def _annotations(options: DataOptions, read: CaseReader, train: Sequence[Case]) -> tuple[Read, Read]:
-    """How to read what is learned, and what is scored."""
+def _readers(options: DataOptions, read: CaseReader, train: Sequence[Case]) -> tuple[Read, Read]:
+    """How to read a case for training, and for validation."""
     if options.sparse is None:
         return read, read
-    learn, score = (
+    read_train, read_val = (
         preprocess.SparseReader(read, options, scored, {} if options.cache else None) for scored in (False, True)
     )
     if options.cache:  # before workers copy it
         for case in progress.track(train, "choosing slices", len(train)):
-            learn(case)
+            read_train(case)
             if options.semi:
-                score(case)
-    return learn, score if options.semi else read
-
-
-def is_complete(options: Model) -> bool:
-    """Whether the model's options leave nothing to be taken from the data."""
-    return None not in (options.in_channels, options.classes) and "auto" not in (options.kernels, options.strides)
+                read_val(case)
+    return read_train, read_val if options.semi else read
 
 
 def outlined_options(config: Config) -> Model:
-    """The model's options for a prediction: what they leave open is told by the data set's names and one header."""
-    if is_complete(config.model):
-        return config.model
+    """The model's options for a prediction: unset ones come from the data set's names and one header."""
+    options = checks.network(config.model)
+    if None not in (options.in_channels, options.classes) and "auto" not in (options.kernels, options.strides):
+        return options
     task = read_dataset(config.data)
     train, _ = split(task, config.data)
     return model_options(config, task, train[0])
 
 
 def model_options(config: Config, task: DatasetInfo, case: Case) -> Model:
-    """The model's options with nothing left open, for the spacing of this case.
+    """The model's options with all of them set, for the spacing of this case.
 
     Raises UserError where model and data disagree.
     """
-    options = dataclasses.replace(config.model)
+    options = dataclasses.replace(checks.network(config.model))
     spacing = target_grid(case, open_image(case.id, case.images[0]), config.data.spacing).spacing
     for name, found in (("in_channels", len(task.channels)), ("classes", len(task.classes))):
         if getattr(options, name) is None:
@@ -133,28 +159,53 @@ def model_options(config: Config, task: DatasetInfo, case: Case) -> Model:
     return options
 
 
-def model(options: Model, seed: int) -> UNet3D:
-    """The network with weights drawn from `seed`."""
+def model(options: Model, seed: int) -> nn.Module:
+    """The network with weights drawn from `seed`: the package's, or the user's own. Raises UserError."""
     torch.manual_seed(seed)
-    return UNet3D(options)
+    if options.path is None:
+        return UNet3D(options)
+    found = import_object("model.path", options.path)(options.in_channels, options.classes)
+    if not isinstance(found, nn.Module):
+        raise UserError(f"model.path={options.path}: returned {type(found).__name__}, not a torch.nn.Module")
+    return found
+
+
+def stages(options: Model) -> int:
+    """Stages that checkpointing can group: those of the package's network or of a plain nn.Sequential; else 0."""
+    if options.path is None:
+        return checks.stages(options)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        found = model(options, seed=0)
+    is_plain = isinstance(found, nn.Sequential) and type(found).forward is nn.Sequential.forward
+    return len(list(found.children())) if is_plain else 0
+
+
+def refuse_uncheckpointable(options: Model, ckpt: int | str) -> None:
+    """Raise UserError where this network does not have the stages for the segments that `ckpt` asks for."""
+    count = stages(options)
+    if not count:
+        raise UserError(f"ckpt={ckpt} groups the stages of an nn.Sequential, which {options.path} is not; set ckpt=0")
+    if ckpt != "auto" and int(ckpt) > count:
+        raise UserError(f"ckpt={ckpt}: this model has {count} stages; use 0 (off), 2 to {count}, or auto")
 
 
 def loss(config: Config, classes: int) -> SegmentationLoss:
     """The loss. Raises UserError where the weights do not match the classes."""
-    weights = config.loss.weights
+    path, weights = config.loss.path, config.loss.weights
     if weights is not None and len(weights) != classes:
         raise UserError(f"loss.weights={weights}: {classes} classes need {classes} weights")
+    function = LOSSES[config.loss.name] if path is None else import_object("loss.path", path)
     tensor = None if weights is None else torch.tensor(weights)
-    return SegmentationLoss(LOSSES[config.loss.name], LossOptions(tensor, config.loss.batch_dice))
+    return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice))
 
 
 def policy(config: Config, device_type: str, segment_starts: tuple[int, ...]) -> MemoryPolicy:
-    """Mixed precision, and checkpointing in segments that begin with these stages."""
+    """Mixed precision, and checkpointing in segments that begin at these stages."""
     return MemoryPolicy(device_type, amp_dtype(config.amp_dtype, device_type) if config.amp else None, segment_starts)
 
 
-def predictor(config: Config, networks: Sequence[nn.Sequential], options: Model, memory: MemoryPolicy) -> Predictor:
-    """The sliding window with the training patch as window."""
+def predictor(config: Config, networks: Sequence[nn.Module], options: Model, memory: MemoryPolicy) -> Predictor:
+    """The sliding window, of the training patch's size."""
     window = (config.data.patch[0], config.data.patch[1], config.data.patch[2])
     mirror = tuple(config.data.augment.mirror) if config.inference.mirror else ()
     return Predictor(tuple(networks), options, memory, window, config.inference.overlap, mirror)

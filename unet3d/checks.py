@@ -1,53 +1,110 @@
 """Ranges and combinations of options. One UserError a mistake: what is wrong, where, what to do. Free of torch."""
 
-import dataclasses
-from collections.abc import Iterator
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unet3d.config import Config, Data, Inference, Model
+from unet3d.config import Config, Data, Model
 from unet3d.errors import UserError
 from unet3d.model import geometry
 from unet3d.types import budget_bytes
+
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
+SIZES = {2: "two", 3: "three"}
+IMPORTS = ("model.path", "loss.path", "data.transforms", "loggers")  # options that name code to import
+IDLE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (  # option, when it does nothing, why
+    ("model.inplace", lambda c: c.model.activation not in ("relu", "leaky_relu"), "for this model.activation"),
+    ("inference.mirror", lambda c: not c.data.augment.mirror, "with data.augment.mirror=[]"),
+    ("inference.overlap", lambda c: c.model.padding == "valid", "for model.padding=valid, whose tiles do not overlap"),
+    ("loss.name", lambda c: c.loss.path is not None, "beside loss.path"),
+    ("loss.weights", lambda c: c.loss.name == "dice" and c.loss.path is None, "for loss=dice"),
+    ("data.classes", lambda c: c.data.format != "folders", "for this data.format: dataset.json names the classes"),
+    ("data.folds", lambda c: c.data.fold is None and "data.fold" not in _swept(c), "without data.fold"),
+    ("data.fold", lambda c: c.data.split is not None, "beside data.split"),
+    ("data.val_fraction", lambda c: (c.data.fold, c.data.split) != (None, None), "beside data.fold or data.split"),
+    ("data.val_fraction", lambda c: c.data.semi, "with data.semi=true, which holds no case out"),
+    ("data.scored", lambda c: not c.data.semi, "without data.semi=true"),
+    ("data.scored", lambda c: c.data.sparse_fold is not None, "beside data.sparse_fold, which scores that part"),
+    ("data.sparse_folds", lambda c: c.data.sparse_fold is None, "without data.sparse_fold"),
+)
+
+
+def warnings(config: Config) -> list[str]:
+    """A line for each option that differs from its default and does nothing beside the others."""
+    defaults = {name: value for name, value, _ in options(Config())}
+    given = {name: value for name, value, _ in options(config) if value != defaults[name]}
+    counted = replace(config, model=network(config.model))
+    lines = {n: f"{n}={given[n]} does nothing {why}" for n, is_idle, why in IDLE if n in given and is_idle(counted)}
+    kept = ("model.path", "model.in_channels", "model.classes")
+    if config.model.path and (idle := [name for name in given if name.startswith("model.") and name not in kept]):
+        lines["model"] = f"{', '.join(idle)}: does nothing beside model.path, which is called with channels and classes"
+    return list(lines.values())
+
+
+def _swept(config: Config) -> list[str]:
+    return [override.partition("=")[0] for override in config.sweep or []]
+
+
+def network(model: Model) -> Model:
+    """The options that count: for a network of the user's own, channels and classes alone; it has no levels."""
+    if model.path is None:
+        return model
+    return Model(path=model.path, in_channels=model.in_channels, classes=model.classes, features=[])
 
 
 def check(config: Config, here: bool = True) -> None:
     """Raise UserError for the first option out of its range or at odds with another; `here`: paths must exist."""
     for name, value, metadata in options(config):
         _check_range(name, value, metadata)
-    _check_model(config.model)
-    _check_checkpointing(config)
-    _check_patch(config)
-    _check_learning(config)
-    check_data(config.data)
-    if here and config.resume is None:
-        _refuse_idle(config)
+    config = replace(config, model=network(config.model))
+    if config.model.path is None:
+        _check_model(config.model)
+        _check_patch(config)
+    _check_training(config)
+    _check_data(config.data)
     if config.budget is not None:
         budget_bytes(config.budget)
+    root = config.data.root
     if here and config.data.format not in ("phantom", "mni152"):
-        check_root(config.data.format, config.data.root)
+        if root is None:
+            raise UserError(f"data.root is not set: data={config.data.format} needs it; add data.root=PATH")
+        if not Path(root).is_dir():
+            raise UserError(f"data.root={root}: no such folder; give the folder that holds the data set")
 
 
 def options(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Every option below `node` as (dotted name, value, metadata)."""
-    for item in dataclasses.fields(node):
+    for item in fields(node):
         value = getattr(node, item.name)
-        if dataclasses.is_dataclass(value):
+        if is_dataclass(value):
             yield from options(value, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}", value, item.metadata
 
 
 def _check_range(name: str, value: Any, metadata: Any) -> None:
-    low, high, among = metadata.get("low"), metadata.get("high"), metadata.get("among")
+    low, high, among = metadata["low"], metadata["high"], metadata["among"]
     if among and value not in among:
-        raise UserError(f"{name}={value}: use one of {', '.join(among)}")
+        close = difflib.get_close_matches(str(value), among, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(f"{name}={value}: use one of {', '.join(among)}{meant}")
+    if metadata["size"] and value is not None and len(value) != metadata["size"]:
+        raise UserError(f"{name}={value}: give {SIZES[metadata['size']]} ({metadata['about']})")
     for item in value if isinstance(value, list) else [value]:
-        if not isinstance(item, int | float):
-            continue
-        if item != item or (low is not None and item < low) or (high is not None and item > high):
-            bounds = [f">= {low}" if low is not None else "", f"<= {high}" if high is not None else ""]
-            raise UserError(f"{name}={value}: must be {' and '.join(b for b in bounds if b)} ({metadata['about']})")
+        if name in IMPORTS and isinstance(item, str) and not IMPORT_PATH.fullmatch(item):
+            raise UserError(f"{name}={item}: give package.module:name, as in {name}=mypkg.parts:mine")
+        is_number = isinstance(item, int | float)
+        if is_number and (item != item or (low is not None and item < low) or (high is not None and item > high)):
+            raise UserError(f"{name}={value}: must be {bounds(metadata)} ({metadata['about']})")
+
+
+def bounds(metadata: Any) -> str:
+    """The range of an option: `>= 0 and <= 1`; "" where it has none."""
+    limits = ((">=", metadata["low"]), ("<=", metadata["high"]))
+    return " and ".join(f"{sign} {limit}" for sign, limit in limits if limit is not None)
 
 
 def _check_model(model: Model) -> None:
@@ -62,11 +119,8 @@ def _check_model(model: Model) -> None:
     if model.norm == "group":
         widths = {*model.features, *(model.decoder or [])}
         widths |= {w // 2 for w in model.features} if model.widen == "second" else set()
-        bad = sorted(w for w in widths if w % model.groups)
-        if bad:
+        if bad := sorted(w for w in widths if w % model.groups):
             raise UserError(f"model.groups={model.groups} does not divide {bad[0]} channels; choose a divisor of all")
-    if model.inplace and model.activation not in ("relu", "leaky_relu"):
-        raise UserError(f"model.inplace=true does nothing for model.activation={model.activation}; set it to false")
     if model.deep_supervision and model.padding == "valid":
         raise UserError("model.deep_supervision=true needs model.padding=same: the levels' crops would not align")
     if model.deep_supervision and levels < 3:
@@ -74,134 +128,76 @@ def _check_model(model: Model) -> None:
 
 
 def stages(model: Model) -> int:
-    """Stages of the model, the units of checkpointing: inc, downs, ups, outc."""
+    """Stages of the U-Net, the units of checkpointing: inc, downs, ups, outc."""
     return 2 * len(model.features)
 
 
-def _check_learning(config: Config) -> None:
+def _check_training(config: Config) -> None:
+    own, ckpt, most = config.model.path is not None, config.ckpt, stages(config.model)
+    is_count = isinstance(ckpt, int) and not isinstance(ckpt, bool) and (ckpt == 0 or ckpt >= 2)
+    if ckpt != "auto" and (not is_count or (ckpt > most and not own)):
+        why, most_ = ("", "any number") if own else (f"this model has {most} stages; ", str(most))
+        raise UserError(f"ckpt={ckpt}: {why}use 0 (off), 2 to {most_} of segments, or auto; one segment saves nothing")
     if config.optim.average is not None and config.model.norm == "batch":
         raise UserError("optim.average is of weights, not of model.norm=batch's statistics; use another norm, or null")
-    if len(config.optim.betas) != 2:
-        raise UserError(f"optim.betas={config.optim.betas}: give two")
-    if config.inference.mirror and not config.data.augment.mirror:
-        raise UserError("inference.mirror=true does nothing with data.augment.mirror=[]; name axes, or set it to false")
-    if config.loss.weights is not None and config.loss.name == "dice":
-        raise UserError("loss.weights does nothing for loss=dice; use loss=dice_ce or loss=ce, or leave it null")
-
-
-def _refuse_idle(config: Config) -> None:
-    """Raise UserError for options that do nothing beside the others. Snapshots and earlier runs may have them."""
-    swept = [override.partition("=")[0] for override in config.sweep or []]
-    if config.data.folds != Data().folds and config.data.fold is None and "data.fold" not in swept:
-        raise UserError(f"data.folds={config.data.folds} does nothing without data.fold; name a fold, or leave it away")
-    if config.inference.overlap != Inference().overlap and config.model.padding == "valid":
-        raise UserError("inference.overlap does nothing for model.padding=valid, whose tiles meet; leave it away")
-
-
-def _check_checkpointing(config: Config) -> None:
-    most, ckpt = stages(config.model), config.ckpt
-    if ckpt == "auto":
-        return
-    if not isinstance(ckpt, int) or isinstance(ckpt, bool) or ckpt < 0:
-        raise UserError(f"ckpt={ckpt}: give a number of segments, 0 (off) or 2 to {most}, or auto")
-    if ckpt == 1 or ckpt > most:
-        why = "one segment is never checkpointed" if ckpt == 1 else f"this model has {most} stages"
-        raise UserError(f"ckpt={ckpt}: {why}; use 0 (off), 2 to {most}, or auto")
 
 
 def _check_patch(config: Config) -> None:
     model, data = config.model, config.data
-    if len(data.patch) != 3:
-        raise UserError(f"data.patch={data.patch}: give three lengths D,H,W, e.g. data.patch=[64,64,32]")
     if "auto" in (model.kernels, model.strides):
-        return  # needs the data's spacing: checked again once it is known
+        return  # auto needs the data's spacing: it is checked again once that is known
     output = geometry.output_size(data.patch, model)
     if config.inference.mirror and any((data.patch[axis] - output[axis]) % 2 for axis in data.augment.mirror):
         raise UserError(
-            f"inference.mirror=true: of data.patch={data.patch} this network returns {list(output)}, an odd number of "
+            f"inference.mirror=true: for data.patch={data.patch} this network returns {list(output)}, an odd number of "
             f"voxels less, so mirrored views would lie a voxel apart; set it to false"
         )
-    sizes = geometry.level_sizes(data.patch, model) if model.deep_supervision else []
+    sizes = geometry.level_sizes(data.patch, model)
     for above, below, stride in zip(sizes, sizes[1:], geometry.strides(model), strict=False):
-        if any(b > 1 and -(-a // b) != s for a, b, s in zip(above, below, stride, strict=True)):
+        uneven = any(b > 1 and -(-a // b) != s for a, b, s in zip(above, below, stride, strict=True))
+        if model.deep_supervision and uneven:
             raise UserError(
                 f"model.deep_supervision=true: strides of {list(stride)} do not divide maps of {list(above)} voxels; "
                 "labels would lie beside them; give another data.patch"
             )
     lone = model.norm in ("instance", "batch_current") or (model.norm == "batch" and config.batch == 1)
-    if lone and model.padding == "same" and geometry.level_sizes(data.patch, model)[-1] == (1, 1, 1):
+    if lone and model.padding == "same" and sizes[-1] == (1, 1, 1):
         raise UserError(
             f"data.patch={data.patch} leaves one voxel at the deepest of {len(model.features)} levels, and "
             f"model.norm={model.norm} has nothing to normalise there; use a larger patch, fewer levels, or norm=group"
         )
 
 
-def check_data(data: Data) -> None:
-    """Raise UserError for the first option of `data` that is at odds with another."""
+def _check_data(data: Data) -> None:
     for name in ("scaling", "contrast", "gamma", "blur", "low_resolution"):
-        pair = getattr(data.augment, name)
-        if len(pair) != 2 or pair[0] > pair[1]:
-            raise UserError(f"data.augment.{name}={pair}: give [smallest, largest]")
-    if data.spacing is not None and len(data.spacing) != 3:
-        raise UserError(f"data.spacing={data.spacing}: give three lengths in mm")
-    if len(data.phantom.shape) != 3:
-        raise UserError(f"data.phantom.shape={data.phantom.shape}: give three lengths x,y,z")
+        low, high = getattr(data.augment, name)
+        if low > high:
+            raise UserError(f"data.augment.{name}=[{low}, {high}]: give [smallest, largest]")
     if len(set(data.augment.mirror)) != len(data.augment.mirror):
         raise UserError(f"data.augment.mirror={data.augment.mirror}: name each axis once")
-    if data.classes and data.format != "folders":
-        raise UserError(f"data.classes does nothing for data={data.format}: dataset.json names them; leave it null")
-    if data.fold is not None and data.split is not None:
-        raise UserError("data.fold does nothing beside data.split; leave one of them null")
-    if (data.fold is not None or data.split is not None) and data.val_fraction != Data().val_fraction:
-        raise UserError("data.val_fraction does nothing beside data.fold or data.split; leave it away")
-    if data.fold is not None and data.fold >= data.folds:
-        raise UserError(f"data.fold={data.fold}: with data.folds={data.folds} it runs from 0 to {data.folds - 1}")
-    _check_sparse(data)
+    for name, index, count in (("fold", data.fold, data.folds), ("sparse_fold", data.sparse_fold, data.sparse_folds)):
+        if index is not None and index >= count:
+            raise UserError(f"data.{name}={index}: with data.{name}s={count} it runs from 0 to {count - 1}")
     if data.format == "folders" and not data.classes:
         raise UserError("data.classes is not set: data=folders needs the class names, e.g. [background,organ]")
-
-
-def _check_sparse(data: Data) -> None:
     for name, counts in (("sparse", data.sparse), ("scored", data.scored)):
-        if counts is not None and (len(counts) != 3 or not any(counts)):
-            raise UserError(f"data.{name}={counts}: give three numbers of slices, across x, y and z, not all 0")
-    if not data.semi:
-        if data.scored != Data().scored:
-            raise UserError("data.scored does nothing without data.semi=true; leave it away")
-        if data.sparse_fold is not None:
-            raise UserError("data.sparse_fold does nothing without data.semi=true; leave it null")
-        if data.sparse_folds != Data().sparse_folds:
-            raise UserError("data.sparse_folds does nothing without data.sparse_fold; leave it away")
-        return
+        if counts is not None and not any(counts):
+            raise UserError(f"data.{name}={counts}: give numbers of slices across x, y and z, not all 0")
+    if data.semi:
+        _check_semi(data)
+    elif data.sparse_fold is not None:
+        raise UserError("data.sparse_fold needs data.semi=true: no other run scores a part of the slices")
+
+
+def _check_semi(data: Data) -> None:
     if data.sparse is None:
         raise UserError("data.semi=true needs slices to learn from: add data.sparse=[yz,xz,xy], e.g. [5,5,3]")
     if data.fold is not None or data.split is not None:
-        raise UserError("data.semi=true learns from slices of every case; leave data.fold and data.split null")
-    if data.val_fraction != Data().val_fraction:
-        raise UserError("data.semi=true holds no case out: data.val_fraction does nothing; leave it away")
-    if data.sparse_fold is None:
-        if data.sparse_folds != Data().sparse_folds:
-            raise UserError("data.sparse_folds does nothing without data.sparse_fold; name a part, or leave it away")
-        return
-    if data.scored != Data().scored:
-        raise UserError("data.scored does nothing beside data.sparse_fold, which scores that part; leave it away")
-    if data.format == "mni152" and data.sparse[0]:
+        raise UserError("data.semi=true learns from slices of every case; set data.fold and data.split to null")
+    if data.sparse_fold is not None and data.format == "mni152" and data.sparse[0]:
         raise UserError(
             f"data.sparse={data.sparse}: mni152 is its own mirror image across x, so with data.sparse_fold slices are "
             f"scored whose mirror images are learned; take none across x, e.g. data.sparse=[0,6,12]"
         )
-    if data.sparse_fold >= data.sparse_folds:
-        raise UserError(
-            f"data.sparse_fold={data.sparse_fold}: with data.sparse_folds={data.sparse_folds} it runs from 0 to "
-            f"{data.sparse_folds - 1}"
-        )
-    if max(data.sparse) < data.sparse_folds:
+    if data.sparse_fold is not None and max(data.sparse) < data.sparse_folds:
         raise UserError(f"data.sparse={data.sparse}: too few slices for data.sparse_folds={data.sparse_folds} parts")
-
-
-def check_root(format_: str, root: str | None) -> None:
-    """Raise UserError where the folder of the data set is not there."""
-    if root is None:
-        raise UserError(f"data.root is not set: data={format_} needs the data set's folder; add data.root=PATH")
-    if not Path(root).is_dir():
-        raise UserError(f"data.root={root}: no such folder; give the folder that holds the data set")

@@ -15,43 +15,47 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from unet3d.checks import check, options
-from unet3d.config import Config
+from unet3d.checks import IMPORTS, check, options
+from unet3d.config import Config, losses
 from unet3d.errors import UserError
 
 VERSION_BASE = "1.3"
-
-
 CONFIG_NAME = "config"
-
-
+SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
+# What a resumed run may not change: it would be another run. Paths and ways of working may.
+FIXED = (
+    *("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp"),
+    *("optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas"),
+)
+FREE = ("data.root", "data.split", "data.cache", "data.allow_outside", "amp_dtype")  # what they lead to is compared
+ABOUT = {name: metadata["about"] for name, _, metadata in options(Config())}
 ConfigStore.instance().store(name="schema", node=Config)
 
 
 def config_folder() -> Path:
     """The YAML files: beside the package in a checkout, inside it once installed."""
     package = Path(__file__).resolve().parent
-    checkout = package.parent / "configs"
-    return checkout if checkout.is_dir() else package / "configs"
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
 
 
 def compose(overrides: Sequence[str]) -> Config:
     """The checked config that `python train.py OVERRIDES` would run. Raises UserError in one line."""
-    try:
-        GlobalHydra.instance().clear()
-        with hydra.initialize_config_dir(str(config_folder()), version_base=VERSION_BASE):
-            tree = hydra.compose(CONFIG_NAME, list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error)) from error
-    return load(tree)
+    return load(_tree(overrides))
 
 
 def choice(group: str, overrides: Sequence[str]) -> str:
     """The name that a command line chooses in a config group, also where it leaves the default."""
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(config_folder()), version_base=VERSION_BASE):
-        tree = hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
-    return str(tree.hydra.runtime.choices[group])
+    return str(_tree(overrides, with_hydra=True).hydra.runtime.choices[group])
+
+
+def _tree(overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
+    try:
+        GlobalHydra.instance().clear()
+        with hydra.initialize_config_dir(str(config_folder()), version_base=VERSION_BASE):
+            return hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=with_hydra)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error)) from error
 
 
 def choices(group: str) -> list[str]:
@@ -59,10 +63,21 @@ def choices(group: str) -> list[str]:
     return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
 
 
+def search_path(folder: str) -> str:
+    """The override that adds a folder of YAML files, as `--config-dir` does. Raises UserError where there is none."""
+    if not Path(folder).is_dir():
+        raise UserError(f"--config-dir={folder}: no such folder")
+    escaped = str(Path(folder).resolve()).replace("'", r"\'")
+    return f"hydra.searchpath=['{escaped}']"
+
+
 def load(tree: DictConfig, here: bool = True) -> Config:
     """Typed and checked config from a composed tree; `here` False: its paths need not exist. Raises UserError."""
     try:
-        _refuse_additions(tree)
+        values = OmegaConf.to_container(tree)
+        assert isinstance(values, dict)
+        if added := flat(values, ".").keys() - ABOUT.keys():  # by `+key=value`, which Hydra allows
+            raise UserError(f"{min(added)}: no such option{_nearest(min(added))}")
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
@@ -71,19 +86,9 @@ def load(tree: DictConfig, here: bool = True) -> Config:
     return config
 
 
-def _refuse_additions(tree: DictConfig) -> None:
-    """Raise UserError for options that do not exist: `+key=value` adds them in silence."""
-    values = OmegaConf.to_container(tree)
-    assert isinstance(values, dict)
-    known = {name for name, _, _ in options(Config())}
-    for name in flat(values, "."):
-        if name not in known:
-            raise UserError(f"{name}: no such option{_nearest(name, _names())}")
-
-
 def from_plain(values: dict) -> Config:
-    """The config that a snapshot carries: typed, checked, nothing instantiated but options. Raises UserError."""
-    if "${" in repr(values):  # would be replaced by what it asks for, e.g. of the environment
+    """The config that a snapshot holds: typed and checked; what its options name is not imported. Raises UserError."""
+    if "${" in repr(values):  # it would be resolved, from the environment for example
         raise UserError("a snapshot's config holds plain values, no ${...}")
     try:
         tree = OmegaConf.merge(OmegaConf.structured(Config), values)
@@ -126,9 +131,9 @@ def _values(override: Override) -> Iterable[str]:
 
 
 def added_sweep(overrides: Sequence[str]) -> list[str]:
-    """What the config's `sweep` adds to a command line: options with several values that it does not name itself.
+    """The words of the config's `sweep` for options that the command line does not set itself.
 
-    Raises UserError where its jobs have different ones.
+    Raises UserError where its jobs have different sweeps.
     """
     first, *others = (compose(job) for job in sweep(overrides))
     if any(other.sweep != first.sweep for other in others):
@@ -148,70 +153,58 @@ def explain(error: Exception) -> str:
         if isinstance(link, MissingConfigException) and link.missing_cfg_file:
             return _explain_choice(link.missing_cfg_file, list(link.options or []))
         if isinstance(link, ConfigAttributeError | ConfigKeyError):
-            return f"{link.full_key}: no such option{_nearest(str(link.full_key), _names())}"
+            return f"{link.full_key}: no such option{_nearest(str(link.full_key))}"
         if isinstance(link, OmegaConfBaseException):
-            return f"{link.full_key}: {str(link.msg or link).splitlines()[0]}{_meaning(str(link.full_key))}"
-    said = " ".join(line.strip() for line in str(chain[-1]).splitlines()[:2])
+            about = f" ({link.full_key}: {ABOUT[link.full_key]})" if link.full_key in ABOUT else ""
+            return f"{link.full_key}: {str(link.msg or link).splitlines()[0]}{about}"
+    text = " ".join(line.strip() for line in str(chain[-1]).splitlines()[:2])
     is_grammar = isinstance(chain[-1], OverrideParseException)
-    return said + ("; write key=value, in quotes if it has spaces or brackets: \"key='a (b)'\"" if is_grammar else "")
+    return text + ("; write key=value, in quotes if it has spaces or brackets: \"key='a (b)'\"" if is_grammar else "")
 
 
 def _explain_choice(missing: str, choices: list[str]) -> str:
     group, _, name = missing.rpartition("/")
+    if group == "loss" and name in losses():
+        return f"loss={name}: no such config; write loss.name={name}"
     close = difflib.get_close_matches(name, choices, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
     return f"{group}={name}: no such config; {meant}choose from {', '.join(sorted(choices))}"
 
 
-def _names() -> list[str]:
-    named = [name for name, _, _ in options(Config())]
-    return [*named, *{name.rpartition(".")[0] for name in named if "." in name}, "experiment"]
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
+def _nearest(name: str) -> str:
+    known = [*ABOUT, *sorted({option.rpartition(".")[0] for option in ABOUT} - {""}), "experiment"]
+    last = {option.rpartition(".")[2]: option for option in known}
     close = difflib.get_close_matches(name, known, n=1)
-    if not close:
-        last = {k.rpartition(".")[2]: k for k in known}
-        close = [last[k] for k in difflib.get_close_matches(name.rpartition(".")[2], last, n=1)]
-    return f"; did you mean {close[0]}?" if close else "; python train.py --cfg job lists them all"
-
-
-def _meaning(name: str) -> str:
-    return next((f" ({name}: {metadata['about']})" for key, _, metadata in options(Config()) if key == name), "")
-
-
-# What a resumed run may not change: it would be another run. Paths and ways of working may.
-FIXED = (
-    *("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp"),
-    *("optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas"),
-)
-
-
-FREE = ("data.root", "data.split", "data.cache", "data.allow_outside", "amp_dtype")  # what they come to is compared
-
-
-SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to go on from: the first that is whole
+    close = close or [last[word] for word in difflib.get_close_matches(name.rpartition(".")[2], last, n=1)]
+    return f"; did you mean {close[0]}?" if close else "; python train.py --help lists them all"
 
 
 def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[str]:
-    """The options that differ between two configs as plain values, `name: before -> now`, but for `resume`.
+    """The options that differ between two configs as plain values, `name: before -> now`, except `resume`.
 
     Raises UserError with those that would make it another run.
     """
     old, new = flat(before, "."), flat(now, ".")
-    changed = {
-        name: f"{name}: {old[name]} -> {new[name]}"
-        for name in sorted(old.keys() & new.keys())  # an option that came later is, by default, what was done before
-        if old[name] != new[name] and name != "resume"
-    }
-    refused = [change for name, change in changed.items() if name.startswith(FIXED) and name not in FREE]
-    if refused:
+    shared = sorted(old.keys() & new.keys())  # an option that is new in this version has its default: nothing changed
+    changed = {n: f"{n}: {old[n]} -> {new[n]}" for n in shared if old[n] != new[n] and n != "resume"}
+    if refused := [change for name, change in changed.items() if name.startswith(FIXED) and name not in FREE]:
         raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(refused)}")
     return list(changed.values())
 
 
+def refuse_foreign_paths(asked: Config, given: Sequence[str]) -> None:
+    """Raise UserError where a resumed run would import code that the command line, `given`, does not itself name."""
+    found = flat(to_plain(asked), ".")
+    if not any(found[name] for name in IMPORTS):
+        return
+    own = flat(OmegaConf.to_container(_tree(given)), ".")  # type: ignore[arg-type]
+    if foreign := [f"{name}={found[name]}" for name in IMPORTS if found[name] and found[name] != own[name]]:
+        words = " ".join(foreign).replace(", ", ",").replace("'", "")
+        raise UserError(f"resume: code is never taken from a run folder; name it again: {words}")
+
+
 def refuse_fewer_steps(reached: int, steps: int) -> None:
-    """Raise UserError where a run is beyond the steps that are asked for."""
+    """Raise UserError where a run has taken more steps than it is asked for."""
     if reached > steps:
         raise UserError(f"steps={steps}: the run is at step {reached} already; give as many or more")
 

@@ -1,31 +1,42 @@
-"""Every option of a run: its type, its range, its meaning. The schema that Hydra checks against.
+"""Every option of a run: its type, its range, its meaning. The schema that Hydra checks against; free of torch.
 
-Free of torch, so that a wrong option is answered before torch loads. `check` in `unet3d.checks` holds the rules that
-concern more than one option.
+Rules that concern more than one option are in `unet3d.checks`; `python train.py --help` prints what stands here.
 """
 
+import ast
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
-def option(default: Any, about: str, *, low: float | None = None, high: float | None = None, among: tuple = ()) -> Any:
-    """A dataclass field with its meaning and its allowed range (inclusive) or values; a list's range is its items'."""
-    metadata = {"about": about, "low": low, "high": high, "among": among}
+def option(
+    default: Any, about: str, *, low: float | None = None, high: float | None = None, among: tuple = (), size: int = 0
+) -> Any:
+    """A dataclass field: its meaning, its inclusive range (of a list's items) or allowed values, a list's length."""
+    metadata = {"about": about, "low": low, "high": high, "among": among, "size": size}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+        return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def losses() -> tuple[str, ...]:
+    """The functions that train/losses.py decorates with `@loss`; its source is parsed, as importing it loads torch."""
+    tree = ast.parse((Path(__file__).parent / "train" / "losses.py").read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return tuple(f.name for f in functions if "loss" in map(ast.unparse, f.decorator_list))
 
 
 @dataclass
 class Model:
     """The U-Net. Lists run from the shallowest level (full resolution) to the deepest."""
 
+    path: str | None = option(None, "your own network, package.module:name, called as name(in_channels, classes)")
     features: list[int] = option([16, 32, 64, 128], "channels of each level's encoder; its length is the depth", low=1)
     decoder: list[int] | None = option(None, "channels of each decoder level; null: the encoder's", low=1)
     in_channels: int | None = option(None, "image channels; null: the data's", low=1)
     classes: int | None = option(None, "classes with background; null: the data's", low=2, high=32767)
     kernels: Any = option(3, "3, [3,3,3], or one of them a level (voxels); auto: from the first case's spacing")
-    strides: Any = option(2, "between levels: 2, [2,2,1], or one of them a step down; auto: likewise")
+    strides: Any = option(2, "between levels: 2, [2,2,1], or one of them a step down; auto: from the spacing")
     padding: str = option("same", "same: output as large as the input; valid: unpadded", among=("same", "valid"))
     conv_bias: bool = option(True, "bias in the convolutions of the blocks")
     widen: str = option("first", "which convolution of an encoder block widens", among=("first", "second"))
@@ -34,7 +45,7 @@ class Model:
     groups: int = option(8, "groups of norm=group", low=1)
     activation: str = option(
         "relu",
-        "activation; swish is the plain x*sigmoid(x), swish_lean the same with explicit gradients, keeping only x",
+        "swish: the plain x*sigmoid(x); swish_lean: the same, but only x is kept for backward",
         among=("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean"),
     )
     negative_slope: float = option(0.01, "slope of leaky_relu below zero", low=0, high=1)
@@ -44,10 +55,8 @@ class Model:
     up_reduce: bool = option(True, "map to the skip's width while upsampling (1x1x1 convolution if interpolated)")
     up_bias: bool = option(True, "bias in what maps channels while upsampling")
     residual: bool = option(False, "blocks add their input (1x1x1 projection where channels or stride change)")
-    dropout: float = option(
-        0.0, "probability to drop a whole channel after each activation but that of a residual sum", low=0, high=0.95
-    )
-    deep_supervision: bool = option(False, "a head, and a loss, at every decoder level")
+    dropout: float = option(0.0, "probability to drop a whole channel after an activation in a block", low=0, high=0.95)
+    deep_supervision: bool = option(False, "a head and a loss at every decoder level")
 
 
 @dataclass
@@ -55,23 +64,21 @@ class Augment:
     """Training-time augmentation. Each `*_p` is the probability that a patch gets it."""
 
     spatial_p: float = option(0.3, "rotation, scaling and elastic deformation, one resampling for all", low=0, high=1)
-    rotation: float = option(
-        30.0, "largest rotation about each axis (degrees); none that would tilt a thin patch", low=0, high=180
-    )
-    scaling: list[float] = option([0.7, 1.4], "zoom range; below 1 shrinks what is seen", low=0.1, high=10)
+    rotation: float = option(30.0, "largest about each axis (degrees); a thin patch is never tilted", low=0, high=180)
+    scaling: list[float] = option([0.7, 1.4], "zoom range; below 1 shrinks the image", low=0.1, high=10, size=2)
     elastic: float = option(0.0, "std of the B-spline deformation's control vectors (voxels)", low=0)
     elastic_grid: int = option(32, "spacing of its control points (voxels)", low=4)
     mirror: list[int] = option([0, 1, 2], "axes mirrored with probability 0.5 each (0 = D)", low=0, high=2)
     noise_p: float = option(0.1, "Gaussian noise", low=0, high=1)
     noise: float = option(0.1, "its largest std (intensities have unit std)", low=0)
     blur_p: float = option(0.1, "Gaussian blur", low=0, high=1)
-    blur: list[float] = option([0.5, 1.0], "its sigma range (voxels)", low=0)
+    blur: list[float] = option([0.5, 1.0], "its sigma range (voxels)", low=0, size=2)
     contrast_p: float = option(0.15, "a factor on all intensities", low=0, high=1)
-    contrast: list[float] = option([0.75, 1.25], "their range", low=0)
+    contrast: list[float] = option([0.75, 1.25], "range of these factors", low=0, size=2)
     gamma_p: float = option(0.15, "gamma correction", low=0, high=1)
-    gamma: list[float] = option([0.7, 1.5], "its range", low=0.1, high=10)
-    low_resolution_p: float = option(0.0, "seen as if scanned with fewer voxels", low=0, high=1)
-    low_resolution: list[float] = option([0.5, 1.0], "share of the voxels along each axis", low=0.1, high=1)
+    gamma: list[float] = option([0.7, 1.5], "range of its exponent", low=0.1, high=10, size=2)
+    low_resolution_p: float = option(0.0, "downsampled and back, as if scanned with fewer voxels", low=0, high=1)
+    low_resolution: list[float] = option([0.5, 1.0], "share of the voxels along each axis", low=0.1, high=1, size=2)
 
 
 @dataclass
@@ -79,7 +86,7 @@ class Phantom:
     """The embedded data set, generated once under data/."""
 
     cases: int = option(16, "volumes generated", low=2, high=1000)
-    shape: list[int] = option([64, 64, 32], "voxels along x, y, z", low=16, high=512)
+    shape: list[int] = option([64, 64, 32], "voxels along x, y, z", low=16, high=512, size=3)
     seed: int = option(0, "same seed, same bytes", low=0)
 
 
@@ -92,36 +99,29 @@ class Data:
     images: str = option("images", "folders: sub-folder of the images")
     labels: str = option("labels", "folders: sub-folder of the label maps")
     classes: list[str] | None = option(None, "folders: class names, background first")
-    ignore: int | None = option(
-        None, "label value that is neither learned nor scored, where dataset.json names none", low=0, high=65535
-    )
+    ignore: int | None = option(None, "label that is not learned or scored; null: dataset.json's", low=0, high=65535)
     nonfinite: str = option("error", "NaN and infinite voxels; zero: 0 takes their place", among=("error", "zero"))
-    affine_check: str = option(
-        "error",
-        "files of a case that lie apart in space; warn: voxel by voxel on the first image",
-        among=("error", "warn"),
-    )
+    affine_check: str = option("error", "a case's files apart in space; warn: match voxels", among=("error", "warn"))
     allow_outside: bool = option(False, "read files that dataset.json or links name outside of data.root")
-    cache: bool = option(True, "keep the prepared cases in memory; false: read each from disk when its turn comes")
-    patch: list[int] = option([64, 64, 32], "training patch and inference window D,H,W (voxels)", low=1, high=2048)
-    spacing: list[float] | None = option(None, "resample to this spacing (mm); null: as stored", low=0.01, high=100)
+    cache: bool = option(True, "keep the prepared cases in memory; false: read them from disk each time")
+    patch: list[int] = option([64, 64, 32], "patch and inference window D,H,W (voxels)", low=1, high=2048, size=3)
+    spacing: list[float] | None = option(None, "resample to this (mm); null: as stored", low=0.01, high=100, size=3)
     intensity: str = option(
         "auto",
-        "auto: channels that are called CT as ct, else zscore; data=folders names none: say ct",
+        "auto: channels called CT as ct, others as zscore; data=folders names no channels: say ct",
         among=("auto", "zscore", "ct", "none"),
     )
     val_fraction: float = option(0.2, "share of the cases held out", low=0.01, high=0.9)
     folds: int = option(5, "folds of the cross-validation", low=2, high=100)
     fold: int | None = option(None, "which fold is held out; null: val_fraction instead", low=0)
-    split: str | None = option(None, "JSON file {train: [ids], val: [ids]} instead of either")
-    sparse: list[int] | None = option(
-        None, "slices learned from, across x, y, z (yz, xz, xy), spread over the foreground; null: every voxel", low=0
-    )
+    split: str | None = option(None, "JSON file {train: [ids], val: [ids]} instead of both")
+    sparse: list[int] | None = option(None, "slices learned from, across x, y and z; null: every voxel", low=0, size=3)
     semi: bool = option(False, "with sparse: learn from these slices of every case, score others of the same cases")
-    scored: list[int] = option([4, 4, 4], "semi: slices scored, across x, y, z", low=0)
-    sparse_folds: int = option(3, "semi: parts of the sparse slices, of which all but one are learned from", low=2)
+    scored: list[int] = option([4, 4, 4], "semi: slices scored, across x, y, z", low=0, size=3)
+    sparse_folds: int = option(3, "semi: parts of the sparse slices; all but one are learned from", low=2)
     sparse_fold: int | None = option(None, "semi: which of these parts is scored; null: the slices of scored", low=0)
     foreground: float = option(0.33, "share of patches centred on a foreground voxel", low=0, high=1)
+    transforms: list[str] = option([], "your own, package.module:name, applied to training patches after augmentation")
     augment: Augment = field(default_factory=Augment)
     phantom: Phantom = field(default_factory=Phantom)
 
@@ -130,7 +130,8 @@ class Data:
 class Loss:
     """What training minimises, computed in float32."""
 
-    name: str = option("dice_ce", "cross-entropy, soft Dice, or their sum", among=("dice_ce", "ce", "dice"))
+    name: str = option("dice_ce", "cross-entropy, soft Dice, their sum, or another of train/losses.py", among=losses())
+    path: str | None = option(None, "your own function, package.module:name, called as name(logits, label, options)")
     weights: list[float] | None = option(None, "one weight a class for the cross-entropy", low=0)
     batch_dice: bool = option(True, "Dice over the batch as one volume; false: mean over its samples")
 
@@ -143,13 +144,11 @@ class Optim:
     lr: float = option(1e-3, "peak learning rate", low=0, high=100)
     weight_decay: float = option(1e-5, "L2 (sgd, adam) or decoupled (adamw)", low=0, high=1)
     momentum: float = option(0.99, "sgd, Nesterov's", low=0, high=0.9999)
-    betas: list[float] = option([0.9, 0.999], "adam, adamw", low=0, high=0.999999)
+    betas: list[float] = option([0.9, 0.999], "adam, adamw", low=0, high=0.999999, size=2)
     schedule: str = option("poly", "of the learning rate", among=("poly", "cosine", "one_cycle", "constant"))
     warmup: float = option(0.1, "one_cycle: share of the steps that rises", low=0, high=0.9)
     clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=1e-6)
-    average: float | None = option(
-        None, "decay of a running average of the weights, validated and predicted with; null: none", low=0, high=0.99999
-    )
+    average: float | None = option(None, "decay of averaged weights to predict with; null: none", low=0, high=0.99999)
 
 
 @dataclass
@@ -164,7 +163,7 @@ class Inference:
 class Wandb:
     """Tracking. Offline by default: no account, no network."""
 
-    mode: str = option("offline", "where to", among=("offline", "online", "disabled"))
+    mode: str = option("offline", "online needs an account", among=("offline", "online", "disabled"))
     project: str = option("unet3d", "project name")
     private: bool = option(True, "record nothing about this machine: host, program path, console, packages")
 
@@ -180,9 +179,7 @@ class Config:
     inference: Inference = field(default_factory=Inference)
     wandb: Wandb = field(default_factory=Wandb)
     amp: bool = option(False, "automatic mixed precision")
-    amp_dtype: str = option(
-        "auto", "auto: bf16, or fp16 on a GPU that only emulates it", among=("auto", "bf16", "fp16")
-    )
+    amp_dtype: str = option("auto", "auto: bf16; fp16 on a GPU that emulates bf16", among=("auto", "bf16", "fp16"))
     ckpt: Any = option(0, "activation checkpointing in at most this many segments, or auto; 0: off")
     seed: int = option(0, "of weights, batches and augmentation", low=0, high=2**32 - 1)
     device: str = option("auto", "where to run", among=("auto", "cpu", "cuda"))
@@ -194,6 +191,7 @@ class Config:
     save_every: int = option(0, "steps between snapshots, besides those of validations; 0: none", low=0)
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
     budget: str | None = option(None, "refuse a run whose step is predicted to hold more in tensors, e.g. 8GiB")
-    resume: str | None = option(None, "run folder to go on with")
+    resume: str | None = option(None, "run folder to continue")
+    loggers: list[str] = option([], "your own, package.module:name, called with the config and the run folder")
     sweep: list[str] | None = option(None, "of an experiment: overrides with several values, one job each, as for -m")
     requeue: bool = option(False, "under Slurm: put the job back in the queue once a signal has stopped it")

@@ -1,4 +1,4 @@
-"""What can end a run in a foreseen way, each with the exit code that scripts rely on."""
+"""Foreseen ends of a run, each with the exit code that scripts rely on."""
 
 import errno
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Config or data that the user can mend. The message says what is wrong, where, and what to do."""
+    """Config or data that the user can correct. The message says what is wrong, where, and what to do."""
 
     exit_code = 2
 
@@ -18,7 +18,7 @@ class SnapshotError(ValueError):
 
 
 class DamagedSnapshot(SnapshotError):
-    """A snapshot that is missing, cut short or changed on disk: an older one may do."""
+    """A snapshot that is missing, cut short or changed on disk; an older one may serve."""
 
 
 class NotSaved(UserError):
@@ -26,13 +26,13 @@ class NotSaved(UserError):
 
 
 class NonFiniteLoss(ArithmeticError):
-    """The loss became NaN or infinite; the weights are those before the step."""
+    """The loss became NaN or infinite; the weights are those before the step. `batches` are the step's."""
 
     exit_code = 4
 
     def __init__(self, message: str, batches: Sequence[Any] = ()) -> None:
         super().__init__(message)
-        self.batches = batches  # the step's
+        self.batches = batches
 
 
 class LoaderError(RuntimeError):
@@ -42,18 +42,15 @@ class LoaderError(RuntimeError):
 
 
 class OutOfMemory(Exception):
-    """Memory ran out: exit code 5. The message says when, who held it, and what would need less."""
+    """Memory ran out. The message says when, what held it, and what would need less."""
 
     exit_code = 5
 
 
 class Preempted(BaseException):
-    """A signal asked the run to stop: exit code 75, as of what may succeed when tried again.
+    """A signal asked the run to stop. Not an Exception, like KeyboardInterrupt: no handler of errors may swallow it."""
 
-    No Exception, as KeyboardInterrupt is none: what survives any error must not survive this.
-    """
-
-    exit_code = 75
+    exit_code = 75  # EX_TEMPFAIL: retryable
 
 
 NO_MEMORY = (

@@ -1,4 +1,4 @@
-"""Files written whole or not at all: the only place of the package that replaces a file."""
+"""Files written whole or not at all: the only code of the package that replaces a file."""
 
 import csv
 import json
@@ -11,10 +11,10 @@ from typing import IO, Any
 
 @contextmanager
 def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
-    """A temporary file beside `path`, which takes its place in one move at the end; on an error `path` stays as it was.
+    """A temporary file that replaces `path` in one move at the end; on an error, `path` stays as it was.
 
-    What was at `path` is first moved to `previous`, if that is given: at each moment one of the two is whole. Content
-    and names are flushed to the disk, so that they outlast a loss of power. Raises OSError.
+    With `previous`, the old `path` is moved there first: at each moment one of the two is whole. Content and names are
+    flushed to the disk and outlast a loss of power. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""Progress of work that lasts: a bar with the time left on a terminal, a plain line now and then elsewhere.
+"""Progress of long work: a bar with the time left on a terminal, a plain line now and then elsewhere.
 
 All bars of a process share one display, so that a validation's bar stands below the training's.
 """
@@ -14,9 +14,9 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 FIRST_LINE, BETWEEN_LINES = 5.0, 15.0  # seconds
-
-
 Item = TypeVar("Item")
+_open: list["Counter"] = []  # innermost last
+_display: list[Progress] = []  # the process's one live display, while any bar is open
 
 
 class Counter:
@@ -32,48 +32,45 @@ class Counter:
     ) -> None:
         self.what, self.total, self.done = what, total, 0
         self._terminal = terminal or Terminal(stderr=True)
-        self._plain_lines, self._clock = plain_lines, clock
-        self._started = clock()
+        self._plain_lines, self._clock, self._started = plain_lines, clock, clock()
         self._next_line = self._started + FIRST_LINE
-        self._display = _Display.join(self._terminal) if _takes_bars(self._terminal) else None
-        self._task = self._display.add_task("", total=total, what=what, note="") if self._display else None
+        # a bar needs a cursor that moves: not in a file or pipe, even with FORCE_COLOR, nor on a dumb terminal
+        can_move = self._terminal.is_terminal and not self._terminal.is_dumb_terminal
+        self.has_bar = can_move and _is_terminal(self._terminal.file)
+        self._task = _shared(self._terminal).add_task("", total=total, what=what, note="") if self.has_bar else None
         _open.append(self)
 
-    @property
-    def has_bar(self) -> bool:
-        """Whether it is shown as a bar."""
-        return self._display is not None
-
     def advance(self, note: str = "") -> None:
-        """Another part is finished; `note` stands behind the bar."""
+        """Count one more part; `note` stands behind the bar."""
         self.reach(self.done + 1, note)
 
     def reach(self, done: int, note: str = "") -> None:
-        """So many parts are finished."""
+        """Set the number of finished parts."""
         self.done = done
         self._show(done, note=note)
 
     def within(self, share: float) -> None:
-        """A share of the part under way is finished."""
+        """Show that a share of the current part is finished."""
         self._show(self.done + share)
 
     def _show(self, finished: float, **fields: Any) -> None:
-        """`finished` parts, the one under way included."""
-        if self._display is not None and self._task is not None:
-            self._display.update(self._task, completed=finished, **fields)
+        if self._task is not None:
+            _display[0].update(self._task, completed=finished, **fields)
         elif self._plain_lines and self._clock() >= self._next_line and finished != self.total:
             self._next_line = self._clock() + BETWEEN_LINES
             self._terminal.print(self._line(finished), highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Take the bar away."""
-        if self in _open:
-            _open.remove(self)
-            if self._display is not None and self._task is not None:
-                try:
-                    self._display.remove_task(self._task)
-                finally:
-                    _Display.leave()
+        """Remove the bar, and with the last bar the display."""
+        if self not in _open:
+            return
+        _open.remove(self)
+        if self._task is not None:
+            try:
+                _display[0].remove_task(self._task)
+            finally:
+                if not any(counter.has_bar for counter in _open):
+                    _display.pop().stop()
 
     def _line(self, finished: float) -> str:
         elapsed = self._clock() - self._started
@@ -83,40 +80,22 @@ class Counter:
         return f"{self.what}: {self.done} of {self.total}, about {_duration(left)} left"
 
 
-class _Display:
-    """The process's one live display, there while any counter is open."""
-
-    progress: Progress | None = None
-    users = 0
-
-    @classmethod
-    def join(cls, terminal: Terminal) -> Progress:
-        if cls.progress is None:
-            columns = (
-                *(TextColumn("{task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
-                *(TimeElapsedColumn(), TextColumn("{task.fields[note]}", markup=False)),
-            )
-            # what is printed meanwhile goes through the display, except to a file or a pipe
-            out, err = _is_terminal(sys.stdout), _is_terminal(sys.stderr)
-            cls.progress = Progress(*columns, console=terminal, redirect_stdout=out, redirect_stderr=err)
-            cls.progress.start()
-        cls.users += 1
-        return cls.progress
-
-    @classmethod
-    def leave(cls) -> None:
-        cls.users -= 1
-        if cls.users == 0 and cls.progress is not None:
-            cls.progress.stop()
-            cls.progress = None
-
-
-_open: list[Counter] = []
+def _shared(terminal: Terminal) -> Progress:
+    if not _display:
+        columns = (
+            *(TextColumn("{task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
+            *(TimeElapsedColumn(), TextColumn("{task.fields[note]}", markup=False)),
+        )
+        # what is printed meanwhile goes through the display, except to a file or a pipe
+        out, err = _is_terminal(sys.stdout), _is_terminal(sys.stderr)
+        _display.append(Progress(*columns, console=terminal, redirect_stdout=out, redirect_stderr=err))
+        _display[0].start()
+    return _display[0]
 
 
 @contextmanager
 def counting(what: str, total: int | None = None) -> Iterator[Counter]:
-    """A counter for what is done within."""
+    """A counter for the work within."""
     counter = Counter(what, total)
     try:
         yield counter
@@ -133,16 +112,11 @@ def track(items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
 
 
 def parts(items: Sequence[Item]) -> Iterator[Item]:
-    """The items, each an equal share of the part under way of the innermost open piece of work, if there is one."""
+    """The items, each an equal share of the current part of the innermost open counter, if there is one."""
     for number, item in enumerate(items, 1):
         yield item
         if _open:
             _open[-1].within(number / len(items))
-
-
-def _takes_bars(terminal: Terminal) -> bool:
-    """Whether the cursor can be moved: not in a file or pipe, also where FORCE_COLOR is set, nor on a dumb terminal."""
-    return terminal.is_terminal and not terminal.is_dumb_terminal and _is_terminal(terminal.file)
 
 
 def _is_terminal(stream: Any) -> bool:

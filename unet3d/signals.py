@@ -1,6 +1,6 @@
 """Signals that ask a run to stop: SIGTERM and SIGUSR1 of schedulers, SIGINT of Ctrl-C, SIGHUP of a closed terminal.
 
-They become a flag that the run asks for where it can stop in good order. Free of torch.
+They set a flag, which the run reads where it can stop in good order. Free of torch.
 """
 
 import signal
@@ -11,13 +11,11 @@ from types import FrameType
 from unet3d.errors import Preempted
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-
-
 Handler = Callable[[int, FrameType | None], None]
 
 
 class Stop:
-    """Call it to know whether a signal has asked. A second SIGINT raises KeyboardInterrupt, wherever it hits."""
+    """Call it to know whether a signal has asked to stop. A second SIGINT raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
@@ -29,13 +27,13 @@ class Stop:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within, work goes on when a signal comes, and asks; outside, the first signal raises Preempted."""
+        """Within, a signal only sets the flag; outside, the first signal raises Preempted."""
         with self._set(raises=False):
             yield
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within `deferred`: work that may be left at any point. A signal raises Preempted, also one that came before."""
+        """Within `deferred`, for work that can stop anywhere: a signal, an earlier one too, raises Preempted."""
         with self._set(raises=True):
             if self.asked:
                 raise Preempted(f"stopped by {self.asked.name}")
@@ -50,7 +48,7 @@ class Stop:
             self._raises = before
 
     def handle(self, number: int, _: FrameType | None) -> None:
-        """Note the signal, or raise."""
+        """Keep the first signal, or raise."""
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
@@ -63,7 +61,7 @@ class Stop:
 
 @contextmanager
 def handled(handler: Handler) -> Iterator[None]:
-    """Within, `handler` is called for the signals that ask; but those that are ignored, as under nohup, stay so."""
+    """Within, `handler` gets the signals that ask to stop; a signal that was ignored, as under nohup, stays ignored."""
     heard = [number for number in ASKING if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in heard}
     try:
@@ -75,13 +73,13 @@ def handled(handler: Handler) -> Iterator[None]:
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """A Stop that hears the signals."""
+    """A Stop that receives the signals."""
     stop = Stop()
     with handled(stop.handle):
         yield stop
 
 
 def ignore() -> None:
-    """For processes that help: a signal to all of a group is for the one that they work for, which then ends them."""
+    """For helper processes: a signal to the whole group is for their parent, which then ends them."""
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)

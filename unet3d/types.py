@@ -1,4 +1,4 @@
-"""Small types that all rooms share: batches, tables of text, sizes."""
+"""Small types that all packages share: batches, tables of text, sizes."""
 
 import re
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,7 +34,7 @@ def mib(size: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share, or a change if signed by the caller; "" of nothing."""
+    """A share of `whole`; "" where that is 0."""
     return f"{part / whole:.1%}" if whole else ""
 
 
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
     image: "Tensor"  # N C D H W, float32
     label: "Tensor"  # N D H W, integers
-    cases: tuple[str, ...] = ()  # where the patches come from
+    cases: tuple[str, ...] = ()  # one id for each patch
 
 
-IGNORE = -100  # in label tensors; torch's own default for cross-entropy
+IGNORE = -100  # a voxel without label, in label tensors: torch's own default for cross-entropy

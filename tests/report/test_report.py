@@ -248,7 +248,9 @@ def test_a_run_that_died_before_its_memory_was_kept_is_not_called_one_that_never
     memory = json.loads((folder / "memory.json").read_text())
     (folder / "memory.json").write_text(json.dumps({"parameters": 7, "predicted": memory["measured"]}))
     told = written(folder).text
-    assert "Predicted before the run, which ended before its memory was written." in told and "nothing was run" not in told
+    assert (
+        "Predicted before the run, which ended before its memory was written." in told and "nothing was run" not in told
+    )
 
 
 def test_a_run_that_measured_no_step_has_a_report_without_memory(folder: Path) -> None:

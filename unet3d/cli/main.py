@@ -1,4 +1,4 @@
-"""The commands: python -m unet3d train | memory | predict | publish | score | check-data | report | compare"""
+"""The commands of `python -m unet3d`, with exit codes and one line for a mistake."""
 
 import argparse
 import sys
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unet3d import __version__, compose, progress
+from unet3d.checks import warnings
+from unet3d.config import Config
 from unet3d.errors import NotSaved, OutOfMemory, SnapshotError, UserError, is_out_of_memory, reason
 
 if TYPE_CHECKING:
@@ -17,10 +19,14 @@ LISTS = ("overrides", "inputs", "snapshots", "runs")  # arguments that take any 
 
 def main() -> int:
     """Run the command that the arguments name. Returns its exit code."""
+    if sys.argv[1:2] == ["train"]:
+        from unet3d.cli import train
+
+        del sys.argv[1]  # the rest is Hydra's
+        return train.main()
     try:
         arguments = _arguments()
-        code: int = arguments.run(arguments)
-        return code
+        return arguments.run(arguments) or 0
     except (UserError, SnapshotError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -35,27 +41,28 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    """Those of the command line; words may also stand after flags. Raises UserError for a flag that there is not."""
-    found, left = _parser().parse_known_args()
+    """Those of the command line; words may also stand after flags. Raises UserError for an unknown flag."""
+    found, left = command_parser().parse_known_args()
     words: list = next((getattr(found, name) for name in LISTS if hasattr(found, name)), [])
     for word in left:
         if word.startswith("-") or not any(hasattr(found, name) for name in LISTS):
             raise UserError(f"{word}: not understood; -h lists what is")
         words.append(word if hasattr(found, "overrides") else Path(word))
+    if getattr(found, "config_dir", None):
+        words.append(compose.search_path(found.config_dir))
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m unet3d", description="Explain memory, apply, check and report.")
+def command_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m unet3d", description="Train 3D U-Nets, explain memory, apply.")
     parser.add_argument("--version", action="version", version=f"unet3d {__version__}")
-    parser.set_defaults(run=lambda _: _show(parser))  # the default of a command takes its place
+    parser.set_defaults(run=lambda _: parser.print_help())  # the default of a command takes its place
     commands = parser.add_subparsers(metavar="command")
-    memory = commands.add_parser("memory", help="tell where the memory of a training step goes, without running it")
-    memory.add_argument(
-        "overrides",
-        nargs="*",
-        help="as for train.py: model=forum_mid amp=true; before them, fit: find what fits budget=8GiB",
-    )
+    commands.add_parser("train", help="train a network, as python train.py does; train --help lists every option")
+    options = commands.add_parser("options", help="print every option as Markdown: docs/options.md")
+    options.set_defaults(run=_options)
+    memory = commands.add_parser("memory", help="explain where the memory of a training step goes, without running it")
+    _add_overrides(memory, "model=forum_mid amp=true; before them, fit: find what fits budget=8GiB")
     memory.add_argument("-o", "--out", type=Path, help="folder for report, figures and tables")
     memory.add_argument("--half", action="store_true", help="weights and images in float16, instead of amp")
     memory.add_argument("--curves", action="store_true", help="with -o: peak against batch size, width and patch")
@@ -66,21 +73,23 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("-o", "--out", type=Path, required=True, help="folder for the label maps")
     predict.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     predict.add_argument("--mirror", action=argparse.BooleanOptionalAction, help="average over mirrorings")
-    predict.add_argument("--overwrite", action="store_true", help="replace label maps that are there")
+    predict.add_argument("--overwrite", action="store_true", help="replace existing label maps")
     predict.set_defaults(run=_predict)
-    publish = commands.add_parser("publish", help="a snapshot to give away: the network alone, without any path")
+    publish = commands.add_parser("publish", help="write the network alone, without any path, to share it")
     publish.add_argument("snapshots", type=Path, nargs="+", help="RUN/checkpoints/best.pt; several predict as one")
     publish.add_argument("-o", "--out", type=Path, required=True, help="the file to write")
     publish.set_defaults(run=_publish)
     score = commands.add_parser("score", help="score a snapshot on the cases that a config holds out")
     score.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt, or a published one")
-    score.add_argument("overrides", nargs="+", help="as for train.py: data=decathlon data.root=PATH data.fold=0")
+    _add_overrides(score, "data=decathlon data.root=PATH data.fold=0", "+")
     score.add_argument("-o", "--out", type=Path, required=True, help="folder for scores.csv")
     score.set_defaults(run=_score)
+    for command in (predict, publish, score):
+        command.add_argument("--model", help="your own network, package.module:name, if the snapshot is one's")
     check = commands.add_parser("check-data", help="list every problem of a data set")
-    check.add_argument("overrides", nargs="*", help="as for train.py: data=decathlon data.root=PATH")
+    _add_overrides(check, "data=decathlon data.root=PATH")
     check.set_defaults(run=_check_data)
-    report = commands.add_parser("report", help="write a run's figures and report.html anew")
+    report = commands.add_parser("report", help="write a run's figures and report.html again")
     report.add_argument("folder", type=Path, help="the run's folder")
     report.set_defaults(run=_report)
     compare = commands.add_parser("compare", help="set runs side by side")
@@ -90,25 +99,43 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _show(parser: argparse.ArgumentParser) -> int:
-    """What there is, for who names no command."""
-    parser.print_help()
+def _add_overrides(parser: argparse.ArgumentParser, example: str, count: str = "*") -> None:
+    parser.add_argument("overrides", nargs=count, help=f"as for train: {example}")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder of your own YAML files")
+
+
+def _options(_: argparse.Namespace) -> int:
+    from unet3d.cli import options
+
+    print(options.as_markdown())
     return 0
 
 
+def _composed(overrides: list[str]) -> Config:
+    """The config, with a warning for each option that does nothing."""
+    config = compose.compose(overrides)
+    for line in warnings(config):
+        print(f"warning: {line}", file=sys.stderr)
+    return config
+
+
+def _refuse_file(out: Path | None, meaning: str) -> None:
+    if out is not None and out.exists() and not out.is_dir():
+        raise UserError(f"{out}: is a file; -o names {meaning}")
+
+
 def _memory(arguments: argparse.Namespace) -> int:
-    """One config is explained; several, as `batch=1,2,4`, are set side by side."""
-    verb = next((word for word in arguments.overrides[:1] if word == "fit"), None)
-    words = arguments.overrides[1:] if verb else arguments.overrides
-    jobs = compose.sweep(words)
+    """Explain one config; set several, as `batch=1,2,4`, side by side."""
+    is_fit = arguments.overrides[:1] == ["fit"]
+    jobs = compose.sweep(arguments.overrides[is_fit:])
     for job in jobs:
-        compose.compose(job)  # a mistake is answered before torch loads
-    _check_memory(arguments, verb)
-    if verb and len(jobs) > 1:
-        raise UserError(f"memory {verb} takes one config; leave the commas away")
+        _composed(job)  # a mistake is answered before torch loads
+    _check_memory(arguments, is_fit)
+    if is_fit and len(jobs) > 1:
+        raise UserError("memory fit takes one config; remove the commas")
     from unet3d.cli import memory
 
-    if verb == "fit":
+    if is_fit:
         memory.print_fit(jobs[0])
     elif arguments.curves:
         memory.print_curves(jobs, arguments.half, arguments.out)
@@ -119,28 +146,24 @@ def _memory(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_memory(arguments: argparse.Namespace, verb: str | None) -> None:
+def _check_memory(arguments: argparse.Namespace, is_fit: bool) -> None:
     out = arguments.out
-    if verb and (arguments.curves or out):
-        raise UserError(f"memory {verb} prints what it finds; leave -o and --curves away")
-    if verb == "fit" and arguments.half:
-        raise UserError("memory fit prints a command for train.py, which has no --half; leave it away")
+    if is_fit and (arguments.curves or out or arguments.half):
+        raise UserError("memory fit only prints a command for train.py; remove -o, --curves and --half")
     if arguments.curves and out is None:
         raise UserError("--curves writes a picture and a table; add -o FOLDER")
-    if out is not None and out.exists() and not out.is_dir():
-        raise UserError(f"{out}: is a file; -o names a folder")
+    _refuse_file(out, "a folder")
     if out is not None and any((out / name).exists() for name in ("STATUS", "metrics.jsonl")):
         raise UserError(f"{out}: holds a run; -o needs a folder of its own")
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    """Every file that can be segmented is; returns 2 if one could not."""
+    """Segment every file; returns 2 if one could not be segmented."""
     from unet3d.memory.simulate import refuse_large_window
     from unet3d.run import predict
 
-    if arguments.out.exists() and not arguments.out.is_dir():
-        raise UserError(f"{arguments.out}: is a file; -o names the folder for the label maps")
-    segmenter = predict.open_segmenter(arguments.snapshot, arguments.device, arguments.mirror)
+    _refuse_file(arguments.out, "the folder for the label maps")
+    segmenter = predict.open_segmenter(arguments.snapshot, arguments.device, arguments.mirror, arguments.model)
     refuse_large_window(segmenter.predictor, arguments.snapshot)
     cases, problems = predict.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel)
     images = {file.resolve() for file in predict.files_in(arguments.inputs)}
@@ -151,9 +174,9 @@ def _predict(arguments: argparse.Namespace) -> int:
         for case in cases:
             path = arguments.out / f"{case.id}.nii.gz"
             if path.resolve() in images:
-                raise UserError(f"{path}: is an image to segment; -o names another folder for the label maps")
+                raise UserError(f"{path}: is an image to segment; give another folder for the label maps")
             if path.exists() and not arguments.overwrite:
-                print(f"{path}: there already, left alone (--overwrite replaces it)")
+                print(f"{path}: exists, left alone (--overwrite replaces it)")
             else:
                 failed += not _segment(segmenter, case, path)
             counter.advance()
@@ -168,8 +191,8 @@ def _segment(segmenter: "Segmenter", case: "Case", path: Path) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         volume = segmenter.to_file(case, path)
-        passed = [f"{case.id}: {replacement(volume.replaced)}"] if volume.replaced else []
-        for line in [*passed, *predict.accepted_contradictions(case)]:
+        replaced = [f"{case.id}: {replacement(volume.replaced)}"] if volume.replaced else []
+        for line in [*replaced, *predict.accepted_contradictions(case)]:
             print(f"warning: {line}", file=sys.stderr)
         print(path)
         return True
@@ -177,7 +200,7 @@ def _segment(segmenter: "Segmenter", case: "Case", path: Path) -> bool:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         raise NotSaved(f"{path}: not saved ({error.strerror})") from error
-    except (RuntimeError, MemoryError) as error:  # of this volume's size, perhaps
+    except (RuntimeError, MemoryError) as error:  # perhaps for the size of this volume
         if not is_out_of_memory(error):
             raise
         print(f"error: {case.id}: out of memory: {reason(error)}", file=sys.stderr)
@@ -187,32 +210,31 @@ def _segment(segmenter: "Segmenter", case: "Case", path: Path) -> bool:
 def _publish(arguments: argparse.Namespace) -> int:
     from unet3d.run import publish
 
-    publish.publish(arguments.snapshots, arguments.out)
+    publish.publish(arguments.snapshots, arguments.out, arguments.model)
     print(f"{arguments.out}: {arguments.out.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
 def _score(arguments: argparse.Namespace) -> int:
-    config = compose.compose(arguments.overrides)
-    if arguments.out.exists() and not arguments.out.is_dir():
-        raise UserError(f"{arguments.out}: is a file; -o names the folder for scores.csv")
+    config = _composed(arguments.overrides)
+    _refuse_file(arguments.out, "the folder for scores.csv")
     from unet3d.report import report, run_folder
     from unet3d.run import publish
 
-    title = publish.score(arguments.snapshot, config, arguments.out)
+    title = publish.score(arguments.snapshot, config, arguments.out, arguments.model)
     report.print_scores(run_folder.read_run(arguments.out), title)
     return 0
 
 
 def _check_data(arguments: argparse.Namespace) -> int:
     """Read every voxel of every case; returns 2 if there is a problem."""
-    config = compose.compose(arguments.overrides)
+    config = _composed(arguments.overrides)
     from unet3d.data import cases, check
 
     task = cases.read_dataset(config.data)
     try:
         train, val = cases.split(task, config.data)
-    except UserError:  # check_cases tells of it, among the rest
+    except UserError:  # check_cases lists it too
         train, val = (), ()
     found = check.check_cases(task, task.cases, config.data, full=True)
     problems = [line for line in found if not line.startswith(check.WARNING)]
@@ -231,8 +253,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
-        raise UserError(f"{arguments.out}: is a file; -o names the folder for the comparison")
+    _refuse_file(arguments.out, "the folder for the comparison")
     from unet3d.report import compare
 
     compare.compare_runs(arguments.runs, arguments.out)

@@ -13,8 +13,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from unet3d import compose
-from unet3d.cli import lifecycle
+from unet3d import checks, compose
+from unet3d.cli import lifecycle, options
 from unet3d.config import Config
 from unet3d.errors import UserError
 from unet3d.signals import Stop
@@ -23,6 +23,9 @@ from unet3d.signals import Stop
 def main() -> int:
     """Check what every job of the command line asks for, then run them. Returns the highest exit code of a sweep."""
     lifecycle.install_safe_streams()
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(options.as_text())
+        return 0
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
     try:
         sys.argv[1:] = checked_arguments(sys.argv[1:])
@@ -69,13 +72,15 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     from unet3d.report import report, run_folder
     from unet3d.run.run import Run
 
+    for line in checks.warnings(config):
+        print(f"warning: {line}", file=sys.stderr)
     data = None if config.dry_run else build.data(config)
-    options = build.model_options(config, data.dataset, data.train[0]) if data else build.outlined_options(config)
-    predicted = preflight(config, options)
+    network = build.model_options(config, data.dataset, data.train[0]) if data else build.outlined_options(config)
+    predicted = preflight(config, network)
     if data is None:
         run_folder.update_memory(folder, predicted.memory)
         return
-    with Run(config, folder, data, options, predicted.segment_starts, stop) as run:
+    with Run(config, folder, data, network, predicted.segment_starts, stop) as run:
         if run.is_done:
             print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; steps=N goes on")
             if (folder / "report.html").exists():  # else the run was killed as it wrote it
@@ -99,11 +104,13 @@ def job_of_sweep(config: Config, folder: Path, overrides: list[str]) -> tuple[in
         return 0, False
     before, _ = lifecycle.status(folder)
     path = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))  # it imports what this one does
+    added = [word for word in HydraConfig.get().overrides.hydra if word.startswith("hydra.searchpath=")]
     command = [
         sys.executable,
         "-m",
         "unet3d.cli.train",
         *overrides,
+        *added,
         f"hydra.run.dir={lifecycle.quoted(folder.resolve())}",
     ]
     code, is_asked = lifecycle.run_process(command, os.environ | {"PYTHONPATH": path})
@@ -127,7 +134,11 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
         if "${" in override and not override.lstrip("+~").startswith("hydra."):  # resuming would replace it once more
             advice = "a run keeps what it was given; let the shell replace it, as in data.root=$PLACE/a"
             raise UserError(f"{override}: {advice}")
-    only_shows = flags.cfg or flags.info or flags.help
+    if flags.config_dir:  # as an override, which a sweep's jobs and the check of this command line take, too
+        at = next(i for i, word in enumerate(others) if word.startswith(("--config-dir", "-cd")))
+        del others[at : at + 1 + ("=" not in others[at])]
+        flags.overrides.insert(0, compose.search_path(flags.config_dir))
+    only_shows = flags.cfg or flags.info
     asked = [word for word in flags.overrides if word.startswith("resume=")]
     if asked and not (only_shows or flags.multirun) and (folder := compose.compose(asked).resume) is not None:
         return resumed(Path(folder), flags.overrides)
@@ -151,6 +162,7 @@ def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
     if any(word.startswith("-") or word.lstrip("+~").startswith("hydra") or "${" in word for word in before):
         raise UserError(f"{path}: holds more than options: it was modified after a run wrote it")
     config = compose.compose([*before, *overrides])
+    compose.refuse_foreign_paths(config, overrides)
     if config.dry_run:
         raise UserError("resume goes on with a run, dry_run only predicts; remove one of them")
     compose.refuse_changes(lifecycle.read_yaml(folder / "config.yaml", dict), compose.to_plain(config))

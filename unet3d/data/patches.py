@@ -12,10 +12,13 @@ from torch.utils.data import Dataset
 from unet3d.config import Data
 from unet3d.data import augment
 from unet3d.data.cases import Case
+from unet3d.errors import UserError
 from unet3d.types import IGNORE
 
 MAX_CENTRES = 10_000  # voxels of each class that are kept as patch centres
 TRIES = 20  # to find a place with labels, which are rare in sparse annotation
+
+Transform = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor]]  # of image C D H W, label D H W
 
 
 class PatchIndex(NamedTuple):
@@ -73,9 +76,17 @@ def subsample_indices(count: int, most: int) -> np.ndarray:
 class Patches(Dataset[tuple[Tensor, Tensor, str]]):
     """Maps a `PatchIndex` to (image C D H W, label D H W, case id)."""
 
-    def __init__(self, read: Callable[[int], PreparedCase], options: Data, seed: int, tile: Sequence[int]) -> None:
+    def __init__(
+        self,
+        read: Callable[[int], PreparedCase],
+        options: Data,
+        seed: int,
+        tile: Sequence[int],
+        transforms: Sequence[Transform] = (),
+    ) -> None:
         """`tile`: the size that the network returns for a patch, D H W; if smaller, patches have mirrored context."""
         self.read, self.options, self.seed, self.tile = read, options, seed, list(tile)
+        self.transforms = transforms  # the user's own, applied last
         self.mirror = self.tile != list(options.patch)
         self.intensities = augment.prepare(options.augment)
 
@@ -94,6 +105,13 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
         if self.intensities is not None:
             self.intensities.set_random_state(seed=int(rng.integers(2**32)))
             image = torch.as_tensor(self.intensities(image)).float()
+        shapes = image.shape, label.shape
+        for transform in self.transforms:
+            image, label = transform(image, label, rng)
+            if (image.shape, label.shape) != shapes:
+                raise UserError(
+                    f"data.transforms: {transform} changes sizes: {image.shape}, {label.shape} for {shapes}"
+                )
         return image, label.contiguous(), case.case
 
 

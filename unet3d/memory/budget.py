@@ -162,7 +162,7 @@ def is_allowed(config: Config, options: Model) -> bool:
 def sees_the_batch(config: Config, options: Model) -> bool:
     """Whether a norm, Dice or mean is over the whole batch, so that parts change it; assumed of a user's network."""
     is_batch_norm = options.norm.startswith("batch") or not options.features
-    return is_batch_norm or config.loss.batch_dice or config.loss.name != "dice"
+    return is_batch_norm or config.loss.batch_dice or (config.loss.path or config.loss.name) != "dice"
 
 
 def lean_operation(options: Model) -> list[tuple[str, Model]]:

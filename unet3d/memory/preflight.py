@@ -99,7 +99,7 @@ def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
     if half and config.amp:
         raise UserError("--half makes the whole network half precision, which leaves nothing to amp=true; drop one")
     options, dtype = build.outlined_options(config), torch.float16 if half else torch.float32
-    return MemoryEstimate(compose.choice("model", overrides), config, options, dtype)
+    return MemoryEstimate(options.path or compose.choice("model", overrides), config, options, dtype)
 
 
 class Preflight(NamedTuple):

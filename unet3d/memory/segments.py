@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from unet3d import build
 from unet3d.config import Config, Model, Optim
 from unet3d.memory.analysis import last_step, phase_ends
 from unet3d.memory.ledger import Ledger
@@ -38,6 +39,7 @@ def choose_segments(config: Config, options: Model) -> Segments:
     """
     if not config.ckpt:
         return Segments((), 0)
+    build.refuse_uncheckpointable(options, config.ckpt)
     profile, is_auto = profile_stages(config, options), config.ckpt == "auto"
     least, most = (1, len(profile.forward)) if is_auto else (2, config.ckpt)
     budget = budget_bytes(config.budget) if is_auto and config.budget is not None else None

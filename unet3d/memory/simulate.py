@@ -36,7 +36,7 @@ def simulate(
     options: Model,
     starts: SegmentStarts,
     dtype: torch.dtype = torch.float32,
-    watch: Callable[[nn.Sequential, Ledger], None] | None = None,
+    watch: Callable[[nn.Module, Ledger], None] | None = None,
     steps: int = STEADY,
 ) -> LedgerMeter:
     """The run's own network and step on fake tensors; the returned meter holds the ledger.
@@ -67,7 +67,7 @@ def step_key(config: Config) -> Config:
     return replace(config, model=Model(), ckpt=0, budget=None, device=build.target(config))
 
 
-def fake_model(config: Config, options: Model, dtype: torch.dtype) -> nn.Sequential:
+def fake_model(config: Config, options: Model, dtype: torch.dtype) -> nn.Module:
     """The network with weights of a type, within `fake_mode`."""
     torch.set_default_dtype(dtype)  # fake tensors cannot be converted in place, as `Module.to` does
     try:

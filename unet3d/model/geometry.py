@@ -38,7 +38,7 @@ def kernels(model: Model) -> list[Triple]:
 def strides(model: Model) -> list[Triple]:
     """Stride of each step from one level to the next, shallowest first."""
     steps = len(model.features) - 1
-    return triples("model.strides", model.strides, steps) if steps else []
+    return triples("model.strides", model.strides, steps) if steps > 0 else []  # no level: a user's own network
 
 
 def from_spacing(spacing: Sequence[float], patch: Sequence[int], levels: int) -> tuple[list[Triple], list[Triple]]:

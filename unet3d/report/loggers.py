@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from unet3d import build
 from unet3d.config import Config
 from unet3d.errors import is_disk_full, reason
 from unet3d.progress import Counter
@@ -70,7 +71,11 @@ class Loggers:
 
 def open_loggers(config: Config, folder: Path) -> Loggers:
     """The loggers of a run in its folder: metrics.jsonl, and wandb unless it is disabled or fails to start."""
-    return Loggers([JsonLines(folder / "metrics.jsonl"), *wandb_loggers(config, folder)])
+    found: list[Logger] = [JsonLines(folder / "metrics.jsonl"), *wandb_loggers(config, folder)]
+    for make in build.import_all(config)["loggers"]:  # the user's own
+        if error := _failure(lambda make=make: found.append(make(config, folder))):  # type: ignore[misc]
+            _warn(f"{make} does not start ({reason(error)}); the run goes on without it")
+    return Loggers(found)
 
 
 def wandb_loggers(config: Config, folder: Path) -> list[Logger]:

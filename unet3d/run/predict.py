@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unet3d import build, checks, compose
 from unet3d.config import Config, Data
@@ -38,8 +38,11 @@ class TrainedNetworks:
     splits: list[Split]  # what was held out from each
 
 
-def parse(state: Mapping[str, Any], path: Path) -> TrainedNetworks:
-    """What the snapshot at `path` holds. Raises SnapshotError for anything but plain values of the right types."""
+def parse(state: Mapping[str, Any], path: Path, model_path: str | None = None) -> TrainedNetworks:
+    """What the snapshot at `path` holds. `model_path`: the import path of the user's network, from the command line.
+
+    Raises SnapshotError for anything but plain values of the right types, UserError where it is not its network.
+    """
     try:
         config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
         classes, channels = tuple(state["classes"]), tuple(state["channels"])
@@ -54,6 +57,10 @@ def parse(state: Mapping[str, Any], path: Path) -> TrainedNetworks:
             raise ValueError("its classes, channels or weights are not named")
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
+    if config.model.path != model_path:
+        if config.model.path is None:
+            raise UserError(f"{path}: holds the package's own network; remove --model")
+        raise UserError(f"{path}: code is never taken from a snapshot; name its network: --model {config.model.path}")
     return TrainedNetworks(path, config, classes, channels, rules, weights, splits)
 
 
@@ -66,7 +73,7 @@ def split_of(options: Data) -> Split:
     return {"val_fraction": options.val_fraction, "semi": options.semi}
 
 
-def networks(trained: TrainedNetworks, device: torch.device) -> list[build.UNet3D]:
+def networks(trained: TrainedNetworks, device: torch.device) -> list[nn.Module]:
     """The networks with their weights. Raises SnapshotError where these do not fit, before memory is taken."""
     options, path = trained.config.model, trained.path
     try:
@@ -111,9 +118,9 @@ def save_prediction(path: Path, probabilities: Tensor, case: Case, spacing: Sequ
     save_labels(path, to_original(probabilities.numpy(), case, spacing), case.images[0])
 
 
-def open_segmenter(path: Path, device: str, mirror: bool | None = None) -> Segmenter:
+def open_segmenter(path: Path, device: str, mirror: bool | None = None, model_path: str | None = None) -> Segmenter:
     """The segmenter of a snapshot, of a run or published. Raises SnapshotError, or UserError for the device."""
-    return segmenter(parse(checkpoint.load_snapshot(path), path), device, mirror)
+    return segmenter(parse(checkpoint.load_snapshot(path), path, model_path), device, mirror)
 
 
 def segmenter(found: TrainedNetworks, device: str, mirror: bool | None) -> Segmenter:

@@ -27,14 +27,14 @@ SCORES = "scores.csv"
 Opened = tuple[TrainedNetworks, dict[str, Any]]
 
 
-def publish(paths: Sequence[Path], out: Path) -> None:
+def publish(paths: Sequence[Path], out: Path, model_path: str | None = None) -> None:
     """Write the networks of these snapshots, without any path, to one file: their logits are averaged.
 
     Raises SnapshotError, and UserError where `out` exists or the networks would see an image in different ways.
     """
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
-    opened = [_open(path) for path in paths]
+    opened = [_open(path, model_path) for path in paths]
     _, kept = opened[0]
     for one in opened:
         _refuse_different(one, opened[0])
@@ -44,10 +44,10 @@ def publish(paths: Sequence[Path], out: Path) -> None:
     checkpoint.save_snapshot(out, kept | {"model": own, "average": {}, "others": others, "splits": splits})
 
 
-def _open(path: Path) -> Opened:
+def _open(path: Path, model_path: str | None) -> Opened:
     """The networks of a snapshot, and what else of it is published."""
     state = checkpoint.load_snapshot(path)
-    found = predict.parse(state, path)
+    found = predict.parse(state, path, model_path)
     if missing := [name for name in KEPT if name not in state]:
         raise SnapshotError(f"{path}: not a snapshot of a run (no {', '.join(missing)})")
     config = {name: value for name, value in state["config"].items() if name not in ("wandb", "resume", "sweep")}
@@ -64,7 +64,7 @@ def _refuse_different(one: Opened, first: Opened) -> None:
         raise UserError(f"{one[0].path}: differs from {first[0].path} in {', '.join(wrong)}; publish it alone")
 
 
-def score(path: Path, config: Config, out: Path) -> str:
+def score(path: Path, config: Config, out: Path, model_path: str | None = None) -> str:
     """Score the cases that `config` holds out, predicted as the snapshot says, in out/scores.csv. Returns its title."""
     if config.data.semi:
         raise UserError("data.semi holds out slices of the training cases; the run's own scores.csv has their scores")
@@ -73,7 +73,7 @@ def score(path: Path, config: Config, out: Path) -> str:
     dataset = read_dataset(config.data)
     _, held_out = split(dataset, config.data)
     state = checkpoint.load_snapshot(path)
-    found = predict.parse(state, path)
+    found = predict.parse(state, path, model_path)
     _refuse_misfit(found, dataset)
     build.refuse_problems(dataset, held_out, config.data)
     _warn_of_seen_cases(found, state.get("grounds"), held_out, config.data)

@@ -101,7 +101,8 @@ class Run:
         config, data = self.config, self.data
         read = functools.partial(_read_nth, data.read_train, data.train)
         tile = geometry.output_size(config.data.patch, self.options)
-        patches, cases = Patches(read, config.data, config.seed, tile), [case.id for case in data.train]
+        transforms = build.import_all(config)["data.transforms"]
+        patches, cases = Patches(read, config.data, config.seed, tile, transforms), [case.id for case in data.train]
         pin = self.trainer.learner.policy.device_type == "cuda"
         return batches(patches, cases, config, self.first, pin)
 

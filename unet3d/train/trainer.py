@@ -19,7 +19,7 @@ Action = Callable[[], None]
 class Learner(NamedTuple):
     """A network and what updates it."""
 
-    model: nn.Sequential
+    model: nn.Module
     loss: LossFunction
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler

@@ -1,0 +1,217 @@
+"""A user's own network, loss, transform and logger, named by import path: used everywhere, taken from no run folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from training import ROOT, TINY, face, records, status
+from training import train as fork
+
+from unet3d import build, compose
+from unet3d.cli import train
+from unet3d.errors import UserError
+from unet3d.memory.segments import choose_segments
+
+PARTS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Network(nn.Module):
+    def __init__(self, in_channels, classes):
+        super().__init__()
+        self.first, self.last = nn.Conv3d(in_channels, 4, 3, padding=1), nn.Conv3d(4, classes, 1)
+
+    def forward(self, image):
+        return self.last(self.first(image).relu())
+
+
+def stages(in_channels, classes):
+    return nn.Sequential(*Network(in_channels, 4).children(), nn.ReLU(), nn.Conv3d(4, classes, 1))
+
+
+def number(in_channels, classes):
+    return 7
+
+
+def focal(logits, label, options):
+    entropy = F.cross_entropy(logits, label, reduction="none")
+    return ((1 - (-entropy).exp()) ** 2 * entropy).mean()
+
+
+def bright(image, label, rng):
+    return image + rng.random(), label
+
+
+def shrink(image, label, rng):
+    return image[:, 1:], label
+
+
+class Logger:
+    def __init__(self, config, folder):
+        self.file = (folder / "mine.txt").open("a")
+
+    def scalars(self, values, step):
+        print(step, *values, file=self.file)
+
+    def image(self, key, path, step): ...
+    def table(self, key, columns, rows): ...
+    def summary(self, values): ...
+
+    def close(self, exit_code):
+        print("closed with", exit_code, file=self.file, flush=True)
+
+
+constant = 7
+"""
+NETWORK, LOSS = "model.path=own_parts:Network", "loss.path=own_parts:focal"
+OWN = (NETWORK, LOSS, "data.transforms=[own_parts:bright]", "loggers=[own_parts:Logger]")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder outside of the package with parts of one's own and a run that used them."""
+    place = tmp_path_factory.mktemp("own")
+    (place / "own_parts.py").write_text(PARTS)
+    (place / "conf" / "loss").mkdir(parents=True)
+    (place / "conf" / "loss" / "mine.yaml").write_text("path: own_parts:focal\n")
+    done = fork(place, *TINY, *OWN, "steps=5", "hydra.run.dir=run")
+    assert done.code == 0, done.err
+    return place
+
+
+@pytest.fixture
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder, as the current one."""
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+    return place
+
+
+def test_a_run_uses_the_parts(place: Path) -> None:
+    assert [r["step"] for r in records(place / "run") if "train/loss" in r] == [1, 2, 3, 4, 5]
+    lines = (place / "run" / "mine.txt").read_text().splitlines()
+    assert lines[0].startswith("1 ") and "train/loss" in lines[0] and lines[-1] == "closed with 0"
+    state = torch.load(place / "run" / "checkpoints" / "last.pt", weights_only=True)
+    assert {*state["model"]} == {f"{layer}.{kind}" for layer in ("first", "last") for kind in ("weight", "bias")}
+
+
+def test_a_run_resumes_only_with_code_that_the_command_line_names(place: Path) -> None:
+    copy = place / "copy"
+    shutil.copytree(place / "run", copy)
+    refused = fork(place, f"resume={copy}", "steps=6", NETWORK)
+    assert refused.code == 2 and status(copy).startswith("done")
+    again = " ".join(OWN[1:])
+    assert f"code is never taken from a run folder; name it again: {again}" in refused.err
+    done = fork(place, f"resume={copy}", "steps=6", *OWN)
+    assert done.code == 0, done.err
+    assert [r["step"] for r in records(copy) if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_planted_path_is_not_imported(place: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "planted.py").write_text("raise SystemExit('it ran')")
+    shutil.copytree(place / "run", place / "planted")
+    for name in ("overrides.yaml", "config.yaml"):
+        file = place / "planted" / name
+        file.write_text(file.read_text().replace("own_parts:Network", "planted:Network"))
+    for words in ([], list(OWN[1:])):
+        with pytest.raises(UserError, match=r"name it again: model\.path=planted:Network"):
+            train.resumed(place / "planted", words)
+    with pytest.raises(UserError, match=r"model\.path: planted:Network -> own_parts:Network"):
+        train.resumed(place / "planted", OWN)
+    assert face("report", place / "planted") == 0, capsys.readouterr().err
+
+
+def test_predict_and_publish_take_the_network_that_the_command_line_names(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot, image = here / "run" / "checkpoints" / "best.pt", next(here.rglob("imagesTr/*.nii.gz"))
+    assert face("predict", snapshot, image, "-o", tmp_path) == 2
+    assert "name its network: --model own_parts:Network" in capsys.readouterr().err
+    assert face("publish", snapshot, "-o", tmp_path / "net.pt", "--model", "own_parts:Network") == 0
+    for path in (snapshot, tmp_path / "net.pt"):
+        assert face("predict", path, image, "-o", tmp_path / path.stem, "--model", "own_parts:Network") == 0
+    assert (tmp_path / "net" / image.name).read_bytes() == (tmp_path / "best" / image.name).read_bytes()
+    words = ["score", snapshot, *TINY, "--model", "own_parts:Network", "-o", tmp_path / "scores"]
+    assert face(*words) == 0, capsys.readouterr().err
+
+
+def test_its_memory_is_explained(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert face("memory", *TINY, NETWORK, "model.norm=batch", "-o", tmp_path / "out") == 0
+    shown = capsys.readouterr()
+    assert "own_parts:Network: " in shown.out and "is in the network's layers, mostly" in shown.out
+    assert "warning: model.features, model.norm: does nothing beside model.path" in shown.err
+    assert face("memory", *TINY, NETWORK, "--curves", "-o", tmp_path / "out") == 0
+    assert face("memory", "fit", *TINY, NETWORK, "budget=1GiB") == 0
+    assert f"{NETWORK} budget=1GiB ckpt=0" in capsys.readouterr().out
+
+
+def test_a_sequence_of_stages_can_be_checkpointed(here: Path) -> None:
+    config = compose.compose([*TINY, "model.path=own_parts:stages", "model.in_channels=1", "model.classes=3", "ckpt=2"])
+    options = build.outlined_options(config)
+    assert len(choose_segments(config, options).starts) == 2
+    assert build.stages(options) == 4
+    state = torch.get_rng_state()
+    with pytest.raises(UserError, match="ckpt=9: this model has 4 stages"):
+        build.refuse_uncheckpointable(options, 9)
+    options.path = "own_parts:Network"
+    with pytest.raises(
+        UserError, match=r"ckpt=auto groups the stages of an nn\.Sequential, which own_parts:Network is"
+    ):
+        build.refuse_uncheckpointable(options, "auto")
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_package:name", "No module named 'no_such_package'"),
+        ("own_parts:nothing", "own_parts has no nothing"),
+        ("own_parts:constant", "constant cannot be called"),
+        ("own_parts:number", "returned int, not a torch.nn.Module"),
+    ],
+)
+def test_a_wrong_path_is_one_line(here: Path, capsys: pytest.CaptureFixture[str], path: str, message: str) -> None:
+    assert face("memory", *TINY, f"model.path={path}") == 2
+    error = capsys.readouterr().err
+    assert f"error: model.path={path}: " in error and message in error and "Traceback" not in error
+
+
+def test_a_transform_that_changes_sizes_is_refused(place: Path) -> None:
+    done = fork(place, *TINY, "data.transforms=[own_parts:shrink]", "hydra.run.dir=shrunk")
+    assert done.code == 2 and "data.transforms: " in done.err and "changes sizes" in done.err
+
+
+def test_a_yaml_in_a_folder_of_ones_own_names_a_loss(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = train.checked_arguments([*TINY, "--config-dir", "conf", "loss=mine", "dry_run=true"])
+    assert compose.compose([word for word in words if "=" in word]).loss.path == "own_parts:focal"
+    assert face("memory", *TINY, "loss=mine", "--config-dir", "conf") == 0
+    assert face("memory", *TINY, "loss=mine", "--config-dir", "nowhere") == 2
+    assert "--config-dir=nowhere: no such folder" in capsys.readouterr().err
+    done = fork(here, *TINY, "--config-dir=conf", "loss=mine,dice", "steps=1", "-m", "hydra.sweep.dir=sweep")
+    assert done.code == 0, done.err
+    assert [status(here / "sweep" / job) for job in "01"] == ["done\nexit code 0\n"] * 2
+
+
+def test_a_loss_added_to_the_package_is_known_to_an_installed_one(tmp_path: Path) -> None:
+    """As a wheel lies in site-packages: configs inside the package, run from an empty folder."""
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    shutil.copytree(ROOT / "unet3d", site / "unet3d", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "configs", site / "unet3d" / "configs")
+    with (site / "unet3d" / "train" / "losses.py").open("a") as file:
+        file.write("\n\n@loss\ndef squared(logits, label, options):\n    return (logits**2).mean()\n")
+    empty.mkdir()
+    command = [sys.executable, "-m", "unet3d", "train", *TINY, "loss.name=squared", "dry_run=true"]
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "predicted peak of a step" in done.stdout
+    assert [path.name for path in empty.iterdir()] == ["outputs"]
+    for words, answer in ((["loss=squared"], "write loss.name=squared"), (["--help"], "dice_ce, ce, dice, squared")):
+        done = subprocess.run([*command[:4], *words], cwd=empty, env=environment, capture_output=True, text=True)
+        assert answer in done.stdout + done.stderr
