@@ -8,7 +8,7 @@ import pytest
 from training import face, train
 
 from unet3d import compose
-from unet3d.cli.main import parser
+from unet3d.cli.main import command_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "data/README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]  # fmt: skip
@@ -47,7 +47,7 @@ def test_other_commands_parse(tmp_path: Path) -> None:
     found = [words for words in commands() if words[2:3] == ["unet3d"]]
     assert {words[3] for words in found} >= {"predict", "check-data", "memory", "compare"}
     for words in found:
-        arguments = parser().parse_args(words[3:])
+        arguments = command_parser().parse_args(words[3:])
         for job in compose.sweep(overrides(getattr(arguments, "overrides", []), tmp_path)):
             compose.compose(job)
 
