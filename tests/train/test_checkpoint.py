@@ -1,22 +1,37 @@
-"""Snapshots survive kills, notice damage, and run nothing."""
+"""Snapshots keep what was saved, notice damage, run nothing, and say in full what does not fit."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from unet3d.compose import SNAPSHOTS
 from unet3d.errors import DamagedSnapshot, SnapshotError
 from unet3d.memory.ledger import Ledger
 from unet3d.train import checkpoint
 
 STATE = {"model": {"w": torch.arange(1000.0)}, "step": 3}
+LAST, PREVIOUS = SNAPSHOTS[:2]
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    checkpoint.save_snapshot(tmp_path / "last.pt", STATE)
-    found = checkpoint.load_snapshot(tmp_path / "last.pt")
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A saved snapshot."""
+    checkpoint.save_snapshot(tmp_path / LAST, STATE)
+    return tmp_path / LAST
+
+
+def test_what_is_loaded_is_what_was_saved(path: Path) -> None:
+    found = checkpoint.load_snapshot(path)
     assert found["step"] == 3 and torch.equal(found["model"]["w"], STATE["model"]["w"])
-    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+    assert [p.name for p in path.parent.iterdir()] == [LAST]
+
+
+def test_the_previous_snapshot_is_kept(path: Path) -> None:
+    for step in (4, 5):
+        checkpoint.save_snapshot(path, {"step": step}, path.with_name(PREVIOUS))
+    assert [checkpoint.load_snapshot(path.with_name(name))["step"] for name in (LAST, PREVIOUS)] == [5, 4]
+    assert {found.name for found in path.parent.iterdir()} == {LAST, PREVIOUS}
 
 
 def test_saving_copies_no_tensor(tmp_path: Path) -> None:
@@ -30,31 +45,40 @@ def test_saving_copies_no_tensor(tmp_path: Path) -> None:
     ledger.adopt(value for state in optimizer.state.values() for value in state.values())
     before = len(ledger.storages)
     with ledger:
-        checkpoint.save_snapshot(
-            tmp_path / "last.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        )
+        checkpoint.save_snapshot(tmp_path / LAST, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     assert len(ledger.storages) == before
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
-def test_c1_a_truncated_file_is_refused(tmp_path: Path, share: float) -> None:
-    path = tmp_path / "last.pt"
-    checkpoint.save_snapshot(path, STATE)
+def test_a_truncated_file_is_refused(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    with pytest.raises(SnapshotError, match=r"last\.pt"):
+    with pytest.raises(DamagedSnapshot, match=r"last\.pt"):
         checkpoint.load_snapshot(path)
 
 
-def test_c2_one_flipped_bit_is_refused_though_torch_would_load_it(tmp_path: Path) -> None:
-    path = tmp_path / "last.pt"
-    checkpoint.save_snapshot(path, STATE)
+def test_one_flipped_bit_is_refused_though_torch_would_load_it(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    at = content.find(torch.tensor(500.0).numpy().tobytes())
-    content[at] ^= 1
+    content[content.find(torch.tensor(500.0).numpy().tobytes())] ^= 1
     path.write_bytes(content)
     assert not torch.equal(torch.load(path, weights_only=True)["model"]["w"], STATE["model"]["w"])
-    with pytest.raises(SnapshotError, match="checksum"):
+    with pytest.raises(DamagedSnapshot, match="checksum"):
         checkpoint.load_snapshot(path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "packed", "empty", "gone"])
+def test_a_damaged_snapshot_is_replaced_by_the_previous_one(damage: str, path: Path) -> None:
+    checkpoint.save_snapshot(path, STATE | {"step": 4}, path.with_name(PREVIOUS))
+    content = bytearray(path.read_bytes())
+    method = content.index(b"PK\x01\x02") + 10  # of compression
+    content[method if damage == "packed" else len(content) // 2] ^= 8
+    path.write_bytes({"cut": content[:-9], "bit": content, "packed": content}.get(damage, b""))
+    if damage == "gone":
+        path.unlink()
+    found, (wrong,) = checkpoint.load_any(path.parent, SNAPSHOTS)
+    assert found["step"] == 3 and str(path) in wrong
+    path.with_name(PREVIOUS).write_bytes(b"")
+    with pytest.raises(SnapshotError, match=r"no usable snapshot: .*last\.pt.*previous\.pt.*best\.pt"):
+        checkpoint.load_any(path.parent, SNAPSHOTS)
 
 
 class Payload:
@@ -65,7 +89,7 @@ class Payload:
         return Path.touch, (self.path,)
 
 
-def test_c3_a_pickled_command_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_a_pickled_command_is_refused_and_not_run(tmp_path: Path) -> None:
     torch.save({"format": 1, "model": Payload(tmp_path / "ran")}, tmp_path / "evil.pt")
     with pytest.raises(SnapshotError, match="not loaded") as caught:
         checkpoint.load_snapshot(tmp_path / "evil.pt")
@@ -73,19 +97,45 @@ def test_c3_a_pickled_command_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_another_format_or_a_stranger_is_refused(tmp_path: Path) -> None:
-    for content in ({"format": 99}, [1, 2]):
-        torch.save(content, tmp_path / "x.pt")
-        with pytest.raises(SnapshotError, match="format"):
-            checkpoint.load_snapshot(tmp_path / "x.pt")
-    with pytest.raises(SnapshotError, match=r"missing\.pt"):
-        checkpoint.load_snapshot(tmp_path / "missing.pt")
-
-
 @pytest.mark.parametrize(
-    "weights", [{}, {"weight": torch.zeros(3)}, {"weight": torch.zeros(2, 2), "extra": torch.zeros(1)}]
+    ("content", "message"),
+    [
+        ({"format": checkpoint.FORMAT + 1}, rf"of a newer unet3d \(format {checkpoint.FORMAT + 1}; this one reads"),
+        ({"format": checkpoint.FORMAT - 1}, rf"of an older unet3d \(format {checkpoint.FORMAT - 1}; this one reads"),
+        ([1, 2], "not a unet3d snapshot: it names no format"),
+        ({"model": {}}, "not a unet3d snapshot: it names no format"),
+    ],
 )
-def test_weights_that_do_not_fit_are_named(weights: dict) -> None:
-    model = torch.nn.Linear(2, 2, bias=False)
-    with pytest.raises(SnapshotError, match=r"weight|extra"):
+def test_another_format_or_a_strangers_file_is_refused_but_not_called_damaged(
+    tmp_path: Path, content: object, message: str
+) -> None:
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(SnapshotError, match=rf"x\.pt: {message}") as caught:
+        checkpoint.load_snapshot(tmp_path / "x.pt")
+    assert not isinstance(caught.value, DamagedSnapshot)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DamagedSnapshot, match=r"missing\.pt: not a readable snapshot \(No such file"):
+        checkpoint.load_snapshot(tmp_path / "missing.pt")
+    with pytest.raises(SnapshotError, match="is a folder; give a snapshot"):
+        checkpoint.load_snapshot(tmp_path)
+
+
+def test_all_differences_are_counted_and_ten_are_shown() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(7)))
+    weights = {name: value for name, value in model.state_dict().items() if not name.startswith("0")}
+    weights |= {"1.weight": torch.zeros(3, 2), "extra": torch.zeros(())}
+    with pytest.raises(SnapshotError) as caught:
         checkpoint.load_weights(model, weights, Path("a.pt"))
+    head, columns, *rows = str(caught.value).splitlines()
+    assert head == "a.pt: 4 tensors do not fit the model"
+    assert [line.split() for line in [columns, *rows]] == [
+        ["tensor", "snapshot", "model"],
+        ["0.bias", "-", "2"],
+        ["0.weight", "-", "2x2"],
+        ["1.weight", "3x2", "2x2"],
+        ["extra", "scalar", "-"],
+    ]
+    with pytest.raises(SnapshotError, match=r"14 tensors(.*\n){11}.*\n  and 4 more$"):
+        checkpoint.load_weights(model, {}, Path("a.pt"))

@@ -15,7 +15,7 @@ LATER = {20: 1.77118, 40: 1.59962, 60: 1.53201}  # whose effect grows from step 
 
 
 @pytest.mark.slow
-def test_t11_a_training_takes_the_course_it_always_took(tmp_path: Path) -> None:
+def test_a_training_takes_the_course_it_always_took(tmp_path: Path) -> None:
     done = train(tmp_path, *RUN, "hydra.run.dir=run")
     assert done.code == 0, done.err
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

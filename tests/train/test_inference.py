@@ -12,7 +12,7 @@ from unet3d.config import Model
 from unet3d.data.patches import choose_centre, crop, prepare
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
-from unet3d.train.inference import Predictor, _aligned, _overlapping, gaussian
+from unet3d.train.inference import Predictor, aligned_corners, even_corners, gaussian
 from unet3d.train.policy import MemoryPolicy
 from unet3d.types import IGNORE
 
@@ -32,7 +32,7 @@ def predictor(model: nn.Sequential, window: tuple, options: Model | None = None,
 
 @pytest.mark.parametrize("size", [(8, 8, 8), (17, 9, 8), (5, 30, 3), (1, 1, 1)])
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 0.75])
-def test_p3_windows_partition_unity(size: tuple, overlap: float) -> None:
+def test_windows_of_any_number_leave_pointwise_logits_as_they_are(size: tuple, overlap: float) -> None:
     model = Pointwise()
     image = torch.randn(1, *size)
     with torch.no_grad():
@@ -42,8 +42,8 @@ def test_p3_windows_partition_unity(size: tuple, overlap: float) -> None:
 
 
 @pytest.mark.parametrize(("size", "window", "overlap"), [(100, 32, 0.5), (33, 32, 0.0), (32, 32, 0.5), (64, 10, 0.25)])
-def test_windows_cover_everything_with_the_asked_overlap(size: int, window: int, overlap: float) -> None:
-    found = _overlapping((size, 1, 1), (window, 1, 1), overlap)[0]
+def test_windows_cover_everything_with_at_least_the_overlap(size: int, window: int, overlap: float) -> None:
+    found = even_corners((size, 1, 1), (window, 1, 1), overlap)[0]
     assert found[0] == 0 and found[-1] == size - window
     assert all(b - a <= window * (1 - overlap) + 0.5 for a, b in pairwise(found))
 
@@ -84,15 +84,14 @@ def test_valid_tiles_see_mirrored_context(network: Network) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_valid_tiles_start_on_multiples_of_the_total_stride(options: Callable[..., Model]) -> None:
-    paper = options("model=cicek2016", "data.patch=[132,132,116]")
-    assert _aligned((100, 44, 28), (44, 44, 28), paper) == [[0, 24, 56], [0], [0]]
+def test_valid_tiles_begin_on_multiples_of_the_total_stride() -> None:
+    assert aligned_corners((100, 44, 28), (44, 44, 28), (8, 8, 8)) == [[0, 24, 56], [0], [0]]
     for length, window in product(range(1, 200), (4, 12, 28, 44)):
-        starts = _aligned((length,) * 3, (window,) * 3, paper)[0]
+        (corners,) = aligned_corners((length,), (window,), (8,))
         stride = min(8, window)
-        assert starts[0] == 0 and not any(start % stride for start in starts)
-        assert all(0 < b - a <= window for a, b in pairwise(starts)), "no voxel is left out"
-        assert length <= starts[-1] + window < max(length, window) + stride, "nor is a window far outside"
+        assert corners[0] == 0 and not any(corner % stride for corner in corners)
+        assert all(0 < b - a <= window for a, b in pairwise(corners)), "no voxel is left out"
+        assert length <= corners[-1] + window < max(length, window) + stride, "nor is a window far outside"
 
 
 FULL = ("data.patch=[132,132,116]", "model.features=[4,4,4,4]")
@@ -156,9 +155,9 @@ def test_statistics_of_a_window_are_its_own(network: Network) -> None:
 def test_mirroring_makes_the_prediction_symmetric(network: Network) -> None:
     model = network("model=unet_tiny")
     image = torch.randn(1, 16, 16, 16)
-    averaged = predictor(model, (16, 16, 16), mirror=(0, 1, 2))
-    found = averaged.probabilities(image)
-    torch.testing.assert_close(averaged.probabilities(image.flip(2)), found.flip(2), atol=1e-5, rtol=0)
+    mirrored = predictor(model, (16, 16, 16), mirror=(0, 1, 2))
+    found = mirrored.probabilities(image)
+    torch.testing.assert_close(mirrored.probabilities(image.flip(2)), found.flip(2), atol=1e-5, rtol=0)
     plain = predictor(model, (16, 16, 16))
     assert not torch.allclose(plain.probabilities(image.flip(2)), plain.probabilities(image).flip(2), atol=1e-3)
 
@@ -177,7 +176,7 @@ def test_odd_sizes(network: Network, size: tuple) -> None:
     assert found.shape == (3, *size)
 
 
-def test_what_is_thinner_than_a_tile_lies_where_training_puts_it(network: Network) -> None:
+def test_a_volume_thinner_than_a_tile_lies_where_training_puts_it(network: Network) -> None:
     """Else statistics of the window would be of slices that are repeated more or less often."""
     model = network("model=cicek2016_2d", "model.features=[4,8]", "model.in_channels=1", "model.classes=3")
     window, tile = (60, 60, 20), [44, 44, 20]

@@ -7,15 +7,16 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 
-from unet3d.train.metrics import CaseScore, Labels, Mask, _box, csv_text, hausdorff95, score_case, summarise
+from unet3d.train.metrics import CaseScore, Labels, Mask, csv_text, hausdorff95, score_case, summarise
 
 NAMES = ("background", "left", "right")
 MM = (1.0, 1.0, 1.0)
 
 
 def counted(prediction: Labels, truth: Labels, index: int) -> tuple[float, float]:
-    """Dice and IoU of one class by looking at every voxel."""
+    """Dice and IoU of one class, voxel by voxel."""
     hit = false = missed = 0
     for p, t in zip(prediction.flat, truth.flat, strict=True):
         hit += p == index and t == index
@@ -52,7 +53,7 @@ def test_many_classes_do_not_wrap_around() -> None:
     assert score.dice[297] is None
 
 
-def test_d9_a_class_absent_from_both_has_no_score_and_absent_from_one_zero() -> None:
+def test_a_class_absent_from_both_has_no_score_and_absent_from_one_zero() -> None:
     score = score_case("a", volume(0, 0, 1), volume(2, 0, 0), 4, MM, hd95=True)
     assert score.dice == (0, 0, None)
     assert score.iou == (0, 0, None)
@@ -101,7 +102,6 @@ def test_hd95_of_a_slice_is_taken_along_its_border() -> None:
 
 def test_hd95_takes_surfaces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's quantile refuses more than 2^24 distances, of which a large CT has some."""
-    import torch
     from monai.metrics import utils
 
     def many(*_: object, **__: object) -> tuple:
@@ -150,7 +150,6 @@ def blobs(seed: int, shape: tuple[int, int, int] = (20, 16, 12)) -> Mask:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_cropping_to_the_masks_does_not_change_hd95(seed: int) -> None:
-    import torch
     from monai.metrics import compute_hausdorff_distance
 
     prediction, truth = blobs(seed)
@@ -167,10 +166,21 @@ def test_cropping_to_the_masks_does_not_change_hd95(seed: int) -> None:
     assert hausdorff95(prediction, truth, spacing) == pytest.approx(float(whole), rel=1e-6)
 
 
-def test_the_crop_leaves_out_what_holds_no_mask() -> None:
-    mask = np.zeros((50, 50, 50), bool)
-    mask[10:12, 0, 48:] = True
-    assert _box(mask) == (slice(9, 13), slice(0, 2), slice(47, 51))
+def test_hd95_is_computed_on_the_box_around_both_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A voxel wider than them: what lies outside moves no surface, and takes four times as long."""
+    from monai.metrics import utils
+
+    shapes, distance = [], utils.get_edge_surface_distance
+
+    def seen(*masks: torch.Tensor, **options: object) -> tuple:
+        shapes.extend(tuple(mask.shape) for mask in masks)
+        return distance(*masks, **options)
+
+    monkeypatch.setattr(utils, "get_edge_surface_distance", seen)
+    prediction, truth = np.zeros((2, 50, 50, 50), bool)
+    prediction[10:12, 0, 48:] = truth[11, 0, 48] = True
+    assert 0 < hausdorff95(prediction, truth, MM) <= 2**0.5
+    assert shapes == [(4, 2, 3)] * 2
 
 
 def test_means_leave_out_what_does_not_exist() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from unet3d.errors import NonFiniteLoss
 from unet3d.model.unet import UNet3D
@@ -64,8 +65,28 @@ def test_gradients_are_released(network: Network) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_any_module_is_a_network() -> None:
+    """Without checkpointed segments."""
+
+    class Mine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(1, 3, 1)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return self.conv(image)
+
+    torch.manual_seed(0)
+    model, memory = Mine(), MemoryPolicy()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = [
+        train_step(model, SegmentationLoss(ce), optimizer, memory.scaler(), memory, [batch(1)]).loss for _ in range(2)
+    ]
+    assert losses[1] < losses[0]
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_t2_a_non_finite_loss_stops_before_the_update(network: Network, dtype: torch.dtype | None) -> None:
+def test_a_non_finite_loss_stops_before_the_update(network: Network, dtype: torch.dtype | None) -> None:
     model, before = network(), network()
     poisoned = batch(1)
     poisoned.image[0, 0, 0, 0, 0] = float("nan")
@@ -91,7 +112,7 @@ def broken(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("clip", [None, 12.0])
-def test_t2_a_non_finite_gradient_stops_before_the_update(network: Network, clip: float | None) -> None:
+def test_a_non_finite_gradient_stops_before_the_update(network: Network, clip: float | None) -> None:
     model, before, memory = network(), network(), MemoryPolicy()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     with pytest.raises(NonFiniteLoss, match="gradient norm nan"):
@@ -99,7 +120,7 @@ def test_t2_a_non_finite_gradient_stops_before_the_update(network: Network, clip
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
-def test_t3_fp16_that_overflows_at_any_scale_is_stopped(network: Network) -> None:
+def test_fp16_that_overflows_at_any_scale_is_stopped(network: Network) -> None:
     model, memory = network(), MemoryPolicy("cpu", torch.float16)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 1.0), memory.scaler()
     for _ in range(17):
@@ -108,7 +129,7 @@ def test_t3_fp16_that_overflows_at_any_scale_is_stopped(network: Network) -> Non
         train_step(model, broken, optimizer, scaler, memory, [batch(1)])
 
 
-def test_t2_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None:
+def test_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None:
     model, before = network(), network()
     memory = MemoryPolicy("cpu", torch.float16)
     scaler = memory.scaler()
@@ -121,12 +142,12 @@ def test_t2_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
-def test_t3_fp16_that_overflows_into_running_statistics_is_stopped(network: Network) -> None:
-    """A lower scale does not mend them, and validation would use them to the end."""
+def test_fp16_that_overflows_into_running_statistics_is_stopped(network: Network) -> None:
+    """A lower scale does not make them finite, and validation would use them to the end."""
     memory = MemoryPolicy("cpu", torch.float16)
     poisoned = batch(1)
     poisoned.image[:] = float("inf")
     with pytest.raises(NonFiniteLoss, match=r"running statistics of batch norm .* amp_dtype=bf16"):
         step(network("model=unet_tiny", "model.norm=batch"), [poisoned], memory=memory)
-    with pytest.raises(NonFiniteLoss, match=r"go on from a snapshot$"):  # bf16 would not mend what float32 could not
+    with pytest.raises(NonFiniteLoss, match=r"go on from a snapshot$"):  # bf16 would not help where float32 does not
         step(network("model=unet_tiny", "model.norm=batch"), [poisoned])

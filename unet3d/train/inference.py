@@ -28,7 +28,7 @@ class Predictor:
     options: Model
     policy: MemoryPolicy
     window: tuple[int, int, int]  # D H W, voxels
-    overlap: float = 0.5  # least share of a window that the next one covers again
+    overlap: float = 0.5  # least share of a window that its neighbour covers too
     mirror: tuple[int, ...] = ()  # axes; logits are averaged over all combinations of their mirrorings
 
     @torch.no_grad()
