@@ -120,8 +120,18 @@ def test_json_that_is_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["image", "label"])
 @pytest.mark.parametrize(
     "name",
-    ["../x.nii.gz", "imagesTr/../../x.nii.gz", "imagesTr/../imagesTr/a.nii.gz", "/etc/x.nii.gz", "{root}/a.nii", "a\0b"]
-    + [7, None],
+    [
+        *[
+            "../x.nii.gz",
+            "imagesTr/../../x.nii.gz",
+            "imagesTr/../imagesTr/a.nii.gz",
+            "/etc/x.nii.gz",
+            "{root}/a.nii",
+            "a\x00b",
+        ],
+        7,
+        None,
+    ],
 )
 def test_a_path_that_leaves_the_folder_is_refused(tmp_path: Path, kind: str, name: Any) -> None:
     data = decathlon(tmp_path)
