@@ -202,7 +202,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch waits 5 s for a worker to end by itself before it ends it, as soon as nothing holds its loader."""
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
@@ -210,6 +210,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_an_error_in_a_worker_names_its_cases_and_keeps_its_trace(workers: int) -> None:
     with pytest.raises(RuntimeError, match=r"^no batch of case1, case3: (IndexError: )?no such voxel$") as caught:
@@ -217,6 +218,7 @@ def test_an_error_in_a_worker_names_its_cases_and_keeps_its_trace(workers: int) 
     assert isinstance(caught.value.__cause__, IndexError) and not isinstance(caught.value, LoaderError)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_case_that_cannot_be_used_stays_a_user_error_in_one_line(workers: int) -> None:
     with pytest.raises(UserError, match=r"^case7: a\.nii: damaged; replace the file$"):
@@ -231,12 +233,14 @@ def test_a_memory_error_is_not_wrapped() -> None:
         second(exhaust, 0)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_worker_that_is_killed_is_reported_with_the_missing_cases() -> None:
     """Workers run ahead: its death may be seen a batch early."""
     with pytest.raises(LoaderError, match=r"^no batch of case\d, case\d: DataLoader worker .*fewer workers need less$"):
         second(die)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_worker_that_hangs_is_ended_by_the_timeout() -> None:
     """It waits for what never comes, and ignores SIGTERM."""
     with pytest.raises(LoaderError, match=r"^no batch of case1, case3: DataLoader timed out .*workers=0 shows"):
