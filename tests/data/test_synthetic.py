@@ -29,12 +29,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
-    first, again = (contents(synthetic.ensure_phantom(SMALL, tmp_path / name)) for name in "ab")
+    first, second = (contents(synthetic.ensure_phantom(SMALL, tmp_path / name)) for name in "ab")
     assert sorted(first) == [
         "dataset.json",
         *(f"{kind}Tr/phantom_{n:03d}.nii.gz" for kind in ("images", "labels") for n in range(2)),
     ]
-    assert first == again
+    assert first == second
     assert first["imagesTr/phantom_000.nii.gz"] != first["imagesTr/phantom_001.nii.gz"]
 
 

@@ -190,7 +190,7 @@ def _mni152_cases() -> Iterator[GeneratedCase]:
         raise UserError(f"data=mni152 is made from nilearn's template, but {error}; install it: {command}") from error
     template = datasets.load_mni152_template(resolution=1)
     maps = datasets.load_mni152_gm_template(resolution=1), datasets.load_mni152_wm_template(resolution=1)
-    # nilearn gives shares of the largest voxel in float32; times its value they are the stored integers again.
+    # nilearn gives shares of the largest voxel in float32; times its value they are the stored integers.
     image, gray, white = (np.rint(LEVELS * np.asarray(each.dataobj)).astype(np.int16) for each in (template, *maps))
     yield GeneratedCase("mni152", image, mni152_labels(gray, white), template.affine)
 
