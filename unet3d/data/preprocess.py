@@ -60,10 +60,9 @@ class CaseReader:
 
     def refuse_more_than_memory(self, maps: Mapping[Case, int]) -> None:
         """Print the predicted size of these cases, each with so many label maps. Raises UserError if too large."""
-        needed = 0
-        for case, labels in maps.items():
-            grid = target_grid(case, open_image(case.id, case.images[0]), self.spacing)
-            needed += prod(grid.shape) * (4 * len(self.dataset.channels) + 2 * labels)  # float32, and int16
+        grids = {case: target_grid(case, open_image(case.id, case.images[0]), self.spacing) for case in maps}
+        voxel = {case: 4 * len(self.dataset.channels) + 2 * labels for case, labels in maps.items()}  # float32, int16
+        needed = sum(prod(grids[case].shape) * voxel[case] for case in maps)
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         size = f"{len(maps)} cases kept in memory: {mib(needed)} MiB (predicted)"
         if needed >= available:
@@ -109,10 +108,9 @@ def _usable(cases: Sequence[Case], what: str, read: Callable[[Case], T]) -> Iter
 
 
 def intensity_rules(choice: str, channels: Sequence[str], foreground: Iterable[np.ndarray]) -> tuple[Intensity, ...]:
-    """One rule a channel. `foreground` yields training foreground intensities (C, voxels), used only for CT.
+    """One rule a channel; `foreground` yields the intensities (C, voxels) of training cases, used only for CT.
 
-    CT numbers mean the same in every scan, so their range is taken from the training set: percentiles 0.5 and 99.5 of
-    the foreground, its mean and std (nnU-Net, arXiv:1809.10486). Other modalities have no such scale.
+    CT numbers mean the same in every scan: percentiles 0.5 and 99.5, mean and std are nnU-Net's (arXiv:1809.10486).
     """
     auto = ["ct" if name.upper() == "CT" else "zscore" for name in channels]
     kinds = auto if choice == "auto" else [choice] * len(channels)
