@@ -183,6 +183,11 @@ def test_a_link_out_of_the_root_is_refused_in_every_layout(tmp_path: Path, layou
     assert len(read_dataset(data).cases) == 2
 
 
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").symlink_to(tmp_path / "dataset.json")
+    assert "dataset.json: is a link out of" in refusal(Data(format="decathlon", root=str(tmp_path)))
+
+
 def nnunet(root: Path, **changes: Any) -> Data:
     """Two labelled cases and one without a label, of two channels."""
     for name in ("b_0001", "a"):

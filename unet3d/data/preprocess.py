@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -60,9 +59,10 @@ class CaseReader:
 
     def refuse_more_than_memory(self, maps: Mapping[Case, int]) -> None:
         """Print the predicted size of these cases, each with so many label maps. Raises UserError if too large."""
-        grids = {case: target_grid(case, open_image(case.id, case.images[0]), self.spacing) for case in maps}
-        voxel = {case: 4 * len(self.dataset.channels) + 2 * labels for case, labels in maps.items()}  # float32, int16
-        needed = sum(prod(grids[case].shape) * voxel[case] for case in maps)
+        needed = 0
+        for case, labels in maps.items():
+            grid = target_grid(case, open_image(case.id, case.images[0]), self.spacing)
+            needed += prod(grid.shape) * (4 * len(self.dataset.channels) + 2 * labels)  # float32, and int16
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         size = f"{len(maps)} cases kept in memory: {mib(needed)} MiB (predicted)"
         if needed >= available:
@@ -76,7 +76,8 @@ class CaseReader:
 
     def fill(self, cases: Sequence[Case]) -> None:
         """Read every case now. Raises UserError that lists all that cannot be used."""
-        deque(_usable(cases, "reading cases", self), maxlen=0)
+        for _ in _usable(cases, "reading cases", self):
+            pass
 
     def _prepare(self, case: Case) -> PreparedCase:
         volume = self.raw(case)
