@@ -166,8 +166,8 @@ def test_a_worker_that_hangs_ends_with_the_run(tmp_path: Path) -> None:
 
 
 def test_workers_leave_signals_to_the_run() -> None:
-    patches = Patches(phantom_case, Data(patch=[8, 8, 8]), 0, [8, 8, 8])
-    stream = batches(patches, ["a"], 1, 1, seed=0, workers=1)
+    config = Config(data=Data(patch=[8, 8, 8]), batch=1, workers=1)
+    stream = batches(Patches(phantom_case, config.data, 0, [8, 8, 8]), ["a"], config)
     next(stream)
     (worker,) = multiprocessing.active_children()
     assert worker.pid

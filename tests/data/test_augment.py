@@ -98,9 +98,9 @@ def test_scaling_shrinks_or_grows_what_is_seen() -> None:
 
 def test_elastic_field_passes_through_its_control_vectors() -> None:
     """65 voxels, control points every 32: they lie on voxels, where the spline equals the drawn vectors."""
-    rng, again = np.random.default_rng(3), np.random.default_rng(3)
+    rng, copy = np.random.default_rng(3), np.random.default_rng(3)
     found = augment.elastic_field([65, 65, 65], 4.0, 32, rng)
-    vectors = again.normal(0, 4.0, (4, 4, 4, 3)).astype(np.float32)
+    vectors = copy.normal(0, 4.0, (4, 4, 4, 3)).astype(np.float32)
     assert augment.spline_matrix(65, 32).shape == (65, 4)
     np.testing.assert_allclose(found[16::32, 16::32, 16::32], vectors[1:3, 1:3, 1:3], atol=1e-4)
 

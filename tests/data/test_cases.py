@@ -120,8 +120,18 @@ def test_json_that_is_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["image", "label"])
 @pytest.mark.parametrize(
     "name",
-    ["../x.nii.gz", "imagesTr/../../x.nii.gz", "imagesTr/../imagesTr/a.nii.gz", "/etc/x.nii.gz", "{root}/a.nii", "a\0b"]
-    + [7, None],
+    [
+        *[
+            "../x.nii.gz",
+            "imagesTr/../../x.nii.gz",
+            "imagesTr/../imagesTr/a.nii.gz",
+            "/etc/x.nii.gz",
+            "{root}/a.nii",
+            "a\x00b",
+        ],
+        7,
+        None,
+    ],
 )
 def test_a_path_that_leaves_the_folder_is_refused(tmp_path: Path, kind: str, name: Any) -> None:
     data = decathlon(tmp_path)
@@ -171,6 +181,11 @@ def test_a_link_out_of_the_root_is_refused_in_every_layout(tmp_path: Path, layou
         assert f"is a link out of {root}; put the file there, or set data.allow_outside=true" in refusal(data)
         data.allow_outside = True
     assert len(read_dataset(data).cases) == 2
+
+
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").symlink_to(tmp_path / "dataset.json")
+    assert "dataset.json: is a link out of" in refusal(Data(format="decathlon", root=str(tmp_path)))
 
 
 def nnunet(root: Path, **changes: Any) -> Data:

@@ -1,66 +1,231 @@
-"""Every fault of a data set is told at once, with case and path, and a sound one gets not a word."""
+"""Every fault of a data set is listed at once, with case and path; a sound data set gets no line."""
 
+import gzip
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import nibabel as nib
 import numpy as np
 import pytest
-from nifti_files import case, decathlon, errors, image, label, told, write
+from nifti_files import (
+    FLIPPED,
+    LPS,
+    NOISY,
+    SHIFTED,
+    case,
+    changed,
+    checked,
+    decathlon,
+    errors,
+    image,
+    label,
+    write,
+    write_header,
+)
+from training import face, train
 
-from unet3d.config import Data, Phantom
+from unet3d import build
+from unet3d.config import Config, Data, Phantom
+from unet3d.data import nifti
 from unet3d.data.cases import read_dataset, split
 from unet3d.data.check import WARNING, summary
+from unet3d.errors import UserError
+
+PAGE = b"<!DOCTYPE html>" + b"not found " * 100
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_nothing_is_said_against_the_phantom(tmp_path: Path, full: bool) -> None:
-    assert told(Data(root=str(tmp_path), phantom=Phantom(cases=3, shape=[16, 16, 16])), full) == []
+def test_the_phantom_has_no_problem(tmp_path: Path, full: bool) -> None:
+    assert checked(Data(root=str(tmp_path), phantom=Phantom(cases=3, shape=[16, 16, 16])), full) == []
 
 
-def test_all_problems_of_all_cases_are_told_at_once(tmp_path: Path) -> None:
-    data = decathlon(tmp_path, tuple("abcdef"))
-    images, labels = tmp_path / "imagesTr", tmp_path / "labelsTr"
-    (images / "a.nii.gz").unlink()
-    (labels / "a.nii.gz").write_bytes(b"")
-    write(images / "b.nii.gz", np.full((6, 5, 4), np.nan, np.float32))
-    write(labels / "b.nii.gz", np.full((6, 5, 4), 7, np.uint8))
-    write(labels / "c.nii.gz", label((6, 5, 3)))
-    write(images / "d.nii.gz", image((6, 5, 4, 2)))
-    case(tmp_path, image((20, 20, 20)), label((20, 20, 20)), "e")
-    (images / "e.nii.gz").write_bytes((images / "e.nii.gz").read_bytes()[:-9])
-    assert errors(told(data)) == [
-        f"a: {images / 'a.nii.gz'}: no such file; restore it or take the case out",
-        f"a: {labels / 'a.nii.gz'}: is empty; replace the file",
-        f"b: {images / 'b.nii.gz'}: 120 voxels are NaN or infinite; give them a value, e.g. the background's",
-        f"b: {labels / 'b.nii.gz'}: 120 voxels have the label 7; allowed are 0 to 2; relabel them",
-        f"c: {labels / 'c.nii.gz'}: has (6, 5, 3) voxels, not the (6, 5, 4) of {images / 'c.nii.gz'}; "
+def damaged(root: Path) -> tuple[Data, list[str]]:
+    """A data set with a fault in every case, and the line for each fault."""
+    data = decathlon(root, tuple("abcdefg"))
+    images, labels = (
+        {name: root / folder / f"{name}.nii.gz" for name in "abcdefg"} for folder in ("imagesTr", "labelsTr")
+    )
+    images["a"].unlink()
+    labels["a"].write_bytes(b"")
+    write(images["b"], np.full((6, 5, 4), np.nan, np.float32))
+    write(labels["b"], np.full((6, 5, 4), 7, np.uint8))
+    write(labels["c"], label((6, 5, 3)))
+    write(images["d"], image((6, 5, 4, 2)))
+    case(root, image((20, 20, 20)), label((20, 20, 20)), "e")
+    images["e"].write_bytes(images["e"].read_bytes()[:-9])
+    images["f"].write_bytes(PAGE)
+    labels["f"].write_bytes(gzip.compress(PAGE))
+    images["g"].write_bytes(images["g"].read_bytes()[:30])
+    resample, end = (
         "resample it onto the image's grid",
-        f"d: {images / 'd.nii.gz'}: has 2 channels, the data set 1 (CT); make them agree",
-        f"e: {images / 'e.nii.gz'}: damaged (Compressed file ended before the end-of-stream marker was reached); "
-        "replace the file",
+        "Compressed file ended before the end-of-stream marker was reached",
+    )
+    return data, [
+        f"a: {images['a']}: no such file; restore it or remove the case",
+        f"a: {labels['a']}: is empty; replace the file",
+        f"b: {images['b']}: 120 voxels are NaN or infinite; give them a value, e.g. the background's",
+        f"b: {labels['b']}: 120 voxels have the label 7; allowed are 0 to 2; relabel them",
+        f"c: {labels['c']}: has (6, 5, 3) voxels, not the (6, 5, 4) of {images['c']}; {resample}",
+        f"d: {images['d']}: has 2 channels, the data set 1 (CT); make them agree",
+        f"e: {images['e']}: damaged ({end}); replace the file",
+        f"f: {images['f']}: is not gzip-compressed despite its name; rename or replace it",
+        f"f: {labels['f']}: not readable as NIfTI (no NIfTI-1 or NIfTI-2 header); replace the file",
+        f"g: {images['g']}: not readable as NIfTI ({end}); replace the file",
     ]
-    assert [line[0] for line in told(data, full=False)] == list("aacd"), "headers alone show these"
+
+
+def test_all_problems_of_all_cases_are_listed_at_once(tmp_path: Path) -> None:
+    data, lines = damaged(tmp_path)
+    assert errors(checked(data)) == lines
+    assert checked(data, full=False) == [line for line in lines if line[0] not in "be"], "headers alone show these"
+
+
+def test_check_data_and_a_run_list_every_problem_and_end_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, lines = damaged(tmp_path / "set")
+    words = ["data=decathlon", f"data.root={data.root}"]
+    assert face("check-data", *words) == 2
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1].startswith(f"{len(lines)} problems, ") and not {*lines} - {*out}
+    done = train(tmp_path, *words, "device=cpu")
+    assert done.code == 2 and "Traceback" not in done.err
+    assert all(line in done.err for line in lines if line[0] not in "be"), "headers are read before anything else"
+
+
+@pytest.mark.parametrize("intensity", ["zscore", "ct"])
+def test_a_run_lists_all_that_is_damaged_beneath_sound_headers(tmp_path: Path, intensity: str) -> None:
+    """For CT, while the scale is measured."""
+    data = decathlon(tmp_path)
+    data.intensity = intensity
+    paths = [tmp_path / f"imagesTr/{name}.nii.gz" for name in "ab"]
+    paths[0].write_bytes(paths[0].read_bytes()[:-1])
+    write(paths[1], np.full((6, 5, 4), np.nan, np.float32))
+    with pytest.raises(UserError) as caught:
+        build.data(Config(data=data))
+    assert [line.split(": ")[:2] for line in str(caught.value).splitlines()] == [[p.name[0], str(p)] for p in paths]
 
 
 def test_the_quick_pass_reads_no_voxel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = decathlon(tmp_path)
-
-    def never(*arguments: object) -> None:
-        raise AssertionError("voxels are read")
-
-    monkeypatch.setattr("unet3d.data.nifti.read_array", never)
-    assert told(data, full=False) == []
-    with pytest.raises(AssertionError, match="voxels are read"):
-        told(data, full=True)
+    monkeypatch.setattr(nifti, "read_array", lambda *_: 1 / 0)
+    assert checked(data, full=False) == []
+    with pytest.raises(ZeroDivisionError):
+        checked(data, full=True)
 
 
-def test_a_split_that_cannot_be_made_is_told_with_the_rest(tmp_path: Path) -> None:
+def test_a_split_that_cannot_be_made_is_listed_with_the_rest(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     (tmp_path / "imagesTr/a.nii.gz").unlink()
     data.split = str(tmp_path / "split.json")
-    lines = told(data)
-    assert [line.split(": ")[0] for line in lines] == ["a", data.split]
+    assert [line.split(": ")[0] for line in checked(data)] == ["a", data.split]
+
+
+@pytest.mark.parametrize(
+    ("voxels", "ignore", "what"),
+    [
+        *(
+            (changed(label(), value), None, f"1 voxels have the label {value:g}; allowed are 0 to 2")
+            for value in (7, -1)
+        ),
+        *(
+            (changed(label(), value), None, f"1 voxels have the label {value:g}")
+            for value in (255, 1.5, np.nan, np.inf)
+        ),
+        (changed(label(), 254), 255, "1 voxels have the label 254; allowed are 0 to 2 and 255 (ignored)"),
+        (
+            np.stack([label() == k for k in range(3)], -1).astype(np.uint8),
+            None,
+            "has shape (6, 5, 4, 3); a label map is",
+        ),
+        (changed(label(), 255), 255, None),
+        (label().astype(np.float64), None, None),
+    ],
+    ids=["7", "-1", "255", "1.5", "nan", "inf", "254", "one-hot", "ignored", "float"],
+)
+def test_a_label_map_holds_classes_and_the_ignored_value(
+    tmp_path: Path, voxels: np.ndarray, ignore: int | None, what: str | None
+) -> None:
+    data = decathlon(tmp_path)
+    data.ignore, data.nonfinite = ignore, "zero"  # which concerns intensities alone
+    path = write(tmp_path / "labelsTr/a.nii.gz", voxels)
+    lines = errors(checked(data))
+    assert bool(lines) == bool(what) and all(line.startswith(f"a: {path}: {what}") for line in lines[:1])
+    if what:
+        with pytest.raises(UserError) as caught:
+            build.data(Config(data=data))
+        assert str(caught.value) == lines[0]
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(
+    ("voxels", "where", "what", "accepted"),
+    [
+        (label((6, 5, 3)), LPS, "has (6, 5, 3) voxels, not the (6, 5, 4) of", False),
+        (label(), SHIFTED, "lies up to 1 voxels away from", True),
+        (label(), FLIPPED, "lies up to 10 voxels away from", True),
+        (label(), NOISY, None, True),
+    ],
+    ids=["size", "shifted", "flipped", "rounded"],
+)
+def test_a_label_map_elsewhere_is_an_error_or_by_choice_a_warning(
+    tmp_path: Path, voxels: np.ndarray, where: np.ndarray, what: str | None, accepted: bool, full: bool
+) -> None:
+    data = decathlon(tmp_path)
+    path = write(tmp_path / "labelsTr/a.nii.gz", voxels, where)
+    line = f"a: {path}: {what} {tmp_path / 'imagesTr/a.nii.gz'}; resample it onto the image's grid"
+    assert checked(data, full) == ([line] if what else [])
+    data.affine_check = "warn"
+    assert checked(data, full) == ([WARNING * accepted + line] if what else [])
+
+
+def test_a_fourth_axis_must_match_the_channels(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    write(tmp_path / "imagesTr/a.nii.gz", image((6, 5, 4, 1)))
+    assert checked(data) == []
+
+
+def odd(path: Path, kind: str) -> None:
+    stored, slanted = nib.Nifti1Image(image(), LPS), LPS.copy()
+    slanted[0, 1] = 0.5
+    if kind == "sheared":
+        stored.set_sform(slanted, code=1)
+        stored.set_qform(None, code=0)
+    elif kind == "unplaced":
+        stored.set_sform(None, code=0)
+        stored.set_qform(None, code=0)
+    elif kind == "twofold":
+        stored.set_qform(FLIPPED, code=1)
+    elif kind != "bent":
+        stored.header["xyzt_units"] = {"metres": 1, "yards": 0xFF}[kind]
+    nib.save(stored, path)
+    if kind == "bent":  # b, c, d of a unit quaternion have squares that sum to 1 at most
+        write_header(write_header(path, "qform_code", 1), "quatern", 0.6, 0.6, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("sheared", "its grid is sheared; it is used as if its axes were at right angles"),
+        ("unplaced", "neither sform nor qform is set: which side is left is a guess; set one"),
+        ("twofold", "sform and qform differ; the sform is used"),
+        ("bent", "its qform is no rotation; the sform is used"),
+        ("metres", "lengths are in meter; they are taken for mm, in data.spacing and in distances"),
+        ("yards", "lengths are in a unit of code 7; they are taken for mm, in data.spacing and in distances"),
+    ],
+)
+def test_odd_headers_are_warned_of_with_the_rule_that_is_followed(tmp_path: Path, kind: str, what: str) -> None:
+    data = decathlon(tmp_path)
+    path = tmp_path / "imagesTr/a.nii.gz"
+    odd(path, kind)
+    write(tmp_path / "labelsTr/a.nii.gz", label(), nib.load(path).affine)
+    assert [line for line in checked(data) if "imagesTr" in line] == [f"{WARNING}a: {path}: {what}"]
+    assert checked(data, full=False) == [], "a run starts all the same"
+    if kind == "twofold":
+        ready = build.data(Config(data=data))
+        assert np.array_equal(ready.read.raw(ready.train[0]).image[0], image()[::-1, ::-1]), "the sform's LPS, turned"
 
 
 def test_a_case_without_a_label_is_warned_of(tmp_path: Path) -> None:
@@ -69,16 +234,81 @@ def test_a_case_without_a_label_is_warned_of(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     del content["training"][0]["label"]
     path.write_text(json.dumps(content))
-    assert [line.split(";")[0] for line in told(data)] == [
-        f"{WARNING}a: {tmp_path / 'imagesTr/a.nii.gz'}: has no label map"
+    start = f"{WARNING}a: {tmp_path / 'imagesTr/a.nii.gz'}: has no label map"
+    assert [line.split(";")[0] for line in checked(data)] == [start]
+
+
+def test_a_case_and_a_part_without_a_class_are_warned_of(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    paths = {name: tmp_path / f"labelsTr/{name}.nii.gz" for name in "abcd"}
+    write(paths["a"], np.zeros((6, 5, 4), np.uint8))
+    for name in "bd":
+        write(paths[name], label(classes=2))
+    lines = [
+        f"{WARNING}a: {paths['a']}: has no foreground",
+        f"{WARNING}Small: tumour in no train case; its score will mean nothing there",
     ]
+    assert checked(data) == lines
+    write(paths["c"], label(classes=2))
+    assert checked(data) == [*lines, f"{WARNING}Small: tumour in no val case; its score will mean nothing there"]
+
+
+def test_a_training_part_without_any_foreground_is_an_error(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    data.ignore = 3
+    for name in "abd":
+        write(tmp_path / f"labelsTr/{name}.nii.gz", label(classes=1) + 3 * (label(classes=2) > 0).astype(np.uint8))
+    what = "no foreground in any training case; there is nothing to learn, check the label maps"
+    assert errors(checked(data)) == [f"Small: {what}"]
+
+
+def held_out(tmp_path: Path) -> tuple[Data, Path, Path]:
+    """A data set with its split, one training image and the one held out."""
+    data = decathlon(tmp_path)
+    train, val = split(read_dataset(data), data)
+    return data, train[0].images[0], val[0].images[0]
+
+
+def link_by_a_folder(link: Path, target: Path) -> None:
+    (link.parent.parent / "other").symlink_to(target.parent)
+    link.symlink_to(link.parent.parent / "other" / target.name)
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to, link_by_a_folder])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_link_from_val_to_train_is_an_error(tmp_path: Path, full: bool, link: Callable[[Path, Path], None]) -> None:
+    data, seen, unseen = held_out(tmp_path)
+    unseen.unlink()
+    link(unseen, seen)
+    assert checked(data, full) == [f"c: {unseen}: is held out, but training sees the same image as a; remove one"]
+
+
+def test_the_same_voxels_in_train_and_val_are_an_error_whatever_the_files(tmp_path: Path) -> None:
+    data, seen, unseen = held_out(tmp_path)
+    stored = nib.load(seen)
+    write(unseen, np.asanyarray(stored.dataobj).astype(np.float64), stored.affine)
+    assert seen.read_bytes() != unseen.read_bytes()
+    assert checked(data, full=False) == []
+    assert checked(data) == [f"c: {unseen}: is held out, but training sees the same image as a; remove one"]
+
+
+def test_a_copy_within_train_is_no_leak(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    shutil.copy(tmp_path / "imagesTr/a.nii.gz", tmp_path / "imagesTr/b.nii.gz")
+    assert checked(data) == []
+
+
+def test_cases_that_cannot_be_read_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    data, seen, unseen = held_out(tmp_path)
+    seen.unlink(), unseen.unlink()
+    assert [line.split(": ")[2] for line in checked(data)] == ["no such file; restore it or remove the case"] * 2
 
 
 def test_the_summary_is_plain(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     write(tmp_path / "imagesTr/b.nii.gz", image((8, 9, 7)), np.diag([1, 1, 3, 1]))
-    task = read_dataset(data)
-    assert summary(task, *split(task, data)) == [
+    dataset = read_dataset(data)
+    assert summary(dataset, *split(dataset, data)) == [
         "Small: 4 cases: 3 train, 1 val, 0 without labels",
         "channels: CT",
         "classes: 0 background, 1 organ, 2 tumour",
@@ -90,8 +320,8 @@ def test_the_summary_is_plain(tmp_path: Path) -> None:
 def test_the_summary_survives_files_that_cannot_be_read(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     data.ignore = 255
-    task = read_dataset(data)
+    dataset = read_dataset(data)
     shutil.rmtree(tmp_path / "imagesTr")
-    lines = summary(task, *split(task, data))
+    lines = summary(dataset, *split(dataset, data))
     assert lines[2] == "classes: 0 background, 1 organ, 2 tumour; 255 is ignored"
     assert lines[3:] == ["size (voxels): unknown", "spacing (mm): unknown"]

@@ -1,17 +1,28 @@
-"""A batch is a function of the seed and the step: not of workers, nor of where the run started."""
+"""A batch depends only on the seed and the step, patches are where they should be, and lost workers end the run."""
 
+import functools
+import gc
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import _utils
+from training import TINY, train
 
-from unet3d.config import Augment, Data
-from unet3d.data import patches
-from unet3d.data.loader import PatchSampler, batches
-from unet3d.data.patches import Patches, PatchIndex, PreparedCase, choose_centre, crop, prepare
+from unet3d.config import Augment, Config, Data
+from unet3d.data.loader import batches, lost, micro_batches
+from unet3d.data.patches import MAX_CENTRES, Patches, PatchIndex, PreparedCase, choose_centre, crop, foreground, prepare
+from unet3d.errors import LoaderError, UserError
+from unet3d.train import trainer
 from unet3d.types import IGNORE, Batch
 
 
@@ -25,8 +36,9 @@ CASES = ["case0", "case1", "case2"]
 
 
 def stream(workers: int = 0, first: int = 0, seed: int = 5, accumulate: int = 1) -> list[list[Batch]]:
-    patches = Patches(case, Data(patch=[8, 8, 12]), seed, [8, 8, 12])
-    return list(islice(batches(patches, CASES, 2, accumulate, seed, workers, first), 4))
+    config = Config(data=Data(patch=[8, 8, 12]), batch=2, accumulate=accumulate, seed=seed, workers=workers)
+    patches = Patches(case, config.data, seed, config.data.patch)
+    return list(islice(batches(patches, CASES, config, first), 4))
 
 
 def equal(a: list[list[Batch]], b: list[list[Batch]]) -> bool:
@@ -47,24 +59,23 @@ def test_another_seed_is_another_stream() -> None:
     assert not equal(stream(), stream(seed=6))
 
 
-PATCH = """
+LOADS = """
 import sys, numpy
 from unet3d.config import Augment, Data
-from unet3d.data.patches import Patches, Place, prepare
+from unet3d.data.patches import Patches, PatchIndex, prepare
 case = prepare("a", numpy.ones((1, 9, 9, 9), numpy.float32), numpy.ones((9, 9, 9), numpy.uint8), (1, 1, 1), None)
-patches = Patches(lambda index: case, Data(patch=[8, 8, 8], augment=Augment({options})), 0, [8, 8, 8])
-before = set(sys.modules)
-patches[Place(0, 0, 0)]
-print("monai" in before, any(name.startswith(("monai", "scipy")) for name in set(sys.modules) - before))
+quiet = dict.fromkeys(("noise_p", "blur_p", "contrast_p", "gamma_p", "low_resolution_p"), 0)
+for options in (quiet, {}):
+    patches = Patches(lambda index: case, Data(patch=[8, 8, 8], augment=Augment(spatial_p=1, **options)), 0, [8, 8, 8])
+    before = set(sys.modules)
+    patches[PatchIndex(0, 0, 0)]
+    print("monai" in before, any(name.startswith(("monai", "scipy")) for name in set(sys.modules) - before))
 """
-QUIET = "noise_p=0, blur_p=0, contrast_p=0, gamma_p=0, low_resolution_p=0"
 
 
-@pytest.mark.parametrize(("options", "loads"), [("spatial_p=1", True), (f"spatial_p=1, {QUIET}", False)])
-def test_what_patches_use_is_loaded_before_workers_start(options: str, loads: bool) -> None:
-    program = PATCH.replace("{options}", options)
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout == f"{loads} False\n"
+def test_only_what_patches_use_is_loaded_and_before_workers_start() -> None:
+    found = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == ["False False", "True False"]
 
 
 def test_making_batches_leaves_the_global_random_state_alone() -> None:
@@ -81,7 +92,7 @@ def test_accumulation_takes_the_micro_batches_in_order() -> None:
 
 
 def test_every_case_once_an_epoch_in_a_new_order() -> None:
-    places = [p.case for micro in islice(PatchSampler(7, 3, seed=1), 14) for p in micro]
+    places = [p.case for micro in islice(micro_batches(7, 3, seed=1), 14) for p in micro]
     epochs = [places[i : i + 7] for i in range(0, 42, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
@@ -129,7 +140,7 @@ def test_foreground_patches_contain_foreground_and_stay_inside() -> None:
     assert seen == {1, 2}
 
 
-def test_patches_without_oversampling_cover_the_volume_to_its_corners() -> None:
+def test_random_patches_cover_the_volume_to_its_corners() -> None:
     prepared, rng = case(0), np.random.default_rng(0)
     starts = np.array([choose_centre(prepared, [8, 8, 8], 0.0, rng) for _ in range(300)]) - 3.5
     assert starts.min(0).tolist() == [0, 0, 0]
@@ -153,8 +164,112 @@ def test_the_ignore_label_is_no_foreground() -> None:
     assert (prepared.label == IGNORE).sum() == 63
 
 
-def test_remembered_centres_are_of_all_planes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 voxels for one that is remembered, and rows of 10: every 40th would lie in the first plane."""
-    monkeypatch.setattr(patches, "MOST_VOXELS", 100)
-    (found,) = patches.foreground(np.ones((20, 20, 10), np.int16))
-    assert len(found) == 100 and all(len(np.unique(found[:, axis])) == n for axis, n in enumerate((20, 20, 10)))
+def test_kept_centres_are_of_all_planes() -> None:
+    """40 voxels for one that is kept, and rows of 10: every 40th would lie in the first plane."""
+    (found,) = foreground(np.ones((200, 200, 10), np.int16))
+    assert len(found) == MAX_CENTRES
+    assert all(len(np.unique(found[:, axis])) == n for axis, n in enumerate((200, 200, 10)))
+
+
+NAMES = ["case0", "case1", "case2", "case3"]
+BAD = 1  # in the second batch of seed 0, with case3
+
+
+def failing(act: Callable[[], object], index: int) -> PreparedCase:
+    if index == BAD:
+        act()
+    return case(index)
+
+
+def second(act: Callable[[], object], workers: int = 1, timeout: float = 60) -> None:
+    """Ask for a batch of sound cases, then for the one with the case that acts."""
+    config = Config(data=Data(patch=[8, 8, 8]), batch=2, workers=workers)
+    patches = Patches(functools.partial(failing, act), config.data, config.seed, [8, 8, 8])
+    made = batches(patches, NAMES, config, timeout=timeout)
+    assert NAMES[BAD] not in next(made)[0].cases
+    next(made)
+
+
+def explode() -> None:
+    raise IndexError("no such voxel")
+
+
+def refuse() -> None:
+    raise UserError("case7: a.nii: damaged; replace the file")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch waits 5 s for a worker to end by itself before it ends it, as soon as nothing holds its loader."""
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    yield
+    gc.collect()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_an_error_in_a_worker_names_its_cases_and_keeps_its_trace(workers: int) -> None:
+    with pytest.raises(RuntimeError, match=r"^no batch of case1, case3: (IndexError: )?no such voxel$") as caught:
+        second(explode, workers)
+    assert isinstance(caught.value.__cause__, IndexError) and not isinstance(caught.value, LoaderError)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_case_that_cannot_be_used_stays_a_user_error_in_one_line(workers: int) -> None:
+    with pytest.raises(UserError, match=r"^case7: a\.nii: damaged; replace the file$"):
+        second(refuse, workers)
+
+
+def test_a_memory_error_is_not_wrapped() -> None:
+    def exhaust() -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        second(exhaust, 0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_worker_that_is_killed_is_reported_with_the_missing_cases() -> None:
+    """Workers run ahead: its death may be seen a batch early."""
+    with pytest.raises(LoaderError, match=r"^no batch of case\d, case\d: DataLoader worker .*fewer workers need less$"):
+        second(die)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_worker_that_hangs_is_ended_by_the_timeout() -> None:
+    """It waits for what never comes, and ignores SIGTERM."""
+    with pytest.raises(LoaderError, match=r"^no batch of case1, case3: DataLoader timed out .*workers=0 shows"):
+        second(threading.Event().wait, timeout=5)
+    assert not multiprocessing.active_children()
+
+
+def test_a_lost_worker_is_reported_once() -> None:
+    error = lost(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
+    assert error is not None and lost(error) is None
+    assert lost(RuntimeError("shapes do not fit")) is None
+
+
+def test_a_run_whose_worker_is_killed_within_a_step_ends_with_1_and_one_line(tmp_path: Path) -> None:
+    """torch raises as soon as it notices, whatever the run is doing."""
+    done = train(tmp_path, *TINY, "workers=1", "hydra.run.dir=run", hook=kill_a_worker_and_wait)
+    assert done.code == 1 and "Traceback" not in done.err, done.err
+    (line,) = [line for line in done.err.splitlines() if line.startswith("failed: ")]
+    assert line.startswith("failed: DataLoader worker (pid") and "data.cache=false or fewer workers need less" in line
+    assert (tmp_path / "run" / "STATUS").read_text().startswith(line)
+
+
+def kill_a_worker_and_wait() -> None:
+    def step(*_: object, **__: object) -> None:
+        (worker,) = multiprocessing.active_children()
+        assert worker.pid
+        os.kill(worker.pid, signal.SIGKILL)
+        while True:
+            pass
+
+    _utils.MP_STATUS_CHECK_INTERVAL = 0.2
+    trainer.train_step = step

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from unet3d.config import Data
-from unet3d.data import nifti, synthetic
-from unet3d.data.dataset_json import DatasetJson, class_names, in_sequence, is_plain, leaves, read_json, shown
+from unet3d.data import dataset_json, nifti, synthetic
+from unet3d.data.dataset_json import DatasetJson, class_names, in_sequence, is_plain, read_json, shown
 from unet3d.errors import UserError
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
@@ -141,7 +141,7 @@ def _inside(cases: tuple[Case, ...], roots: Sequence[Path], allow_outside: bool)
     """The cases. Refuses a file that is a link out of all `roots`."""
     paths = (path for case in cases for path in (*case.images, *([case.label] if case.label else [])))
     for path in () if allow_outside else paths:
-        if all(leaves(root, path) for root in roots):
+        if all(dataset_json.leaves(root, path) for root in roots):
             raise UserError(f"{path}: is a link out of {roots[0]}; put the file there, or set data.allow_outside=true")
     return cases
 
@@ -161,14 +161,11 @@ def _sorted(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
 
 
 def split(dataset: DatasetInfo, data: Data) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    """The labelled cases as (train, val): by data.split, else data.fold, else data.val_fraction. Raises UserError.
-
-    With data.semi all of them are in both parts, which then use different slices.
-    """
+    """The labelled cases as (train, val): by data.split, else data.fold, else data.val_fraction. Raises UserError."""
     labelled = {case.id: case for case in dataset.cases if case.label is not None}
     ids = sorted(labelled)
     if data.semi and ids:
-        train = val = ids
+        train = val = ids  # of which different slices are used
     elif len(ids) < 2:
         same = "(or the same, without data.fold: data.semi=true data.sparse=[5,5,3])"
         raise UserError(f"{dataset.name}: {len(ids)} labelled cases; training and validation need one each {same}")

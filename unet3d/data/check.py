@@ -30,10 +30,10 @@ class Content(NamedTuple):
 
 
 def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: bool) -> list[str]:
-    """All problems of all `cases`, a line each, with those of the split into train and val at the end.
+    """All problems of all `cases`, a line each, and those of the split; for what the options accept, warnings.
 
     Reads headers: missing or foreign files, sizes, channels, geometry. `full` reads voxels too: damage, NaN, labels
-    that are no class, equal images; and warns of odd headers. Faults that the options accept are warnings.
+    that are no class, equal images; and warns of odd headers.
     """
     lines, contents, rules = list[str](), dict[str, Content](), ValidationRules.of(data)
     for case in progress.track(cases, "checking cases", len(cases)):

@@ -116,10 +116,7 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
 
 
 def choose_centre(case: PreparedCase, tile: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:
-    """Centre of a patch (voxels, may lie between two): on a voxel of a random foreground class, or where labels are.
-
-    The `tile` that is learned from stays inside the volume, or around it along axes where it is longer.
-    """
+    """Centre of a patch (voxels, may lie between two): on a voxel of a random foreground class, or where labels are."""
     shape, size = np.array(case.label.shape), np.array(tile)
     start = _random_start(shape, size, rng)
     if rng.random() < foreground and case.foreground:
@@ -131,6 +128,7 @@ def choose_centre(case: PreparedCase, tile: Sequence[int], foreground: float, rn
             if (case.label[box] != IGNORE).any():
                 break
             start = _random_start(shape, size, rng)
+    # The tile that is learned from stays inside the volume, or around it along axes where it is longer.
     start = np.where(shape > size, start.clip(0, np.maximum(shape - size, 0)), -((size - shape) // 2))
     return np.asarray(start + (size - 1) / 2)
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -77,7 +76,8 @@ class CaseReader:
 
     def fill(self, cases: Sequence[Case]) -> None:
         """Read every case now. Raises UserError that lists all that cannot be used."""
-        deque(_usable(cases, "reading cases", self), maxlen=0)
+        for _ in _usable(cases, "reading cases", self):
+            pass
 
     def _prepare(self, case: Case) -> PreparedCase:
         volume = self.raw(case)
@@ -109,10 +109,9 @@ def _usable(cases: Sequence[Case], what: str, read: Callable[[Case], T]) -> Iter
 
 
 def intensity_rules(choice: str, channels: Sequence[str], foreground: Iterable[np.ndarray]) -> tuple[Intensity, ...]:
-    """One rule a channel. `foreground` yields training foreground intensities (C, voxels), used only for CT.
+    """One rule a channel; `foreground` yields the intensities (C, voxels) of training cases, used only for CT.
 
-    CT numbers mean the same in every scan, so their range is taken from the training set: percentiles 0.5 and 99.5 of
-    the foreground, its mean and std (nnU-Net, arXiv:1809.10486). Other modalities have no such scale.
+    CT numbers mean the same in every scan: percentiles 0.5 and 99.5, mean and std are nnU-Net's (arXiv:1809.10486).
     """
     auto = ["ct" if name.upper() == "CT" else "zscore" for name in channels]
     kinds = auto if choice == "auto" else [choice] * len(channels)

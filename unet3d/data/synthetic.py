@@ -43,7 +43,9 @@ def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[Genera
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process that had the same number
     try:
-        _write(temporary, about, cases)
+        entries = [_write_case(temporary, case) for case in cases]
+        content = {**about, "numTraining": len(entries), "training": entries}
+        (temporary / "dataset.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
         os.rename(temporary, folder)
     except OSError as error:
         if not folder.is_dir():  # else another process was faster, and its bytes are the same
@@ -53,18 +55,14 @@ def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[Genera
     return folder
 
 
-def _write(folder: Path, about: Mapping[str, Any], cases: Iterable[GeneratedCase]) -> None:
-    entries = []
-    for case in cases:
-        entry = {kind: f"{kind}sTr/{case.name}.nii.gz" for kind in ("image", "label")}
-        for kind, voxels in (("image", case.image), ("label", case.label)):
-            image = nib.Nifti1Image(voxels, case.affine)
-            image.header.set_xyzt_units("mm")
-            (folder / entry[kind]).parent.mkdir(parents=True, exist_ok=True)
-            nifti.save_image(folder / entry[kind], image)
-        entries.append(entry)
-    content = {**about, "numTraining": len(entries), "training": entries}
-    (folder / "dataset.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+def _write_case(folder: Path, case: GeneratedCase) -> dict[str, str]:
+    entry = {kind: f"{kind}sTr/{case.name}.nii.gz" for kind in ("image", "label")}
+    for name, voxels in zip(entry.values(), (case.image, case.label), strict=True):
+        image = nib.Nifti1Image(voxels, case.affine)
+        image.header.set_xyzt_units("mm")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        nifti.save_image(folder / name, image)
+    return entry
 
 
 def ensure_phantom(options: Phantom, parent: Path) -> Path:
@@ -190,7 +188,7 @@ def _mni152_cases() -> Iterator[GeneratedCase]:
         raise UserError(f"data=mni152 is made from nilearn's template, but {error}; install it: {command}") from error
     template = datasets.load_mni152_template(resolution=1)
     maps = datasets.load_mni152_gm_template(resolution=1), datasets.load_mni152_wm_template(resolution=1)
-    # nilearn gives shares of the largest voxel in float32; times its value they are the stored integers again.
+    # nilearn gives shares of the largest voxel in float32; times its value they are the stored integers.
     image, gray, white = (np.rint(LEVELS * np.asarray(each.dataobj)).astype(np.int16) for each in (template, *maps))
     yield GeneratedCase("mni152", image, mni152_labels(gray, white), template.affine)
 

@@ -1,10 +1,10 @@
 """A case as arrays on one grid (RAS+ axes, one spacing, exact labels), and predictions back on the file's grid."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import nibabel as nib
 import numpy as np
@@ -22,8 +22,7 @@ Headers = Mapping[Path, nib.Nifti1Image]  # opened files, by path
 CUBIC, LINEAR = 3, 1  # splines: linear ones blur an image, by how much depends on where the new voxels lie
 
 
-@dataclass(frozen=True, eq=False)
-class Grid:
+class Grid(NamedTuple):
     """Where voxels lie: `shape` (X, Y, Z) and `affine` (4, 4), from voxel indices to mm."""
 
     shape: tuple[int, int, int]
@@ -36,8 +35,7 @@ class Grid:
         return x, y, z
 
 
-@dataclass(frozen=True, eq=False)
-class Volume:
+class Volume(NamedTuple):
     """A case: `image` float32 (C, X, Y, Z), `label` uint8 or uint16 (X, Y, Z), and where both lie (mm)."""
 
     case: str
@@ -51,10 +49,7 @@ class Volume:
 def read_volume(
     case: Case, classes: int, ignore: int | None, spacing: Sequence[float] | None, rules: ValidationRules = STRICT
 ) -> Volume:
-    """The case with RAS+ axes and this `spacing` (mm), None: as stored. Labels must be classes or `ignore`.
-
-    Raises UserError.
-    """
+    """The case with RAS+ axes and this `spacing` (mm; None: as stored), its labels checked. Raises UserError."""
     paths = (*case.images, case.label) if case.label else case.images
     opened = {path: nifti.open_image(case.id, path) for path in paths}
     for error in contradictions(case, opened, rules):

@@ -1,0 +1,380 @@
+"""From cases to tensors: normalisation, what is kept in memory, what the options accept, and sparse annotation."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from nifti_files import FLIPPED, LPS, case, checked, decathlon, image, label, write
+from training import TINY, face, records, train
+
+from unet3d import build
+from unet3d.compose import compose, to_plain
+from unet3d.config import Config, Data
+from unet3d.data import preprocess
+from unet3d.data.cases import Case
+from unet3d.data.check import WARNING
+from unet3d.data.patches import Patches, PatchIndex, PreparedCase, choose_centre, crop
+from unet3d.data.preprocess import Intensity, checked_intensity, intensity_rules, normalise
+from unet3d.errors import UserError
+from unet3d.run.predict import Segmenter
+from unet3d.train import checkpoint
+from unet3d.train.policy import MemoryPolicy
+from unet3d.types import IGNORE
+
+
+def test_auto_treats_ct_as_ct_and_the_rest_by_z_score() -> None:
+    foreground = iter([np.array([[0.0, 1.0, 2.0], [-1000.0, 50.0, 3000.0]])])
+    found = intensity_rules("auto", ("MRI", "ct"), foreground)
+    assert [r.kind for r in found] == ["zscore", "ct"]
+    assert -1000 < found[1].low < found[1].high < 3000
+
+
+def test_z_score_needs_no_training_set() -> None:
+    def read() -> Iterator[np.ndarray]:
+        yield pytest.fail("the training set is read")
+
+    assert intensity_rules("auto", ("MRI",), read()) == (Intensity("zscore"),)
+
+
+def test_z_score_is_per_volume_and_channel() -> None:
+    image = np.stack([np.arange(27.0).reshape(3, 3, 3), 1e4 + 5 * np.arange(27.0).reshape(3, 3, 3)]).astype(np.float32)
+    found = normalise(image, (Intensity("zscore"), Intensity("zscore")))
+    assert found.mean((1, 2, 3)) == pytest.approx([0, 0], abs=1e-5)
+    assert found.std((1, 2, 3)) == pytest.approx([1, 1], abs=1e-5)
+
+
+def test_z_score_does_not_depend_on_the_unit() -> None:
+    """A diffusion coefficient in m^2/s is a ten-billionth."""
+    image = np.random.default_rng(0).normal(7, 1, (1, 4, 4, 4)).astype(np.float32)
+    found = [normalise(image * scale, (Intensity("zscore"),)) for scale in (1, np.float32(1e-12))]
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+def test_a_constant_channel_becomes_zero() -> None:
+    found = normalise(np.full((1, 2, 2, 2), 7, np.float32), (Intensity("zscore"),))
+    assert (found == 0).all()
+
+
+def test_ct_clips_and_uses_the_training_sets_scale() -> None:
+    image = np.array([-2000, 0, 100, 9000], np.float32).reshape(1, 4, 1, 1)
+    found = normalise(image, (Intensity("ct", low=-100, high=300, mean=100, std=50),))
+    assert found.ravel().tolist() == [-4, -2, 0, 4]
+    assert found.dtype == np.float32
+
+
+def test_ct_without_foreground_is_refused() -> None:
+    with pytest.raises(UserError, match="no training case has a foreground voxel"):
+        intensity_rules("ct", ("CT",), iter([np.zeros((1, 0), np.float32)]))
+
+
+@pytest.mark.parametrize("values", [{"kind": "odd"}, {"kind": "ct", "std": 0.0}, {"kind": "ct", "mean": np.nan}])
+def test_a_snapshots_rule_is_checked(values: dict) -> None:
+    assert checked_intensity({"kind": "zscore"}) == Intensity("zscore")
+    with pytest.raises(ValueError, match="not a rule of intensity"):
+        checked_intensity(values)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_voxels_that_are_not_finite_are_an_error_or_counted_and_zero(
+    tmp_path: Path, value: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = decathlon(tmp_path)
+    stored = image()
+    stored[1, 2, 3] = stored[0, 0, 0] = value
+    path = write(tmp_path / "imagesTr/a.nii.gz", stored)
+    assert checked(data) == [f"a: {path}: 2 voxels are NaN or infinite; give them a value, e.g. the background's"]
+    with pytest.raises(UserError, match=r"a: .* 2 voxels are NaN or infinite"):
+        build.data(Config(data=data))
+    data.nonfinite = "zero"
+    what = "2 voxels are NaN or infinite and count as 0 (data.nonfinite=zero)"
+    assert checked(data) == [f"{WARNING}a: {path}: {what}"]
+    ready = build.data(Config(data=data))
+    assert capsys.readouterr().err.count(f"{WARNING}a: {what}\n") == 1, "once, though CT is read twice"
+    volume = ready.read.raw(ready.train[0])
+    stored[1, 2, 3] = stored[0, 0, 0] = 0
+    assert volume.replaced == 2 and np.array_equal(volume.image[0], stored[::-1, ::-1])
+
+
+def test_predict_accepts_what_its_run_accepted_and_counts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose(["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]"])
+    config.model.in_channels, config.model.classes = 1, 3
+    state = {
+        **{"model_options": dataclasses.asdict(config.model), "intensity": [dataclasses.asdict(Intensity("zscore"))]},
+        **{"model": build.model(config.model, 0).state_dict(), "average": {}},
+        **{"classes": ["background", "a", "b"], "channels": ["MR"]},
+    }
+    stored = image()
+    stored[1, 2, 3] = np.nan
+    path = write(tmp_path / "a.nii.gz", stored)
+    for config.data.nonfinite, code, line in (
+        ("error", 2, f"error: a: {path}: 1 voxels are NaN or infinite; give them a value, e.g. the background's\n"),
+        ("zero", 0, "warning: a: 1 voxels are NaN or infinite and count as 0 (data.nonfinite=zero)\n"),
+    ):
+        checkpoint.save_snapshot(tmp_path / "s.pt", state | {"config": to_plain(config)})
+        assert face("predict", tmp_path / "s.pt", path, "-o", tmp_path / "out", "--device", "cpu") == code
+        assert capsys.readouterr().err == line
+    assert (tmp_path / "out" / "a.nii.gz").exists()
+
+
+def test_with_affine_check_warn_label_and_image_are_paired_voxel_by_voxel(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = decathlon(tmp_path)
+    path = write(tmp_path / "labelsTr/a.nii.gz", label(), FLIPPED)
+    with pytest.raises(UserError, match="lies up to 10 voxels away"):
+        build.data(Config(data=data))
+    data.affine_check = "warn"
+    ready = build.data(Config(data=data))
+    assert f"{WARNING}a: {path}: lies up to" in capsys.readouterr().err
+    volume = ready.read.raw(ready.train[0])
+    assert np.array_equal(volume.image[0], image()[::-1, ::-1])
+    assert np.array_equal(volume.label, label()[::-1, ::-1])
+
+
+def test_a_model_for_another_number_of_channels_is_refused(tmp_path: Path) -> None:
+    ready = build.data(Config(data=decathlon(tmp_path)))
+    config = compose([f"data.root={tmp_path}", "data=decathlon", "model.in_channels=2"])
+    with pytest.raises(UserError, match=r"model\.in_channels=2, but the data has 1"):
+        build.model_options(config, ready.dataset, ready.train[0])
+
+
+@pytest.mark.parametrize("shape", [(21, 13, 3), (9, 9, 9), (5, 40, 1)], ids=str)
+def test_thick_slices_and_sizes_that_fit_nothing_train_and_predict(tmp_path: Path, shape: tuple) -> None:
+    """1 x 1 x 5 mm; smaller than the patch, and no multiple of 2^levels."""
+    data = decathlon(tmp_path, ("a", "b"))
+    thick = LPS @ np.diag([1, 1 / 1.5, 2, 1])
+    for name in "ab":
+        write(tmp_path / f"imagesTr/{name}.nii.gz", image(shape, seed=ord(name)), thick)
+        write(tmp_path / f"labelsTr/{name}.nii.gz", label(shape, seed=ord(name)), thick)
+    config = compose(["model=unet_tiny", f"data.root={tmp_path}", "data=decathlon", "data.patch=[16,16,16]"])
+    ready = build.data(config)
+    options = build.model_options(config, ready.dataset, ready.train[0])
+    patches = Patches(lambda index: ready.read(ready.train[index]), config.data, 0, config.data.patch)
+    patch, target, _ = patches[PatchIndex(0, 0, 0)]
+    assert patch.shape == (1, 16, 16, 16) and torch.isfinite(patch).all() and target.shape == (16, 16, 16)
+    predictor = build.predictor(config, [build.model(options, 0)], options, MemoryPolicy("cpu", None, ()))
+    Segmenter(predictor, ready.read.intensity, data.spacing).to_file(ready.val[0], tmp_path / "out.nii.gz")
+    source, found = nib.load(ready.val[0].images[0]), nib.load(tmp_path / "out.nii.gz")
+    assert found.shape == shape and np.array_equal(found.affine, source.affine)
+    assert found.header.get_zooms() == source.header.get_zooms() and set(np.unique(found.dataobj)) <= {0, 1, 2}
+
+
+def test_a_constant_image_is_finite_once_normalised(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    case(tmp_path, np.full((6, 5, 4), 7, np.int16), label(), "a")
+    for data.intensity in ("auto", "zscore", "none"):
+        ready = build.data(Config(data=data))
+        assert all(torch.isfinite(ready.read(one).image).all() for one in (*ready.train, *ready.val))
+
+
+def test_a_file_that_changed_is_seen_by_the_next_run(tmp_path: Path) -> None:
+    """Prepared cases are kept only in memory: nothing on disk could be out of date."""
+    data = decathlon(tmp_path)
+    data.intensity = "none"
+    before = sorted(tmp_path.rglob("*"))
+    first = build.data(Config(data=data))
+    old = first.read(first.train[0]).image
+    write(tmp_path / "imagesTr/a.nii.gz", image(seed=9))
+    assert first.read(first.train[0]).image is old
+    second = build.data(Config(data=data))
+    assert np.array_equal(second.read(second.train[0]).image[0], image(seed=9)[::-1, ::-1])
+    data.spacing = [1.0, 1.0, 1.0]
+    third = build.data(Config(data=data))
+    assert third.read(third.train[0]).image.shape == (1, 6, 8, 10)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def damage_voxels(root: Path) -> None:
+    """Leave sound headers, and voxels that cannot be read."""
+    for path in root.glob("imagesTr/*"):
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_cases_that_need_more_than_the_memory_are_refused_before_any_voxel_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = decathlon(tmp_path, ("a", "b"))
+    data.intensity = "zscore"
+    for name in "ab":
+        case(tmp_path, image((64, 64, 64)), label((64, 64, 64)), name)
+    build.data(Config(data=data))
+    assert "2 cases kept in memory: 3.0 MiB (predicted)\n" in capsys.readouterr().out
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 3, "SC_PAGE_SIZE": 2**20}[name])
+    damage_voxels(tmp_path)
+    with pytest.raises(UserError, match=r"of 3\.0 MiB; add data\.cache=false"):
+        build.data(Config(data=data))
+    data.cache = False
+    build.data(Config(data=data))
+
+
+def test_a_prediction_of_memory_reads_no_voxel(tmp_path: Path) -> None:
+    """Unset fields come from the data set's names and one header."""
+    decathlon(tmp_path, ("a", "b"))
+    words = [f"data.root={tmp_path}", "data=decathlon", "model=unet_tiny", "data.spacing=[1,1,4]"]
+    config = compose([*words, "data.patch=[32,32,32]", "model.strides=auto"])
+    ready = build.data(config)
+    whole = build.model_options(config, ready.dataset, ready.train[0])
+    assert ready.read(ready.train[0]).spacing == (1, 1, 4)
+    damage_voxels(tmp_path)
+    assert build.outlined_options(config) == whole and [1, 1, 1] != whole.strides[0] != [2, 2, 2]
+
+
+def labels() -> torch.Tensor:
+    """Foreground from 10 to 50, 4 to 24 and 2 to 12 in a volume of 60 x 30 x 15."""
+    found = torch.zeros(60, 30, 15, dtype=torch.int16)
+    found[10:51, 4:25, 2:13] = 1
+    return found
+
+
+def options(**changes: object) -> Data:
+    return Data(**({"semi": True, "sparse": [5, 5, 3]} | changes))
+
+
+def test_slices_are_spread_over_the_foreground() -> None:
+    assert preprocess.extent(labels()) == [(10, 50), (4, 24), (2, 12)]
+    assert preprocess.learned_slices(labels(), options(sparse=[1, 2, 0])) == [[30], [9, 19], []]
+    assert preprocess.learned_slices(labels(), options()) == [[14, 22, 30, 38, 46], [6, 10, 14, 18, 22], [4, 7, 10]]
+    assert preprocess.scored_slices(labels(), options(scored=[4, 1, 0])) == [[18, 26, 34, 42], [14], []]
+
+
+def test_the_same_slices_are_scored_however_many_are_learned() -> None:
+    found = [preprocess.scored_slices(labels(), options(sparse=counts)) for counts in ([1, 1, 1], [5, 5, 3], [9, 0, 2])]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("changes", [{}, {"scored": [5, 5, 5]}, {"sparse": [40, 3, 9]}, {"sparse_fold": 1}])
+def test_no_voxel_is_both_learned_and_scored(changes: dict) -> None:
+    masks = preprocess.learned_mask, preprocess.scored_mask
+    learned, scored = (mask(labels(), options(**changes)) for mask in masks)
+    assert learned.any() and scored.any() and not (learned & scored).any()
+
+
+@pytest.mark.parametrize("high", [142, 71])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [2, 2, 1], [3, 3, 2], [5, 5, 3]])
+def test_no_scored_slice_mirrors_a_learned_one(counts: list[int], high: int) -> None:
+    """The MNI152 template is its own mirror image across x, with this extent at 1 and at 2 mm."""
+    brain = torch.ones(high + 1, 9, 9, dtype=torch.int16)
+    learned, scored = (
+        find(brain, options(sparse=counts))[0] for find in (preprocess.learned_slices, preprocess.scored_slices)
+    )
+    assert not {*learned} & {high - index for index in scored}
+
+
+def test_the_mask_holds_whole_slices_and_nothing_else() -> None:
+    mask = preprocess.planes(torch.Size((4, 5, 6)), [[1], [], [0, 5]])
+    expected = torch.zeros(4, 5, 6, dtype=torch.bool)
+    expected[1], expected[:, :, 0], expected[:, :, 5] = True, True, True
+    assert torch.equal(mask, expected)
+
+
+def test_each_slice_is_scored_in_one_of_the_folds_and_learned_in_the_others() -> None:
+    folds = [options(sparse=[7, 5, 21], sparse_fold=fold) for fold in range(3)]
+    every = preprocess.learned_slices(labels(), options(sparse=[7, 5, 21]))
+    for axis in range(3):
+        scored = [preprocess.scored_slices(labels(), fold)[axis] for fold in folds]
+        learned = [preprocess.learned_slices(labels(), fold)[axis] for fold in folds]
+        assert sorted(chain(*scored)) == sorted(every[axis])
+        assert all(sorted(a + b) == sorted(every[axis]) for a, b in zip(scored, learned, strict=True))
+
+
+def test_without_foreground_slices_are_spread_over_the_volume() -> None:
+    nothing = torch.zeros(11, 11, 11, dtype=torch.int16)
+    assert preprocess.learned_slices(nothing, options(sparse=[1, 1, 2])) == [[5], [5], [2, 8]]
+
+
+def phantom(tmp_path: Path, *overrides: str) -> Config:
+    size = ("data.phantom.cases=3", "data.phantom.shape=[24,20,16]", "data.patch=[16,16,16]")
+    return compose([*size, f"data.root={tmp_path}", "data.sparse=[2,1,1]", *overrides])
+
+
+def test_semi_automated_cases_are_learned_and_scored_in_parts(tmp_path: Path) -> None:
+    data = build.data(phantom(tmp_path, "data.semi=true"))
+    assert data.train == data.val and len(data.train) == 3
+    for one in data.train:
+        dense, learned, scored = data.read(one), data.read_train(one), data.read_val(one)
+        assert learned.image is dense.image is scored.image, "one image in memory"
+        for part in (learned.label, scored.label):
+            seen = part != IGNORE
+            assert 0 < seen.sum() < seen.numel() / 2 and torch.equal(part[seen], dense.label[seen])
+        assert not ((learned.label != IGNORE) & (scored.label != IGNORE)).any()
+        for voxels in learned.foreground:
+            assert (learned.label[tuple(voxels.T)] > 0).all(), "patches are centred on what is annotated"
+
+
+def test_patches_meet_what_is_annotated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One slice in a volume of 24 x 20 x 16: a tile of 4 voxels anywhere would mostly miss it."""
+    data = build.data(phantom(tmp_path, "data.semi=true", "data.sparse=[1,0,0]"))
+    kept = sum(case.image.nbytes + 3 * case.label.nbytes for case in map(data.read, data.train))
+    line = f"{len(data.train)} cases kept in memory: {kept / 2**20:,.1f} MiB (predicted)\n"
+    assert line in capsys.readouterr().out, "each once, with the labels that are learned and scored"
+    case = data.read_train(data.train[0])
+    rng = np.random.default_rng(0)
+    tiles = [crop(case.image, case.label, choose_centre(case, [4] * 3, 0, rng), [4] * 3, False)[1] for _ in range(60)]
+    assert sum(bool((tile != IGNORE).any()) for tile in tiles) > 55
+
+
+def test_fully_automated_cases_are_scored_whole(tmp_path: Path) -> None:
+    data = build.data(phantom(tmp_path, "data.folds=3", "data.fold=0"))
+    assert not {case.id for case in data.train} & {case.id for case in data.val}
+    assert all((data.read_train(case).label == IGNORE).any() for case in data.train)
+    assert not any((data.read_val(case).label == IGNORE).any() for case in data.val)
+
+
+def test_scored_slices_that_are_all_learned_are_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"to be scored; choose other numbers in data.sparse and data.scored$"):
+        build.data(phantom(tmp_path, "data.semi=true", "data.sparse=[1,1,1]", "data.scored=[1,1,1]"))
+
+
+def test_a_run_learns_from_slices_and_scores_others(tmp_path: Path) -> None:
+    words = ["data.semi=true", "data.sparse=[2,1,1]", "data.scored=[1,1,1]", "steps=2"]
+    done = train(tmp_path, *TINY, *words, f"data.root={tmp_path / 'phantom'}", "hydra.run.dir=run")
+    assert done.code == 0, done.err
+    (first, *_), folder = records(tmp_path / "run"), tmp_path / "run"
+    assert first["step"] == 0 and 0 < float.fromhex(first["data/labelled_share"]) < 0.3
+    head, *rows = (folder / "scores.csv").read_text().splitlines()
+    assert "iou/" in head and "hd95" not in head and len(rows) == len([*(folder / "predictions").iterdir()]) == 4
+    assert (folder / "figures" / "prediction.png").is_file()
+
+
+def test_a_label_map_without_any_label_is_refused(tmp_path: Path) -> None:
+    config = phantom(tmp_path)
+    data = build.data(config)
+    case = data.train[0]
+
+    def unlabelled(case: Case) -> PreparedCase:
+        found = data.read(case)
+        return dataclasses.replace(found, label=torch.full_like(found.label, IGNORE))
+
+    with pytest.raises(UserError, match=rf"{case.id}: .* to be learned; choose other numbers in data.sparse$"):
+        preprocess.SparseReader(unlabelled, config.data, False, None)(case)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (["data.sparse=[1,1]"], "three numbers of slices"),
+        (["data.sparse=[0,0,0]"], "not all 0"),
+        (["data.sparse=[1,-1,1]"], "must be >= 0"),
+        (["data.semi=true"], "add data.sparse"),
+        (["data.semi=true", "data.sparse=[3,3,3]", "data.fold=0"], "leave data.fold"),
+        (["data.sparse_fold=0"], "data.semi=true"),
+        (["data.scored=[2,2,2]"], "data.semi=true"),
+        (["optim.average=0.9", "model.norm=batch"], "another norm"),
+        (["data.semi=true", "data.sparse=[3,3,3]", "data.sparse_fold=3"], "runs from 0 to 2"),
+        (["data.semi=true", "data.sparse=[2,2,2]", "data.sparse_fold=0"], "too few slices"),
+        (["data.sparse_folds=4"], "data.sparse_folds does nothing"),
+        (["data.semi=true", "data.sparse=[3,3,3]", "data.sparse_folds=4"], "data.sparse_folds does nothing"),
+        (["data.semi=true", "data.sparse=[3,3,3]", "data.val_fraction=0.5"], "data.val_fraction does nothing"),
+    ],
+)
+def test_options_of_sparse_annotation_that_do_not_fit_are_refused(overrides: list[str], what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        compose(overrides)
