@@ -107,12 +107,9 @@ def _memory(arguments: argparse.Namespace) -> int:
     if verb and len(jobs) > 1:
         raise UserError(f"memory {verb} takes one config; leave the commas away")
     from unet3d.cli import memory
-    from unet3d.memory import budget
-    from unet3d.memory.preflight import estimate
 
     if verb == "fit":
-        subject = estimate(jobs[0], arguments.half)
-        print(f"fits: {budget.find_fit(subject.config, subject.options, jobs[0], memory.print_front)}")
+        memory.print_fit(jobs[0])
     elif arguments.curves:
         memory.print_curves(jobs, arguments.half, arguments.out)
     elif len(jobs) > 1:

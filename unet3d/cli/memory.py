@@ -1,31 +1,33 @@
-"""`unet3d memory`: one config explained, or several side by side, from simulated steps."""
+"""`unet3d memory`: one config explained, several side by side, curves, or what fits a budget; from simulated steps."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
 from unet3d import build, compose
-from unet3d.checks import check
-from unet3d.config import Model
 from unet3d.errors import UserError
 from unet3d.files import write_csv, write_json, write_text
-from unet3d.memory import analysis, export, tables
+from unet3d.memory import analysis, budget, export, tables
 from unet3d.memory.allocator import replay
-from unet3d.memory.analysis import usual_estimates
-from unet3d.memory.budget import halved, overrides, peak_location, resized
 from unet3d.memory.meter import ENOUGH, STEADY
 from unet3d.memory.preflight import MemoryEstimate, estimate, simulate_all
 from unet3d.progress import track
 from unet3d.report import memory_plots, report
 from unet3d.report.loggers import WIDE, paper, plain_text, terminal_table
-from unet3d.types import Table, mib, percent
+from unet3d.types import Table, budget_bytes, mib, percent
 
 LARGEST = 10  # groups of tensors shown
+FRONT = 24  # rows of the table of options
+BATCHES = (1, 2, 4, 8)
+SCALES = (0.25, 0.5, 1, 1.5, 2)  # of widths
+SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # of the patch's sides
 
 
 def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
@@ -33,69 +35,107 @@ def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
     subject = estimate(overrides, half)
     narrower, relatives = narrowed(subject), family(subject, overrides)
     simulate_all([subject, *narrower.values(), *relatives])
+    location = tables.peak_location(subject.entry)
+    if (other := narrower.get(location["level"])) is not None:
+        words = " ".join(budget.width_overrides(other.options))
+        location |= {"override": words, "halved_peak_bytes": other.peak}
     relatives.sort(key=lambda relative: -relative.parameters)
-    peaks = partial(_peak_of, narrower.values())
-    advice = peak_location(subject.config, subject.options, subject.entry, peaks)
-    said = plain_text(_parts(subject, narrower, relatives, advice), WIDE)
-    print(said, end="")
+    text = plain_text(_parts(subject, narrower, relatives, tables.sentence(location, subject.peak)), WIDE)
+    print(text, end="")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_text(out / "explained.txt", said)
-        print(write_explanation(subject, advice, out))
+        write_text(out / "explained.txt", text)
+        write_text(out / "config.yaml", compose.to_yaml(subject.config))
+        simulated = {"rehearsed": _summary(subject), "parameters": subject.parameters, "predicted": subject.entry}
+        write_json(out / "memory.json", simulated | {"advice": location})
+        memory_plots.write_ledger_files(subject.ledger, subject.name, out)
+        print(report.write_report(out))
 
 
 def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
-    """By level, the network with half the width there, where there is such a network."""
-    levels = range(len(subject.options.features))
-    found = {level: halved(subject.config, subject.options, level) for level in levels}
-    return {level: replace(subject, options=one, steps=ENOUGH) for level, one in found.items() if one is not None}
+    """By level, the network with half the width there; none where groups of 8 would have 4 channels, for example."""
+    found = {}
+    for level in range(len(subject.options.features)):
+        options = budget.resized(subject.options, partial(_half_at, level))
+        if budget.is_allowed(subject.config, options):
+            found[level] = replace(subject, options=options, steps=ENOUGH)
+    return found
 
 
-def _peak_of(looks: Iterable[MemoryEstimate], options: Model) -> int:
-    return next(one.peak for one in looks if one.options == options)
+def _half_at(narrow: int, level: int, width: int) -> int:
+    return width // 2 if level == narrow else width
 
 
-def write_explanation(subject: MemoryEstimate, advice: Mapping[str, Any], out: Path) -> Path:
-    """memory.json, figures, tables and report.html in a folder; returns the report's path."""
-    write_text(out / "config.yaml", compose.to_yaml(subject.config))
-    told = {"rehearsed": _what(subject), "parameters": subject.parameters}
-    write_json(out / "memory.json", {**told, "predicted": subject.entry, "advice": advice})
-    memory_plots.write_ledger_files(subject.ledger, subject.name, out)
-    return report.write_report(out)
+def _scaled(scale: float, level: int, width: int) -> int:
+    return max(1, round(width * scale))
+
+
+def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEstimate]:
+    """The named networks whose names begin alike, under the same overrides; alone if these set widths or a network."""
+    own, stem, named = subject.config.model, subject.name.partition("_")[0], None
+    with suppress(UserError):  # the named network is too deep for this patch
+        named = compose.compose([f"model={subject.name}", f"data.patch={subject.config.data.patch}"]).model
+    if named is None or not subject.options.features or (named.features, named.decoder) != (own.features, own.decoder):
+        return [subject]
+    rest, found = [override for override in overrides if not override.startswith("model=")], [subject]
+    for name in compose.choices("model"):
+        if name.partition("_")[0] == stem and name != subject.name:
+            with suppress(UserError):  # a relative that this patch or option does not suit
+                other = estimate([f"model={name}", *rest], half=subject.dtype is torch.float16)
+                found.append(replace(other, steps=ENOUGH))
+    return found
 
 
 def _parts(
-    subject: MemoryEstimate,
-    narrower: Mapping[int, MemoryEstimate],
-    relatives: Sequence[MemoryEstimate],
-    advice: Mapping[str, Any],
+    subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate], relatives: Sequence[MemoryEstimate], sentence: str
 ) -> Iterator[str | tuple[str, Table]]:
     entry, peak = subject.entry, subject.peak
-    yield _what(subject)
+    yield _summary(subject)
     yield f"predicted peak of a step: {mib(peak)} MiB ({entry['kind']}), {tables.moment(entry)}"
-    yield tables.sentence(advice, peak)
+    yield sentence
     yield "Layers of the number", _layers(subject)
-    made = subject.first_convolution
-    shape = " x ".join(map(str, made.shape))
-    yield f"the first convolution's output: {shape} {_dtype(made.dtype)} = {made.bytes:,} bytes"
+    made = [storage for storage in subject.ledger.storages if storage.operation == "aten.convolution.default"]
+    for first in made[:1]:
+        shape = " x ".join(map(str, first.shape))
+        yield f"the first convolution's output: {shape} {_dtype(first.dtype)} = {first.bytes:,} bytes"
     yield "Each phase", tables.phases(entry)
     yield "At the peak, by what it is for", tables.categories(entry)
     yield "At the peak, by level of the U", tables.levels(entry)
     yield "At the peak, by layer", tables.layers(entry)
-    yield "At the peak, the largest groups of tensors", _groups(subject)
+    groups = analysis.held(subject.ledger, subject.ledger.peak_moment())[:LARGEST]
+    rows = [
+        [f"{g.number} x {g.shape} {g.dtype}", tables.NAMES[g.category], mib(g.bytes), percent(g.bytes, peak)]
+        for g in groups
+    ]
+    yield "At the peak, the largest groups of tensors", Table(["tensors", "for", "MiB", "share"], rows)
     yield "What parameters cost", tables.state(entry, subject.parameters)
     weights = sum(p.nbytes for p in subject.meter.model.parameters())
-    found = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
+    found = analysis.usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
     yield "Usual estimates and their error", tables.estimates(found, peak)
-    yield "Half the width at one level (predicted)", _widths(subject, narrower)
+    if narrower:
+        yield "Half the width at one level (predicted)", _widths(subject, narrower)
     if len(relatives) > 1:
         yield "Networks of this family, same patch, batch and policy (predicted)", _family(relatives)
-        yield from _why(subject, relatives)
+        yield from _paradoxes(subject, relatives)
+
+
+def _summary(subject: MemoryEstimate) -> str:
+    config, dtype = subject.config, build.policy(subject.config, "cpu", ()).dtype
+    many = "any number of" if config.ckpt == "auto" else f"at most {config.ckpt}"
+    return (
+        f"{subject.name}: {subject.parameters:,} parameters; patch {'x'.join(map(str, config.data.patch))}, "
+        f"batch {config.batch}, {f'amp {_dtype(dtype)}' if dtype else _dtype(subject.dtype)}, "
+        f"{f'{many} checkpointed segments' if config.ckpt else 'no checkpointing'}, on {build.target(config)}"
+    )
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _layers(subject: MemoryEstimate) -> Table:
     """A row for each layer of the prediction, with its kind: exact, replay, or not known here."""
-    tensors, columns = mib(subject.ledger.peak_bytes()), ["predicted peak of a step", "MiB", "kind"]
+    tensors, columns = mib(subject.peak), ["predicted peak of a step", "MiB", "kind"]
     if build.target(subject.config) != "cuda":
         return Table(columns, [["tensors", tensors, "exact (ledger)"]])
     native, expandable = (replay(subject.ledger.events, expandable=is_expandable) for is_expandable in (False, True))
@@ -110,217 +150,134 @@ def _layers(subject: MemoryEstimate) -> Table:
     return Table(columns, rows)
 
 
-def _what(subject: MemoryEstimate) -> str:
-    config = subject.config
-    patch = "x".join(map(str, config.data.patch))
-    dtype = build.policy(config, "cpu", ()).dtype
-    precision = f"amp {_dtype(dtype)}" if dtype else _dtype(subject.dtype)
-    many = "any number of" if config.ckpt == "auto" else f"at most {config.ckpt}"
-    checkpoints = f"{many} checkpointed segments" if config.ckpt else "no checkpointing"
-    return (
-        f"{subject.name}: {subject.parameters:,} parameters; patch {patch}, batch {config.batch}, {precision}, "
-        f"{checkpoints}, on {build.target(config)}"
-    )
-
-
-def _dtype(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _groups(subject: MemoryEstimate) -> Table:
-    groups = analysis.held(subject.ledger, subject.ledger.peak_moment())
-    rows = [
-        [f"{g.number} x {g.shape} {g.dtype}", tables.NAMES[g.category], mib(g.bytes), percent(g.bytes, subject.peak)]
-        for g in groups[:LARGEST]
-    ]
-    return Table(["tensors", "for", "MiB", "share"], rows)
-
-
 def _widths(subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate]) -> Table:
-    """What each level's width is worth, in bytes and in parameters."""
+    """What half the width at each level saves, in bytes and in parameters."""
     rows = []
     for level, other in narrower.items():
-        fewer = f"{other.parameters / subject.parameters - 1:+.0%}"
         widths = f"{subject.options.features[level]} -> {other.options.features[level]}"
-        change = f"{other.peak / subject.peak - 1:+.0%}"
-        rows.append([str(level), widths, mib(other.peak), change, f"{other.parameters:,}", fewer])
+        fewer, change = other.parameters / subject.parameters - 1, other.peak / subject.peak - 1
+        rows.append([str(level), widths, mib(other.peak), f"{change:+.0%}", f"{other.parameters:,}", f"{fewer:+.0%}"])
     return Table(["level", "width", "peak (MiB)", "change", "parameters", "change"], rows)
 
 
-def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEstimate]:
-    """The named networks whose names begin alike, under the same overrides; alone if these set widths."""
-    stem = subject.name.partition("_")[0]
-    names = [name for name in compose.choices("model") if name.partition("_")[0] == stem]
-    if _sets_widths(subject):
-        return [subject]
-    rest = [override for override in overrides if not override.startswith("model=")]
-    found = []
-    for name in names:
-        try:
-            is_half = subject.dtype is torch.float16
-            other = subject if name == subject.name else estimate([f"model={name}", *rest], is_half)
-            found.append(other if other is subject else replace(other, steps=ENOUGH))
-        except UserError:  # a relative that this patch or option does not suit
-            continue
-    return found
-
-
-def _sets_widths(subject: MemoryEstimate) -> bool:
-    """Whether something on top of the named network, an override or an experiment, sets its widths."""
-    own, patch = subject.config.model, f"data.patch={subject.config.data.patch}"
-    try:
-        named = compose.compose([f"model={subject.name}", patch]).model
-    except UserError:  # the named network is too deep for this patch
-        return True
-    return (named.features, named.decoder) != (own.features, own.decoder)
-
-
 def _family(relatives: Sequence[MemoryEstimate]) -> Table:
-    rows = [
-        [
-            relative.name,
-            "-".join(map(str, relative.options.features)),
-            f"{relative.parameters:,}",
-            mib(relative.peak),
-            f"{relative.share:.0%}",
-            _joined(relative),
-        ]
-        for relative in relatives
-    ]
     columns = ["network", "widths", "parameters", "peak (MiB)", "of it at full resolution", "channels joined there"]
+    rows = []
+    for one in relatives:
+        widths, full = "-".join(map(str, one.options.features)), one.entry["levels"][0]["bytes"]
+        rows.append([one.name, widths, f"{one.parameters:,}", mib(one.peak), f"{full / one.peak:.0%}", _joined(one)])
     return Table(columns, rows)
 
 
+def joined(subject: MemoryEstimate) -> tuple[int, int] | None:
+    """Channels of the skip and of what comes from below where a U-Net joins them at full resolution."""
+    stage, skip = f"up{len(subject.options.features) - 1}", subject.options.features[0]
+    made = (s for s in subject.ledger.storages if (s.operation, s.scope.module) == ("aten.cat.default", stage))
+    return next(((skip, storage.shape[1] - skip) for storage in made), None)
+
+
 def _joined(subject: MemoryEstimate) -> str:
-    return "" if subject.joined is None else f"{subject.joined[0]} + {subject.joined[1]} = {sum(subject.joined)}"
+    return f"{pair[0]} + {pair[1]} = {sum(pair)}" if (pair := joined(subject)) else ""
 
 
-def _why(subject: MemoryEstimate, relatives: Sequence[MemoryEstimate]) -> Iterator[str]:
+def _paradoxes(subject: MemoryEstimate, relatives: Sequence[MemoryEstimate]) -> Iterator[str]:
     """For relatives with more parameters and a lower peak: how that can be."""
     for other in relatives:
         if other.parameters > subject.parameters and other.peak < subject.peak:
-            times = other.parameters / subject.parameters
+            times, less = other.parameters / subject.parameters, mib(subject.peak - other.peak)
             yield (
-                f"{other.name} has {times:.1f} times the parameters of {subject.name} and needs "
-                f"{mib(subject.peak - other.peak)} MiB less: at full resolution it joins {_joined(other)} channels, "
-                f"{subject.name} {_joined(subject)}. Parameters live at the bottom of the U, activations at the top."
+                f"{other.name} has {times:.1f} times the parameters of {subject.name} and needs {less} MiB less: at full "
+                f"resolution it joins {_joined(other)} channels, {subject.name} {_joined(subject)}. "
+                f"Parameters live at the bottom of the U, activations at the top."
             )
-
-
-BATCHES = (1, 2, 4, 8)
-
-
-SCALES = (0.25, 0.5, 1, 1.5, 2)  # of widths
-
-
-SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # of the patch's sides
-
-
-class CurvePoint(NamedTuple):
-    """One predicted peak."""
-
-    varied: str  # what runs along the axis, with its unit
-    x: float
-    series: str
-    config: str  # what differs from the series' own config
-    parameters: int
-    peak_bytes: int
 
 
 def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None:
     """Print a row a job; with `out`, write peaks.csv, the layer traces of all in trace.csv, and their picture."""
-    steps = ENOUGH if out is None else STEADY
-    looks = {name: replace(estimate(job, half), steps=steps) for name, job in zip(names(jobs), jobs, strict=True)}
-    simulate_all(list(looks.values()))
-    first = next(iter(looks.values())).peak
+    subjects = _subjects(jobs, half, ENOUGH if out is None else STEADY)
+    simulate_all(list(subjects.values()))
+    first = next(iter(subjects.values())).peak
     rows = [
         [name, f"{one.parameters:,}", mib(one.peak), f"{one.peak / first - 1:+.1%}", tables.moment(one.entry)]
-        for name, one in looks.items()
+        for name, one in subjects.items()
     ]
     table = Table(["config", "parameters", "peak (MiB, ledger)", "change", "at its highest"], rows)
     paper(WIDE).print(terminal_table("Predicted peak of a step", table))
     if out is None:
         return
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    write_csv(
-        out / "peaks.csv",
-        ["config", "parameters", "peak_bytes"],
-        [[name, one.parameters, one.peak] for name, one in looks.items()],
-    )
-    calls = [row for name, one in looks.items() for row in export.trace(one.ledger, name, STEADY - 1)]
+    peaks = [[name, one.parameters, one.peak] for name, one in subjects.items()]
+    write_csv(out / "peaks.csv", ["config", "parameters", "peak_bytes"], peaks)
+    calls = [row for name, one in subjects.items() for row in export.trace(one.ledger, name, STEADY - 1)]
     export.write_trace(calls, out / "trace.csv")
     memory_plots.trace_plot(calls, out / "figures" / "trace.png")
     print(out)
 
 
+def _subjects(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> dict[str, MemoryEstimate]:
+    """Each job by the overrides that are not common to all. UserError if two have the same."""
+    common = set(jobs[0]).intersection(*jobs)
+    names = [" ".join(word for word in job if word not in common) or "config" for job in jobs]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"{twice[0]} is asked for more than once; name each value once")
+    return {name: replace(estimate(job, half), steps=steps) for name, job in zip(names, jobs, strict=True)}
+
+
 def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     """Write curves.csv and figures/curves.png: peak against batch size, first width and patch, a line a job."""
-    looks = {name: replace(estimate(job, half), steps=ENOUGH) for name, job in zip(names(jobs), jobs, strict=True)}
-    varied = (point for vary in (batches, widths, patches) for name, one in looks.items() for point in vary(one, name))
-    points = list(track(varied, "points, at most", len(jobs) * len(BATCHES + SCALES + SIZES)))
+    varied = (point for name, one in _subjects(jobs, half, ENOUGH).items() for point in _points(one, name))
+    points = sorted(track(varied, "points, at most", len(jobs) * len(BATCHES + SCALES + SIZES)))
+    panels: dict[str, dict[str, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
+    for axis, x, series, _, _, peak in points:
+        panels[axis][series].append((x, peak))
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    write_csv(out / "curves.csv", list(CurvePoint._fields), points)
-    panels = [(varied, _lines(points, varied)) for varied in dict.fromkeys(point.varied for point in points)]
-    memory_plots.peak_curves(panels, out / "figures" / "curves.png")
+    write_csv(out / "curves.csv", ["varied", "x", "series", "config", "parameters", "peak_bytes"], points)
+    memory_plots.peak_curves(list(panels.items()), out / "figures" / "curves.png")
     print(out / "curves.csv", out / "figures" / "curves.png", sep="\n")
 
 
-def _lines(points: Sequence[CurvePoint], varied: str) -> dict[str, list[tuple[float, int]]]:
-    lines: dict[str, list[tuple[float, int]]] = {}
-    for point in points:
-        if point.varied == varied:
-            lines.setdefault(point.series, []).append((point.x, point.peak_bytes))
-    return lines
+def _points(subject: MemoryEstimate, series: str) -> Iterator[tuple[str, int, str, str, int, int]]:
+    """Rows of curves.csv. One patch where `auto` would make another network for another patch."""
+    for axis, x, words, other in _varied(subject):
+        if budget.is_allowed(other.config, other.options):
+            yield axis, x, series, words, other.parameters, other.peak
 
 
-def names(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """What tells each job from the others: its overrides that are not common to all. UserError if nothing does."""
-    common = set(jobs[0]).intersection(*jobs)
-    found = [" ".join(word for word in job if word not in common) or "config" for job in jobs]
-    if twice := [name for name, count in Counter(found).items() if count > 1]:
-        raise UserError(f"{twice[0]} is asked for more than once; name each value once")
-    return found
-
-
-def batches(subject: MemoryEstimate, series: str) -> Iterator[CurvePoint]:
-    """Peak against patches a step."""
+def _varied(subject: MemoryEstimate) -> Iterator[tuple[str, int, str, MemoryEstimate]]:
+    """What varies with its unit, its value, the overrides, and what they make of the subject."""
+    config, options, data = subject.config, subject.options, subject.config.data
     for batch in BATCHES:
-        other = replace(subject, config=replace(subject.config, batch=batch))
-        yield from _point("batch size", batch, series, f"batch={batch}", other)
+        yield "batch size", batch, f"batch={batch}", replace(subject, config=replace(config, batch=batch))
+    for scale in SCALES if options.features else ():
+        scaled = budget.resized(options, partial(_scaled, scale))
+        words = " ".join(budget.width_overrides(scaled))
+        yield "first width (channels)", scaled.features[0], words, replace(subject, options=scaled)
+    for scale in (1,) if "auto" in (config.model.kernels, config.model.strides) else SIZES:
+        patch = [max(1, round(length * scale)) for length in data.patch]
+        other = replace(subject, config=replace(config, data=replace(data, patch=patch)))
+        yield "patch (voxels)", math.prod(patch), f"data.patch={patch}".replace(" ", ""), other
 
 
-def widths(subject: MemoryEstimate, series: str) -> Iterator[CurvePoint]:
-    """Peak against the first level's channels, all levels scaled alike."""
-    for scale in SCALES:
-        options = resized(subject.options, partial(_scaled, scale))
-        other = replace(subject, options=options)
-        yield from _point("first width (channels)", options.features[0], series, overrides(options), other)
-
-
-def patches(subject: MemoryEstimate, series: str) -> Iterator[CurvePoint]:
-    """Peak against the patch's voxels; of the patch alone where `auto` would make another network for each."""
-    is_open = "auto" in (subject.config.model.kernels, subject.config.model.strides)
-    for scale in (1,) if is_open else SIZES:
-        patch = [max(1, round(length * scale)) for length in subject.config.data.patch]
-        config = replace(subject.config, data=replace(subject.config.data, patch=patch))
-        voxels = patch[0] * patch[1] * patch[2]
-        given = f"data.patch={patch}".replace(" ", "")
-        yield from _point("patch (voxels)", voxels, series, given, replace(subject, config=config))
-
-
-def _scaled(scale: float, level: int, width: int) -> int:
-    return max(1, round(width * scale))
-
-
-def _point(varied: str, x: float, series: str, config: str, subject: MemoryEstimate) -> Iterator[CurvePoint]:
-    """The point, if there is such a network: groups must divide widths, valid convolutions must fit the patch."""
-    try:
-        check(replace(subject.config, model=subject.options), here=False)
-    except UserError:
-        return
-    yield CurvePoint(varied, x, series, config, subject.parameters, subject.peak)
-
-
-def print_front(front: Table) -> None:
-    """Print the ways to take a step that no other beats."""
-    paper(WIDE).print(terminal_table("Least memory by cost", front))
+def print_fit(overrides: Sequence[str]) -> None:
+    """Print the options that no other beats, and the command line that fits `budget`. UserError if none does."""
+    subject = estimate(overrides, half=False)
+    if (given := subject.config.budget) is None:
+        raise UserError("memory fit needs a budget, e.g. budget=8GiB")
+    limit = budget_bytes(given)
+    found, best = budget.find_fit(budget.Option((), "nothing", subject.config, subject.options), limit)
+    rows = [
+        [
+            mib(option.peak_bytes),
+            "yes" if option.peak_bytes <= limit else "",
+            f"{option.recompute_fraction:+.0%}",
+            str(option.segments) if option.segments > 1 else "",
+            option.changes if option.changes != "nothing" else "",
+            " ".join(option.overrides),
+        ]
+        for option in found[:: -(-len(found) // FRONT)]
+    ]
+    table = Table(["peak (MiB, estimated)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
+    paper(WIDE).print(terminal_table("Least memory by cost", table))
+    if best.peak_bytes > limit:
+        raise UserError(f"budget={given}: nothing tried fits; the smallest peak is {mib(best.peak_bytes)} MiB")
+    print(f"fits: {shlex.join(['python', 'train.py', *budget.replaced(overrides, best.overrides)])}")

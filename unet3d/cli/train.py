@@ -191,7 +191,7 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     if data is None:
         run_folder.update_memory(folder, told.memory)
         return
-    with Run(config, folder, data, options, told.starts, stop) as run:
+    with Run(config, folder, data, options, told.segment_starts, stop) as run:
         if run.is_done:
             print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; steps=N goes on")
             if not (folder / "report.html").exists():  # killed as it was written

@@ -1,5 +1,6 @@
-"""Where to split the stages for activation checkpointing, from one simulated step without it."""
+"""Where to split a network into checkpointed segments, estimated from one simulated step without checkpointing."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unet3d.checks import stages
 from unet3d.config import Config, Model, Optim
+from unet3d.errors import UserError
 from unet3d.memory.analysis import last_step, phase_ends
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
@@ -19,241 +20,209 @@ from unet3d.memory.simulate import SegmentStarts, memoized, simulate, step_key
 from unet3d.progress import track
 from unet3d.types import budget_bytes
 
+SLACK = 1.11  # an estimated peak is at most so many times the simulated one
+TRIED = 3  # choices simulated for a budget, of those with the same recompute fraction
+
+
+class Segments(NamedTuple):
+    """The first stage of each checkpointed segment, () for none, and the share of a forward pass that is recomputed."""
+
+    segment_starts: SegmentStarts
+    recompute_fraction: float
+
+
+def choose_segments(config: Config, options: Model) -> Segments:
+    """The segments that `ckpt` asks for.
+
+    Two to `ckpt` segments with the lowest peak; `auto`: any number, none where that saves nothing, and with a `budget`
+    the least recomputation that fits.
+    """
+    if not config.ckpt:
+        return Segments((), 0)
+    profile, is_auto = profile_stages(config, options), config.ckpt == "auto"
+    least, most = (1, len(profile.forward)) if is_auto else (2, config.ckpt)
+    if len(profile.forward) < max(2, most):
+        stages = f"this network has {len(profile.forward)}"
+        raise UserError(f"ckpt={config.ckpt} groups the stages of an nn.Sequential; {stages}; use fewer, or 0 (off)")
+    budget = budget_bytes(config.budget) if is_auto and config.budget is not None else None
+    segment_starts = best_segment_starts(
+        profile, least, most, lambda choice: simulated_peak(config, options, choice, profile), budget
+    )
+    return Segments(segment_starts, recompute_fraction(profile, segment_starts))
+
 
 @dataclass(frozen=True)
 class StageProfile:
-    """The last step of a rehearsal without checkpointing, by stage; bytes."""
+    """The second step without checkpointing, by stage; bytes. Lists are empty where a network has no stages."""
 
     peak: int  # most alive
     forward: list[int]  # most alive while stage i runs forward
     backward: list[int]  # most alive while stage i runs backward
-    waiting: list[int]  # alive as stage i begins backward, but for what forward began with and stages 0 to i saved
-    beyond: int  # most alive in the loss, and in backward outside of all stages
+    waiting: list[int]  # alive as stage i begins backward, without what was alive at the start and what 0 to i saved
+    outside: int  # most alive in the loss, and in backward outside of all stages
     update: int  # most alive in the optimizer's step and as data arrive
     saved: list[int]  # for backward, by the stages before i
-    states: list[frozenset[int]]  # the storages that enter stage i
+    inputs: list[frozenset[int]]  # storages that enter stage i from another stage
     sizes: Mapping[int, int]  # bytes of those
     flops: list[int]  # of stage i's convolutions, forward
-    later: int  # alive in later steps more than in the first: the optimizer's state
+    optimizer_state: int  # alive in later steps more than in the first
 
 
 def profile_stages(config: Config, options: Model) -> StageProfile:
-    """Rehearse a step without checkpointing and take its profile."""
-    return _rehearsed(step_key(config), options)
+    """Simulate two steps without checkpointing and profile the second."""
+    return _profiled(step_key(config), options)
 
 
 @memoized
-def _rehearsed(config: Config, options: Model) -> StageProfile:
-    entered: list[frozenset[int]] = []
+def _profiled(config: Config, options: Model) -> StageProfile:
+    inputs: dict[str, frozenset[int]] = {}
 
-    def watch(model: nn.Sequential, ledger: Ledger) -> None:
-        entered.extend([frozenset()] * (len(model) + 1))
-        for number, stage in enumerate(model):
-            stage.register_forward_hook(lambda m, given, made, at=number + 1: note(ledger, at, made))
+    def watch(model: nn.Module, ledger: Ledger) -> None:
+        is_plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+        for name, stage in model.named_children() if is_plain else ():
+            inputs[name] = frozenset()
+            if len(inputs) > 1:  # the image enters the first
+                stage.register_forward_pre_hook(partial(note, name, ledger))
 
-    def note(ledger: Ledger, at: int, made: Any) -> None:
-        entered[at] = frozenset(ledger.index(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
+    def note(name: str, ledger: Ledger, stage: nn.Module, state: Any) -> None:
+        inputs[name] = frozenset(ledger.index(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
-    meter = simulate(config, options, (), watch=watch, steps=ENOUGH)
-    names = [name for name, _ in meter.model.named_children()]
-    return _profile(meter.ledger, names, entered[:-1])
+    ledger = simulate(config, options, (), watch=watch, steps=ENOUGH).ledger
+    return _profile(ledger, inputs)
 
 
-def _profile(ledger: Ledger, names: list[str], states: list[frozenset[int]]) -> StageProfile:
-    spans = {phase: (start, end) for phase, start, end in last_step(ledger)}
-    alive, count = ledger.alive_bytes(), len(names)
-    begin, turn = spans["forward"][0], spans["backward"][0]
-    forward, backward = [0] * count, [0] * count
-    waiting: list[int | None] = [None] * count
-    beyond = max(alive[spans["loss"][0] : spans["loss"][1] + 1])
-    by = _saved(ledger, names, begin, turn)
-    saved = [0, *accumulate(by)]
-    for phase in ("forward", "backward"):
-        for event in range(*spans[phase]):
-            index, change = ledger.events[event]
-            stage = _stage(ledger.storages[index].scope.module, names)
-            if change < 0:
-                continue
-            if stage is None:
-                beyond = max(beyond, alive[event + 1])
-            elif phase == "forward":
-                forward[stage] = max(forward[stage], alive[event + 1])
-            else:
-                backward[stage] = max(backward[stage], alive[event + 1])
-                if waiting[stage] is None:
-                    waiting[stage] = alive[event] - alive[begin] - saved[stage + 1]
-    update = max(max(alive[a : b + 1]) for phase, (a, b) in spans.items() if phase in ("step", "data"))
-    sizes = {index: ledger.storages[index].bytes for state in states for index in state}
-    flops = _flops(ledger, names, begin, spans["forward"][1])
-    later = phase_ends(ledger)["data"]
+def _profile(ledger: Ledger, inputs: Mapping[str, frozenset[int]]) -> StageProfile:
+    spans, alive, names = {name: (a, b) for name, a, b in last_step(ledger)}, ledger.alive_bytes(), list(inputs)
+    (begin, end), ends = spans["forward"], phase_ends(ledger)["data"]
+    flops = Counter[str]()
+    for call in ledger.convolutions:
+        if begin <= call.event <= end:
+            flops[_stage(call.module)] += call.flops
+    saved = Counter[str]()  # for backward, made in forward
+    for storage in ledger.alive_at(spans["backward"][0]):
+        if storage.born >= begin and storage.role is None:
+            saved[_stage(storage.scope.module)] += storage.bytes
+    until = dict(zip(names, accumulate(saved[name] for name in names), strict=True))
+    forward, backward, waiting = dict.fromkeys(names, 0), dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    outside = max(alive[spans["loss"][0] : spans["loss"][1] + 1])
+    for phase, peaks in (("forward", forward), ("backward", backward)):
+        for event, (index, change) in enumerate(ledger.events[slice(*spans[phase])], spans[phase][0]):
+            stage = _stage(ledger.storages[index].scope.module)
+            if change > 0 and stage in peaks:
+                if phase == "backward" and not peaks[stage]:
+                    waiting[stage] = alive[event] - alive[begin] - until[stage]
+                peaks[stage] = max(peaks[stage], alive[event + 1])
+            elif change > 0:
+                outside = max(outside, alive[event + 1])
     return StageProfile(
-        max(alive),
-        forward,
-        backward,
-        [w or 0 for w in waiting],
-        beyond,
-        update,
-        saved,
-        states,
-        sizes,
-        flops,
-        later["steady"] - later["first"],
+        peak=max(alive),
+        forward=list(forward.values()),
+        backward=list(backward.values()),
+        waiting=list(waiting.values()),
+        outside=outside,
+        update=max(max(alive[a : b + 1]) for a, b in (spans["step"], spans["data"])),
+        saved=[0, *until.values()],
+        inputs=list(inputs.values()),
+        sizes={index: ledger.storages[index].bytes for state in inputs.values() for index in state},
+        flops=[flops[name] for name in names],
+        optimizer_state=ends["steady"] - ends["first"],
     )
 
 
-def _stage(path: str, names: list[str]) -> int | None:
-    stage = path.partition(".")[0]
-    return names.index(stage) if stage in names else None
+def _stage(path: str) -> str:
+    return path.partition(".")[0]
 
 
-def _saved(ledger: Ledger, names: list[str], begin: int, turn: int) -> list[int]:
-    """Bytes that each stage made in forward and that live as backward begins."""
-    found = [0] * len(names)
-    for storage in ledger.alive_at(turn):
-        stage = _stage(storage.scope.module, names)
-        if storage.born >= begin and stage is not None and storage.role is None:
-            found[stage] += storage.bytes
-    return found
+def best_segment_starts(
+    profile: StageProfile, least: int, most: int, measure: Callable[[SegmentStarts], int], budget: int | None = None
+) -> SegmentStarts:
+    """The split into `least` to `most` segments with the lowest peak, () for one; if some fit a budget, of those the
+    least recomputed, or no split at all.
 
-
-def _flops(ledger: Ledger, names: list[str], begin: int, end: int) -> list[int]:
-    found = [0] * len(names)
-    for call in ledger.convolutions:
-        stage = _stage(call.module, names)
-        if begin <= call.event <= end and stage is not None:
-            found[stage] += call.flops
-    return found
-
-
-TRIED = 3  # cuts rehearsed for a budget, of those that recompute as much
-
-
-SLACK = 1.11  # the profile is up to that much above the rehearsed peak
-
-
-class Segments(NamedTuple):
-    """The first stages of segments, and the convolution FLOPs done again as a share of a forward pass."""
-
-    starts: SegmentStarts
-    again: float
-
-
-def choose_segments(config: Config, options: Model) -> Segments:
-    """The segments that `ckpt` asks for; none without checkpointing.
-
-    Two to `ckpt` segments with the lowest peak; `auto`: any number, none where that saves nothing, and with a `budget`
-    the least recomputation.
+    `measure` simulates a split's peak. Where another segment does not help there are fewer: more never need more.
     """
-    if not config.ckpt:
-        return Segments((), 0)
-    found, auto = profile_stages(config, options), config.ckpt == "auto"
-    least, most = (1, stages(options)) if auto else (2, config.ckpt)
-    budget = budget_bytes(config.budget) if auto and config.budget is not None else None
-    starts = best_starts(found, least, most, lambda starts: simulated_peak(config, options, starts, found), budget)
-    return Segments(starts, recompute_fraction(found, starts))
+    if budget is not None:
+        if profile.peak <= budget:
+            return ()
+        tried = list(_likely(profile, most, budget))
+        for choice in track(tried, "segment choices that may fit", len(tried)):
+            if measure(choice) <= budget:
+                return choice
+    candidates = [
+        min(partitions(len(profile.forward), count, count), key=partial(_estimated_cost, profile))
+        for count in range(least, most + 1)
+    ]
+    best = candidates[0]
+    if len(candidates) > 1:
+        peaks = {choice: measure(choice) for choice in track(candidates, "segment choices", len(candidates))}
+        best = min(candidates, key=lambda choice: (peaks[choice], recompute_fraction(profile, choice)))
+    return best if len(best) > 1 else ()
 
 
-def simulated_peak(config: Config, options: Model, starts: SegmentStarts, found: StageProfile) -> int:
-    """Of later steps, told from a rehearsal of the first; no cut lowers the peak of the update.
+def _estimated_cost(profile: StageProfile, segment_starts: SegmentStarts) -> tuple[int, float]:
+    return estimated_peak(profile, segment_starts), recompute_fraction(profile, segment_starts)
 
-    The first step is simulated with a plain optimizer: which one it is changes the update alone.
+
+def _likely(profile: StageProfile, most: int, budget: int) -> Iterator[SegmentStarts]:
+    """Splits that may fit, the least recomputed first; of those that recompute alike, the few with the lowest peaks."""
+    fraction = partial(recompute_fraction, profile)
+    every = sorted(partitions(len(profile.forward), most), key=lambda choice: _estimated_cost(profile, choice)[::-1])
+    for _, alike in groupby(every, key=fraction):
+        yield from islice((c for c in alike if estimated_peak(profile, c) <= SLACK * budget), TRIED)
+
+
+def partitions(stages: int, most: int, least: int = 2) -> Iterator[SegmentStarts]:
+    """All ways to split so many stages into `least` to `most` segments."""
+    for segments in range(least, most + 1):
+        for starts in combinations(range(1, stages), segments - 1):
+            yield (0, *starts)
+
+
+def estimated_peak(profile: StageProfile, segment_starts: SegmentStarts) -> int:
+    """Most bytes of a step with these segments, near enough to tell a good split from a bad one.
+
+    A recomputation stops as soon as it has what it needs, and autocast keeps the weights it cast through all of a
+    forward pass: the profile knows neither. Off by -2 to +11 % of a simulation in `tests/memory/test_segments.py`.
+    """
+    count, kept, peak = len(profile.forward), set[int](), profile.update
+    for a, b in zip(segment_starts, [*segment_starts[1:], count], strict=True):
+        kept |= profile.inputs[a]
+        freed = profile.saved[a] - sum(profile.sizes[index] for index in kept)
+        waiting = profile.waiting[b - 1] if b < count else 0
+        peak = max(peak, max(profile.forward[a:b]) + waiting - freed, max(profile.backward[a:b]) - freed)
+        if b == count:
+            peak = max(peak, profile.outside - freed)
+    return peak
+
+
+def recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> float:
+    """Convolution FLOPs that are computed twice, as a share of a forward pass."""
+    return sum(profile.flops[: segment_starts[-1]]) / max(1, sum(profile.flops)) if segment_starts else 0
+
+
+def simulated_peak(config: Config, options: Model, segment_starts: SegmentStarts, profile: StageProfile) -> int:
+    """Of later steps, from a simulated first step; segments do not lower the peak of the update.
+
+    The first step is simulated with a plain optimizer: the optimizer changes the update alone.
     """
     plain = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)
-    return max(found.update, _first_step(replace(step_key(config), optim=plain), options, starts) + found.later)
+    peak = _first_step_peak(replace(step_key(config), optim=plain), options, segment_starts)
+    return max(profile.update, peak + profile.optimizer_state)
 
 
 @memoized
-def _first_step(config: Config, options: Model, starts: SegmentStarts) -> int:
-    """Most bytes of a first step but for its update."""
-    peaks = simulate(config, options, starts, steps=1).ledger.phase_peaks()
+def _first_step_peak(config: Config, options: Model, segment_starts: SegmentStarts) -> int:
+    """Most bytes of a first step without its update."""
+    peaks = simulate(config, options, segment_starts, steps=1).ledger.phase_peaks()
     return max(peak for phase, peak in peaks if phase in ("forward", "loss", "backward"))
 
 
-def best_starts(
-    profile: StageProfile, least: int, most: int, measure: Callable[[SegmentStarts], int], budget: int | None = None
-) -> SegmentStarts:
-    """The cut into `least` to `most` segments with the lowest peak, () for one; if some fit a budget, of those the
-    least recomputed, or no cut at all.
-
-    `measure` tells a cut's peak by rehearsing it. The candidates for more segments include those for fewer, so more
-    segments never need more memory: where a further cut does not help, fewer are made.
-    """
-    if budget is not None:
-        if estimated_peak(profile, (0,)) <= budget:
-            return ()
-        tried = list(likely(profile, most, budget))
-        for starts in track(tried, "cuts that may fit the budget", len(tried)):
-            if measure(starts) <= budget:
-                return starts
-    found = candidates(profile, least, most)
-    starts = found[0]
-    if len(found) > 1:
-        peaks = {starts: measure(starts) for starts in track(found, "cuts into segments", len(found))}
-        starts = min(found, key=lambda starts: (peaks[starts], recompute_fraction(profile, starts)))
-    return starts if len(starts) > 1 else ()
-
-
-def likely(profile: StageProfile, most: int, budget: int) -> Iterator[SegmentStarts]:
-    """Cuts that may fit, the least recomputed first; of those that recompute alike, the few with the lowest peaks."""
-    every = [
-        starts for starts in partitions(len(profile.forward), most) if estimated_peak(profile, starts) <= SLACK * budget
-    ]
-    again = partial(recompute_fraction, profile)
-    for _, alike in groupby(
-        sorted(every, key=lambda starts: (again(starts), estimated_peak(profile, starts))), key=again
-    ):
-        yield from islice(alike, TRIED)
-
-
-def candidates(profile: StageProfile, least: int, most: int) -> list[SegmentStarts]:
-    """For each number of segments, the cut with the lowest peak as far as the profile tells."""
-    return [
-        min(
-            partitions(len(profile.forward), segments, segments),
-            key=lambda starts: (estimated_peak(profile, starts), recompute_fraction(profile, starts)),
-        )
-        for segments in range(least, most + 1)
-    ]
-
-
-def estimated_peak(profile: StageProfile, starts: SegmentStarts) -> int:
-    """Most bytes of a step that is cut there, near enough to tell a good cut from a bad one.
-
-    A recomputation stops as soon as it has what it needs, and autocast keeps the weights it cast through all of a
-    forward pass: the profile knows neither. Off by -2 to +11 % of a rehearsal in `tests/memory/test_segments.py`.
-    """
-    count = len(profile.forward)
-    kept: set[int] = set()
-    found = profile.update
-    for a, b in zip(starts, [*starts[1:], count], strict=True):
-        kept |= profile.states[a]
-        less = profile.saved[a] - sum(profile.sizes[index] for index in kept)
-        again = profile.waiting[b - 1] if b < count else 0
-        rising = max(profile.forward[a:b]) + again
-        found = max(found, rising - less, max(profile.backward[a:b]) - less)
-        if b == count:
-            found = max(found, profile.beyond - less)
-    return found
-
-
-def recompute_fraction(profile: StageProfile, starts: SegmentStarts) -> float:
-    """Convolution FLOPs that are done again, as a share of a forward pass."""
-    return sum(profile.flops[: starts[-1]]) / sum(profile.flops) if starts else 0
-
-
-def partitions(count: int, most: int, least: int = 2) -> Iterator[SegmentStarts]:
-    """All ways to cut so many stages into `least` to `most` segments."""
-    for segments in range(least, most + 1):
-        for places in combinations(range(1, count), segments - 1):
-            yield (0, *places)
-
-
 def predict(config: Config, options: Model) -> dict[str, Any]:
-    """`peak_bytes`, `phases`, `categories` and more in bytes as `LedgerMeter.summary` gives them, and `parameters`."""
+    """`peak_bytes`, `phases`, `categories` and more in bytes, as `LedgerMeter.summary` gives them, and `parameters`."""
     meter = predicted(config, options)
     return {**meter.summary(), "parameters": sum(p.numel() for p in meter.model.parameters())}
 
 
 def predicted(config: Config, options: Model, dtype: torch.dtype = torch.float32, steps: int = STEADY) -> LedgerMeter:
-    """The meter that holds the ledger of the rehearsed steps. `dtype` is that of weights and images."""
-    return simulate(config, options, choose_segments(config, options).starts, dtype, steps=steps)
+    """The meter with the ledger of the simulated steps. `dtype` is that of weights and images."""
+    return simulate(config, options, choose_segments(config, options).segment_starts, dtype, steps=steps)
