@@ -53,7 +53,7 @@ def config(*overrides: str) -> Config:
 @cache
 def ledger_peak(*overrides: str) -> int:
     found = config(*overrides)
-    starts = choose_segments(found, found.model).starts
+    starts = choose_segments(found, found.model).segment_starts
     return simulate(found, found.model, starts, steps=STEPS).ledger.peak_bytes()
 
 
@@ -74,7 +74,7 @@ def record_of(*overrides: str) -> list[Change]:
 def allocators_record(options: Config) -> list[Change]:
     """What the allocator did while a network was built and trained, in order."""
     size = (options.batch, *options.data.patch)
-    starts = choose_segments(options, options.model).starts
+    starts = choose_segments(options, options.model).segment_starts
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = build.model(options.model, options.seed)
         loss, policy, optimizer = (
