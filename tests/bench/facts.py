@@ -77,8 +77,10 @@ def forum() -> Iterator[tuple[str, float]]:
     for name, net in two.items():
         yield f"{name}: parameters", net.parameters
         yield f"{name}: weights and images in float16, batch 2", _weights_and_images(net)
-        yield f"{name}: output of the first convolution, batch 2", net.first_convolution.bytes
-        yield f"{name}: channels joined at full resolution", sum(net.joined or ())
+        first = next(s for s in net.ledger.storages if s.operation == "aten.convolution.default")
+        yield f"{name}: output of the first convolution, batch 2", first.bytes
+        joined = [s.shape[1] for s in net.ledger.storages if s.operation == "aten.cat.default" and len(s.shape) == 5]
+        yield f"{name}: channels joined at full resolution", joined[-1]
         yield f"{name}: peak of a float16 step, batch 2", net.peak / MIB
     yield "forum_32: peak of a float16 step, batch 4", _half("forum_32", 4).peak / MIB
     yield "forum_mid: needs more than forum_large by", (two["forum_mid"].peak - two["forum_large"].peak) / MIB

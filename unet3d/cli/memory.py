@@ -6,19 +6,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from unet3d import build, compose
-from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.files import write_csv, write_json, write_text
 from unet3d.memory import analysis, budget, export, tables
 from unet3d.memory.allocator import replay
 from unet3d.memory.meter import ENOUGH, STEADY
-from unet3d.memory.preflight import MemoryEstimate, estimate, peak_location, simulate_all
+from unet3d.memory.preflight import MemoryEstimate, estimate, simulate_all
 from unet3d.progress import track
 from unet3d.report import memory_plots, report
 from unet3d.report.loggers import WIDE, paper, plain_text, terminal_table
@@ -36,7 +35,7 @@ def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
     subject = estimate(overrides, half)
     narrower, relatives = narrowed(subject), family(subject, overrides)
     simulate_all([subject, *narrower.values(), *relatives])
-    location = peak_location(subject.entry)
+    location = tables.peak_location(subject.entry)
     if (other := narrower.get(location["level"])) is not None:
         words = " ".join(budget.width_overrides(other.options))
         location |= {"override": words, "halved_peak_bytes": other.peak}
@@ -53,55 +52,52 @@ def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
         print(report.write_report(out))
 
 
-def halved(config: Config, options: Model, level: int) -> Model | None:
-    """The network with half the channels at one level; None if that is no network, as with 8 groups of 4 channels."""
-    narrower = budget.resized(options, lambda at, width: width // 2 if at == level else width)
-    return narrower if budget.is_allowed(config, narrower) else None
-
-
 def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
-    """By level, the network with half the width there, where there is such a network."""
-    found = {level: halved(subject.config, subject.options, level) for level in range(len(subject.options.features))}
-    return {level: replace(subject, options=one, steps=ENOUGH) for level, one in found.items() if one is not None}
+    """By level, the network with half the width there; none where groups of 8 would have 4 channels, for example."""
+    found = {}
+    for level in range(len(subject.options.features)):
+        options = budget.resized(subject.options, partial(_half_at, level))
+        if budget.is_allowed(subject.config, options):
+            found[level] = replace(subject, options=options, steps=ENOUGH)
+    return found
+
+
+def _half_at(narrow: int, level: int, width: int) -> int:
+    return width // 2 if level == narrow else width
+
+
+def _scaled(scale: float, level: int, width: int) -> int:
+    return max(1, round(width * scale))
 
 
 def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEstimate]:
-    """The named networks whose names begin alike, under the same overrides; alone if these set widths.
-
-    Only itself, too, for a network of the user's own.
-    """
-    if not subject.options.features or _has_other_widths(subject):
+    """The named networks whose names begin alike, under the same overrides; alone if these set widths or a network."""
+    own, stem, named = subject.config.model, subject.name.partition("_")[0], None
+    with suppress(UserError):  # the named network is too deep for this patch
+        named = compose.compose([f"model={subject.name}", f"data.patch={subject.config.data.patch}"]).model
+    if named is None or not subject.options.features or (named.features, named.decoder) != (own.features, own.decoder):
         return [subject]
-    stem, is_half = subject.name.partition("_")[0], subject.dtype is torch.float16
     rest, found = [override for override in overrides if not override.startswith("model=")], [subject]
     for name in compose.choices("model"):
         if name.partition("_")[0] == stem and name != subject.name:
             with suppress(UserError):  # a relative that this patch or option does not suit
-                found.append(replace(estimate([f"model={name}", *rest], is_half), steps=ENOUGH))
+                other = estimate([f"model={name}", *rest], half=subject.dtype is torch.float16)
+                found.append(replace(other, steps=ENOUGH))
     return found
-
-
-def _has_other_widths(subject: MemoryEstimate) -> bool:
-    """Whether an override or an experiment changes the widths of the named network."""
-    own = subject.config.model
-    try:
-        named = compose.compose([f"model={subject.name}", f"data.patch={subject.config.data.patch}"]).model
-    except UserError:  # the named network is too deep for this patch
-        return True
-    return (named.features, named.decoder) != (own.features, own.decoder)
 
 
 def _parts(
     subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate], relatives: Sequence[MemoryEstimate], sentence: str
 ) -> Iterator[str | tuple[str, Table]]:
-    entry, peak, made = subject.entry, subject.peak, subject.first_convolution
+    entry, peak = subject.entry, subject.peak
     yield _summary(subject)
     yield f"predicted peak of a step: {mib(peak)} MiB ({entry['kind']}), {tables.moment(entry)}"
     yield sentence
     yield "Layers of the number", _layers(subject)
-    if made is not None:
-        shape = " x ".join(map(str, made.shape))
-        yield f"the first convolution's output: {shape} {_dtype(made.dtype)} = {made.bytes:,} bytes"
+    made = [storage for storage in subject.ledger.storages if storage.operation == "aten.convolution.default"]
+    for first in made[:1]:
+        shape = " x ".join(map(str, first.shape))
+        yield f"the first convolution's output: {shape} {_dtype(first.dtype)} = {first.bytes:,} bytes"
     yield "Each phase", tables.phases(entry)
     yield "At the peak, by what it is for", tables.categories(entry)
     yield "At the peak, by level of the U", tables.levels(entry)
@@ -168,23 +164,31 @@ def _family(relatives: Sequence[MemoryEstimate]) -> Table:
     columns = ["network", "widths", "parameters", "peak (MiB)", "of it at full resolution", "channels joined there"]
     rows = []
     for one in relatives:
-        widths = "-".join(map(str, one.options.features))
-        rows.append([one.name, widths, f"{one.parameters:,}", mib(one.peak), f"{one.share:.0%}", _joined(one)])
+        widths, full = "-".join(map(str, one.options.features)), one.entry["levels"][0]["bytes"]
+        rows.append([one.name, widths, f"{one.parameters:,}", mib(one.peak), f"{full / one.peak:.0%}", _joined(one)])
     return Table(columns, rows)
 
 
+def joined(subject: MemoryEstimate) -> tuple[int, int] | None:
+    """Channels of the skip and of what comes from below where a U-Net joins them at full resolution."""
+    stage, skip = f"up{len(subject.options.features) - 1}", subject.options.features[0]
+    made = (s for s in subject.ledger.storages if (s.operation, s.scope.module) == ("aten.cat.default", stage))
+    return next(((skip, storage.shape[1] - skip) for storage in made), None)
+
+
 def _joined(subject: MemoryEstimate) -> str:
-    return "" if subject.joined is None else f"{subject.joined[0]} + {subject.joined[1]} = {sum(subject.joined)}"
+    return f"{pair[0]} + {pair[1]} = {sum(pair)}" if (pair := joined(subject)) else ""
 
 
 def _paradoxes(subject: MemoryEstimate, relatives: Sequence[MemoryEstimate]) -> Iterator[str]:
     """For relatives with more parameters and a lower peak: how that can be."""
     for other in relatives:
         if other.parameters > subject.parameters and other.peak < subject.peak:
+            times, less = other.parameters / subject.parameters, mib(subject.peak - other.peak)
             yield (
-                f"{other.name} has {other.parameters / subject.parameters:.1f} times the parameters of {subject.name} "
-                f"and needs {mib(subject.peak - other.peak)} MiB less: at full resolution it joins {_joined(other)} "
-                f"channels, {subject.name} {_joined(subject)}. Parameters live at the bottom of the U, activations at the top."
+                f"{other.name} has {times:.1f} times the parameters of {subject.name} and needs {less} MiB less: at full "
+                f"resolution it joins {_joined(other)} channels, {subject.name} {_joined(subject)}. "
+                f"Parameters live at the bottom of the U, activations at the top."
             )
 
 
@@ -219,48 +223,39 @@ def _subjects(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> dict[str
     return {name: replace(estimate(job, half), steps=steps) for name, job in zip(names, jobs, strict=True)}
 
 
-class CurvePoint(NamedTuple):
-    """One predicted peak."""
-
-    varied: str  # what runs along the axis, with its unit
-    x: float
-    series: str
-    config: str  # overrides on top of the series' own config
-    parameters: int
-    peak_bytes: int
-
-
 def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     """Write curves.csv and figures/curves.png: peak against batch size, first width and patch, a line a job."""
     varied = (point for name, one in _subjects(jobs, half, ENOUGH).items() for point in _points(one, name))
     points = sorted(track(varied, "points, at most", len(jobs) * len(BATCHES + SCALES + SIZES)))
     panels: dict[str, dict[str, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
-    for point in points:
-        panels[point.varied][point.series].append((point.x, point.peak_bytes))
+    for axis, x, series, _, _, peak in points:
+        panels[axis][series].append((x, peak))
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    write_csv(out / "curves.csv", list(CurvePoint._fields), points)
+    write_csv(out / "curves.csv", ["varied", "x", "series", "config", "parameters", "peak_bytes"], points)
     memory_plots.peak_curves(list(panels.items()), out / "figures" / "curves.png")
     print(out / "curves.csv", out / "figures" / "curves.png", sep="\n")
 
 
-def _points(subject: MemoryEstimate, series: str) -> Iterator[CurvePoint]:
-    """Peaks against batch, widths and patch, where these give a network: one patch if `auto` would give another."""
-    config, patch = subject.config, subject.config.data.patch
-    varied: list[tuple[str, float, list[str], MemoryEstimate]] = []
-    for batch in BATCHES:
-        other = replace(subject, config=replace(config, batch=batch))
-        varied.append(("batch size", batch, [f"batch={batch}"], other))
-    for scale in SCALES if subject.options.features else ():
-        options = budget.resized(subject.options, lambda level, width, by=scale: max(1, round(width * by)))
-        words = budget.width_overrides(options)
-        varied.append(("first width (channels)", options.features[0], words, replace(subject, options=options)))
-    for scale in (1,) if "auto" in (config.model.kernels, config.model.strides) else SIZES:
-        sides = [max(1, round(length * scale)) for length in patch]
-        other = replace(subject, config=replace(config, data=replace(config.data, patch=sides)))
-        varied.append(("patch (voxels)", math.prod(sides), [f"data.patch={sides}".replace(" ", "")], other))
-    for name, x, words, other in varied:
+def _points(subject: MemoryEstimate, series: str) -> Iterator[tuple[str, int, str, str, int, int]]:
+    """Rows of curves.csv. One patch where `auto` would make another network for another patch."""
+    for axis, x, words, other in _varied(subject):
         if budget.is_allowed(other.config, other.options):
-            yield CurvePoint(name, x, series, " ".join(words), other.parameters, other.peak)
+            yield axis, x, series, words, other.parameters, other.peak
+
+
+def _varied(subject: MemoryEstimate) -> Iterator[tuple[str, int, str, MemoryEstimate]]:
+    """What varies with its unit, its value, the overrides, and what they make of the subject."""
+    config, options, data = subject.config, subject.options, subject.config.data
+    for batch in BATCHES:
+        yield "batch size", batch, f"batch={batch}", replace(subject, config=replace(config, batch=batch))
+    for scale in SCALES if options.features else ():
+        scaled = budget.resized(options, partial(_scaled, scale))
+        words = " ".join(budget.width_overrides(scaled))
+        yield "first width (channels)", scaled.features[0], words, replace(subject, options=scaled)
+    for scale in (1,) if "auto" in (config.model.kernels, config.model.strides) else SIZES:
+        patch = [max(1, round(length * scale)) for length in data.patch]
+        other = replace(subject, config=replace(config, data=replace(data, patch=patch)))
+        yield "patch (voxels)", math.prod(patch), f"data.patch={patch}".replace(" ", ""), other
 
 
 def print_fit(overrides: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from unet3d import build
 from unet3d.config import Config, Model, Optim
+from unet3d.errors import UserError
 from unet3d.memory.analysis import last_step, phase_ends
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
@@ -42,6 +43,9 @@ def choose_segments(config: Config, options: Model) -> Segments:
     build.refuse_uncheckpointable(options, config.ckpt)
     profile, is_auto = profile_stages(config, options), config.ckpt == "auto"
     least, most = (1, len(profile.forward)) if is_auto else (2, config.ckpt)
+    if len(profile.forward) < max(2, most):
+        stages = f"this network has {len(profile.forward)}"
+        raise UserError(f"ckpt={config.ckpt} groups the stages of an nn.Sequential; {stages}; use fewer, or 0 (off)")
     budget = budget_bytes(config.budget) if is_auto and config.budget is not None else None
     segment_starts = best_segment_starts(
         profile, least, most, lambda choice: simulated_peak(config, options, choice, profile), budget
@@ -96,7 +100,10 @@ def _profile(ledger: Ledger, inputs: Mapping[str, frozenset[int]]) -> StageProfi
     for call in ledger.convolutions:
         if begin <= call.event <= end:
             flops[_stage(call.module)] += call.flops
-    saved = _saved(ledger, begin, spans["backward"][0])
+    saved = Counter[str]()  # for backward, made in forward
+    for storage in ledger.alive_at(spans["backward"][0]):
+        if storage.born >= begin and storage.role is None:
+            saved[_stage(storage.scope.module)] += storage.bytes
     until = dict(zip(names, accumulate(saved[name] for name in names), strict=True))
     forward, backward, waiting = dict.fromkeys(names, 0), dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     outside = max(alive[spans["loss"][0] : spans["loss"][1] + 1])
@@ -128,23 +135,13 @@ def _stage(path: str) -> str:
     return path.partition(".")[0]
 
 
-def _saved(ledger: Ledger, begin: int, turn: int) -> Counter[str]:
-    """Bytes that each stage made in forward and that are alive as backward begins."""
-    saved = Counter[str]()
-    for storage in ledger.alive_at(turn):
-        if storage.born >= begin and storage.role is None:
-            saved[_stage(storage.scope.module)] += storage.bytes
-    return saved
-
-
 def best_segment_starts(
     profile: StageProfile, least: int, most: int, measure: Callable[[SegmentStarts], int], budget: int | None = None
 ) -> SegmentStarts:
     """The split into `least` to `most` segments with the lowest peak, () for one; if some fit a budget, of those the
     least recomputed, or no split at all.
 
-    `measure` simulates a split's peak. The candidates for more segments include those for fewer, so more segments never
-    need more memory: where another segment does not help, there are fewer.
+    `measure` simulates a split's peak. Where another segment does not help there are fewer: more never need more.
     """
     if budget is not None:
         if profile.peak <= budget:

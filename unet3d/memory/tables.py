@@ -21,8 +21,14 @@ def moment(entry: Entry) -> str:
     return f"{entry['moment']['words']} ({entry['moment']['operation']})"
 
 
+def peak_location(entry: Entry) -> dict[str, Any]:
+    """The level with most bytes at the peak, "other" in a network without levels, and what most of them are for."""
+    row = max(entry["levels"], key=lambda row: (row["level"] != "other", row["bytes"]))
+    return {"level": row["level"], "bytes": row["bytes"], "mostly": max(NAMES, key=lambda kind: row[kind])}
+
+
 def sentence(advice: Entry, peak: int) -> str:
-    """What `budget.peak_location` found: what dominates the peak, at which level, and what half the width there saves.
+    """What `peak_location` found: what dominates the peak, at which level, and what half the width there saves.
 
     `peak` is in bytes; the level of a network without levels is "other".
     """
