@@ -44,7 +44,7 @@ class Training:
     def __init__(self, overrides: Sequence[str]) -> None:
         self.config = config = job(*overrides)
         self.model, self.loss = build.model(config.model, config.seed), build.loss(config, config.model.classes)
-        self.policy = build.policy(config, "cpu", choose_segments(config, config.model).starts)
+        self.policy = build.policy(config, "cpu", choose_segments(config, config.model).segment_starts)
         self.optimizer, self.scaler = optim.optimizer(config.optim, self.model), self.policy.scaler()
 
     def step(self, mark: Mark = ignore_mark) -> None:

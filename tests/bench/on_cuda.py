@@ -34,7 +34,7 @@ def row(words: list[str], patch: str) -> dict[str, int]:
     """One configuration, predicted and measured; bytes."""
     config = compose.compose(["model=unet", f"data.patch={patch}", "device=cuda", *words])
     config.model.in_channels, config.model.classes = 1, 3
-    starts = choose_segments(config, config.model).starts
+    starts = choose_segments(config, config.model).segment_starts
     ledger = simulate(config, config.model, starts).ledger
     model = build.model(config.model, 0).to("cuda")
     policy, optimizer = build.policy(config, "cuda", starts), optim.optimizer(config.optim, model)

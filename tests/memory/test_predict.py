@@ -89,7 +89,7 @@ def test_every_named_network_is_predicted_to_the_byte(name: str, words: tuple[st
 def test_a_prediction_chooses_segments_as_a_run_does() -> None:
     options = config("ckpt=3")
     predicted = predict(options, options.model)
-    measured = measure(options, choose_segments(options, options.model).starts, STEADY)
+    measured = measure(options, choose_segments(options, options.model).segment_starts, STEADY)
     assert predicted.pop("parameters") == sum(p.numel() for p in build.model(options.model, 0).parameters())
     assert predicted == measured
 

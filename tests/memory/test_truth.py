@@ -71,7 +71,7 @@ def record_of(*overrides: str) -> list[Change]:
 def allocators_record(options: Config) -> list[Change]:
     """What the allocator did while a network was built and trained, in order."""
     size = (options.batch, *options.data.patch)
-    starts = choose_segments(options, options.model).starts
+    starts = choose_segments(options, options.model).segment_starts
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = build.model(options.model, options.seed)
         loss, policy, optimizer = (
