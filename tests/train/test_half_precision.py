@@ -196,8 +196,10 @@ def test_the_prediction_has_every_byte_of_the_measured_ledger(force: Callable) -
     force(has_kernels=False, slab_bytes=2**16)
     config, model, batch = network("amp=true", "ckpt=2")
     predicted = predict(config, config.model)
-    policy = build.policy(config, "cpu", choose_segments(config, config.model)[0])
-    optimizer = optim.optimizer(config.optim, model)
+    policy, optimizer = (
+        build.policy(config, "cpu", choose_segments(config, config.model).segment_starts),
+        optim.optimizer(config.optim, model),
+    )
     meter = LedgerMeter(model, optimizer)
     for _ in range(3):
         new = Batch(batch.image.clone(), batch.label.clone())
