@@ -161,7 +161,7 @@ def test_an_experiment_is_one_command_and_its_jobs_are_sweeps_of_one_each(tmp_pa
     assert (tmp_path / "sweep" / "3" / "overrides.yaml").read_text().strip().endswith("data.sparse=[5,5,3]")
 
 
-def test_a_cell_of_runs_that_differ_in_more_than_their_seed_is_told(tmp_path: Path) -> None:
+def test_a_cell_of_runs_that_differ_in_more_than_their_seed_is_not_comparable(tmp_path: Path) -> None:
     said = ["experiment=cicek2016_semi", "data.sparse_fold=0"]
     wide, scores = "model.features=[32,64,128,256]", "a,1,1,.5,.5\n"
     jobs = {"0": [], "1": ["seed=1"], "2": [wide], "3": ["model=cicek2016_2d", wide], "4": [wide, "data.sparse_fold=1"]}
