@@ -86,7 +86,9 @@ def test_a_killed_run_has_every_record_that_it_wrote(tmp_path: Path) -> None:
     code = (
         "import itertools, pathlib; from unet3d.report.loggers import JsonLines\n"
         "logger = JsonLines(pathlib.Path('metrics.jsonl'))\n"
-        "for step in itertools.count(1):\n    logger.scalars({'train/loss': 1 / step}, step)\n    print(step, flush=True)"
+        "for step in itertools.count(1):\n"
+        "    logger.scalars({'train/loss': 1 / step}, step)\n"
+        "    print(step, flush=True)"
     )
     environment = os.environ | {"PYTHONPATH": SOURCE}
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, env=environment) as child:
