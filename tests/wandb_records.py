@@ -20,7 +20,7 @@ FULL, FIRST, LAST = 1, 2, 4
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run told wandb."""
+    """What wandb recorded of a run."""
 
     kinds: set[str]
     config: dict[str, Any]

@@ -131,10 +131,10 @@ def test_the_forum_is_answered() -> None:
 
 
 def test_advice_where_weights_dominate_names_the_deep_level_and_what_cannot_be_halved_stays() -> None:
-    small = look("data.patch=[8,8,8]", "batch=1", "model.features=[8,8,256]")
+    small = estimate("data.patch=[8,8,8]", "batch=1", "model.features=[8,8,256]")
     found = advice_of(small)
     assert found["level"] == 2 and found["mostly"] in ("optimizer", "params")
-    groups = look("model.norm=group", "model.groups=8", "model.features=[8,16,32]")
+    groups = estimate("model.norm=group", "model.groups=8", "model.features=[8,16,32]")
     assert 0 not in narrowed(groups), "8 groups do not divide 4 channels"
     stuck = advice_of(groups)
     assert set(stuck) == {"level", "bytes", "mostly"} and "half the width" not in sentence(stuck, groups.peak)
@@ -152,7 +152,7 @@ def test_a_map_is_at_its_resolution_whatever_module_made_it() -> None:
 
 
 def test_advice_for_a_network_in_float16_is_of_that_network() -> None:
-    subject = replace(look("data.patch=[32,32,32]", "optim=adam"), dtype=torch.float16)
+    subject = replace(estimate("data.patch=[32,32,32]", "optim=adam"), dtype=torch.float16)
     assert 0.5 * subject.peak < advice_of(subject)["halved_peak_bytes"] < 0.8 * subject.peak
 
 

@@ -63,7 +63,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 # --- what differs
 
 
-def test_only_what_differs_is_told_in_short_words(make: Make) -> None:
+def test_only_what_differs_is_shown_in_short_words(make: Make) -> None:
     rows = read_rows([make("0", "amp=true", "data.patch=[32,32,32]"), make("1", "optim.lr=0.01")])
     assert differing(rows) == ["data.patch", "optim.lr", "amp"]
     assert compare.comparison_table(rows).columns[:4] == ["run", "patch", "lr", "amp"]
@@ -77,7 +77,7 @@ def test_words_that_two_keys_share_stay_whole() -> None:
     assert short(["seed", "data.phantom.seed", "ckpt"]) == ["seed", "data.phantom.seed", "ckpt"]
 
 
-def test_a_groups_name_tells_its_options_but_not_those_changed_besides(make: Make) -> None:
+def test_a_groups_name_stands_for_its_options_but_not_for_those_changed_besides(make: Make) -> None:
     rows = read_rows(
         [make("0", "model=unet"), make("1", "model=unet_tiny"), make("2", "model=unet_tiny", "model.dropout=0.1")]
     )
@@ -87,7 +87,7 @@ def test_a_groups_name_tells_its_options_but_not_those_changed_besides(make: Mak
     assert setting_columns(unnamed) == ["model", "model.features"], "run 3 has no name for it"
 
 
-def test_runs_that_only_predict_and_runs_that_ran_are_told_apart_by_the_same_keys(make: Make) -> None:
+def test_runs_that_only_predict_have_the_same_columns_as_runs_that_ran(make: Make) -> None:
     rows = read_rows([make("0", "ckpt=2", predicts=True), make("1", "amp=true"), make("2", predicts=True)])
     assert setting_columns(rows) == ["amp", "ckpt"]
     assert [row[1:4] for row in compare.comparison_table(rows).rows] == [
@@ -97,7 +97,7 @@ def test_runs_that_only_predict_and_runs_that_ran_are_told_apart_by_the_same_key
     ]
 
 
-def test_a_command_line_that_no_longer_composes_is_told_as_it_was(make: Make) -> None:
+def test_a_command_line_that_no_longer_composes_is_shown_as_it_was(make: Make) -> None:
     gone = ["data=folders", "data.root=/gone", "data.classes=[a,b]"]
     rows = read_rows([make("0", *gone, "amp=true", predicts=True), make("1", *gone, predicts=True)])
     assert setting_columns(rows) == ["amp"]
@@ -125,7 +125,7 @@ def test_the_csv_has_plain_numbers_with_units_and_empty_cells(make: Make, tmp_pa
     assert third["dice_mean"] == "", "n/a at the last validation is not the value of the one before"
 
 
-def test_the_face_has_mib_and_no_columns_without_numbers(make: Make) -> None:
+def test_the_table_has_mib_and_no_columns_without_numbers(make: Make) -> None:
     table = compare.comparison_table(read_rows([make("0", "ckpt=2", predicts=True), make("1", predicts=True)]))
     assert table.columns == ["run", "ckpt", "status", "peak, predicted (MiB)", "parameters"]
     assert table.rows[0] == ["0", "2", "predicted", "3.0", "1,234"]
@@ -187,7 +187,7 @@ def test_like_runs_are_comparable(make: Make) -> None:
         ([], {"kind": "cuda allocated"}, "kind of measured peak: ledger (runs 0, 1), cuda allocated (run 2)"),
     ],
 )
-def test_what_is_not_comparable_is_told_with_key_and_values(
+def test_what_is_not_comparable_is_printed_with_key_and_values(
     make: Make, capsys: pytest.CaptureFixture, words: list[str], changed: dict[str, Any], line: str
 ) -> None:
     rows = read_rows([make("0"), make("1"), make("2", *words, **changed)])
@@ -196,7 +196,7 @@ def test_what_is_not_comparable_is_told_with_key_and_values(
     assert f"not comparable: {line}\n" in capsys.readouterr().out
 
 
-def test_a_data_set_is_known_by_its_name_wherever_it_lies(make: Make, tmp_path: Path) -> None:
+def test_a_data_set_is_known_by_its_name_in_any_folder(make: Make, tmp_path: Path) -> None:
     roots = [tmp_path / "a" / "Task04", tmp_path / "b" / "Task04", tmp_path / "a" / "Task05"]
     for root in roots:
         root.mkdir(parents=True)
@@ -221,9 +221,9 @@ def test_a_private_table_of_a_sweep_names_no_folder(
     for config in jobs.values():
         config.wandb.private = False
     compare.finish_sweep(jobs, tmp_path)
-    private, told = map(repr, tables)
+    private, public = map(repr, tables)
     assert "seed" in private and "Smith_John" not in private and "Doe_Jane" not in private
-    assert "Smith_John" in told and "Doe_Jane" in told
+    assert "Smith_John" in public and "Doe_Jane" in public
 
 
 def test_runs_that_ended_at_other_steps_are_not_comparable(make: Make) -> None:
@@ -246,7 +246,7 @@ def test_runs_of_two_sweeps_keep_names_of_their_own(make: Make) -> None:
     assert [row.name for row in read_rows([make("a/0"), make("b/0")])] == ["a/0", "b/0"]
 
 
-def test_what_is_no_run_folder_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(UserError, match="not a run folder; give outputs/DATE/TIME-ID") as caught:
             find_runs([path])
@@ -267,7 +267,7 @@ def test_what_is_no_run_folder_is_one_line(tmp_path: Path) -> None:
         ([], []),
     ],
 )
-def test_the_best_trade_offs_are_those_that_no_other_betters(points: list, best: list[int]) -> None:
+def test_the_best_trade_offs_are_those_that_no_other_beats(points: list, best: list[int]) -> None:
     assert pareto(points) == best
 
 

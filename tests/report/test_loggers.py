@@ -1,4 +1,4 @@
-"""A run's numbers survive what happens to it and to its sinks; what wandb records, and what it must not."""
+"""A run's numbers survive what happens to it and to its loggers; what wandb records, and what it must not."""
 
 import io
 import json
@@ -21,7 +21,7 @@ from wandb_records import read_run
 
 from unet3d.config import Config
 from unet3d.report import loggers, wandb_logger
-from unet3d.report.loggers import JsonLines, Logger, Loggers, TerminalLogger, open_loggers
+from unet3d.report.loggers import JsonLines, Loggers, TerminalLogger, open_loggers
 
 SOURCE = str(Path(loggers.__file__).parents[2])
 Capture = pytest.CaptureFixture[str]
@@ -52,66 +52,68 @@ def python(*command: str | Path, folder: Path, **variables: str) -> tuple[str, l
 # --- metrics.jsonl
 
 
-def test_records_are_what_was_told_with_their_step(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "metrics.jsonl")
-    sink.scalars({"train/loss": 0.1, "note": "é"}, 1)
-    sink.scalars({"val/dice/left": None, "val/dice/right": np.float32(0.5)}, 2)
+def test_a_record_has_its_values_and_its_step(tmp_path: Path) -> None:
+    logger = JsonLines(tmp_path / "metrics.jsonl")
+    logger.scalars({"train/loss": 0.1, "note": "é"}, 1)
+    logger.scalars({"val/dice/left": None, "val/dice/right": np.float32(0.5)}, 2)
     assert lines(tmp_path / "metrics.jsonl") == [
         {"step": 1, "train/loss": 0.1, "note": "é"},
         {"step": 2, "val/dice/left": None, "val/dice/right": 0.5},
     ]
-    sink.close(0)
+    logger.close(0)
 
 
 def test_what_json_lacks_is_a_string_that_float_reads(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "metrics.jsonl")
-    sink.scalars({"a": np.float32(math.nan), "b": math.inf, "c": -math.inf}, 1)
-    sink.close(0)
+    logger = JsonLines(tmp_path / "metrics.jsonl")
+    logger.scalars({"a": np.float32(math.nan), "b": math.inf, "c": -math.inf}, 1)
+    logger.close(0)
     record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert record == {"step": 1, "a": "nan", "b": "inf", "c": "-inf"}
     assert float(record["c"]) == -math.inf
 
 
-def test_a_resumed_run_appends_and_mends_a_record_cut_short(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_after_a_record_that_was_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "train/lo')
     for step in (3, 4):
-        sink = JsonLines(path)
-        sink.scalars({}, step)
-        sink.close(0)
+        logger = JsonLines(path)
+        logger.scalars({}, step)
+        logger.close(0)
     assert path.read_text() == '{"step": 1}\n{"step": 2, "train/lo\n{"step": 3}\n{"step": 4}\n'
 
 
-def test_t7_a_killed_run_has_every_record_that_it_was_told(tmp_path: Path) -> None:
+def test_a_killed_run_has_every_record_that_it_wrote(tmp_path: Path) -> None:
     code = (
         "import itertools, pathlib; from unet3d.report.loggers import JsonLines\n"
-        "sink = JsonLines(pathlib.Path('metrics.jsonl'))\n"
-        "for step in itertools.count(1):\n    sink.scalars({'train/loss': 1 / step}, step)\n    print(step, flush=True)"
+        "logger = JsonLines(pathlib.Path('metrics.jsonl'))\n"
+        "for step in itertools.count(1):\n"
+        "    logger.scalars({'train/loss': 1 / step}, step)\n"
+        "    print(step, flush=True)"
     )
     environment = os.environ | {"PYTHONPATH": SOURCE}
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, env=environment) as child:
         while int(child.stdout.readline()) < 500:
             pass
         child.send_signal(signal.SIGKILL)
-        told = int([b"500", *child.stdout.read().split(b"\n")][-2])
+        printed = int([b"500", *child.stdout.read().split(b"\n")][-2])
     records = lines(tmp_path / "metrics.jsonl")
-    assert len(records) >= told >= 500
-    assert records[told - 1] == {"step": told, "train/loss": 1 / told}
+    assert len(records) >= printed >= 500
+    assert records[printed - 1] == {"step": printed, "train/loss": 1 / printed}
 
 
 # --- the fan-out
 
 
 class Memory:
-    """Keeps what it is told; raises on the `fails`-th telling."""
+    """Keeps its calls; raises in the `fails`-th."""
 
     def __init__(self, fails: int = -1, error: type[BaseException] = OSError) -> None:
-        self.told: list[tuple] = []
+        self.calls: list[tuple] = []
         self.fails, self.error = fails, error
 
-    def _keep(self, *what: Any) -> None:
-        self.told.append(what)
-        if len(self.told) - 1 == self.fails:
+    def _keep(self, *call: Any) -> None:
+        self.calls.append(call)
+        if len(self.calls) - 1 == self.fails:
             raise self.error("disk\nfull")
 
     def scalars(self, values: Mapping[str, Any], step: int) -> None:
@@ -130,25 +132,38 @@ class Memory:
         self._keep("close", exit_code)
 
 
-def tell_all(sink: Logger) -> None:
-    sink.scalars({"a": 1}, 1)
-    sink.image("picture", Path("a.png"), 2)
-    sink.table("scores", ["case"], [["x"]])
-    sink.summary({"best": 1})
-    sink.close(4)
+def log_all(logger: Memory | Loggers) -> None:
+    logger.scalars({"a": 1}, 1)
+    logger.image("picture", Path("a.png"), 2)
+    logger.table("scores", ["case"], [["x"]])
+    logger.summary({"best": 1})
+    logger.close(4)
 
 
 @pytest.mark.parametrize("fails", range(5))
-def test_a_sink_that_fails_is_dropped_with_one_line_and_the_others_go_on(fails: int, capsys: Capture) -> None:
+def test_a_logger_that_fails_is_dropped_with_one_line_and_the_others_go_on(fails: int, capsys: Capture) -> None:
     alone, bad, good = Memory(), Memory(fails), Memory()
-    tell_all(alone)
-    tell_all(Loggers([bad, good]))
-    assert good.told == alone.told
-    assert bad.told == [*alone.told[: fails + 1], ("close", 1)]
+    log_all(alone)
+    log_all(Loggers([bad, good]))
+    assert good.calls == alone.calls
+    assert bad.calls == [*alone.calls[: fails + 1], ("close", 1)]
     assert capsys.readouterr().err == "warning: Memory failed (OSError: disk full); the run goes on without it\n"
 
 
-def test_what_stops_the_program_is_not_taken_for_a_failing_sink() -> None:
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_logger_has_only_the_methods_that_it_needs(is_good: bool, capsys: Capture) -> None:
+    class Losses:
+        def scalars(self, values: Mapping[str, Any], step: int) -> None:
+            losses.append((step, values["a"] if is_good else values["b"]))
+
+    losses: list[tuple[int, Any]] = []
+    log_all(Loggers([Losses()]))
+    assert losses == ([(1, 1)] if is_good else [])
+    failed = "warning: Losses failed (KeyError: 'b'); the run goes on without it\n"
+    assert capsys.readouterr().err == ("" if is_good else failed)
+
+
+def test_an_interrupt_is_not_taken_for_a_failing_logger() -> None:
     with pytest.raises(KeyboardInterrupt):
         Loggers([Memory(0, KeyboardInterrupt)]).scalars({}, 1)
 
@@ -169,16 +184,16 @@ config.data.root, config.data.images = "patients_2024", "/archive/images"
 config.data.classes = ["background", "/archive/names"]
 folder = pathlib.Path("run")
 folder.mkdir(exist_ok=True)
-sinks = open_loggers(config, folder)
+loggers = open_loggers(config, folder)
 print("on the console: Mrs Smith")
-sinks.scalars({"train/loss": 1.5, "val/dice/left": None}, 10)
-sinks.scalars({"train/loss": 0.5}, 20)
-sinks.scalars({"train/loss": 0.7}, 20)
-sinks.image("val/prediction", pathlib.Path("picture.png"), 20)
+loggers.scalars({"train/loss": 1.5, "val/dice/left": None}, 10)
+loggers.scalars({"train/loss": 0.5}, 20)
+loggers.scalars({"train/loss": 0.7}, 20)
+loggers.image("val/prediction", pathlib.Path("picture.png"), 20)
 rows = [["a", None, "/archive/a"], ["b", 1, None], ["c", "low", None]]
-sinks.table("val/scores", ["case", "dice/left", "from"], rows)
-sinks.summary({"val/dice_mean": 0.75, "from": "/archive/b"})
-sinks.close(3)
+loggers.table("val/scores", ["case", "dice/left", "from"], rows)
+loggers.summary({"val/dice_mean": 0.75, "from": "/archive/b"})
+loggers.close(3)
 """
 
 
@@ -212,7 +227,7 @@ def test_wandb_records_the_config_as_nested_values_without_paths(private: Path) 
     assert "resume" not in config
 
 
-def test_wandb_records_scalars_at_their_own_step_and_loses_none_of_a_step_told_twice(private: Path) -> None:
+def test_wandb_records_scalars_at_their_own_step_and_loses_none_of_a_step_logged_twice(private: Path) -> None:
     recorded = read_run(private)
     rows = [(row["trainer/step"], row["train/loss"]) for row in recorded.history if "train/loss" in row]
     assert rows == [(10, 1.5), (20, 0.5), (20, 0.7)]
@@ -254,10 +269,10 @@ def secrets(folder: Path) -> set[str]:
     return {"radiology-pc-12", "marie.curie", "ward-seven", "segment_everyone", str(folder), sys.prefix, *names}
 
 
-def test_a_private_run_tells_nothing_of_machine_user_and_paths(private: Path) -> None:
+def test_a_private_run_records_nothing_about_machine_user_and_paths(private: Path) -> None:
     recorded = everything(private)
-    told = {name for name in secrets(private) | {"archive", "patients_2024", "Mrs Smith"} if name.encode() in recorded}
-    assert told == set()
+    names = secrets(private) | {"archive", "patients_2024", "Mrs Smith"}
+    assert {name for name in names if name.encode() in recorded} == set()
     assert "environment" not in read_run(private).kinds
     assert not list(private.glob("wandb/*/files/*.*"))  # requirements.txt, output.log, wandb-metadata.json
 
@@ -278,7 +293,7 @@ def test_every_private_setting_is_known_to_this_wandb() -> None:
     assert wandb_logger.QUIET["init_timeout"] <= 20
 
 
-def test_a_resumed_folder_goes_on_with_its_wandb_run(tmp_path: Path) -> None:
+def test_a_resumed_folder_continues_its_wandb_run(tmp_path: Path) -> None:
     folder, warnings = session(
         tmp_path, code=f"{SESSION}\nconfig.resume = 'run'\nopen_loggers(config, folder).close(0)\n"
     )
@@ -330,7 +345,7 @@ def test_only_a_resumed_run_continues_the_latest_wandb_run_of_its_folder(
     assert [(options["id"], options["resume"]) for options in starts] == [(None, None), ("new", "allow"), (None, None)]
 
 
-def test_t6_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path: Path) -> None:
+def test_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path: Path) -> None:
     code = SESSION.replace("config = Config()", "config = Config(); config.wandb.mode = 'online'")
     folder, warnings = session(tmp_path, code=code)
     assert len(warnings) == 1
@@ -338,7 +353,7 @@ def test_t6_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path: 
     assert len(read_run(folder).history) == 5
 
 
-def test_t6_without_network_an_online_run_goes_on_offline_with_one_line_and_the_same_id(tmp_path: Path) -> None:
+def test_without_network_an_online_run_goes_on_offline_with_one_line_and_the_same_id(tmp_path: Path) -> None:
     code = (
         "import os, unet3d.report.wandb_logger; unet3d.report.wandb_logger.QUIET['init_timeout'] = 1\n"
         "os.environ |= {'WANDB_MODE': 'online', 'WANDB_API_KEY': 'a' * 40, 'WANDB_BASE_URL': 'http://127.0.0.1:9'}\n"
@@ -358,20 +373,20 @@ import os, pathlib
 from unet3d.config import Config
 from unet3d.report.loggers import open_loggers
 
-sinks = open_loggers(Config(), pathlib.Path())
+loggers = open_loggers(Config(), pathlib.Path())
 children = [int(pid) for pid in pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 for child in children:
     os.kill(child, 9)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
 for step in range(50):
-    sinks.scalars({"train/loss": 1.0}, step)
-sinks.close(0)
+    loggers.scalars({"train/loss": 1.0}, step)
+loggers.close(0)
 print(len(children))
 """
 
 
 @LINUX
-def test_t6_a_killed_wandb_core_costs_one_line_and_no_record(tmp_path: Path) -> None:
+def test_a_killed_wandb_core_costs_one_line_and_no_record(tmp_path: Path) -> None:
     stdout, warnings = python("-c", KILLED, folder=tmp_path)
     assert stdout == "1\n"
     (warning,) = warnings
@@ -417,8 +432,3 @@ def test_the_name_of_a_class_is_no_markup() -> None:
     console.scalars({"val/dice_mean": 0.5, "val/dice/tumour [core]": 0.5, "val/dice/x [/b]": None}, 2)
     console.close(0)
     assert "dice/tumour [core] 0.5000  dice/x [/b] n/a" in file.getvalue()
-
-
-def test_importing_the_sinks_loads_neither_torch_nor_wandb(tmp_path: Path) -> None:
-    code = "import sys, unet3d.report.loggers; print({'torch', 'monai', 'wandb', 'matplotlib'} & set(sys.modules))"
-    assert python("-c", code, folder=tmp_path) == ("set()\n", [])

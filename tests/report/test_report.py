@@ -8,8 +8,10 @@ import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 from training import yaml_of
 
@@ -18,7 +20,11 @@ from unet3d.report.run_folder import read_run
 from unet3d.train.metrics import CaseScore, csv_text
 
 MIB = 2**20
-FILES = ("STATUS", "config.yaml", "env.json", "metrics.jsonl", "scores.csv", "memory.json", "figures/prediction.png")
+SECTIONS: dict[str, set[str]] = {  # of the report, by the file that they show
+    **{"STATUS": set(), "config.yaml": {"Config"}, "env.json": {"Environment"}, "metrics.jsonl": {"Training", "Time"}},
+    **{"scores.csv": set(), "memory.json": {"Memory"}, "figures/prediction.png": {"Prediction"}},
+}
+FILES = tuple(SECTIONS)
 NASTY = "<b>&'x'</b>"
 
 
@@ -92,7 +98,7 @@ def written(folder: Path) -> Reader:
     return Reader(path.read_text(encoding="utf-8"))
 
 
-def test_the_report_tells_what_ran_and_how_it_went(folder: Path) -> None:
+def test_the_report_says_what_ran_and_how_it_went(folder: Path) -> None:
     text = " | ".join(written(folder).text)
     assert "unet3d run 12-30-05-ab12cd" in text
     assert "U-Net 8-16-32 on phantom" in text
@@ -126,7 +132,7 @@ def test_a_distance_that_some_cases_lack_says_how_many_have_it(folder: Path) -> 
 
 
 def validated(folder: Path, *dice: float | None, last: int = 0) -> Reader:
-    """The report of a run whose validations, at steps 2, 4 .., came to these means; and its last step."""
+    """The report of a run whose validations, at steps 2, 4 .., have these means; and its last step."""
     values = [{"val/dice_mean": mean, "val/dice/left": mean, "val/iou/left": 0.4} for mean in dice]
     found = [{"step": 2 * number, **value} for number, value in enumerate(values, 1)]
     found.append({"step": last or 2 * len(dice), "train/loss": 0.5})
@@ -154,12 +160,12 @@ def test_the_scores_are_named_after_their_weights(
     assert capsys.readouterr().out.startswith(f"Scores on the held-out cases, {said}\n")
 
 
-def test_an_average_of_the_weights_is_called_so(folder: Path) -> None:
+def test_an_average_of_the_weights_is_named(folder: Path) -> None:
     (folder / "config.yaml").write_text(yaml_of("model=unet_tiny", "optim.average=0.9"))
     assert "Scores on the held-out cases, average of the weights (step 2), also the best" in written(folder).text
 
 
-def test_the_best_weights_are_beside_the_last_where_they_are_others(
+def test_the_best_weights_are_shown_beside_the_last_if_they_differ(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = validated(folder, 0.7, 0.5)
@@ -169,12 +175,15 @@ def test_the_best_weights_are_beside_the_last_where_they_are_others(
     (folder / "checkpoints" / "best.pt").write_bytes(b"")
     assert "Best weights (step 2, checkpoints/best.pt)" in written(folder).text
     report.print_summary(folder)
-    told = capsys.readouterr().out.split("Best weights (step 2, checkpoints/best.pt)\n")[1]
-    assert [line.split() for line in told.splitlines()[1:4:2]] == [["class", "Dice", "IoU"], ["left", "0.700", "0.400"]]
+    printed = capsys.readouterr().out.split("Best weights (step 2, checkpoints/best.pt)\n")[1]
+    assert [line.split() for line in printed.splitlines()[1:4:2]] == [
+        ["class", "Dice", "IoU"],
+        ["left", "0.700", "0.400"],
+    ]
     assert "Best weights" not in " ".join(validated(folder, 0.5, 0.7).text)
 
 
-def test_without_scores_the_last_validation_is_told(folder: Path) -> None:
+def test_without_scores_the_last_validation_is_shown(folder: Path) -> None:
     (folder / "scores.csv").unlink()
     rows = written(folder).rows
     assert rows[:4] == [
@@ -185,7 +194,7 @@ def test_without_scores_the_last_validation_is_told(folder: Path) -> None:
     ]
 
 
-def test_memory_is_told_per_phase_in_mib_with_its_kind(folder: Path) -> None:
+def test_memory_is_shown_per_phase_in_mib_with_its_kind(folder: Path) -> None:
     found = written(folder)
     at = found.rows.index(["phase", "peak, first step (MiB)", "peak, later steps (MiB)"])
     assert found.rows[at + 1 : at + 3] == [["data", "1.0", "1,234.5"], ["forward", "1.0", "1,234.5"]]
@@ -208,7 +217,7 @@ def test_the_page_is_complete_in_itself(folder: Path) -> None:
     assert "prefers-color-scheme: dark" in html
 
 
-def test_everything_that_is_told_is_escaped(folder: Path) -> None:
+def test_everything_that_is_shown_is_escaped(folder: Path) -> None:
     attack = "<script>alert('&')</script>"
     (folder / "STATUS").write_text(attack)
     (folder / "config.yaml").write_text(f"{attack}\n")
@@ -228,29 +237,29 @@ def test_everything_that_is_told_is_escaped(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_report_without_what_is_missing(folder: Path, name: str) -> None:
+def test_a_missing_file_costs_its_sections_and_no_other(folder: Path, name: str) -> None:
     (folder / name).unlink()
-    assert "unet3d run 12-30-05-ab12cd" in written(folder).text
+    sections = {section for sections in SECTIONS.values() for section in sections}
+    assert sections & set(written(folder).text) == sections - SECTIONS[name]
     report.print_summary(folder)
 
 
-@pytest.mark.parametrize("name", FILES[:-1])
-@pytest.mark.parametrize("share", [0.0, 0.7])
-def test_a_report_without_what_was_cut_short(folder: Path, name: str, share: float) -> None:
-    path = folder / name
+@pytest.mark.parametrize(("share", "names"), [(0.0, FILES[:-1]), *((0.7, (name,)) for name in FILES[:-1])])
+def test_files_that_a_kill_cut_short_end_no_report(folder: Path, names: tuple[str, ...], share: float) -> None:
     half_a_letter = "é".encode()[:1]
-    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)] + half_a_letter)
+    for name in names:
+        path = folder / name
+        path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)] + half_a_letter)
     assert "unet3d run 12-30-05-ab12cd" in written(folder).text
     report.print_summary(folder)
 
 
-def test_a_run_that_died_before_its_memory_was_kept_is_not_called_one_that_never_ran(folder: Path) -> None:
+def test_a_run_that_died_before_its_memory_was_written_has_run(folder: Path) -> None:
     memory = json.loads((folder / "memory.json").read_text())
     (folder / "memory.json").write_text(json.dumps({"parameters": 7, "predicted": memory["measured"]}))
-    told = written(folder).text
-    assert (
-        "Predicted before the run, which ended before its memory was written." in told and "nothing was run" not in told
-    )
+    text = written(folder).text
+    assert "Predicted before the run, which ended before its memory was written." in text
+    assert "Predicted on tensors without data; nothing was run." not in text
 
 
 def test_a_run_that_measured_no_step_has_a_report_without_memory(folder: Path) -> None:
@@ -260,29 +269,37 @@ def test_a_run_that_measured_no_step_has_a_report_without_memory(folder: Path) -
     assert "Memory" not in written(folder).text
 
 
-@pytest.mark.parametrize(
-    ("name", "heading"),
-    [("config.yaml", "Config"), ("env.json", "Environment"), ("memory.json", "Memory"), ("metrics.jsonl", "Training")],
-)
-def test_a_section_is_there_only_with_its_file(folder: Path, name: str, heading: str) -> None:
-    assert heading in written(folder).text
-    (folder / name).unlink()
-    for picture in (folder / "figures").glob("*.png"):
-        picture.unlink()
-    assert heading not in written(folder).text
-
-
-def test_a_run_that_left_nothing_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_run_folder_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert written(tmp_path).rows == []
     report.print_summary(tmp_path)
     assert capsys.readouterr().out == f"run folder: {tmp_path}\n"
 
 
 @pytest.mark.parametrize("config", ["a: [1", "- a list", "model: 1", "model: {features: 3}"])
-def test_a_config_that_is_none_is_shown_as_it_is(folder: Path, config: str) -> None:
+def test_a_damaged_config_is_shown_as_it_is(folder: Path, config: str) -> None:
     (folder / "config.yaml").write_text(config)
     assert report.what_ran(read_run(folder)) == ""
     assert config in written(folder).text
+
+
+def test_a_network_of_the_users_own_is_named_by_its_path(folder: Path) -> None:
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["model"] |= {"path": "mine.nets:small", "features": []}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert any(text.startswith("mine.nets:small on phantom, ") for text in written(folder).text)
+
+
+ADVICE = {"level": 1, "bytes": 600 * MIB, "mostly": "activations"}
+
+
+@pytest.mark.parametrize("half", [{}, {"halved_peak_bytes": 900 * MIB, "override": "model.features=[8,8]"}])
+def test_advice_is_shown_with_and_without_what_half_the_width_needs(folder: Path, half: dict[str, Any]) -> None:
+    memory = json.loads((folder / "memory.json").read_text())
+    memory |= {"predicted": memory["measured"], "advice": {"halved_peak_bytes": None} | ADVICE | half}
+    (folder / "memory.json").write_text(json.dumps(memory))
+    (line,) = [text for text in written(folder).text if "of the peak (" in text]
+    assert line.startswith("40% of the peak (600.0 of 1,500.0 MiB) is at level 1, mostly activations")
+    assert ("model.features=[8,8]" in line) == bool(half)
 
 
 def test_metrics_csv_is_metrics_jsonl_as_a_table(folder: Path) -> None:

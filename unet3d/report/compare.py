@@ -17,20 +17,20 @@ from unet3d import compose
 from unet3d.config import Config
 from unet3d.errors import UserError
 from unet3d.files import write_csv, write_text
-from unet3d.report import compare_plots, run_folder
-from unet3d.report.compare_plots import PlottedRun, PublishedRow
+from unet3d.report.compare_plots import PlottedRun, PublishedRow, comparison_plot, published_plot
 from unet3d.report.loggers import WIDE, Loggers, paper, terminal_table, wandb_loggers
 from unet3d.report.report import element, html_page, html_table, picture, section
-from unet3d.report.run_folder import Record, RunFolder, as_number
+from unet3d.report.run_folder import KINDS, Record, RunFolder, as_number, read_run
 from unet3d.report.wandb_logger import PATHS
+from unet3d.train.metrics import mean_of
 from unet3d.types import Table, mib
 
 MARKS = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them
 SAME_CONFIG = (  # runs that differ in these are not comparable: other data, or another length or course of training
     *("data.format", "data.root", "data.images", "data.labels", "data.classes", "data.ignore", "data.patch"),
     *("data.spacing", "data.val_fraction", "data.folds", "data.fold", "data.split", "data.sparse", "data.semi"),
-    *("data.scored", "data.sparse_folds", "data.sparse_fold"),
-    *("data.phantom.cases", "data.phantom.shape", "data.phantom.seed", "model.classes", "steps", "seed"),
+    *("data.scored", "data.sparse_folds", "data.sparse_fold", "data.phantom.cases", "data.phantom.shape"),
+    *("data.phantom.seed", "model.classes", "steps", "seed"),
 )
 SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # of env.json
 LEARNING = ("model", "data.", "loss", "optim", "amp", "batch", "accumulate", "inference")  # options that change scores
@@ -45,10 +45,9 @@ FACE: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a row's numbers: hea
     "parameters": ("parameters", "{:,}".format),
 }
 ABOUT = (
-    "Peak: the most bytes held at once in a training step, in MiB (2^20 bytes). Error: predicted less measured bytes "
-    "of tensors; on a GPU the ledger measures them, without workspaces and without the allocator's rounding. Step: the "
-    "median time of one step. Dice: the mean over the classes at the last validation, of the last weights or their "
-    "average; best.pt may hold those of an earlier step."
+    "Peak: the most bytes held at once in a step, in MiB (2^20 bytes). Error: predicted less measured, of tensors, on "
+    "a GPU without workspaces and the allocator's rounding. Step: the median time of one. Dice: the mean of classes at "
+    "the last validation, of the last weights or their average; best.pt may hold those of an earlier step."
 )
 
 
@@ -58,18 +57,15 @@ class Row:
 
     name: str
     settings: Mapping[str, str]
-    is_whole: bool
-    """Whether `settings` is the whole config; else only the command line is known."""
+    is_whole: bool  # whether `settings` is the whole config; else only the command line is known
     environment: Record
-    numbers: Mapping[str, Any]
-    """Results by their names in compare.csv, in its order and units; None if there is no such number."""
-    iou: Mapping[str, float]
-    """Of each scored case, the mean over its foreground classes."""
+    numbers: Mapping[str, Any]  # with the names, order and units of compare.csv; None if there is no such number
+    iou: Mapping[str, float]  # of each scored case, the mean over its foreground classes
 
     @property
     def basis(self) -> str | None:
         """Whether its peak was measured or predicted; None without one."""
-        return next((kind for kind in run_folder.KINDS if self.numbers[f"peak_{kind}_bytes"] is not None), None)
+        return next((kind for kind in KINDS if self.numbers[f"peak_{kind}_bytes"] is not None), None)
 
 
 def compare_runs(paths: Sequence[Path], out: Path | None) -> None:
@@ -81,10 +77,7 @@ def compare_runs(paths: Sequence[Path], out: Path | None) -> None:
 
 
 def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
-    """Compare a sweep's jobs, run folders and their configs: on the terminal, in the sweep's folder, in wandb.
-
-    wandb shows the config of the first job, and follows its settings.
-    """
+    """Compare a sweep's jobs (run folder: config): on the terminal, in its folder, in wandb under the first config."""
     rows = read_rows([job.resolve() for job in jobs])
     print_comparison(rows)
     path = write_comparison(rows, folder)
@@ -101,15 +94,12 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     """The run folders among the paths, and the numbered run folders in those that are sweeps. Raises UserError."""
     found: list[Path] = []
     for path in paths:
-        children = [child for child in path.glob("*") if child.name.isdecimal() and _is_run(child)]
-        if not _is_run(path) and not children:
+        runs = [run for run in (path, *path.glob("*")) if any((run / mark).is_file() for mark in MARKS)]
+        jobs = [run for run in runs if run != path and run.name.isdecimal()]
+        if path not in runs and not jobs:
             raise UserError(f"{path}: not a run folder; give outputs/DATE/TIME-ID, or a sweep's multirun/DATE/TIME-ID")
-        found += [path] if _is_run(path) else sorted(children, key=lambda child: int(child.name))
+        found += [path] if path in runs else sorted(jobs, key=lambda run: int(run.name))
     return list(dict.fromkeys(path.resolve() for path in found))
-
-
-def _is_run(path: Path) -> bool:
-    return any((path / mark).is_file() for mark in MARKS)
 
 
 def read_rows(folders: Sequence[Path]) -> list[Row]:
@@ -118,7 +108,7 @@ def read_rows(folders: Sequence[Path]) -> list[Row]:
     if len(set(names)) < len(names):
         top = os.path.commonpath(folders)
         names = [os.path.relpath(folder, top) for folder in folders]
-    return [_row(name, run_folder.read_run(folder)) for name, folder in zip(names, folders, strict=True)]
+    return [_row(name, read_run(folder)) for name, folder in zip(names, folders, strict=True)]
 
 
 def _row(name: str, run: RunFolder) -> Row:
@@ -132,10 +122,9 @@ def _row(name: str, run: RunFolder) -> Row:
     settings |= {key: _as_text(key, value) for key, value in compose.flat(config, ".").items()}
     settings.pop("resume", None)
     iou: dict[str, float] = {}
-    for row in run.scores:
-        found = [as_number(cell) for key, cell in row.items() if str(key).startswith("iou/")]
-        if known := [value for value in found if value is not None]:
-            iou[str(row.get("case", ""))] = fmean(known)
+    for case in run.scores:
+        mean = mean_of(as_number(cell) for key, cell in case.items() if str(key).startswith("iou/"))
+        iou |= {} if mean is None else {case.get("case", ""): mean}
     return Row(name, settings, bool(config), run.environment, _numbers(run), iou)
 
 
@@ -148,7 +137,7 @@ def _as_text(key: str, value: Any) -> str:
 
 
 def _numbers(run: RunFolder) -> dict[str, Any]:
-    measured, predicted = (run.memory.get(kind, {}) for kind in run_folder.KINDS)
+    measured, predicted = (run.memory.get(kind, {}) for kind in KINDS)
     steps = run.values("time/step_s")
     return {
         "status": _status(run.status, is_predicted=bool(predicted) and not measured and not run.records),
@@ -199,10 +188,7 @@ def short(keys: Sequence[str]) -> list[str]:
 
 
 def mismatches(rows: Sequence[Row], varied: Sequence[str] = ()) -> list[str]:
-    """A line, key and values, for each difference that makes the runs or their peaks not comparable.
-
-    `varied`: keys that an experiment varies on purpose.
-    """
+    """A line for each difference that makes the runs not comparable; an experiment varies `varied` on purpose."""
     pairs: dict[str, dict[str, Any]]
     pairs = {key: {row.name: row.settings.get(key) for row in rows} for key in SAME_CONFIG if key not in varied}
     pairs |= {key: {row.name: row.environment.get(key) for row in rows} for key in SAME_MACHINE}
@@ -257,9 +243,8 @@ def _title(rows: Sequence[Row]) -> str:
 
 def _failures(rows: Sequence[Row]) -> list[str]:
     """How each run that failed or was stopped ended, in short; compare.csv and the run's STATUS have all of it."""
-    ends = {row.name: row.numbers["status"] for row in rows}
-    failed = {name: end for name, end in ends.items() if end.startswith(("failed", "stopped"))}
-    return [f"run {name} {shorten(end, 110, placeholder=' ...')}" for name, end in failed.items()]
+    failed = [row for row in rows if row.numbers["status"].startswith(("failed", "stopped"))]
+    return [f"run {row.name} {shorten(row.numbers['status'], 110, placeholder=' ...')}" for row in failed]
 
 
 def _not_comparable(rows: Sequence[Row]) -> list[str]:
@@ -268,37 +253,33 @@ def _not_comparable(rows: Sequence[Row]) -> list[str]:
 
 
 def write_comparison(rows: Sequence[Row], folder: Path) -> Path:
-    """Write compare.csv, compare.png and compare.html into the folder, which is made; returns the page's path.
-
-    Of a published experiment also published.csv and published.png.
-    """
+    """Write compare.csv, .png, .html, and published.csv, .png of such an experiment; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "compare.csv", *cells(rows))
     _draw(rows, folder / "compare.png")
     if found := published_experiment(rows):
         write_csv(folder / "published.csv", *found.table(rows))
-        compare_plots.published_plot(found.beside(rows), found.title, folder / "published.png")
-    path = folder / "compare.html"
-    write_text(path, _html(rows, folder))
-    return path
+        published_plot(found.beside(rows), found.title, folder / "published.png")
+    write_text(folder / "compare.html", _html(rows, folder))
+    return folder / "compare.html"
 
 
 def _draw(rows: Sequence[Row], path: Path) -> None:
     """The picture of the runs with a measured peak; with fewer than two, of all with a peak; without any, none."""
     measured = [row for row in rows if row.basis == "measured"]
     shown = measured if len(measured) > 1 else [row for row in rows if row.basis is not None]
-    differences = [line.partition(":")[0] for line in _not_comparable(shown)]
-    remark = f"Not comparable: the runs differ in {', '.join(differences)}" if differences else ""
-    keys, points = setting_columns(rows), []
+    differences = ", ".join(line.partition(":")[0] for line in _not_comparable(shown))
+    keys, plotted = setting_columns(rows), []
     for row in shown:
-        kind, *others = "predicted", None, None
-        if row.basis == "measured":
-            kind = f"measured, {row.numbers['measured_kind']}"
-            others = [row.numbers["step_median_s"], row.numbers["dice_mean"]]
-        points.append(PlottedRun(_label(row, keys), kind, row.numbers[f"peak_{row.basis}_bytes"], *others))
+        numbers = [row.numbers[f"peak_{row.basis}_bytes"], row.numbers["step_median_s"], row.numbers["dice_mean"]]
+        if row.basis == "predicted":
+            numbers[1:] = None, None
+        kind = ", ".join(filter(None, (row.basis, row.numbers["measured_kind"])))
+        plotted.append(PlottedRun(_label(row, keys), kind, *numbers))
     path.unlink(missing_ok=True)  # of an earlier comparison
-    if points:
-        compare_plots.comparison_plot(points, remark, path)
+    if plotted:
+        remark = f"Not comparable: the runs differ in {differences}" if differences else ""
+        comparison_plot(plotted, remark, path)
 
 
 def _label(row: Row, keys: Sequence[str]) -> str:

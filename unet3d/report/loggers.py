@@ -7,12 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from rich import box
-from rich.console import Console as Terminal
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -63,10 +63,11 @@ class Loggers:
 
     def _call(self, method: str, *arguments: object) -> None:
         for logger in tuple(self._loggers):
-            if error := _failure(getattr(logger, method, _ignore), *arguments):
+            act = getattr(logger, method, None)
+            if act and not _succeeds(f"{type(logger).__name__} failed", act, *arguments):
                 self._loggers.remove(logger)
-                _warn(f"{type(logger).__name__} failed ({reason(error)}); the run goes on without it")
-                _failure(getattr(logger, "close", _ignore), 1)  # its files; a second failure is no news
+                with suppress(Exception):  # that it cannot close its files either is no news
+                    logger.close(1)  # type: ignore[attr-defined]
 
 
 def open_loggers(config: Config, folder: Path) -> Loggers:
@@ -81,21 +82,19 @@ def open_loggers(config: Config, folder: Path) -> Loggers:
 def wandb_loggers(config: Config, folder: Path) -> list[Logger]:
     """wandb's logger; none if wandb is disabled, or fails to start, which is one line on stderr."""
     found: list[Logger] = []
-    if wandb_mode(config) != "disabled" and (error := _failure(lambda: found.append(WandbLogger(config, folder)))):
-        _warn(f"wandb does not start ({reason(error)}); the run goes on without it")
+    if wandb_mode(config) != "disabled":
+        _succeeds("wandb does not start", lambda: found.append(WandbLogger(config, folder)))
     return found
 
 
-def _failure(act: Callable[..., object], *arguments: object) -> Exception | None:
-    """The exception that `act` raises. It catches all: a logger's failure, foreseen or not, must not end a run."""
+def _succeeds(failure: str, act: Callable[..., object], *arguments: object) -> bool:
+    """Call `act`. It catches every exception: a logger's failure, foreseen or not, is one line and ends no run."""
     try:
         act(*arguments)
     except Exception as error:
-        return error
-    return None
-
-
-def _ignore(*_: object) -> None: ...
+        _warn(f"{failure} ({reason(error)}); the run goes on without it")
+        return False
+    return True
 
 
 def _warn(text: str) -> None:
@@ -105,8 +104,7 @@ def _warn(text: str) -> None:
 class JsonLines:
     """Appends `{"step": int, **values}` to a file, a line and a write per record: a run that is killed loses nothing.
 
-    JSON has no NaN and no infinity: they are the strings "nan", "inf" and "-inf", which Python's float() reads.
-    Records that a full disk does not take wait, and follow once there is room.
+    JSON has no NaN and no infinity: they are strings that float() reads. Records that do not fit on a full disk wait.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,15 +141,14 @@ class JsonLines:
 def _jsonable(value: Scalar) -> Scalar:
     if value is None or isinstance(value, int | str):
         return value
-    number = float(value)  # a scalar of numpy or torch is no float
-    return number if math.isfinite(number) else str(number)
+    return float(value) if math.isfinite(value) else str(float(value))  # also of numpy and torch
 
 
 class TerminalLogger:
     """Shows losses in a bar, or in plain lines where there is no terminal; prints the Dice of each validation."""
 
-    def __init__(self, steps: int, terminal: Terminal | None = None) -> None:
-        self.steps, self.terminal = steps, terminal or Terminal()
+    def __init__(self, steps: int, terminal: Console | None = None) -> None:
+        self.steps, self.terminal = steps, terminal or Console()
         self.every = max(1, steps // LINES)
         self.started = time.perf_counter()
         self.bar = Counter("training", steps, self.terminal, plain_lines=False)
@@ -176,19 +173,18 @@ class TerminalLogger:
         self.bar.close()
 
 
-def paper(width: int) -> Terminal:
+def paper(width: int) -> Console:
     """A terminal for results; if stdout is a file, with `width` characters per line."""
-    terminal = Terminal(highlight=False, markup=False)
-    return terminal if terminal.is_terminal else Terminal(highlight=False, markup=False, width=width)
+    terminal = Console(highlight=False, markup=False)
+    return terminal if terminal.is_terminal else Console(highlight=False, markup=False, width=width)
 
 
 def plain_text(parts: Iterable[str | tuple[str, Table]], width: int) -> str:
     """Lines and titled tables as plain text; only tables keep to the width."""
     file = io.StringIO()
-    terminal = Terminal(file=file, width=width, markup=False, highlight=False)
+    terminal = Console(file=file, width=width, markup=False, highlight=False)
     for part in parts:
-        is_line = isinstance(part, str)
-        terminal.print(part if isinstance(part, str) else terminal_table(*part), soft_wrap=is_line)
+        terminal.print(part if isinstance(part, str) else terminal_table(*part), soft_wrap=isinstance(part, str))
     return file.getvalue()
 
 

@@ -33,14 +33,11 @@ Part = tuple[str, str, Array, Array]  # of a stack: name, colour, its MiB in eve
 
 
 def write_ledger_files(ledger: "Ledger", name: str, folder: Path) -> None:
-    """Write memory/snapshot.pickle of all steps; timeline.csv, trace.csv and changes.txt of the last; and a picture.
-
-    The picture is figures/memory_timeline.png. Nothing is written where no step was completed.
-    """
+    """Write memory/ (snapshot.pickle of all steps; timeline.csv, trace.csv, changes.txt of the last), and a picture."""
     from unet3d.memory import analysis, export  # here, since a report is written without torch
 
     start, rows = analysis.timeline_rows(ledger)
-    if not rows:
+    if not rows:  # no step was completed
         return
     files, last = folder / "memory", sum(mark == "end" for _, mark in ledger.marks) - 1
     files.mkdir(parents=True, exist_ok=True)
@@ -58,21 +55,20 @@ def phase_plot(entry: Mapping[str, Any], path: Path) -> None:
     `entry` is a meter's summary; without `phase_categories` (the CUDA allocator knows none) the bars are plain.
     """
     names = list(entry["phases"])
-    first, later = ([entry["phases"][name][when] for name in names] for when in ("first", "steady"))
+    first, later = (np.array([entry["phases"][name][when] for name in names]) / MIB for when in ("first", "steady"))
     figure = blank(WIDTH, 1.6 + 0.42 * len(names))
     axes = figure.subplots()
-    stack: Iterable[Part] = [("later steps", GREY, np.array(later) / MIB, np.zeros(len(names)))]
+    stack: Iterable[Part] = [("later steps", GREY, later, np.zeros(len(names)))]
     if kinds := entry.get("phase_categories"):
         stack = _stack([[kinds[name][kind] for name in names] for kind in KINDS])
     for label, colour, sizes, below in stack:
         axes.barh(names, sizes, 0.66, left=below, color=colour, label=label)
-    axes.plot(np.array(first) / MIB, names, "D", color="black", mec="white", markersize=7, label="first step")
+    axes.plot(first, names, "D", color="black", mec="white", markersize=7, label="first step")
     for row, (one, other) in enumerate(zip(first, later, strict=True)):
-        text = mib(other) + (f" (first step {mib(one)})" if one > other else "")
-        end = (max(one, other) / MIB, row)
-        axes.annotate(text, end, (8, 0), textcoords="offset points", va="center", fontsize=9)
-    room = 1.35 if any(np.array(first) > later) else 1.12
-    axes.set(xlim=(0, room * max(1, *first, *later) / MIB), xlabel="peak memory (MiB)", ylabel="phase of the step")
+        text = f"{other:,.1f}" + (f" (first step {one:,.1f})" if one > other else "")
+        axes.annotate(text, (max(one, other), row), (8, 0), textcoords="offset points", va="center", fontsize=9)
+    room = (1.35 if any(first > later) else 1.12) * max(1 / MIB, *first, *later)
+    axes.set(xlim=(0, room), xlabel="peak memory (MiB)", ylabel="phase of the step")
     axes.invert_yaxis()
     axes.set_title(f"Peak memory per phase, {entry['kind']}")
     _finish(figure, path)
@@ -87,23 +83,17 @@ def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path:
     figure = blank(WIDTH, 4.4)
     axes = figure.subplots()
     for label, colour, sizes, below in _stack(changes.cumsum(axis=1)):
-        above = below + sizes
-        axes.fill_between(range(len(above)), below, above, step="post", color=colour, linewidth=0, label=label)
-    axes.set(xlim=(0, len(rows)), xlabel="allocation or release (event)", ylabel="memory (MiB)")
-    axes.set_title("Memory over one step")
-    _annotate_peak(axes, changes.sum(axis=0).cumsum(), rows)
-    _bands(axes, [row.phase for row in rows], 0.0, WIDTH)
-    _finish(figure, path)
-
-
-def _annotate_peak(axes: "Axes", alive: Array, rows: Sequence["TimelineRow"]) -> None:
-    """`alive` is in bytes, before the rows and after each. Leaves room above for the bands' names."""
+        axes.fill_between(range(len(sizes)), below, below + sizes, step="post", color=colour, linewidth=0, label=label)
+    alive = changes.sum(axis=0).cumsum()
     event, peak = int(alive.argmax()), alive.max() / MIB
-    text = f"{mib(alive.max())} MiB" + (f", {rows[event - 1].module}" if event else "")
+    text = f"{peak:,.1f} MiB" + (f", {rows[event - 1].module}" if event else "")
     side = "left" if event < 0.25 * len(rows) else "right" if event > 0.75 * len(rows) else "center"
     axes.plot(event, peak, "v", color="black", markersize=5)
     axes.annotate(text, (event, peak), (0, 6), textcoords="offset points", ha=side, fontsize=9)
-    axes.set_ylim(0, 1.25 * peak)
+    axes.set(xlim=(0, len(rows)), xlabel="allocation or release (event)", title="Memory over one step")
+    axes.set(ylim=(0, 1.25 * peak), ylabel="memory (MiB)")  # with room above for the names of the phases
+    _bands(axes, [row.phase for row in rows], 0.0, WIDTH)
+    _finish(figure, path)
 
 
 def layer_plot(entry: Mapping[str, Any], path: Path) -> None:
@@ -157,13 +147,10 @@ def trace_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure = blank(WIDTH, 4)
     axes = figure.subplots()
     for name, colour in zip(names, colours(len(names)), strict=True):
-        own = [row for row in rows if row["exp"] == name]
-        axes.plot(
-            [row["call_idx"] for row in own], [row["mem_all"] / MIB for row in own], color=colour, label=str(name)
-        )
-        for row in [row for row in own if row["hook_type"] == "bwd"][:1]:
-            where, label = (row["call_idx"], row["mem_all"] / MIB), "backward has left the head"
-            axes.plot(*where, "D", color="black", markersize=6, zorder=3, label=label)
+        calls = [(row["call_idx"], row["mem_all"] / MIB, row["hook_type"]) for row in rows if row["exp"] == name]
+        axes.plot([call for call, _, _ in calls], [size for _, size, _ in calls], color=colour, label=str(name))
+        for call, size in [(call, size) for call, size, hook in calls if hook == "bwd"][:1]:
+            axes.plot(call, size, "D", color="black", markersize=6, zorder=3, label="backward has left the head")
     axes.set(xlabel="hook call (index)", ylabel="allocated memory (MiB)", ylim=(0, None), title="Memory at each hook")
     axes.grid(color=PALE)
     _finish(figure, path)
@@ -199,16 +186,14 @@ def _finish(figure: "Figure", path: Path) -> None:
     found = [axes.get_legend_handles_labels() for axes in figure.axes]
     entries: dict[str, Any] = {name: handle for each in found for handle, name in zip(*each, strict=True)}
     labels = sorted(entries, key=lambda label: getattr(entries[label], "zorder", 0))
-    fit = [n for n in range(1, len(labels) + 1) if _inches(np.array_split(labels, n)) < figure.get_figwidth()]
+    columns = [np.array_split(labels, count) for count in range(1, len(labels) + 1)]
+    widths = [sum(LETTER * max(map(len, column)) + 0.6 for column in found) for found in columns]
+    fit = max((count for count, width in enumerate(widths, 1) if width < figure.get_figwidth()), default=1)
     handles = [entries[label] for label in labels]
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(fit, default=1), frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=fit, frameon=False, fontsize=9)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         for axis in (axes.xaxis, axes.yaxis):
             if isinstance(axis.get_major_formatter(), ScalarFormatter):  # not of names
                 axis.set_major_formatter("{x:,.10g}")
     figure.savefig(path)
-
-
-def _inches(columns: Sequence[Array]) -> float:
-    return sum(LETTER * max(map(len, labels)) + 0.6 for labels in columns)

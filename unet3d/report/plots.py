@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from textwrap import shorten
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Array = NDArray[Any]
+Palette = dict[int, tuple[float, float, float, float]]  # label value: RGBA
 OKABE_ITO = ("#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7", "#F0E442")
 BLUE, GREY, DARK, PALE = "#0072B2", "#A0A0A0", "#404040", "#E5E5E5"
-MANY = 200  # records; from here on single steps fade behind their running mean
+FEW, MANY = 30, 200  # records: so few are marked one by one; from so many on steps fade behind their running mean
+PLANES = ("sagittal", "coronal", "axial")  # across the axes X, Y, Z
 DIRECTIONS = "RAS"  # where the axes of a canonical volume point: right, anterior, superior
 
 
@@ -31,11 +33,11 @@ def blank(width: float, height: float) -> "Figure":
 
 def colours(count: int) -> list[Any]:
     """One colour per foreground class, the same in every picture; beyond seven, shades of viridis."""
-    if count <= len(OKABE_ITO):
-        return list(OKABE_ITO[:count])
-    import matplotlib
+    if count > len(OKABE_ITO):
+        from matplotlib import colormaps
 
-    return [matplotlib.colormaps["viridis"](share) for share in np.linspace(0, 0.95, count)]
+        return [colormaps["viridis"](share) for share in np.linspace(0, 0.95, count)]
+    return list(OKABE_ITO[:count])
 
 
 def plain(text: str) -> str:
@@ -44,11 +46,7 @@ def plain(text: str) -> str:
 
 
 def training_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Training loss, and validation Dice per class and their mean, over optimizer steps.
-
-    `records` are those of metrics.jsonl. The loss axis is logarithmic if all losses are positive and span more than a
-    factor of 20.
-    """
+    """Training loss, and validation Dice per class and their mean, over optimizer steps: records of metrics.jsonl."""
     from matplotlib.ticker import MaxNLocator
 
     names = dict.fromkeys(key for record in records for key in record if key.startswith("val/dice"))
@@ -77,7 +75,7 @@ def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[Array, Arra
 def _draw_loss(axes: "Axes", steps: Array, loss: Array) -> None:
     axes.set_title("Training loss")
     if len(steps) < MANY:
-        axes.plot(steps, loss, color=BLUE, marker=_marker(steps))
+        axes.plot(steps, loss, color=BLUE, marker="o" if len(steps) <= FEW else "")
     else:
         axes.plot(steps, loss, color=GREY, linewidth=0.6, label="each step")
         window = len(steps) // 50
@@ -88,7 +86,7 @@ def _draw_loss(axes: "Axes", steps: Array, loss: Array) -> None:
     if not known.size:
         axes.text(0.5, 0.5, "no finite loss", ha="center", transform=axes.transAxes)
         axes.set(yticks=[])
-    elif known.min() > 0 and known.max() > 20 * known.min():
+    elif 0 < 20 * known.min() < known.max():
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
 
@@ -96,16 +94,12 @@ def _draw_loss(axes: "Axes", steps: Array, loss: Array) -> None:
 def _draw_dice(axes: "Axes", series: Mapping[str, tuple[Array, Array]], columns: int) -> None:
     axes.set(title="Validation Dice", ylim=(0, 1.02))
     classes = [name for name in series if name != "val/dice_mean"]
+    marker = "o" if max(len(steps) for steps, _ in series.values()) <= FEW else ""
     for colour, name in zip(colours(len(classes)), classes, strict=True):
-        label = _short(name.removeprefix("val/dice/"))
-        axes.plot(*series[name], color=colour, marker=_marker(series[name][0]), label=label)
-    if len(classes) != 1 and (mean := series.get("val/dice_mean")):
-        axes.plot(*mean, "--", color="black", marker=_marker(mean[0]), markersize=3, label="mean of classes")
+        axes.plot(*series[name], color=colour, marker=marker, label=_short(name.removeprefix("val/dice/")))
+    if len(classes) != 1 and "val/dice_mean" in series:
+        axes.plot(*series["val/dice_mean"], "--", color="black", marker=marker, ms=3, label="mean of classes")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9, ncols=columns)
-
-
-def _marker(steps: Array) -> str:
-    return "o" if len(steps) <= 30 else ""
 
 
 def _short(name: str) -> str:
@@ -133,7 +127,7 @@ def segmentation(
         masks = [(labels > 0) & (labels < len(class_names)) for labels in layers.values()]
         where = centre(next((mask for mask in masks if mask.any()), masks[0]))
     size = [count * mm for count, mm in zip(image.shape, spacing, strict=True)]
-    heights = [min(max(2.7 * size[plane.up] / max(size[:2]), 0.45), 4.0) for plane in PLANES]
+    heights = [min(max(2.7 * size[up] / max(size[:2]), 0.45), 4.0) for up in (2, 2, 1)]
     columns, legend = 1 + len(layers), 0.25 * ceil(len(class_names) / (1 + len(layers)))
     figure = blank(2.8 * columns + 0.3, sum(heights) + legend + 0.9)
     grid = figure.subplots(len(PLANES), columns, height_ratios=heights)
@@ -142,8 +136,8 @@ def segmentation(
     if any((labels == IGNORE).any() for labels in layers.values()):
         colour_of[IGNORE], names[IGNORE] = DARK, "unlabelled"
     palette = {index: to_rgba(colour, 0.6) for index, colour in colour_of.items()}
-    for row, plane in zip(grid, PLANES, strict=True):
-        plane.draw(row, [image, *layers.values()], where, size, palette)
+    for axis, row in enumerate(grid):
+        _draw_plane(row, axis, [image, *layers.values()], where, size, palette)
     for axes, name in zip(grid[0], ("image", *layers), strict=True):
         axes.set_title(name)
     figure.suptitle(plain(title))
@@ -152,46 +146,26 @@ def segmentation(
     figure.savefig(file)
 
 
-class Plane(NamedTuple):
-    """A plane across one axis of a volume (X, Y, Z), and the axes that it shows to the right and upwards."""
-
-    name: str
-    axis: int
-    right: int
-    up: int
-
-    def draw(
-        self,
-        row: "Sequence[Axes]",
-        volumes: Sequence[Array],
-        where: Sequence[int],
-        size: Sequence[float],
-        palette: Mapping[int, Any],
-    ) -> None:
-        """The first volume, an image, in each cell, and the others, label maps, see-through on it.
-
-        `where` is a voxel of the plane, `size` the volume's lengths in mm: the plane keeps its proportions.
-        """
-        image, *cuts = (np.take(volume, where[self.axis], self.axis).T for volume in volumes)  # rows from the bottom up
-        low, high = np.percentile(volumes[0], (0.5, 99.5))
-        extent = (0, size[self.right], 0, size[self.up])
-        for axes, cut in zip(row, (None, *cuts), strict=True):
-            axes.imshow(image, cmap="gray", vmin=low, vmax=high, origin="lower", extent=extent)
-            axes.set(xticks=[], yticks=[])
-            if cut is not None:
-                overlay = np.zeros((*cut.shape, 4))
-                for index, colour in palette.items():
-                    overlay[cut == index] = colour
-                axes.imshow(overlay, origin="lower", extent=extent, interpolation="nearest")
-        label = f"{self.name}\n{'xyz'[self.axis]} = {where[self.axis]}"
-        row[0].set_ylabel(label, rotation=0, ha="right", va="center")
-        shade = {"facecolor": "black", "alpha": 0.5, "linewidth": 0, "pad": 1.5}  # legible on any grey
-        style: dict[str, Any] = {"color": "white", "fontsize": 9, "ha": "center", "va": "center", "bbox": shade}
-        for axis, at, inwards in ((self.right, (1, 0.5), (-10, 0)), (self.up, (0.5, 1), (0, -10))):  # inwards in points
-            row[0].annotate(DIRECTIONS[axis], at, inwards, "axes fraction", "offset points", **style)
-
-
-PLANES = (Plane("sagittal", 0, 1, 2), Plane("coronal", 1, 0, 2), Plane("axial", 2, 0, 1))
+def _draw_plane(
+    row: "Sequence[Axes]", axis: int, volumes: list[Array], where: Sequence[int], size: list[float], palette: Palette
+) -> None:
+    """The first volume, an image, in each cell, the others, label maps, see-through on it; `size` in mm."""
+    right, up = sorted({0, 1, 2} - {axis})
+    cuts = [np.take(volume, where[axis], axis).T for volume in volumes]  # rows from the bottom up
+    low, high = np.percentile(volumes[0], (0.5, 99.5))
+    for column, (axes, cut) in enumerate(zip(row, cuts, strict=True)):
+        axes.imshow(cuts[0], cmap="gray", vmin=low, vmax=high, origin="lower", extent=(0, size[right], 0, size[up]))
+        axes.set(xticks=[], yticks=[])
+        if column:
+            overlay = np.zeros((*cut.shape, 4))
+            for index, colour in palette.items():
+                overlay[cut == index] = colour
+            axes.imshow(overlay, origin="lower", extent=(0, size[right], 0, size[up]), interpolation="nearest")
+    row[0].set_ylabel(f"{PLANES[axis]}\n{'xyz'[axis]} = {where[axis]}", rotation=0, ha="right", va="center")
+    shade = {"facecolor": "black", "alpha": 0.5, "linewidth": 0, "pad": 1.5}  # legible on any grey
+    style: dict[str, Any] = {"color": "white", "fontsize": 9, "ha": "center", "va": "center", "bbox": shade}
+    for letter, at, inwards in ((DIRECTIONS[right], (1, 0.5), (-10, 0)), (DIRECTIONS[up], (0.5, 1), (0, -10))):
+        row[0].annotate(letter, at, inwards, "axes fraction", "offset points", **style)
 
 
 def centre(mask: NDArray[np.bool_]) -> list[int]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
+from string import Template
 from typing import Any
 
 from unet3d.files import write_csv, write_text
@@ -33,9 +34,8 @@ def write_report(folder: Path) -> Path:
         seen = run.memory_entry.get("ledger", run.memory_entry)
         if "layers" in seen:
             memory_plots.layer_plot(seen, pictures / "memory_layers.png")
-    path = folder / "report.html"
-    write_text(path, _html(run))
-    return path
+    write_text(folder / "report.html", _html(run))
+    return folder / "report.html"
 
 
 def print_summary(folder: Path) -> None:
@@ -104,21 +104,20 @@ def _means(cells: Mapping[str, list[Any]], counts_cases: bool = False) -> Table:
     scores = {key: [value for value in column if value is not None] for key, column in columns.items()}
     classes = [key.removeprefix("dice/") for key in scores if key.startswith("dice/")]
     metrics = [metric for metric in METRICS if any(key.startswith(f"{metric}/") for key in scores)]
+
+    def row(name: str, values: Iterable[float | None]) -> list[str]:
+        found = zip(metrics, values, strict=True)
+        return [name, *("n/a" if value is None else f"{value:,.{METRICS[metric][1]}f}" for metric, value in found)]
+
     means = [[mean_of(scores.get(f"{metric}/{name}", ())) for metric in metrics] for name in classes]
-    rows = [[name, *_shown(metrics, row)] for name, row in zip(classes, means, strict=True)]
-    for row, name in zip(rows, classes if counts_cases else (), strict=False):
+    rows = list(map(row, classes, means))
+    for line, name in zip(rows, classes if counts_cases else (), strict=False):
         cases, distances = len(scores[f"dice/{name}"]), len(scores.get(f"hd95_mm/{name}", ()))
-        row[-1] += f" ({distances})" * (0 < distances != cases)
-        row.append(str(cases))
+        line[-1] += f" ({distances})" * (0 < distances != cases)
+        line.append(str(cases))
     if len(classes) > 1:
-        mean = _shown(metrics, [mean_of(column) for column in zip(*means, strict=True)])
-        rows.append(["mean of classes", *mean, *[""] * counts_cases])
+        rows.append([*row("mean of classes", map(mean_of, zip(*means, strict=True))), *[""] * counts_cases])
     return Table(["class", *(METRICS[metric][0] for metric in metrics), *["cases"] * counts_cases], rows)
-
-
-def _shown(metrics: list[str], values: list[float | None]) -> list[str]:
-    found = zip(metrics, values, strict=True)
-    return ["n/a" if value is None else f"{value:,.{METRICS[metric][1]}f}" for metric, value in found]
 
 
 def _html(run: RunFolder) -> str:
@@ -148,15 +147,14 @@ def what_ran(run: RunFolder) -> str:
     """The config in a line; "" without a whole one."""
     found = run.settings
     try:
-        widths = "-".join(map(str, found["model"]["features"]))
-        network = found["model"].get("path") or f"U-Net {widths}"
-        patch = "x".join(map(str, found["data"]["patch"]))
+        model, patch = found["model"], "x".join(map(str, found["data"]["patch"]))
+        network = model.get("path") or "U-Net " + "-".join(map(str, model["features"]))
         return (
             f"{network} on {found['data']['format']}, {found['steps']} steps of "
             f"{found['batch'] * found['accumulate']} patches of {patch} voxels, "
             f"AMP {'on' if found['amp'] else 'off'}, checkpointing {found['ckpt'] or 'off'}, seed {found['seed']}"
         )
-    except (KeyError, TypeError):  # not a whole config
+    except (AttributeError, KeyError, TypeError):  # not a whole config
         return ""
 
 
@@ -186,15 +184,22 @@ def _timing(run: RunFolder) -> dict[str, str]:
 
 
 def _memory(run: RunFolder) -> list[str]:
-    entry, pictures = run.memory_entry, run.path / "figures"
-    advice = run.memory.get("advice")
+    entry, pictures, advice = run.memory_entry, run.path / "figures", run.memory.get("advice")
+    seen = entry.get("ledger", entry)  # only a ledger knows which layers hold the bytes
+    moment = f"The ledger's peak, {mib(seen['peak_bytes'])} MiB: {tables.moment(seen)}." if "moment" in seen else ""
     return [
         element("p", f"{run.memory_kind.capitalize()} ({entry['kind']}): peak bytes of a step, in MiB (2^20 bytes)."),
         element("p", _prediction(run)),
         element("p", tables.sentence(advice, run.memory["predicted"]["peak_bytes"]) if advice else ""),
         html_table(*tables.phases(entry)),
         picture(pictures / "memory_phases.png", "peak memory per phase, by category"),
-        *_owners(run, entry.get("ledger", entry)),
+        element("p", moment),
+        picture(pictures / "memory_timeline.png", "memory over one step, by category"),
+        picture(pictures / "memory_layers.png", "memory at the peak, by layer along the U"),
+        html_table(*tables.categories(seen)),
+        html_table(*tables.levels(seen)),
+        html_table(*tables.layers(seen)),
+        html_table(*tables.state(seen, run.memory["parameters"])),
     ]
 
 
@@ -209,29 +214,10 @@ def _prediction(run: RunFolder) -> str:
     return f"Peak predicted before the run: {mib(peak)} MiB; predicted less measured: {error:,} bytes."
 
 
-def _owners(run: RunFolder, seen: Mapping[str, Any]) -> list[str]:
-    """Which layers hold the bytes; only a ledger's entry knows."""
-    if "moment" not in seen:
-        return [html_table(*tables.categories(seen))]
-    pictures = run.path / "figures"
-    return [
-        element("p", f"The ledger's peak, {mib(seen['peak_bytes'])} MiB: {tables.moment(seen)}."),
-        picture(pictures / "memory_timeline.png", "memory over one step, by category"),
-        picture(pictures / "memory_layers.png", "memory at the peak, by layer along the U"),
-        html_table(*tables.categories(seen)),
-        html_table(*tables.levels(seen)),
-        html_table(*tables.layers(seen)),
-        html_table(*tables.state(seen, run.memory["parameters"])),
-    ]
-
-
 def html_page(title: str, parts: Iterable[str]) -> str:
     """The whole document; `parts` are HTML that the functions below made."""
-    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    head = f"<head>{meta}<title>{escape(title)}</title><style>\n{style}</style></head>"
-    body = "\n".join(filter(None, parts))
-    return f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>\n'
+    page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    return page.substitute(title=escape(title), body="\n".join(filter(None, parts)))
 
 
 def element(tag: str, text: str) -> str:

@@ -3,7 +3,8 @@
 import csv
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -41,21 +42,15 @@ def environment(device: "torch.device") -> dict[str, Any]:
     from unet3d.train.half_precision import emulates_bf16
 
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.system()}
-    found |= {name: _version(name) for name in PACKAGES}
+    found |= dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):  # unet3d run from a checkout that was never installed
+            found[name] = metadata.version(name)
     found |= {"device": device.type, "threads": torch.get_num_threads()}
     if device.type == "cpu":
-        found["cpu"] = torch.backends.cpu.get_cpu_capability() + ", bf16 emulated" * emulates_bf16()
-    if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-        found["cudnn"] = torch.backends.cudnn.version()
-    return found
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:  # unet3d run from a checkout that was never installed
-        return None
+        return found | {"cpu": torch.backends.cpu.get_cpu_capability() + ", bf16 emulated" * emulates_bf16()}
+    gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return found | gpu | {"cudnn": torch.backends.cudnn.version()}
 
 
 def write_status(folder: Path, line: str, code: int) -> None:
@@ -70,16 +65,12 @@ def is_done(folder: Path) -> bool:
 
 def sweep_orphans(folder: Path) -> None:
     """Delete the unfinished files of a run that was killed."""
-    for pattern in ("**/.*.tmp", "checkpoints/*.tmp"):
-        for orphan in folder.glob(pattern):
-            orphan.unlink(missing_ok=True)
+    for orphan in (*folder.glob("**/.*.tmp"), *folder.glob("checkpoints/*.tmp")):
+        orphan.unlink(missing_ok=True)
 
 
 def forget_after(metrics: Path, step: int, validated: int) -> int:
-    """Drop the records of steps and validations that a run resumed at `step` repeats. Returns the last step recorded.
-
-    `validated` is the last validation step.
-    """
+    """Drop the records that a run resumed at `step`, last validated at `validated`, repeats; returns the last step."""
     if not metrics.exists():
         return step
     kept, last = [], step
@@ -96,15 +87,12 @@ def forget_after(metrics: Path, step: int, validated: int) -> int:
 def read_memory(folder: Path) -> dict[str, Any]:
     """memory.json; empty if there is none."""
     path = folder / "memory.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def update_memory(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Add or replace these entries of memory.json. Returns all of it."""
-    found = read_memory(folder) | values
-    write_json(folder / "memory.json", found)
-    return found
+def update_memory(folder: Path, values: dict[str, Any]) -> None:
+    """Add or replace these entries of memory.json."""
+    write_json(folder / "memory.json", read_memory(folder) | values)
 
 
 def add_measured(folder: Path, parameters: int, measured: dict[str, Any], before: dict[str, Any]) -> None:
@@ -112,13 +100,15 @@ def add_measured(folder: Path, parameters: int, measured: dict[str, Any], before
 
     The first step stays that of the run's beginning, unless the step has changed: another device, other segments.
     """
-    known, segments = before.get("measured", {}), read_memory(folder).get("segments")
+    found, known = read_memory(folder), before.get("measured", {})
+    segments = found.get("segments")
     if known.get("kind") == measured["kind"] and before.get("measured_segments") == segments:
         measured = _with_first_of(known, measured)
-    found = update_memory(folder, {"parameters": parameters, "measured": measured, "measured_segments": segments})
+    found |= {"parameters": parameters, "measured": measured, "measured_segments": segments}
     if "predicted" in found:  # tensors against tensors: on CUDA the ledger's, without workspaces and rounding
         peak = measured.get("ledger", measured)["peak_bytes"]
-        update_memory(folder, {"error_bytes": found["predicted"]["peak_bytes"] - peak})
+        found["error_bytes"] = found["predicted"]["peak_bytes"] - peak
+    write_json(folder / "memory.json", found)
 
 
 def _with_first_of(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -139,10 +129,8 @@ class RunFolder:
     path: Path
     status: str
     config: str
-    settings: Record
-    """`config` as plain values."""
-    overrides: list[str] | None
-    """The command line; None if it is not known."""
+    settings: Record  # `config` as plain values
+    overrides: list[str] | None  # the command line; None if it is not known
     environment: Record
     records: list[Record]
     scores: list[dict[str, str]]
@@ -171,12 +159,11 @@ class RunFolder:
 
 def read_run(path: Path) -> RunFolder:
     """Read a run folder, whatever of it is missing or damaged."""
-    config, overrides = (_text(path / name) for name in ("config.yaml", "overrides.yaml"))
-    settings, words = _plain(config), _plain(overrides)
+    settings, words = (_parsed(yaml.safe_load, _text(path / name)) for name in ("config.yaml", "overrides.yaml"))
     return RunFolder(
         path=path,
         status=", ".join(_text(path / "STATUS").split("\n")).strip(", "),
-        config=config,
+        config=_text(path / "config.yaml"),
         settings=settings if isinstance(settings, dict) else {},
         overrides=[str(word) for word in words] if isinstance(words, list) else None,
         environment={key: value for key, value in _object(_text(path / "env.json")).items() if value is not None},
@@ -195,32 +182,29 @@ def as_number(cell: Any) -> float | None:
 
 
 def _sound(memory: Record) -> Record:
-    """memory.json without damaged entries; empty if it has neither a measured nor a predicted step."""
-    found = {key: value for key, value in memory.items() if key not in KINDS or _is_entry(value)}
-    return found if any(kind in found for kind in KINDS) else {}
+    """memory.json without damaged entries; empty if no measured or predicted step is left."""
 
+    def is_step(entry: Any) -> bool:
+        phases = entry.get("phases") if isinstance(entry, dict) else None
+        return isinstance(phases, dict) and bool(phases) and isinstance(entry.get("peak_bytes"), int)
 
-def _is_entry(value: Any) -> bool:
-    is_object = isinstance(value, dict) and isinstance(value.get("phases"), dict) and bool(value["phases"])
-    return is_object and isinstance(value.get("peak_bytes"), int)
+    found = {key: value for key, value in memory.items() if key not in KINDS or is_step(value)}
+    return found if found.keys() & KINDS else {}
 
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _plain(text: str) -> Any:
-    """YAML as plain values; None if it is damaged."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return None
-
-
 def _object(text: str) -> Record:
-    """A JSON object; empty if a kill cut it short."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return {}
+    """A JSON object; empty if it is damaged."""
+    value = _parsed(json.loads, text)
     return value if isinstance(value, dict) else {}
+
+
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
+    """Plain values of JSON or YAML; None if a kill cut the text short."""
+    try:
+        return parse(text)
+    except (ValueError, yaml.YAMLError):
+        return None

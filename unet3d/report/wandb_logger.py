@@ -13,25 +13,13 @@ from unet3d.errors import reason
 
 STEP = "trainer/step"
 PATHS = frozenset({"data.root", "data.images", "data.labels", "data.split", "resume"})  # options
-QUIET = {  # wandb.Settings of every run
-    "silent": True,
-    "quiet": True,
-    "symlink": False,
-    "init_timeout": 20,  # seconds
-    "finish_timeout": 60,  # a scheduler that ends a job gives it about two minutes
-    "finish_timeout_raises": True,
-}
-PRIVATE = {  # wandb.Settings of a private run
-    "host": "",  # wandb would replace None by the machine's name
-    "console": "off",
-    "disable_git": True,
-    "disable_code": True,
-    "disable_job_creation": True,
-    "save_code": False,
-    "x_disable_meta": True,
-    "x_disable_machine_info": True,
-    "x_disable_stats": True,
-    "x_save_requirements": False,
+# wandb.Settings of every run, and of a private one; times in seconds: a scheduler that ends a job gives it two minutes
+QUIET: dict[str, Any] = {"silent": True, "quiet": True, "symlink": False, "finish_timeout_raises": True}
+QUIET |= {"init_timeout": 20, "finish_timeout": 60}
+PRIVATE = {  # as host None would be replaced by the machine's name
+    **{"host": "", "console": "off", "save_code": False, "x_save_requirements": False},
+    **dict.fromkeys(("disable_git", "disable_code", "disable_job_creation"), True),
+    **dict.fromkeys(("x_disable_meta", "x_disable_machine_info", "x_disable_stats"), True),
 }
 
 
@@ -60,9 +48,8 @@ class WandbLogger:
 
     def _start(self, mode: str, config: Config, folder: Path, earlier: str | None) -> Any:
         """The wandb run, which continues the `earlier` one; offline if online fails."""
-        known = self._wandb.Settings.model_fields  # before wandb 0.31 some are missing
-        wanted = QUIET | (PRIVATE if self._private else {})
-        settings = self._wandb.Settings(**{name: value for name, value in wanted.items() if name in known})
+        make, wanted = self._wandb.Settings, QUIET | (PRIVATE if self._private else {})
+        settings = make(**{name: wanted[name] for name in wanted if name in make.model_fields})  # older wandb has fewer
         try:
             self._wandb.setup(settings)  # before init, which else prints, or asks for a key
             return self._wandb.init(
