@@ -147,17 +147,18 @@ def test_t1_memory_that_runs_out_is_told_with_remedies_and_the_snapshot_is_kept(
 
 
 def limit_memory() -> None:
-    from unet3d.run.run import Run
+    from unet3d.train import trainer
 
-    pause = Run._pause
+    take, steps = trainer.train_step, iter(range(1, 99))
 
-    def limit(self: Run) -> None:
-        pause(self)
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
-        self.trainer.model[0].register_forward_hook(lambda *_: torch.empty(2**28))
+    def limit(model: torch.nn.Sequential, *of: object) -> object:
+        if next(steps) == 3:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
+            model[0].register_forward_hook(lambda *_: torch.empty(2**28))
+        return take(model, *of)  # type: ignore[arg-type]
 
-    Run._pause = limit
+    trainer.train_step = limit  # type: ignore[assignment]
 
 
 def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and "model.features: [4, 8] -> [8, 8]" in done.stderr
     assert (finished / "STATUS").read_text().startswith("done"), "the run in the folder is as it was"
     dry = run(f"resume={finished}", "dry_run=true", cwd=tmp_path)
-    assert dry.returncode == 2 and "leave one of them away" in dry.stderr
+    assert dry.returncode == 2 and "remove one of them" in dry.stderr
     nowhere = run("resume=nowhere", cwd=tmp_path)
     assert nowhere.returncode == 2 and "resume=nowhere: no run" in nowhere.stderr
 

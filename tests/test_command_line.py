@@ -47,16 +47,16 @@ def test_the_command_that_goes_on_can_be_pasted_whatever_the_folder_is_called(tm
     folder = tmp_path / name
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "last.pt").touch()
-    *_, word = shlex.split(lifecycle._how_to_go_on(folder))
+    *_, word = shlex.split(lifecycle.how_to_go_on(folder))
     assert compose.compose([word]).resume == str(folder)
 
 
 def test_options_on_resuming_are_for_the_network_of_the_run(killed: Path) -> None:
     with pytest.raises(UserError, match="this model has 8 stages"):
-        train._checked(["ckpt=10"])
-    assert train._checked([f"resume={killed}", "ckpt=10"])[:3] == [*LARGE, f"resume={killed}"]
+        train.checked_arguments(["ckpt=10"])
+    assert train.checked_arguments([f"resume={killed}", "ckpt=10"])[:3] == [*LARGE, f"resume={killed}"]
     with pytest.raises(UserError, match="resume goes on with one run"):
-        train._checked([f"resume={killed}", "-m"])
+        train.checked_arguments([f"resume={killed}", "-m"])
 
 
 @pytest.mark.parametrize(
@@ -69,15 +69,15 @@ def test_a_run_folder_that_is_damaged_is_one_line(killed: Path, name: str, conte
     else:
         (killed / name).write_text(content)
     with pytest.raises(UserError, match=rf"{name}: (cannot be read|is damaged)") as told:
-        train._checked([f"resume={killed}"])
+        train.checked_arguments([f"resume={killed}"])
     assert "\n" not in str(told.value)
 
 
 def test_what_would_be_replaced_anew_on_resuming_is_refused() -> None:
     with pytest.raises(UserError, match=r"^data.root=\$\{oc.env:HOME\}: .* let the shell replace it"):
-        train._checked(["data.root=${oc.env:HOME}"])
+        train.checked_arguments(["data.root=${oc.env:HOME}"])
     words = ["seed=0,1", "hydra.sweep.subdir=${hydra.job.override_dirname}"]
-    assert train._checked(words[1:]) == words[1:]
+    assert train.checked_arguments(words[1:]) == words[1:]
 
 
 def test_a_sweep_takes_configs_by_pattern() -> None:

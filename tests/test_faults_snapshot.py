@@ -21,7 +21,7 @@ from unet3d.cli.lifecycle import hold_folder
 from unet3d.compose import SNAPSHOTS
 from unet3d.config import Config
 from unet3d.errors import DamagedSnapshot, NotSaved, SnapshotError, UserError
-from unet3d.run import run
+from unet3d.report import memory_plots
 from unet3d.train import checkpoint
 
 LAST, PREVIOUS = SNAPSHOTS[:2]
@@ -224,7 +224,7 @@ def full_finishing() -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    run._tell_memory = full
+    memory_plots.phase_plot = full
 
 
 def test_c5_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
@@ -284,6 +284,8 @@ def test_c4_a_disk_that_is_full_as_a_run_begins_is_one_line(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(lifecycle, "remember", full)
-    assert lifecycle.guarded(lambda *_: None, Config(), tmp_path, []) == 2
-    assert capsys.readouterr().err == "error: [Errno 28] No space left on device; make room\n"
+    monkeypatch.setattr(lifecycle, "save_overrides", full)
+    with pytest.raises(SystemExit) as ended, lifecycle.guarded(Config(), tmp_path, []):
+        pass
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: [Errno 28] No space left on device; make room; there is no ")
