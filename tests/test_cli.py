@@ -161,7 +161,7 @@ def test_resume_refuses_another_network(finished: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and "model.features: [4, 8] -> [8, 8]" in done.stderr
     assert (finished / "STATUS").read_text().startswith("done"), "the run in the folder is as it was"
     dry = run(f"resume={finished}", "dry_run=true", cwd=tmp_path)
-    assert dry.returncode == 2 and "of them" in dry.stderr
+    assert dry.returncode == 2 and "remove one of them" in dry.stderr
     nowhere = run("resume=nowhere", cwd=tmp_path)
     assert nowhere.returncode == 2 and "resume=nowhere: no run" in nowhere.stderr
 

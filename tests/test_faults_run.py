@@ -259,9 +259,9 @@ def test_a_sweep_asks_its_job_to_end_and_kills_one_that_does_not(monkeypatch: Pa
     """The job gets SIGTERM, whatever the sweep got."""
     for number in signals.ASKING:
         command = [sys.executable, "-c", WAITING.format(int(number))]
-        assert lifecycle.run_process(command, {}) == (75, True)
+        assert lifecycle.run_process(command) == (75, True)
     monkeypatch.setattr(lifecycle, "GRACE", 0)
-    assert lifecycle.run_process([sys.executable, "-c", DEAF], {}) == (130, True)
+    assert lifecycle.run_process([sys.executable, "-c", DEAF]) == (130, True)
 
 
 def test_a_job_that_has_just_begun_is_asked_too(monkeypatch: Patch) -> None:
@@ -273,7 +273,7 @@ def test_a_job_that_has_just_begun_is_asked_too(monkeypatch: Patch) -> None:
         return begin(*of, **named)  # type: ignore[call-overload]
 
     monkeypatch.setattr(subprocess, "Popen", asked)
-    assert lifecycle.run_process([sys.executable, "-c", "import signal; signal.pause()"], {}) == (75, True)
+    assert lifecycle.run_process([sys.executable, "-c", "import signal; signal.pause()"]) == (75, True)
 
 
 def second() -> None:

@@ -176,9 +176,9 @@ def test_the_folder_that_is_checked_is_the_one_that_is_made(tmp_path: Path, monk
 
 
 def test_a_process_that_was_killed_is_named_by_its_signal() -> None:
-    code, _ = lifecycle.run_process([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {})
+    code, _ = lifecycle.run_process([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     assert code == 137 and lifecycle.fate(code) == "killed by SIGKILL"
-    assert lifecycle.run_process([sys.executable, "-c", "raise SystemExit(4)"], {}) == (4, False)
+    assert lifecycle.run_process([sys.executable, "-c", "raise SystemExit(4)"]) == (4, False)
 
 
 def test_a_job_that_was_stopped_alone_does_not_end_the_sweep(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
@@ -103,7 +103,7 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
 def how_to_go_on(folder: Path) -> str:
     """The command that resumes the run, to be pasted into a shell."""
     if snapshots(folder):
-        return f"to go on: python train.py {shlex.quote(f'resume={quoted(folder)}')}"
+        return f"to go on: python train.py {shlex.quote(path_option('resume', folder))}"
     return "there is no snapshot yet to go on from"
 
 
@@ -175,19 +175,20 @@ def read_yaml(path: Path, kind: type) -> Any:
     return found
 
 
-def quoted(path: Path) -> str:
-    """A path as Hydra's command line takes it, which without quotes accepts few characters."""
+def path_option(name: str, path: Path) -> str:
+    """The override `name=path` as Hydra's command line takes it, which without quotes accepts few characters."""
     if re.fullmatch(r"[A-Za-z0-9_/.+%@:-]+", str(path)):
-        return str(path)
+        return f"{name}={path}"
     escaped = re.sub(r"(\\*)'", r"\1\1\'", str(path))  # a backslash is doubled only before a quote
-    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
+    return f"{name}='" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
 
 
-def run_process(command: Sequence[str], environment: dict[str, str]) -> tuple[int, bool]:
+def run_process(command: list[str]) -> tuple[int, bool]:
     """Run the command to its end. Returns its exit code, 128 + n by signal n, and whether this process was signalled.
 
     If so the command gets SIGTERM, whoever else has signalled it, and the code is 75, or 130 after a second SIGINT.
     """
+    places = filter(None, [sys.path[0], os.environ.get("PYTHONPATH")])  # it imports from where this process does
     child: subprocess.Popen[bytes] | None = None
     asked: list[int] = []
 
@@ -199,7 +200,7 @@ def run_process(command: Sequence[str], environment: dict[str, str]) -> tuple[in
             child.terminate()
 
     with signals.handled(pass_on):
-        child = subprocess.Popen(command, env=environment)
+        child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(places)})
         if asked:  # while it started
             child.terminate()
         try:

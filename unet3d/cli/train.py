@@ -4,7 +4,6 @@ import os
 import secrets
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -103,17 +102,9 @@ def job_of_sweep(config: Config, folder: Path, overrides: list[str]) -> tuple[in
             return int(ended.code or 0), ended.code == lifecycle.INTERRUPTED
         return 0, False
     before, _ = lifecycle.status(folder)
-    path = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))  # it imports what this one does
-    added = [word for word in HydraConfig.get().overrides.hydra if word.startswith("hydra.searchpath=")]
-    command = [
-        sys.executable,
-        "-m",
-        "unet3d.cli.train",
-        *overrides,
-        *added,
-        f"hydra.run.dir={lifecycle.quoted(folder.resolve())}",
-    ]
-    code, is_asked = lifecycle.run_process(command, os.environ | {"PYTHONPATH": path})
+    searched = [word for word in HydraConfig.get().overrides.hydra if word.startswith("hydra.searchpath=")]
+    words = [*overrides, *searched, lifecycle.path_option("hydra.run.dir", folder.resolve())]
+    code, is_asked = lifecycle.run_process([sys.executable, "-m", "unet3d.cli.train", *words])
     after, text = lifecycle.status(folder)
     is_refused = code == UserError.exit_code and before == after != 0  # the run that is there stays as it is
     if code and not is_refused and (before == after or text == lifecycle.RUNNING):
@@ -123,11 +114,11 @@ def job_of_sweep(config: Config, folder: Path, overrides: list[str]) -> tuple[in
     return code, is_asked
 
 
-def checked_arguments(arguments: Sequence[str]) -> list[str]:
+def checked_arguments(arguments: list[str]) -> list[str]:
     """The arguments to hand to Hydra, flags last. Raises UserError before any folder is made."""
-    flags = get_args_parser().parse_intermixed_args(list(arguments))
+    flags = get_args_parser().parse_intermixed_args(arguments)
     if flags.shell_completion or flags.hydra_help:
-        return list(arguments)
+        return arguments
     others = list(arguments)
     for override in flags.overrides:
         others.remove(override)
@@ -142,18 +133,16 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
     asked = [word for word in flags.overrides if word.startswith("resume=")]
     if asked and not (only_shows or flags.multirun) and (folder := compose.compose(asked).resume) is not None:
         return resumed(Path(folder), flags.overrides)
-    added = [] if only_shows else compose.added_sweep(flags.overrides)  # composes each job, and so checks it
+    added = compose.added_sweep(flags.overrides) * (not only_shows)  # composes each job, and so checks it
     if flags.multirun or added:
         for config in map(compose.compose, compose.sweep([*flags.overrides, *added])):
             if config.resume is not None or config.requeue:
                 raise UserError("resume goes on with one run, as does a job with requeue=true; remove it, or -m")
         return [*flags.overrides, *added, *others, *["-m"] * (not flags.multirun)]
-    if only_shows:
-        compose.compose(flags.overrides)
     return [*flags.overrides, *others]
 
 
-def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
+def resumed(folder: Path, overrides: list[str]) -> list[str]:
     """The overrides of the run in `folder`, then the new ones, in the same folder. Raises UserError."""
     path = folder / lifecycle.OVERRIDES
     if not path.is_file() or not lifecycle.snapshots(folder):
@@ -166,10 +155,10 @@ def resumed(folder: Path, overrides: Sequence[str]) -> list[str]:
     if config.dry_run:
         raise UserError("resume goes on with a run, dry_run only predicts; remove one of them")
     compose.refuse_changes(lifecycle.read_yaml(folder / "config.yaml", dict), compose.to_plain(config))
-    return [*before, *overrides, f"hydra.run.dir={lifecycle.quoted(folder.resolve())}"]
+    return [*before, *overrides, lifecycle.path_option("hydra.run.dir", folder.resolve())]
 
 
-def refuse_unwritable(arguments: Sequence[str]) -> None:
+def refuse_unwritable(arguments: list[str]) -> None:
     """Raise UserError where the run folder cannot be made: Hydra would print a trace."""
     flags = {word for word in arguments if word.startswith("-")}
     if flags - {"-m", "--multirun"}:

@@ -3,8 +3,8 @@
 import functools
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -77,9 +77,9 @@ class Run:
             self.loggers.scalars({"data/labelled_share": fmean(shares)}, 0)
         steps, every = self.config.steps, self.config.eval_every
         try:
-            with self.stop.deferred():
+            with closing(self._stream()) as stream, self.stop.deferred():
                 with suppress(Preempted):  # within a validation, which the resumed run does from its beginning
-                    self.trainer.fit(self._stream(), steps, every, self._validate, self._save_in_time, self.stop)
+                    self.trainer.fit(stream, steps, every, self._validate, self._save_in_time, self.stop)
                 if self.stop.asked:
                     self._leave(self.stop.asked.name)
             return
@@ -96,15 +96,15 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)  # room for simulations, outside of the except block
         raise OutOfMemory("\n".join([*lines, *budget.oom_suggestions(self.config, self.options)]))
 
-    def _stream(self) -> Iterator[list[Batch]]:
-        """The batches from this step on."""
+    def _stream(self) -> Generator[list[Batch]]:
+        """The batches from this step on; close it to end its workers."""
         config, data = self.config, self.data
         read = functools.partial(_read_nth, data.read_train, data.train)
         tile = geometry.output_size(config.data.patch, self.options)
         transforms = build.import_all(config)["data.transforms"]
         patches, cases = Patches(read, config.data, config.seed, tile, transforms), [case.id for case in data.train]
         pin = self.trainer.learner.policy.device_type == "cuda"
-        return batches(patches, cases, config, self.first, pin)
+        yield from batches(patches, cases, config, self.first, pin)
 
     def _leave(self, signal: str) -> None:
         """Save where the run is, without a validation. Raises Preempted."""
