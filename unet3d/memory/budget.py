@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from unet3d import build
 from unet3d.checks import check
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
@@ -162,7 +161,7 @@ def _mixed(config: Config, options: Model) -> Lever | None:
 
 
 def _cut(config: Config, options: Model) -> Lever | None:
-    is_cut = config.ckpt == "auto" or not build.stages(options)
+    is_cut = config.ckpt == "auto" or not profile_stages(config, options).forward
     return None if is_cut else Lever("ckpt=auto", "nothing", replace(config, ckpt="auto"), options)
 
 
@@ -265,7 +264,7 @@ def search(config: Config, options: Model) -> Iterator[Option]:
         uncut = profile_stages(way.config, way.options)
         is_same = way.config.batch == config.batch or not knows_the_batch(config, way.options)
         yield Option(way.overrides, 1, estimated_peak(uncut, (0,)), 0, is_same)
-        for starts in partitions(build.stages(way.options), build.stages(way.options)):
+        for starts in partitions(len(uncut.forward), len(uncut.forward)):
             again = recompute_fraction(uncut, starts) / 3
             yield Option((*way.overrides, "ckpt=auto"), len(starts), estimated_peak(uncut, starts), again, is_same)
 

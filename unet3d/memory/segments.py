@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unet3d import build
 from unet3d.config import Config, Model, Optim
+from unet3d.errors import UserError
 from unet3d.memory.analysis import last_step, phase_ends
 from unet3d.memory.ledger import Ledger, Site, alive_at, levels, phase_peaks
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
@@ -48,7 +48,8 @@ def _rehearsed(config: Config, options: Model) -> StageProfile:
     entered: list[frozenset[int]] = []
 
     def watch(model: nn.Module, ledger: Ledger) -> None:
-        stages = list(model.children())
+        is_plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+        stages = list(model.children()) if is_plain else []
         entered.extend([frozenset()] * (len(stages) + 1))
         for number, stage in enumerate(stages):
             stage.register_forward_hook(lambda m, given, made, at=number + 1: note(ledger, at, made))
@@ -57,7 +58,7 @@ def _rehearsed(config: Config, options: Model) -> StageProfile:
         entered[at] = frozenset(ledger.index(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
 
     meter = simulate(config, options, (), watch=watch, steps=ENOUGH)
-    names = [name for name, _ in meter.model.named_children()]
+    names = [name for name, _ in meter.model.named_children()][: len(entered) - 1]
     return _profile(meter.ledger, names, entered[:-1])
 
 
@@ -159,9 +160,11 @@ def choose_segments(config: Config, options: Model) -> Segments:
     """
     if not config.ckpt:
         return Segments((), 0)
-    build.refuse_uncheckpointable(options, config.ckpt)
     found, auto = profile_stages(config, options), config.ckpt == "auto"
     least, most = (1, len(found.forward)) if auto else (2, config.ckpt)
+    if len(found.forward) < max(2, most):
+        stages = f"this network has {len(found.forward)}"
+        raise UserError(f"ckpt={config.ckpt} groups the stages of an nn.Sequential; {stages}; use fewer, or 0 (off)")
     budget = budget_bytes(config.budget) if auto and config.budget is not None else None
     starts = best_starts(found, least, most, lambda starts: simulated_peak(config, options, starts, found), budget)
     return Segments(starts, recompute_fraction(found, starts))
