@@ -170,25 +170,6 @@ def model(options: Model, seed: int) -> nn.Module:
     return found
 
 
-def stages(options: Model) -> int:
-    """Stages that checkpointing can group: those of the package's network or of a plain nn.Sequential; else 0."""
-    if options.path is None:
-        return checks.stages(options)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        found = model(options, seed=0)
-    is_plain = isinstance(found, nn.Sequential) and type(found).forward is nn.Sequential.forward
-    return len(list(found.children())) if is_plain else 0
-
-
-def refuse_uncheckpointable(options: Model, ckpt: int | str) -> None:
-    """Raise UserError where this network does not have the stages for the segments that `ckpt` asks for."""
-    count = stages(options)
-    if not count:
-        raise UserError(f"ckpt={ckpt} groups the stages of an nn.Sequential, which {options.path} is not; set ckpt=0")
-    if ckpt != "auto" and int(ckpt) > count:
-        raise UserError(f"ckpt={ckpt}: this model has {count} stages; use 0 (off), 2 to {count}, or auto")
-
-
 def loss(config: Config, classes: int) -> SegmentationLoss:
     """The loss. Raises UserError where the weights do not match the classes."""
     path, weights = config.loss.path, config.loss.weights

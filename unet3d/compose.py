@@ -2,7 +2,8 @@
 
 import difflib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,16 @@ def choice(group: str, overrides: Sequence[str]) -> str:
 
 
 def _tree(overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
+    GlobalHydra.instance().clear()
+    with _explained(), hydra.initialize_config_dir(str(config_folder()), version_base=VERSION_BASE):
+        return hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=with_hydra)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise UserError, one line, for an error of Hydra or OmegaConf."""
     try:
-        GlobalHydra.instance().clear()
-        with hydra.initialize_config_dir(str(config_folder()), version_base=VERSION_BASE):
-            return hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=with_hydra)
+        yield
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
 
@@ -73,14 +80,11 @@ def search_path(folder: str) -> str:
 
 def load(tree: DictConfig, here: bool = True) -> Config:
     """Typed and checked config from a composed tree; `here` False: its paths need not exist. Raises UserError."""
-    try:
-        values = OmegaConf.to_container(tree)
-        assert isinstance(values, dict)
-        if added := flat(values, ".").keys() - ABOUT.keys():  # by `+key=value`, which Hydra allows
-            raise UserError(f"{min(added)}: no such option{_nearest(min(added))}")
-        config = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        raise UserError(explain(error)) from error
+    with _explained():
+        values, config = OmegaConf.to_container(tree), OmegaConf.to_object(tree)
+    assert isinstance(values, dict)
+    if added := flat(values, ".").keys() - ABOUT.keys():  # by `+key=value`, which Hydra allows
+        raise UserError(f"{min(added)}: no such option{_nearest(min(added))}")
     assert isinstance(config, Config)
     check(config, here)
     return config
@@ -90,12 +94,10 @@ def from_plain(values: dict) -> Config:
     """The config that a snapshot holds: typed and checked; what its options name is not imported. Raises UserError."""
     if "${" in repr(values):  # it would be resolved, from the environment for example
         raise UserError("a snapshot's config holds plain values, no ${...}")
-    try:
+    with _explained():
         tree = OmegaConf.merge(OmegaConf.structured(Config), values)
-        assert isinstance(tree, DictConfig)
-        return load(tree, here=False)
-    except OmegaConfBaseException as error:
-        raise UserError(explain(error)) from error
+    assert isinstance(tree, DictConfig)
+    return load(tree, here=False)
 
 
 def to_plain(config: Config) -> dict:
@@ -112,22 +114,19 @@ def to_yaml(config: Config) -> str:
 
 def sweep(overrides: Sequence[str]) -> list[list[str]]:
     """The override lists of every job of a multirun: `a=1,2 b=3` gives `[[a=1, b=3], [a=2, b=3]]`."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        found = [
-            [f"{o.get_key_element()}={value}" for value in _values(o)] if o.is_sweep_override() else [str(o.input_line)]
-            for o in parsed
-        ]
-    except HydraException as error:
-        raise UserError(explain(error)) from error
-    return [list(job) for job in itertools.product(*found)]
+    with _explained():
+        words = map(_words, OverridesParser.create().parse_overrides(list(overrides)))
+        return [list(job) for job in itertools.product(*words)]
 
 
-def _values(override: Override) -> Iterable[str]:
-    """The values of a sweep; `model=glob(unet*)` names configs of a group."""
+def _words(override: Override) -> list[str]:
+    """The override once for each of its values; `model=glob(unet*)` names configs of a group."""
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
     values: Any = override.value()
     is_glob = isinstance(values, Glob)
-    return values.filter(choices(override.key_or_group)) if is_glob else override.sweep_string_iterator()
+    found = values.filter(choices(override.key_or_group)) if is_glob else override.sweep_string_iterator()
+    return [f"{override.get_key_element()}={value}" for value in found]
 
 
 def added_sweep(overrides: Sequence[str]) -> list[str]:

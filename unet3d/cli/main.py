@@ -2,8 +2,9 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unet3d import __version__, compose, progress
 from unet3d.checks import warnings
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from unet3d.data.cases import Case
     from unet3d.run.predict import Segmenter
 
+Run = Callable[[argparse.Namespace], int | None]  # of a command; returns an exit code, None for 0
 LISTS = ("overrides", "inputs", "snapshots", "runs")  # arguments that take any number of words
 
 
@@ -48,54 +50,55 @@ def _arguments() -> argparse.Namespace:
         if word.startswith("-") or not any(hasattr(found, name) for name in LISTS):
             raise UserError(f"{word}: not understood; -h lists what is")
         words.append(word if hasattr(found, "overrides") else Path(word))
+    out = getattr(found, "out", None)
+    if out is not None and out.exists() and not out.is_dir() and found.run is not _publish:
+        raise UserError(f"{out}: is a file; -o names a folder")
     if getattr(found, "config_dir", None):
         words.append(compose.search_path(found.config_dir))
     return found
 
 
 def command_parser() -> argparse.ArgumentParser:
+    """The commands and their arguments; `run` is the function of the command."""
     parser = argparse.ArgumentParser(prog="python -m unet3d", description="Train 3D U-Nets, explain memory, apply.")
     parser.add_argument("--version", action="version", version=f"unet3d {__version__}")
     parser.set_defaults(run=lambda _: parser.print_help())  # the default of a command takes its place
     commands = parser.add_subparsers(metavar="command")
+
+    def command(name: str, run: Run, about: str, **out: Any) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=about)
+        found.set_defaults(run=run)
+        if out:
+            found.add_argument("-o", "--out", type=Path, **out)
+        return found
+
     commands.add_parser("train", help="train a network, as python train.py does; train --help lists every option")
-    options = commands.add_parser("options", help="print every option as Markdown: docs/options.md")
-    options.set_defaults(run=_options)
-    memory = commands.add_parser("memory", help="explain where the memory of a training step goes, without running it")
+    command("options", _options, "print every option as Markdown: docs/options.md")
+    memory = command("memory", _memory, "explain the memory of a training step", help="folder for report and tables")
     _add_overrides(memory, "model=forum_mid amp=true; before them, fit: find what fits budget=8GiB")
-    memory.add_argument("-o", "--out", type=Path, help="folder for report, figures and tables")
     memory.add_argument("--half", action="store_true", help="weights and images in float16, instead of amp")
     memory.add_argument("--curves", action="store_true", help="with -o: peak against batch size, width and patch")
-    memory.set_defaults(run=_memory)
-    predict = commands.add_parser("predict", help="segment NIfTI files with a run's snapshot")
+    about = "segment NIfTI files with a run's snapshot"
+    predict = command("predict", _predict, about, required=True, help="folder for the label maps")
     predict.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt")
     predict.add_argument("inputs", type=Path, nargs="+", help="NIfTI files, or folders of them")
-    predict.add_argument("-o", "--out", type=Path, required=True, help="folder for the label maps")
     predict.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     predict.add_argument("--mirror", action=argparse.BooleanOptionalAction, help="average over mirrorings")
     predict.add_argument("--overwrite", action="store_true", help="replace existing label maps")
-    predict.set_defaults(run=_predict)
-    publish = commands.add_parser("publish", help="write the network alone, without any path, to share it")
+    about = "write the network alone, without any path, to share it"
+    publish = command("publish", _publish, about, required=True, help="the file to write")
     publish.add_argument("snapshots", type=Path, nargs="+", help="RUN/checkpoints/best.pt; several predict as one")
-    publish.add_argument("-o", "--out", type=Path, required=True, help="the file to write")
-    publish.set_defaults(run=_publish)
-    score = commands.add_parser("score", help="score a snapshot on the cases that a config holds out")
+    about = "score a snapshot on the cases that a config holds out"
+    score = command("score", _score, about, required=True, help="folder for scores.csv")
     score.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt, or a published one")
     _add_overrides(score, "data=decathlon data.root=PATH data.fold=0", "+")
-    score.add_argument("-o", "--out", type=Path, required=True, help="folder for scores.csv")
-    score.set_defaults(run=_score)
-    for command in (predict, publish, score):
-        command.add_argument("--model", help="your own network, package.module:name, if the snapshot is one's")
-    check = commands.add_parser("check-data", help="list every problem of a data set")
-    _add_overrides(check, "data=decathlon data.root=PATH")
-    check.set_defaults(run=_check_data)
-    report = commands.add_parser("report", help="write a run's figures and report.html again")
+    for parser_ in (predict, publish, score):
+        parser_.add_argument("--model", help="your own network, package.module:name, where the snapshot holds one")
+    _add_overrides(command("check-data", _check_data, "list every problem of a data set"), "data=nnunet data.root=PATH")
+    report = command("report", _report, "write the figures and report.html of a run")
     report.add_argument("folder", type=Path, help="the run's folder")
-    report.set_defaults(run=_report)
-    compare = commands.add_parser("compare", help="set runs side by side")
+    compare = command("compare", _compare, "set runs side by side", help="folder for compare.csv, .png and .html")
     compare.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders, or the folders of sweeps")
-    compare.add_argument("-o", "--out", type=Path, help="folder for compare.csv, compare.png and compare.html")
-    compare.set_defaults(run=_compare)
     return parser
 
 
@@ -104,11 +107,10 @@ def _add_overrides(parser: argparse.ArgumentParser, example: str, count: str = "
     parser.add_argument("--config-dir", metavar="FOLDER", help="a folder of your own YAML files")
 
 
-def _options(_: argparse.Namespace) -> int:
+def _options(_: argparse.Namespace) -> None:
     from unet3d.cli import options
 
     print(options.as_markdown())
-    return 0
 
 
 def _composed(overrides: list[str]) -> Config:
@@ -119,42 +121,28 @@ def _composed(overrides: list[str]) -> Config:
     return config
 
 
-def _refuse_file(out: Path | None, meaning: str) -> None:
-    if out is not None and out.exists() and not out.is_dir():
-        raise UserError(f"{out}: is a file; -o names {meaning}")
-
-
-def _memory(arguments: argparse.Namespace) -> int:
+def _memory(arguments: argparse.Namespace) -> None:
     """Explain one config; set several, as `batch=1,2,4`, side by side."""
-    is_fit = arguments.overrides[:1] == ["fit"]
+    is_fit, out = arguments.overrides[:1] == ["fit"], arguments.out
     jobs = compose.sweep(arguments.overrides[is_fit:])
     for job in jobs:
         _composed(job)  # a mistake is answered before torch loads
-    _check_memory(arguments, is_fit)
-    if is_fit and len(jobs) > 1:
-        raise UserError("memory fit takes one config; remove the commas")
+    if is_fit and (arguments.curves or out or arguments.half or len(jobs) > 1):
+        raise UserError("memory fit prints one command for train.py; remove -o, --curves, --half and commas")
+    if arguments.curves and out is None:
+        raise UserError("--curves writes a picture and a table; add -o FOLDER")
+    if out is not None and any((out / name).exists() for name in ("STATUS", "metrics.jsonl")):
+        raise UserError(f"{out}: holds a run; -o needs a folder of its own")
     from unet3d.cli import memory
 
     if is_fit:
         memory.print_fit(jobs[0])
     elif arguments.curves:
-        memory.print_curves(jobs, arguments.half, arguments.out)
+        memory.print_curves(jobs, arguments.half, out)
     elif len(jobs) > 1:
-        memory.print_peaks(jobs, arguments.half, arguments.out)
+        memory.print_peaks(jobs, arguments.half, out)
     else:
-        memory.explain(jobs[0], arguments.half, arguments.out)
-    return 0
-
-
-def _check_memory(arguments: argparse.Namespace, is_fit: bool) -> None:
-    out = arguments.out
-    if is_fit and (arguments.curves or out or arguments.half):
-        raise UserError("memory fit only prints a command for train.py; remove -o, --curves and --half")
-    if arguments.curves and out is None:
-        raise UserError("--curves writes a picture and a table; add -o FOLDER")
-    _refuse_file(out, "a folder")
-    if out is not None and any((out / name).exists() for name in ("STATUS", "metrics.jsonl")):
-        raise UserError(f"{out}: holds a run; -o needs a folder of its own")
+        memory.explain(jobs[0], arguments.half, out)
 
 
 def _predict(arguments: argparse.Namespace) -> int:
@@ -162,7 +150,6 @@ def _predict(arguments: argparse.Namespace) -> int:
     from unet3d.memory.simulate import refuse_large_window
     from unet3d.run import predict
 
-    _refuse_file(arguments.out, "the folder for the label maps")
     segmenter = predict.open_segmenter(arguments.snapshot, arguments.device, arguments.mirror, arguments.model)
     refuse_large_window(segmenter.predictor, arguments.snapshot)
     cases, problems = predict.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel)
@@ -207,23 +194,20 @@ def _segment(segmenter: "Segmenter", case: "Case", path: Path) -> bool:
     return False
 
 
-def _publish(arguments: argparse.Namespace) -> int:
+def _publish(arguments: argparse.Namespace) -> None:
     from unet3d.run import publish
 
     publish.publish(arguments.snapshots, arguments.out, arguments.model)
     print(f"{arguments.out}: {arguments.out.stat().st_size / 1e6:.1f} MB")
-    return 0
 
 
-def _score(arguments: argparse.Namespace) -> int:
+def _score(arguments: argparse.Namespace) -> None:
     config = _composed(arguments.overrides)
-    _refuse_file(arguments.out, "the folder for scores.csv")
     from unet3d.report import report, run_folder
     from unet3d.run import publish
 
     title = publish.score(arguments.snapshot, config, arguments.out, arguments.model)
     report.print_scores(run_folder.read_run(arguments.out), title)
-    return 0
 
 
 def _check_data(arguments: argparse.Namespace) -> int:
@@ -243,18 +227,15 @@ def _check_data(arguments: argparse.Namespace) -> int:
     return UserError.exit_code if problems else 0
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def _report(arguments: argparse.Namespace) -> None:
     from unet3d.report import report
 
     if not (arguments.folder / "config.yaml").is_file():
         raise UserError(f"{arguments.folder}: not a run folder; give outputs/DATE/TIME-ID")
     print(report.write_report(arguments.folder))
-    return 0
 
 
-def _compare(arguments: argparse.Namespace) -> int:
-    _refuse_file(arguments.out, "the folder for the comparison")
+def _compare(arguments: argparse.Namespace) -> None:
     from unet3d.report import compare
 
     compare.compare_runs(arguments.runs, arguments.out)
-    return 0

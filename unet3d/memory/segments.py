@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unet3d import build
 from unet3d.config import Config, Model, Optim
 from unet3d.errors import UserError
 from unet3d.memory.analysis import last_step, phase_ends
