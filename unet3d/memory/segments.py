@@ -39,9 +39,11 @@ def choose_segments(config: Config, options: Model) -> Segments:
     """
     if not config.ckpt:
         return Segments((), 0)
-    build.refuse_uncheckpointable(options, config.ckpt)
     profile, is_auto = profile_stages(config, options), config.ckpt == "auto"
     least, most = (1, len(profile.forward)) if is_auto else (2, config.ckpt)
+    if len(profile.forward) < max(2, most):
+        stages = f"this network has {len(profile.forward)}"
+        raise UserError(f"ckpt={config.ckpt} groups the stages of an nn.Sequential; {stages}; use fewer, or 0 (off)")
     if len(profile.forward) < max(2, most):
         stages = f"this network has {len(profile.forward)}"
         raise UserError(f"ckpt={config.ckpt} groups the stages of an nn.Sequential; {stages}; use fewer, or 0 (off)")

@@ -74,8 +74,7 @@ def open_loggers(config: Config, folder: Path) -> Loggers:
     """The loggers of a run in its folder: metrics.jsonl, and wandb unless it is disabled or fails to start."""
     found: list[Logger] = [JsonLines(folder / "metrics.jsonl"), *wandb_loggers(config, folder)]
     for make in build.import_all(config)["loggers"]:  # the user's own
-        if error := _failure(lambda make=make: found.append(make(config, folder))):  # type: ignore[misc]
-            _warn(f"{make} does not start ({reason(error)}); the run goes on without it")
+        _succeeds(f"{make} does not start", lambda make=make: found.append(make(config, folder)))
     return Loggers(found)
 
 
