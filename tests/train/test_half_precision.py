@@ -176,9 +176,9 @@ def network(*overrides: str) -> tuple[Any, UNet3D, Batch]:
 def test_checkpointing_changes_no_bit_in_half_precision(force: Callable, dtype: str) -> None:
     force(has_kernels=False, slab_bytes=2**16)
     found = []
-    for starts in ((), (0, 2, 4)):
+    for segment_starts in ((), (0, 2, 4)):
         config, model, batch = network("amp=true", f"amp_dtype={dtype}", "optim=sgd")
-        policy = build.policy(config, "cpu", starts)
+        policy = build.policy(config, "cpu", segment_starts)
         result = train_step(
             model, build.loss(config, 3), optim.optimizer(config.optim, model), policy.scaler(), policy, [batch]
         )
