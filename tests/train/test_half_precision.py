@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unet3d import build, compose
-from unet3d.memory.meter import LedgerMeter
+from unet3d.memory.meter import open_meter
 from unet3d.memory.segments import choose_segments, predict
 from unet3d.model.unet import UNet3D
 from unet3d.train import half_precision, optim
@@ -23,6 +23,7 @@ from unet3d.types import Batch
 aten = torch.ops.aten
 DTYPES = half_precision.DTYPES
 ONES, ZEROS = (1, 1, 1), (0, 0, 0)
+Case = tuple[Sequence[int], int, Sequence[int], Options]  # shape, output channels, kernel
 CLOSE = 5e-3  # of the largest value; bf16 rounds to 0.004
 
 
@@ -47,16 +48,10 @@ def results(
     return [out, *aten.convolution_backward(grad, x, weight, [len(bias)], *options, [True] * 3)]
 
 
-def error(
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    out: int,
-    kernel: Sequence[int],
-    options: Options,
-    slab_bytes: Sequence[int] = (half_precision.SLAB_BYTES,),
-) -> float:
+def error(dtype: torch.dtype, case: Case, slab_bytes: Sequence[int] = (half_precision.SLAB_BYTES,)) -> float:
     """Largest error against float64, as a share of the largest value, of inputs that the type can represent."""
     torch.manual_seed(0)
+    shape, out, kernel, options = case
     inner, groups = shape[1], options.groups
     channels = (inner, out // groups) if options.is_transposed else (out, inner // groups)
     x, weight, bias = (torch.randn(*size).to(dtype).double() for size in (shape, (*channels, *kernel), (out,)))
@@ -71,7 +66,7 @@ def error(
     return max(((f.double() - t).abs().max() / t.abs().max()).item() for f, t in pairs)
 
 
-def cases() -> Iterator[tuple[Any, ...]]:
+def cases() -> Iterator[Case]:
     """Shape, outputs, kernel, options: those of networks, and odd sizes."""
     kernels, strides = ((3, 3, 3), (1, 3, 3), (2, 2, 2)), (ONES, (2, 2, 2), (2, 1, 1), (3, 3, 3))
     for (inner, out, groups), kernel, stride, padded, is_transposed, size in product(
@@ -89,7 +84,7 @@ def cases() -> Iterator[tuple[Any, ...]]:
 def test_results_are_right_for_any_shape_and_slab(force: Callable, dtype: torch.dtype) -> None:
     force(has_kernels=False)
     for case in cases():
-        assert error(dtype, *case, slab_bytes=(2**30, 2**14, 1)) < CLOSE, case
+        assert error(dtype, case, slab_bytes=(2**30, 2**14, 1)) < CLOSE, case
 
 
 SAME = Options(ONES, ONES, ONES, False, ZEROS, 1)
@@ -110,7 +105,7 @@ def test_maps_shorter_than_their_kernel_have_right_gradients(
     assert is_served(map_, weight, options) and not is_served(
         map_, weight[:, :, :1], options._replace(padding=(0, 1, 1))
     )
-    assert error(torch.bfloat16, (2, 16, depth, 12, 12), 16, (kernel, 3, 3), options) < CLOSE
+    assert error(torch.bfloat16, ((2, 16, depth, 12, 12), 16, (kernel, 3, 3), options)) < CLOSE
 
 
 def test_outputs_one_voxel_wide_that_a_stride_made_are_not_left_to_amx(force: Callable) -> None:
@@ -121,7 +116,7 @@ def test_outputs_one_voxel_wide_that_a_stride_made_are_not_left_to_amx(force: Ca
     weight = torch.empty(8, 8, 3, 3, 3, dtype=torch.bfloat16)
     assert is_served(narrow, weight, options) and not is_served(wide, weight, options)
     assert not is_served(narrow, weight, SAME)
-    assert error(torch.bfloat16, tuple(narrow.shape), 8, (3, 3, 3), options) < CLOSE
+    assert error(torch.bfloat16, (narrow.shape, 8, (3, 3, 3), options)) < CLOSE
 
 
 def test_torch_computes_what_it_computes_well(force: Callable) -> None:
@@ -181,9 +176,9 @@ def network(*overrides: str) -> tuple[Any, UNet3D, Batch]:
 def test_checkpointing_changes_no_bit_in_half_precision(force: Callable, dtype: str) -> None:
     force(has_kernels=False, slab_bytes=2**16)
     found = []
-    for starts in ((), (0, 2, 4)):
+    for segment_starts in ((), (0, 2, 4)):
         config, model, batch = network("amp=true", f"amp_dtype={dtype}", "optim=sgd")
-        policy = build.policy(config, "cpu", starts)
+        policy = build.policy(config, "cpu", segment_starts)
         result = train_step(
             model, build.loss(config, 3), optim.optimizer(config.optim, model), policy.scaler(), policy, [batch]
         )
@@ -196,11 +191,9 @@ def test_the_prediction_has_every_byte_of_the_measured_ledger(force: Callable) -
     force(has_kernels=False, slab_bytes=2**16)
     config, model, batch = network("amp=true", "ckpt=2")
     predicted = predict(config, config.model)
-    policy, optimizer = (
-        build.policy(config, "cpu", choose_segments(config, config.model).segment_starts),
-        optim.optimizer(config.optim, model),
-    )
-    meter = LedgerMeter(model, optimizer)
+    policy = build.policy(config, "cpu", choose_segments(config, config.model).segment_starts)
+    optimizer = optim.optimizer(config.optim, model)
+    meter = open_meter(model, optimizer)
     for _ in range(3):
         new = Batch(batch.image.clone(), batch.label.clone())
         train_step(

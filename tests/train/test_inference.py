@@ -19,21 +19,14 @@ from unet3d.types import IGNORE
 Network = Callable[..., UNet3D]
 
 
-class Pointwise(nn.Sequential):
-    """Logits that depend on each voxel alone: what a sliding window must leave untouched."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Conv3d(1, 2, 1))
-
-
-def predictor(model: nn.Sequential, window: tuple, options: Model | None = None, **changes: object) -> Predictor:
+def predictor(model: nn.Module, window: tuple, options: Model | None = None, **changes: object) -> Predictor:
     return Predictor((model,), options or Model(), MemoryPolicy(), window, **changes)
 
 
 @pytest.mark.parametrize("size", [(8, 8, 8), (17, 9, 8), (5, 30, 3), (1, 1, 1)])
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 0.75])
 def test_windows_of_any_number_leave_pointwise_logits_as_they_are(size: tuple, overlap: float) -> None:
-    model = Pointwise()
+    model = nn.Conv3d(1, 2, 1)
     image = torch.randn(1, *size)
     with torch.no_grad():
         expected = model(image[None])[0].softmax(0)

@@ -8,7 +8,7 @@ import torch
 from evenly import evenly
 from torch import Tensor, nn
 
-from unet3d.memory.meter import LedgerMeter
+from unet3d.memory.meter import open_meter
 from unet3d.model.unet import UNet3D
 from unet3d.train import policy
 from unet3d.train.losses import SegmentationLoss, ce, dice_ce
@@ -88,18 +88,16 @@ def test_names_of_weights_do_not_depend_on_the_policy(network: Network) -> None:
 
 
 def test_checkpointing_lowers_the_peak(network: Network) -> None:
-    plain = _peak(network, 0)
-    assert all(_peak(network, ckpt) < plain for ckpt in (2, 3, 4, 5, 6))
+    def peak(ckpt: int) -> int:
+        model, memory = network("model=unet_tiny"), MemoryPolicy(segment_starts=evenly(6, ckpt))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        meter = open_meter(model, optimizer)
+        batch = Batch(torch.randn(1, 1, 24, 24, 24), torch.zeros(1, 24, 24, 24, dtype=torch.int16))
+        train_step(model, SegmentationLoss(ce), optimizer, memory.scaler(), memory, [batch], meter.mark)
+        return meter.summary()["peak_bytes"]
 
-
-def _peak(network: Network, ckpt: int) -> int:
-    model, memory = network("model=unet_tiny"), MemoryPolicy(segment_starts=evenly(6, ckpt))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    meter = LedgerMeter(model, optimizer)
-    batch = Batch(torch.randn(1, 1, 32, 32, 32), torch.zeros(1, 32, 32, 32, dtype=torch.int16))
-    train_step(model, SegmentationLoss(ce), optimizer, memory.scaler(), memory, [batch], meter.mark)
-    peak: int = meter.summary()["peak_bytes"]
-    return peak
+    plain = peak(0)
+    assert all(peak(ckpt) < plain for ckpt in (2, 3, 4, 5, 6))
 
 
 def test_mixed_precision_computes_in_its_dtype(network: Network) -> None:
@@ -113,22 +111,17 @@ def test_only_fp16_scales_the_loss() -> None:
     assert enabled == [False, False, True]
 
 
-def test_auto_is_bf16_on_the_cpu() -> None:
-    assert policy.amp_dtype("auto", "cpu") is torch.bfloat16
-    assert policy.amp_dtype("fp16", "cpu") is torch.float16
-
-
-@pytest.mark.parametrize("starts", [(0, 1), (0, 3, 7), (0, 1, 2, 6), evenly(8, 5)])
-def test_split_covers_every_stage_once_in_order(starts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("segment_starts", [(0, 1), (0, 3, 7), (0, 1, 2, 6), evenly(8, 5)])
+def test_split_covers_every_stage_once_in_order(segment_starts: tuple[int, ...]) -> None:
     stages: list[nn.Module] = [nn.Identity() for _ in range(8)]
-    parts = policy.split(stages, starts)
+    parts = policy.split(stages, segment_starts)
     assert [s for part in parts for s in part.stages] == stages
-    assert [stages.index(part.stages[0]) for part in parts] == list(starts)
+    assert [stages.index(part.stages[0]) for part in parts] == list(segment_starts)
 
 
-def test_mixed_precision_for_a_gpu_that_is_elsewhere_is_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For one that is present, it depends on what that one supports."""
-    assert policy.amp_dtype("auto", "cuda") is torch.bfloat16
+def test_auto_is_bf16_unless_a_gpu_that_is_present_emulates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert policy.amp_dtype("fp16", "cpu") is torch.float16
+    assert policy.amp_dtype("auto", "cpu") is policy.amp_dtype("auto", "cuda") is torch.bfloat16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     assert policy.amp_dtype("auto", "cuda") is torch.float16

@@ -1,7 +1,7 @@
 """Losses on logits N K D H W and labels N D H W, always in float32. To add one, write a function below `@loss`.
 
-No loss here makes a one-hot map: with many classes it, not the network, would set the peak of memory. Voxels labelled
-IGNORE add nothing to value and gradient; a batch of only such voxels gives 0 and zero gradients.
+No loss here makes a one-hot map: with many classes, that map would be the peak of memory. Voxels labelled IGNORE add
+nothing to value and gradient; a batch of only such voxels gives 0 and zero gradients.
 """
 
 from collections.abc import Callable

@@ -14,7 +14,7 @@ from unet3d.types import Batch
 
 PHASES = ("data", "forward", "loss", "backward", "step")
 LOWEST_SCALE = 1.0  # of fp16 losses; gradients that overflow below it overflow at any scale
-Mark = Callable[[str], None]
+Mark = Callable[[str], None]  # called with each phase's name as it begins, and with "end"
 LossFunction = Callable[[Any, Tensor], Tensor]  # of the model's output and the label map N D H W
 
 
@@ -37,10 +37,7 @@ def train_step(
     mark: Mark = ignore_mark,
     clip: float | None = None,
 ) -> StepResult:
-    """Accumulate gradients over the micro-batches, then update once.
-
-    Calls `mark` with each phase's name as it begins, and with "end". Raises NonFiniteLoss before the update.
-    """
+    """Accumulate gradients over the micro-batches, then update once. Raises NonFiniteLoss before the update."""
     device, mean_loss = next(model.parameters()).device, 0.0
     for batch in batches:
         mark("data")
