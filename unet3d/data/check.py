@@ -128,12 +128,11 @@ def _leaks(train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Co
 
 
 def _file(path: Path) -> tuple[int, int] | Path:
-    """The file that a path leads to, through any links."""
+    """The file that a path leads to, through any links; the path if it is missing, which `_headers` reports."""
     try:
-        found = path.stat()
-    except OSError:  # it is missing, which `_headers` reports
+        return (found := path.stat()).st_dev, found.st_ino
+    except OSError:
         return path
-    return found.st_dev, found.st_ino
 
 
 def _absences(dataset: DatasetInfo, part: str, cases: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:
