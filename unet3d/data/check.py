@@ -17,7 +17,7 @@ from unet3d.data.cases import Case, DatasetInfo, split
 from unet3d.data.nifti import ValidationRules
 from unet3d.errors import UserError
 
-WARNING = "warning: "  # begins the lines despite which a run starts
+WARNING = "warning: "  # a run starts despite lines that begin so
 MM, UNITS = (0, 2), {1: "meter", 3: "micron"}  # 0 is unset, and mm by custom
 SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
 

@@ -80,7 +80,7 @@ def open_image(case: str, path: Path) -> nib.Nifti1Image:
 
 def _check_file(case: str, path: Path) -> None:
     if not path.name.endswith(SUFFIXES):
-        raise problem(case, path, f"is no {' or '.join(SUFFIXES)} file; convert it")
+        raise problem(case, path, f"is not a {' or '.join(SUFFIXES)} file; convert it")
     try:
         if not path.is_file():  # also a pipe: reading would wait for it
             raise problem(case, path, "no such file; restore it or remove the case")
