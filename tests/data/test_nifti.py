@@ -117,7 +117,7 @@ def test_a_bad_header_is_refused_with_case_and_path(tmp_path: Path, fault: Calla
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("a.mha", b"x", "is no .nii.gz or .nii file; convert it"),
+        ("a.mha", b"x", "is not a .nii.gz or .nii file; convert it"),
         ("a.nii.gz", b"<!DOCTYPE html>", "is not gzip-compressed despite its name"),
         (f"{'a' * 300}.nii", None, "cannot be opened (File name too long); fix that or remove the case"),
     ],

@@ -1,7 +1,4 @@
-"""Random changes to a patch, each drawn only from the generator that it is given.
-
-Everything spatial is one coordinate field and one resampling, for image and label alike.
-"""
+"""Random changes to a patch, drawn only from the given generator. Spatial ones are one field and one resampling."""
 
 import functools
 import math
@@ -112,15 +109,15 @@ def intensities(options: Augment) -> "Compose":
     from monai.data import set_track_meta
 
     set_track_meta(False)
-    sigma = tuple(options.blur)
-    low, high = options.contrast
-    coarsest, finest = options.low_resolution
+    sigma, factors = tuple(options.blur), tuple(factor - 1 for factor in options.contrast)
     return transforms.Compose(
         [
             transforms.RandGaussianNoise(prob=options.noise_p, std=options.noise),
             transforms.RandGaussianSmooth(sigma, sigma, sigma, prob=options.blur_p),
-            transforms.RandScaleIntensity(factors=(low - 1, high - 1), prob=options.contrast_p),
+            transforms.RandScaleIntensity(factors=factors, prob=options.contrast_p),
             transforms.RandAdjustContrast(prob=options.gamma_p, gamma=tuple(options.gamma), retain_stats=True),
-            transforms.RandSimulateLowResolution(prob=options.low_resolution_p, zoom_range=(coarsest, finest)),
+            transforms.RandSimulateLowResolution(
+                prob=options.low_resolution_p, zoom_range=tuple(options.low_resolution)
+            ),
         ]
     )

@@ -172,25 +172,21 @@ def split(dataset: DatasetInfo, data: Data) -> tuple[tuple[Case, ...], tuple[Cas
     elif data.split is not None:
         train, val = _listed(ids, read_json(Path(data.split)), data.split)
     else:
-        count = len(ids)
-        held_out = _fraction(count, data.val_fraction) if data.fold is None else _fold(count, data.folds, data.fold)
-        train, val = ([ids[i] for i in range(count) if (i in held_out) == is_val] for is_val in (False, True))
+        held_out = _held_out(len(ids), data)
+        train, val = ([name for i, name in enumerate(ids) if (i in held_out) == is_val] for is_val in (False, True))
     return tuple(labelled[name] for name in train), tuple(labelled[name] for name in val)
 
 
-def _fraction(count: int, share: float) -> set[int]:
-    """Indices of about this share of the cases, evenly spread; each part keeps at least one case."""
-    chosen = min(max(round(share * count), 1), count - 1)
-    return {int((k + 0.5) * count / chosen) for k in range(chosen)}
-
-
-def _fold(count: int, folds: int, index: int) -> set[int]:
-    """Indices of one fold, those of scikit-learn's KFold(folds, shuffle=True, random_state=12345)."""
-    if folds > count:
-        raise UserError(f"data.folds={folds} is more than the {count} labelled cases; use data.folds={count}")
-    order = np.arange(count)
-    np.random.RandomState(FOLD_SEED).shuffle(order)  # the legacy generator is frozen: these folds never change
-    return {*np.array_split(order, folds)[index].tolist()}
+def _held_out(count: int, data: Data) -> set[int]:
+    """Indices of one fold, or of about data.val_fraction of the cases, evenly spread."""
+    if data.fold is None:
+        chosen = min(max(round(data.val_fraction * count), 1), count - 1)  # each part keeps at least one case
+        return {int((k + 0.5) * count / chosen) for k in range(chosen)}
+    if data.folds > count:
+        raise UserError(f"data.folds={data.folds} is more than the {count} labelled cases; use data.folds={count}")
+    # scikit-learn's KFold(folds, shuffle=True, random_state=FOLD_SEED); this legacy generator never changes
+    order = np.random.RandomState(FOLD_SEED).permutation(count)
+    return {*np.array_split(order, data.folds)[data.fold].tolist()}
 
 
 def _listed(ids: Sequence[str], content: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:

@@ -17,7 +17,7 @@ from unet3d.data.cases import Case, DatasetInfo, split
 from unet3d.data.nifti import ValidationRules
 from unet3d.errors import UserError
 
-WARNING = "warning: "  # begins the lines despite which a run starts
+WARNING = "warning: "  # a run starts despite lines that begin so
 MM, UNITS = (0, 2), {1: "meter", 3: "micron"}  # 0 is unset, and mm by custom
 SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
 
@@ -128,12 +128,11 @@ def _leaks(train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Co
 
 
 def _file(path: Path) -> tuple[int, int] | Path:
-    """The file that a path leads to, through any links."""
+    """The file that a path leads to, through any links; the path if it is missing, which `_headers` reports."""
     try:
-        found = path.stat()
-    except OSError:  # it is missing, which `_headers` reports
+        return (found := path.stat()).st_dev, found.st_ino
+    except OSError:
         return path
-    return found.st_dev, found.st_ino
 
 
 def _absences(dataset: DatasetInfo, part: str, cases: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:

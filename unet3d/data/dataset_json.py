@@ -1,7 +1,4 @@
-"""dataset.json, which is not trusted: types, consecutive numbers, paths that stay inside.
-
-Everything here raises UserError: the file, what is wrong in it, what to do.
-"""
+"""dataset.json, which is not trusted. Every UserError names the file, what is wrong in it and what to do."""
 
 import json
 import reprlib

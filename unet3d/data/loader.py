@@ -33,8 +33,8 @@ def batches(
 ) -> Iterator[list[Batch]]:
     """For each step from `first_step` on, its list of micro-batches of the named cases. Endless.
 
-    `pin` them in page-locked memory only for a GPU: it creates a CUDA context. Raises UserError for an unusable case,
-    LoaderError if a worker dies or takes longer than `timeout` seconds for a batch, RuntimeError for other errors.
+    `pin` only for a GPU: it creates a CUDA context. Raises UserError for an unusable case, LoaderError if a worker dies
+    or takes longer than `timeout` seconds for a batch, RuntimeError for other errors.
     """
     indices = micro_batches(len(cases), config.batch, config.seed, first_step * config.accumulate)
     indices, awaited = itertools.tee(indices)

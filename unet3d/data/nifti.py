@@ -6,7 +6,6 @@ import logging
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -74,14 +73,14 @@ def open_image(case: str, path: Path) -> nib.Nifti1Image:
         affine = header.get_best_affine()
     except READ_ERRORS as error:
         raise problem(case, path, f"not readable as NIfTI ({error}); replace the file") from error
-    for fault in chain(_size_faults(path, shape, dtype, offset), _geometry_faults(affine, zooms)):
+    for fault in _header_faults(path, shape, dtype, offset, affine, zooms):
         raise problem(case, path, fault)
     return kind(ArrayProxy(path, header, mmap=False), affine, header)
 
 
 def _check_file(case: str, path: Path) -> None:
     if not path.name.endswith(SUFFIXES):
-        raise problem(case, path, f"is no {' or '.join(SUFFIXES)} file; convert it")
+        raise problem(case, path, f"is not a {' or '.join(SUFFIXES)} file; convert it")
     try:
         if not path.is_file():  # also a pipe: reading would wait for it
             raise problem(case, path, "no such file; restore it or remove the case")
@@ -108,7 +107,9 @@ def _stored_header(path: Path) -> tuple[type[nib.Nifti1Image], nib.Nifti1Header]
     raise ImageFileError("no NIfTI-1 or NIfTI-2 header")
 
 
-def _size_faults(path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: int) -> Iterator[str]:
+def _header_faults(
+    path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: int, affine: np.ndarray, zooms: np.ndarray
+) -> Iterator[str]:
     voxels = prod(shape)
     if len(shape) < 3 or min(shape) < 1 or sum(n > 1 for n in shape[3:]) > 1:
         yield f"has shape {shape}; a volume is X,Y,Z or, with channels, X,Y,Z,C"
@@ -120,9 +121,6 @@ def _size_faults(path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: in
     held = path.stat().st_size * (MAX_DEFLATE if path.name.endswith(".gz") else 1)
     if claimed > held:
         yield f"claims {claimed:,} bytes but holds {held:,} at most: truncated; replace the file"
-
-
-def _geometry_faults(affine: np.ndarray, zooms: np.ndarray) -> Iterator[str]:
     if not np.isfinite(zooms).all() or not zooms.all():
         yield f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header"
     with np.errstate(all="ignore"):  # an overflow is refused below

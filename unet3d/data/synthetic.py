@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import nibabel as nib
 import numpy as np
@@ -14,9 +14,6 @@ from unet3d import progress
 from unet3d.config import Phantom
 from unet3d.data import nifti
 from unet3d.errors import UserError
-
-if TYPE_CHECKING:
-    from scipy.spatial.transform import Rotation
 
 PHANTOM_ROOT, MNI152_ROOT = Path("data/phantom"), Path("data/mni152")
 PHANTOM_VERSION = MNI152_VERSION = 1  # raise one with every change of its voxels
@@ -67,14 +64,10 @@ def _write_case(folder: Path, case: GeneratedCase) -> dict[str, str]:
 
 def ensure_phantom(options: Phantom, parent: Path) -> Path:
     """The phantom's folder below `parent`, named after the options; generated if absent. Raises UserError."""
-    about = {
-        "name": "Phantom",
-        "description": "Generated: no patient, no licence",
-        "modality": {"0": "MRI"},
-        "labels": {"0": "background", "1": "organ", "2": "vessel", "3": "lesion"},
-    }
+    labels = {"0": "background", "1": "organ", "2": "vessel", "3": "lesion"}
+    about = {"name": "Phantom", "description": "Generated: no patient, no licence", "modality": {"0": "MRI"}}
     name = f"v{PHANTOM_VERSION}-{options.cases}x{'x'.join(map(str, options.shape))}-seed{options.seed}"
-    return write_dataset(parent / name, about, _phantom_cases(options))
+    return write_dataset(parent / name, {**about, "labels": labels}, _phantom_cases(options))
 
 
 def _phantom_cases(options: Phantom) -> Iterator[GeneratedCase]:
@@ -97,9 +90,9 @@ def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.nda
     pose = Rotation.from_rotvec(rng.normal(0, 0.25, 3))
     centre = rng.uniform((-0.2, -0.3, -0.1), (0.2, 0.0, 0.1))
     radii = rng.uniform((0.62, 0.52, 0.66), (0.74, 0.60, 0.80))
-    body = _ellipsoid(points, np.zeros(3), np.array((0.94, 0.88, 1.5)), Rotation.identity())
+    body = _ellipsoid(points, np.zeros(3), np.array((0.94, 0.88, 1.5)), np.eye(3))
     spine = np.hypot(points[0], points[1] - 0.6) - 0.20
-    organ = np.maximum(_ellipsoid(points, centre, radii, pose), GAP - np.minimum(-body, spine))
+    organ = np.maximum(_ellipsoid(points, centre, radii, pose.as_matrix()), GAP - np.minimum(-body, spine))
     tree = cKDTree(centre + pose.apply(radii * _vessel_axes(rng)))
     tube = tree.query(np.moveaxis(points, 0, -1), distance_upper_bound=FAR)[0] - 0.15
     vessel = np.maximum(tube, organ + 2 * GAP)
@@ -133,9 +126,9 @@ def _smooth(rng: np.random.Generator, shape: Sequence[int], width: float) -> np.
     return np.asarray((field - field.mean()) / field.std())
 
 
-def _ellipsoid(points: np.ndarray, centre: np.ndarray, radii: np.ndarray, pose: "Rotation") -> np.ndarray:
+def _ellipsoid(points: np.ndarray, centre: np.ndarray, radii: np.ndarray, turn: np.ndarray) -> np.ndarray:
     """Distance to its surface (X, Y, Z), negative inside; at most the true one."""
-    offset = np.tensordot(pose.inv().as_matrix(), points - centre[:, None, None, None], 1)
+    offset = np.tensordot(turn.T, points - centre[:, None, None, None], 1)
     norm = np.linalg.norm(offset / radii[:, None, None, None], axis=0)
     return np.asarray((norm - 1) * radii.min())
 
