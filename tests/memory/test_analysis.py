@@ -99,15 +99,15 @@ def test_the_moment_of_the_peak_is_named() -> None:
     assert not moment["is_recomputed"]
     assert tables.moment(forum().entry) == f"backward of up3.conv2 ({moment['operation']})"
     ledger = estimate("ckpt=2").ledger
-    again = next(s for s in ledger.storages if s.scope.is_recomputed and "conv1" in s.scope.module)
-    assert analysis.describe(ledger, again.born + 1)["words"] == "recomputation of inc.conv1"
+    recomputed = next(s for s in ledger.storages if s.scope.is_recomputed and "conv1" in s.scope.module)
+    assert analysis.describe(ledger, recomputed.born + 1)["words"] == "recomputation of inc.conv1"
 
 
 def test_recomputed_maps_are_activations_and_those_of_their_layer() -> None:
     ledger = estimate("ckpt=2").ledger
-    again = [s for s in ledger.storages if s.scope.is_recomputed]
-    assert again and {ledger.category(s) for s in again} == {"activations"}
-    made = {s.scope.module.partition(".")[0] for s in again if s.operation == "aten.convolution.default"}
+    recomputed = [s for s in ledger.storages if s.scope.is_recomputed]
+    assert recomputed and {ledger.category(s) for s in recomputed} == {"activations"}
+    made = {s.scope.module.partition(".")[0] for s in recomputed if s.operation == "aten.convolution.default"}
     assert made and "outc" not in made, "the last segment is kept"
 
 
