@@ -188,7 +188,7 @@ def test_the_prediction_has_every_byte_of_the_measured_ledger(force: Callable) -
     config, model, batch = network("amp=true", "ckpt=2")
     predicted = predict(config, config.model)
     policy, optimizer = (
-        build.policy(config, "cpu", choose_segments(config, config.model).starts),
+        build.policy(config, "cpu", choose_segments(config, config.model).segment_starts),
         optim.optimizer(config.optim, model),
     )
     meter = LedgerMeter(model, optimizer)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ LARGEST = 10  # groups of tensors shown
 FRONT = 24  # rows of the table of options
 BATCHES = (1, 2, 4, 8)
 SCALES = (0.25, 0.5, 1, 1.5, 2)  # of widths
+WHERE = "Parameters live at the bottom of the U, activations at the top."
 SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # of the patch's sides
 
 
@@ -35,19 +37,16 @@ def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
     subject = estimate(overrides, half)
     narrower, relatives = narrowed(subject), family(subject, overrides)
     simulate_all([subject, *narrower.values(), *relatives])
-    location = tables.peak_location(subject.entry)
-    if (other := narrower.get(location["level"])) is not None:
-        words = " ".join(budget.width_overrides(other.options))
-        location |= {"override": words, "halved_peak_bytes": other.peak}
     relatives.sort(key=lambda relative: -relative.parameters)
-    text = plain_text(_parts(subject, narrower, relatives, tables.sentence(location, subject.peak)), WIDE)
+    found = advice(subject, narrower)
+    text = plain_text(_parts(subject, narrower, relatives, tables.sentence(found, subject.peak)), WIDE)
     print(text, end="")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / "explained.txt", text)
         write_text(out / "config.yaml", compose.to_yaml(subject.config))
         simulated = {"rehearsed": _summary(subject), "parameters": subject.parameters, "predicted": subject.entry}
-        write_json(out / "memory.json", simulated | {"advice": location})
+        write_json(out / "memory.json", simulated | {"advice": found})
         memory_plots.write_ledger_files(subject.ledger, subject.name, out)
         print(report.write_report(out))
 
@@ -56,18 +55,22 @@ def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
     """By level, the network with half the width there; none where groups of 8 would have 4 channels, for example."""
     found = {}
     for level in range(len(subject.options.features)):
-        options = budget.resized(subject.options, partial(_half_at, level))
-        if budget.is_allowed(subject.config, options):
+        options = budget.resized(subject.options, partial(_scaled, 0.5, [level]))
+        if options != subject.options and budget.is_allowed(subject.config, options):
             found[level] = replace(subject, options=options, steps=ENOUGH)
     return found
 
 
-def _half_at(narrow: int, level: int, width: int) -> int:
-    return width // 2 if level == narrow else width
+def advice(subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate]) -> dict[str, Any]:
+    """Where the peak is, and what half the width there would need."""
+    found = tables.peak_location(subject.entry)
+    if (other := narrower.get(found["level"])) is not None:
+        found |= {"override": " ".join(budget.width_overrides(other.options)), "halved_peak_bytes": other.peak}
+    return found
 
 
-def _scaled(scale: float, level: int, width: int) -> int:
-    return max(1, round(width * scale))
+def _scaled(scale: float, levels: Sequence[int], level: int, width: int) -> int:
+    return max(1, round(width * scale)) if level in levels else width
 
 
 def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEstimate]:
@@ -184,12 +187,10 @@ def _paradoxes(subject: MemoryEstimate, relatives: Sequence[MemoryEstimate]) -> 
     """For relatives with more parameters and a lower peak: how that can be."""
     for other in relatives:
         if other.parameters > subject.parameters and other.peak < subject.peak:
-            times, less = other.parameters / subject.parameters, mib(subject.peak - other.peak)
-            yield (
-                f"{other.name} has {times:.1f} times the parameters of {subject.name} and needs {less} MiB less: at full "
-                f"resolution it joins {_joined(other)} channels, {subject.name} {_joined(subject)}. "
-                f"Parameters live at the bottom of the U, activations at the top."
-            )
+            more = f"{other.parameters / subject.parameters:.1f} times the parameters of {subject.name}"
+            less = f"{mib(subject.peak - other.peak)} MiB less"
+            joins = f"at full resolution it joins {_joined(other)} channels, {subject.name} {_joined(subject)}"
+            yield f"{other.name} has {more} and needs {less}: {joins}. {WHERE}"
 
 
 def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None:
@@ -225,8 +226,12 @@ def _subjects(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> dict[str
 
 def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     """Write curves.csv and figures/curves.png: peak against batch size, first width and patch, a line a job."""
-    varied = (point for name, one in _subjects(jobs, half, ENOUGH).items() for point in _points(one, name))
-    points = sorted(track(varied, "points, at most", len(jobs) * len(BATCHES + SCALES + SIZES)))
+    varied = ((name, *vary) for name, subject in _subjects(jobs, half, ENOUGH).items() for vary in _varied(subject))
+    points = [
+        (axis, x, series, words, one.parameters, one.peak)
+        for series, axis, x, words, one in track(varied, "points, at most", len(jobs) * len(BATCHES + SCALES + SIZES))
+        if budget.is_allowed(one.config, one.options)
+    ]
     panels: dict[str, dict[str, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
     for axis, x, series, _, _, peak in points:
         panels[axis][series].append((x, peak))
@@ -236,20 +241,13 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     print(out / "curves.csv", out / "figures" / "curves.png", sep="\n")
 
 
-def _points(subject: MemoryEstimate, series: str) -> Iterator[tuple[str, int, str, str, int, int]]:
-    """Rows of curves.csv. One patch where `auto` would make another network for another patch."""
-    for axis, x, words, other in _varied(subject):
-        if budget.is_allowed(other.config, other.options):
-            yield axis, x, series, words, other.parameters, other.peak
-
-
 def _varied(subject: MemoryEstimate) -> Iterator[tuple[str, int, str, MemoryEstimate]]:
-    """What varies with its unit, its value, the overrides, and what they make of the subject."""
+    """What varies with its unit, its value, the overrides, and their estimate; one patch where `auto` depends on it."""
     config, options, data = subject.config, subject.options, subject.config.data
     for batch in BATCHES:
         yield "batch size", batch, f"batch={batch}", replace(subject, config=replace(config, batch=batch))
     for scale in SCALES if options.features else ():
-        scaled = budget.resized(options, partial(_scaled, scale))
+        scaled = budget.resized(options, partial(_scaled, scale, range(len(options.features))))
         words = " ".join(budget.width_overrides(scaled))
         yield "first width (channels)", scaled.features[0], words, replace(subject, options=scaled)
     for scale in (1,) if "auto" in (config.model.kernels, config.model.strides) else SIZES:
@@ -265,17 +263,11 @@ def print_fit(overrides: Sequence[str]) -> None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
     limit = budget_bytes(given)
     found, best = budget.find_fit(budget.Option((), "nothing", subject.config, subject.options), limit)
-    rows = [
-        [
-            mib(option.peak_bytes),
-            "yes" if option.peak_bytes <= limit else "",
-            f"{option.recompute_fraction:+.0%}",
-            str(option.segments) if option.segments > 1 else "",
-            option.changes if option.changes != "nothing" else "",
-            " ".join(option.overrides),
-        ]
-        for option in found[:: -(-len(found) // FRONT)]
-    ]
+    rows = []
+    for o in found[:: -(-len(found) // FRONT)]:
+        needs = [mib(o.peak_bytes), "yes" if o.peak_bytes <= limit else "", f"{o.recompute_fraction:+.0%}"]
+        changes = "" if o.changes == "nothing" else o.changes
+        rows.append([*needs, str(o.segments) if o.segments > 1 else "", changes, " ".join(o.overrides)])
     table = Table(["peak (MiB, estimated)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
     paper(WIDE).print(terminal_table("Least memory by cost", table))
     if best.peak_bytes > limit:

@@ -22,8 +22,7 @@ PASSES = 3  # forward passes in a step's FLOPs: backward counts as two
 SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, that are still suggested
 CHANGES = {"nothing": 0, "rounding": 0, "statistics": 1, "the network": 2, "the patch": 3}  # in the result, by rank
 GROUPS, SUGGESTIONS = 5, 4  # lines after out of memory
-TITLE = "what would need less (predicted; ~: estimated)"
-COLUMNS = f"  {'peak MiB':>10} {'saves MiB':>10} {'more FLOPs':>10}  changes"
+HEAD = f"what would need less (predicted; ~: estimated)\n{'peak MiB':>12} {'saves MiB':>10} {'more FLOPs':>10}  changes"
 
 
 class Option(NamedTuple):
@@ -146,7 +145,6 @@ def resized(options: Model, change: Callable[[int, int], int]) -> Model:
 
 
 def width_overrides(options: Model) -> list[str]:
-    """The widths as overrides."""
     widths = {"features": options.features, "decoder": options.decoder}
     return [f"model.{name}={given}".replace(" ", "") for name, given in widths.items() if given is not None]
 
@@ -161,8 +159,8 @@ def is_allowed(config: Config, options: Model) -> bool:
 
 def sees_the_batch(config: Config, options: Model) -> bool:
     """Whether a norm, Dice or mean is over the whole batch, so that parts change it; assumed of a user's network."""
-    is_batch_norm = options.norm.startswith("batch") or not options.features
-    return is_batch_norm or config.loss.batch_dice or config.loss.name != "dice"
+    norm, loss = options.norm if options.features else "batch", config.loss
+    return norm.startswith("batch") or loss.batch_dice or loss.name != "dice"
 
 
 def lean_operation(options: Model) -> list[tuple[str, Model]]:
@@ -184,7 +182,7 @@ def refuse_over_budget(asked: Option) -> None:
     cheaper = {row.overrides: row for row in found if row.cost() < best.cost() and row.overrides != best.overrides}
     rows = [asked, *(row for row in (*cheaper.values(), best) if row.peak_bytes < asked.peak_bytes)]
     none = f"\nnone of these fits; the smallest peak is {mib(best.peak_bytes)} MiB"
-    lines = (f"budget={given}: the step does not fit; {TITLE}", COLUMNS, *_lines(asked, rows))
+    lines = (f"budget={given}: the step does not fit; {HEAD}", *_lines(asked, rows))
     raise UserError("\n".join(lines) + ("  (fits)" if best.peak_bytes <= budget else none))
 
 
@@ -204,7 +202,7 @@ def oom_suggestions(config: Config, options: Model) -> Iterator[str]:
     found, ckpt = search(free), (*words, "ckpt=auto")
     resumed = [free, *(simulated(row) for row in islice((row for row in found if row.overrides == ckpt), 1))]
     rows = [asked, *(row for row in resumed if row.peak_bytes < asked.peak_bytes)]
-    yield from (TITLE, COLUMNS, *_lines(asked, rows))
+    yield from (*HEAD.splitlines(), *_lines(asked, rows))
     lowest = {row.overrides: row for row in front(row for row in found if row.overrides != ckpt)}.values()
     new = chain((row for row in lowest if row.peak_bytes < rows[-1].peak_bytes), islice(smaller(found), 1, None))
     for number, line in enumerate(_lines(asked, islice(new, SUGGESTIONS))):

@@ -43,8 +43,7 @@ class MemoryEstimate:
         return self.meter.ledger
 
     @cached_property
-    def entry(self) -> dict[str, Any]:
-        """What memory.json says under "predicted"."""
+    def entry(self) -> dict[str, Any]:  # what memory.json has under "predicted"
         return self.meter.summary()
 
     @cached_property

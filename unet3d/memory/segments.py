@@ -45,9 +45,8 @@ def choose_segments(config: Config, options: Model) -> Segments:
         stages = f"this network has {len(profile.forward)}"
         raise UserError(f"ckpt={config.ckpt} groups the stages of an nn.Sequential; {stages}; use fewer, or 0 (off)")
     budget = budget_bytes(config.budget) if is_auto and config.budget is not None else None
-    segment_starts = best_segment_starts(
-        profile, least, most, lambda choice: simulated_peak(config, options, choice, profile), budget
-    )
+    measure = partial(simulated_peak, config, options, profile)
+    segment_starts = best_segment_starts(profile, least, most, measure, budget)
     return Segments(segment_starts, recompute_fraction(profile, segment_starts))
 
 
@@ -103,7 +102,7 @@ def _profile(ledger: Ledger, inputs: Mapping[str, frozenset[int]]) -> StageProfi
         if storage.born >= begin and storage.role is None:
             saved[_stage(storage.scope.module)] += storage.bytes
     until = dict(zip(names, accumulate(saved[name] for name in names), strict=True))
-    forward, backward, waiting = dict.fromkeys(names, 0), dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    forward, backward, waiting = (dict.fromkeys(names, 0) for _ in range(3))
     outside = max(alive[spans["loss"][0] : spans["loss"][1] + 1])
     for phase, peaks in (("forward", forward), ("backward", backward)):
         for event, (index, change) in enumerate(ledger.events[slice(*spans[phase])], spans[phase][0]):
@@ -136,8 +135,7 @@ def _stage(path: str) -> str:
 def best_segment_starts(
     profile: StageProfile, least: int, most: int, measure: Callable[[SegmentStarts], int], budget: int | None = None
 ) -> SegmentStarts:
-    """The split into `least` to `most` segments with the lowest peak, () for one; if some fit a budget, of those the
-    least recomputed, or no split at all.
+    """The split into `least` to `most` segments with the lowest peak, () for one; or the least recomputed for a budget.
 
     `measure` simulates a split's peak. Where another segment does not help there are fewer: more never need more.
     """
@@ -200,7 +198,7 @@ def recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> 
     return sum(profile.flops[: segment_starts[-1]]) / max(1, sum(profile.flops)) if segment_starts else 0
 
 
-def simulated_peak(config: Config, options: Model, segment_starts: SegmentStarts, profile: StageProfile) -> int:
+def simulated_peak(config: Config, options: Model, profile: StageProfile, segment_starts: SegmentStarts) -> int:
     """Of later steps, from a simulated first step; segments do not lower the peak of the update.
 
     The first step is simulated with a plain optimizer: the optimizer changes the update alone.
