@@ -183,7 +183,7 @@ def test_properties_that_hold_for_any_stream(seed: int, expandable: bool) -> Non
             check_blocks(allocator.large)
     assert allocator.allocated_bytes == 0
     for pool in (allocator.small, allocator.large):
-        assert not any(block.before or block.after for block in pool.blocks.values())  # whole segments again
+        assert not any(block.before or block.after for block in pool.blocks.values())  # whole segments
         assert len(pool.blocks) == 1 or not expandable
         check_blocks(pool)
     assert allocator.reserved_bytes == replay(changes, expandable).reserved_bytes

@@ -39,10 +39,6 @@ def forum() -> MemoryEstimate:
     return MemoryEstimate("forum_mid", config, config.model, steps=ENOUGH)
 
 
-def advice_of(subject: MemoryEstimate) -> dict:
-    return advice(subject, narrowed(subject))
-
-
 @pytest.mark.parametrize("overrides", [(), ("ckpt=2",), ("amp=true", "model.norm=group"), ("accumulate=2",)])
 def test_every_breakdown_adds_up_to_the_peak(overrides: tuple[str, ...]) -> None:
     entry = estimate(*overrides).entry
@@ -103,15 +99,15 @@ def test_the_moment_of_the_peak_is_named() -> None:
     assert not moment["is_recomputed"]
     assert tables.moment(forum().entry) == f"backward of up3.conv2 ({moment['operation']})"
     ledger = estimate("ckpt=2").ledger
-    again = next(s for s in ledger.storages if s.scope.is_recomputed and "conv1" in s.scope.module)
-    assert analysis.describe(ledger, again.born + 1)["words"] == "recomputation of inc.conv1"
+    recomputed = next(s for s in ledger.storages if s.scope.is_recomputed and "conv1" in s.scope.module)
+    assert analysis.describe(ledger, recomputed.born + 1)["words"] == "recomputation of inc.conv1"
 
 
 def test_recomputed_maps_are_activations_and_those_of_their_layer() -> None:
     ledger = estimate("ckpt=2").ledger
-    again = [s for s in ledger.storages if s.scope.is_recomputed]
-    assert again and {ledger.category(s) for s in again} == {"activations"}
-    made = {s.scope.module.partition(".")[0] for s in again if s.operation == "aten.convolution.default"}
+    recomputed = [s for s in ledger.storages if s.scope.is_recomputed]
+    assert recomputed and {ledger.category(s) for s in recomputed} == {"activations"}
+    made = {s.scope.module.partition(".")[0] for s in recomputed if s.operation == "aten.convolution.default"}
     assert made and "outc" not in made, "the last segment is kept"
 
 
@@ -119,25 +115,30 @@ def test_the_forum_is_answered() -> None:
     """The peak is at full resolution, and the first level's width is what to change: not the deepest."""
     subject = forum()
     narrower = narrowed(subject)
-    found = advice(subject, narrower)
-    assert (found["level"], found["mostly"]) == (0, "activations")
-    assert found["bytes"] > 0.7 * subject.peak
-    assert found["override"] == "model.features=[32,128,256,256]"
-    assert found["halved_peak_bytes"] < 0.7 * subject.peak
-    deepest = narrower[3]
+    found, deepest = advice(subject, narrower), narrower[3]
+    assert (found["level"], found["mostly"]) == (0, "activations") and found["bytes"] > 0.7 * subject.peak
+    assert found["override"] == "model.features=[32,128,256,256]" and found["halved_peak_bytes"] < 0.7 * subject.peak
     assert deepest.peak > 0.98 * subject.peak and deepest.parameters < 0.8 * subject.parameters
     said = sentence(found, subject.peak)
     assert "73% of the peak" in said and "full resolution" in said and "33% less" in said
 
 
-def test_advice_where_weights_dominate_names_the_deep_level_and_what_cannot_be_halved_stays() -> None:
+def test_where_weights_dominate_the_peak_is_at_the_deep_level() -> None:
     small = estimate("data.patch=[8,8,8]", "batch=1", "model.features=[8,8,256]")
-    found = advice_of(small)
-    assert found["level"] == 2 and found["mostly"] in ("optimizer", "params")
+    location = tables.peak_location(small.entry)
+    assert location["level"] == 2 and location["mostly"] in ("optimizer", "params")
+
+
+def test_a_level_that_cannot_be_halved_gets_no_advice() -> None:
     groups = estimate("model.norm=group", "model.groups=8", "model.features=[8,16,32]")
-    assert 0 not in narrowed(groups), "8 groups do not divide 4 channels"
-    stuck = advice_of(groups)
-    assert set(stuck) == {"level", "bytes", "mostly"} and "half the width" not in sentence(stuck, groups.peak)
+    narrower = narrowed(groups)
+    assert list(narrower) == [1, 2], "8 groups do not divide 4 channels"
+    assert "half the width" not in sentence(advice(groups, narrower), groups.peak)
+
+
+def test_a_narrower_network_has_the_same_precision() -> None:
+    subject = replace(estimate("data.patch=[32,32,32]", "optim=adam"), dtype=torch.float16)
+    assert 0.5 * subject.peak < narrowed(subject)[0].peak < 0.8 * subject.peak
 
 
 def test_a_map_is_at_its_resolution_whatever_module_made_it() -> None:
@@ -149,11 +150,6 @@ def test_a_map_is_at_its_resolution_whatever_module_made_it() -> None:
     assert {level(s) for s in subject.ledger.storages if s.scope.module == "backward"} == {None}
     casts = [s for s in subject.ledger.storages if s.shape == (256, 256, 3, 3, 3) and s.role is None]
     assert {level(s) for s in casts if s.scope.module.startswith("down3")} == {3}, "a weight is not a map"
-
-
-def test_advice_for_a_network_in_float16_is_of_that_network() -> None:
-    subject = replace(estimate("data.patch=[32,32,32]", "optim=adam"), dtype=torch.float16)
-    assert 0.5 * subject.peak < advice_of(subject)["halved_peak_bytes"] < 0.8 * subject.peak
 
 
 def test_what_appeared_and_vanished_between_two_points() -> None:
@@ -278,9 +274,7 @@ def test_a_network_that_is_not_a_u_has_layers_and_no_levels(
     for table in (tables.levels(entry), tables.layers(entry)):
         assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
     found = tables.peak_location(entry)
-    assert found["level"] == "other" and f"MiB) is mostly {tables.NAMES[found['mostly']]}." in sentence(
-        found, row["bytes"]
-    )
+    assert found["level"] == "other" and sentence(found, entry["peak_bytes"]).endswith("MiB) is mostly activations.")
     old = {**found, "override": None, "halved_peak_bytes": None}  # as older runs have it
     assert sentence(old, row["bytes"]) == sentence(found, row["bytes"])
 

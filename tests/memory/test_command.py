@@ -4,14 +4,14 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from training import PLAIN, face
 
 from unet3d import compose
-from unet3d.cli.memory import _sets_widths
+from unet3d.cli.memory import family, narrowed
 from unet3d.memory.preflight import estimate
 
 NET = ("model.in_channels=1", "model.classes=3", "data.patch=[16,16,16]")
@@ -47,15 +47,24 @@ def test_one_config_is_explained_and_its_files_written(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("words", "alone"),
+    ("words", "relatives"),
     [
-        (["model=cicek2016", "data.patch=[92,92,92]"], False),  # the default patch does not fit it
-        (["model=unet_tiny", *NET], False),
-        (["model=unet_tiny", *NET, "++model.features=[4,8]"], True),
+        (["model=cicek2016", "data.patch=[92,92,92]"], True),  # the default patch does not fit it
+        (["model=unet_tiny", *NET], True),
+        (["model=unet_tiny", *NET, "++model.features=[4,8]"], False),
     ],
 )
-def test_a_network_has_relatives_unless_its_widths_are_set(words: list[str], alone: bool) -> None:
-    assert _sets_widths(estimate(words, half=False)) == alone
+def test_a_network_has_relatives_unless_its_widths_are_set(words: list[str], relatives: bool) -> None:
+    subject = estimate(words, half=False)
+    found = family(subject, words)
+    assert found[0] is subject and (len(found) > 1) == relatives
+
+
+def test_a_network_of_the_users_own_has_no_widths_and_no_relatives() -> None:
+    """It has no levels, so its options name no features."""
+    subject = estimate(["model=unet_tiny", *NET], half=False)
+    own = replace(subject, options=replace(subject.options, features=[]))
+    assert family(own, []) == [own] and not narrowed(own)
 
 
 def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -96,7 +105,7 @@ def test_peaks_against_batch_width_and_patch(tmp_path: Path) -> None:
         (["--curves"], "add -o FOLDER"),
         (["model=forum_mid", "amp=true", "--half"], "drop one"),
         (["model=unet_tiny", "ckpt=99"], "ckpt=99"),
-        (["--facts", "--half"], "give it alone"),
+        (["fit", "model=unet_tiny", *NET, "budget=1MiB", "--half"], "has no --half"),
         (["-o", "FILE"], "is a file"),
         (["-o", "RUN"], "holds a run"),
         (["model=unet_tiny", *NET, "batch=2,2"], "more than once"),
@@ -124,28 +133,7 @@ def test_a_mistake_is_answered_before_torch_loads() -> None:
     assert done.returncode == 2 and done.stdout == "False\n"
 
 
-def test_what_probe_measures_later_predictions_use(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    said = []
-    for words in ([], ["probe"], []):
-        assert memory(*words, "model=unet_tiny", "model.features=[4,8]", *NET, *PLAIN) == 0
-        said.append(capsys.readouterr().out)
-    scratch = [line for text in said for line in text.splitlines() if "convolution kernels' scratch" in line]
-    assert ["bracket: 0 of" in line for line in scratch] == [True, False, False]
-    assert scratch[1].rstrip().endswith("table") and scratch[2] == scratch[1]
-
-
 def test_a_config_for_a_gpu_has_the_allocators_rows(capsys: pytest.CaptureFixture) -> None:
     assert memory("model=unet_tiny", "model.features=[4,8]", *NET, "device=cuda") == 0
     said = capsys.readouterr().out
     assert "allocated: blocks given out" in said and "reserved by the allocator" in said
-
-
-def test_probe_on_a_gpu_says_whose_convolutions_it_measures(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("unet3d.build.device", lambda config: torch.device("cuda"))
-    assert memory("probe", "model=unet_tiny", *NET) == 2
-    assert "add device=cpu" in capsys.readouterr().err

@@ -3,121 +3,128 @@
 import io
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rich.console import Console as Terminal
+from training import PLAIN
 
 from unet3d import compose, progress
 from unet3d.cli import memory
 from unet3d.config import Config
 from unet3d.errors import UserError
-from unet3d.memory import budget, simulate
-from unet3d.memory.budget import oom_suggestions, price
+from unet3d.memory import simulate
+from unet3d.memory.budget import Option, oom_suggestions, simulated
 from unet3d.memory.preflight import preflight
 from unet3d.memory.simulate import clear_memo
+from unet3d.types import Batch
 
-NET = ["model=unet_tiny", "model.features=[8,16]", "data.patch=[8,16,8]", "batch=2", "dry_run=true"]
+WORDS = [
+    *("model=unet_tiny", "model.features=[8,16]", "data.patch=[8,16,8]", "batch=2", "dry_run=true"),
+    *("model.in_channels=1", "model.classes=3", *PLAIN),
+]
 
 
 def config(*overrides: str) -> Config:
-    return compose.compose([*NET, "model.in_channels=1", "model.classes=3", *overrides])
+    return compose.compose([*WORDS, *overrides])
 
 
 @pytest.fixture(autouse=True)
 def from_the_start() -> None:
-    """What other tests of this process simulated is simulated again."""
+    """What other tests of this process simulated is simulated once more."""
     clear_memo()
 
 
 @pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """For each config that is simulated, the steps of each time."""
-    found: dict[str, dict[int, int]] = defaultdict(dict)
+def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """For each simulated network, policy and batch: the number of steps, each time that it is simulated."""
+    found: dict[str, list[int]] = defaultdict(list)
     models, step = [], simulate.train_step
 
-    def spy(model, loss, optimizer, scaler, policy, batches, *rest):
-        models.append(model)  # so that no two have the same id
-        key = repr((model.options, policy, len(batches), batches[0].label.shape if batches else None))
-        found[key][id(model)] = found[key].get(id(model), 0) + 1
+    def count(model: Any, loss: Any, optimizer: Any, scaler: Any, policy: Any, batches: Any, *rest: Any) -> Any:
+        size = batches[0].label.shape if isinstance(batches[0], Batch) else None  # on its way to a GPU: read once
+        times = found[repr((model.options, policy, len(batches), size))]
+        if not models or models[-1] is not model:
+            models.append(model)
+            times.append(0)
+        times[-1] += 1
         return step(model, loss, optimizer, scaler, policy, batches, *rest)
 
-    monkeypatch.setattr(simulate, "train_step", spy)
-    return found  # type: ignore[return-value]
+    monkeypatch.setattr(simulate, "train_step", count)
+    return found
 
 
-def times(simulated: dict[str, dict[int, int]]) -> list[list[int]]:
-    return [sorted(steps.values()) for steps in simulated.values()]
-
-
-def test_a_dry_run_simulates_the_network_and_the_advice_once(simulated: dict) -> None:
-    asked = config()
-    preflight(asked, asked.model)
-    assert times(simulated) == [[2], [2]]
-
-
-def test_a_budget_simulates_no_config_more_than_twice_but_for_first_steps(simulated: dict) -> None:
-    asked = config("budget=0.02MiB")
+def refused(*overrides: str) -> None:
+    asked = config(*overrides)
     with pytest.raises(UserError, match="budget="):
         preflight(asked, asked.model)
-    assert len(simulated) > 5
-    assert all(steps in ([2], [1], [1, 2], [2, 2]) for steps in times(simulated)), "[1]: to choose a cut"
-    assert sum(steps == [2, 2] for steps in times(simulated)) <= 1, "the network as asked"
 
 
-def test_a_price_is_asked_for_once(simulated: dict) -> None:
+@pytest.mark.parametrize(("overrides", "most"), [([], 3), (["ckpt=2"], 5)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_run_simulates_few_steps_before_its_first(
+    steps: dict[str, list[int]], device: str, overrides: list[str], most: int
+) -> None:
+    asked = config(*overrides, f"device={device}")
+    preflight(asked, asked.model)
+    assert 2 <= sum(map(sum, steps.values())) <= most
+
+
+def test_a_budget_simulates_nothing_more_than_twice(steps: dict[str, list[int]]) -> None:
+    refused("budget=0.02MiB")
+    assert len(steps) > 5
+    assert all(sorted(times) in ([1], [2], [1, 2], [2, 2]) for times in steps.values()), "[1]: to choose segments"
+    assert sum(times == [2, 2] for times in steps.values()) <= 1, "the network as asked"
+
+
+def test_an_option_is_simulated_once(steps: dict[str, list[int]]) -> None:
     asked = config("ckpt=auto", "optim.lr=0.007")
-    found, before = price(asked, asked.model), times(simulated)
-    assert price(config("ckpt=auto", "optim.lr=0.007", "device=cpu"), asked.model) == found
-    assert times(simulated) == before
+    found, before = simulated(Option((), "nothing", asked, asked.model)), dict(steps)
+    assert simulated(Option((), "nothing", asked, asked.model)) == found and steps == before
 
 
-def test_fit_simulates_each_way_once(simulated: dict, capsys: pytest.CaptureFixture) -> None:
-    asked = [*NET, "model.in_channels=1", "model.classes=3", "optim.lr=0.003", "budget=0.9MiB"]
-    budget.find_fit(compose.compose(asked), compose.compose(asked).model, asked, print)
-    assert simulated and all(steps in ([2], [1], [1, 2]) for steps in times(simulated))
+def test_fit_simulates_each_way_once(steps: dict[str, list[int]]) -> None:
+    memory.print_fit([*WORDS, "optim.lr=0.003", "budget=0.9MiB"])
+    assert steps and all(sorted(times) in ([1], [2], [1, 2]) for times in steps.values())
 
 
-def test_the_memory_command_simulates_each_network_once(simulated: dict, capsys: pytest.CaptureFixture) -> None:
-    memory.explain([*NET, "model.in_channels=1", "model.classes=3"], half=False, out=None)
-    assert sorted(times(simulated)) == [[2], [2], [3]]
+def test_the_memory_command_simulates_each_network_once(steps: dict[str, list[int]]) -> None:
+    memory.explain(WORDS, half=False, out=None)
+    assert sorted(steps.values()) == [[2], [2], [3]]
 
 
-def refused(asked: Config) -> None:
-    with pytest.raises(UserError):
-        preflight(asked, asked.model)
+def out_of_memory() -> None:
+    list(oom_suggestions(config("seed=6"), config().model))
 
 
-WORDS = [*NET, "model.in_channels=1", "model.classes=3", "budget=0.9MiB"]
+def choose_segments() -> None:
+    asked = config("ckpt=auto", "seed=5")
+    preflight(asked, asked.model)
+
+
 LONG: dict[str, tuple[Callable[[], object], list[str]]] = {
-    "memory": (lambda: memory.explain(WORDS, half=False, out=None), ["networks"]),
-    "sweep": (
-        lambda: memory.print_peaks([[*WORDS, "batch=1"], [*WORDS, "batch=2"]], half=False, out=None),
-        ["networks"],
-    ),
+    "memory": (lambda: memory.explain([*WORDS, "seed=1"], half=False, out=None), ["networks"]),
+    "peaks": (lambda: memory.print_peaks([[*WORDS, "batch=1"], [*WORDS, "batch=2"]], False, None), ["networks"]),
     "fit": (
-        lambda: budget.find_fit(compose.compose(WORDS), compose.compose(WORDS).model, WORDS, print),
-        ["ways to take the step", "commands that may fit"],
+        lambda: memory.print_fit([*WORDS, "budget=0.9MiB"]),
+        ["ways to take the step", "options that may fit"],
     ),
-    "cut": (lambda: price(config("ckpt=auto", "seed=5"), config().model), ["cuts into segments"]),
-    "out of memory": (lambda: list(oom_suggestions(config("seed=6"), config().model)), ["levers, at most"]),
-    "budget": (lambda: refused(config("budget=0.3MiB")), ["levers, at most", "cuts that may fit the budget"]),
+    "segments": (choose_segments, ["predicting memory", "segment choices"]),
+    "out of memory": (out_of_memory, ["ways to take the step"]),
+    "budget": (lambda: refused("budget=0.3MiB"), ["ways to take the step", "segment choices that may fit"]),
 }
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_what_may_last_shows_a_bar_and_prints_the_same(
-    name: str, terminal: io.StringIO, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    name: str, terminal: io.StringIO, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, bars = LONG[name]
     work()
     printed, shown = capsys.readouterr().out, terminal.getvalue()
     assert all(bar in shown for bar in bars)
     assert not any(line and line in shown for line in printed.splitlines()), "results are no part of the display"
+    assert shown.endswith("\x1b[?25h"), "the cursor is back, also where a refusal ends the work"
     monkeypatch.setattr(progress, "Terminal", lambda stderr: Terminal(file=io.StringIO()))
     work()
     assert capsys.readouterr().out == printed
-
-
-def test_bars_that_end_early_leave_no_display(terminal: io.StringIO) -> None:
-    refused(config("budget=0.3MiB"))
-    assert terminal.getvalue().endswith("\x1b[?25h")
