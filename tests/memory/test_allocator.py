@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+from evenly import evenly
 
 from unet3d import compose
 from unet3d.memory.allocator import Allocator, Pool, Reserved, replay
-from unet3d.memory.preflight import MemoryEstimate
+from unet3d.memory.simulate import simulate
 from unet3d.types import MIB
-
-KIB = 1024
 
 
 def events(*sizes: float) -> list[tuple[int, int]]:
@@ -184,7 +183,7 @@ def test_properties_that_hold_for_any_stream(seed: int, expandable: bool) -> Non
             check_blocks(allocator.large)
     assert allocator.allocated_bytes == 0
     for pool in (allocator.small, allocator.large):
-        assert not any(block.before or block.after for block in pool.blocks.values())  # whole segments again
+        assert not any(block.before or block.after for block in pool.blocks.values())  # whole segments
         assert len(pool.blocks) == 1 or not expandable
         check_blocks(pool)
     assert allocator.reserved_bytes == replay(changes, expandable).reserved_bytes
@@ -210,7 +209,7 @@ NETWORKS = [(), ("model.activation=leaky_relu",), ("model.norm=group",), ("amp=t
 def test_what_networks_add_at_64_cubed(overrides: tuple[str, ...]) -> None:
     config = compose.compose(["model=unet_small", "data.patch=[64,64,64]", "optim=adam", *overrides])
     config.model.in_channels, config.model.classes = 1, 3
-    ledger = MemoryEstimate("", config, config.model).ledger
+    ledger = simulate(config, config.model, evenly(8, int(config.ckpt))).ledger
     peak = ledger.peak_bytes()
     native, expandable = replay(ledger.events), replay(ledger.events, expandable=True)
     most_native, most_expandable = (1.40, 1.20) if config.ckpt else (1.26, 1.10)  # less to hold, in as many pieces

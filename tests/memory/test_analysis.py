@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unet3d import compose
-from unet3d.cli.memory import advice, narrowed
+from unet3d.cli.memory import narrowed
 from unet3d.memory import analysis, tables
 from unet3d.memory.analysis import Levels, changed_groups, usual_estimates
 from unet3d.memory.ledger import CATEGORIES, Ledger
@@ -27,7 +27,7 @@ FORUM = ("model=forum_mid", "data.patch=[320,150,26]", "batch=2", "amp=true")
 
 
 @cache
-def look(*overrides: str) -> MemoryEstimate:
+def estimate(*overrides: str) -> MemoryEstimate:
     config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", *overrides])
     config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 3
     return MemoryEstimate("net", config, config.model, steps=ENOUGH)
@@ -39,13 +39,9 @@ def forum() -> MemoryEstimate:
     return MemoryEstimate("forum_mid", config, config.model, steps=ENOUGH)
 
 
-def advice_of(subject: MemoryEstimate) -> dict:
-    return advice(subject, narrowed(subject))
-
-
 @pytest.mark.parametrize("overrides", [(), ("ckpt=2",), ("amp=true", "model.norm=group"), ("accumulate=2",)])
 def test_every_breakdown_adds_up_to_the_peak(overrides: tuple[str, ...]) -> None:
-    entry = look(*overrides).entry
+    entry = estimate(*overrides).entry
     peak = entry["peak_bytes"]
     assert sum(entry["categories"].values()) == peak
     for rows in (entry["levels"], entry["layers"]):
@@ -56,7 +52,7 @@ def test_every_breakdown_adds_up_to_the_peak(overrides: tuple[str, ...]) -> None
 
 
 def test_levels_and_layers_of_the_u() -> None:
-    entry = look().entry
+    entry = estimate().entry
     level = {row["module"]: row["level"] for row in entry["layers"]}
     assert level["inc.conv1"] == level["up2.conv2"] == level["outc.conv"] == level["loss"] == level["data"] == 0
     assert level["down1.conv1"] == level["up1.conv2"] == 1 and level["down2.conv2"] == 2
@@ -69,14 +65,14 @@ def test_levels_and_layers_of_the_u() -> None:
 
 def test_what_valid_convolutions_make_belongs_to_their_own_level() -> None:
     """The decoder's maps of a level are smaller than the encoder's, some as small as those of the level below."""
-    ledger = look("model=cicek2016", "model.features=[4,4,4,4]", "data.patch=[108,108,108]").ledger
+    ledger = estimate("model=cicek2016", "model.features=[4,4,4,4]", "data.patch=[108,108,108]").ledger
     levels, made = Levels(ledger), [s for s in ledger.storages if s.operation == "aten.convolution.default"]
     assert {s.shape[2] for s in made if levels.of_storage(s) == 0} >= {106, 24, 20}
     assert all(levels.of_storage(s) == levels.of_module(s.scope.module) is not None for s in made)
 
 
 def test_weights_gradients_and_optimizer_state_are_counted_to_the_byte() -> None:
-    subject = look("model.norm=batch", "optim=adam")
+    subject = estimate("model.norm=batch", "optim=adam")
     weights = sum(p.nbytes for p in subject.meter.model.parameters())
     buffers = sum(b.nbytes for b in subject.meter.model.buffers())
     tensors = len(list(subject.meter.model.parameters()))
@@ -90,7 +86,7 @@ def test_weights_gradients_and_optimizer_state_are_counted_to_the_byte() -> None
 
 def test_first_and_later_steps_differ_by_what_the_first_one_made() -> None:
     """The article's table: the difference is the same for data, forward and loss, and none after the update."""
-    subject = look()
+    subject = estimate()
     ends = subject.entry["phase_ends"]
     more = {phase: end["steady"] - end["first"] for phase, end in ends.items()}
     states = subject.entry["state"]["optimizer"]
@@ -102,42 +98,42 @@ def test_the_moment_of_the_peak_is_named() -> None:
     assert moment["words"] == "backward of up3.conv2" and moment["phase"] == "backward"
     assert not moment["is_recomputed"]
     assert tables.moment(forum().entry) == f"backward of up3.conv2 ({moment['operation']})"
-    ledger = look("ckpt=2").ledger
-    again = next(s for s in ledger.storages if s.scope.is_recomputed and "conv1" in s.scope.module)
-    assert analysis.describe(ledger, again.born + 1)["words"] == "recomputation of inc.conv1"
+    ledger = estimate("ckpt=2").ledger
+    recomputed = next(s for s in ledger.storages if s.scope.is_recomputed and "conv1" in s.scope.module)
+    assert analysis.describe(ledger, recomputed.born + 1)["words"] == "recomputation of inc.conv1"
 
 
 def test_recomputed_maps_are_activations_and_those_of_their_layer() -> None:
-    ledger = look("ckpt=2").ledger
-    again = [s for s in ledger.storages if s.scope.is_recomputed]
-    assert again and {ledger.category(s) for s in again} == {"activations"}
-    made = {s.scope.module.partition(".")[0] for s in again if s.operation == "aten.convolution.default"}
+    ledger = estimate("ckpt=2").ledger
+    recomputed = [s for s in ledger.storages if s.scope.is_recomputed]
+    assert recomputed and {ledger.category(s) for s in recomputed} == {"activations"}
+    made = {s.scope.module.partition(".")[0] for s in recomputed if s.operation == "aten.convolution.default"}
     assert made and "outc" not in made, "the last segment is kept"
 
 
 def test_the_forum_is_answered() -> None:
     """The peak is at full resolution, and the first level's width is what to change: not the deepest."""
     subject = forum()
-    narrower = narrowed(subject)
-    found = advice(subject, narrower)
-    assert (found["level"], found["mostly"]) == (0, "activations")
-    assert found["bytes"] > 0.7 * subject.peak
-    assert found["override"] == "model.features=[32,128,256,256]"
-    assert found["halved_peak_bytes"] < 0.7 * subject.peak
-    deepest = narrower[3]
-    assert deepest.peak > 0.98 * subject.peak and deepest.parameters < 0.8 * subject.parameters
-    said = sentence(found, subject.peak)
-    assert "73% of the peak" in said and "full resolution" in said and "33% less" in said
+    location, narrower = tables.peak_location(subject.entry), narrowed(subject)
+    assert (location["level"], location["mostly"]) == (0, "activations")
+    assert narrower[0].options.features == [32, 128, 256, 256] and narrower[0].peak < 0.7 * subject.peak
+    assert narrower[3].peak > 0.98 * subject.peak and narrower[3].parameters < 0.8 * subject.parameters
+    said = sentence({**location, "override": "WIDTHS", "halved_peak_bytes": narrower[0].peak}, subject.peak)
+    assert "73% of the peak" in said and "full resolution" in said and "(WIDTHS)" in said and "33% less" in said
 
 
-def test_advice_where_weights_dominate_names_the_deep_level_and_what_cannot_be_halved_stays() -> None:
-    small = look("data.patch=[8,8,8]", "batch=1", "model.features=[8,8,256]")
-    found = advice_of(small)
-    assert found["level"] == 2 and found["mostly"] in ("optimizer", "params")
-    groups = look("model.norm=group", "model.groups=8", "model.features=[8,16,32]")
-    assert 0 not in narrowed(groups), "8 groups do not divide 4 channels"
-    stuck = advice_of(groups)
-    assert set(stuck) == {"level", "bytes", "mostly"} and "half the width" not in sentence(stuck, groups.peak)
+def test_where_weights_dominate_the_peak_is_at_the_deep_level() -> None:
+    small = estimate("data.patch=[8,8,8]", "batch=1", "model.features=[8,8,256]")
+    location = tables.peak_location(small.entry)
+    assert location["level"] == 2 and location["mostly"] in ("optimizer", "params")
+    assert sentence(location, small.peak).endswith("at level 2, mostly optimizer state.")
+
+
+def test_a_narrower_network_is_as_precise_and_has_groups_that_divide_its_widths() -> None:
+    groups = estimate("model.norm=group", "model.groups=8", "model.features=[8,16,32]")
+    assert list(narrowed(groups)) == [1, 2], "8 groups do not divide 4 channels"
+    subject = replace(estimate("data.patch=[32,32,32]", "optim=adam"), dtype=torch.float16)
+    assert 0.5 * subject.peak < narrowed(subject)[0].peak < 0.8 * subject.peak
 
 
 def test_a_map_is_at_its_resolution_whatever_module_made_it() -> None:
@@ -149,11 +145,6 @@ def test_a_map_is_at_its_resolution_whatever_module_made_it() -> None:
     assert {level(s) for s in subject.ledger.storages if s.scope.module == "backward"} == {None}
     casts = [s for s in subject.ledger.storages if s.shape == (256, 256, 3, 3, 3) and s.role is None]
     assert {level(s) for s in casts if s.scope.module.startswith("down3")} == {3}, "a weight is not a map"
-
-
-def test_advice_for_a_network_in_float16_is_of_that_network() -> None:
-    subject = replace(look("data.patch=[32,32,32]", "optim=adam"), dtype=torch.float16)
-    assert 0.5 * subject.peak < advice_of(subject)["halved_peak_bytes"] < 0.8 * subject.peak
 
 
 def test_what_appeared_and_vanished_between_two_points() -> None:
@@ -188,7 +179,7 @@ def test_what_autograd_saved_is_seen() -> None:
 
 
 def test_the_timeline_runs_from_the_first_event_of_the_last_step_to_its_peak() -> None:
-    subject = look()
+    subject = estimate()
     start, rows = analysis.timeline_rows(subject.ledger)
     alive = sum(start.values())
     for row in rows:
@@ -199,7 +190,7 @@ def test_the_timeline_runs_from_the_first_event_of_the_last_step_to_its_peak() -
 
 
 def test_held_at_the_peak_is_everything_alive() -> None:
-    subject = look()
+    subject = estimate()
     moment = subject.ledger.peak_moment()
     groups = analysis.held(subject.ledger, moment)
     assert sum(group.bytes for group in groups) == subject.peak
@@ -210,7 +201,7 @@ def test_usual_estimates_miss_the_peak_as_they_do() -> None:
     """Widths 16..128, 64 x 64 x 64, batch 2, float32, as measured elsewhere: no closed form survives an activation."""
     errors = {}
     for activation in ("relu", "leaky_relu"):
-        subject = look(
+        subject = estimate(
             "model=unet_small", "data.patch=[64,64,64]", "loss=ce", "optim=adam", f"model.activation={activation}"
         )
         weights = sum(p.nbytes for p in subject.meter.model.parameters())
@@ -277,12 +268,7 @@ def test_a_network_that_is_not_a_u_has_layers_and_no_levels(
     assert " of " in tables.moment(entry)
     for table in (tables.levels(entry), tables.layers(entry)):
         assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
-    found = tables.peak_location(entry)
-    assert found["level"] == "other" and f"MiB) is mostly {tables.NAMES[found['mostly']]}." in sentence(
-        found, row["bytes"]
-    )
-    old = {**found, "override": None, "halved_peak_bytes": None}  # as older runs have it
-    assert sentence(old, row["bytes"]) == sentence(found, row["bytes"])
+    assert sentence(tables.peak_location(entry), entry["peak_bytes"]).endswith("MiB) is mostly activations.")
 
 
 def test_a_foreign_network_with_the_names_of_a_u_has_its_levels() -> None:

@@ -70,13 +70,13 @@ def test_each_convolution_runs_forward_and_backward_in_its_own_module(network: N
 def test_a_recomputed_operation_is_marked_as_such(network: Network) -> None:
     model = network("model=unet_tiny")
     paths = convolutions(model)
-    again = {
+    recomputed = {
         ckpt: [scope.module for scope in step(model, ckpt)[0].scopes("convolution") if scope.is_recomputed]
         for ckpt in (0, 2)
     }
-    assert again[0] == []
-    assert 0 < len(again[2]) < len(paths), "the last segment is kept"
-    assert again[2] == [path for path in paths if path in again[2]], "in the order of the first pass"
+    assert recomputed[0] == []
+    assert 0 < len(recomputed[2]) < len(paths), "the last segment is kept"
+    assert recomputed[2] == [path for path in paths if path in recomputed[2]], "in the order of the first pass"
 
 
 def test_an_operation_outside_of_modules_belongs_to_its_phase(network: Network) -> None:

@@ -14,9 +14,9 @@ from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.errors import is_out_of_memory
 from unet3d.memory import preflight
+from unet3d.memory.meter import ENOUGH
 from unet3d.memory.preflight import MemoryEstimate
-from unet3d.memory.segments import predict
-from unet3d.memory.simulate import cuda_autocast, fake_mode
+from unet3d.memory.simulate import cuda_autocast, fake_mode, simulate
 from unet3d.model.unet import UNet3D
 from unet3d.run.resume import TrainingState
 from unet3d.train import optim
@@ -37,6 +37,18 @@ def config(*overrides: str) -> Config:
     found = compose.compose(["model=unet_small", "model.groups=4", "data.patch=[32,32,32]", *overrides])
     found.model.in_channels, found.model.classes = 1, 3
     return found
+
+
+def tiny(*overrides: str) -> Config:
+    found = compose.compose(
+        ["model=unet_tiny", "model.features=[8,16]", "model.groups=4", "data.patch=[16,16,16]", *overrides]
+    )
+    found.model.in_channels, found.model.classes = 1, 3
+    return found
+
+
+def peak(options: Config) -> int:
+    return simulate(options, options.model, (), steps=ENOUGH).ledger.peak_bytes()
 
 
 def saved(options: Config, dtype: torch.dtype | None) -> int:
@@ -64,7 +76,7 @@ def test_the_bytes_are_those_of_cudas_own_policy(override: str, bytes_: tuple[in
     assert (saved(options, None), saved(options, torch.float16)) == bytes_
 
 
-def test_the_cpus_policy_is_back_afterwards() -> None:
+def test_the_cpus_policy_is_restored_afterwards() -> None:
     def pooled() -> torch.dtype:
         with torch.autocast("cpu", torch.bfloat16):
             return F.max_pool3d(torch.ones(1, 1, 2, 2, 2, dtype=torch.bfloat16), 2).dtype
@@ -79,21 +91,19 @@ def test_group_norm_under_amp_needs_more_than_float32_on_cuda() -> None:
     peaks = {}
     for norm in ("group", "instance"):
         for amp in ("false", "true"):
-            options = config(f"model.norm={norm}", f"amp={amp}", "device=cuda")
-            peaks[norm, amp] = predict(options, options.model)["peak_bytes"]
+            peaks[norm, amp] = peak(tiny(f"model.norm={norm}", f"amp={amp}", "device=cuda"))
     assert peaks["group", "true"] > peaks["group", "false"]
     assert peaks["instance", "true"] < 0.66 * peaks["instance", "false"]
 
 
-def test_on_a_gpu_one_micro_batch_lies_at_a_time() -> None:
-    """On the CPU they all do, as the step is handed all of them."""
+def test_a_gpu_holds_one_micro_batch_at_a_time() -> None:
+    """The CPU holds all of them, because the step is given all of them."""
     peaks = {}
     for device in ("cpu", "cuda"):
         for parts in (2, 4):
-            options = config(f"accumulate={parts}", f"device={device}")
-            peaks[device, parts] = predict(options, options.model)["peak_bytes"]
+            peaks[device, parts] = peak(tiny(f"accumulate={parts}", f"device={device}"))
     assert peaks["cuda", 4] == peaks["cuda", 2]
-    images, labels = 2 * 32**3 * 4, 2 * 32**3 * 2  # bytes, in float32 and in int16
+    images, labels = 2 * 16**3 * 4, 2 * 16**3 * 2  # bytes, in float32 and in int16
     assert peaks["cpu", 4] - peaks["cpu", 2] == 2 * (images + labels)
     assert peaks["cpu", 2] - peaks["cuda", 2] == images + 2 * labels, "in backward only autograd holds an image"
 
@@ -102,14 +112,21 @@ def test_outputs_of_layers_are_counted_under_the_same_policy() -> None:
     """Max-pool gives float32 on the CPU, half precision on CUDA."""
     sizes = {}
     for device in ("cpu", "cuda"):
-        options = config("amp=true", f"device={device}")
+        options = tiny("amp=true", f"device={device}")
         counts = MemoryEstimate("net", options, options.model).counts()
         sizes[device] = next(count.output_bytes for count in counts if count.module == "down1.pool")
     assert sizes["cpu"] == 2 * sizes["cuda"]
 
 
-def test_a_dry_run_for_cuda_works_where_there_is_none(tmp_path: Path) -> None:
-    words = ["model=unet_tiny", "model.in_channels=1", "model.classes=4", "data.patch=[16,16,16]", "amp=true"]
+def test_a_dry_run_for_cuda_needs_no_gpu(tmp_path: Path) -> None:
+    words = [
+        "model=unet_tiny",
+        "model.features=[4,8]",
+        "model.in_channels=1",
+        "model.classes=4",
+        "data.patch=[16,16,16]",
+        "amp=true",
+    ]
     words += ["device=cuda", "data.phantom.cases=2", "data.phantom.shape=[16,16,16]", "hydra.run.dir=run"]
     done = train(tmp_path, *words, "dry_run=true", frills=True)
     assert done.code == 0, done.err
@@ -122,7 +139,7 @@ def test_a_dry_run_for_cuda_works_where_there_is_none(tmp_path: Path) -> None:
 
 
 def test_a_run_on_the_cpu_leaves_a_gpu_alone(network: Callable[..., UNet3D], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be full, or another's: no random state of it is asked for."""
+    """It may be full or in use by someone else: a run on the CPU asks it for no random state."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for asked in ("get_rng_state_all", "get_rng_state"):
         monkeypatch.setattr(torch.cuda, asked, lambda *of: pytest.fail("asked of the GPU"))
@@ -136,7 +153,7 @@ def test_a_run_on_the_cpu_leaves_a_gpu_alone(network: Callable[..., UNet3D], mon
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_replay_has_the_segments_that_the_environment_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = config("device=cuda", "dry_run=true")
+    settings = tiny("device=cuda", "dry_run=true")
     grown: list[bool] = []
     replayed = preflight.replay
     monkeypatch.setattr(preflight, "replay", lambda events, grows: grown.append(grows) or replayed(events, grows))

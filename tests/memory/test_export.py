@@ -167,7 +167,7 @@ def test_each_step_has_its_own_trace(small: Ledger) -> None:
 
 
 def test_a_module_entered_before_a_steps_first_event_belongs_to_that_step() -> None:
-    """So it is where the same batch comes again."""
+    """As where a step uses the batch of the step before."""
     ledger = Ledger()
     with ledger:
         ledger.adopt([torch.empty(1)])

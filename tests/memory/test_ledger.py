@@ -91,11 +91,11 @@ def test_the_peak_is_that_of_torchs_mem_tracker(network: Network) -> None:
         ledger.claim(parameter, "params", "")
     with ledger:
         run(model, 1, ledger.mark, torch.optim.Adam(model.parameters(), foreach=False))
-    again = network("model=unet_tiny")
+    twin = network("model=unet_tiny")
     tracker = MemTracker()
-    tracker.track_external(again)
+    tracker.track_external(twin)
     with tracker:
-        run(again, 1, ignore_mark, torch.optim.Adam(again.parameters(), foreach=False))
+        run(twin, 1, ignore_mark, torch.optim.Adam(twin.parameters(), foreach=False))
     truth = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
     assert ledger.peak_bytes() == truth
 

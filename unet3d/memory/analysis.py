@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import log, prod
@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 from unet3d.memory.ledger import CATEGORIES, Ledger, Storage
 from unet3d.train.step import PHASES
 
+ADAM = 16  # bytes per parameter in float32: weight 4, gradient 4, two moments 8
+Sizes = dict[int | None, set[int]]  # level -> voxels of the maps that convolutions make there
 PhaseBytes = dict[str, dict[str, int]]  # phase -> bytes in the "first" step and in later ones, "steady"
 
 
 def summarise_ledger(ledger: Ledger) -> dict[str, Any]:
-    """What memory.json says of a step beside its peaks, in bytes: `moment`, `categories`, `levels` and `layers` of the
-    peak, `phase_categories` and `phase_ends` of every phase, and `state`, what parameters cost.
-    """
+    """A step's entries in memory.json beside its peaks, in bytes; `state` is what parameters cost."""
     moment = ledger.peak_moment()
     return {
         "moment": describe(ledger, moment),
@@ -38,18 +38,12 @@ def describe(ledger: Ledger, moment: int) -> dict[str, Any]:
     """The allocation that led to a moment: its phase, module and operation, and in words."""
     storage = ledger.storages[ledger.events[moment - 1][0]]
     phase = next(name for start, name in reversed(ledger.marks) if start < moment)
-    module, is_recomputed = layer(storage.scope.module), storage.scope.is_recomputed
-    work, owner = (
-        "recomputation" if is_recomputed else phase,
-        f"the {module}" if module in ("loss", "model") else module,
-    )
-    return {
-        "phase": phase,
-        "module": module,
-        "operation": operation_name(storage.operation),
-        "is_recomputed": is_recomputed,
-        "words": work if module in (phase, "before", "end") else f"{work} of {owner}",
-    }
+    module, operation = layer(storage.scope.module), operation_name(storage.operation)
+    is_recomputed = storage.scope.is_recomputed
+    work = "recomputation" if is_recomputed else phase
+    owner = f"the {module}" if module in ("loss", "model") else module
+    words = work if module in (phase, "before", "end") else f"{work} of {owner}"
+    return {"phase": phase, "module": module, "operation": operation, "is_recomputed": is_recomputed, "words": words}
 
 
 def layer(path: str) -> str:
@@ -91,9 +85,7 @@ def by_phase(values: Iterable[tuple[str, int]], combine: Callable[[int, int], in
 def first_and_steady(steps: list[dict[str, int]]) -> PhaseBytes:
     """The first step's values, and the highest of the later steps (of the first if there is no other)."""
     later = steps[1:] or steps
-    return {
-        phase: {"first": steps[0][phase], "steady": max(step[phase] for step in later)} for phase in PHASES if steps
-    }
+    return {p: {"first": steps[0][p], "steady": max(step[p] for step in later)} for p in PHASES if steps}
 
 
 def phase_ends(ledger: Ledger) -> PhaseBytes:
@@ -107,10 +99,6 @@ def state_bytes(ledger: Ledger) -> dict[str, int]:
     moments = {name: start for start, name in ledger.marks}  # the last of each name
     before, after = (ledger.categories_at(moments.get(name, 0)) for name in ("step", "end"))
     return {"params": before["params"], "grads": before["grads"], "optimizer": after["optimizer"]}
-
-
-OTHER = "other"  # bytes of no level: the optimizer's temporaries, and all of a network without stages inc, down1, ...
-Sizes = dict[int | None, set[int]]  # level -> voxels of the maps that convolutions make there
 
 
 class Levels:
@@ -137,8 +125,8 @@ class Levels:
     def of_storage(self, s: Storage) -> int | None:
         """The level of a map's resolution, whatever module made it; else its module's level.
 
-        Pooling makes maps at the resolution it comes from, above all in backward. Valid convolutions make the decoder's
-        maps smaller than the encoder's of the same level; a decoder stage sees those only as the skip that it crops.
+        In backward, pooling makes maps of the finer level. Valid convolutions make the decoder's maps smaller than the
+        encoder's of the same level; a decoder stage sees those only as the skip that it crops.
         """
         own, is_map = self.of_module(s.scope.module), len(s.shape) in (4, 5) and s.shape not in self._weights
         sizes = self._encoder if s.scope.module.startswith(("inc", "down")) else self._decoder
@@ -163,17 +151,15 @@ class Levels:
 
 
 def by_level(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
-    """A row a level, shallowest first, then `other`: its bytes, also by category."""
-    levels = Levels(ledger)
-    rows = _grouped(ledger, moment, levels.of_storage)
+    """A row a level, shallowest first, then `other` for bytes of no level: its bytes, also by category."""
+    rows = _grouped(ledger, moment, Levels(ledger).of_storage)
     order = sorted(rows, key=lambda level: (level is None, level))
-    return [{"level": OTHER if level is None else level, **rows[level]} for level in order]
+    return [{"level": "other" if level is None else level, **rows[level]} for level in order]
 
 
 def by_layer(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
     """A row a layer, in the order of work: its level, the bytes that it made, also by category."""
-    levels = Levels(ledger)
-    rows = _grouped(ledger, moment, lambda s: layer(s.scope.module))
+    levels, rows = Levels(ledger), _grouped(ledger, moment, lambda s: layer(s.scope.module))
     made = sorted(ledger.storages, key=lambda s: s.role is not None)  # claimed ones are in no order of work
     order = dict.fromkeys(layer(s.scope.module) for s in made)
     return [{"module": name, "level": levels.of_module(name), **rows[name]} for name in order if name in rows]
@@ -240,9 +226,6 @@ def timeline_rows(ledger: Ledger) -> tuple[dict[str, int], list[TimelineRow]]:
     return ledger.categories_at(spans[0][1] if spans else 0), rows
 
 
-ADAM = 16  # bytes per parameter in float32: weight 4, gradient 4, two moments 8
-
-
 class LayerCount(NamedTuple):
     """One module in one forward pass; counts are elements, `output_bytes` bytes of the output map."""
 
@@ -276,9 +259,8 @@ def _first(tree: Any) -> Tensor:
     return next((leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)), torch.empty(0))
 
 
-def usual_estimates(counts: Iterable[LayerCount], parameters: int, weights: int, saved: int) -> dict[str, int]:
+def usual_estimates(counts: Sequence[LayerCount], parameters: int, weights: int, saved: int) -> dict[str, int]:
     """Estimate -> bytes. `weights`: bytes of the parameters; `saved`: bytes that autograd holds as backward begins."""
-    counts = list(counts)
     leaves = [count for count in counts if count.is_leaf]
     outputs = sum(count.output_bytes for count in leaves if not count.is_in_place)
     weighted = sum(count.output_bytes for count in leaves if count.parameters)

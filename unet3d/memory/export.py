@@ -70,11 +70,8 @@ def _segment(alive: list[tuple[int, list, int]], end: int) -> dict[str, Any]:
     for address, frames, size in [*alive, (end, [], 0)]:
         parts += [(cursor, address - cursor, "inactive", []), (address, size, "active_allocated", frames)]
         cursor = address + size
-    blocks = [
-        {"address": start, "size": size, "requested_size": size, "state": state, "frames": frames}
-        for start, size, state, frames in parts
-        if size
-    ]
+    keys = ("address", "size", "state", "frames")
+    blocks = [{**dict(zip(keys, part, strict=True)), "requested_size": part[1]} for part in parts if part[1]]
     used = sum(size for _, _, size in alive)
     sizes = {"total_size": end, "allocated_size": used, "active_size": used, "requested_size": used}
     return {"device": 0, "address": 0, "stream": 0, "segment_type": "large", **sizes, "blocks": blocks}

@@ -29,6 +29,11 @@ from unet3d.types import Batch, mib
 SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing
 P = ParamSpec("P")
 R = TypeVar("R")
+_memo: dict[tuple[Callable, str], Any] = {}
+NORMALISATIONS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_group_norm.default)
+# What autocast computes in float32 on CUDA and not on the CPU, of the operations in this package's forward passes: the
+# loss runs outside of autocast. torch's documentation lists all (section "CUDA Ops that autocast to float32").
+FLOAT32 = ("group_norm", "upsample_nearest3d", "upsample_trilinear3d")
 
 
 def simulate(
@@ -45,17 +50,17 @@ def simulate(
     hooks to the network. A step for `device=cuda` needs no GPU.
     """
     assert options.in_channels is not None and options.classes is not None
-    random_state, device = torch.get_rng_state(), build.target(config)
-    with fake_mode(device):
+    random_state, on_gpu = torch.get_rng_state(), build.target(config) == "cuda"
+    with fake_mode(build.target(config)):
         model = fake_model(config, options, dtype)
         loss, policy = build.loss(config, options.classes), build.policy(config, "cpu", starts)
-        optimizer = optim.optimizer(config.optim, model, foreach=True if device == "cuda" else None)
+        optimizer = optim.optimizer(config.optim, model, foreach=True if on_gpu else None)
         scaler, meter = policy.scaler(), LedgerMeter(model, optimizer)
         if watch is not None:
             watch(model, meter.ledger)
         for _ in parts(range(steps)):
             batches: list[Any] = [fake_batch(config, options, dtype) for _ in range(config.accumulate)]
-            if device == "cuda":
+            if on_gpu:
                 batches = list(map(BatchInTransit, batches))
             train_step(model, loss, optimizer, scaler, policy, batches, meter.mark, config.optim.clip)
     torch.set_rng_state(random_state)
@@ -91,9 +96,6 @@ class BatchInTransit:
 
     def __getattr__(self, name: str) -> Any:
         return self._parts.pop(name)
-
-
-_memo: dict[tuple[Callable, str], Any] = {}
 
 
 def memoized(function: Callable[P, R]) -> Callable[P, R]:
@@ -135,10 +137,8 @@ def refuse_large_window(predictor: Predictor, path: Path) -> None:
         models = tuple(build.model(predictor.options, seed=0).eval() for _ in predictor.models)
         policy = MemoryPolicy("cpu", predictor.policy.dtype)
         needed = _window_peak(replace(predictor, models=models, policy=policy))
-    if device.type == "cuda":
-        memory = torch.cuda.mem_get_info(device)[1]
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host
     if needed > memory:
         window = "x".join(map(str, predictor.window))
         raise UserError(
@@ -167,9 +167,6 @@ def fake_mode(device_type: str = "cpu") -> Iterator[None]:
         yield
 
 
-NORMALISATIONS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_group_norm.default)
-
-
 class _Corrections(TorchDispatchMode):
     """Where fake tensors differ from real ones.
 
@@ -195,11 +192,6 @@ class _Corrections(TorchDispatchMode):
         if func is torch.ops.aten.native_group_norm_backward.default and result[0] is not None:
             return result[0].to(args[1].dtype), *result[1:]
         return result
-
-
-# What autocast computes in float32 on CUDA and not on the CPU, of the operations in this package's forward passes: the
-# loss runs outside of autocast. torch's documentation lists all (section "CUDA Ops that autocast to float32").
-FLOAT32 = ("group_norm", "upsample_nearest3d", "upsample_trilinear3d")
 
 
 @contextmanager
