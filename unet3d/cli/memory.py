@@ -17,7 +17,7 @@ from unet3d.files import write_csv, write_json, write_text
 from unet3d.memory import analysis, budget, export, tables
 from unet3d.memory.allocator import replay
 from unet3d.memory.meter import ENOUGH, STEADY
-from unet3d.memory.preflight import MemoryEstimate, estimate, simulate_all
+from unet3d.memory.preflight import MemoryEstimate, estimate
 from unet3d.progress import track
 from unet3d.report import memory_plots, report
 from unet3d.report.loggers import WIDE, paper, plain_text, terminal_table
@@ -50,6 +50,12 @@ def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
         write_json(out / "memory.json", simulated | {"advice": found})
         memory_plots.write_ledger_files(subject.ledger, subject.name, out)
         print(report.write_report(out))
+
+
+def simulate_all(estimates: Sequence[MemoryEstimate]) -> None:
+    """Simulate each now, with a bar, rather than when it is first read."""
+    for one in track(estimates, "networks", len(estimates)):
+        _ = one.meter
 
 
 def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
