@@ -85,11 +85,7 @@ def _scatter(runs: Sequence[PlottedRun], labels: list[str], fields: Sequence[str
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """The points that no other beats: is less in one coordinate and not more in the other; by the first coordinate.
-
-    >>> pareto([(1, 5), (2, 5), (2, 3), (9, 3), (4, 1)])
-    [0, 2, 4]
-    """
+    """Indices of the points that no other beats: less in one, not more in the other; by the first coordinate."""
 
     def is_beaten(x: float, y: float) -> bool:
         return any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
