@@ -17,8 +17,8 @@ from unet3d import compose
 from unet3d.config import Config
 from unet3d.errors import UserError
 from unet3d.files import write_csv, write_text
-from unet3d.report.compare_plots import PlottedRun, PublishedRow, comparison_plot, published_plot
 from unet3d.report.loggers import WIDE, Loggers, paper, terminal_table, wandb_loggers
+from unet3d.report.plots import PlottedRun, PublishedRow, comparison_plot, published_plot
 from unet3d.report.report import element, html_page, html_table, picture, section
 from unet3d.report.run_folder import KINDS, Record, RunFolder, as_number, read_run
 from unet3d.report.wandb_logger import PATHS
@@ -278,8 +278,7 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
         plotted.append(PlottedRun(_label(row, keys), kind, *numbers))
     path.unlink(missing_ok=True)  # of an earlier comparison
     if plotted:
-        remark = f"Not comparable: the runs differ in {differences}" if differences else ""
-        comparison_plot(plotted, remark, path)
+        comparison_plot(plotted, differences and f"Not comparable: the runs differ in {differences}", path)
 
 
 def _label(row: Row, keys: Sequence[str]) -> str:

@@ -31,8 +31,7 @@ def write_report(folder: Path) -> Path:
         write_csv(folder / "metrics.csv", columns, rows)
     if run.memory:
         memory_plots.phase_plot(run.memory_entry, pictures / "memory_phases.png")
-        seen = run.memory_entry.get("ledger", run.memory_entry)
-        if "layers" in seen:
+        if "layers" in (seen := run.memory_entry.get("ledger", run.memory_entry)):
             memory_plots.layer_plot(seen, pictures / "memory_layers.png")
     write_text(folder / "report.html", _html(run))
     return folder / "report.html"
@@ -183,13 +182,14 @@ def _timing(run: RunFolder) -> dict[str, str]:
 
 
 def _memory(run: RunFolder) -> list[str]:
-    entry, pictures, advice = run.memory_entry, run.path / "figures", run.memory.get("advice")
+    entry, pictures = run.memory_entry, run.path / "figures"
+    advice, predicted = run.memory.get("advice"), run.memory.get("predicted")
     seen = entry.get("ledger", entry)  # only a ledger knows which layers hold the bytes
     moment = f"The ledger's peak, {mib(seen['peak_bytes'])} MiB: {tables.moment(seen)}." if "moment" in seen else ""
     return [
         element("p", f"{run.memory_kind.capitalize()} ({entry['kind']}): peak bytes of a step, in MiB (2^20 bytes)."),
         element("p", _prediction(run)),
-        element("p", tables.sentence(advice, run.memory["predicted"]["peak_bytes"]) if advice else ""),
+        element("p", tables.sentence(advice, predicted["peak_bytes"]) if advice and predicted else ""),
         html_table(*tables.phases(entry)),
         picture(pictures / "memory_phases.png", "peak memory per phase, by category"),
         element("p", moment),
@@ -232,7 +232,6 @@ def section(heading: str, *parts: str) -> str:
 
 
 def facts(pairs: Mapping[str, str]) -> str:
-    """Small boxes, each with a name and a value."""
     boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs.items())
     return f"<dl>{boxes}</dl>" if boxes else ""
 
