@@ -15,9 +15,9 @@ from training import yaml_of
 
 from unet3d import compose
 from unet3d.errors import UserError
-from unet3d.report import compare, compare_plots
+from unet3d.report import compare, plots
 from unet3d.report.compare import differing, find_runs, mismatches, read_rows, setting_columns, short
-from unet3d.report.compare_plots import PlottedRun, pareto
+from unet3d.report.plots import PlottedRun, pareto
 
 MIB = 2**20
 NASTY = "<script>alert('x')</script>&[bold]"
@@ -295,7 +295,7 @@ def test_the_best_are_joined_less_time_and_more_dice(saved: list[Figure], tmp_pa
     """Peak, seconds, Dice; the third loses to the first in time and wins in Dice."""
     numbers = [(1, 5.0, 0.2), (2, 3.0, 0.1), (3, 6.0, 0.9), (2, 4.0, None)]
     points = [PlottedRun(f"{i}: x={i}", "measured, ledger", p * MIB, s, d) for i, (p, s, d) in enumerate(numbers)]
-    compare_plots.comparison_plot(points, "", tmp_path / "x.png")
+    plots.comparison_plot(points, "", tmp_path / "x.png")
     assert joined(saved[0], 0) == [[(1, 5.0), (2, 3.0)]]
     assert joined(saved[0], 1) == [[(1, 0.2), (3, 0.9)]]
     assert saved[0].axes[0].get_xlabel() == "peak memory of a step (MiB), measured, ledger"
@@ -304,7 +304,7 @@ def test_the_best_are_joined_less_time_and_more_dice(saved: list[Figure], tmp_pa
 def test_peaks_of_two_kinds_are_not_joined(saved: list[Figure], tmp_path: Path) -> None:
     kinds = ["measured, ledger", "measured, cuda allocated"]
     points = [PlottedRun(f"{i}", kinds[i % 2], (i + 1) * MIB, 9.0 - i, None) for i in range(4)]
-    compare_plots.comparison_plot(points, "Not comparable: the runs differ in device, kind of peak", tmp_path / "x.png")
+    plots.comparison_plot(points, "Not comparable: the runs differ in device, kind of peak", tmp_path / "x.png")
     assert joined(saved[0], 0) == [[(1, 9.0), (3, 7.0)], [(2, 8.0), (4, 6.0)]]
     texts = [text.get_text() for text in saved[0].axes[-1].get_legend().texts]
     assert texts[:2] == ["0 (measured, ledger)", "1 (measured, cuda allocated)"]
@@ -317,9 +317,7 @@ def test_the_picture_is_legible_of_few_runs_and_many_with_names_long_and_strange
 ) -> None:
     label = f"model=unet_small $x_{{$ {NASTY} " + "optimizer=adamw " * 5
     points = [PlottedRun(f"{i}: {label}", "predicted", 5000 * MIB, seconds, seconds) for i in range(count)]
-    compare_plots.comparison_plot(
-        points, "Not comparable: the runs differ in " + "data.patch, " * 20, tmp_path / "x.png"
-    )
+    plots.comparison_plot(points, "Not comparable: the runs differ in " + "data.patch, " * 20, tmp_path / "x.png")
     assert len(saved[0].axes) == (2 if seconds else 1)
 
 

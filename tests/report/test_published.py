@@ -10,9 +10,9 @@ from legibility import drawing
 from training import TINY, train, yaml_of
 
 from unet3d import compose
-from unet3d.report import compare, compare_plots
+from unet3d.report import compare, plots
 from unet3d.report.compare import Row, read_rows
-from unet3d.report.compare_plots import PublishedRow
+from unet3d.report.plots import PublishedRow
 
 HEAD = "case,dice/gray,dice/white,iou/gray,iou/white\n"
 
@@ -136,7 +136,7 @@ def test_the_comparison_holds_table_and_picture_and_calls_what_is_meant_comparab
 def test_the_picture_is_legible(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = compare.published_tables()[name]
     lines = [PublishedRow(row["name"], [0.4, None, 0.6], row["iou"]) for row in table.rows.values()]
-    figure = drawing(tmp_path, monkeypatch)(lambda path: compare_plots.published_plot(lines, table.title, path))
+    figure = drawing(tmp_path, monkeypatch)(lambda path: plots.published_plot(lines, table.title, path))
     axes = figure.axes[0]
     assert [text.get_text() for text in axes.get_xticklabels()] == [line.name for line in lines]
     means = [line.get_ydata().tolist() for line in axes.lines if line.get_linestyle() == "-"]

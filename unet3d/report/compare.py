@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from textwrap import shorten
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ from unet3d import compose
 from unet3d.config import Config
 from unet3d.errors import UserError
 from unet3d.files import write_csv, write_text
-from unet3d.report.compare_plots import PlottedRun, PublishedRow, comparison_plot, published_plot
 from unet3d.report.loggers import WIDE, Loggers, paper, terminal_table, wandb_loggers
+from unet3d.report.plots import PlottedRun, PublishedRow, comparison_plot, published_plot
 from unet3d.report.report import element, html_page, html_table, picture, section
 from unet3d.report.run_folder import KINDS, Record, RunFolder, as_number, read_run
 from unet3d.report.wandb_logger import PATHS
@@ -278,8 +278,7 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
         plotted.append(PlottedRun(_label(row, keys), kind, *numbers))
     path.unlink(missing_ok=True)  # of an earlier comparison
     if plotted:
-        remark = f"Not comparable: the runs differ in {differences}" if differences else ""
-        comparison_plot(plotted, remark, path)
+        comparison_plot(plotted, differences and f"Not comparable: the runs differ in {differences}", path)
 
 
 def _label(row: Row, keys: Sequence[str]) -> str:
@@ -318,52 +317,48 @@ class Published(NamedTuple):
     across: str
     rows: Mapping[str, Mapping[str, Any]]  # value of `by` -> the row's name, the IoU of the paper's volumes
 
-    def columns(self, runs: Sequence[Row]) -> list[str]:
-        """Names of our columns: cases, or values of the option `across`."""
-        if self.across == "case":
-            return sorted({case for run in runs for case in run.iou})
-        values = {run.settings.get(self.across, "") for run in runs}
-        return sorted(values, key=lambda value: (int(value) if value.isdecimal() else -1, value))
-
-    def beside(self, runs: Sequence[Row]) -> list[PublishedRow]:
-        """The rows that there are runs for, ours and the paper's."""
-        own = {value: [run for run in runs if self.row_of(run) == value] for value in self.rows}
-        ious = {value: [self._iou(own[value], column) for column in self.columns(runs)] for value in own if own[value]}
-        return [PublishedRow(self.rows[value]["name"], ours, self.rows[value]["iou"]) for value, ours in ious.items()]
-
     def row_of(self, run: Row) -> str:
         """The run's value of `by`; the paper's network if no other was named."""
         return run.settings.get(self.by, "cicek2016" if self.by == "model" else "")
 
-    def _iou(self, runs: Sequence[Row], column: str) -> float | None:
-        """The mean of runs that differ in nothing of the table, in their seed perhaps."""
-        if self.across == "case":
-            found = [run.iou[column] for run in runs if column in run.iou]
-        else:
-            found = [fmean(run.iou.values()) for run in runs if run.iou and run.settings.get(self.across) == column]
-        return fmean(found) if found else None
+    def scores(self, run: Row) -> Mapping[str, float | None]:
+        """The run's IoU in its columns; None if it failed."""
+        return run.iou if self.across == "case" else {run.settings.get(self.across, ""): mean_of(run.iou.values())}
+
+    def columns(self, runs: Sequence[Row]) -> list[str]:
+        """Names of our columns: cases, or values of the option `across`."""
+        names = {name for run in runs for name in self.scores(run)}
+        return sorted(names, key=lambda name: (int(name) if name.isdecimal() else -1, name))
+
+    def beside(self, runs: Sequence[Row]) -> list[PublishedRow]:
+        """The rows that there are runs for, ours and the paper's; a cell is the mean over runs with other seeds."""
+        found = []
+        for value, row in self.rows.items():
+            if same := [run for run in runs if self.row_of(run) == value]:
+                ours = [mean_of(self.scores(run).get(name) for run in same) for name in self.columns(runs)]
+                found.append(PublishedRow(row["name"], ours, row["iou"]))
+        return found
 
     def table(self, runs: Sequence[Row]) -> Table:
         """The same as text; "" where a run failed, and for a mean that would miss one."""
 
         def shown(values: Sequence[float | None]) -> list[str]:
-            known = [value for value in values if value is not None]
-            mean = fmean(known) if known and len(known) == len(values) else None
+            mean = None if None in values else mean_of(values)
             return ["" if value is None else f"{value:.3f}" for value in [*values, mean]]
 
-        heads = [column if self.across == "case" else f"fold {column}" for column in self.columns(runs)]
+        heads = [name if self.across == "case" else f"fold {name}" for name in self.columns(runs)]
         body = [[row.name, *shown(row.ours), *shown(row.paper)] for row in self.beside(runs)]
         return Table(["", *heads, "mean", "paper: 1", "2", "3", "mean"], body)
 
     def unlike(self, runs: Sequence[Row]) -> list[str]:
         """A line for each setting in which runs of one cell differ; a cell is the mean over seeds, not over that."""
-        cells: dict[tuple[str, str], list[Row]] = {}
+        groups: dict[tuple[str, str], list[Row]] = {}
         for run in runs:
             if run.iou and self.row_of(run) in self.rows:
-                cells.setdefault((self.row_of(run), run.settings.get(self.across, "")), []).append(run)
-        found = {(key, row) for (row, _), same in cells.items() for key in setting_columns(same)}
-        found = {(key, row) for key, row in found if key.startswith(LEARNING) and key not in SAME_CONFIG}
-        return [f"{key}: differs between runs of one cell, {self.rows[row]['name']}" for key, row in sorted(found)]
+                groups.setdefault((self.row_of(run), run.settings.get(self.across, "")), []).append(run)
+        found = {(key, row) for (row, _), same in groups.items() for key in setting_columns(same)}
+        wrong = sorted((key, row) for key, row in found if key.startswith(LEARNING) and key not in SAME_CONFIG)
+        return [f"{key}: differs between runs of one cell, {self.rows[row]['name']}" for key, row in wrong]
 
 
 @cache

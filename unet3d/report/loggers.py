@@ -23,22 +23,18 @@ from unet3d.progress import Counter
 from unet3d.report.wandb_logger import WandbLogger, wandb_mode
 from unet3d.types import Table
 
-LINES = 20  # about as many plain lines per run
 NARROW, WIDE = 80, 132  # characters per line of a plain file
 Scalar = float | int | str | None
 
 
 class Logger(Protocol):
-    """Receives the numbers of a run. It may also have `image`, `table`, `summary` and `close`, as `Loggers` has."""
+    """Receives a run's numbers after `step` optimizer steps; may also have `image`, `table`, `summary` and `close`."""
 
     def scalars(self, values: Mapping[str, Scalar], step: int) -> None: ...
 
 
 class Loggers:
-    """Calls each method of every logger that has it; `step` is the number of optimizer steps done.
-
-    A logger that raises is dropped with one line on stderr; the other loggers, and the run, go on.
-    """
+    """Passes each call on to the loggers that have the method; one that raises is dropped with one line on stderr."""
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
         self._loggers = list(loggers)
@@ -148,7 +144,7 @@ class TerminalLogger:
 
     def __init__(self, steps: int, terminal: Console | None = None) -> None:
         self.steps, self.terminal = steps, terminal or Console()
-        self.every = max(1, steps // LINES)
+        self.every = max(1, steps // 20)  # about 20 plain lines per run
         self.started = time.perf_counter()
         self.bar = Counter("training", steps, self.terminal, plain_lines=False)
 

@@ -27,8 +27,7 @@ KINDS = {  # category of bytes: its name and colour, from the bottom of a stack 
     "activations": ("activations (saved for backward)", "#56B4E9"),
     "temporaries": ("temporaries", "#E69F00"),
 }
-WIDTH = 9.6  # inches
-LETTER = 0.075  # inches; the mean width of a letter in 9 points, generously
+WIDTH, LETTER = 9.6, 0.075  # inches: of a figure; of a letter in 9 points on average, generously
 Part = tuple[str, str, Array, Array]  # of a stack: name, colour, its MiB in every place and the MiB below it
 
 
@@ -50,10 +49,7 @@ def write_ledger_files(ledger: "Ledger", name: str, folder: Path) -> None:
 
 
 def phase_plot(entry: Mapping[str, Any], path: Path) -> None:
-    """Bars of each phase's peak in later steps by category, and a mark at its peak in the first step.
-
-    `entry` is a meter's summary; without `phase_categories` (the CUDA allocator knows none) the bars are plain.
-    """
+    """Bars of each phase's peak in later steps, by category if a ledger measured it, and a mark for the first step."""
     names = list(entry["phases"])
     first, later = (np.array([entry["phases"][name][when] for name in names]) / MIB for when in ("first", "steady"))
     figure = blank(WIDTH, 1.6 + 0.42 * len(names))
@@ -139,10 +135,7 @@ def peak_curves(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, i
 
 
 def trace_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Allocated bytes at each call of a module's hook, a line per experiment, a mark at its first backward hook.
-
-    Of each row it reads `exp`, `call_idx`, `hook_type` ("pre", "fwd" or "bwd") and `mem_all` in bytes.
-    """
+    """Allocated bytes at each call of a module's hook, rows of `export.trace`; a mark at the first backward hook."""
     names = list(dict.fromkeys(row["exp"] for row in rows))
     figure = blank(WIDTH, 4)
     axes = figure.subplots()
@@ -186,8 +179,8 @@ def _finish(figure: "Figure", path: Path) -> None:
     found = [axes.get_legend_handles_labels() for axes in figure.axes]
     entries: dict[str, Any] = {name: handle for each in found for handle, name in zip(*each, strict=True)}
     labels = sorted(entries, key=lambda label: getattr(entries[label], "zorder", 0))
-    columns = [np.array_split(labels, count) for count in range(1, len(labels) + 1)]
-    widths = [sum(LETTER * max(map(len, column)) + 0.6 for column in found) for found in columns]
+    layouts = [np.array_split(labels, count) for count in range(1, len(labels) + 1)]
+    widths = [sum(LETTER * max(map(len, column)) + 0.6 for column in columns) for columns in layouts]
     fit = max((count for count, width in enumerate(widths, 1) if width < figure.get_figwidth()), default=1)
     handles = [entries[label] for label in labels]
     figure.legend(handles, labels, loc="outside lower center", ncols=fit, frameon=False, fontsize=9)

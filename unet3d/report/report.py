@@ -31,8 +31,7 @@ def write_report(folder: Path) -> Path:
         write_csv(folder / "metrics.csv", columns, rows)
     if run.memory:
         memory_plots.phase_plot(run.memory_entry, pictures / "memory_phases.png")
-        seen = run.memory_entry.get("ledger", run.memory_entry)
-        if "layers" in seen:
+        if "layers" in (seen := run.memory_entry.get("ledger", run.memory_entry)):
             memory_plots.layer_plot(seen, pictures / "memory_layers.png")
     write_text(folder / "report.html", _html(run))
     return folder / "report.html"
@@ -88,10 +87,9 @@ def _best(run: RunFolder) -> Record:
 
 
 def score_table(run: RunFolder) -> Table:
-    """A row per class with its means over the cases, and the mean over the classes.
+    """A row per class with its means over the cases of scores.csv, else of the last validation; and their mean.
 
-    From scores.csv, or without it from the last validation in metrics.jsonl, which does not say how many cases. HD95 is
-    a column if it was measured; if only some of the cases have one, their number is in brackets.
+    HD95 is a column if it was measured; if only some of the cases have one, their number is in brackets.
     """
     if not run.scores:
         return _means({key: [value] for key, value in run.last_validation.items()})
@@ -100,8 +98,8 @@ def score_table(run: RunFolder) -> Table:
 
 def _means(cells: Mapping[str, list[Any]], counts_cases: bool = False) -> Table:
     """Means of each column that is called `metric/class` or `val/metric/class`."""
-    columns = {key.removeprefix("val/"): map(as_number, column) for key, column in cells.items()}
-    scores = {key: [value for value in column if value is not None] for key, column in columns.items()}
+    columns = {key.removeprefix("val/"): column for key, column in cells.items()}
+    scores = {key: [n for cell in column if (n := as_number(cell)) is not None] for key, column in columns.items()}
     classes = [key.removeprefix("dice/") for key in scores if key.startswith("dice/")]
     metrics = [metric for metric in METRICS if any(key.startswith(f"{metric}/") for key in scores)]
 
@@ -184,13 +182,14 @@ def _timing(run: RunFolder) -> dict[str, str]:
 
 
 def _memory(run: RunFolder) -> list[str]:
-    entry, pictures, advice = run.memory_entry, run.path / "figures", run.memory.get("advice")
+    entry, pictures = run.memory_entry, run.path / "figures"
+    advice, predicted = run.memory.get("advice"), run.memory.get("predicted")
     seen = entry.get("ledger", entry)  # only a ledger knows which layers hold the bytes
     moment = f"The ledger's peak, {mib(seen['peak_bytes'])} MiB: {tables.moment(seen)}." if "moment" in seen else ""
     return [
         element("p", f"{run.memory_kind.capitalize()} ({entry['kind']}): peak bytes of a step, in MiB (2^20 bytes)."),
         element("p", _prediction(run)),
-        element("p", tables.sentence(advice, run.memory["predicted"]["peak_bytes"]) if advice else ""),
+        element("p", tables.sentence(advice, predicted["peak_bytes"]) if advice and predicted else ""),
         html_table(*tables.phases(entry)),
         picture(pictures / "memory_phases.png", "peak memory per phase, by category"),
         element("p", moment),
@@ -205,9 +204,10 @@ def _memory(run: RunFolder) -> list[str]:
 
 def _prediction(run: RunFolder) -> str:
     """The peak that was predicted before the run, and how far the measured one is from it."""
+    if run.memory_kind == "predicted" and run.records:
+        return "Predicted before the run, which ended before its memory was written."
     if run.memory_kind == "predicted":
-        died = "Predicted before the run, which ended before its memory was written."
-        return died if run.records else "Predicted on tensors without data; nothing was run."
+        return "Predicted on tensors without data; nothing was run."
     if "error_bytes" not in run.memory:
         return "The peak was not predicted."
     peak, error = run.memory["predicted"]["peak_bytes"], run.memory["error_bytes"]
@@ -232,7 +232,6 @@ def section(heading: str, *parts: str) -> str:
 
 
 def facts(pairs: Mapping[str, str]) -> str:
-    """Small boxes, each with a name and a value."""
     boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs.items())
     return f"<dl>{boxes}</dl>" if boxes else ""
 

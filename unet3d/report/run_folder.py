@@ -96,13 +96,10 @@ def update_memory(folder: Path, values: dict[str, Any]) -> None:
 
 
 def add_measured(folder: Path, parameters: int, measured: dict[str, Any], before: dict[str, Any]) -> None:
-    """Add the measured step to memory.json; `before` is memory.json from when the run was resumed.
-
-    The first step stays that of the run's beginning, unless the step has changed: another device, other segments.
-    """
+    """Add the measured step to memory.json; a resumed run keeps the first step that was there `before`, if it fits."""
     found, known = read_memory(folder), before.get("measured", {})
     segments = found.get("segments")
-    if known.get("kind") == measured["kind"] and before.get("measured_segments") == segments:
+    if known.get("kind") == measured["kind"] and before.get("measured_segments") == segments:  # the same step
         measured = _with_first_of(known, measured)
     found |= {"parameters": parameters, "measured": measured, "measured_segments": segments}
     if "predicted" in found:  # tensors against tensors: on CUDA the ledger's, without workspaces and rounding

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ PRIVATE = {  # as host None would be replaced by the machine's name
 class WandbLogger:
     """One wandb run under `folder`/wandb, offline unless `config.wandb.mode`, or WANDB_MODE instead, says online.
 
-    An online run that does not start (no key, no network) goes offline after at most 20 seconds. A resumed run
-    continues its wandb run. Private: nothing is recorded about the machine, its user and their paths.
+    A run that cannot go online (no key, no network) records offline after at most 20 seconds. A resumed run continues
+    its wandb run. Private: nothing is recorded about the machine, its user and their paths.
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._private = config.wandb.private
+        self._allowed: Callable[[Mapping[str, Any]], dict[str, Any]] = without_paths if self._private else dict
         if self._private:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb sends its tracebacks home
         import wandb
@@ -91,9 +92,6 @@ class WandbLogger:
             self._run.finish(exit_code=exit_code)
         finally:
             self._wandb.teardown(exit_code)  # else a wandb-core that died prints at exit
-
-    def _allowed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return without_paths(values) if self._private else dict(values)
 
 
 def wandb_mode(config: Config) -> str:
