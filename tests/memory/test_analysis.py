@@ -132,7 +132,7 @@ def test_a_level_that_cannot_be_halved_gets_no_advice() -> None:
     groups = estimate("model.norm=group", "model.groups=8", "model.features=[8,16,32]")
     narrower = narrowed(groups)
     assert list(narrower) == [1, 2], "8 groups do not divide 4 channels"
-    assert "half the width" not in sentence(advice(groups, narrower), groups.peak)
+    assert "half the width" not in sentence(tables.peak_location(groups.entry), groups.peak)
 
 
 def test_a_narrower_network_has_the_same_precision() -> None:

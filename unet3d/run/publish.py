@@ -28,10 +28,7 @@ Opened = tuple[TrainedNetworks, dict[str, Any]]
 
 
 def publish(paths: Sequence[Path], out: Path, model_path: str | None = None) -> None:
-    """Write the networks of these snapshots, without any path, to one file: their logits are averaged.
-
-    Raises SnapshotError, and UserError where `out` exists or the networks would see an image in different ways.
-    """
+    """Write the networks of these snapshots to one file, without any path; several predict the mean of their logits."""
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
     opened = [_open(path, model_path) for path in paths]
