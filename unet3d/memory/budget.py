@@ -263,7 +263,7 @@ def search(config: Config, options: Model) -> Iterator[Option]:
     for way in track(found, "ways to take the step", len(found)):
         uncut = profile_stages(way.config, way.options)
         is_same = way.config.batch == config.batch or not knows_the_batch(config, way.options)
-        yield Option(way.overrides, 1, estimated_peak(uncut, (0,)), 0, is_same)
+        yield Option(way.overrides, 1, estimated_peak(uncut, (0,)) if uncut.forward else uncut.peak, 0, is_same)
         for starts in partitions(len(uncut.forward), len(uncut.forward)):
             again = recompute_fraction(uncut, starts) / 3
             yield Option((*way.overrides, "ckpt=auto"), len(starts), estimated_peak(uncut, starts), again, is_same)

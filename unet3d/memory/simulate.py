@@ -33,7 +33,7 @@ NORMALISATIONS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.nativ
 @contextmanager
 def fake_mode() -> Iterator[None]:
     """Tensors made inside occupy nothing; reading a number out of one gives 0."""
-    with FakeTensorMode(), _Corrections():
+    with FakeTensorMode(allow_non_fake_inputs=True), _Corrections():
         yield
 
 
