@@ -102,8 +102,8 @@ def test_what_a_file_gets_does_not_go_to_the_terminal(
 
 def test_a_bar_needs_no_standard_streams(terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    with progress.counting("predicting", 1):
-        pass
+    with progress.counting("predicting", 1) as counter:
+        assert counter.has_bar
 
 
 def test_a_validation_that_fails_removes_its_bar_before_the_error_is_shown(terminal: io.StringIO) -> None:

@@ -32,10 +32,7 @@ Read = Callable[[Case], PreparedCase]
 
 
 def import_object(name: str, path: str) -> Callable[..., Any]:
-    """What `package.module:attribute` names, given by the option `name`; the current folder is searched first.
-
-    Raises UserError where there is none, or none that can be called. Never for a path out of a file of a run.
-    """
+    """The callable `package.module:attribute` of the option `name`, for paths of a command line. Raises UserError."""
     module_name, _, attribute = path.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does
@@ -71,10 +68,9 @@ class Data:
 
 def device(config: Config) -> torch.device:
     """The device of `device=`. Raises UserError for cuda where there is none."""
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
+    if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: this torch sees no CUDA device; use device=cpu, or install torch with CUDA")
-    return torch.device("cuda" if config.device != "cpu" and available else "cpu")
+    return torch.device(target(config))
 
 
 def target(config: Config) -> str:
@@ -85,7 +81,7 @@ def target(config: Config) -> str:
 
 def data(config: Config) -> Data:
     """Read, check and split the cases. Raises UserError that lists every problem of every case."""
-    import_all(config)  # a wrong path is answered before data are read
+    import_all(config)  # a wrong path is answered now; tensors of an imported module are real, not fake ones
     options = config.data
     task = read_dataset(options)
     train, val = split(task, options)
@@ -127,6 +123,7 @@ def _readers(options: DataOptions, read: CaseReader, train: Sequence[Case]) -> t
 
 def outlined_options(config: Config) -> Model:
     """The model's options for a prediction: unset ones come from the data set's names and one header."""
+    import_all(config)
     options = checks.network(config.model)
     if None not in (options.in_channels, options.classes) and "auto" not in (options.kernels, options.strides):
         return options
@@ -136,10 +133,7 @@ def outlined_options(config: Config) -> Model:
 
 
 def model_options(config: Config, task: DatasetInfo, case: Case) -> Model:
-    """The model's options with all of them set, for the spacing of this case.
-
-    Raises UserError where model and data disagree.
-    """
+    """The model's options, all set, for the spacing of this case. Raises UserError where model and data disagree."""
     options = dataclasses.replace(checks.network(config.model))
     spacing = target_grid(case, open_image(case.id, case.images[0]), config.data.spacing).spacing
     for name, found in (("in_channels", len(task.channels)), ("classes", len(task.classes))):

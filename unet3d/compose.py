@@ -130,10 +130,7 @@ def _words(override: Override) -> list[str]:
 
 
 def added_sweep(overrides: Sequence[str]) -> list[str]:
-    """The words of the config's `sweep` for options that the command line does not set itself.
-
-    Raises UserError where its jobs have different sweeps.
-    """
+    """The words of the config's `sweep` for options that the command line does not set. Raises UserError."""
     first, *others = (compose(job) for job in sweep(overrides))
     if any(other.sweep != first.sweep for other in others):
         raise UserError("these experiments are sweeps of different options; give one command to each")
@@ -179,10 +176,7 @@ def _nearest(name: str) -> str:
 
 
 def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[str]:
-    """The options that differ between two configs as plain values, `name: before -> now`, except `resume`.
-
-    Raises UserError with those that would make it another run.
-    """
+    """Changed options but `resume`, as `name: before -> now`. Raises UserError for those that make it another run."""
     old, new = flat(before, "."), flat(now, ".")
     shared = sorted(old.keys() & new.keys())  # an option that is new in this version has its default: nothing changed
     changed = {n: f"{n}: {old[n]} -> {new[n]}" for n in shared if old[n] != new[n] and n != "resume"}

@@ -63,11 +63,8 @@ NO_MEMORY = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """torch raises OutOfMemoryError for a device's tensors, and other RuntimeErrors for the host and for libraries."""
-    if isinstance(error, MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and (
-        "OutOfMemoryError" in type(error).__name__ or any(word in str(error) for word in NO_MEMORY)
-    )
+    is_named = "OutOfMemoryError" in type(error).__name__ or any(word in str(error) for word in NO_MEMORY)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_named)
 
 
 def is_disk_full(error: BaseException) -> bool:

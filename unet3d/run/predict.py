@@ -61,6 +61,8 @@ def parse(state: Mapping[str, Any], path: Path, model_path: str | None = None) -
         if config.model.path is None:
             raise UserError(f"{path}: holds the package's own network; remove --model")
         raise UserError(f"{path}: code is never taken from a snapshot; name its network: --model {config.model.path}")
+    if model_path is not None:
+        build.import_object("--model", model_path)  # here, not under torch.device("meta"), where its tensors would stay
     return TrainedNetworks(path, config, classes, channels, rules, weights, splits)
 
 
