@@ -163,7 +163,11 @@ def _window_peak(predictor: Predictor) -> int:
 @contextmanager
 def fake_mode(device_type: str = "cpu") -> Iterator[None]:
     """Tensors made inside occupy nothing; a number read from one is 0. Mixed precision is that of a device type."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _Corrections(), cuda_autocast() if device_type == "cuda" else nullcontext():
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _Corrections(),
+        cuda_autocast() if device_type == "cuda" else nullcontext(),
+    ):
         yield
 
 
