@@ -11,7 +11,10 @@ from unet3d import compose
 from unet3d.cli.main import command_parser
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "data/README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]  # fmt: skip
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "SECURITY.md", "data/README.md"),
+    *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
+]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 USER_PATHS = ("loss.path=", "model.path=", "--config-dir", "--model", "loggers=", "data.transforms=")
 
