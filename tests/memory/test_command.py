@@ -29,6 +29,7 @@ def test_one_config_is_explained_and_its_files_written(capsys: pytest.CaptureFix
         "unet_tiny: ",
         "at most 2 checkpointed segments",
         "of the peak (",
+        "half the width there (model.features=",
         "the first convolution's output: 2 x 8 x 16 x 16 x 16 float32 = 262,144 bytes",
         "Usual estimates and their error",
         "Half the width at one level",
@@ -37,6 +38,7 @@ def test_one_config_is_explained_and_its_files_written(capsys: pytest.CaptureFix
         assert part in said, part
     found = json.loads((out / "memory.json").read_text())
     assert found["predicted"]["peak_bytes"] > 0 and "measured" not in found
+    assert 0 < found["advice"]["halved_peak_bytes"] < found["predicted"]["peak_bytes"]
     page = (out / "report.html").read_text()
     assert "Predicted (ledger)" in page and "nothing was run" in page
     assert page.count("<img") == 3

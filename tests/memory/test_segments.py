@@ -96,7 +96,7 @@ def test_with_a_budget_auto_recomputes_as_little_as_fits(share: float) -> None:
     frugal = chosen("auto", *SMALL, budget=f"{budget / 2**20}MiB")
     assert true_peak(frugal, *SMALL) <= budget
     limit = recompute_fraction(profile, frugal)
-    cheaper = [starts for starts in partitions(4, 4) if recompute_fraction(profile, starts) < limit]
+    cheaper = [choice for choice in partitions(4, 4) if recompute_fraction(profile, choice) < limit]
     assert all(true_peak(segment_starts, *SMALL) > budget for segment_starts in cheaper)
 
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from unet3d.files import write_csv, write_json, write_text
 from unet3d.memory import analysis, budget, export, tables
 from unet3d.memory.allocator import replay
 from unet3d.memory.meter import ENOUGH, STEADY
-from unet3d.memory.preflight import MemoryEstimate, estimate, simulate_all
+from unet3d.memory.preflight import MemoryEstimate, estimate
 from unet3d.progress import track
 from unet3d.report import memory_plots, report
 from unet3d.report.loggers import WIDE, paper, plain_text, terminal_table
@@ -38,7 +37,9 @@ def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
     narrower, relatives = narrowed(subject), family(subject, overrides)
     simulate_all([subject, *narrower.values(), *relatives])
     relatives.sort(key=lambda relative: -relative.parameters)
-    found = advice(subject, narrower)
+    found = tables.peak_location(subject.entry)
+    if (other := narrower.get(found["level"])) is not None:
+        found |= {"override": " ".join(budget.width_overrides(other.options)), "halved_peak_bytes": other.peak}
     text = plain_text(_parts(subject, narrower, relatives, tables.sentence(found, subject.peak)), WIDE)
     print(text, end="")
     if out is not None:
@@ -51,6 +52,12 @@ def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
         print(report.write_report(out))
 
 
+def simulate_all(estimates: Sequence[MemoryEstimate]) -> None:
+    """Simulate each now, with a bar, rather than when it is first read."""
+    for one in track(estimates, "networks", len(estimates)):
+        _ = one.meter
+
+
 def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
     """By level, the network with half the width there; none where groups of 8 would have 4 channels, for example."""
     found = {}
@@ -58,14 +65,6 @@ def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
         options = budget.resized(subject.options, partial(_scaled, 0.5, [level]))
         if options != subject.options and budget.is_allowed(subject.config, options):
             found[level] = replace(subject, options=options, steps=ENOUGH)
-    return found
-
-
-def advice(subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate]) -> dict[str, Any]:
-    """Where the peak is, and what half the width there would need."""
-    found = tables.peak_location(subject.entry)
-    if (other := narrower.get(found["level"])) is not None:
-        found |= {"override": " ".join(budget.width_overrides(other.options)), "halved_peak_bytes": other.peak}
     return found
 
 
@@ -172,15 +171,11 @@ def _family(relatives: Sequence[MemoryEstimate]) -> Table:
     return Table(columns, rows)
 
 
-def joined(subject: MemoryEstimate) -> tuple[int, int] | None:
+def _joined(subject: MemoryEstimate) -> str:
     """Channels of the skip and of what comes from below where a U-Net joins them at full resolution."""
     stage, skip = f"up{len(subject.options.features) - 1}", subject.options.features[0]
     made = (s for s in subject.ledger.storages if (s.operation, s.scope.module) == ("aten.cat.default", stage))
-    return next(((skip, storage.shape[1] - skip) for storage in made), None)
-
-
-def _joined(subject: MemoryEstimate) -> str:
-    return f"{pair[0]} + {pair[1]} = {sum(pair)}" if (pair := joined(subject)) else ""
+    return next((f"{skip} + {s.shape[1] - skip} = {s.shape[1]}" for s in made), "")
 
 
 def _paradoxes(subject: MemoryEstimate, relatives: Sequence[MemoryEstimate]) -> Iterator[str]:

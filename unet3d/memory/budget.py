@@ -1,6 +1,5 @@
 """What fits a memory budget: one search, for `budget=`, for `memory fit`, and for a run that ran out of memory."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -45,11 +44,11 @@ class Option(NamedTuple):
 @memoized
 def simulated(option: Option) -> Option:
     """The option as a run takes it: with the segments that it chooses, and the peak of its second step."""
-    starts, fraction = segments.choose_segments(option.config, option.model)
+    segment_starts, fraction = segments.choose_segments(option.config, option.model)
     peak = segments.profile_stages(option.config, option.model).peak
-    if starts:
-        peak = simulate(option.config, option.model, starts, steps=ENOUGH).ledger.peak_bytes()
-    return Option(*option[:4], peak, fraction / PASSES, max(1, len(starts)))
+    if segment_starts:
+        peak = simulate(option.config, option.model, segment_starts, steps=ENOUGH).ledger.peak_bytes()
+    return Option(*option[:4], peak, fraction / PASSES, max(1, len(segment_starts)))
 
 
 def search(asked: Option) -> list[Option]:
@@ -59,9 +58,9 @@ def search(asked: Option) -> list[Option]:
         profile = segments.profile_stages(way.config, way.model)
         found.append(way._replace(overrides=way.overrides + ("ckpt=0",) * (ckpt != 0), peak_bytes=profile.peak))
         words, config = way.overrides + ("ckpt=auto",) * (ckpt != "auto"), replace(way.config, ckpt="auto")
-        for starts in segments.partitions(len(profile.forward), len(profile.forward)):
-            peak, fraction = segments.estimated_peak(profile, starts), segments.recompute_fraction(profile, starts)
-            found.append(Option(words, way.changes, config, way.model, peak, fraction / PASSES, len(starts), False))
+        for choice in segments.partitions(len(profile.forward), len(profile.forward)):
+            peak, fraction = segments.estimated_peak(profile, choice), segments.recompute_fraction(profile, choice)
+            found.append(Option(words, way.changes, config, way.model, peak, fraction / PASSES, len(choice), False))
     return sorted(found, key=Option.cost)
 
 
@@ -106,7 +105,7 @@ def find_fit(asked: Option, budget: int) -> tuple[list[Option], Option]:
 
 def smaller(found: Iterable[Option]) -> Iterator[Option]:
     """The lowest peak, then smaller networks and patches, simulated, each with a lower peak than those before."""
-    halves, lowest = [min(found, key=lambda option: option.peak_bytes)], math.inf
+    halves, lowest = [min(found, key=lambda option: option.peak_bytes)], float("inf")
     while half := _halved(halves[-1]):
         halves.append(half)
     for half in track(halves, "smaller networks and patches, at most", len(halves)):
@@ -159,8 +158,8 @@ def is_allowed(config: Config, options: Model) -> bool:
 
 def sees_the_batch(config: Config, options: Model) -> bool:
     """Whether a norm, Dice or mean is over the whole batch, so that parts change it; assumed of a user's network."""
-    norm, loss = options.norm if options.features else "batch", config.loss
-    return norm.startswith("batch") or loss.batch_dice or loss.name != "dice"
+    norm, loss = options.norm if options.features else "batch", getattr(config.loss, "path", None) or config.loss.name
+    return norm.startswith("batch") or config.loss.batch_dice or loss != "dice"
 
 
 def lean_operation(options: Model) -> list[tuple[str, Model]]:

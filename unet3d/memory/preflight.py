@@ -20,7 +20,7 @@ from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
 from unet3d.memory.segments import choose_segments, predicted
 from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_mode, fake_model, simulate, validation_peak
 from unet3d.memory.tables import moment, peak_location, sentence
-from unet3d.progress import counting, track
+from unet3d.progress import counting
 from unet3d.types import mib
 
 
@@ -68,19 +68,13 @@ class MemoryEstimate:
             return layer_counts(model, lambda: policy.forward(model, image))
 
 
-def simulate_all(estimates: Sequence[MemoryEstimate]) -> None:
-    """Simulate each now, with a bar, rather than at the first question to it."""
-    for one in track(estimates, "networks", len(estimates)):
-        _ = one.meter
-
-
 def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
     """The memory of `python train.py OVERRIDES`; with `half`, weights and images are float16. Raises UserError."""
     config = compose.compose(overrides)
     if half and config.amp:
         raise UserError("--half makes the whole network half precision, which leaves nothing to amp=true; drop one")
     options, dtype = build.outlined_options(config), torch.float16 if half else torch.float32
-    return MemoryEstimate(compose.choice("model", overrides), config, options, dtype)
+    return MemoryEstimate(getattr(options, "path", None) or compose.choice("model", overrides), config, options, dtype)
 
 
 class Preflight(NamedTuple):
@@ -96,8 +90,9 @@ def preflight(config: Config, options: Model) -> Preflight:
         build.device(config)
     is_cuda = build.target(config) == "cuda"
     with counting("predicting memory", 2) as counter:
-        starts, fraction = choose_segments(config, options)
-        meter = simulate(config, options, starts, steps=STEADY if is_cuda else ENOUGH)  # an allocator settles later
+        segment_starts, fraction = choose_segments(config, options)
+        steps = STEADY if is_cuda else ENOUGH  # an allocator settles later
+        meter = simulate(config, options, segment_starts, steps=steps)
         counter.advance()
         found, parameters = meter.summary(), sum(p.numel() for p in meter.model.parameters())
         peak, names = found["peak_bytes"], [name for name, _ in meter.model.named_children()]
@@ -105,18 +100,22 @@ def preflight(config: Config, options: Model) -> Preflight:
         print(f"{parameters:,} parameters; {peaks}", flush=True)
         if is_cuda:
             conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-            held = replay(meter.ledger.events, "expandable_segments:true" in conf.lower())
-            found |= held._asdict()
-            blocks = f"{mib(held.allocated_bytes)} MiB allocated, {mib(held.reserved_bytes)} MiB reserved (replay),"
-            print(f"on CUDA: {blocks}\nwithout convolution workspaces and the context; not yet verified on a GPU")
+            allocated, reserved = replay(meter.ledger.events, "expandable_segments:true" in conf.lower())
+            found |= {"allocated_bytes": allocated, "reserved_bytes": reserved}
+            print(f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay),")
+            print("without convolution workspaces and the context; not yet verified on a GPU", flush=True)
         refuse_over_budget(Option((), "nothing", config, options, peak, fraction / PASSES))
         location, validation = peak_location(found), validation_peak(config, options, found["state"]["optimizer"])
-        lines = [sentence(location, peak)] + [f"checkpointed segments: {segment_names(names, starts)}"] * bool(starts)
-        more = f"validation needs more than a step: {mib(validation)} MiB (ledger, predicted)"
-        print(*lines, *[more] * (validation > peak), sep="\n", flush=True)
+        lines = [sentence(location, peak)]
+        if segment_starts:
+            lines.append(f"checkpointed segments: {segment_names(names, segment_starts)}")
+        if validation > peak:
+            lines.append(f"validation needs more than a step: {mib(validation)} MiB (ledger, predicted)")
+        print(*lines, sep="\n", flush=True)
         counter.advance()
-    memory = {"parameters": parameters, "predicted": found, "advice": location, "segments": [names[i] for i in starts]}
-    return Preflight(starts, memory | {"predicted_validation_bytes": validation})
+    memory = {"parameters": parameters, "predicted": found, "advice": location}
+    memory |= {"predicted_validation_bytes": validation, "segments": [names[start] for start in segment_starts]}
+    return Preflight(segment_starts, memory)
 
 
 def segment_names(names: list[str], segment_starts: SegmentStarts) -> str:

@@ -96,17 +96,17 @@ def _profile(ledger: Ledger, inputs: Mapping[str, frozenset[int]]) -> StageProfi
     flops = Counter[str]()
     for call in ledger.convolutions:
         if begin <= call.event <= end:
-            flops[_stage(call.module)] += call.flops
+            flops[call.module.partition(".")[0]] += call.flops
     saved = Counter[str]()  # for backward, made in forward
     for storage in ledger.alive_at(spans["backward"][0]):
         if storage.born >= begin and storage.role is None:
-            saved[_stage(storage.scope.module)] += storage.bytes
+            saved[storage.scope.module.partition(".")[0]] += storage.bytes
     until = dict(zip(names, accumulate(saved[name] for name in names), strict=True))
     forward, backward, waiting = (dict.fromkeys(names, 0) for _ in range(3))
     outside = max(alive[spans["loss"][0] : spans["loss"][1] + 1])
     for phase, peaks in (("forward", forward), ("backward", backward)):
         for event, (index, change) in enumerate(ledger.events[slice(*spans[phase])], spans[phase][0]):
-            stage = _stage(ledger.storages[index].scope.module)
+            stage = ledger.storages[index].scope.module.partition(".")[0]
             if change > 0 and stage in peaks:
                 if phase == "backward" and not peaks[stage]:
                     waiting[stage] = alive[event] - alive[begin] - until[stage]
@@ -126,10 +126,6 @@ def _profile(ledger: Ledger, inputs: Mapping[str, frozenset[int]]) -> StageProfi
         flops=[flops[name] for name in names],
         optimizer_state=ends["steady"] - ends["first"],
     )
-
-
-def _stage(path: str) -> str:
-    return path.partition(".")[0]
 
 
 def best_segment_starts(
@@ -172,8 +168,8 @@ def _likely(profile: StageProfile, most: int, budget: int) -> Iterator[SegmentSt
 def partitions(stages: int, most: int, least: int = 2) -> Iterator[SegmentStarts]:
     """All ways to split so many stages into `least` to `most` segments."""
     for segments in range(least, most + 1):
-        for starts in combinations(range(1, stages), segments - 1):
-            yield (0, *starts)
+        for later in combinations(range(1, stages), segments - 1):
+            yield (0, *later)
 
 
 def estimated_peak(profile: StageProfile, segment_starts: SegmentStarts) -> int:
