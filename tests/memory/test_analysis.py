@@ -126,16 +126,12 @@ def test_where_weights_dominate_the_peak_is_at_the_deep_level() -> None:
     small = estimate("data.patch=[8,8,8]", "batch=1", "model.features=[8,8,256]")
     location = tables.peak_location(small.entry)
     assert location["level"] == 2 and location["mostly"] in ("optimizer", "params")
+    assert sentence(location, small.peak).endswith("at level 2, mostly optimizer state.")
 
 
-def test_a_level_that_cannot_be_halved_gets_no_advice() -> None:
+def test_a_narrower_network_is_as_precise_and_has_groups_that_divide_its_widths() -> None:
     groups = estimate("model.norm=group", "model.groups=8", "model.features=[8,16,32]")
-    narrower = narrowed(groups)
-    assert list(narrower) == [1, 2], "8 groups do not divide 4 channels"
-    assert "half the width" not in sentence(tables.peak_location(groups.entry), groups.peak)
-
-
-def test_a_narrower_network_has_the_same_precision() -> None:
+    assert list(narrowed(groups)) == [1, 2], "8 groups do not divide 4 channels"
     subject = replace(estimate("data.patch=[32,32,32]", "optim=adam"), dtype=torch.float16)
     assert 0.5 * subject.peak < narrowed(subject)[0].peak < 0.8 * subject.peak
 

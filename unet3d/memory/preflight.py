@@ -100,17 +100,10 @@ def preflight(config: Config, options: Model) -> Preflight:
         print(f"{parameters:,} parameters; {peaks}", flush=True)
         if is_cuda:
             conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-            held = replay(meter.ledger.events, "expandable_segments:true" in conf.lower())
-            found |= held._asdict()
-            blocks = (
-                f"on CUDA: {mib(held.allocated_bytes)} MiB allocated, {mib(held.reserved_bytes)} MiB reserved (replay),"
-            )
-            print(
-                blocks,
-                "without convolution workspaces and the context; not yet verified on a GPU",
-                sep="\n",
-                flush=True,
-            )
+            allocated, reserved = replay(meter.ledger.events, "expandable_segments:true" in conf.lower())
+            found |= {"allocated_bytes": allocated, "reserved_bytes": reserved}
+            print(f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay),")
+            print("without convolution workspaces and the context; not yet verified on a GPU", flush=True)
         refuse_over_budget(Option((), "nothing", config, options, peak, fraction / PASSES))
         location, validation = peak_location(found), validation_peak(config, options, found["state"]["optimizer"])
         lines = [sentence(location, peak)]
