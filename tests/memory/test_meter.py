@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unet3d.memory.analysis import by_phase
-from unet3d.memory.meter import STEADY, CudaMeter, LedgerMeter
+from unet3d.memory.meter import STEADY, CudaMeter, LedgerMeter, open_meter
 from unet3d.model.unet import UNet3D
 from unet3d.train.losses import SegmentationLoss
 from unet3d.train.policy import MemoryPolicy
@@ -32,6 +32,11 @@ def test_first_and_later_steps_differ_by_what_adam_keeps(network: Network) -> No
         assert peaks["steady"] - peaks["first"] == states, phase
     assert summary["peak_bytes"] == max(max(p.values()) for p in summary["phases"].values())
     assert sum(name == "end" for _, name in meter.ledger.marks) == STEADY, "later steps run unmeasured"
+
+
+def test_on_the_cpu_the_ledger_alone_measures(network: Network) -> None:
+    model = network("model=unet_tiny")
+    assert type(open_meter(model, torch.optim.Adam(model.parameters()))) is LedgerMeter
 
 
 def test_a_step_with_a_skipped_update_does_not_count_as_one_that_repeats(network: Network) -> None:

@@ -32,10 +32,11 @@ VARIANTS = [
     ("loss=ce", "model.activation=swish_lean"),
     ("model.residual=true", "model.inplace=true"),
 ]
+NET = ["model=unet_tiny", "model.features=[4,8]", "model.groups=4", "data.patch=[16,8,8]"]
 
 
 def config(*overrides: str) -> Config:
-    found = compose.compose(["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,8,8]", *overrides])
+    found = compose.compose([*NET, *overrides])
     found.amp = found.amp or found.amp_dtype != "auto"
     found.model.in_channels, found.model.classes = 2, 3
     return found

@@ -35,10 +35,9 @@ def sentence(advice: Entry, peak: int) -> str:
     level = {0: "at full resolution (level 0), ", "other": ""}.get(advice["level"], f"at level {advice['level']}, ")
     share = f"{advice['bytes'] / peak:.0%} of the peak ({mib(advice['bytes'])} of {mib(peak)} MiB)"
     found = f"{share} is {level}mostly {NAMES[advice['mostly']]}"
-    if advice.get("halved_peak_bytes") is None:
+    if (halved := advice.get("halved_peak_bytes")) is None:
         return f"{found}."
-    saved = 1 - advice["halved_peak_bytes"] / peak
-    lower = f"{mib(advice['halved_peak_bytes'])} MiB, {saved:.0%} less" if saved > 0 else "no less"
+    lower = f"{mib(halved)} MiB, {1 - halved / peak:.0%} less" if halved < peak else "no less"
     return f"{found}; half the width there ({advice['override']}) would need {lower} (predicted)."
 
 
