@@ -94,7 +94,7 @@ def test_what_was_predicted_is_what_was_measured(finished: Path) -> None:
 
 def test_a_run_shows_where_its_memory_went(finished: Path) -> None:
     page = (finished / "report.html").read_text()
-    for line in ("The ledger&#x27;s peak, ", "of the peak (", "half the width there", "down1.conv1", "gradients"):
+    for line in ("The ledger&#x27;s peak, ", "of the peak (", "mostly activations", "down1.conv1", "gradients"):
         assert line in page, line
     assert len(page) < 5 * 2**20
     assert page.count("<img") == 5, "prediction, curves, and memory per phase, over a step, by layer"
