@@ -360,19 +360,15 @@ def test_a_label_map_without_any_label_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "what"),
     [
-        (["data.sparse=[1,1]"], "three numbers of slices"),
+        (["data.sparse=[1,1]"], "give three"),
         (["data.sparse=[0,0,0]"], "not all 0"),
         (["data.sparse=[1,-1,1]"], "must be >= 0"),
         (["data.semi=true"], "add data.sparse"),
-        (["data.semi=true", "data.sparse=[3,3,3]", "data.fold=0"], "leave data.fold"),
+        (["data.semi=true", "data.sparse=[3,3,3]", "data.fold=0"], "set data.fold"),
         (["data.sparse_fold=0"], "data.semi=true"),
-        (["data.scored=[2,2,2]"], "data.semi=true"),
         (["optim.average=0.9", "model.norm=batch"], "another norm"),
         (["data.semi=true", "data.sparse=[3,3,3]", "data.sparse_fold=3"], "runs from 0 to 2"),
         (["data.semi=true", "data.sparse=[2,2,2]", "data.sparse_fold=0"], "too few slices"),
-        (["data.sparse_folds=4"], "data.sparse_folds does nothing"),
-        (["data.semi=true", "data.sparse=[3,3,3]", "data.sparse_folds=4"], "data.sparse_folds does nothing"),
-        (["data.semi=true", "data.sparse=[3,3,3]", "data.val_fraction=0.5"], "data.val_fraction does nothing"),
     ],
 )
 def test_options_of_sparse_annotation_that_do_not_fit_are_refused(overrides: list[str], what: str) -> None:

@@ -18,7 +18,7 @@ from unet3d.memory.ledger import CATEGORIES, Ledger
 from unet3d.memory.meter import ENOUGH, LedgerMeter
 from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.tables import sentence
-from unet3d.train.losses import SegmentationLoss
+from unet3d.train.losses import LOSSES, SegmentationLoss
 from unet3d.train.policy import MemoryPolicy
 from unet3d.train.step import train_step
 from unet3d.types import Batch
@@ -241,11 +241,11 @@ def plain(names: str = "0 1 2 3 4") -> nn.Sequential:
 
 def trained(network: nn.Module, starts: tuple[int, ...]) -> dict[str, Any]:
     """The summary of two steps."""
-    optimizer, policy = torch.optim.Adam(network.parameters()), MemoryPolicy(starts=starts)
+    optimizer, policy = torch.optim.Adam(network.parameters()), MemoryPolicy(segment_starts=starts)
     meter = LedgerMeter(network, optimizer)
     batch = Batch(torch.rand(1, 1, 8, 8, 8), torch.zeros(1, 8, 8, 8, dtype=torch.int16))
     for _ in range(ENOUGH):
-        train_step(network, SegmentationLoss("ce"), optimizer, policy.scaler(), policy, [batch], meter.mark)
+        train_step(network, SegmentationLoss(LOSSES["ce"]), optimizer, policy.scaler(), policy, [batch], meter.mark)
     return meter.summary()
 
 

@@ -107,7 +107,7 @@ def test_peaks_against_batch_width_and_patch(tmp_path: Path) -> None:
         (["--curves"], "add -o FOLDER"),
         (["model=forum_mid", "amp=true", "--half"], "drop one"),
         (["model=unet_tiny", "ckpt=99"], "ckpt=99"),
-        (["fit", "model=unet_tiny", *NET, "budget=1MiB", "--half"], "has no --half"),
+        (["fit", "model=unet_tiny", *NET, "budget=1MiB", "--half"], "remove -o, --curves, --half"),
         (["-o", "FILE"], "is a file"),
         (["-o", "RUN"], "holds a run"),
         (["model=unet_tiny", *NET, "batch=2,2"], "more than once"),
@@ -125,7 +125,7 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture, tmp_path: Path, ar
 
 
 def test_a_mistake_is_answered_before_torch_loads() -> None:
-    code = "import sys; from unet3d import __main__ as m; sys.argv = ['unet3d', 'memory', 'ckpt=two']; "
+    code = "import sys; from unet3d.cli import main as m; sys.argv = ['unet3d', 'memory', 'ckpt=two']; "
     done = subprocess.run(
         [sys.executable, "-c", code + "c = m.main(); print('torch' in sys.modules); sys.exit(c)"],
         capture_output=True,

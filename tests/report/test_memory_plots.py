@@ -131,7 +131,7 @@ def test_phases_too_narrow_for_their_names_have_none(draw: Callable[..., Axes]) 
 @pytest.mark.parametrize("peak", [None, 0, 9999])
 def test_a_peak_anywhere_in_many_events_is_legible(draw: Callable[..., Axes], peak: int | None) -> None:
     rows = [
-        analysis.Row(i, "forward" if i < 5000 else "backward", "inc.conv1", "add", "temporaries", change, 0)
+        analysis.TimelineRow(i, "forward" if i < 5000 else "backward", "inc.conv1", "add", "temporaries", change, 0)
         for i, change in enumerate(MIB if i == peak else 0 for i in range(10000))
     ]
     axes = draw(memory_plots.timeline_plot, {"params": MIB // 2}, rows)

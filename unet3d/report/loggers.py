@@ -16,7 +16,6 @@ from rich.console import Console, Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from unet3d import build
 from unet3d.config import Config
 from unet3d.errors import is_disk_full, reason
 from unet3d.progress import Counter
@@ -68,6 +67,8 @@ class Loggers:
 
 def open_loggers(config: Config, folder: Path) -> Loggers:
     """The loggers of a run in its folder: metrics.jsonl, and wandb unless it is disabled or fails to start."""
+    from unet3d import build  # loads torch, which reading a report does not need
+
     found: list[Logger] = [JsonLines(folder / "metrics.jsonl"), *wandb_loggers(config, folder)]
     for make in build.import_all(config)["loggers"]:  # the user's own
         _succeeds(f"{make} does not start", lambda make=make: found.append(make(config, folder)))
