@@ -45,14 +45,16 @@ def imports(path: Path, top_level_only: bool = False) -> frozenset[str]:
     return frozenset(found)
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     paths = {".".join(p.relative_to(PACKAGE).with_suffix("").parts): p for p in PACKAGE.rglob("*.py")}
     return {name: path for name, path in paths.items() if not name.endswith("__init__")}
 
 
-def uses(name: str) -> set[str]:
+@functools.cache
+def uses(name: str) -> frozenset[str]:
     """The modules of the package that a module imports, also within functions."""
-    return {other for other in modules() if f"unet3d.{other}" in imports(modules()[name])}
+    return frozenset(other for other in modules() if f"unet3d.{other}" in imports(modules()[name]))
 
 
 def layer(name: str) -> int:

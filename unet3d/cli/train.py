@@ -102,7 +102,7 @@ def job_of_sweep(config: Config, folder: Path, overrides: list[str]) -> tuple[in
             return int(ended.code or 0), ended.code == lifecycle.INTERRUPTED
         return 0, False
     before, _ = lifecycle.status(folder)
-    searched = [word for word in HydraConfig.get().overrides.hydra if word.startswith("hydra.searchpath=")]
+    searched = [word for word in sys.argv if word.startswith("hydra.searchpath=")]
     words = [*overrides, *searched, lifecycle.path_option("hydra.run.dir", folder.resolve())]
     code, is_asked = lifecycle.run_process([sys.executable, "-m", "unet3d.cli.train", *words])
     after, text = lifecycle.status(folder)

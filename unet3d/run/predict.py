@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,8 @@ def segmenter(found: TrainedNetworks, device: str, mirror: bool | None) -> Segme
     if mirror is not None:
         config.inference = dataclasses.replace(config.inference, mirror=mirror)
         checks.check(config, here=False)  # not every network can be mirrored
+        if mirror and not config.data.augment.mirror:
+            print("warning: mirroring does nothing: this network has data.augment.mirror=[]", file=sys.stderr)
     where = build.device(config)
     loaded = networks(found, where)
     predictor = build.predictor(config, loaded, config.model, build.policy(config, where.type, ()))
