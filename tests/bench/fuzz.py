@@ -1,7 +1,7 @@
 """Damage real files at random and read them as a run would: `python tests/bench/fuzz.py --files 2000 --seed 0`.
 
 Each trial damages one file of a small data set, a NIfTI file or dataset.json, and takes the set through the quick
-check, the full check and the reader. All that may come of it is a told problem, or a data set that can be read. What
+check, the full check and the reader. It must end in a problem that is printed, or in a data set that can be read. What
 counts as a failure: any exception but UserError, a message that is not printable text, a run that is refused what the
 check has passed, a file opened outside of the data set, more memory than the limit on the address space leaves, and
 more seconds than the bound.

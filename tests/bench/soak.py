@@ -29,7 +29,7 @@ def digest(run: Path) -> str:
     return found.hexdigest()
 
 
-def steps_told(run: Path) -> int:
+def recorded_steps(run: Path) -> int:
     """Lines of metrics.jsonl, which grow with the steps."""
     path = run / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -38,15 +38,16 @@ def steps_told(run: Path) -> int:
 def kill_somewhere(place: Path, words: list[str], rng: random.Random) -> None:
     """Start or go on, and kill after some more records, at any moment of a step."""
     child, _ = start(place, *words)
-    wanted = steps_told(place / "run") + rng.randint(0, 2 * STEPS // 30)
-    while child.is_alive() and steps_told(place / "run") < wanted:
+    wanted = recorded_steps(place / "run") + rng.randint(0, 2 * STEPS // 30)
+    while child.is_alive() and recorded_steps(place / "run") < wanted:
         time.sleep(0.001)
     time.sleep(rng.random() * 0.3)
     if child.pid and child.is_alive():
         os.kill(child.pid, signal.SIGKILL)
     ended = Ended(child, place)
     print(
-        f"exit code {ended.code} with {steps_told(place / 'run')} records told {ended.err.strip()[-200:]}", flush=True
+        f"exit code {ended.code} with {recorded_steps(place / 'run')} records, last line: {ended.err.strip()[-200:]}",
+        flush=True,
     )
 
 
