@@ -115,10 +115,7 @@ def write_timeline(ledger: Ledger, path: Path) -> None:
 
 
 def write_changes(ledger: Ledger, path: Path) -> None:
-    """Write as text what each phase of the last step added (+) and removed (-), a line for storages that are alike.
-
-    Without a complete step the file is empty.
-    """
+    """Write what each phase of the last complete step, if any, added (+) and removed (-), a line for alike storages."""
     alive, lines = ledger.alive_bytes(), []
     for phase, start, end in last_step(ledger):
         lines.append(f"{phase}: {end - start} events, from {mib(alive[start])} MiB to {mib(alive[end])} MiB")

@@ -103,8 +103,7 @@ def add_measured(folder: Path, parameters: int, measured: dict[str, Any], before
         measured = _with_first_of(known, measured)
     found |= {"parameters": parameters, "measured": measured, "measured_segments": segments}
     if "predicted" in found:  # tensors against tensors: on CUDA the ledger's, without workspaces and rounding
-        peak = measured.get("ledger", measured)["peak_bytes"]
-        found["error_bytes"] = found["predicted"]["peak_bytes"] - peak
+        found["error_bytes"] = found["predicted"]["peak_bytes"] - measured.get("ledger", measured)["peak_bytes"]
     write_json(folder / "memory.json", found)
 
 
