@@ -75,8 +75,7 @@ class LedgerMeter:
 class CudaMeter(LedgerMeter):
     """Peak bytes that torch's CUDA allocator gave out between two marks: host counters, so nothing is synchronised.
 
-    The counters know no categories and no modules. The ledger of the first steps does: it sees every tensor, but
-    neither the kernels' workspaces nor the allocator's rounding.
+    The ledger of the first steps adds categories and modules, but sees no workspaces of kernels and no rounding.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

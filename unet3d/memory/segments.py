@@ -189,7 +189,7 @@ def recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> 
 
 
 def simulated_peak(config: Config, options: Model, profile: StageProfile, segment_starts: SegmentStarts) -> int:
-    """Of later steps, from a first one with a plain optimizer, which changes the update alone; no segments change that."""
+    """Of later steps, from a first one with a plain optimizer, which changes the update alone; no segment does."""
     plain = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)
     peak = _first_step_peak(replace(step_key(config), optim=plain), options, segment_starts)
     return max(profile.update, peak + profile.optimizer_state)

@@ -46,8 +46,7 @@ def simulate(
 ) -> LedgerMeter:
     """The run's own network and step on fake tensors; the returned meter holds the ledger.
 
-    `options` have channels, classes, kernels and strides set. `dtype` is that of weights and images. `watch` may add
-    hooks to the network. A step for `device=cuda` needs no GPU.
+    `options` leave nothing open; `dtype` is that of weights and images; `watch` may add hooks. No step needs a GPU.
     """
     assert options.in_channels is not None and options.classes is not None
     random_state, on_gpu = torch.get_rng_state(), build.target(config) == "cuda"
@@ -158,9 +157,8 @@ def fake_mode(device_type: str = "cpu") -> Iterator[None]:
 class _Corrections(TorchDispatchMode):
     """Where fake tensors differ from real ones.
 
-    `.item()` gives 0 (a loss of 0, no overflow found); known numbers, as Adam's step count, stay known. The statistics
-    that normalisation saves are float32 if its parameters are, also for half-precision maps, whose gradients are of
-    their own type.
+    `.item()` gives 0 (a loss of 0, no overflow found); known numbers, as Adam's step count, stay known. Statistics that
+    normalisation saves have its parameters' type, also for half-precision maps, whose gradients have their own type.
     """
 
     @classmethod

@@ -63,12 +63,6 @@ def is_done(folder: Path) -> bool:
     return _text(folder / "STATUS").startswith("done\n")
 
 
-def sweep_orphans(folder: Path) -> None:
-    """Delete the unfinished files of a run that was killed."""
-    for orphan in (*folder.glob("**/.*.tmp"), *folder.glob("checkpoints/*.tmp")):
-        orphan.unlink(missing_ok=True)
-
-
 def forget_after(metrics: Path, step: int, validated: int) -> int:
     """Drop the records that a run resumed at `step`, last validated at `validated`, repeats; returns the last step."""
     if not metrics.exists():

@@ -140,7 +140,8 @@ class Checkpoints:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise SnapshotError(f"{path}: not all of a run's state, or of another run ({error!r})") from error
-        run_folder.sweep_orphans(self.folder)
+        for orphan in (*self.folder.glob("**/.*.tmp"), *self.folder.glob("checkpoints/*.tmp")):
+            orphan.unlink(missing_ok=True)  # what a killed run left unfinished
         last = run_folder.forget_after(self.folder / "metrics.jsonl", step, validated)
         if wrong:
             lost = f"; steps {step + 1} to {last} are taken again" if last > step else ""
