@@ -220,7 +220,7 @@ def test_probabilities_of_one_volume_are_in_memory_at_a_time(hd95: bool, monkeyp
     """And none while distances are measured."""
     predictor, cases, kept = Watched(), [Case(name, (), None) for name in "ab"], []
     monkeypatch.setattr(validate, "score_case", lambda *_: [given() for given in predictor.given])
-    found = evaluate(predictor, cases, phantom, 2, hd95, lambda case, made: kept.append((case.id, made.shape)))  # type: ignore[arg-type]
+    found = evaluate(predictor, cases, phantom, 2, hd95, "all", lambda case, made: kept.append((case.id, made.shape)))  # type: ignore[arg-type]
     assert kept == [("a", (2, 4, 4, 4)), ("b", (2, 4, 4, 4))]
     assert found == [[None], [None, None]]
 

@@ -16,7 +16,7 @@ from unet3d.errors import UserError
 from unet3d.memory import simulate
 from unet3d.memory.budget import Option, oom_suggestions, simulated
 from unet3d.memory.preflight import preflight
-from unet3d.memory.simulate import clear_memo
+from unet3d.memory.simulate import memo
 from unet3d.types import Batch
 
 WORDS = [
@@ -32,7 +32,7 @@ def config(*overrides: str) -> Config:
 @pytest.fixture(autouse=True)
 def from_the_start() -> None:
     """What other tests of this process simulated is simulated once more."""
-    clear_memo()
+    memo.clear()
 
 
 @pytest.fixture

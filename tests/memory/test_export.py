@@ -17,6 +17,7 @@ from unet3d.memory.ledger import CATEGORIES, Crossing, Ledger
 from unet3d.memory.meter import STEADY
 from unet3d.memory.segments import predicted
 from unet3d.memory.simulate import fake_mode
+from unet3d.report import memory_plots
 
 VIEWER_KNOWS = {
     *("PROTO", "FRAME", "MEMOIZE", "MARK", "STOP", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE"),
@@ -186,8 +187,8 @@ def test_a_trace_file_leaves_the_cache_empty(small: Ledger, tmp_path: Path) -> N
 
 
 def test_a_timeline_file_holds_every_event_of_the_last_step(small: Ledger, tmp_path: Path) -> None:
-    export.write_timeline(small, tmp_path / "timeline.csv")
-    with (tmp_path / "timeline.csv").open(newline="") as file:
+    memory_plots.write_ledger_files(small, "small", tmp_path)
+    with (tmp_path / "memory" / "timeline.csv").open(newline="") as file:
         header, *lines = csv.reader(file)
     assert header == list(analysis.TimelineRow._fields)
     assert lines == [[str(value) for value in row] for row in analysis.timeline_rows(small)[1]]

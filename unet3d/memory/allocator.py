@@ -1,9 +1,8 @@
 """What torch's CUDA caching allocator would hold for a list of allocations and releases.
 
-Its documented rules on one stream, with default settings: no `max_split_size`, no garbage collection, and enough
-memory, so that nothing cached is ever returned. Segments are assumed to lie at ascending addresses.
-
-Kind of error: replay. The order of events is the ledger's; another order, or kernels' scratch, may fragment otherwise.
+A replay by its documented rules on one stream, with default settings: no `max_split_size`, no garbage collection, and
+enough memory, so that nothing cached is ever returned. Segments are assumed to lie at ascending addresses. The order of
+events is the ledger's; another order, or kernels' scratch, may fragment otherwise.
 """
 
 from bisect import bisect_left, insort

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.files import write_csv, write_text
-from unet3d.memory.analysis import Group, TimelineRow, changed_groups, describe, last_step, layer, timeline_rows
+from unet3d.memory.analysis import Group, changed_groups, describe, last_step, layer
 from unet3d.memory.ledger import Ledger, Storage
 from unet3d.types import mib
 
@@ -90,8 +90,7 @@ def _frames(ledger: Ledger, storage: Storage, step: int) -> list[dict[str, Any]]
 def trace(ledger: Ledger, experiment: str, step: int) -> list[dict[str, Any]]:
     """The crossings of one step (from 0) as rows of TRACE_COLUMNS; empty if the ledger holds no such step.
 
-    `layer_idx` counts leaf modules in the order in which they are first entered, `call_idx` crossings. `mem_all` is
-    bytes alive; `mem_cached` is None, as a ledger has no cache.
+    `layer_idx` counts leaf modules as first entered, `call_idx` crossings; `mem_all`: bytes alive, `mem_cached`: None.
     """
     ends = [start for start, name in ledger.marks if name == "end"]
     alive, order, rows = ledger.alive_bytes(), dict[str, int](), list[dict[str, Any]]()
@@ -109,16 +108,8 @@ def write_trace(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     write_csv(path, TRACE_COLUMNS, ([row[column] for column in TRACE_COLUMNS] for row in rows))
 
 
-def write_timeline(ledger: Ledger, path: Path) -> None:
-    """Write every event of the last step as CSV, with the fields of `TimelineRow`."""
-    write_csv(path, TimelineRow._fields, timeline_rows(ledger)[1])
-
-
 def write_changes(ledger: Ledger, path: Path) -> None:
-    """Write as text what each phase of the last step added (+) and removed (-), a line for storages that are alike.
-
-    Without a complete step the file is empty.
-    """
+    """Write what each phase of the last complete step, if any, added (+) and removed (-), a line for alike storages."""
     alive, lines = ledger.alive_bytes(), []
     for phase, start, end in last_step(ledger):
         lines.append(f"{phase}: {end - start} events, from {mib(alive[start])} MiB to {mib(alive[end])} MiB")

@@ -37,14 +37,6 @@ class Crossing(NamedTuple):
     hook: str
 
 
-class Convolution(NamedTuple):
-    """One forward call."""
-
-    event: int  # events that had happened before it
-    module: str
-    flops: int
-
-
 @dataclass
 class Storage:
     """One storage's life; times are indices into the ledger's events."""
@@ -73,7 +65,7 @@ class Ledger(TorchDispatchMode):
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = [(0, "before")]
         self.crossings: list[tuple[int, Crossing]] = []
-        self.convolutions: list[Convolution] = []
+        self.convolutions: list[tuple[int, str, int]] = []  # of each forward call: events before it, module, FLOPs
         self._scope, self._device_type = scope, device_type
         self._alive: dict[int, tuple[int, Any]] = {}  # address of a storage: its index, a weak reference to it
 
@@ -161,7 +153,7 @@ class Ledger(TorchDispatchMode):
         scope = self._scope()
         if func is CONVOLUTION:
             flops = conv_flop_count(list(args[0].shape), list(args[1].shape), list(result.shape), args[6])
-            self.convolutions.append(Convolution(before, scope.module, flops))
+            self.convolutions.append((before, scope.module, flops))
         for tensor in _tensors(result):
             self._add(tensor, str(func), scope)
         return result

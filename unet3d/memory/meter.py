@@ -32,14 +32,9 @@ class LedgerMeter:
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self.ledger.claim(tensor, "params", path)
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether later steps repeat what was seen."""
-        return self.steps >= STEADY
-
     def mark(self, phase: str) -> None:
         """A phase of `train_step` begins, or the step "end"s."""
-        if self.is_steady:
+        if self.steps >= STEADY:  # later steps repeat what was seen
             return
         if not self.is_open:
             self.tracker.open()
@@ -50,7 +45,9 @@ class LedgerMeter:
         self.ledger.mark(phase)
         if phase == "end":
             self.close()
-            self.steps += not self._was_skipped()
+            # A step that fp16 skipped before the first update does not count: later steps keep the optimizer's state.
+            keeps = any("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
+            self.steps += bool(self.optimizer.state) or not keeps
 
     def close(self) -> None:
         """Stop measuring, also within a step that failed."""
@@ -74,17 +71,11 @@ class LedgerMeter:
                     if isinstance(state, Tensor):
                         self.ledger.claim(state, "optimizer", path)
 
-    def _was_skipped(self) -> bool:
-        """Whether fp16 overflowed before the first update: later steps keep more, the optimizer's state."""
-        keeps = any("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
-        return keeps and not self.optimizer.state
-
 
 class CudaMeter(LedgerMeter):
     """Peak bytes that torch's CUDA allocator gave out between two marks: host counters, so nothing is synchronised.
 
-    The counters know no categories and no modules. The ledger of the first steps does: it sees every tensor, but
-    neither the kernels' workspaces nor the allocator's rounding.
+    The ledger of the first steps adds categories and modules, but sees no workspaces of kernels and no rounding.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -32,18 +32,11 @@ class Segments(NamedTuple):
 
 
 def choose_segments(config: Config, options: Model) -> Segments:
-    """The segments that `ckpt` asks for.
-
-    Two to `ckpt` segments with the lowest peak; `auto`: any number, none where that saves nothing, and with a `budget`
-    the least recomputation that fits.
-    """
+    """Two to `ckpt` segments with the lowest peak; `auto`: any number or none, with a `budget` the least recomputed."""
     if not config.ckpt:
         return Segments((), 0)
     profile, is_auto = profile_stages(config, options), config.ckpt == "auto"
     least, most = (1, len(profile.forward)) if is_auto else (2, config.ckpt)
-    if len(profile.forward) < max(2, most):
-        stages = f"this network has {len(profile.forward)}"
-        raise UserError(f"ckpt={config.ckpt} groups the stages of an nn.Sequential; {stages}; use fewer, or 0 (off)")
     if len(profile.forward) < max(2, most):
         stages = f"this network has {len(profile.forward)}"
         raise UserError(f"ckpt={config.ckpt} groups the stages of an nn.Sequential; {stages}; use fewer, or 0 (off)")
@@ -97,9 +90,9 @@ def _profile(ledger: Ledger, inputs: Mapping[str, frozenset[int]]) -> StageProfi
     spans, alive, names = {name: (a, b) for name, a, b in last_step(ledger)}, ledger.alive_bytes(), list(inputs)
     (begin, end), ends = spans["forward"], phase_ends(ledger)["data"]
     flops = Counter[str]()
-    for call in ledger.convolutions:
-        if begin <= call.event <= end:
-            flops[call.module.partition(".")[0]] += call.flops
+    for event, module, count in ledger.convolutions:
+        if begin <= event <= end:
+            flops[module.partition(".")[0]] += count
     saved = Counter[str]()  # for backward, made in forward
     for storage in ledger.alive_at(spans["backward"][0]):
         if storage.born >= begin and storage.role is None:
@@ -145,10 +138,8 @@ def best_segment_starts(
         for choice in track(tried, "segment choices that may fit", len(tried)):
             if measure(choice) <= budget:
                 return choice
-    candidates = [
-        min(partitions(len(profile.forward), count, count), key=partial(_estimated_cost, profile))
-        for count in range(least, most + 1)
-    ]
+    cost, stages = partial(_estimated_cost, profile), len(profile.forward)
+    candidates = [min(partitions(stages, count, count), key=cost) for count in range(least, most + 1)]
     best = candidates[0]
     if len(candidates) > 1:
         peaks = {choice: measure(choice) for choice in track(candidates, "segment choices", len(candidates))}
@@ -198,10 +189,7 @@ def recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> 
 
 
 def simulated_peak(config: Config, options: Model, profile: StageProfile, segment_starts: SegmentStarts) -> int:
-    """Of later steps, from a simulated first step; segments do not lower the peak of the update.
-
-    The first step is simulated with a plain optimizer: the optimizer changes the update alone.
-    """
+    """Of later steps, from a first one with a plain optimizer, which changes the update alone; no segment does."""
     plain = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)
     peak = _first_step_peak(replace(step_key(config), optim=plain), options, segment_starts)
     return max(profile.update, peak + profile.optimizer_state)

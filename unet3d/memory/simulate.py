@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from unet3d.types import Batch, mib
 SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing
 P = ParamSpec("P")
 R = TypeVar("R")
-_memo: dict[tuple[Callable, str], Any] = {}
+memo: dict[tuple[Callable, str], Any] = {}  # results of all memoized functions
 NORMALISATIONS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_group_norm.default)
 # What autocast computes in float32 on CUDA and not on the CPU, of the operations in this package's forward passes: the
 # loss runs outside of autocast. torch's documentation lists all (section "CUDA Ops that autocast to float32").
@@ -46,8 +46,7 @@ def simulate(
 ) -> LedgerMeter:
     """The run's own network and step on fake tensors; the returned meter holds the ledger.
 
-    `options` have channels, classes, kernels and strides set. `dtype` is that of weights and images. `watch` may add
-    hooks to the network. A step for `device=cuda` needs no GPU.
+    `options` leave nothing open; `dtype` is that of weights and images; `watch` may add hooks. No step needs a GPU.
     """
     assert options.in_channels is not None and options.classes is not None
     random_state, on_gpu = torch.get_rng_state(), build.target(config) == "cuda"
@@ -104,47 +103,34 @@ def memoized(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         key = (function, repr((args, kwargs)))
-        if key not in _memo:
-            _memo[key] = function(*args, **kwargs)
-        found: R = _memo[key]
-        return found
+        if key not in memo:
+            memo[key] = function(*args, **kwargs)
+        return cast(R, memo[key])
 
     return call
 
 
-def clear_memo() -> None:
-    """Forget the results of all memoized functions."""
-    _memo.clear()
-
-
 def validation_peak(config: Config, options: Model, optimizer: int) -> int:
-    """Most bytes alive on the device in validation: weights, optimizer state, and the windows of one patch, mirrored.
-
-    `optimizer`: bytes of its state. The volume and its scores are in host memory and are not counted.
-    """
+    """Most bytes on the device in validation: weights, `optimizer` bytes of state, a patch, mirrored; no volumes."""
     with fake_mode(build.target(config)), torch.no_grad():
         model = fake_model(config, options, torch.float32).eval()
         return _window_peak(build.predictor(config, [model], options, build.policy(config, "cpu", ()))) + optimizer
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
-    """Raise UserError where a window of the snapshot at `path` would need more than all memory of the device.
-
-    A lower limit set by a container or a scheduler is not known here.
-    """
+    """Raise UserError where a window of the snapshot at `path` would need more than all memory of the device."""
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
         models = tuple(build.model(predictor.options, seed=0).eval() for _ in predictor.models)
         policy = MemoryPolicy("cpu", predictor.policy.dtype)
         needed = _window_peak(replace(predictor, models=models, policy=policy))
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # a container or a scheduler may allow less
     memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host
     if needed > memory:
         window = "x".join(map(str, predictor.window))
-        raise UserError(
-            f"{path}: its window of {window} voxels would hold {mib(needed)} MiB in tensors (predicted, ledger); "
-            f"{device.type} has {mib(memory)} MiB; predict on a larger device, or train with a smaller data.patch"
-        )
+        held = f"its window of {window} voxels would hold {mib(needed)} MiB in tensors (predicted, ledger)"
+        advice = "predict on a larger device, or train with a smaller data.patch"
+        raise UserError(f"{path}: {held}; {device.type} has {mib(memory)} MiB; {advice}")
 
 
 def _window_peak(predictor: Predictor) -> int:
@@ -163,20 +149,16 @@ def _window_peak(predictor: Predictor) -> int:
 @contextmanager
 def fake_mode(device_type: str = "cpu") -> Iterator[None]:
     """Tensors made inside occupy nothing; a number read from one is 0. Mixed precision is that of a device type."""
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        _Corrections(),
-        cuda_autocast() if device_type == "cuda" else nullcontext(),
-    ):
+    autocast = cuda_autocast() if device_type == "cuda" else nullcontext()
+    with FakeTensorMode(allow_non_fake_inputs=True), _Corrections(), autocast:
         yield
 
 
 class _Corrections(TorchDispatchMode):
     """Where fake tensors differ from real ones.
 
-    `.item()` gives 0 (a loss of 0, no overflow found); known numbers, as Adam's step count, stay known. The statistics
-    that normalisation saves are float32 if its parameters are, also for half-precision maps, whose gradients are of
-    their own type.
+    `.item()` gives 0 (a loss of 0, no overflow found); known numbers, as Adam's step count, stay known. Statistics that
+    normalisation saves have its parameters' type, also for half-precision maps, whose gradients have their own type.
     """
 
     @classmethod
@@ -225,6 +207,5 @@ def _cast_on_cpu_only() -> Iterator[str]:
 
 
 def _in_float32(overload: Any, *args: Any) -> Any:
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    with torch._C._ExcludeDispatchKeyGuard(keys):
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
         return overload(*(a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args))

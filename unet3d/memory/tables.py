@@ -28,10 +28,7 @@ def peak_location(entry: Entry) -> dict[str, Any]:
 
 
 def sentence(advice: Entry, peak: int) -> str:
-    """What `peak_location` found: what dominates the peak, at which level, and what half the width there saves.
-
-    `peak` is in bytes; the level of a network without levels is "other".
-    """
+    """What `peak_location` found: what dominates the peak (bytes), at which level, and what half its width saves."""
     level = {0: "at full resolution (level 0), ", "other": ""}.get(advice["level"], f"at level {advice['level']}, ")
     share = f"{advice['bytes'] / peak:.0%} of the peak ({mib(advice['bytes'])} of {mib(peak)} MiB)"
     found = f"{share} is {level}mostly {NAMES[advice['mostly']]}"

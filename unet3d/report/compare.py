@@ -189,7 +189,6 @@ def short(keys: Sequence[str]) -> list[str]:
 
 def mismatches(rows: Sequence[Row], varied: Sequence[str] = ()) -> list[str]:
     """A line for each difference that makes the runs not comparable; an experiment varies `varied` on purpose."""
-    pairs: dict[str, dict[str, Any]]
     pairs = {key: {row.name: row.settings.get(key) for row in rows} for key in SAME_CONFIG if key not in varied}
     pairs |= {key: {row.name: row.environment.get(key) for row in rows} for key in SAME_MACHINE}
     if len({row.settings.get("steps") for row in rows}) == 1:

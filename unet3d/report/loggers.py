@@ -88,12 +88,12 @@ def _succeeds(failure: str, act: Callable[..., object], *arguments: object) -> b
     try:
         act(*arguments)
     except Exception as error:
-        _warn(f"{failure} ({reason(error)}); the run goes on without it")
+        warn(f"{failure} ({reason(error)}); the run goes on without it")
         return False
     return True
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
@@ -119,7 +119,7 @@ class JsonLines:
             if not is_disk_full(error):
                 raise
             if not self._is_full:
-                _warn(f"{self._file.name}: {error.strerror}; its records wait in memory until there is room")
+                warn(f"{self._file.name}: {error.strerror}; its records wait in memory until there is room")
             self._is_full = True
 
     def _write(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unet3d.files import write_csv
 from unet3d.report.plots import GREY, PALE, Array, blank, colours
 from unet3d.types import MIB, mib
 
@@ -42,7 +43,7 @@ def write_ledger_files(ledger: "Ledger", name: str, folder: Path) -> None:
     files.mkdir(parents=True, exist_ok=True)
     (folder / "figures").mkdir(exist_ok=True)
     export.write_snapshot(ledger, files / "snapshot.pickle")
-    export.write_timeline(ledger, files / "timeline.csv")
+    write_csv(files / "timeline.csv", analysis.TimelineRow._fields, rows)
     export.write_trace(export.trace(ledger, name, last), files / "trace.csv")
     export.write_changes(ledger, files / "changes.txt")
     timeline_plot(start, rows, folder / "figures" / "memory_timeline.png")

@@ -247,11 +247,8 @@ def _scatter(runs: Sequence[PlottedRun], labels: list[str], fields: Sequence[str
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of the points that no other beats: less in one, not more in the other; by the first coordinate."""
-
-    def is_beaten(x: float, y: float) -> bool:
-        return any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
-
-    return sorted((i for i, point in enumerate(points) if not is_beaten(*point)), key=lambda i: points[i])
+    best = [i for i, (x, y) in enumerate(points) if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)]
+    return sorted(best, key=lambda i: points[i])
 
 
 def _bars(runs: Sequence[PlottedRun], labels: Sequence[str]) -> "Figure":

@@ -87,17 +87,14 @@ def _best(run: RunFolder) -> Record:
 
 
 def score_table(run: RunFolder) -> Table:
-    """A row per class with its means over the cases of scores.csv, else of the last validation; and their mean.
-
-    HD95 is a column if it was measured; if only some of the cases have one, their number is in brackets.
-    """
+    """A row per class with its means over the cases of scores.csv, else of the last validation; and their mean."""
     if not run.scores:
         return _means({key: [value] for key, value in run.last_validation.items()})
     return _means({str(key): [row.get(key) for row in run.scores] for key in run.scores[0]}, counts_cases=True)
 
 
 def _means(cells: Mapping[str, list[Any]], counts_cases: bool = False) -> Table:
-    """Means of each column that is called `metric/class` or `val/metric/class`."""
+    """Means of columns `metric/class` or `val/metric/class`; in brackets how many cases have an HD95, if not all."""
     columns = {key.removeprefix("val/"): column for key, column in cells.items()}
     scores = {key: [n for cell in column if (n := as_number(cell)) is not None] for key, column in columns.items()}
     classes = [key.removeprefix("dice/") for key in scores if key.startswith("dice/")]
@@ -147,11 +144,9 @@ def what_ran(run: RunFolder) -> str:
     try:
         model, patch = found["model"], "x".join(map(str, found["data"]["patch"]))
         network = model.get("path") or "U-Net " + "-".join(map(str, model["features"]))
-        return (
-            f"{network} on {found['data']['format']}, {found['steps']} steps of "
-            f"{found['batch'] * found['accumulate']} patches of {patch} voxels, "
-            f"AMP {'on' if found['amp'] else 'off'}, checkpointing {found['ckpt'] or 'off'}, seed {found['seed']}"
-        )
+        work = f"{found['steps']} steps of {found['batch'] * found['accumulate']} patches of {patch} voxels"
+        how = f"AMP {'on' if found['amp'] else 'off'}, checkpointing {found['ckpt'] or 'off'}, seed {found['seed']}"
+        return f"{network} on {found['data']['format']}, {work}, {how}"
     except (AttributeError, KeyError, TypeError):  # not a whole config
         return ""
 

@@ -63,12 +63,6 @@ def is_done(folder: Path) -> bool:
     return _text(folder / "STATUS").startswith("done\n")
 
 
-def sweep_orphans(folder: Path) -> None:
-    """Delete the unfinished files of a run that was killed."""
-    for orphan in (*folder.glob("**/.*.tmp"), *folder.glob("checkpoints/*.tmp")):
-        orphan.unlink(missing_ok=True)
-
-
 def forget_after(metrics: Path, step: int, validated: int) -> int:
     """Drop the records that a run resumed at `step`, last validated at `validated`, repeats; returns the last step."""
     if not metrics.exists():
@@ -103,8 +97,7 @@ def add_measured(folder: Path, parameters: int, measured: dict[str, Any], before
         measured = _with_first_of(known, measured)
     found |= {"parameters": parameters, "measured": measured, "measured_segments": segments}
     if "predicted" in found:  # tensors against tensors: on CUDA the ledger's, without workspaces and rounding
-        peak = measured.get("ledger", measured)["peak_bytes"]
-        found["error_bytes"] = found["predicted"]["peak_bytes"] - peak
+        found["error_bytes"] = found["predicted"]["peak_bytes"] - measured.get("ledger", measured)["peak_bytes"]
     write_json(folder / "memory.json", found)
 
 

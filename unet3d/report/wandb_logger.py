@@ -38,7 +38,9 @@ class WandbLogger:
         import wandb
 
         self._wandb: Any = wandb
-        earlier = _earlier_id(folder) if config.resume is not None else None
+        runs = folder.glob("wandb/*run-*-*") if config.resume is not None else ()  # wandb/[offline-]run-<time>-<id>
+        names = sorted(run.name.removeprefix("offline-") for run in runs)
+        earlier = names[-1].rpartition("-")[2] if names else None
         try:
             self._run = self._start(wandb_mode(config), config, folder, earlier)
         finally:
@@ -97,12 +99,6 @@ class WandbLogger:
 def wandb_mode(config: Config) -> str:
     """WANDB_MODE if it is set, else `wandb.mode`: wandb's users expect that the environment wins."""
     return os.environ.get("WANDB_MODE") or config.wandb.mode
-
-
-def _earlier_id(folder: Path) -> str | None:
-    """The id of the latest wandb run in the folder: wandb/[offline-]run-<time>-<id>."""
-    runs = sorted(folder.glob("wandb/*run-*-*"), key=lambda run: run.name.removeprefix("offline-"))
-    return runs[-1].name.rsplit("-", 1)[1] if runs else None
 
 
 def without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

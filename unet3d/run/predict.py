@@ -22,7 +22,6 @@ from unet3d.errors import SnapshotError, UserError
 from unet3d.train import checkpoint
 from unet3d.train.inference import Predictor
 
-Weights = dict[str, Tensor]
 Split = dict[str, Any]
 
 
@@ -35,7 +34,7 @@ class TrainedNetworks:
     classes: tuple[str, ...]  # background first
     channels: tuple[str, ...]
     intensity: tuple[Intensity, ...]  # a rule for each channel
-    weights: list[Weights]  # of each network: a run's snapshot holds one, a published one may hold several
+    weights: list[dict[str, Tensor]]  # of each network: a run's snapshot holds one, a published one may hold several
     splits: list[Split]  # what was held out from each
 
 

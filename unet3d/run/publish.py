@@ -1,6 +1,5 @@
 """Snapshots for others: published without paths, scored on labelled cases."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -14,6 +13,7 @@ from unet3d.data.preprocess import CaseReader
 from unet3d.errors import NotSaved, SnapshotError, UserError
 from unet3d.files import write_text
 from unet3d.memory.simulate import refuse_large_window
+from unet3d.report.loggers import warn
 from unet3d.report.report import SCORES_TITLE
 from unet3d.run import predict
 from unet3d.run.predict import TrainedNetworks, split_of
@@ -92,30 +92,20 @@ def score(path: Path, config: Config, out: Path, model_path: str | None = None) 
 
 def _refuse_misfit(found: TrainedNetworks, dataset: DatasetInfo) -> None:
     if (len(found.channels), found.classes) != (len(dataset.channels), dataset.classes):
-        raise UserError(
-            f"{found.path}: a network of {len(found.channels)} channels and the classes {', '.join(found.classes)}; "
-            f"the data has {len(dataset.channels)} and {', '.join(dataset.classes)}"
-        )
+        own = f"{len(found.channels)} channels and the classes {', '.join(found.classes)}"
+        given = f"{len(dataset.channels)} and {', '.join(dataset.classes)}"
+        raise UserError(f"{found.path}: a network of {own}; the data has {given}")
     if len(dataset.channels) > 1 and found.channels != dataset.channels:  # each layout has its own names for channels
-        print(
-            f"warning: {found.path}: its channels are {', '.join(found.channels)}, those of the data "
-            f"{', '.join(dataset.channels)}; they are taken in this order",
-            file=sys.stderr,
-        )
+        own, given = (", ".join(one.channels) for one in (found, dataset))
+        warn(f"{found.path}: its channels are {own}, those of the data {given}; they are taken in this order")
 
 
 def _warn_of_seen_cases(found: TrainedNetworks, fingerprint: Any, held_out: Sequence[Case], options: Data) -> None:
     """By the split of each network, and by the cases of a run's own snapshot: more cases change what a split holds."""
     if others := sum(split != split_of(options) for split in found.splits):
-        print(
-            f"warning: {found.path}: {others} of {len(found.splits)} networks were trained with another split, "
-            "or with an unknown one; they may have seen the cases that are scored",
-            file=sys.stderr,
-        )
+        trained = f"{others} of {len(found.splits)} networks were trained with another split, or with an unknown one"
+        warn(f"{found.path}: {trained}; they may have seen the cases that are scored")
     learned = fingerprint.get("training cases") if isinstance(fingerprint, Mapping) else None
     if seen := [case.id for case in held_out if isinstance(learned, list) and case.id in learned]:
         names = shorten(", ".join(seen), 200, placeholder=" ...")
-        print(
-            f"warning: {found.path}: learned from {len(seen)} of the {len(held_out)} cases that are scored: {names}",
-            file=sys.stderr,
-        )
+        warn(f"{found.path}: learned from {len(seen)} of the {len(held_out)} cases that are scored: {names}")

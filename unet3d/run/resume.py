@@ -40,9 +40,8 @@ def fingerprint(data: Data, dtype: torch.dtype | None) -> DatasetFingerprint:
 def refuse_other_data(before: Mapping[str, Any], now: DatasetFingerprint) -> None:
     """Raise UserError if the data or the precision has changed since the run began."""
     short = functools.partial(textwrap.shorten, width=200, placeholder=" ...")
-    both = {name: (str(before[name]), str(now[name])) for name in now if before[name] != now[name]}
-    if both:
-        changes = "; ".join(f"{name}: {short(old)} -> {short(new)}" for name, (old, new) in both.items())
+    if changed := [name for name in now if before[name] != now[name]]:
+        changes = "; ".join(f"{name}: {short(str(before[name]))} -> {short(str(now[name]))}" for name in changed)
         raise UserError(f"resume: the data or the precision changed since the run began: {changes}")
 
 
@@ -141,7 +140,8 @@ class Checkpoints:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise SnapshotError(f"{path}: not all of a run's state, or of another run ({error!r})") from error
-        run_folder.sweep_orphans(self.folder)
+        for orphan in (*self.folder.glob("**/.*.tmp"), *self.folder.glob("checkpoints/*.tmp")):
+            orphan.unlink(missing_ok=True)  # what a killed run left unfinished
         last = run_folder.forget_after(self.folder / "metrics.jsonl", step, validated)
         if wrong:
             lost = f"; steps {step + 1} to {last} are taken again" if last > step else ""

@@ -154,12 +154,12 @@ class Run:
 
     def _scores(self, is_last: bool) -> list[CaseScore]:
         """Of the held-out cases. Raises OutOfMemory."""
-        data, keep = self.data, self.predictions.try_add if is_last else None
+        data, classes, keep = self.data, len(self.data.dataset.classes), self.predictions.try_add if is_last else None
         hd95 = is_last and not self.config.data.semi  # slices have no surface
         if is_last:
             self.predictions.clear()
         try:
-            return evaluate(self.predictor, data.val, data.read_val, len(data.dataset.classes), hd95, keep)
+            return evaluate(self.predictor, data.val, data.read_val, classes, hd95, "validation", keep)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

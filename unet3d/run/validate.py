@@ -22,17 +22,11 @@ from unet3d.train.inference import Predictor
 from unet3d.train.metrics import CaseScore, score_case
 from unet3d.types import IGNORE
 
-Keep = Callable[[Case, Tensor], None]
+Keep = Callable[[Case, Tensor], None] | None
 
 
 def evaluate(
-    predictor: Predictor,
-    cases: Sequence[Case],
-    read: Read,
-    classes: int,
-    hd95: bool,
-    keep: Keep | None = None,
-    what: str = "validation",
+    predictor: Predictor, cases: Sequence[Case], read: Read, classes: int, hd95: bool, what: str, keep: Keep = None
 ) -> list[CaseScore]:
     """One score a case, on the network's grid. `keep` gets each case with its probabilities K X Y Z, one at a time."""
     scores = []
