@@ -170,7 +170,7 @@ class SparseReader:
         if (label == IGNORE).all():
             purpose = "scored" if self.scored else "learned"
             more = " and data.scored" if self.options.semi and self.options.sparse_fold is None else ""
-            raise UserError(f"{case.id}: no labelled voxel is {purpose}; choose other numbers in data.sparse{more}")
+            raise UserError(f"{case.id}: no label is left to be {purpose}; choose other numbers in data.sparse{more}")
         return replace(dense, label=label, foreground=foreground(label.numpy()))
 
 
