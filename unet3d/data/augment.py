@@ -110,14 +110,11 @@ def intensities(options: Augment) -> "Compose":
 
     set_track_meta(False)
     sigma, factors = tuple(options.blur), tuple(factor - 1 for factor in options.contrast)
-    return transforms.Compose(
-        [
-            transforms.RandGaussianNoise(prob=options.noise_p, std=options.noise),
-            transforms.RandGaussianSmooth(sigma, sigma, sigma, prob=options.blur_p),
-            transforms.RandScaleIntensity(factors=factors, prob=options.contrast_p),
-            transforms.RandAdjustContrast(prob=options.gamma_p, gamma=tuple(options.gamma), retain_stats=True),
-            transforms.RandSimulateLowResolution(
-                prob=options.low_resolution_p, zoom_range=tuple(options.low_resolution)
-            ),
-        ]
-    )
+    changes = [
+        transforms.RandGaussianNoise(prob=options.noise_p, std=options.noise),
+        transforms.RandGaussianSmooth(sigma, sigma, sigma, prob=options.blur_p),
+        transforms.RandScaleIntensity(factors=factors, prob=options.contrast_p),
+        transforms.RandAdjustContrast(prob=options.gamma_p, gamma=tuple(options.gamma), retain_stats=True),
+        transforms.RandSimulateLowResolution(options.low_resolution_p, zoom_range=tuple(options.low_resolution)),
+    ]
+    return transforms.Compose(changes)

@@ -3,10 +3,9 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +17,7 @@ from unet3d.errors import UserError
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One subject: its image files (one a channel, or a single 4D file) and its label map, if it has one."""
 
     id: str
@@ -27,8 +25,7 @@ class Case:
     label: Path | None
 
 
-@dataclass(frozen=True)
-class DatasetInfo:
+class DatasetInfo(NamedTuple):
     """A data set. `classes` are named by label value, background first; `cases` are sorted by id."""
 
     name: str
@@ -196,8 +193,7 @@ def _listed(ids: Sequence[str], content: Mapping[str, Any], where: str) -> tuple
         if not isinstance(names, list) or not names:
             raise UserError(f'{where}: "{part}" must list one case id or more: {{"train": [ids], "val": [ids]}}')
         if unknown := [str(name) for name in names if name not in ids]:
-            what = f"names {_some(unknown)}: no labelled case of this data set; remove or rename"
-            raise UserError(f'{where}: "{part}" {what}')
+            raise UserError(f'{where}: "{part}" names {_some(unknown)}: no labelled case here; remove or rename')
         if twice := sorted(name for name, times in Counter(names).items() if times > 1):
             raise UserError(f'{where}: "{part}" names {_some(twice)} more than once; name each case once')
     if both := sorted({*content["train"]} & {*content["val"]}):

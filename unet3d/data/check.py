@@ -32,8 +32,7 @@ class Content(NamedTuple):
 def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: bool) -> list[str]:
     """All problems of all `cases`, a line each, and those of the split; for what the options accept, warnings.
 
-    Reads headers: missing or foreign files, sizes, channels, geometry. `full` reads voxels too: damage, NaN, labels
-    that are no class, equal images; and warns of odd headers.
+    Reads headers: files, sizes, channels, geometry; `full`: also voxels (damage, NaN, labels, twins) and odd headers.
     """
     lines, contents, rules = list[str](), dict[str, Content](), ValidationRules.of(data)
     for case in progress.track(cases, "checking cases", len(cases)):
@@ -87,8 +86,7 @@ def _oddities(image: nib.Nifti1Image) -> Iterator[str]:
         yield "neither sform nor qform is set: which side is left is a guess; set one"
     elif sform is not None and qform is not None and not np.allclose(sform, qform, atol=0.01):
         yield "sform and qform differ; the sform is used"
-    unit = int(header["xyzt_units"]) % 8
-    if unit not in MM:
+    if (unit := int(header["xyzt_units"]) % 8) not in MM:
         name = UNITS.get(unit, f"a unit of code {unit}")
         yield f"lengths are in {name}; they are taken for mm, in data.spacing and in distances"
 

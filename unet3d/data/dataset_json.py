@@ -20,17 +20,6 @@ def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
     """The JSON object in `path`, which must not be a link that leaves `root`, if one is given."""
     if root is not None and leaves(root, path):
         raise UserError(f"{path}: is a link out of {root}; put the file there, or set data.allow_outside=true")
-    text = _read_bytes(path)
-    try:
-        content = json.loads(text.decode(), object_pairs_hook=_unique_names)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error}); repair or replace it") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: holds no JSON object {{...}}; repair or replace it")
-    return content
-
-
-def _read_bytes(path: Path) -> bytes:
     try:
         if not path.exists():
             raise UserError(f"{path}: no such file; check the path, data/README.md shows the layouts")
@@ -42,7 +31,13 @@ def _read_bytes(path: Path) -> bytes:
         raise UserError(f"{path}: not readable ({error}); repair or replace it") from error
     if len(text) > MAX_BYTES:
         raise UserError(f"{path}: is larger than {MAX_BYTES:,} bytes; a data set's JSON is not")
-    return text
+    try:
+        content = json.loads(text.decode(), object_pairs_hook=_unique_names)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error}); repair or replace it") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds no JSON object {{...}}; repair or replace it")
+    return content
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -88,8 +83,7 @@ class DatasetJson:
         values = self.field(name, dict)
         for text, value in values.items():
             if type(value) is not int:  # JSON's true would count as 1
-                what = f"label {shown(text)} is {shown(value)}; regions are not supported, give each name one integer"
-                raise self.error(what)
+                raise self.error(f"label {shown(text)} is {shown(value)}; regions are not supported, give one integer")
         if len({*values.values()}) < len(values):
             raise self.error(f"{name} {shown(values)}; two names share a value, give each its own")
         return {value: text for text, value in values.items()}

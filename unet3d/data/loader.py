@@ -49,22 +49,17 @@ def batches(
         worker_init_fn=_start_worker,
         timeout=timeout if config.workers else 0,
     )
-    stream = iter(loader)
+    stream: Any = iter(loader)
     try:
         while True:  # batches come in order, so the cases of a missing one are known
             yield [_next(stream, [cases[index.case] for index in next(awaited)]) for _ in range(config.accumulate)]
-    finally:
-        _end(stream)
-
-
-def _end(stream: Any) -> None:
-    """End the workers now: torch does so only when nothing refers to them, and a traceback may."""
-    workers = list(getattr(stream, "_workers", ()))  # without workers it has no such list
-    if workers:
-        stream._shutdown_workers()
-    for worker in workers:
-        worker.kill()  # one that hangs ignores SIGTERM
-        worker.join()
+    finally:  # torch ends the workers only when nothing refers to them, and a traceback may
+        workers = list(getattr(stream, "_workers", ()))  # without workers it has no such list
+        if workers:
+            stream._shutdown_workers()
+        for worker in workers:
+            worker.kill()  # one that hangs ignores SIGTERM
+            worker.join()
 
 
 def _next(stream: Iterator[Batch], cases: Sequence[str]) -> Batch:

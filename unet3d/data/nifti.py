@@ -5,9 +5,9 @@ import io
 import logging
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import nibabel as nib
 import numpy as np
@@ -34,8 +34,7 @@ FORMATS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Im
 imageglobals.logger = logging.Logger("silent", level=logging.CRITICAL + 1)
 
 
-@dataclass(frozen=True)
-class ValidationRules:
+class ValidationRules(NamedTuple):
     """Which faults of a case are accepted: voxels that are not finite (as 0), files that lie apart in space."""
 
     nonfinite: bool = False
@@ -188,12 +187,7 @@ def read_label(case: str, path: Path, image: nib.Nifti1Image, classes: int, igno
         values = ", ".join(f"{value:g}" for value in np.unique(array[bad])[:5].tolist())
         allowed = f"0 to {classes - 1}" + ("" if ignore is None else f" and {ignore} (ignored)")
         raise problem(case, path, f"{bad.sum()} voxels have the label {values}; allowed are {allowed}; relabel them")
-    return array.astype(label_kind(max(classes - 1, ignore or 0)), copy=False)
-
-
-def label_kind(highest: int) -> type[np.uint8] | type[np.uint16]:
-    """The smallest type that holds the labels 0 .. highest."""
-    return np.uint8 if highest < 256 else np.uint16
+    return array.astype(np.min_scalar_type(max(classes - 1, ignore or 0)), copy=False)
 
 
 def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
@@ -204,7 +198,7 @@ def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
     header.extensions.clear()  # their DICOM fields may name the patient
     header.set_slope_inter(1, 0)
     header["cal_min"] = header["cal_max"] = 0  # the display range of intensities
-    kind = label_kind(labels.max())
+    kind = np.min_scalar_type(int(labels.max()))
     header.set_data_dtype(kind)
     save_image(path, type(source)(labels.astype(kind), None, header))
 

@@ -73,22 +73,19 @@ def subsample_indices(count: int, most: int) -> np.ndarray:
     return np.sort(np.random.default_rng(0).choice(count, most, replace=False))
 
 
+@dataclass
 class Patches(Dataset[tuple[Tensor, Tensor, str]]):
     """Maps a `PatchIndex` to (image C D H W, label D H W, case id)."""
 
-    def __init__(
-        self,
-        read: Callable[[int], PreparedCase],
-        options: Data,
-        seed: int,
-        tile: Sequence[int],
-        transforms: Sequence[Transform] = (),
-    ) -> None:
-        """`tile`: the size that the network returns for a patch, D H W; if smaller, patches have mirrored context."""
-        self.read, self.options, self.seed, self.tile = read, options, seed, list(tile)
-        self.transforms = transforms  # the user's own, applied last
-        self.mirror = self.tile != list(options.patch)
-        self.intensities = augment.prepare(options.augment)
+    read: Callable[[int], PreparedCase]
+    options: Data
+    seed: int
+    tile: Sequence[int]  # the size that the network returns for a patch, D H W; if smaller, its context is mirrored
+    transforms: Sequence[Transform] = ()  # the user's own, applied last
+
+    def __post_init__(self) -> None:
+        self.mirror = list(self.tile) != list(self.options.patch)
+        self.intensities = augment.prepare(self.options.augment)
 
     def __getitem__(self, index: PatchIndex) -> tuple[Tensor, Tensor, str]:
         # The generator is seeded by the place in the run: there is no state to save or replay.
@@ -108,10 +105,8 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
         shapes = image.shape, label.shape
         for transform in self.transforms:
             image, label = transform(image, label, rng)
-            if (image.shape, label.shape) != shapes:
-                raise UserError(
-                    f"data.transforms: {transform} changes sizes: {image.shape}, {label.shape} for {shapes}"
-                )
+            if (found := (image.shape, label.shape)) != shapes:
+                raise UserError(f"data.transforms: {transform} changes sizes: {found} for {shapes}")
         return image, label.contiguous(), case.case
 
 

@@ -109,10 +109,7 @@ def _usable(cases: Sequence[Case], what: str, read: Callable[[Case], T]) -> Iter
 
 
 def intensity_rules(choice: str, channels: Sequence[str], foreground: Iterable[np.ndarray]) -> tuple[Intensity, ...]:
-    """One rule a channel; `foreground` yields the intensities (C, voxels) of training cases, used only for CT.
-
-    CT numbers mean the same in every scan: percentiles 0.5 and 99.5, mean and std are nnU-Net's (arXiv:1809.10486).
-    """
+    """One rule a channel; `foreground` yields the intensities (C, voxels) of training cases, used only for CT."""
     auto = ["ct" if name.upper() == "CT" else "zscore" for name in channels]
     kinds = auto if choice == "auto" else [choice] * len(channels)
     if "ct" not in kinds:
@@ -124,6 +121,7 @@ def intensity_rules(choice: str, channels: Sequence[str], foreground: Iterable[n
 
 
 def _ct(values: np.ndarray) -> Intensity:
+    """CT numbers mean the same in every scan: these are nnU-Net's percentiles, mean and std (arXiv:1809.10486)."""
     low, high = np.percentile(values, [0.5, 99.5])
     clipped = values.clip(low, high)
     return Intensity("ct", float(low), float(high), float(clipped.mean()), float(clipped.std()) if low < high else 1.0)
@@ -172,8 +170,7 @@ class SparseReader:
         if (label == IGNORE).all():
             purpose = "scored" if self.scored else "learned"
             more = " and data.scored" if self.options.semi and self.options.sparse_fold is None else ""
-            what = f"no labelled voxel is left to be {purpose}; choose other numbers in data.sparse{more}"
-            raise UserError(f"{case.id}: {what}")
+            raise UserError(f"{case.id}: no label is left to be {purpose}; choose other numbers in data.sparse{more}")
         return replace(dense, label=label, foreground=foreground(label.numpy()))
 
 

@@ -13,7 +13,7 @@ from nibabel.orientations import apply_orientation, axcodes2ornt, inv_ornt_aff, 
 
 from unet3d.data import nifti
 from unet3d.data.cases import Case
-from unet3d.data.nifti import STRICT, ValidationRules, label_kind, read_image, read_label
+from unet3d.data.nifti import STRICT, ValidationRules, problem, read_image, read_label
 from unet3d.errors import UserError
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
@@ -74,9 +74,9 @@ def to_original(probabilities: np.ndarray, case: Case, spacing: Sequence[float] 
     image = nifti.open_image(case.id, case.images[0])
     source, target = target_grid(case, image, spacing), canonical_grid(image)
     if source.shape != probabilities.shape[1:]:
-        raise nifti.problem(case.id, case.images[0], "has another size than when it was read; restore the file")
+        raise problem(case.id, case.images[0], "has another size than when it was read; restore the file")
     found = ((label, _resample(scores, source, target, LINEAR)) for label, scores in enumerate(probabilities))
-    labels = _likeliest(found, target, label_kind(len(probabilities) - 1))
+    labels = _likeliest(found, target, np.min_scalar_type(len(probabilities) - 1))
     back = ornt_transform(axcodes2ornt("RAS"), nib.io_orientation(image.affine))
     return np.ascontiguousarray(apply_orientation(labels, back))
 
@@ -87,11 +87,11 @@ def contradictions(case: Case, opened: Headers, rules: ValidationRules = STRICT)
     for path, image in opened.items():
         if path == case.label and nifti.channels(image) > 1:
             what = f"has shape {image.shape}; a label map is X,Y,Z with one integer a voxel, e.g. the one-hot's argmax"
-            yield nifti.problem(case.id, path, what)
+            yield problem(case.id, path, what)
         elif len(case.images) > 1 and nifti.channels(image) > 1:
-            yield nifti.problem(case.id, path, f"has shape {image.shape}, but is one channel of several")
+            yield problem(case.id, path, f"has shape {image.shape}, but is one channel of several")
         if first is not None and (misfit := _misfit(first, image, rules)):
-            yield nifti.problem(case.id, path, f"{misfit} {case.images[0]}; resample it onto the image's grid")
+            yield problem(case.id, path, f"{misfit} {case.images[0]}; resample it onto the image's grid")
 
 
 def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image, rules: ValidationRules) -> str | None:
@@ -121,8 +121,7 @@ def target_grid(case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | N
         return grid
     x, y, z = (max(1, round(n / r)) for n, r in zip(grid.shape, ratio, strict=True))
     if prod((x, y, z)) > nifti.MAX_VOXELS:
-        what = f"needs {x}x{y}x{z} voxels at data.spacing={spacing} mm; widen it"
-        raise nifti.problem(case.id, case.images[0], what)
+        raise problem(case.id, case.images[0], f"needs {x}x{y}x{z} voxels at data.spacing={spacing} mm; widen it")
     step = np.diag([*ratio, 1])
     step[:3, 3] = (np.subtract(grid.shape, 1) - ratio * np.subtract((x, y, z), 1)) / 2
     return Grid((x, y, z), grid.affine @ step)

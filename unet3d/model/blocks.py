@@ -14,14 +14,12 @@ from unet3d.config import Model
 from unet3d.model.geometry import ONES, Triple
 
 
-def conv_unit(
-    in_channels: int, out_channels: int, options: Model, kernel: Triple, stride: Triple, last: bool
-) -> nn.Module:
+def conv_unit(inputs: int, channels: int, options: Model, kernel: Triple, stride: Triple, last: bool) -> nn.Module:
     """Convolution, normalisation, activation, dropout. `last`: without the last two, which follow a residual sum."""
     padding = (kernel[0] // 2, kernel[1] // 2, kernel[2] // 2) if options.padding == "same" else 0
     layers = {
-        "conv": nn.Conv3d(in_channels, out_channels, kernel, stride, padding, bias=options.conv_bias),
-        "norm": norm(out_channels, options),
+        "conv": nn.Conv3d(inputs, channels, kernel, stride, padding, bias=options.conv_bias),
+        "norm": norm(channels, options),
         "act": None if last else activation(options),
         "dropout": nn.Dropout3d(options.dropout) if options.dropout and not last else None,
     }
@@ -93,15 +91,13 @@ class FeatureState(NamedTuple):
 class DoubleConv(nn.Module):
     """Two convolution units; with `options.residual`, plus the input. N C D H W -> N C' D' H' W'."""
 
-    def __init__(
-        self, in_channels: int, mid_channels: int, out_channels: int, options: Model, kernel: Triple, stride: Triple
-    ) -> None:
+    def __init__(self, inputs: int, middle: int, channels: int, options: Model, kernel: Triple, stride: Triple) -> None:
         super().__init__()
-        self.conv1 = conv_unit(in_channels, mid_channels, options, kernel, stride, last=False)
-        self.conv2 = conv_unit(mid_channels, out_channels, options, kernel, ONES, last=options.residual)
+        self.conv1 = conv_unit(inputs, middle, options, kernel, stride, last=False)
+        self.conv2 = conv_unit(middle, channels, options, kernel, ONES, last=options.residual)
         self.act = activation(options) if options.residual else None
-        is_projected = options.residual and (in_channels != out_channels or stride != ONES)
-        self.project = nn.Conv3d(in_channels, out_channels, 1, stride, bias=options.conv_bias) if is_projected else None
+        is_projected = options.residual and (inputs != channels or stride != ONES)
+        self.project = nn.Conv3d(inputs, channels, 1, stride, bias=options.conv_bias) if is_projected else None
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv2(self.conv1(x))

@@ -19,13 +19,22 @@ class UNet3D(nn.Sequential):
         super().__init__()
         assert options.in_channels is not None and options.classes is not None
         self.options = options
+        is_strided = options.downsampling == "strided_conv"
         kernels, strides = geometry.kernels(options), geometry.strides(options)
         decoder = [*(options.decoder or options.features[:-1]), options.features[-1]]  # width of each level
         self.add_module("inc", Inc(_encoder_block(options.in_channels, 0, options, kernels[0], ONES)))
         for level, stride in enumerate(strides, start=1):
-            self.add_module(f"down{level}", _down(level, options, kernels[level], stride))
+            # An odd length keeps its last plane (ceil_mode); `join` crops the decoder's surplus.
+            pool = None if is_strided else nn.MaxPool3d(stride, stride, ceil_mode=options.padding == "same")
+            above, block_stride = options.features[level - 1], stride if is_strided else ONES
+            block = _encoder_block(above, level, options, kernels[level], block_stride)
+            self.add_module(f"down{level}", Down(pool, block))
         for level in reversed(range(len(strides))):
-            up = _up(decoder[level + 1], decoder[level], level, options, kernels[level], strides[level])
+            skip, width, below = options.features[level], decoder[level], decoder[level + 1]
+            raised = skip if options.up_reduce else below
+            head = nn.Conv3d(width, options.classes, 1) if options.deep_supervision and level > 0 else None
+            block = DoubleConv(skip + raised, width, width, options, kernels[level], ONES)
+            up = Up(upsampler(below, raised, options, strides[level]), block, head)
             self.add_module(f"up{len(strides) - level}", up)
         self.add_module("outc", OutConv(decoder[0], options.classes))
         for module in self.modules():
@@ -40,20 +49,3 @@ def _encoder_block(in_channels: int, level: int, options: Model, kernel: Triple,
     # Section 2: "doubling the number of channels already before max pooling" avoids bottlenecks.
     mid = width if options.widen == "first" else max(1, width // 2)
     return DoubleConv(in_channels, mid, width, options, kernel, stride)
-
-
-def _down(level: int, options: Model, kernel: Triple, stride: Triple) -> Down:
-    is_strided = options.downsampling == "strided_conv"
-    # An odd length keeps its last plane (ceil_mode); `join` crops the decoder's surplus.
-    pool = None if is_strided else nn.MaxPool3d(stride, stride, ceil_mode=options.padding == "same")
-    block_stride = stride if is_strided else ONES
-    return Down(pool, _encoder_block(options.features[level - 1], level, options, kernel, block_stride))
-
-
-def _up(below: int, width: int, level: int, options: Model, kernel: Triple, stride: Triple) -> Up:
-    skip = options.features[level]
-    raised = skip if options.up_reduce else below
-    assert options.classes is not None
-    head = nn.Conv3d(width, options.classes, 1) if options.deep_supervision and level > 0 else None
-    block = DoubleConv(skip + raised, width, width, options, kernel, ONES)
-    return Up(upsampler(below, raised, options, stride), block, head)

@@ -106,7 +106,7 @@ class Segmenter:
 
     def to_file(self, case: Case, path: Path) -> Volume:
         """Segment one case. Returns it on the network's grid. Raises UserError."""
-        volume = read_volume(dataclasses.replace(case, label=None), 0, None, self.spacing, self.leniency)
+        volume = read_volume(case._replace(label=None), 0, None, self.spacing, self.leniency)
         found, wanted = len(volume.image), len(self.intensity)
         if found != wanted:
             raise UserError(f"{case.id}: {case.images[0]} has {found} channels; this network takes {wanted}")

@@ -13,7 +13,6 @@ from unet3d.build import Data, Read
 from unet3d.config import Data as Options
 from unet3d.data import preprocess
 from unet3d.data.cases import Case
-from unet3d.data.nifti import label_kind
 from unet3d.errors import NotSaved, UserError, is_out_of_memory
 from unet3d.files import replacing
 from unet3d.report import plots
@@ -89,7 +88,7 @@ class Predictions:
 
     def _add(self, case: Case, probabilities: Tensor) -> None:
         if case == self.data.val[0]:
-            self.first = probabilities.argmax(0).numpy().astype(label_kind(len(probabilities) - 1))
+            self.first = probabilities.argmax(0).numpy().astype(np.min_scalar_type(len(probabilities) - 1))
         if not (path := self._path(case)).exists():
             with _saving(path):
                 save_prediction(path, probabilities, case, self.options.spacing)

@@ -1,7 +1,4 @@
-"""Snapshots on disk: all of a run's state as tensors and plain values.
-
-They are always read with `weights_only=True`: a snapshot may come from a stranger.
-"""
+"""Snapshots on disk: a run's state as tensors and plain values. Read with `weights_only`: some are a stranger's."""
 
 import pickle
 import shutil
@@ -65,7 +62,12 @@ def load_snapshot(path: Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or (str(error) or repr(error)).splitlines()[0]
         kind = DamagedSnapshot if is_damage else SnapshotError
         raise kind(f"{path}: not a readable snapshot ({reason})") from error
-    _refuse_format(path, state)
+    found = state.get("format") if isinstance(state, dict) else None
+    if not isinstance(found, int):
+        raise SnapshotError(f"{path}: not a unet3d snapshot: it names no format")
+    if found != FORMAT:
+        age, remedy = ("a newer", "update unet3d") if found > FORMAT else ("an older", "use that version, or retrain")
+        raise SnapshotError(f"{path}: of {age} unet3d (format {found}; this one reads format {FORMAT}); {remedy}")
     return state
 
 
@@ -78,15 +80,6 @@ def _refuse_damage(path: Path) -> None:
             raise DamagedSnapshot(f"{path}: holds more than its size, unlike torch.save's files; use another snapshot")
         if damaged := archive.testzip():  # torch would load a flipped bit without an error
             raise DamagedSnapshot(f"{path}: damaged ({damaged} fails its checksum)")
-
-
-def _refuse_format(path: Path, state: object) -> None:
-    found = state.get("format") if isinstance(state, dict) else None
-    if not isinstance(found, int):
-        raise SnapshotError(f"{path}: not a unet3d snapshot: it names no format")
-    if found != FORMAT:
-        age, remedy = ("a newer", "update unet3d") if found > FORMAT else ("an older", "use that version, or retrain")
-        raise SnapshotError(f"{path}: of {age} unet3d (format {found}; this one reads format {FORMAT}); {remedy}")
 
 
 def load_any(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:

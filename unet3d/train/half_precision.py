@@ -40,10 +40,9 @@ class Options(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """Planes along D that one call computes.
+    """Planes along D that one call computes: `start` to `end` of the output, or of a transposed convolution's input.
 
-    `start` to `end` are planes of the output; of a transposed convolution, planes of the input. `low` to `high` are the
-    planes of the other side that they touch. Where the input is padded, some of these lie outside.
+    `low` to `high` are the planes of the other side that they touch; where the input is padded, some lie outside.
     """
 
     start: int
@@ -64,8 +63,7 @@ class _Registration:
 def convolutions() -> Iterator[None]:
     """Within, half-precision 3D convolutions on the CPU that torch does slowly or wrongly are computed here.
 
-    May be nested, and entered by several threads: it serves the whole process until the last one leaves, and nothing
-    stays registered afterwards.
+    Nested or in several threads, it serves the whole process until the last one leaves; then nothing stays registered.
     """
     ours = _Registration
     with ours.lock:
@@ -132,10 +130,7 @@ def output_shape(x: Tensor, weight: Tensor, options: Options) -> list[int]:
 
 
 def slabs(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> list[Slab]:
-    """How to cut a convolution of x with an output of this shape; one slab where it is small or cannot be cut.
-
-    A transposed convolution is cut only where the outputs of its slabs do not overlap.
-    """
+    """How to cut a convolution of x with an output of this shape; one slab where it is small or cannot be cut."""
     stride, padding = options.stride[0], options.padding[0]
     reach = options.dilation[0] * (weight.shape[2] - 1) + 1
     depth = x.shape[2] if options.is_transposed else outer[2]
@@ -144,7 +139,7 @@ def slabs(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> 
         fewest = 20_480 // (x.shape[1] * x.shape[3] * (1 if options.is_transposed else stride)) + 1
         count = min(count, depth // fewest)
     if options.is_transposed and (reach != stride or padding or options.output_padding[0]):
-        count = 1
+        count = 1  # the outputs of slabs would overlap
     count = max(1, min(count, depth))
     ends = [depth * (index + 1) // count for index in range(count)]
     return [Slab(a, z, a * stride - padding, (z - 1) * stride - padding + reach) for a, z in pairwise([0, *ends])]
@@ -163,11 +158,9 @@ def _convolution(native: Any, keys: Any, x: Tensor, weight: Tensor, bias: Tensor
     found = x.new_empty(shape)
     for slab in parts:
         if options.is_transposed:
-            piece = call(_planes(x, slab.start, slab.end), weight, bias, *given)
-            found[:, :, slab.low : slab.high] = piece
+            found[:, :, slab.low : slab.high] = call(_planes(x, slab.start, slab.end), weight, bias, *given)
         else:
-            piece = call(_planes(x, slab.low, slab.high), weight, bias, *options.of_slab())
-            found[:, :, slab.start : slab.end] = piece
+            found[:, :, slab.start : slab.end] = call(_planes(x, slab.low, slab.high), weight, bias, *options.of_slab())
     return found
 
 

@@ -8,8 +8,8 @@ import csv
 import io
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,7 @@ Labels = NDArray[np.integer]
 Mask = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class CaseScore:
+class CaseScore(NamedTuple):
     """Scores of one volume, one entry a foreground class (label values 1..K-1); None is n/a."""
 
     case: str
@@ -77,21 +76,17 @@ def _distances(
     seen = np.ones(truth.shape, bool) if ignore is None else truth != ignore
     # a class that reaches the edge ends there because its labels do, which is no surface
     edge = ~seen if seen.all() else seen & binary_dilation(~seen)
-
-    def distance(k: int) -> float | None:
+    found: list[float | None] = []
+    for k in range(1, classes):
         predicted, true = prediction == k, truth == k
         is_cut = ((predicted | true) & edge).any()
-        return None if is_cut else hausdorff95(predicted & seen, true & seen, spacing)
-
-    return tuple(map(distance, range(1, classes)))
+        found.append(None if is_cut else hausdorff95(predicted & seen, true & seen, spacing))
+    return tuple(found)
 
 
 def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> float | None:
-    """95th percentile of the distance between the surfaces of two masks (X, Y, Z), both ways, in mm.
-
-    None if a mask is empty: MONAI then answers 0, NaN or infinity, and 0 would read as perfect.
-    """
-    if not (prediction.any() and truth.any()):
+    """95th percentile of the distance between surfaces of two masks X Y Z, both ways, in mm; None if one is empty."""
+    if not (prediction.any() and truth.any()):  # MONAI then answers 0, NaN or infinity, and 0 would read as perfect
         return None
     import torch
     from monai.metrics.utils import get_edge_surface_distance

@@ -58,16 +58,11 @@ def _one_cycle(progress: float, warmup: float) -> float:
 
 
 def _update_average(decay: float, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """After an update: average <- decay * average + (1 - decay) * weight. The fp16 scaler skips it with the update.
-
-    The decay rises from 2/11 as (1 + t) / (10 + t), so that the first weights, which are random, do not linger.
-    """
+    """After an update: average <- decay * average + (1 - decay) * weight. The fp16 scaler skips it with the update."""
     for group in optimizer.param_groups:
         group[COUNT] = count = group.get(COUNT, 0) + 1
-        share = 1 - min(decay, (1 + count) / (10 + count))
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
+        share = 1 - min(decay, (1 + count) / (10 + count))  # rises from 2/11: the first, random weights do not linger
+        for parameter in (each for each in group["params"] if each.grad is not None):
             state = optimizer.state[parameter]
             if AVERAGE in state:
                 state[AVERAGE].lerp_(parameter.detach(), share)

@@ -50,8 +50,7 @@ class Segment:
     """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
-        self.stages = stages
-        self.has_run = False
+        self.stages, self.has_run = stages, False
 
     def __call__(self, state: Any) -> Any:
         for stage in self.stages:

@@ -10,7 +10,7 @@ from torch import nn
 
 from unet3d.signals import Stop
 from unet3d.train.policy import MemoryPolicy
-from unet3d.train.step import LossFunction, Mark, StepResult, train_step
+from unet3d.train.step import LossFunction, Mark, train_step
 from unet3d.types import Batch
 
 Action = Callable[[], None]
@@ -63,13 +63,10 @@ class Trainer:
             result = train_step(*self.learner, batches, self.mark, self.clip)
             del batches  # they would be in memory beside the next ones
             self.step += 1
-            self._log(result, rate, wait, time.perf_counter() - started)
+            values = {"train/loss": result.loss, "train/lr": rate, "train/grad_norm": result.grad_norm}
+            values |= {"time/step_s": time.perf_counter() - started, "time/data_wait_s": wait}
+            if self.learner.scaler.is_enabled():
+                values["train/scale"] = self.learner.scaler.get_scale()
+            self.log(values, self.step)
             if not is_due():
                 between()
-
-    def _log(self, result: StepResult, rate: float, wait: float, total: float) -> None:
-        values = {"train/loss": result.loss, "train/lr": rate, "train/grad_norm": result.grad_norm}
-        values |= {"time/step_s": total, "time/data_wait_s": wait}
-        if self.learner.scaler.is_enabled():
-            values["train/scale"] = self.learner.scaler.get_scale()
-        self.log(values, self.step)
