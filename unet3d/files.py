@@ -25,19 +25,15 @@ def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
         if previous is not None and path.exists():
             os.replace(path, previous)
         os.replace(temporary, path)
-        _flush_names(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # its names
+        finally:
+            os.close(folder)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-
-
-def _flush_names(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
