@@ -33,9 +33,8 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 def config_folder() -> Path:
     """The YAML files: beside the package in a checkout, inside it once installed."""
-    package = Path(__file__).resolve().parent
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
+    installed = Path(__file__).resolve().parent / "configs"
+    return installed if installed.is_dir() else installed.parents[1] / "configs"
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -94,15 +93,12 @@ def from_plain(values: dict) -> Config:
         raise UserError("a snapshot's config holds plain values, no ${...}")
     with _explained():
         tree = OmegaConf.merge(OmegaConf.structured(Config), values)
-    assert isinstance(tree, DictConfig)
-    return load(tree, here=False)
+    return load(tree, here=False)  # type: ignore[arg-type]
 
 
 def to_plain(config: Config) -> dict:
     """The config as dicts, lists and scalars."""
-    values = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
-    assert isinstance(values, dict)
-    return values
+    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)  # type: ignore[return-value]
 
 
 def to_yaml(config: Config) -> str:

@@ -11,23 +11,19 @@ from typing import IO, Any
 
 @contextmanager
 def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
-    """A temporary file that replaces `path` in one move at the end; on an error, `path` stays as it was.
-
-    With `previous`, the old `path` is moved there first: at each moment one of the two is whole. Content and names are
-    flushed to the disk and outlast a loss of power. Raises OSError.
-    """
+    """A file that replaces `path` in one move at the end; on an error `path` stays as it was. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        if previous is not None and path.exists():
+            os.fsync(file.fileno())  # content and names outlast a loss of power
+        if previous is not None and path.exists():  # at each moment one of the two is whole
             os.replace(path, previous)
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # its names
+            os.fsync(folder)
         finally:
             os.close(folder)
     except BaseException:

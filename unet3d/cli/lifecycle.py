@@ -100,9 +100,8 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
 
 def how_to_go_on(folder: Path) -> str:
     """The command that resumes the run, to be pasted into a shell."""
-    if snapshots(folder):
-        return f"to go on: python train.py {shlex.quote(path_option('resume', folder))}"
-    return "there is no snapshot yet to go on from"
+    command = f"python train.py {shlex.quote(path_option('resume', folder))}"
+    return f"to go on: {command}" if snapshots(folder) else "there is no snapshot yet to go on from"
 
 
 @contextmanager
@@ -181,10 +180,7 @@ def path_option(name: str, path: Path) -> str:
 
 
 def run_process(command: list[str]) -> tuple[int, bool]:
-    """Run the command to its end. Returns its exit code, 128 + n by signal n, and whether this process was signalled.
-
-    If so the command gets SIGTERM, whoever else has signalled it, and the code is 75, or 130 after a second SIGINT.
-    """
+    """Run the command to its end. Returns its exit code, 128 + n by signal n, and whether this process was signalled."""
     places = filter(None, [sys.path[0], os.environ.get("PYTHONPATH")])  # it imports from where this process does
     child: subprocess.Popen[bytes] | None = None
     asked: list[int] = []
@@ -208,7 +204,7 @@ def run_process(command: list[str]) -> tuple[int, bool]:
             child.kill()  # if it goes on
             child.wait()
             return INTERRUPTED, True
-    if asked:
+    if asked:  # the command got SIGTERM, whoever else has signalled it
         return (INTERRUPTED if code == INTERRUPTED else Preempted.exit_code), True
     return (code if code >= 0 else 128 - code), False
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unet3d import __version__, checks, compose, progress
-from unet3d.cli.lifecycle import say
+from unet3d.cli import lifecycle, options, train
 from unet3d.config import Config
 from unet3d.errors import NotSaved, OutOfMemory, SnapshotError, UserError, is_out_of_memory, reason
 
@@ -22,21 +22,19 @@ LISTS = ("overrides", "inputs", "snapshots", "runs")  # arguments that take any 
 def main() -> int:
     """Run the command that the arguments name. Returns its exit code."""
     if sys.argv[1:2] == ["train"]:
-        from unet3d.cli import train
-
         del sys.argv[1]  # the rest is Hydra's
         return train.main()
     try:
         arguments = _arguments()
         return arguments.run(arguments) or 0
     except (UserError, SnapshotError) as error:
-        return say(f"error: {error}", error.exit_code)
+        return lifecycle.say(f"error: {error}", error.exit_code)
     except OSError as error:  # a folder that cannot be made, read or written to
-        return say(f"error: {error.filename or 'a file'}: {error.strerror or error}", UserError.exit_code)
+        return lifecycle.say(f"error: {error.filename or 'a file'}: {error.strerror or error}", UserError.exit_code)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return say(f"error: out of memory: {reason(error)}", OutOfMemory.exit_code)
+        return lifecycle.say(f"error: out of memory: {reason(error)}", OutOfMemory.exit_code)
 
 
 def _arguments() -> argparse.Namespace:
@@ -105,8 +103,6 @@ def _add_overrides(parser: argparse.ArgumentParser, example: str, count: str = "
 
 
 def _options(_: argparse.Namespace) -> None:
-    from unet3d.cli import options
-
     print(options.as_markdown())
 
 
