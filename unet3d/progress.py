@@ -44,9 +44,9 @@ class Counter:
     def reach(self, done: int, note: str = "") -> None:
         """Set the number of finished parts."""
         self.done = done
-        self.show(done, note=note)
+        self._show(done, note=note)
 
-    def show(self, finished: float, **fields: Any) -> None:
+    def _show(self, finished: float, **fields: Any) -> None:
         if self._task is not None:
             _display[0].update(self._task, completed=finished, **fields)
         elif self._plain_lines and self._clock() >= self._next_line and finished != self.total:
@@ -102,7 +102,7 @@ def parts(items: Sequence[Item]) -> Iterator[Item]:
     for number, item in enumerate(items, 1):
         yield item
         if _open:
-            _open[-1].show(_open[-1].done + number / len(items))
+            _open[-1]._show(_open[-1].done + number / len(items))
 
 
 def _is_terminal(stream: Any) -> bool:

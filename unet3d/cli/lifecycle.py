@@ -180,7 +180,7 @@ def path_option(name: str, path: Path) -> str:
 
 
 def run_process(command: list[str]) -> tuple[int, bool]:
-    """Run the command to its end. Returns its exit code, 128 + n by signal n, and whether this process was signalled."""
+    """Run the command to its end. Returns its exit code, 128 + n by signal n, and whether this process got a signal."""
     places = filter(None, [sys.path[0], os.environ.get("PYTHONPATH")])  # it imports from where this process does
     child: subprocess.Popen[bytes] | None = None
     asked: list[int] = []
