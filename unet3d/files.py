@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,6 +47,4 @@ def write_json(path: Path, values: Any) -> None:
 def write_csv(path: Path, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     """A CSV file; None becomes an empty cell."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(head)
-        writer.writerows(rows)
+        csv.writer(file, lineterminator="\n").writerows(chain([head], rows))
