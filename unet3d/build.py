@@ -1,11 +1,10 @@
 """From config to objects: where names become classes, the package's own or a user's by import path."""
 
-import dataclasses
 import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from torch import nn
 from unet3d import checks, progress
 from unet3d.config import Config, Model
 from unet3d.config import Data as DataOptions
-from unet3d.data import preprocess
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
 from unet3d.data.check import WARNING, check_cases
 from unet3d.data.nifti import ValidationRules, open_image
 from unet3d.data.patches import PreparedCase
-from unet3d.data.preprocess import CaseReader
+from unet3d.data.preprocess import CaseReader, SparseReader
 from unet3d.data.volume import target_grid
 from unet3d.errors import UserError
 from unet3d.model import geometry
@@ -99,8 +97,7 @@ def data(config: Config) -> Data:
 def refuse_problems(task: DatasetInfo, cases: Sequence[Case], options: DataOptions) -> None:
     """Check every file's header and print warnings. Raises UserError that lists every problem of every case."""
     found = check_cases(task, cases, options, full=False)
-    problems = [line for line in found if not line.startswith(WARNING)]
-    if problems:
+    if problems := [line for line in found if not line.startswith(WARNING)]:
         raise UserError("\n".join(problems))
     for line in found:
         print(line, file=sys.stderr)
@@ -111,7 +108,7 @@ def _readers(options: DataOptions, read: CaseReader, train: Sequence[Case]) -> t
     if options.sparse is None:
         return read, read
     read_train, read_val = (
-        preprocess.SparseReader(read, options, scored, {} if options.cache else None) for scored in (False, True)
+        SparseReader(read, options, scored, {} if options.cache else None) for scored in (False, True)
     )
     if options.cache:  # before workers copy it
         for case in progress.track(train, "choosing slices", len(train)):
@@ -134,22 +131,18 @@ def outlined_options(config: Config) -> Model:
 
 def model_options(config: Config, task: DatasetInfo, case: Case) -> Model:
     """The model's options, all set, for the spacing of this case. Raises UserError where model and data disagree."""
-    options = dataclasses.replace(checks.network(config.model))
+    options = replace(checks.network(config.model))
     spacing = target_grid(case, open_image(case.id, case.images[0]), config.data.spacing).spacing
     for name, found in (("in_channels", len(task.channels)), ("classes", len(task.classes))):
-        if getattr(options, name) is None:
-            setattr(options, name, found)
-        elif getattr(options, name) != found:
-            raise UserError(
-                f"model.{name}={getattr(options, name)}, but the data has {found}; set model.{name}={found}, "
-                f"or model.{name}=null to take the data's"
-            )
-    kernels, strides = geometry.from_spacing(spacing, config.data.patch, len(options.features))
-    if options.kernels == "auto":
-        options.kernels = [list(kernel) for kernel in kernels]
-    if options.strides == "auto":
-        options.strides = [list(stride) for stride in strides]
-    checks.check(dataclasses.replace(config, model=options))
+        own = getattr(options, name)
+        if own not in (None, found):
+            raise UserError(f"model.{name}={own}, but the data has {found}; set it to {found}, or null for the data's")
+        setattr(options, name, found)
+    automatic = geometry.from_spacing(spacing, config.data.patch, len(options.features))
+    for name, sizes in zip(("kernels", "strides"), automatic, strict=True):
+        if getattr(options, name) == "auto":
+            setattr(options, name, [list(size) for size in sizes])
+    checks.check(replace(config, model=options))
     return options
 
 

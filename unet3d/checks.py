@@ -22,7 +22,7 @@ IDLE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (  # option, when 
     ("loss.name", lambda c: c.loss.path is not None, "beside loss.path"),
     ("loss.weights", lambda c: c.loss.name == "dice" and c.loss.path is None, "for loss=dice"),
     ("data.classes", lambda c: c.data.format != "folders", "for this data.format: dataset.json names the classes"),
-    ("data.folds", lambda c: c.data.fold is None and "data.fold" not in _swept(c), "without data.fold"),
+    ("data.folds", lambda c: c.data.fold is None and "data.fold=" not in " ".join(c.sweep or []), "without data.fold"),
     ("data.fold", lambda c: c.data.split is not None, "beside data.split"),
     ("data.val_fraction", lambda c: (c.data.fold, c.data.split) != (None, None), "beside data.fold or data.split"),
     ("data.val_fraction", lambda c: c.data.semi, "with data.semi=true, which holds no case out"),
@@ -42,10 +42,6 @@ def warnings(config: Config) -> list[str]:
     if config.model.path and (idle := [name for name in given if name.startswith("model.") and name not in kept]):
         lines["model"] = f"{', '.join(idle)}: does nothing beside model.path, which is called with channels and classes"
     return list(lines.values())
-
-
-def _swept(config: Config) -> list[str]:
-    return [override.partition("=")[0] for override in config.sweep or []]
 
 
 def network(model: Model) -> Model:
@@ -148,24 +144,20 @@ def _check_patch(config: Config) -> None:
         return  # auto needs the data's spacing: it is checked again once that is known
     output = geometry.output_size(data.patch, model)
     if config.inference.mirror and any((data.patch[axis] - output[axis]) % 2 for axis in data.augment.mirror):
-        raise UserError(
-            f"inference.mirror=true: for data.patch={data.patch} this network returns {list(output)}, an odd number of "
-            f"voxels less, so mirrored views would lie a voxel apart; set it to false"
-        )
+        what = f"data.patch={data.patch} gives {list(output)}, an odd number of voxels less"
+        raise UserError(f"inference.mirror=true: {what}: mirrored views would lie a voxel apart; set it to false")
     sizes = geometry.level_sizes(data.patch, model)
     for above, below, stride in zip(sizes, sizes[1:], geometry.strides(model), strict=False):
         uneven = any(b > 1 and -(-a // b) != s for a, b, s in zip(above, below, stride, strict=True))
         if model.deep_supervision and uneven:
-            raise UserError(
-                f"model.deep_supervision=true: strides of {list(stride)} do not divide maps of {list(above)} voxels; "
-                "labels would lie beside them; give another data.patch"
-            )
+            what = f"strides of {list(stride)} do not divide maps of {list(above)} voxels"
+            advice = "labels would lie beside them; give another data.patch"
+            raise UserError(f"model.deep_supervision=true: {what}; {advice}")
     lone = model.norm in ("instance", "batch_current") or (model.norm == "batch" and config.batch == 1)
     if lone and model.padding == "same" and sizes[-1] == (1, 1, 1):
-        raise UserError(
-            f"data.patch={data.patch} leaves one voxel at the deepest of {len(model.features)} levels, and "
-            f"model.norm={model.norm} has nothing to normalise there; use a larger patch, fewer levels, or norm=group"
-        )
+        what = f"leaves one voxel at the deepest of {len(model.features)} levels"
+        advice = "use a larger patch, fewer levels, or norm=group"
+        raise UserError(f"data.patch={data.patch} {what}: model.norm={model.norm} has nothing to normalise; {advice}")
 
 
 def _check_data(data: Data) -> None:
@@ -183,21 +175,15 @@ def _check_data(data: Data) -> None:
     for name, counts in (("sparse", data.sparse), ("scored", data.scored)):
         if counts is not None and not any(counts):
             raise UserError(f"data.{name}={counts}: give numbers of slices across x, y and z, not all 0")
-    if data.semi:
-        _check_semi(data)
-    elif data.sparse_fold is not None:
-        raise UserError("data.sparse_fold needs data.semi=true: no other run scores a part of the slices")
-
-
-def _check_semi(data: Data) -> None:
-    if data.sparse is None:
+    if data.semi and data.sparse is None:
         raise UserError("data.semi=true needs slices to learn from: add data.sparse=[yz,xz,xy], e.g. [5,5,3]")
-    if data.fold is not None or data.split is not None:
+    if data.semi and (data.fold, data.split) != (None, None):
         raise UserError("data.semi=true learns from slices of every case; set data.fold and data.split to null")
-    if data.sparse_fold is not None and data.format == "mni152" and data.sparse[0]:
-        raise UserError(
-            f"data.sparse={data.sparse}: mni152 is its own mirror image across x, so with data.sparse_fold slices are "
-            f"scored whose mirror images are learned; take none across x, e.g. data.sparse=[0,6,12]"
-        )
-    if data.sparse_fold is not None and max(data.sparse) < data.sparse_folds:
-        raise UserError(f"data.sparse={data.sparse}: too few slices for data.sparse_folds={data.sparse_folds} parts")
+    if data.sparse_fold is not None:
+        if not data.semi or data.sparse is None:
+            raise UserError("data.sparse_fold needs data.semi=true: no other run scores a part of the slices")
+        if data.format == "mni152" and data.sparse[0]:
+            why = "mni152 is its own mirror image across x: data.sparse_fold scores mirror images of learned slices"
+            raise UserError(f"data.sparse={data.sparse}: {why}; take none across x, e.g. data.sparse=[0,6,12]")
+        if max(data.sparse) < data.sparse_folds:
+            raise UserError(f"data.sparse={data.sparse}: too few slices for data.sparse_folds={data.sparse_folds}")

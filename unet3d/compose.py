@@ -24,10 +24,8 @@ VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
 SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
 # What a resumed run may not change: it would be another run. Paths and ways of working may.
-FIXED = (
-    *("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp"),
-    *("optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas"),
-)
+FIXED: tuple[str, ...] = ("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp")
+FIXED += ("optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas")
 FREE = ("data.root", "data.split", "data.cache", "data.allow_outside", "amp_dtype")  # what they lead to is compared
 ABOUT = {name: metadata["about"] for name, _, metadata in options(Config())}
 ConfigStore.instance().store(name="schema", node=Config)
@@ -35,9 +33,8 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 def config_folder() -> Path:
     """The YAML files: beside the package in a checkout, inside it once installed."""
-    package = Path(__file__).resolve().parent
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
+    installed = Path(__file__).resolve().parent / "configs"
+    return installed if installed.is_dir() else installed.parents[1] / "configs"
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -96,15 +93,12 @@ def from_plain(values: dict) -> Config:
         raise UserError("a snapshot's config holds plain values, no ${...}")
     with _explained():
         tree = OmegaConf.merge(OmegaConf.structured(Config), values)
-    assert isinstance(tree, DictConfig)
-    return load(tree, here=False)
+    return load(tree, here=False)  # type: ignore[arg-type]
 
 
 def to_plain(config: Config) -> dict:
     """The config as dicts, lists and scalars."""
-    values = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
-    assert isinstance(values, dict)
-    return values
+    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)  # type: ignore[return-value]
 
 
 def to_yaml(config: Config) -> str:
@@ -194,12 +188,6 @@ def refuse_foreign_paths(asked: Config, given: Sequence[str]) -> None:
     if foreign := [f"{name}={found[name]}" for name in IMPORTS if found[name] and found[name] != own[name]]:
         words = " ".join(foreign).replace(", ", ",").replace("'", "")
         raise UserError(f"resume: code is never taken from a run folder; name it again: {words}")
-
-
-def refuse_fewer_steps(reached: int, steps: int) -> None:
-    """Raise UserError where a run has taken more steps than it is asked for."""
-    if reached > steps:
-        raise UserError(f"steps={steps}: the run is at step {reached} already; give as many or more")
 
 
 def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str, Any]:

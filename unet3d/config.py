@@ -1,17 +1,15 @@
-"""Every option of a run: its type, its range, its meaning. The schema that Hydra checks against; free of torch.
-
-Rules that concern more than one option are in `unet3d.checks`; `python train.py --help` prints what stands here.
-"""
+"""Every option of a run: its type, range and meaning; Hydra's schema. `checks` has the rules for several. No torch."""
 
 import ast
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+ACTIVATIONS = ("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean")
+INTENSITIES = ("auto", "zscore", "ct", "none")
 
-def option(
-    default: Any, about: str, *, low: float | None = None, high: float | None = None, among: tuple = (), size: int = 0
-) -> Any:
+
+def option(default: Any, about: str, *, low: Any = None, high: Any = None, among: tuple = (), size: int = 0) -> Any:
     """A dataclass field: its meaning, its inclusive range (of a list's items) or allowed values, a list's length."""
     metadata = {"about": about, "low": low, "high": high, "among": among, "size": size}
     if isinstance(default, list):
@@ -43,11 +41,7 @@ class Model:
     norm: str = option("instance", "normalisation", among=("instance", "batch", "batch_current", "group", "none"))
     norm_affine: bool = option(True, "learned scale and shift in the normalisation")
     groups: int = option(8, "groups of norm=group", low=1)
-    activation: str = option(
-        "relu",
-        "swish: the plain x*sigmoid(x); swish_lean: the same, but only x is kept for backward",
-        among=("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean"),
-    )
+    activation: str = option("relu", "swish: x*sigmoid(x); swish_lean: keeps only x for backward", among=ACTIVATIONS)
     negative_slope: float = option(0.01, "slope of leaky_relu below zero", low=0, high=1)
     inplace: bool = option(False, "activation in place (relu, leaky_relu)")
     downsampling: str = option("max_pool", "between levels", among=("max_pool", "strided_conv"))
@@ -106,11 +100,7 @@ class Data:
     cache: bool = option(True, "keep the prepared cases in memory; false: read them from disk each time")
     patch: list[int] = option([64, 64, 32], "patch and inference window D,H,W (voxels)", low=1, high=2048, size=3)
     spacing: list[float] | None = option(None, "resample to this (mm); null: as stored", low=0.01, high=100, size=3)
-    intensity: str = option(
-        "auto",
-        "auto: channels called CT as ct, others as zscore; data=folders names no channels: say ct",
-        among=("auto", "zscore", "ct", "none"),
-    )
+    intensity: str = option("auto", "auto: CT channels as ct, others zscore; data=folders: say ct", among=INTENSITIES)
     val_fraction: float = option(0.2, "share of the cases held out", low=0.01, high=0.9)
     folds: int = option(5, "folds of the cross-validation", low=2, high=100)
     fold: int | None = option(None, "which fold is held out; null: val_fraction instead", low=0)

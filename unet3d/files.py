@@ -5,39 +5,32 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 
 @contextmanager
 def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
-    """A temporary file that replaces `path` in one move at the end; on an error, `path` stays as it was.
-
-    With `previous`, the old `path` is moved there first: at each moment one of the two is whole. Content and names are
-    flushed to the disk and outlast a loss of power. Raises OSError.
-    """
+    """A file that replaces `path` in one move at the end; on an error `path` stays as it was. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        if previous is not None and path.exists():
+            os.fsync(file.fileno())  # content and names outlast a loss of power
+        if previous is not None and path.exists():  # at each moment one of the two is whole
             os.replace(path, previous)
         os.replace(temporary, path)
-        _flush_names(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-
-
-def _flush_names(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -54,6 +47,4 @@ def write_json(path: Path, values: Any) -> None:
 def write_csv(path: Path, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     """A CSV file; None becomes an empty cell."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(head)
-        writer.writerows(rows)
+        csv.writer(file, lineterminator="\n").writerows(chain([head], rows))

@@ -1,12 +1,9 @@
-"""Progress of long work: a bar with the time left on a terminal, a plain line now and then elsewhere.
-
-All bars of a process share one display, so that a validation's bar stands below the training's.
-"""
+"""Progress of long work: a bar with the time left on a terminal, a plain line now and then elsewhere."""
 
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 FIRST_LINE, BETWEEN_LINES = 5.0, 15.0  # seconds
 Item = TypeVar("Item")
 _open: list["Counter"] = []  # innermost last
-_display: list[Progress] = []  # the process's one live display, while any bar is open
+_display: list[Progress] = []  # the process's one live display: a validation's bar stands below the training's
 
 
 class Counter:
@@ -49,10 +46,6 @@ class Counter:
         self.done = done
         self._show(done, note=note)
 
-    def within(self, share: float) -> None:
-        """Show that a share of the current part is finished."""
-        self._show(self.done + share)
-
     def _show(self, finished: float, **fields: Any) -> None:
         if self._task is not None:
             _display[0].update(self._task, completed=finished, **fields)
@@ -82,10 +75,8 @@ class Counter:
 
 def _shared(terminal: Terminal) -> Progress:
     if not _display:
-        columns = (
-            *(TextColumn("{task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
-            *(TimeElapsedColumn(), TextColumn("{task.fields[note]}", markup=False)),
-        )
+        columns = [TextColumn("{task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+        columns += [TimeElapsedColumn(), TextColumn("{task.fields[note]}", markup=False)]
         # what is printed meanwhile goes through the display, except to a file or a pipe
         out, err = _is_terminal(sys.stdout), _is_terminal(sys.stderr)
         _display.append(Progress(*columns, console=terminal, redirect_stdout=out, redirect_stderr=err))
@@ -93,14 +84,9 @@ def _shared(terminal: Terminal) -> Progress:
     return _display[0]
 
 
-@contextmanager
-def counting(what: str, total: int | None = None) -> Iterator[Counter]:
+def counting(what: str, total: int | None = None) -> closing[Counter]:
     """A counter for the work within."""
-    counter = Counter(what, total)
-    try:
-        yield counter
-    finally:
-        counter.close()
+    return closing(Counter(what, total))
 
 
 def track(items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
@@ -116,7 +102,7 @@ def parts(items: Sequence[Item]) -> Iterator[Item]:
     for number, item in enumerate(items, 1):
         yield item
         if _open:
-            _open[-1].within(number / len(items))
+            _open[-1]._show(_open[-1].done + number / len(items))
 
 
 def _is_terminal(stream: Any) -> bool:

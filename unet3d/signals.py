@@ -1,17 +1,14 @@
-"""Signals that ask a run to stop: SIGTERM and SIGUSR1 of schedulers, SIGINT of Ctrl-C, SIGHUP of a closed terminal.
-
-They set a flag, which the run reads where it can stop in good order. Free of torch.
-"""
+"""Signals set a flag, which a run reads where it can stop in good order. Free of torch."""
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 from unet3d.errors import Preempted
 
+# from schedulers (SIGTERM, SIGUSR1), Ctrl-C and a closed terminal
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-Handler = Callable[[int, FrameType | None], None]
 
 
 class Stop:
@@ -25,11 +22,9 @@ class Stop:
     def __call__(self) -> bool:
         return self.asked is not None
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def deferred(self) -> AbstractContextManager[None]:
         """Within, a signal only sets the flag; outside, the first signal raises Preempted."""
-        with self._set(raises=False):
-            yield
+        return self._set(raises=False)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -60,10 +55,9 @@ class Stop:
 
 
 @contextmanager
-def handled(handler: Handler) -> Iterator[None]:
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Within, `handler` gets the signals that ask to stop; a signal that was ignored, as under nohup, stays ignored."""
-    heard = [number for number in ASKING if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heard}
+    before = {number: signal.signal(number, handler) for number in ASKING if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield
     finally:

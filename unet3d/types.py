@@ -8,17 +8,17 @@ from unet3d.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+IGNORE = -100  # a voxel without label, in label tensors: torch's own default for cross-entropy
+MIB = 2**20
+
 
 def budget_bytes(text: str) -> int:
     """Bytes of `8GiB`, `900 MiB`, `1.5GB`. Raises UserError."""
-    units = {"MIB": 2**20, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
+    units = {"MIB": MIB, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]i?B)", text.strip(), re.IGNORECASE)
     if not found or not float(found[1]):
         raise UserError(f"budget={text}: give an amount and a unit, MiB or GiB, e.g. budget=8GiB")
     return int(float(found[1]) * units[found[2].upper()])
-
-
-MIB = 2**20
 
 
 class Table(NamedTuple):
@@ -44,6 +44,3 @@ class Batch(NamedTuple):
     image: "Tensor"  # N C D H W, float32
     label: "Tensor"  # N D H W, integers
     cases: tuple[str, ...] = ()  # one id for each patch
-
-
-IGNORE = -100  # a voxel without label, in label tensors: torch's own default for cross-entropy

@@ -19,13 +19,11 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from unet3d import errors, signals
-from unet3d.compose import SNAPSHOTS
+from unet3d import compose, errors, signals
 from unet3d.config import Config
 from unet3d.errors import LoaderError, NotSaved, OutOfMemory, Preempted, UserError
 from unet3d.files import write_text
 from unet3d.report import run_folder
-from unet3d.signals import Stop
 
 LOCK = ".lock"
 OVERRIDES = "overrides.yaml"  # the command line's options, for `resume`
@@ -42,7 +40,7 @@ def say(line: str, code: int) -> int:
 
 
 @contextmanager
-def guarded(config: Config, folder: Path, overrides: list[str]) -> Iterator[Stop]:
+def guarded(config: Config, folder: Path, overrides: list[str]) -> Iterator[signals.Stop]:
     """Within, a job runs alone in its folder; STATUS says how it ends. An error becomes a line and SystemExit."""
     try:
         with hold_folder(folder) as is_locked:
@@ -56,12 +54,12 @@ def guarded(config: Config, folder: Path, overrides: list[str]) -> Iterator[Stop
 
 
 @contextmanager
-def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[Stop]:
+def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[signals.Stop]:
     """Turn what may end a job into a last line, STATUS and an exit code."""
     (before, _), earlier = status(folder), read_yaml(folder / OVERRIDES, list) if config.resume is not None else []
     save_overrides(folder, [override for override in overrides if not override.startswith("resume=")])
     try:
-        with nullcontext(Stop()) if config.dry_run else signals.stopping() as stop:
+        with nullcontext(signals.Stop()) if config.dry_run else signals.stopping() as stop:
             yield stop
     except (Exception, KeyboardInterrupt, Preempted) as error:
         line, code = _outcome(error, folder)
@@ -102,9 +100,8 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
 
 def how_to_go_on(folder: Path) -> str:
     """The command that resumes the run, to be pasted into a shell."""
-    if snapshots(folder):
-        return f"to go on: python train.py {shlex.quote(path_option('resume', folder))}"
-    return "there is no snapshot yet to go on from"
+    command = f"python train.py {shlex.quote(path_option('resume', folder))}"
+    return f"to go on: {command}" if snapshots(folder) else "there is no snapshot yet to go on from"
 
 
 @contextmanager
@@ -136,15 +133,14 @@ def refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
     found, has_records, (_, text) = snapshots(folder), (folder / "metrics.jsonl").exists(), status(folder)
     left_nothing = text == RUNNING or text.startswith("failed: killed by ") or text.endswith(CUT_SHORT)
     if found or (has_records and (is_dry or not is_locked or not left_nothing)):
-        advice = "choose another folder, or resume it" if found else "choose another folder"
-        raise UserError(f"{folder}: holds a run already; {advice}")
+        raise UserError(f"{folder}: holds a run already; choose another folder{', or resume it' if found else ''}")
     if has_records:
         print(f"{folder}: the run here ended before its first snapshot; it starts over", file=sys.stderr)
 
 
 def snapshots(folder: Path) -> list[Path]:
     """What a run can go on from."""
-    return [path for name in SNAPSHOTS if (path := folder / "checkpoints" / name).is_file()]
+    return [path for name in compose.SNAPSHOTS if (path := folder / "checkpoints" / name).is_file()]
 
 
 def status(folder: Path) -> tuple[int, str]:
@@ -184,10 +180,7 @@ def path_option(name: str, path: Path) -> str:
 
 
 def run_process(command: list[str]) -> tuple[int, bool]:
-    """Run the command to its end. Returns its exit code, 128 + n by signal n, and whether this process was signalled.
-
-    If so the command gets SIGTERM, whoever else has signalled it, and the code is 75, or 130 after a second SIGINT.
-    """
+    """Run the command to its end. Returns its exit code, 128 + n by signal n, and whether this process got a signal."""
     places = filter(None, [sys.path[0], os.environ.get("PYTHONPATH")])  # it imports from where this process does
     child: subprocess.Popen[bytes] | None = None
     asked: list[int] = []
@@ -211,16 +204,15 @@ def run_process(command: list[str]) -> tuple[int, bool]:
             child.kill()  # if it goes on
             child.wait()
             return INTERRUPTED, True
-    if asked:
+    if asked:  # the command got SIGTERM, whoever else has signalled it
         return (INTERRUPTED if code == INTERRUPTED else Preempted.exit_code), True
     return (code if code >= 0 else 128 - code), False
 
 
 def fate(code: int) -> str:
     """What ended a process that could not write it."""
-    endings = {Preempted.exit_code: "stopped before it began"}
-    endings |= {128 + number: f"killed by {number.name}" for number in signal.Signals}
-    return endings.get(code, f"ended with exit code {code}")
+    endings = {128 + number: f"killed by {number.name}" for number in signal.Signals}
+    return (endings | {Preempted.exit_code: "stopped before it began"}).get(code, f"ended with exit code {code}")
 
 
 def requeue() -> None:

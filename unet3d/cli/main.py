@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unet3d import __version__, compose, progress
-from unet3d.checks import warnings
+from unet3d import __version__, checks, compose, progress
+from unet3d.cli import lifecycle, options, train
 from unet3d.config import Config
 from unet3d.errors import NotSaved, OutOfMemory, SnapshotError, UserError, is_out_of_memory, reason
 
@@ -22,24 +22,19 @@ LISTS = ("overrides", "inputs", "snapshots", "runs")  # arguments that take any 
 def main() -> int:
     """Run the command that the arguments name. Returns its exit code."""
     if sys.argv[1:2] == ["train"]:
-        from unet3d.cli import train
-
         del sys.argv[1]  # the rest is Hydra's
         return train.main()
     try:
         arguments = _arguments()
         return arguments.run(arguments) or 0
     except (UserError, SnapshotError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return lifecycle.say(f"error: {error}", error.exit_code)
     except OSError as error:  # a folder that cannot be made, read or written to
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-        return UserError.exit_code
+        return lifecycle.say(f"error: {error.filename or 'a file'}: {error.strerror or error}", UserError.exit_code)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        print(f"error: out of memory: {reason(error)}", file=sys.stderr)
-        return OutOfMemory.exit_code
+        return lifecycle.say(f"error: out of memory: {reason(error)}", OutOfMemory.exit_code)
 
 
 def _arguments() -> argparse.Namespace:
@@ -108,15 +103,13 @@ def _add_overrides(parser: argparse.ArgumentParser, example: str, count: str = "
 
 
 def _options(_: argparse.Namespace) -> None:
-    from unet3d.cli import options
-
     print(options.as_markdown())
 
 
 def _composed(overrides: list[str]) -> Config:
     """The config, with a warning for each option that does nothing."""
     config = compose.compose(overrides)
-    for line in warnings(config):
+    for line in checks.warnings(config):
         print(f"warning: {line}", file=sys.stderr)
     return config
 

@@ -183,9 +183,8 @@ def _paradoxes(subject: MemoryEstimate, relatives: Sequence[MemoryEstimate]) -> 
     for other in relatives:
         if other.parameters > subject.parameters and other.peak < subject.peak:
             more = f"{other.parameters / subject.parameters:.1f} times the parameters of {subject.name}"
-            less = f"{mib(subject.peak - other.peak)} MiB less"
             joins = f"at full resolution it joins {_joined(other)} channels, {subject.name} {_joined(subject)}"
-            yield f"{other.name} has {more} and needs {less}: {joins}. {WHERE}"
+            yield f"{other.name} has {more} and needs {mib(subject.peak - other.peak)} MiB less: {joins}. {WHERE}"
 
 
 def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None:

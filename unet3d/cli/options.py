@@ -3,8 +3,7 @@
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from unet3d import compose
-from unet3d.checks import bounds
+from unet3d import checks, compose
 
 USAGE = """python train.py OPTION=VALUE ...    (installed: unet3d train OPTION=VALUE ...)
 
@@ -26,7 +25,7 @@ def groups(node: Any, prefix: str = "") -> dict[str, list[Row]]:
             continue
         kind = item.type.__name__ if isinstance(item.type, type) else str(item.type).removeprefix("typing.")
         size = f"{about['size']} items" if about["size"] else ""
-        allowed = ", ".join(filter(None, (*about["among"], bounds(about), size)))
+        allowed = ", ".join(filter(None, (*about["among"], checks.bounds(about), size)))
         kind = kind.replace("Any", "int, list or auto").replace(" | None", " or null")
         own.append((prefix + item.name, kind, allowed, plain(value), about["about"]))
     return found

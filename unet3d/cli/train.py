@@ -123,8 +123,7 @@ def checked_arguments(arguments: list[str]) -> list[str]:
     for override in flags.overrides:
         others.remove(override)
         if "${" in override and not override.lstrip("+~").startswith("hydra."):  # resuming would replace it once more
-            advice = "a run keeps what it was given; let the shell replace it, as in data.root=$PLACE/a"
-            raise UserError(f"{override}: {advice}")
+            raise UserError(f"{override}: a run keeps what it was given; let the shell replace it: data.root=$PLACE/a")
     if flags.config_dir:  # as an override, which a sweep's jobs and the check of this command line take, too
         at = next(i for i, word in enumerate(others) if word.startswith(("--config-dir", "-cd")))
         del others[at : at + 1 + ("=" not in others[at])]

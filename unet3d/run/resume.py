@@ -80,7 +80,8 @@ class TrainingState:
         changes = compose.refuse_changes(state["config"], compose.to_plain(self.config))
         if "grounds" in state:  # else an older version wrote it
             refuse_other_data(state["grounds"], self.fingerprint)
-        compose.refuse_fewer_steps(state["step"], self.config.steps)
+        if (reached := state["step"]) > (steps := self.config.steps):
+            raise UserError(f"steps={steps}: the run is at step {reached} already; give as many or more")
         if state["step"] == self.config.steps != state["config"]["steps"]:
             state["paused"] = state["step"] - 1  # the last validation measures more than the one at this step did
         checkpoint.load_weights(self.model, state["model"], path)
