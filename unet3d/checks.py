@@ -151,7 +151,7 @@ def _check_patch(config: Config) -> None:
         uneven = any(b > 1 and -(-a // b) != s for a, b, s in zip(above, below, stride, strict=True))
         if model.deep_supervision and uneven:
             what = f"strides of {list(stride)} do not divide maps of {list(above)} voxels"
-            advice = "labels would lie beside them; give another data.patch"
+            advice = "labels would not align; give another data.patch"
             raise UserError(f"model.deep_supervision=true: {what}; {advice}")
     lone = model.norm in ("instance", "batch_current") or (model.norm == "batch" and config.batch == 1)
     if lone and model.padding == "same" and sizes[-1] == (1, 1, 1):

@@ -26,7 +26,7 @@ SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first t
 # What a resumed run may not change: it would be another run. Paths and ways of working may.
 FIXED: tuple[str, ...] = ("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp")
 FIXED += ("optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas")
-FREE = ("data.root", "data.split", "data.cache", "data.allow_outside", "amp_dtype")  # what they lead to is compared
+FREE = ("data.root", "data.split", "data.cache", "data.allow_outside", "amp_dtype")  # their data are compared
 ABOUT = {name: metadata["about"] for name, _, metadata in options(Config())}
 ConfigStore.instance().store(name="schema", node=Config)
 

@@ -57,7 +57,7 @@ class Model:
 class Augment:
     """Training-time augmentation. Each `*_p` is the probability that a patch gets it."""
 
-    spatial_p: float = option(0.3, "rotation, scaling and elastic deformation, one resampling for all", low=0, high=1)
+    spatial_p: float = option(0.3, "rotation, scaling and elastic deformation, in one resampling", low=0, high=1)
     rotation: float = option(30.0, "largest about each axis (degrees); a thin patch is never tilted", low=0, high=180)
     scaling: list[float] = option([0.7, 1.4], "zoom range; below 1 shrinks the image", low=0.1, high=10, size=2)
     elastic: float = option(0.0, "std of the B-spline deformation's control vectors (voxels)", low=0)

@@ -10,7 +10,7 @@ USAGE = """python train.py OPTION=VALUE ...    (installed: unet3d train OPTION=V
 Several jobs: -m ckpt=0,2. What would run: --cfg job. A folder of your own YAML files: --config-dir FOLDER.
 model=NAME, data=NAME, loss=NAME, optim=NAME and experiment=NAME choose files of configs/.
 """
-TITLE = "# Options\n\nWritten by `python -m unet3d options > docs/options.md` from `unet3d/config.py`.\n"
+TITLE = "# Options\n\nWritten by `python -m unet3d options` from `unet3d/config.py` and the default YAML files.\n"
 Row = tuple[str, str, str, str, str]  # option, type, allowed values, default, meaning
 
 
@@ -26,7 +26,8 @@ def groups(node: Any, prefix: str = "") -> dict[str, list[Row]]:
         kind = item.type.__name__ if isinstance(item.type, type) else str(item.type).removeprefix("typing.")
         size = f"{about['size']} items" if about["size"] else ""
         allowed = ", ".join(filter(None, (*about["among"], checks.bounds(about), size)))
-        kind = kind.replace("Any", "int, list or auto").replace(" | None", " or null")
+        free = "int or auto" if item.name == "ckpt" else "int, list or auto"
+        kind = kind.replace("Any", free).replace(" | None", " or null")
         own.append((prefix + item.name, kind, allowed, plain(value), about["about"]))
     return found
 

@@ -81,7 +81,7 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
         return
     with Run(config, folder, data, network, predicted.segment_starts, stop) as run:
         if run.is_done:
-            print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; steps=N goes on")
+            print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; to train longer, set steps=N")
             if (folder / "report.html").exists():  # else the run was killed as it wrote it
                 return
         else:

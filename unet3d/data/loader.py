@@ -76,7 +76,7 @@ def _next(stream: Iterator[Batch], cases: Sequence[str]) -> Batch:
 
 
 def lost(error: Exception, prefix: str = "") -> LoaderError | None:
-    """The error to show if `error` is torch's message, which may come at any time, that a worker died or hangs."""
+    """The error to show if torch reports with `error` that a worker died or hangs."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, LoaderError):
         return None  # shown already

@@ -50,7 +50,7 @@ class CaseReader:
         return cached(self.cache, case, self._prepare)
 
     def raw(self, case: Case) -> Volume:
-        """The volume as stored, but for orientation and spacing."""
+        """The volume as stored, except for orientation and spacing."""
         volume = read_volume(case, len(self.dataset.classes), self.dataset.ignore, self.spacing, self.rules)
         if volume.replaced and case.id not in self.warned:
             self.warned.add(case.id)

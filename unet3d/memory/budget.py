@@ -78,7 +78,7 @@ def _unsegmented(asked: Option) -> Iterator[Option]:
 
 
 def front(found: Iterable[Option]) -> list[Option]:
-    """Of options in order of cost, those with a lower peak than all cheaper ones that change the result alike."""
+    """Of options by cost, those with a lower peak than all cheaper ones that change the result in the same way."""
     kept: list[Option] = []
     for option in found:
         if not kept or option.cost()[0] != kept[-1].cost()[0] or option.peak_bytes < kept[-1].peak_bytes:

@@ -61,7 +61,7 @@ class Loggers:
             act = getattr(logger, method, None)
             if act and not _succeeds(f"{type(logger).__name__} failed", act, *arguments):
                 self._loggers.remove(logger)
-                with suppress(Exception):  # that it cannot close its files either is no news
+                with suppress(Exception):  # errors while it closes are ignored
                     logger.close(1)  # type: ignore[attr-defined]
 
 

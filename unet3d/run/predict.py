@@ -187,7 +187,7 @@ def _case(name: str, files: Sequence[Path], count: int) -> Case:
 
 
 def _is_whole(file: Path, count: int) -> bool:
-    """Whether a file holds all the channels of a case; one that cannot be read is an error in its turn."""
+    """Whether a file holds all the channels of a case; one that cannot be read is reported later."""
     try:
         return channels(open_image(stem(file), file)) == count
     except UserError:
