@@ -1,6 +1,7 @@
 """Files written whole or not at all: the only code of the package that replaces a file."""
 
 import csv
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -46,5 +47,6 @@ def write_json(path: Path, values: Any) -> None:
 
 def write_csv(path: Path, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     """A CSV file; None becomes an empty cell."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(chain([head], rows))
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(chain([head], rows))
+    write_text(path, text.getvalue())

@@ -128,7 +128,7 @@ def target_grid(case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | N
 
 
 def _resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.ndarray:
-    """`array` (X, Y, Z) on the target grid by splines of that order, clipped to its range; edge values continue outside."""
+    """`array` (X, Y, Z) on the target grid by splines of that order, clipped to its range; edges continue."""
     if _is_same(source, target):
         return array
     from scipy import ndimage  # takes a third of a second to load

@@ -22,7 +22,6 @@ from unet3d.memory.meter import STEADY, LedgerMeter
 from unet3d.progress import parts
 from unet3d.train import optim
 from unet3d.train.inference import Predictor
-from unet3d.train.policy import MemoryPolicy
 from unet3d.train.step import train_step
 from unet3d.types import Batch, mib
 
@@ -122,7 +121,7 @@ def refuse_large_window(predictor: Predictor, path: Path) -> None:
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
         models = tuple(build.model(predictor.options, seed=0).eval() for _ in predictor.models)
-        policy = MemoryPolicy("cpu", predictor.policy.dtype)
+        policy = replace(predictor.policy, device_type="cpu", segment_starts=())
         needed = _window_peak(replace(predictor, models=models, policy=policy))
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # a container or a scheduler may allow less
     memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host

@@ -101,12 +101,12 @@ class Segmenter:
     predictor: Predictor
     intensity: tuple[Intensity, ...]
     spacing: list[float] | None  # mm, of the grid it was trained on; None: the file's own
-    leniency: ValidationRules = STRICT
+    rules: ValidationRules = STRICT
     by_channel: bool = False  # files are of one channel each, and named so, even a single one
 
     def to_file(self, case: Case, path: Path) -> Volume:
         """Segment one case. Returns it on the network's grid. Raises UserError."""
-        volume = read_volume(case._replace(label=None), 0, None, self.spacing, self.leniency)
+        volume = read_volume(case._replace(label=None), 0, None, self.spacing, self.rules)
         found, wanted = len(volume.image), len(self.intensity)
         if found != wanted:
             raise UserError(f"{case.id}: {case.images[0]} has {found} channels; this network takes {wanted}")
