@@ -33,7 +33,7 @@ PLAIN = ("optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=nu
 SERVER = multiprocessing.get_context("forkserver")
 MODULES = ("cli.train", "run.run", "report.report", "memory.preflight")
 # what a run loads where it first uses it
-LATE = ("monai.transforms", "scipy.interpolate", "scipy.spatial.transform", "torch.fx.experimental.symbolic_shapes")
+LATE = ("monai.transforms", "scipy.interpolate", "scipy.spatial.transform", "torch._dynamo")
 SERVER.set_forkserver_preload(["training", *LATE, *(f"unet3d.{name}" for name in MODULES)])
 Hook = Callable[[], None]
 
