@@ -92,8 +92,10 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXTS["docs/python.md"], re.DOTALL)[1:])
-def test_python_examples_run(block: str) -> None:
+def test_python_examples_run(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each prints one number: bytes, or a loss."""
     exec(compile(block, "docs/python.md", "exec"), {})
+    assert float(capsys.readouterr().out) > 0
 
 
 def shown(page: str, first_words: str) -> list[str]:
