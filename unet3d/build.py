@@ -81,22 +81,24 @@ def data(config: Config) -> Data:
     """Read, check and split the cases. Raises UserError that lists every problem of every case."""
     import_all(config)  # a wrong path is answered now; tensors of an imported module are real, not fake ones
     options = config.data
-    task = read_dataset(options)
-    train, val = split(task, options)
-    refuse_problems(task, [*train, *val], options)
-    reader = CaseReader(task, options.spacing, cache={} if options.cache else None, rules=ValidationRules.of(options))
+    dataset = read_dataset(options)
+    train, val = split(dataset, options)
+    refuse_problems(dataset, [*train, *val], options)
+    reader = CaseReader(
+        dataset, options.spacing, cache={} if options.cache else None, rules=ValidationRules.of(options)
+    )
     if options.cache:
         maps = 1 + (options.sparse is not None) + options.semi  # label maps of a training case, see `_readers`
         reader.refuse_more_than_memory(dict.fromkeys(val, 1) | dict.fromkeys(train, maps))
     reader.fit_intensity(options.intensity, train)
     if options.cache:
         reader.fill([*train, *val])
-    return Data(task, train, val, reader, *_readers(options, reader, train))
+    return Data(dataset, train, val, reader, *_readers(options, reader, train))
 
 
-def refuse_problems(task: DatasetInfo, cases: Sequence[Case], options: DataOptions) -> None:
+def refuse_problems(dataset: DatasetInfo, cases: Sequence[Case], options: DataOptions) -> None:
     """Check every file's header and print warnings. Raises UserError that lists every problem of every case."""
-    found = check_cases(task, cases, options, full=False)
+    found = check_cases(dataset, cases, options, full=False)
     if problems := [line for line in found if not line.startswith(WARNING)]:
         raise UserError("\n".join(problems))
     for line in found:
@@ -124,16 +126,16 @@ def outlined_options(config: Config) -> Model:
     options = checks.network(config.model)
     if None not in (options.in_channels, options.classes) and "auto" not in (options.kernels, options.strides):
         return options
-    task = read_dataset(config.data)
-    train, _ = split(task, config.data)
-    return model_options(config, task, train[0])
+    dataset = read_dataset(config.data)
+    train, _ = split(dataset, config.data)
+    return model_options(config, dataset, train[0])
 
 
-def model_options(config: Config, task: DatasetInfo, case: Case) -> Model:
+def model_options(config: Config, dataset: DatasetInfo, case: Case) -> Model:
     """The model's options, all set, for the spacing of this case. Raises UserError where model and data disagree."""
     options = replace(checks.network(config.model))
     spacing = target_grid(case, open_image(case.id, case.images[0]), config.data.spacing).spacing
-    for name, found in (("in_channels", len(task.channels)), ("classes", len(task.classes))):
+    for name, found in (("in_channels", len(dataset.channels)), ("classes", len(dataset.classes))):
         own = getattr(options, name)
         if own not in (None, found):
             raise UserError(f"model.{name}={own}, but the data has {found}; set it to {found}, or null for the data's")

@@ -208,14 +208,14 @@ def _check_data(arguments: argparse.Namespace) -> int:
     config = _composed(arguments.overrides)
     from unet3d.data import cases, check
 
-    task = cases.read_dataset(config.data)
+    dataset = cases.read_dataset(config.data)
     try:
-        train, val = cases.split(task, config.data)
+        train, val = cases.split(dataset, config.data)
     except UserError:  # check_cases lists it too
         train, val = (), ()
-    found = check.check_cases(task, task.cases, config.data, full=True)
+    found = check.check_cases(dataset, dataset.cases, config.data, full=True)
     problems = [line for line in found if not line.startswith(check.WARNING)]
-    print("\n".join([*check.summary(task, train, val), *found]))
+    print("\n".join([*check.summary(dataset, train, val), *found]))
     print(f"{len(problems) or 'no'} problems, {len(found) - len(problems)} warnings")
     return UserError.exit_code if problems else 0
 

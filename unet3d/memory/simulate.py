@@ -38,7 +38,7 @@ FLOAT32 = ("group_norm", "upsample_nearest3d", "upsample_trilinear3d")
 def simulate(
     config: Config,
     options: Model,
-    starts: SegmentStarts,
+    segment_starts: SegmentStarts,
     dtype: torch.dtype = torch.float32,
     watch: Callable[[nn.Module, Ledger], None] | None = None,
     steps: int = STEADY,
@@ -51,7 +51,7 @@ def simulate(
     random_state, on_gpu = torch.get_rng_state(), build.target(config) == "cuda"
     with fake_mode(build.target(config)):
         model = fake_model(config, options, dtype)
-        loss, policy = build.loss(config, options.classes), build.policy(config, "cpu", starts)
+        loss, policy = build.loss(config, options.classes), build.policy(config, "cpu", segment_starts)
         optimizer = optim.optimizer(config.optim, model, foreach=True if on_gpu else None)
         scaler, meter = policy.scaler(), LedgerMeter(model, optimizer)
         if watch is not None:

@@ -35,12 +35,18 @@ class Run:
     """A run with all its parts; with `config.resume`, it goes on from its last snapshot. Use it in a `with`."""
 
     def __init__(
-        self, config: Config, folder: Path, data: build.Data, options: Model, starts: tuple[int, ...], stop: Stop
+        self,
+        config: Config,
+        folder: Path,
+        data: build.Data,
+        options: Model,
+        segment_starts: tuple[int, ...],
+        stop: Stop,
     ) -> None:
         self.config, self.folder, self.data, self.options, self.stop = config, folder, data, options, stop
         device = build.device(config)
         loss = build.loss(config, len(data.dataset.classes))
-        policy = build.policy(config, device.type, starts)
+        policy = build.policy(config, device.type, segment_starts)
         self.model = build.model(options, config.seed).to(device)
         self.optimizer = optim.optimizer(config.optim, self.model)
         learner = Learner(self.model, loss, self.optimizer, policy.scaler(), policy)
