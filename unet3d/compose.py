@@ -23,10 +23,10 @@ from unet3d.errors import UserError
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
 SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
-# What a resumed run may not change: it would be another run. Paths and ways of working may.
+# What a resumed run may not change: it would be another run. Paths and ways of working may: their data are compared.
 FIXED: tuple[str, ...] = ("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp")
 FIXED += ("optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas")
-FREE = ("data.root", "data.split", "data.cache", "data.allow_outside", "amp_dtype")  # their data are compared
+FREE = ("data.root", "data.split", "data.cache", "data.allow_outside", "data.fingerprint", "amp_dtype")
 ABOUT = {name: metadata["about"] for name, _, metadata in options(Config())}
 ConfigStore.instance().store(name="schema", node=Config)
 

@@ -98,6 +98,7 @@ class Data:
     affine_check: str = option("error", "a case's files apart in space; warn: match voxels", among=("error", "warn"))
     allow_outside: bool = option(False, "read files that dataset.json or links name outside of data.root")
     cache: bool = option(True, "keep the prepared cases in memory; false: read them from disk each time")
+    fingerprint: str = option("sample", "what resume compares of each file; full: all bytes", among=("sample", "full"))
     patch: list[int] = option([64, 64, 32], "patch and inference window D,H,W (voxels)", low=1, high=2048, size=3)
     spacing: list[float] | None = option(None, "resample to this (mm); null: as stored", low=0.01, high=100, size=3)
     intensity: str = option("auto", "auto: CT channels as ct, others zscore; data=folders: say ct", among=INTENSITIES)

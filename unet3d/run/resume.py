@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 import textwrap
@@ -35,15 +36,36 @@ def fingerprint(data: Data, dtype: torch.dtype | None) -> DatasetFingerprint:
         "training cases": [case.id for case in data.train],
         "held-out cases": [case.id for case in data.val],
         "mixed precision": str(dtype),
+        "files": data.files,
     }
 
 
 def refuse_other_data(before: Mapping[str, Any], now: DatasetFingerprint) -> None:
     """Raise UserError if the data or the precision has changed since the run began."""
     short = functools.partial(textwrap.shorten, width=200, placeholder=" ...")
-    if changed := [name for name in now if before[name] != now[name]]:
+    if "files" in before:  # else an older version wrote it; first, as the scale of CT follows from labels
+        _refuse_other_files(before["files"], now["files"], short)
+    if changed := [name for name in now if name != "files" and before[name] != now[name]]:
         changes = "; ".join(f"{name}: {short(str(before[name]))} -> {short(str(now[name]))}" for name in changed)
         raise UserError(f"resume: the data or the precision changed since the run began: {changes}")
+
+
+def _refuse_other_files(before: Mapping[str, Any], now: Mapping[str, Any], short: Callable[[str], str]) -> None:
+    """The same for the files of the cases; print a warning about those of which not all bytes were compared."""
+    others, sampled = {"images": list[str](), "labels": list[str]()}, dict[str, None]()
+    for kind, name in itertools.product(others, sorted(before.keys() & now.keys())):
+        then, found = before[name][kind], now[name][kind]
+        of = "full" if then["full"] and found["full"] else "sample"
+        if then[of] != found[of]:
+            others[kind].append(name)
+        elif of == "sample" and then["times"] != found["times"]:
+            sampled[name] = None
+    if listed := [f"{kind} of {short(', '.join(names))}" for kind, names in others.items() if names]:
+        what = "changed since the run began; put the old files back, or start a new run"
+        raise UserError(f"resume: {', '.join(listed)} {what}")
+    if sampled:
+        what = "times changed, and a sample of the bytes is the same; a run with data.fingerprint=full compares all"
+        print(f"warning: resume: files of {short(', '.join(sampled))}: {what}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
