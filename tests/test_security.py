@@ -419,7 +419,7 @@ def test_a_pipe_or_an_endless_file_in_a_run_folder_is_not_read(
 ) -> None:
     (stranger / name).unlink()
     os.mkfifo(stranger / name)
-    if name != "config.yaml":  # whose absence is told first
+    if name != "config.yaml":  # without it, this is no run folder
         assert face("report", stranger) == 2 and f"{name}: is not a file" in capsys.readouterr().err
     (stranger / name).unlink()
     with (stranger / name).open("wb") as file:
