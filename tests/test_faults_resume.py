@@ -316,6 +316,27 @@ def test_a_run_killed_before_its_first_snapshot_starts_over(place: Path, whole: 
     assert same(early / "run", whole)
 
 
+WORKER = """failed: no batch of a: DataLoader worker (pid(s) 7) exited unexpectedly
+there is no snapshot yet to go on from
+exit code 1
+"""
+
+
+def test_a_job_that_may_have_begun_begins_or_goes_on(place: Path, whole: Path) -> None:
+    """The same command each time: after a data worker that was killed early, after a kill, and once all is done."""
+    job = [*RUN, "resume=auto"]
+    folder = place / "auto" / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 9}\n')
+    (folder / "STATUS").write_text(WORKER)
+    assert train(place / "auto", *job, hook=functools.partial(at_step, 5)).code == -KILL
+    assert len(trained(folder)) == 5
+    done = train(place / "auto", *job)
+    assert done.code == 0 and same(folder, whole), done.err
+    again = train(place / "auto", *job)
+    assert again.code == 0 and "nothing to do: step 8 of 8 is done" in again.out
+
+
 KILLED = "failed: killed by SIGKILL\nexit code 137\n"
 
 
@@ -323,6 +344,7 @@ KILLED = "failed: killed by SIGKILL\nexit code 137\n"
     ("status", "files", "is_locked"),
     [
         ("out of memory\nexit code 5\n", ["metrics.jsonl"], True),
+        ("failed: ValueError('my own loss')\nexit code 1\n", ["metrics.jsonl"], True),
         ("error: the loss is nan\nexit code 4\n", ["metrics.jsonl"], True),
         ("running\n", ["metrics.jsonl", "checkpoints/previous.pt"], True),
         ("running\n", ["checkpoints/best.pt"], True),

@@ -405,6 +405,7 @@ def test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows(tmp_path: Path, m
             seen += [path.name for path in tmp_path.iterdir() if path.name != "a"]
             file.write(b"x")
     assert len({*seen}) == 2
+    files.write_text(tmp_path / ("n" * 255), "the longest name")
     monkeypatch.setattr(secrets, "token_hex", lambda count: "guessed")
     (tmp_path / "victim").write_text("precious")
     (tmp_path / ".guessed.tmp").symlink_to(tmp_path / "victim")

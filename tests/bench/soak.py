@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import TINY, Ended, records, start, train, weights
 
 STEPS, EVERY = 300, 3
-RUN = [*TINY, f"steps={STEPS}", f"eval_every={EVERY}", "amp=true", "amp_dtype=fp16", "model.dropout=0.2", "workers=1"]
-RUN += ["optim.average=0.9", "data.root=../phantom", "hydra.run.dir=run"]
+RUN = [*TINY, f"steps={STEPS}", f"eval_every={EVERY}", "amp=true", "amp_dtype=fp16", "model.dropout=0.2", "workers=2"]
+RUN += ["optim.average=0.9", "accumulate=2", "data.sparse=[4,4,4]", "data.root=../phantom", "hydra.run.dir=run"]
 
 
 def digest(run: Path) -> str:
@@ -62,11 +62,8 @@ def main() -> int:
         place, run = root / "killed", root / "killed" / "run"
         for count in range(kills):
             print(f"{count + 1:3}", end=" ")
-            is_there = any((run / "checkpoints").glob("*.pt"))
-            if not is_there and run.exists():
-                run.rename(root / f"without-a-snapshot-{count}")
-            kill_somewhere(place, ["resume=run"] if is_there else RUN, rng)
-        done = train(place, "resume=run")
+            kill_somewhere(place, [*RUN, "resume=auto"], rng)
+        done = train(place, *RUN, "resume=auto")
         assert done.code == 0, done.err
         digests = digest(root / "whole" / "run"), digest(run)
         same = digests[0] == digests[1] and records(root / "whole" / "run") == records(run)
