@@ -10,11 +10,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 import fuzz
 
 from unet3d.data import dataset_json, nifti
+from unet3d.report import run_folder
 
 
 @pytest.fixture(scope="module")
 def watch() -> fuzz.Watch:
     return fuzz.Watch()
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> fuzz.SoundRun:
+    return fuzz.SoundRun(tmp_path_factory.mktemp("sound"))
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +54,23 @@ def test_a_crash_and_memory_that_is_taken_are_noticed(
     assert any(line.startswith("FAILED") and line.endswith("MemoryError\n") for line in found)
     monkeypatch.setattr(nifti, "read_array", lambda *_: 1 / 0)
     assert "FAILED: Traceb" in {found[:14] for found in outcome(tmp_path, watch)}
+
+
+def run_trials(place: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, count: int) -> list[tuple[str, str]]:
+    """None with pictures, which take a second."""
+    return [fuzz.trial(1000 * fuzz.DRAWN * n + 3, 0, place / "trial", watch, sound)[:2] for n in range(count)]
+
+
+def test_a_damaged_run_folder_is_refused_or_harmless(tmp_path: Path, watch: fuzz.Watch, sound: fuzz.SoundRun) -> None:
+    found = run_trials(tmp_path, watch, sound, 60)
+    assert not [line for line in found if line[1].startswith("FAILED")]
+    assert {outcome for _, outcome in found} == {"refused", "read"}
+
+
+def test_a_link_that_is_followed_and_a_shape_that_is_not_checked_are_noticed(
+    tmp_path: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "refuse_links_out", lambda folder: None)
+    monkeypatch.setattr(run_folder, "fits", lambda value, shape: True)
+    found = {line[:14] for _, line in run_trials(tmp_path, watch, sound, 150)}
+    assert {"FAILED: opened", "FAILED: Traceb"} <= found

@@ -47,7 +47,7 @@ def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
 def write_text(path: Path, text: str) -> None:
     """Text in UTF-8."""
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))  # JSON may hold half of a surrogate pair
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -93,7 +93,9 @@ def change_pickle(rng: random.Random, path: Path) -> None:
 
 
 def change_storage(rng: random.Random, path: Path) -> None:
-    """Numbers of tensors, some of which become NaN; an entry's name."""
+    """Numbers of tensors, some of which become NaN; or an entry's name."""
+    with zipfile.ZipFile(path) as archive:
+        renamed = rng.choice([*archive.namelist(), *[""] * 50])
     odd = rng.choice(("x/\x1b[2J", "../../outside", "a" * 300, "."))
 
     def change(name: str, content: bytes) -> bytes:
@@ -102,7 +104,7 @@ def change_storage(rng: random.Random, path: Path) -> None:
             rng.choice((bit_flips, truncate, remove_block, duplicate_block))(rng, damaged)
         return bytes(damaged)
 
-    rewrite(path, change, lambda name: odd if rng.random() < 0.02 else name)
+    rewrite(path, change, lambda name: odd if name == renamed else name)
 
 
 def change_state(rng: random.Random, path: Path) -> None:
