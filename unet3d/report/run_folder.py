@@ -1,6 +1,5 @@
 """The files of a run folder: written during a run, read back for reports and comparisons."""
 
-import csv
 import json
 import platform
 from collections.abc import Callable, Mapping
@@ -14,7 +13,8 @@ import yaml  # type: ignore[import-untyped]
 
 from unet3d import compose
 from unet3d.config import Config
-from unet3d.files import write_json, write_text
+from unet3d.errors import escaped
+from unet3d.files import from_csv, write_json, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ def environment(device: "torch.device") -> dict[str, Any]:
 
 def write_status(folder: Path, line: str, code: int) -> None:
     """Write the STATUS of a run that has ended: what happened, and the exit code."""
-    write_text(folder / "STATUS", f"{line}\nexit code {code}\n")
+    write_text(folder / "STATUS", escaped(f"{line}\nexit code {code}\n", keep="\n"))
 
 
 def is_done(folder: Path) -> bool:
@@ -158,7 +158,7 @@ def read_run(path: Path) -> RunFolder:
         overrides=[str(word) for word in words] if isinstance(words, list) else None,
         environment={key: value for key, value in _object(_text(path / "env.json")).items() if value is not None},
         records=[record for line in _text(path / "metrics.jsonl").splitlines() if "step" in (record := _object(line))],
-        scores=list(csv.DictReader(_text(path / "scores.csv").splitlines())),
+        scores=from_csv(_text(path / "scores.csv")),
         memory=_sound(_object(_text(path / "memory.json"))),
     )
 
