@@ -19,7 +19,7 @@ from unet3d.data.nifti import ValidationRules, open_image
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader, SparseReader
 from unet3d.data.volume import target_grid
-from unet3d.errors import UserError, escaped
+from unet3d.errors import UserError
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.train.inference import Predictor
@@ -102,7 +102,7 @@ def refuse_problems(dataset: DatasetInfo, cases: Sequence[Case], options: DataOp
     if problems := [line for line in found if not line.startswith(WARNING)]:
         raise UserError("\n".join(problems))
     for line in found:
-        print(escaped(line), file=sys.stderr)
+        print(line, file=sys.stderr)
 
 
 def _readers(options: DataOptions, read: CaseReader, train: Sequence[Case]) -> tuple[Read, Read]:

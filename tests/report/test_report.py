@@ -255,7 +255,7 @@ def test_control_codes_in_a_run_folder_reach_no_terminal_page_or_table(folder: P
     measured = memory["measured"] | {"kind": CODES, "moment": {"words": CODES, "operation": CODES}}
     measured["phases"][CODES] = measured["phases"]["forward"]
     sizes = dict.fromkeys(("params", "optimizer", "inputs", "grads", "activations", "temporaries", "bytes"), MIB)
-    measured["layers"] = measured["levels"] = [{"module": CODES, "level": 0} | sizes]
+    measured["layers"] = measured["levels"] = [{"module": CODES, "level": level} | sizes for level in (0, CODES)]
     (folder / "memory.json").write_text(json.dumps(memory | {"measured": measured}))
     out = folder.with_name(f"out{CODES}")
     for words in (["report", str(folder)], ["compare", str(folder), "-o", str(out)]):
