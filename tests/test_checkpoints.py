@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from unet3d import compose
-from unet3d.errors import NotSaved
-from unet3d.run.resume import Checkpoints
+from unet3d import build, compose
+from unet3d.errors import NotSaved, SnapshotError
+from unet3d.run.resume import Checkpoints, TrainingState
 from unet3d.train import checkpoint, optim
 
 
@@ -98,3 +98,74 @@ def test_the_optimizer_is_the_one_asked_for(words: list[str], kind: type, option
     assert type(found) is kind
     assert {name: found.defaults[name] for name in options} == options
     assert (found.defaults["lr"], found.defaults["weight_decay"]) == (0.125, 0.25)
+
+
+WORDS = ["model.features=[4,8]", "model.in_channels=1", "model.classes=3", "data.patch=[16,16,16]", "optim.average=0.9"]
+MOMENT = ("optimizer", "state", 0, "exp_avg")
+
+
+@pytest.fixture
+def state() -> TrainingState:
+    """Of a run that has taken a step."""
+    config = compose.compose(WORDS)
+    model = build.model(config.model, seed=0)
+    optimizer = optim.optimizer(config.optim, model)
+    model(torch.ones(1, 1, 16, 16, 16)).sum().backward()
+    optimizer.step()
+    facts = {"classes": ["a", "b", "c"], "channels": ["x"], "intensity": []}
+    return TrainingState(config, config.model, facts, model, optimizer, torch.amp.GradScaler("cpu"))
+
+
+def test_a_state_that_is_put_back_is_the_same(state: TrainingState, tmp_path: Path) -> None:
+    saved = state.state(1, 0, 0.5)
+    assert state.put_back(saved, tmp_path) == []
+    again = state.state(1, 0, 0.5)
+    moments = [found["optimizer"]["state"] for found in (saved, again)]
+    assert all(torch.equal(moments[0][i][name], moments[1][i][name]) for i in moments[0] for name in moments[0][i])
+    assert saved["optimizer"]["param_groups"] == again["optimizer"]["param_groups"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "wrong"),
+    [
+        *((("step",), value, "step") for value in (-5, 2.5, "x", True)),
+        *((("paused",), value, "step") for value in (7, -1, None)),
+        *((("best",), value, "best") for value in ("x", float("nan"), 7.0)),
+        *((("rng",), value, "rng") for value in (torch.zeros(9, dtype=torch.uint8), torch.zeros(5056), "x")),
+        *((("scaler", "scale"), value, "scaler") for value in (0.0, float("inf"))),
+        (("scaler",), {}, "scaler"),
+        *((MOMENT, value, "optimizer") for value in (torch.zeros(2), torch.zeros(4, 1, 3, 3, 3).double(), None, [])),
+        (MOMENT, torch.full((4, 1, 3, 3, 3), float("nan")), "optimizer"),
+        (MOMENT[:3], {}, "optimizer"),
+        (("optimizer", "param_groups", 0, optim.COUNT), -3, "step"),
+    ],
+)
+def test_a_state_that_no_run_has_written_is_refused(
+    state: TrainingState, tmp_path: Path, keys: tuple[Any, ...], value: Any, wrong: str
+) -> None:
+    saved = state.state(1, 0, 0.5)
+    node: Any = saved
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = value
+    with pytest.raises(SnapshotError, match=f"its {wrong} cannot be those of this run"):
+        state.put_back(saved, tmp_path / "last.pt")
+
+
+@pytest.mark.parametrize("value", [torch.zeros(5056, dtype=torch.uint8), torch.full((5056,), 255, dtype=torch.uint8)])
+def test_a_random_state_that_torch_refuses_is_one_line(
+    state: TrainingState, tmp_path: Path, value: torch.Tensor
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    checkpoint.save_snapshot(tmp_path / "checkpoints" / "last.pt", state.state(1, 0, None) | {"rng": value})
+    with pytest.raises(SnapshotError, match=r"last\.pt: not all of a run's state, or of another run"):
+        Checkpoints(tmp_path, dict).restore(state.put_back)
+
+
+def test_options_of_the_optimizer_come_from_the_config(state: TrainingState, tmp_path: Path) -> None:
+    saved = state.state(1, 0, None)
+    (group,) = saved["optimizer"]["param_groups"]
+    saved["optimizer"]["param_groups"] = [group | {"betas": (5, 7), "eps": -1, "maximize": True, "params": [99]}]
+    state.put_back(saved, tmp_path)
+    found = state.optimizer.param_groups[0]
+    assert (found["betas"], found["eps"], found["maximize"], found[optim.COUNT]) == ((0.9, 0.999), 1e-8, False, 1)

@@ -75,23 +75,65 @@ def test_the_command_that_resumes_can_be_pasted_whatever_the_folder_is_called(tm
 def test_options_on_resuming_are_for_the_network_of_the_run(killed: Path) -> None:
     with pytest.raises(UserError, match="this model has 8 stages"):
         train.checked_arguments(["ckpt=10"])
-    assert train.checked_arguments([f"resume={killed}", "ckpt=10"])[:3] == [*LARGE, f"resume={killed}"]
+    words = train.checked_arguments([f"resume={killed}", "ckpt=10"])
+    assert words == [f"resume={killed}", "ckpt=10", f"hydra.run.dir={killed}"]
+    found = train.resumed_config(killed, words)
+    assert (found.ckpt, found.resume, len(found.model.features)) == (10, str(killed), 5)
     with pytest.raises(UserError, match="resume goes on with one run"):
         train.checked_arguments([f"resume={killed}", "-m"])
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("overrides.yaml", ""), ("overrides.yaml", "a: ["), ("overrides.yaml", "a: 1"), ("config.yaml", None)],
-)
-def test_a_run_folder_that_is_damaged_is_one_line(killed: Path, name: str, content: str | None) -> None:
-    if content is None:
-        (killed / name).unlink()
-    else:
-        (killed / name).write_text(content)
-    with pytest.raises(UserError, match=rf"{name}: (cannot be read|is damaged)") as caught:
+@pytest.mark.parametrize("content", [None, "", "a: [", "- 1", "nothing: 1", "steps: x", "steps: 1\n" * 9999])
+def test_a_config_that_is_damaged_is_one_line(killed: Path, content: str | None) -> None:
+    (killed / "config.yaml").unlink() if content is None else (killed / "config.yaml").write_text(content)
+    with pytest.raises(
+        UserError, match=r"config\.yaml: (cannot be read|holds no options|has [0-9,]+ bytes)|^nothing|^steps"
+    ) as caught:
         train.checked_arguments([f"resume={killed}"])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, "", "a: [", "a: 1", "- experiment=../../evil"])
+def test_a_run_goes_on_from_its_config_alone(killed: Path, content: str | None) -> None:
+    path = killed / "overrides.yaml"
+    path.unlink() if content is None else path.write_text(content)
+    assert len(train.resumed_config(killed, [f"resume={killed}"]).model.features) == 5
+
+
+@pytest.mark.parametrize("word", ["optim=sgd", "optim.name=sgd", "model.norm=group", "seed=1", "data=phantom"])
+def test_what_would_make_it_another_run_is_refused_however_it_is_written(killed: Path, word: str) -> None:
+    with pytest.raises(UserError, match=r"^resume: a run goes on as it was; start a new one to change"):
+        train.checked_arguments([f"resume={killed}", word])
+
+
+@pytest.mark.parametrize(
+    "word", ["optim=adamw", "model=forum_large", "loss=dice_ce", "optim.lr=0.5", "optim.clip=null"]
+)
+def test_what_leaves_it_the_same_run_is_not(killed: Path, word: str) -> None:
+    """Also where the word says what is the default, or was so before."""
+    config = compose.compose([*LARGE, "optim.lr=0.1"])
+    (killed / "config.yaml").write_text(compose.to_yaml(config))
+    found = train.resumed_config(killed, [f"resume={killed}", word])
+    assert found.optim.lr == {"optim=adamw": 0.003, "optim.lr=0.5": 0.5}.get(word, 0.1)
+    assert found.model == config.model and found.data == config.data
+
+
+@pytest.mark.parametrize("word", ["experiment=hippocampus", "~data.fold", "optim=null", "nothing=1"])
+def test_a_word_that_names_no_option_of_the_run_is_one_line(killed: Path, word: str) -> None:
+    with pytest.raises(
+        UserError, match=r"name the options that change|no such option|does not exist|must be a string|Could not"
+    ):
+        train.checked_arguments([f"resume={killed}", word])
+
+
+def test_a_job_that_may_have_begun_goes_on_or_begins(killed: Path, tmp_path: Path) -> None:
+    go_on = train.checked_arguments(["resume=auto", f"hydra.run.dir={killed}", "steps=999"])
+    assert train.resumed_config(killed, go_on).steps == 999 and f"resume={killed}" in go_on
+    begin = ["model=unet_tiny", f"hydra.run.dir={tmp_path / 'new'}"]
+    assert train.checked_arguments(["resume=auto", *begin]) == begin
+    for words in (["resume=auto"], ["resume=auto", "hydra.run.dir=${now:%Y}"]):
+        with pytest.raises(UserError, match=r"^resume=auto: .* name it: hydra.run.dir=runs/a$"):
+            train.checked_arguments(words)
 
 
 def test_what_resuming_would_resolve_once_more_is_refused() -> None:

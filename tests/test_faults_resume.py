@@ -153,6 +153,22 @@ def test_other_cases_are_another_run(place: Path, whole: Path, tmp_path: Path) -
     assert resume(tmp_path / "run").code == 0
 
 
+def test_labels_that_were_swapped_are_another_run(copy: Path, place: Path, whole: Path, tmp_path: Path) -> None:
+    """Files that are made again or moved, of the same bytes, are not; nor is another way to compare them."""
+    moved = tmp_path / "phantom"
+    shutil.copytree(place / "phantom", moved)
+    first, second = sorted(moved.glob("*/labelsTr/*"))[:2]
+    first.rename(moved / "aside"), second.rename(first), (moved / "aside").rename(second)
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and ".hydra" not in path.parts}
+    done = resume(copy, f"data.root={moved}")
+    what = "labels of phantom_000, phantom_001 changed since the run began"
+    assert done.code == 2 and done.err == f"error: resume: {what}; put the old files back, or start a new run\n"
+    assert {path.name for path in before if path.read_bytes() != before[path]} <= {".lock"}
+    shutil.rmtree(moved)
+    done = resume(copy, f"data.root={moved}", "data.fingerprint=full")
+    assert (done.code, done.err) == (0, "") and same(copy, whole)
+
+
 def test_an_option_added_on_resuming_is_kept(copy: Path) -> None:
     """Here of a run cut to the steps it has taken, which is validated as at its end."""
     done = resume(copy, "steps=4")

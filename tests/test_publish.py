@@ -278,9 +278,29 @@ def test_predict_takes_channels_by_their_numbers(tmp_path: Path) -> None:
     files[0].rename(tmp_path / "b_0002.nii.gz")
     cases, (problem,) = predict.find_cases([tmp_path], 2)
     assert [case.id for case in cases] == ["patient_0001"], "what is wrong with one case stops no other"
-    assert problem.startswith("b: ") and "a case's channels are called b_0000, b_0001 and so on" in problem
+    assert problem.startswith(f"b: {tmp_path / 'b_0001'} is missing beside {files[1]}, ")
+    assert problem.endswith("; a case's channels are called b_0000, b_0001 and so on")
     nib.save(nib.load(files[1]), tmp_path / "b_0001.nii.gz")
     assert "b: has 3 files" in predict.find_cases([tmp_path], 2)[1][0]
+
+
+def test_predict_names_a_channel_that_is_missing_wherever_it_stands(tmp_path: Path) -> None:
+    names = "b_0001", "b_0002", "c_0000", "c_0002", "d_0000", "d_0001", "whole"
+    for name in names:
+        shape = (4, 4, 4, 3) if name == "whole" else (4, 4, 4)
+        nib.save(nib.Nifti1Image(np.zeros(shape, np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
+    cases, problems = predict.find_cases([tmp_path], 3)
+    assert [case.id for case in cases] == ["whole"]
+    missing = "b_0000", "c_0001", "d_0002"
+    assert [line.split(" beside ")[0] for line in problems] == [f"{n[0]}: {tmp_path / n} is missing" for n in missing]
+
+
+def test_a_label_map_whose_name_no_file_can_have_is_refused_at_the_start(tmp_path: Path) -> None:
+    for length in (240, 248, 249, 250):
+        nib.save(nib.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / f"{'a' * length}.nii")
+    cases, problems = predict.find_cases([tmp_path], 1)
+    assert [len(case.id) for case in cases] == [240, 248]
+    assert ["a name of 249 letters: " in problems[0], "a name of 250 letters: " in problems[1]] == [True, True]
 
 
 def test_a_single_channel_is_numbered_in_one_layout_alone(tmp_path: Path) -> None:
@@ -368,6 +388,16 @@ def test_channels_that_lie_apart_are_reported_whatever_the_snapshot_accepts(tmp_
     (line,) = predict.accepted_contradictions(Case("a", paths, None))
     assert line.startswith(f"a: {paths[1]}: lies up to 6 voxels away from")
     assert predict.accepted_contradictions(Case("a", paths[:1], None)) == []
+
+
+def test_lengths_that_are_not_in_mm_are_reported_once_a_case(tmp_path: Path) -> None:
+    paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
+    for path in paths:
+        stored = nib.Nifti1Image(np.zeros((4, 5, 6), np.float32), np.eye(4))
+        stored.header.set_xyzt_units("meter")
+        nib.save(stored, path)
+    what = "lengths are in meter; they are taken for mm, in data.spacing and in distances"
+    assert predict.accepted_contradictions(Case("a", paths, None)) == [f"a: {paths[0]}: {what}"]
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(finished: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -1,9 +1,12 @@
 """What SECURITY.md promises of snapshots, run folders and code; the promises for data sets are held in tests/data."""
 
 import ast
+import base64
 import dataclasses
 import os
 import re
+import secrets
+import shutil
 import sys
 import tracemalloc
 import zipfile
@@ -16,10 +19,12 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
+import yaml
+from training import TINY, face, run
+from training import train as train_in
 
-from unet3d import build, compose
-from unet3d.cli import main, train
+from unet3d import build, compose, files
+from unet3d.cli import lifecycle, main, train
 from unet3d.config import Config
 from unet3d.errors import SnapshotError, UserError
 from unet3d.run import predict
@@ -262,26 +267,206 @@ def test_a_damaged_pickle_is_one_line(tmp_path: Path, content: bytes) -> None:
         checkpoint.load_snapshot(tmp_path / "b.pt")
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps."""
+    place = tmp_path_factory.mktemp("finished")
+    done = train_in(place, *TINY, "steps=2", "hydra.run.dir=run")
+    assert done.code == 0, done.err
+    return place / "run"
+
+
+@pytest.fixture
+def stranger(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, which a test changes as a stranger might."""
+    shutil.copytree(finished, tmp_path / "stranger")
+    return tmp_path / "stranger"
+
+
+EVIL = """# @package _global_
+hydra:
+  job_logging:
+    version: 1
+    handlers: {h: {"()": os.mkdir, path: it_ran}}
+    root: {handlers: [h]}
+  hydra_logging: ${hydra.job_logging}
+"""
+
+
+def test_a_config_in_a_run_folder_is_not_composed(stranger: Path) -> None:
+    """By a path that leaves the package's configs, an option could name a file of the folder, whose handlers run."""
+    (stranger / "evil.yaml").write_text(EVIL)
+    up = "/".join([".."] * 30)
+    words = [f"experiment={up}/proc/self/cwd/stranger/evil", "steps=2"]
+    (stranger / "overrides.yaml").write_text(yaml.safe_dump(words))
+    done = train_in(stranger.parent, "resume=stranger", "steps=3")
+    assert done.code == 0, done.err
+    assert not list(stranger.parent.rglob("it_ran"))
+    compared = run("compare", "stranger", cwd=stranger.parent, code="from unet3d.cli.main import main; main()")
+    assert compared.returncode == 0 and not list(stranger.parent.rglob("it_ran"))
+
+
 @pytest.mark.parametrize(
-    "word",
+    ("line", "said"),
     [
-        *("hydra.run.dir=/tmp", "+hydra.callbacks.x._target_=os.system", "~hydra.run", "hydra/launcher=joblib"),
-        *("model.path=os:system", "loss.path=os:system", "data.transforms=[os:system]", "loggers=[os:system]"),
-        *(
-            "--config-dir=/tmp",
-            "hydra.searchpath=[/tmp]",
-            "-m",
-            "+model._target_=os.system",
-            "wandb.project=${oc.env:HOME}",
-        ),
+        ("_target_: os.system", "no such option|not in"),
+        ("hydra: {job_logging: {version: 1}}", "no such option|not in"),
+        ("defaults: [experiment: evil]", "no such option|not in"),
+        ("device: ${oc.env:HOME}", "holds plain values, no"),
+        ("loss: {path: 'os:system'}", "never taken from a run folder; name it again: loss.path=os:system"),
+        ("model: {path: 'os:system'}", "never taken from a run folder; name it again: model.path=os:system"),
+        ("loggers: ['os:system']", "never taken from a run folder; name it again: loggers="),
+        ("x: !!python/object/apply:os.system ['exit 7']", "cannot be read"),
+        ("x: &a [1, 1]\ny: *a", "cannot be read .*alias"),
+        ("x: " + "[" * 3000, "cannot be read .*20 levels"),
+        ("steps: " + "1" * 5000, "cannot be read"),
+        ("x: 2020-01-01", "not a supported primitive type"),
+        ("data: {patch: [16, {}, 16]}", "data.patch=.*: give numbers or words|neither an integer"),
+        ("data: {phantom: {shape: [16, {a: 1}, 16]}}", "data.phantom.shape=.*: give numbers or words"),
     ],
 )
-def test_overrides_in_a_run_folder_are_options_and_nothing_else(tmp_path: Path, word: str) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "last.pt").write_bytes(b"")
-    OmegaConf.save(OmegaConf.create(["seed=1", word]), tmp_path / "overrides.yaml")
-    with pytest.raises(UserError, match=r"holds more than options|no such option|never taken from a run folder"):
-        train.resumed(tmp_path, [])
+def test_a_config_in_a_run_folder_is_options_and_nothing_else(stranger: Path, line: str, said: str) -> None:
+    (stranger / "config.yaml").write_text(f"{line}\n")
+    with pytest.raises(UserError, match=said) as caught:
+        train.resumed(stranger, [f"resume={stranger}"])
+    assert "\n" not in str(caught.value)
+
+
+FILES = (
+    "metrics.csv",
+    "metrics.jsonl",
+    "report.html",
+    "config.yaml",
+    "overrides.yaml",
+    "STATUS",
+    ".lock",
+    "scores.csv",
+)
+FILES += ("memory.json", "env.json", "figures/curves.png", "figures/prediction.png", "checkpoints/last.pt", "new.link")
+FOLDERS = ("checkpoints", "figures", "predictions", "memory", "wandb")
+
+
+def assert_one_line(said: str) -> None:
+    assert said.count("\n") == 1 and re.search(
+        "is a link out of the folder|no run with a snapshot|not a run folder", said
+    )
+
+
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(
+    stranger: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    victim, path = stranger.parent / "victim", stranger / name
+    if name in FOLDERS:
+        shutil.rmtree(path, ignore_errors=True)
+        victim.mkdir()
+        (victim / ".a.tmp").write_text("precious")
+    else:
+        path.unlink(missing_ok=True)
+        victim.write_text("precious")
+    path.symlink_to(victim)
+    for command in ("report", "compare"):
+        assert face(command, stranger) == 2
+        assert_one_line(capsys.readouterr().err)
+    for words in ([f"resume={stranger}"], [*TINY, f"hydra.run.dir={stranger}"]):
+        ended = train_in(stranger.parent, *words)
+        assert ended.code == 2
+        assert_one_line(ended.err)
+    kept = victim / ".a.tmp" if name in FOLDERS else victim
+    assert kept.read_text() == "precious"
+
+
+def test_links_within_a_run_folder_are_no_fault(stranger: Path) -> None:
+    """As wandb makes them."""
+    (stranger / "latest").symlink_to("STATUS")
+    assert face("report", stranger) == 0
+
+
+def test_a_lock_that_is_another_file_s_name_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "victim").write_text("precious")
+    os.link(tmp_path / "victim", tmp_path / "run" / ".lock")
+    with (
+        pytest.raises(UserError, match=r"\.lock: is not a file of this folder alone"),
+        lifecycle.hold_folder(tmp_path / "run"),
+    ):
+        pass
+    (tmp_path / "run" / ".lock").unlink()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match="cannot be written to"), lifecycle.hold_folder(tmp_path / "run"):
+        pass
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    for _ in range(2):
+        with files.replacing(tmp_path / "a") as file:
+            seen += [path.name for path in tmp_path.iterdir() if path.name != "a"]
+            file.write(b"x")
+    assert len({*seen}) == 2
+    monkeypatch.setattr(secrets, "token_hex", lambda count: "guessed")
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".guessed.tmp").symlink_to(tmp_path / "victim")
+    with pytest.raises(FileExistsError):
+        files.write_text(tmp_path / "a", "y")
+    assert (tmp_path / "victim").read_text() == "precious" and (tmp_path / "a").read_text() == "x"
+
+
+@pytest.mark.parametrize("name", ["STATUS", "metrics.jsonl", "memory.json", "config.yaml", "scores.csv", "env.json"])
+def test_a_pipe_or_an_endless_file_in_a_run_folder_is_not_read(
+    stranger: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    (stranger / name).unlink()
+    os.mkfifo(stranger / name)
+    if name != "config.yaml":  # whose absence is told first
+        assert face("report", stranger) == 2 and f"{name}: is not a file" in capsys.readouterr().err
+    (stranger / name).unlink()
+    with (stranger / name).open("wb") as file:
+        file.truncate(2**40)  # of no block on the disk
+    assert face("report", stranger) == 2 and f"{name}: has 1,099,511,627,776 bytes" in capsys.readouterr().err
+
+
+def test_only_pictures_are_shown_as_pictures(stranger: Path) -> None:
+    (stranger / "figures" / "prediction.png").write_text("precious")
+    assert face("report", stranger) == 0
+    assert base64.b64encode(b"precious").decode() not in (stranger / "report.html").read_text()
+
+
+def doubled(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(levels):
+        found = {"a": found, "b": found}
+    return found
+
+
+def nested(levels: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    "value",
+    [doubled(60), nested(200), ["x" * 9999] * 999, 10**400, torch.zeros(1).expand(2**40), torch.float16, b"x"],
+    ids=["doubled", "nested", "repeated", "integer", "expanded", "type", "bytes"],
+)
+def test_a_small_snapshot_that_describes_much_is_refused(tmp_path: Path, value: Any) -> None:
+    checkpoint.save_snapshot(tmp_path / "a.pt", {"value": value})
+    with pytest.raises(SnapshotError, match=r"a\.pt: (describes more|its tensors are not|holds more than tensors)"):
+        checkpoint.load_snapshot(tmp_path / "a.pt")
+
+
+def test_a_network_of_thousands_of_levels_is_refused(given: Callable[[Change], Path]) -> None:
+    with pytest.raises(SnapshotError, match="has 3000 levels; use at most 12"):
+        predict.open_segmenter(given(put("model_options", "features", value=[1] * 3000)), "cpu")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_do_not_predict(given: Callable[[Change], Path], value: float) -> None:
+    with pytest.raises(SnapshotError, match=r"outc\.conv\.bias holds NaN or infinite numbers"):
+        predict.open_segmenter(given(put("model", "outc.conv.bias", value=torch.full((3,), value))), "cpu")
 
 
 def test_a_target_on_the_command_line_is_no_option() -> None:

@@ -1,8 +1,10 @@
 """From config to objects: where names become classes, the package's own or a user's by import path."""
 
+import hashlib
 import importlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +16,7 @@ from unet3d import checks, progress
 from unet3d.config import Config, Model
 from unet3d.config import Data as DataOptions
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
-from unet3d.data.check import WARNING, check_cases
+from unet3d.data.check import WARNING, check_cases, content_hashes, leaks
 from unet3d.data.nifti import ValidationRules, open_image
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader, SparseReader
@@ -62,6 +64,7 @@ class Data:
     read: CaseReader
     read_train: Read  # with the labels that training sees
     read_val: Read  # with those that validation sees
+    files: dict[str, Any]  # by a case's id, hashes of what its files hold
 
 
 def device(config: Config) -> torch.device:
@@ -83,7 +86,10 @@ def data(config: Config) -> Data:
     options = config.data
     dataset = read_dataset(options)
     train, val = split(dataset, options)
-    refuse_problems(dataset, [*train, *val], options)
+    cases = [*dict.fromkeys([*train, *val])]
+    refuse_problems(dataset, cases, options)
+    hashed = progress.track(cases, "hashing files", len(cases))
+    files = {case.id: content_hashes(case, options.fingerprint == "full") for case in hashed}
     reader = CaseReader(
         dataset, options.spacing, cache={} if options.cache else None, rules=ValidationRules.of(options)
     )
@@ -92,8 +98,20 @@ def data(config: Config) -> Data:
         reader.refuse_more_than_memory(dict.fromkeys(val, 1) | dict.fromkeys(train, maps))
     reader.fit_intensity(options.intensity, train)
     if options.cache:
-        reader.fill([*train, *val])
-    return Data(dataset, train, val, reader, *_readers(options, reader, train))
+        reader.fill(cases)
+    if not options.semi and (twins := [*leaks(train, val, _digests(cases, reader, files))]):
+        raise UserError("\n".join(twins))
+    return Data(dataset, train, val, reader, *_readers(options, reader, train), files)
+
+
+def _digests(cases: Sequence[Case], read: CaseReader, files: dict[str, Any]) -> dict[str, object]:
+    """Of the prepared images; if they are not kept, of the files of those images whose samples agree."""
+    if read.cache is not None:
+        images = {case.id: read(case).image for case in cases}
+        return {name: (image.shape, hashlib.sha256(image.numpy().data).digest()) for name, image in images.items()}
+    samples = {name: found["images"]["sample"] for name, found in files.items()}
+    shared = {sample for sample, times in Counter(samples.values()).items() if times > 1}
+    return {c.id: content_hashes(c, full=True)["images"]["full"] for c in cases if samples[c.id] in shared}
 
 
 def refuse_problems(dataset: DatasetInfo, cases: Sequence[Case], options: DataOptions) -> None:

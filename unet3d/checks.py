@@ -13,6 +13,8 @@ from unet3d.model import geometry
 from unet3d.types import budget_bytes
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
+UNTYPED = ("model.kernels", "model.strides", "ckpt")  # have rules of their own
+MOST_LEVELS = 12
 SIZES = {2: "two", 3: "three"}
 IMPORTS = ("model.path", "loss.path", "data.transforms", "loggers")  # options that name code to import
 IDLE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (  # option, when it does nothing, why
@@ -90,6 +92,8 @@ def _check_range(name: str, value: Any, metadata: Any) -> None:
     if metadata["size"] and value is not None and len(value) != metadata["size"]:
         raise UserError(f"{name}={value}: give {SIZES[metadata['size']]} ({metadata['about']})")
     for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, dict | list) and name not in UNTYPED:  # OmegaConf lets them into lists of numbers
+            raise UserError(f"{name}={value}: give numbers or words, nothing nested ({metadata['about']})")
         if name in IMPORTS and isinstance(item, str) and not IMPORT_PATH.fullmatch(item):
             raise UserError(f"{name}={item}: give package.module:name, as in {name}=mypkg.parts:mine")
         is_number = isinstance(item, int | float)
@@ -107,6 +111,8 @@ def _check_model(model: Model) -> None:
     levels = len(model.features)
     if not levels:
         raise UserError("model.features=[] has no level; give one width a level, e.g. [16,32,64]")
+    if levels > MOST_LEVELS:
+        raise UserError(f"model.features has {levels} levels; use at most {MOST_LEVELS}, which halve 2048 voxels to 1")
     if model.decoder is not None and len(model.decoder) != levels - 1:
         raise UserError(f"model.decoder has {len(model.decoder)} widths; {levels} levels need {levels - 1}")
     for name in ("kernels", "strides"):

@@ -23,10 +23,10 @@ from unet3d.errors import UserError
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
 SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
-# What a resumed run may not change: it would be another run. Paths and ways of working may.
+# What a resumed run may not change: it would be another run. Paths and ways of working may: their data are compared.
 FIXED: tuple[str, ...] = ("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp")
 FIXED += ("optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas")
-FREE = ("data.root", "data.split", "data.cache", "data.allow_outside", "amp_dtype")  # their data are compared
+FREE = ("data.root", "data.split", "data.cache", "data.allow_outside", "data.fingerprint", "amp_dtype")
 ABOUT = {name: metadata["about"] for name, _, metadata in options(Config())}
 GROUPS = sorted({name.rpartition(".")[0] for name in ABOUT} - {""})
 CLOSE = 0.7  # how alike two words must be, of 1
@@ -55,18 +55,20 @@ def choice(group: str, overrides: Sequence[str]) -> str:
     return str(_tree(overrides, with_hydra=True).hydra.runtime.choices[group])
 
 
-def _tree(overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
+def _tree(overrides: Sequence[str], with_hydra: bool = False, name: str = CONFIG_NAME) -> DictConfig:
     GlobalHydra.instance().clear()
     with _explained(), hydra.initialize_config_dir(str(config_folder()), version_base=VERSION_BASE):
-        return hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=with_hydra)
+        return hydra.compose(name, list(overrides), return_hydra_config=with_hydra)
 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise UserError, one line, for an error of Hydra or OmegaConf."""
+    """Raise UserError, one line, for an error of Hydra or OmegaConf; Hydra refuses some words by a ValueError."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as error:
+    except UserError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(explain(error)) from error
 
 
@@ -95,13 +97,65 @@ def load(tree: DictConfig, here: bool = True) -> Config:
     return config
 
 
-def from_plain(values: dict) -> Config:
-    """The config that a snapshot holds: typed and checked; what its options name is not imported. Raises UserError."""
+def from_plain(values: Mapping[Any, Any]) -> Config:
+    """The config that a snapshot or a run folder holds as plain values, typed and checked. Raises UserError.
+
+    Nothing is composed, resolved or imported; its paths need not exist.
+    """
     if "${" in repr(values):  # it would be resolved, from the environment for example
-        raise UserError("a snapshot's config holds plain values, no ${...}")
+        raise UserError("a config in a file holds plain values, no ${...}")
     with _explained():
         tree = OmegaConf.merge(OmegaConf.structured(Config), values)
     return load(tree, here=False)  # type: ignore[arg-type]
+
+
+def resumed(values: Mapping[Any, Any], overrides: Sequence[str]) -> Config:
+    """The config of a run that goes on: the plain `values` of its file, and what the command line sets.
+
+    Raises UserError where that makes it another run, or where code would be imported that only the file names.
+    """
+    tree, own = OmegaConf.structured(from_plain(values)), _options(_tree(overrides))
+    for name in _set_by(overrides):
+        OmegaConf.update(tree, name, own[name])
+    now = _options(tree)
+    if foreign := [f"{name}={now[name]}" for name in IMPORTS if now[name] and now[name] != own[name]]:
+        words = " ".join(foreign).replace(", ", ",").replace("'", "")
+        raise UserError(f"resume: code is never taken from a run folder; name it again: {words}")
+    config = load(tree)
+    refuse_changes(values, to_plain(config))
+    return config
+
+
+def _options(tree: DictConfig) -> dict[str, Any]:
+    return flat(OmegaConf.to_container(tree), ".")  # type: ignore[arg-type]
+
+
+def _set_by(overrides: Sequence[str]) -> Iterator[str]:
+    """The options that a command line sets, by name or by a file of a config group. Raises UserError."""
+    found = [word for word in _parsed(overrides) if not word.key_or_group.startswith("hydra")]
+    searched = [word for word in overrides if word.startswith("hydra.searchpath=")]
+    for word in found:
+        key = word.key_or_group
+        if key in ABOUT and not word.is_delete():
+            yield key
+        elif (config_folder() / key).is_dir() and key != "experiment" and isinstance(choice := word.value(), str):
+            yield from _options(_tree(searched, name=f"{key}/{choice}")).keys() & ABOUT.keys()
+        else:
+            raise UserError(f"resume: {word.input_line}: name the options that change, as in optim.lr=0.001")
+
+
+def run_folder(overrides: Sequence[str]) -> Path:
+    """The folder that a command line with `resume=auto` names. Raises UserError where it names none."""
+    named = [str(word.value()) for word in _parsed(overrides) if word.key_or_group == "hydra.run.dir"]
+    if not named or "${" in named[-1]:
+        raise UserError("resume=auto: goes on in a folder, or begins there; name it: hydra.run.dir=runs/a")
+    return Path(named[-1])
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    with _explained():
+        found: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
+        return found
 
 
 def to_plain(config: Config) -> dict:
@@ -117,8 +171,7 @@ def to_yaml(config: Config) -> str:
 def sweep(overrides: Sequence[str]) -> list[list[str]]:
     """The override lists of every job of a multirun: `a=1,2 b=3` gives `[[a=1, b=3], [a=2, b=3]]`."""
     with _explained():
-        words = map(_words, OverridesParser.create().parse_overrides(list(overrides)))
-        return [list(job) for job in itertools.product(*words)]
+        return [list(job) for job in itertools.product(*map(_words, _parsed(overrides)))]
 
 
 def _words(override: Override) -> list[str]:
@@ -211,17 +264,6 @@ def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[st
     if refused := [change for name, change in changed.items() if name.startswith(FIXED) and name not in FREE]:
         raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(refused)}")
     return list(changed.values())
-
-
-def refuse_foreign_paths(asked: Config, given: Sequence[str]) -> None:
-    """Raise UserError where a resumed run would import code that the command line, `given`, does not itself name."""
-    found = flat(to_plain(asked), ".")
-    if not any(found[name] for name in IMPORTS):
-        return
-    own = flat(OmegaConf.to_container(_tree(given)), ".")  # type: ignore[arg-type]
-    if foreign := [f"{name}={found[name]}" for name in IMPORTS if found[name] and found[name] != own[name]]:
-        words = " ".join(foreign).replace(", ", ",").replace("'", "")
-        raise UserError(f"resume: code is never taken from a run folder; name it again: {words}")
 
 
 def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str, Any]:

@@ -1,27 +1,34 @@
-"""Files written whole or not at all: the only code of the package that replaces a file."""
+"""Files written whole or not at all, and read within bounds: the only code of the package that replaces a file."""
 
 import csv
 import io
 import json
 import os
 import re
+import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from unet3d.errors import escaped
+import yaml  # type: ignore[import-untyped]
 
+from unet3d.errors import UserError, escaped
+
+LARGEST_TEXT = 2**28  # bytes: the records of a million steps
+LARGEST_YAML = 2**16  # bytes: thirty configs, read in half a second
+DEEPEST_YAML = 20  # levels
 FORMULA = re.compile(r"'*(=|@|[+-](?!([\d.]+(e[+-]?\d+)?|inf|nan)$))", re.IGNORECASE)  # to a spreadsheet; -1e3 is none
 
 
 @contextmanager
 def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
     """A file that replaces `path` in one move at the end; on an error `path` stays as it was. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")  # nobody can have put a link there
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:  # O_EXCL: neither a file that is there nor a link is written to
             yield file
             file.flush()
             os.fsync(file.fileno())  # content and names outlast a loss of power
@@ -75,3 +82,47 @@ def from_csv(text: str) -> list[dict[str, str]]:
 def _given(cell: Any) -> Any:
     """Of a damaged file, a cell may be None or a list."""
     return cell[1:] if isinstance(cell, str) and cell.startswith("'") and FORMULA.match(cell) else cell
+
+
+def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
+    """The text of a file, "" if there is none; what is not UTF-8 is replaced. Raises UserError, OSError.
+
+    It must be a regular file (a pipe would be waited for) of at most `most` bytes.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return ""
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{path}: is not a file; remove it")
+        if found.st_size > most:
+            raise UserError(f"{path}: has {found.st_size:,} bytes; at most {most:,} are read; shorten or remove it")
+        return file.read().decode(errors="replace")
+
+
+def read_yaml(path: Path) -> Any:
+    """The plain values of a YAML file, None if it is empty or not there. Raises UserError, OSError.
+
+    Aliases are refused: with them a small file describes values without end.
+    """
+    text, depth = read_text(path, LARGEST_YAML), 0
+    try:
+        for event in yaml.parse(text, yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > DEEPEST_YAML:
+                raise ValueError(f"it has an alias, or more than {DEEPEST_YAML} levels")
+        return yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+
+
+def refuse_links_out(folder: Path) -> None:
+    """Raise UserError for a link in the folder, at any depth, that leads out of it."""
+    top = os.path.realpath(folder)
+    for place, folders, names in os.walk(top):
+        for path in (os.path.join(place, name) for name in (*folders, *names)):
+            if os.path.islink(path) and os.path.commonpath((top, os.path.realpath(path))) != top:
+                what = "is a link out of the folder; nothing is read or written through it: remove it"
+                raise UserError(f"{folder / os.path.relpath(path, top)}: {what}")

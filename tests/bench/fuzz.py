@@ -1,35 +1,54 @@
-"""Damage real files at random and read them as a run would: `python tests/bench/fuzz.py --files 2000 --seed 0`.
+"""Damage real files at random and read them as unet3d does: `python tests/bench/fuzz.py --files 2000 --seed 0`.
 
-Each trial damages one file of a small data set, a NIfTI file or dataset.json, and takes the set through the quick
-check, the full check and the reader. It must end in a problem that is printed, or in a data set that can be read. What
-counts as a failure: any exception but UserError, a message that is not printable text, a run that is refused what the
-check has passed, a file opened outside of the data set, more memory than the limit on the address space leaves, and
-more seconds than the bound.
+Half of the trials damage one file of a small data set, a NIfTI file or dataset.json, and take the set through the quick
+check, the full check and the reader. The others damage one file of a run folder, and take it through `resume`,
+`predict`, `report` and `compare`. Each must end in a line that is printed, or in something sound. What counts as a
+failure: any exception but those that become a line, text that is not printable, a run that is refused what the check
+has passed, a file opened outside of the folder, more memory than the limit on the address space leaves, and more
+seconds than the bound. `--seconds` bounds the whole.
 """
 
 import argparse
+import contextlib
+import functools
+import io
+import math
 import os
 import random
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
+import torch
 from damage import LAYOUTS, NIFTI, damage_json, data_set
+from damage_run import damage_run
 
+from unet3d import build, compose
+from unet3d.cli import train
 from unet3d.config import Data
 from unet3d.data.cases import read_dataset, split
 from unet3d.data.check import WARNING, check_cases, summary
 from unet3d.data.preprocess import CaseReader
-from unet3d.errors import UserError
+from unet3d.errors import SnapshotError, UserError
+from unet3d.files import read_yaml
+from unet3d.report import compare, memory_plots, plots, report
+from unet3d.run import predict
+from unet3d.run.resume import Checkpoints, TrainingState
+from unet3d.train import checkpoint, optim
 
+RUN = ["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"]
+RUN += ["data.phantom.cases=2", "batch=1", "steps=2", "eval_every=1", "workers=0", "hydra.run.dir=run"]
+DRAWN = 20  # one of so many reports has its pictures drawn, which take a second
 HEADROOM = 2**30  # bytes of address space beyond what the process has when it begins
 SLOW = 5.0  # seconds a trial, on a busy machine; most take milliseconds
 CODE = tuple({os.path.realpath(path) + "/" for path in (sys.prefix, sys.base_prefix, *sys.path) if path})
@@ -60,7 +79,7 @@ class Watch:
             return
         root, self.root = self.root, None  # what follows opens nothing, but may be heard
         path = os.path.realpath(os.fsdecode(arguments[0]))
-        if not path.startswith((f"{os.path.realpath(root)}/", *CODE)):
+        if not f"{path}/".startswith((f"{os.path.realpath(root)}/", *CODE)):
             self.strays.append(path)
         self.root = root
 
@@ -109,16 +128,82 @@ def prepare(rng: random.Random, folder: Path) -> tuple[Data, str]:
     return data, name
 
 
-def trial(number: int, seed: int, folder: Path, watch: Watch) -> tuple[str, str, float]:
-    """Damage and read. Returns what was done, what came of it, and how long it took (s)."""
-    data, done = prepare(random.Random(f"{seed} {number}"), folder)
+class SoundRun:
+    """A run folder that is sound, the state of its training, and what is done with copies of it."""
+
+    def __init__(self, place: Path) -> None:
+        words = [sys.executable, str(Path(train.__file__).parents[2] / "train.py"), *RUN]
+        subprocess.run(words, cwd=place, check=True, capture_output=True, env=os.environ | {"WANDB_MODE": "disabled"})
+        self.folder = place / "run"
+        for path in (self.folder / "report.html", self.folder / "metrics.csv"):
+            path.unlink()  # large, and not read
+        shutil.rmtree(self.folder / "memory")
+        state = checkpoint.load_snapshot(self.folder / "checkpoints" / "last.pt")
+        config = compose.from_plain(read_yaml(self.folder / "config.yaml"))
+        config.model = compose.from_plain(state["config"] | {"model": state["model_options"]}).model
+        model = build.model(config.model, seed=0)
+        optimizer, scaler = optim.optimizer(config.optim, model), torch.amp.GradScaler("cpu", enabled=False)
+        self.state = TrainingState(config, config.model, state["grounds"], model, optimizer, scaler)
+        report.write_report(shutil.copytree(self.folder, place / "warm"))  # loads what draws
+
+    def read_all(self, folder: Path, is_drawn: bool) -> str:
+        """Take a copy through all that reads a run folder. Returns whether something was refused."""
+        drawn = (
+            () if is_drawn else ((plots, "training_curves"), (memory_plots, "phase_plot"), (memory_plots, "layer_plot"))
+        )
+        said = io.StringIO()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(said))
+            stack.enter_context(contextlib.redirect_stderr(said))
+            for module, name in drawn:
+                stack.enter_context(mock.patch.object(module, name))
+            ends = [_ends(act, folder) for act in (report.write_report, report.print_summary, _compare, _predict)]
+            ends.append(_ends(lambda it: train.resumed(it, [f"resume={it}"]), folder))
+            ends.append(_ends(lambda it: Checkpoints(it, dict).restore(self.state.put_back), folder))
+        _refused([said.getvalue(), *ends])
+        return "refused" if any(ends) else "read"
+
+
+def _ends(act: Callable[[Path], object], folder: Path) -> str:
+    """The line that a user would see; "" without an error."""
+    try:
+        act(folder)
+    except (UserError, SnapshotError) as error:
+        return str(error)
+    except OSError as error:  # becomes a line in `main`
+        return f"{error.filename}: {error.strerror}".encode("unicode_escape").decode()
+    return ""
+
+
+def _compare(folder: Path) -> None:
+    rows = compare.read_rows(compare.find_runs([folder]))
+    compare.print_comparison(rows)
+    compare.cells(rows)
+
+
+def _predict(folder: Path) -> None:
+    for name in ("best.pt", "last.pt"):
+        if not (path := folder / "checkpoints" / name).is_symlink():  # who names one asks for what it leads to
+            predict.open_segmenter(path, "cpu")
+
+
+def trial(number: int, seed: int, folder: Path, watch: Watch, sound: SoundRun | None = None) -> tuple[str, str, float]:
+    """Damage and read a data set, or a copy of a run. Returns what was done, what came of it, the seconds it took."""
+    rng, root = random.Random(f"{seed} {number}"), folder / "set"
+    if sound is None:
+        data, done = prepare(rng, folder)
+        act = functools.partial(read_all, data)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        done = damage_run(rng, shutil.copytree(sound.folder, root))
+        act = functools.partial(sound.read_all, root, number % DRAWN < 2)
     watch.strays.clear()
     started = time.perf_counter()
     try:
         with warnings.catch_warnings(), limited():
             warnings.simplefilter("error")
-            watch.root = folder / "set"
-            found = read_all(data)
+            watch.root = root
+            found = act()
     except BaseException as error:
         watch.root = None
         found = "FAILED: " + "".join(traceback.format_exception(error))[-1500:]
@@ -137,11 +222,17 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="this trial alone")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no trial after so many")
     arguments = parser.parse_args()
     watch, outcomes, failed, slowest = Watch(), Counter[str](), 0, 0.0
+    end = time.monotonic() + arguments.seconds
     with tempfile.TemporaryDirectory() as folder:
+        sound = SoundRun(Path(folder))
         for number in range(arguments.files) if arguments.only is None else [arguments.only]:
-            done, found, seconds = trial(number, arguments.seed, Path(folder) / "trial", watch)
+            if time.monotonic() > end:
+                break
+            of = sound if number % 2 else None
+            done, found, seconds = trial(number, arguments.seed, Path(folder) / "trial", watch, of)
             outcomes[f"{done}: {found if not found.startswith('FAILED') else 'FAILED'}"] += 1
             slowest = max(slowest, seconds)
             if found.startswith("FAILED"):

@@ -18,7 +18,13 @@ LPS = np.array([[-1, 0, 0, 10], [0, -1.5, 0, 20], [0, 0, 2.5, -30], [0, 0, 0, 1]
 SHIFTED, FLIPPED, NOISY = LPS + np.eye(4, k=3), LPS @ np.diag([-1, 1, 1, 1]), LPS + 1e-6
 HEADER_FIELDS = {
     **{"dim": (40, "<8h"), "datatype": (70, "<h"), "pixdim": (76, "<8f"), "vox_offset": (108, "<f")},
-    **{"scl_slope": (112, "<f"), "sform_code": (254, "<h"), "qform_code": (252, "<h"), "quatern": (256, "<3f")},
+    **{
+        "scl_slope": (112, "<f"),
+        "scl_inter": (116, "<f"),
+        "sform_code": (254, "<h"),
+        "qform_code": (252, "<h"),
+        "quatern": (256, "<3f"),
+    },
     **{"srow_x": (280, "<4f"), "srow_y": (296, "<4f"), "srow_z": (312, "<4f")},
 }
 

@@ -291,12 +291,36 @@ def test_folders_that_the_command_line_puts_outside_are_read(tmp_path: Path) -> 
         (["a.nii"], ["a.nii", "b.nii", "c.nii", "d.nii"], "; nor of c, d; add it"),
         (["a.nii"], ["a.nii", "a.nii.gz"], "two cases are called a"),
         (["a_0000.nii", "a_0002.nii"], ["a.nii"], "a case's channels are called a_0000, a_0001 and so on"),
+        (["a_0000.nii", "a_0002.nii"], ["a.nii"], "images/a_0001 is missing beside "),
+        (["a_0000.nii", "a_0000.nii.gz"], ["a.nii"], "images/a_0001 is missing beside "),
+        (["b.nii", "a_0001.nii", "a_0002.nii"], ["a.nii", "b.nii"], "labels/a.nii: a_0000 is missing in "),
+        ([f"{'a' * 249}.nii"], [f"{'a' * 249}.nii"], "a name of 249 letters: the name of its label map, with .nii.gz,"),
+        ([f"{'ä' * 125}.nii"], [f"{'ä' * 125}.nii"], "a name of 125 letters: the name of its label map, with .nii.gz,"),
         (["a\x1b[2J.nii"], ["a\x1b[2J.nii"], "cannot name a case; rename its files"),
         ([], ["a.nii"], "images: no such folder"),
     ],
 )
 def test_folders_that_do_not_match_are_refused(tmp_path: Path, images: list, labels: list, what: str) -> None:
     assert what in refusal(folders(tmp_path, images, labels))
+
+
+def test_a_name_that_leaves_room_for_its_ending_is_read(tmp_path: Path) -> None:
+    for name in ("a" * 240, "a" * 248):
+        assert read_dataset(folders(tmp_path / name[:241], [f"{name}.nii"], [f"{name}.nii"])).cases[0].id == name
+
+
+def test_a_channel_that_is_missing_is_named_by_check_and_run(tmp_path: Path) -> None:
+    """The number of channels is that of most cases."""
+    channels = [f"{name}_{c:04d}.nii" for name in "abc" for c in range(3 if name != "a" else 2)]
+    data = folders(tmp_path / "folders", channels, ["a.nii", "b.nii", "c.nii"])
+    path = tmp_path / "folders/images/a_0000.nii"
+    what = "has 2 channels, the data set 3 (channel_0, channel_1, channel_2): a_0002 is missing; make them agree"
+    assert checked(data, full=False) == [f"a: {path}: {what}"]
+    data = nnunet(tmp_path / "nnunet")
+    absent = tmp_path / "nnunet/imagesTr/a_0001.nii.gz"
+    absent.unlink()
+    line = f"a: {absent}: a_0001 is missing; restore it or remove the case"
+    assert line in checked(data, full=False) and line in checked(data)
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

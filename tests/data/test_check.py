@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from nifti_files import (
     errors,
     image,
     label,
+    rewrite,
     write,
     write_header,
 )
@@ -32,6 +34,7 @@ from unet3d.data import nifti
 from unet3d.data.cases import read_dataset, split
 from unet3d.data.check import WARNING, summary
 from unet3d.errors import UserError
+from unet3d.run.resume import DatasetFingerprint, fingerprint, refuse_other_data
 
 PAGE = b"<!DOCTYPE html>" + b"not found " * 100
 
@@ -132,7 +135,7 @@ def test_a_split_that_cannot_be_made_is_listed_with_the_rest(tmp_path: Path) -> 
         ),
         *(
             (changed(label(), value), None, f"1 voxels have the label {value:g}")
-            for value in (255, 1.5, np.nan, np.inf)
+            for value in (255, 1.5, np.nan, np.inf, 0.9999, 1.001)
         ),
         (changed(label(), 254), 255, "1 voxels have the label 254; allowed are 0 to 2 and 255 (ignored)"),
         (
@@ -143,7 +146,7 @@ def test_a_split_that_cannot_be_made_is_listed_with_the_rest(tmp_path: Path) -> 
         (changed(label(), 255), 255, None),
         (label().astype(np.float64), None, None),
     ],
-    ids=["7", "-1", "255", "1.5", "nan", "inf", "254", "one-hot", "ignored", "float"],
+    ids=["7", "-1", "255", "1.5", "nan", "inf", "0.9999", "1.001", "254", "one-hot", "ignored", "float"],
 )
 def test_a_label_map_holds_classes_and_the_ignored_value(
     tmp_path: Path, voxels: np.ndarray, ignore: int | None, what: str | None
@@ -216,13 +219,18 @@ def odd(path: Path, kind: str) -> None:
         ("yards", "lengths are in a unit of code 7; they are taken for mm, in data.spacing and in distances"),
     ],
 )
-def test_odd_headers_are_warned_of_with_the_rule_that_is_followed(tmp_path: Path, kind: str, what: str) -> None:
+def test_odd_headers_are_warned_of_with_the_rule_that_is_followed(
+    tmp_path: Path, kind: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = decathlon(tmp_path)
     path = tmp_path / "imagesTr/a.nii.gz"
     odd(path, kind)
     write(tmp_path / "labelsTr/a.nii.gz", label(), nib.load(path).affine)
     assert [line for line in checked(data) if "imagesTr" in line] == [f"{WARNING}a: {path}: {what}"]
-    assert checked(data, full=False) == [], "a run starts all the same"
+    is_of_units = kind in ("metres", "yards")
+    assert checked(data, full=False) == [f"{WARNING}a: {path}: {what}"] * is_of_units, "a run starts all the same"
+    build.data(Config(data=data))
+    assert capsys.readouterr().err.count(what) == is_of_units
     if kind == "twofold":
         ready = build.data(Config(data=data))
         assert np.array_equal(ready.read.raw(ready.train[0]).image[0], image()[::-1, ::-1]), "the sform's LPS, turned"
@@ -290,6 +298,110 @@ def test_the_same_voxels_in_train_and_val_are_an_error_whatever_the_files(tmp_pa
     assert seen.read_bytes() != unseen.read_bytes()
     assert checked(data, full=False) == []
     assert checked(data) == [f"c: {unseen}: is held out, but training sees the same image as a; remove one"]
+
+
+@pytest.mark.parametrize(("cache", "level"), [(True, 9), (True, 1), (False, 9)])
+def test_a_run_refuses_a_held_out_image_that_it_learns_from(tmp_path: Path, cache: bool, level: int) -> None:
+    """By its voxels where they are kept, whatever the compression; else by the bytes of its file."""
+    data, seen, unseen = held_out(tmp_path)
+    data.cache = cache
+    content = gzip.decompress(seen.read_bytes())
+    seen.write_bytes(gzip.compress(content, 9))
+    unseen.write_bytes(gzip.compress(content, level))
+    with pytest.raises(UserError) as caught:
+        build.data(Config(data=data))
+    assert str(caught.value) == f"c: {unseen}: is held out, but training sees the same image as a; remove one"
+    data.semi, data.sparse = True, [2, 2, 2]
+    assert len(build.data(Config(data=data)).val) == 4, "other slices of the same images are scored on purpose"
+
+
+def large(root: Path) -> Data:
+    """A data set of which a fingerprint samples the files: images of 1.5 MB, not compressed, maps of 80 kB."""
+    data, shape = decathlon(root), (96, 64, 64)
+    for seed, name in enumerate("abcd"):
+        write(root / f"imagesTr/{name}.nii", image(shape, seed))
+        write(root / f"labelsTr/{name}.nii.gz", label(shape, seed=seed))
+    names = [(f"imagesTr/{name}.nii", f"labelsTr/{name}.nii.gz") for name in "abcd"]
+    rewrite(root, training=[{"image": scan, "label": labels} for scan, labels in names])
+    data.intensity, data.cache = "zscore", False
+    return data
+
+
+def change_unsampled(path: Path) -> None:
+    """One bit of a voxel between two sampled blocks, which begin 100 kB apart."""
+    content = bytearray(path.read_bytes())
+    content[50_000] ^= 1
+    path.write_bytes(content)
+
+
+def grounds(data: Data) -> DatasetFingerprint:
+    return fingerprint(build.data(Config(data=data)), None)
+
+
+def test_images_whose_samples_agree_are_compared_as_a_whole(tmp_path: Path) -> None:
+    data = large(tmp_path)
+    shutil.copy(tmp_path / "imagesTr/a.nii", tmp_path / "imagesTr/c.nii")
+    with pytest.raises(UserError, match="training sees the same image as a"):
+        build.data(Config(data=data))
+    change_unsampled(tmp_path / "imagesTr/c.nii")
+    build.data(Config(data=data))
+
+
+def test_a_resumed_run_refuses_images_and_labels_that_changed(tmp_path: Path) -> None:
+    data = decathlon(tmp_path / "set")
+    before = grounds(data)
+    shutil.copytree(tmp_path / "set", tmp_path / "moved", copy_function=shutil.copyfile)
+    data.root = str(tmp_path / "moved")
+    refuse_other_data(before, grounds(data))
+    a, b = (tmp_path / f"moved/labelsTr/{name}.nii.gz" for name in "ab")
+    swapped = b.read_bytes(), a.read_bytes()
+    a.write_bytes(swapped[0]), b.write_bytes(swapped[1])
+    end = "changed since the run began; put the old files back, or start a new run"
+    with pytest.raises(UserError) as caught:
+        refuse_other_data(before, grounds(data))
+    assert str(caught.value) == f"resume: labels of a, b {end}"
+    write(tmp_path / "moved/imagesTr/c.nii.gz", image(seed=9))
+    with pytest.raises(UserError) as caught:
+        refuse_other_data(before, grounds(data))
+    assert str(caught.value) == f"resume: images of c, labels of a, b {end}"
+    older = grounds(data)
+    del older["files"]
+    refuse_other_data(older, grounds(data))
+
+
+def test_bytes_between_the_sampled_ones_are_compared_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a file that was written since is warned of, unless the checksum at its end settles it."""
+    data, before = large(tmp_path), {}
+    for data.fingerprint in ("sample", "full"):
+        before[data.fingerprint] = grounds(data)
+    for path in (tmp_path / "imagesTr/a.nii", tmp_path / "labelsTr/d.nii.gz"):
+        assert path.stat().st_size > 2**16
+        os.utime(path, ns=(0, 0))
+    refuse_other_data(before["full"], grounds(data))
+    assert capsys.readouterr().err == "", "all bytes are the same"
+    change_unsampled(tmp_path / "imagesTr/b.nii")
+    os.utime(tmp_path / "imagesTr/b.nii", ns=(0, 0))
+    with pytest.raises(UserError, match="resume: images of b changed since the run began"):
+        refuse_other_data(before["full"], grounds(data))
+    what = "times changed, and a sample of the bytes is the same; a run with data.fingerprint=full compares all"
+    refuse_other_data(before["sample"], grounds(data))
+    assert capsys.readouterr().err == f"warning: resume: files of a, b: {what}\n"
+    data.fingerprint = "sample"
+    refuse_other_data(before["full"], grounds(data))
+    assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", [100, -1])
+def test_both_ends_of_a_large_file_are_always_compared(tmp_path: Path, place: int) -> None:
+    data = large(tmp_path)
+    before, path = grounds(data), tmp_path / "imagesTr/b.nii"
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="resume: images of b changed since the run began"):
+        refuse_other_data(before, grounds(data))
 
 
 def test_a_copy_within_train_is_no_leak(tmp_path: Path) -> None:

@@ -66,6 +66,34 @@ def test_a_mask_that_is_scaled_to_almost_one_is_a_mask(tmp_path: Path) -> None:
     assert np.array_equal(nifti.read_label("a", path, nifti.open_image("a", path), 2, None), label(classes=2))
 
 
+@pytest.mark.parametrize(("classes", "kind"), [(2, "i2"), (3, "i2"), (5, "i2"), (100, "u2")])
+def test_labels_that_nibabel_has_scaled_to_integers_are_labels(tmp_path: Path, classes: int, kind: str) -> None:
+    """As where a map is read as floats and saved with the header it had: 1 of 0, 1, 2 becomes 1.0000153."""
+    voxels = np.resize(np.arange(classes), (6, 5, 8))
+    stored = nib.Nifti1Image(voxels.astype(np.float64), LPS)
+    stored.set_data_dtype(np.dtype(kind))
+    nib.save(stored, tmp_path / "a.nii")
+    path = tmp_path / "a.nii"
+    assert np.array_equal(nifti.read_label("a", path, nifti.open_image("a", path), classes, None), voxels)
+
+
+@pytest.mark.parametrize(("slope", "stored"), [(0.9999, 1), (1e-4, 9999), (1e-4, 10010)])
+def test_labels_that_lie_beside_whole_numbers_by_their_scale_are_refused(
+    tmp_path: Path, slope: float, stored: int
+) -> None:
+    """A finer integer was there for the whole number, or none is fine enough to say that it was meant."""
+    path = write_header(write(tmp_path / "a.nii", np.full((6, 5, 4), stored, np.int16)), "scl_slope", slope)
+    with pytest.raises(UserError, match="120 voxels have the label"):
+        nifti.read_label("a", path, nifti.open_image("a", path), 3, None)
+
+
+def test_high_labels_that_are_scaled_in_float32_are_labels(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.nii", np.resize([0, 1, 32767], (6, 5, 4)).astype(np.float32) * np.float32(3.0))
+    write_header(path, "scl_slope", 1 / 3)
+    found = nifti.read_label("a", path, nifti.open_image("a", path), 32768, None)
+    assert np.unique(found).tolist() == [0, 1, 32767]
+
+
 def a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -182,6 +210,26 @@ def test_voxels_far_into_the_stream_take_no_memory_for_what_is_before_them(tmp_p
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert np.array_equal(voxels, image()) and peak < 2**22
+
+
+@pytest.mark.parametrize(("extra", "is_read"), [(2**20, True), (2**20 + 1, False), (2**27, False)])
+def test_a_stream_that_goes_on_behind_its_voxels_is_not_followed(tmp_path: Path, extra: int, is_read: bool) -> None:
+    """Its checksum is reached where little follows; the last one here is cut, so that its end is not reached at all."""
+    content = write(tmp_path / "a.nii", image()).read_bytes()
+    packed = tmp_path / "a.nii.gz"
+    packed.write_bytes(gzip.compress(content + bytes(extra), 1)[: None if extra < 2**27 else -9])
+    if is_read:
+        assert np.array_equal(read(packed), image())
+    else:
+        with pytest.raises(UserError, match=r"damaged \(more than 1,048,576 bytes follow the voxels\); replace"):
+            read(packed)
+
+
+def test_voxels_that_begin_far_into_the_file_are_refused_unread(tmp_path: Path) -> None:
+    path = write_header(write(tmp_path / "a.nii", image()), "vox_offset", 2**26 + 16)
+    packed = tmp_path / "a.nii.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes() + bytes(2**26), 1))
+    assert "claims that its voxels begin at byte 67,108,880, behind 67,108,864; replace the file" in refusal(packed)
 
 
 def test_what_nibabel_corrects_in_a_header_is_not_logged(

@@ -204,7 +204,7 @@ def test_cases_that_need_more_than_the_memory_are_refused_before_any_voxel_is_re
     data = decathlon(tmp_path, ("a", "b"))
     data.intensity = "zscore"
     for name in "ab":
-        case(tmp_path, image((64, 64, 64)), label((64, 64, 64)), name)
+        case(tmp_path, image((64, 64, 64), seed=ord(name)), label((64, 64, 64)), name)
     build.data(Config(data=data))
     assert "2 cases kept in memory: 3.0 MiB (predicted)\n" in capsys.readouterr().out
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 3, "SC_PAGE_SIZE": 2**20}[name])

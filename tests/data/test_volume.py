@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from nibabel.affines import apply_affine
 from nibabel.eulerangles import euler2mat
-from nifti_files import SHIFTED, case, changed, image, label, write, write_header
+from nifti_files import SHIFTED, case, changed, checked, decathlon, image, label, write, write_header
 
 from unet3d.data.cases import Case
-from unet3d.data.nifti import save_labels
+from unet3d.data.nifti import ValidationRules, save_labels
 from unet3d.data.volume import read_volume, to_original
 from unet3d.errors import UserError
 
@@ -153,7 +153,7 @@ def test_resampling_invents_no_intensity(tmp_path: Path) -> None:
 def test_resampling_continues_the_edge(tmp_path: Path) -> None:
     stored = np.full((8, 8, 8), 50, np.int16)
     stored[3:5, 3:5, 3:5] = 0
-    volume = read_volume(Case("a", (write(tmp_path / "i.nii", stored),), None), 2, None, [0.4, 0.4, 0.4])
+    volume = read_volume(Case("a", (write(tmp_path / "i.nii", stored),), None), 2, None, [0.5, 0.5, 0.5])
     assert volume.image[0][[0, 0, -1], [0, -1, -1], [0, 0, -1]] == pytest.approx(50, abs=0.5)
 
 
@@ -235,6 +235,56 @@ def test_a_spacing_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
         UserError, match=r"needs 6000x7500x10000 voxels at data.spacing=\[0.001, 0.001, 0.001\] mm; widen"
     ):
         read_volume(one, 3, None, [0.001, 0.001, 0.001])
+
+
+def test_a_grid_may_hold_32_times_the_voxels_that_are_stored(tmp_path: Path) -> None:
+    """Also where that is far less than the most that a file may hold; the check lists every such case."""
+    one = Case("a", (write(tmp_path / "i.nii", image((12, 10, 8)), np.eye(4)),), None)
+    assert read_volume(one, 2, None, [0.5, 0.25, 0.25]).image.size == 32 * 960
+    with pytest.raises(UserError, match=r"400x333x267 voxels .* 37,046 times the 960 stored, at most 32 times, and"):
+        read_volume(one, 2, None, [0.03, 0.03, 0.03])
+    data = decathlon(tmp_path / "set")
+    data.spacing = [0.03, 0.03, 0.03]
+    assert [line.split(": ")[0] for line in checked(data, full=False)] == [*"abcd"]
+
+
+@pytest.mark.parametrize(
+    ("voxels", "slope", "inter"),
+    [
+        (1_000_000_000 + np.arange(120, dtype=np.int32) * 8, 1, 0),
+        (1e9 + np.arange(120.0), 1, 0),
+        (-1e9 - np.arange(120.0), 1, 0),
+        (np.arange(120, dtype=np.int16), 1, 1e9),
+        (np.arange(120, dtype=np.float32), 1e-3, 1e6),
+    ],
+    ids=["int32", "float64", "negative", "intercept", "slope"],
+)
+def test_values_that_float32_cannot_tell_apart_are_refused(
+    tmp_path: Path, voxels: np.ndarray, slope: float, inter: float
+) -> None:
+    one = case(tmp_path, voxels.reshape(6, 5, 4), label())
+    write_header(write_header(one.images[0], "scl_slope", slope), "scl_inter", inter)
+    low, high = sorted((float(voxels[0]) * slope + inter, float(voxels[-1]) * slope + inter))
+    with pytest.raises(UserError, match=r"of which float32 keeps steps of .*; subtract the offset") as caught:
+        read_volume(one, 3, None, None)
+    assert f"a: {one.images[0]}: has values from {low:.12g} to {high:.12g}, " in str(caught.value)
+
+
+def test_values_that_float32_cannot_tell_apart_are_refused_beside_some_that_are_replaced(tmp_path: Path) -> None:
+    accepted = ValidationRules(nonfinite=True)
+    one = case(tmp_path, changed(1e9 + np.arange(120.0).reshape(6, 5, 4), np.nan), label())
+    with pytest.raises(UserError, match="subtract the offset"):
+        read_volume(one, 3, None, None, accepted)
+    one = case(tmp_path, np.full((6, 5, 4), np.nan), label())
+    assert read_volume(one, 3, None, None, accepted).replaced == 120
+
+
+@pytest.mark.parametrize("voxels", [np.arange(120.0) * 1e9, 1e6 + np.arange(120.0), np.full(120, 2**30 + 1), [0, 1e9]])
+def test_values_that_float32_can_tell_apart_are_read(tmp_path: Path, voxels: np.ndarray) -> None:
+    """A wide range, a moderate offset, one value alone, two."""
+    stored = np.resize(voxels, (6, 5, 4)).astype(np.float64)
+    volume = read_volume(case(tmp_path, stored, label()), 3, None, None)
+    assert np.array_equal(volume.image[0], stored[::-1, ::-1].astype(np.float32))
 
 
 def test_labels_of_another_grid_are_not_saved(tmp_path: Path) -> None:

@@ -40,9 +40,10 @@ def make(tmp_path: Path) -> Make:
         (folder / "STATUS").write_text(changed.get("status", "done\nexit code 0\n"))
         (folder / "overrides.yaml").write_text(json.dumps(words))
         memory = {"parameters": 1234, "predicted": entry(peak, "ledger")}
+        if changed.get("has_config", True):
+            (folder / "config.yaml").write_text(yaml_of(*words))
         if not changed.get("predicts"):
             memory |= {"measured": entry(peak - 7, kind), "error_bytes": 7}
-            (folder / "config.yaml").write_text(yaml_of(*words))
             (folder / "env.json").write_text(
                 json.dumps({"device": "cpu", "cpu": "AVX512", "torch": "2.13", "threads": 1} | changed)
             )
@@ -97,9 +98,12 @@ def test_runs_that_only_predict_have_the_same_columns_as_runs_that_ran(make: Mak
     ]
 
 
-def test_a_command_line_that_no_longer_composes_is_shown_as_it_was(make: Make) -> None:
+def test_a_command_line_without_a_config_is_shown_as_it_was(make: Make) -> None:
+    """Of a run that was killed as it began; nothing is composed from it."""
     gone = ["data=folders", "data.root=/gone", "data.classes=[a,b]"]
-    rows = read_rows([make("0", *gone, "amp=true", predicts=True), make("1", *gone, predicts=True)])
+    rows = read_rows(
+        [make(name, *gone, *more, has_config=False, predicts=True) for name, more in (("0", ["amp=true"]), ("1", []))]
+    )
     assert setting_columns(rows) == ["amp"]
     assert [row[1] for row in compare.comparison_table(rows).rows] == ["true", ""]
     assert setting_columns([*rows, *read_rows([make("2", "ckpt=2")])]) == ["data.root", "data.classes", "amp"]

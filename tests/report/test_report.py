@@ -17,7 +17,7 @@ import yaml
 from PIL import Image
 from training import yaml_of
 
-from unet3d.report import report
+from unet3d.report import report, run_folder
 from unet3d.report.run_folder import read_run
 from unet3d.train.metrics import CaseScore, csv_text
 
@@ -271,6 +271,69 @@ def test_control_codes_in_a_run_folder_reach_no_terminal_page_or_table(folder: P
 def test_a_report_keeps_every_language(folder: Path) -> None:
     (folder / "STATUS").write_text("übung 日本語 🧠 שלום")
     assert any("übung 日本語 🧠 שלום" in text for text in written(folder).text)
+
+
+PEAK = {"first": 1, "steady": 7}
+ENTRY = {"peak_bytes": 7, "kind": "ledger", "phases": {"data": {"first": 1, "steady": 7}}}
+ROW = {"bytes": 7, "params": 7, "grads": 0, "optimizer": 0, "activations": 0, "temporaries": 0, "inputs": 0}
+DAMAGED_MEMORY = [
+    *("", "{}", "[]", "[[", "\xff", "[" * 9999, '{"a":' * 9999, '{"parameters": ' + "1" * 5000 + "}"),
+    *({"measured": value} for value in (None, {}, [], 7, "x", ENTRY | {"phases": {}}, ENTRY | {"phases": []})),
+    *({"measured": ENTRY | {"peak_bytes": value}} for value in (None, "x", -1, 0, True, 2.5, 10**400)),
+    *(
+        {"measured": ENTRY | {"phases": {"data": value}}}
+        for value in (None, 7, {}, {"first": 1}, PEAK | {"first": "x"})
+    ),
+    *({"measured": ENTRY | {"levels": value}} for value in ([], 7, [{}], [{"level": 0}], [ROW], [ROW | {"level": []}])),
+    *({"measured": ENTRY | {"layers": value}} for value in ([], 7, [ROW | {"level": 0, "module": 7}])),
+    {"measured": ENTRY | {"layers": [ROW | {"level": 0, "module": "inc"}]}},
+    *({"measured": ENTRY | {"phase_ends": value}} for value in ({"other": PEAK}, 7)),
+    *({"measured": ENTRY | {"phase_categories": value}} for value in ({"data": {}}, {"other": ROW}, [])),
+    *({"measured": ENTRY | {name: value}} for name in ("state", "moment", "ledger", "categories") for value in (7, {})),
+    *({"parameters": value} for value in (None, "x", 0, -1)),
+    *({"predicted": ENTRY, "error_bytes": value} for value in (None, "x")),
+    *({"predicted": ENTRY, "advice": value} for value in (7, {}, {"level": 0, "bytes": 7, "mostly": "x"})),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED_MEMORY, ids=lambda damage: str(damage)[:60])
+def test_a_damaged_memory_json_ends_no_report(folder: Path, damage: Any) -> None:
+    sound = json.loads((folder / "memory.json").read_text())
+    content = damage if isinstance(damage, str) else json.dumps(sound | damage)
+    (folder / "memory.json").write_text(content, encoding="latin-1")
+    assert "unet3d run" in " ".join(written(folder).text)
+    report.print_summary(folder)
+
+
+LINES = [
+    "{}",
+    "[]",
+    "7",
+    "",
+    "\xff",
+    '{"step": null}',
+    '{"step": "x"}',
+    '{"step": true}',
+    '{"step": -5}',
+    '{"step": 2.5}',
+]
+LINES += ['{"step": ' + "9" * 5000 + "}", '{"step": 1' + "0" * 400 + "}", '{"step": 9, "a":' + "[" * 9999, "[" * 99999]
+LINES += ['{"step": 9, "train/loss": [1]}', '{"step": 9, "train/loss": {"a": 1}}', '{"step": 9, "train']
+ODD_VALUES = ['{"step": 9, "train/loss": "x", "time/step_s": null, "val/dice_mean": "x", "val/dice/left": "x"}']
+ODD_VALUES += ['{"step": 9, "train/loss": 1e308, "time/step_s": 1e308}', '{"step": 9, "train/loss": ' + "9" * 400 + "}"]
+
+
+@pytest.mark.parametrize("line", [*LINES, *ODD_VALUES], ids=lambda line: line[:40])
+def test_a_damaged_record_is_passed_over(folder: Path, line: str) -> None:
+    path = folder / "metrics.jsonl"
+    kept = path.read_text().splitlines()
+    path.write_text("\n".join([*kept[:1], line, *kept[1:]]), encoding="latin-1")
+    steps = [record["step"] for record in read_run(folder).records]
+    assert steps == ([1, 9, 2, 2] if line in ODD_VALUES else [1, 2, 2])
+    assert "unet3d run" in " ".join(written(folder).text)
+    report.print_summary(folder)
+    assert run_folder.forget_after(path, 2, 2) == max(steps)
+    assert [json.loads(one)["step"] for one in path.read_text().splitlines()] == [1, 2, 2]
 
 
 @pytest.mark.parametrize("name", FILES)

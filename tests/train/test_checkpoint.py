@@ -118,7 +118,7 @@ def test_another_format_or_a_strangers_file_is_refused_but_not_called_damaged(
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DamagedSnapshot, match=r"missing\.pt: not a readable snapshot \(No such file"):
         checkpoint.load_snapshot(tmp_path / "missing.pt")
-    with pytest.raises(SnapshotError, match="is a folder; give a snapshot"):
+    with pytest.raises(SnapshotError, match="is not a file; give a snapshot"):
         checkpoint.load_snapshot(tmp_path)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 import traceback
@@ -15,21 +16,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from unet3d import compose, errors, signals
 from unet3d.config import Config
 from unet3d.errors import LoaderError, NotSaved, OutOfMemory, Preempted, UserError
-from unet3d.files import write_text
+from unet3d.files import read_text, read_yaml, refuse_links_out, write_text
 from unet3d.report import run_folder
 
 LOCK = ".lock"
-OVERRIDES = "overrides.yaml"  # the command line's options, for `resume`
+OVERRIDES = "overrides.yaml"  # the command line's options
 RUNNING = "running\n"  # STATUS as a run begins
 INTERRUPTED = 130  # exit code after a second SIGINT
 CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preempted.exit_code, INTERRUPTED))
+DEAD_WORKER = "DataLoader "  # in the line of one that was killed, or hangs
 GRACE = 10  # seconds in which a process that was interrupted twice may end by itself
 
 
@@ -43,6 +43,7 @@ def say(line: str, code: int = 0) -> int:
 def guarded(config: Config, folder: Path, overrides: list[str]) -> Iterator[signals.Stop]:
     """Within, a job runs alone in its folder; STATUS says how it ends. An error becomes a line and SystemExit."""
     try:
+        refuse_links_out(folder)
         with hold_folder(folder) as is_locked:
             if config.resume is None:
                 refuse_used(folder, config.dry_run, is_locked)
@@ -56,8 +57,10 @@ def guarded(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
 @contextmanager
 def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[signals.Stop]:
     """Turn what may end a job into a last line, STATUS and an exit code."""
-    (before, _), earlier = status(folder), read_yaml(folder / OVERRIDES, list) if config.resume is not None else []
-    save_overrides(folder, [override for override in overrides if not override.startswith("resume=")])
+    (before, _), earlier = status(folder), earlier_overrides(folder) if config.resume is not None else []
+    save_overrides(folder, [*earlier, *(override for override in overrides if not override.startswith("resume="))])
+    if config.resume is None:
+        write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
     try:
         with nullcontext(signals.Stop()) if config.dry_run else signals.stopping() as stop:
             yield stop
@@ -108,16 +111,19 @@ def how_to_go_on(folder: Path) -> str:
 def hold_folder(folder: Path) -> Iterator[bool]:
     """Hold the folder; yields False, after a warning, if it cannot be locked. Raises UserError if another holds it."""
     try:
-        file = (folder / LOCK).open("a+")
+        file = open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to ({error.strerror}); choose another folder") from error
     with file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:  # another name of a file that is elsewhere
+            raise UserError(f"{folder / LOCK}: is not a file of this folder alone; remove it")
         is_locked = True
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's would live on in a killed run's data workers
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                number = (folder / LOCK).read_text().strip()  # the holder's process; closing this releases no lock
+                number = file.read(20).strip()  # the holder's process
                 holder = f"process {number}" if number else "another process"
                 raise UserError(f"{folder}: {holder} uses it; wait, or choose another folder") from None
             say(f"warning: {folder}: cannot be locked ({error.strerror}); use it once at a time")
@@ -131,7 +137,8 @@ def hold_folder(folder: Path) -> Iterator[bool]:
 def refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
     """Raise UserError where a run is, unless it was killed, stopped or refused before its first snapshot."""
     found, has_records, (_, text) = snapshots(folder), (folder / "metrics.jsonl").exists(), status(folder)
-    left_nothing = text == RUNNING or text.startswith("failed: killed by ") or text.endswith(CUT_SHORT)
+    was_killed = text.startswith("failed: killed by ") or (text.startswith("failed: ") and DEAD_WORKER in text)
+    left_nothing = text == RUNNING or was_killed or text.endswith(CUT_SHORT)
     if found or (has_records and (is_dry or not is_locked or not left_nothing)):
         raise UserError(f"{folder}: holds a run already; choose another folder{', or resume it' if found else ''}")
     if has_records:
@@ -146,7 +153,7 @@ def snapshots(folder: Path) -> list[Path]:
 def status(folder: Path) -> tuple[int, str]:
     """When STATUS was last written, in ns: a run does so first. And its text; 0 and "" without one."""
     path = folder / "STATUS"
-    return (path.stat().st_mtime_ns, path.read_text()) if path.is_file() else (0, "")
+    return (path.stat().st_mtime_ns, read_text(path)) if path.is_file() else (0, "")
 
 
 def write_end(folder: Path, line: str, code: int) -> None:
@@ -156,19 +163,17 @@ def write_end(folder: Path, line: str, code: int) -> None:
 
 
 def save_overrides(folder: Path, overrides: list[str]) -> None:
-    """Keep the command line's options, for `resume`."""
+    """Keep the command line's options, for `compare` and people."""
     write_text(folder / OVERRIDES, OmegaConf.to_yaml(OmegaConf.create(overrides)))
 
 
-def read_yaml(path: Path, kind: type) -> Any:
-    """A list or a dictionary that a run has written. Raises UserError for anything else."""
+def earlier_overrides(folder: Path) -> list[str]:
+    """What `save_overrides` kept, to be shown; nothing if it is damaged."""
     try:
-        found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{path}: cannot be read ({errors.reason(error)})") from error
-    if not isinstance(found, kind):
-        raise UserError(f"{path}: is damaged: it was modified after a run wrote it")
-    return found
+        found = read_yaml(folder / OVERRIDES)
+    except UserError:
+        return []
+    return [str(word) for word in found] if isinstance(found, list) else []
 
 
 def path_option(name: str, path: Path) -> str:

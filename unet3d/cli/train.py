@@ -17,6 +17,7 @@ from unet3d import checks, compose
 from unet3d.cli import lifecycle, options
 from unet3d.config import Config
 from unet3d.errors import UserError, escaped
+from unet3d.files import read_yaml, refuse_links_out
 from unet3d.signals import Stop
 
 
@@ -28,8 +29,8 @@ def main() -> int:
         return 0
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
     try:
-        sys.argv[1:] = checked_arguments(sys.argv[1:])
-        refuse_unwritable(sys.argv[1:])
+        sys.argv[1:] = words = checked_arguments(sys.argv[1:])
+        refuse_unwritable(words)
     except UserError as error:
         return lifecycle.say(f"error: {error}", error.exit_code)
     codes: list[int] = []
@@ -39,7 +40,8 @@ def main() -> int:
     @hydra.main(str(compose.config_folder()), compose.CONFIG_NAME, compose.VERSION_BASE)
     def task(tree: DictConfig) -> None:
         nonlocal sweep_folder
-        asked, config = HydraConfig.get(), compose.load(tree)
+        asked = HydraConfig.get()
+        config = compose.load(tree) if tree.resume is None else resumed_config(Path(tree.resume), words)
         folder, overrides = Path(asked.runtime.output_dir), list(asked.overrides.task)
         if asked.mode != RunMode.MULTIRUN:
             with lifecycle.guarded(config, folder, overrides) as stop:
@@ -136,7 +138,11 @@ def checked_arguments(arguments: list[str]) -> list[str]:
     only_shows = flags.cfg or flags.info
     asked = [word for word in flags.overrides if word.startswith("resume=")]
     if asked and not (only_shows or flags.multirun) and (folder := compose.compose(asked).resume) is not None:
-        return resumed(Path(folder), flags.overrides)
+        if folder != "auto":
+            return resumed(Path(folder), flags.overrides)
+        place, flags.overrides = compose.run_folder(flags.overrides), [w for w in flags.overrides if w not in asked]
+        if lifecycle.snapshots(place):
+            return resumed(place, [*flags.overrides, lifecycle.path_option("resume", place)])
     added = compose.added_sweep(flags.overrides) * (not only_shows)  # composes each job, and so checks it
     if flags.multirun or added:
         for config in map(compose.compose, compose.sweep([*flags.overrides, *added])):
@@ -152,19 +158,21 @@ def _refuse(message: str) -> NoReturn:
 
 
 def resumed(folder: Path, overrides: list[str]) -> list[str]:
-    """The overrides of the run in `folder`, then the new ones, in the same folder. Raises UserError."""
-    path = folder / lifecycle.OVERRIDES
-    if not path.is_file() or not lifecycle.snapshots(folder):
+    """The overrides, and the folder of the run that goes on. Raises UserError before anything is touched."""
+    if not lifecycle.snapshots(folder):
         raise UserError(f"resume={folder}: no run with a snapshot there; give a run folder, outputs/DATE/TIME-ID")
-    before = [str(word) for word in lifecycle.read_yaml(path, list)]
-    if any(word.startswith("-") or word.lstrip("+~").startswith("hydra") or "${" in word for word in before):
-        raise UserError(f"{path}: holds more than options: it was modified after a run wrote it")
-    config = compose.compose([*before, *overrides])
-    compose.refuse_foreign_paths(config, overrides)
-    if config.dry_run:
+    if resumed_config(folder, overrides).dry_run:
         raise UserError("resume goes on with a run, dry_run only predicts; remove one of them")
-    compose.refuse_changes(lifecycle.read_yaml(folder / "config.yaml", dict), compose.to_plain(config))
-    return [*before, *overrides, lifecycle.path_option("hydra.run.dir", folder.resolve())]
+    return [*overrides, lifecycle.path_option("hydra.run.dir", folder.resolve())]
+
+
+def resumed_config(folder: Path, overrides: list[str]) -> Config:
+    """The config of the run in `folder` with what these overrides set. Raises UserError."""
+    refuse_links_out(folder)
+    values = read_yaml(folder / "config.yaml")
+    if not isinstance(values, dict):
+        raise UserError(f"{folder / 'config.yaml'}: holds no options: it is missing, or damaged")
+    return compose.resumed(values, [word for word in overrides if not word.startswith("-")])
 
 
 def refuse_unwritable(arguments: list[str]) -> None:

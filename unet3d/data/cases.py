@@ -1,9 +1,11 @@
 """A data set on disk as one typed `DatasetInfo`, whatever its layout, and its split: names and JSON, no voxels."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mode
 from textwrap import shorten
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from unet3d.data.dataset_json import DatasetJson, class_names, in_sequence, is_p
 from unet3d.errors import UserError
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
+MAX_NAME = 255  # bytes of a file's name
 
 
 class Case(NamedTuple):
@@ -91,8 +94,9 @@ def _folders(root: Path, data: Data) -> DatasetInfo:
     # A folder that the command line puts outside of the root is outside on purpose.
     roots = (root, *(folder for folder in (images, labels) if not folder.is_relative_to(root) or ".." in folder.parts))
     cases = _inside(_folder_cases(images, labels), roots, data.allow_outside)
-    first = cases[0]
-    count = len(first.images) if len(first.images) > 1 else nifti.channels(nifti.open_image(first.id, first.images[0]))
+    usual = mode(len(case.images) for case in cases)  # the others lack a channel, or have one too many
+    first = next(case for case in cases if len(case.images) == usual)
+    count = usual if usual > 1 else nifti.channels(nifti.open_image(first.id, first.images[0]))
     classes = class_names(dict(enumerate(data.classes)), data.ignore, "data.classes")
     return DatasetInfo(root.name, tuple(f"channel_{c}" for c in range(count)), classes, data.ignore, cases)
 
@@ -108,7 +112,9 @@ def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:
         grouped.setdefault(case if f"{case}_0000" in stems and stem not in maps else stem, []).append(path)
     if alone := sorted({*maps} - {*grouped}):
         more = f"; nor of {shorten(', '.join(alone[1:]), 200, placeholder=' ...')}" if len(alone) > 1 else ""
-        raise UserError(f"{maps[alone[0]]}: no image of that name in {images}{more}; add it or remove the label map")
+        is_short = any(without_channel(stem) == alone[0] for stem in stems)
+        what = f"{alone[0]}_0000 is missing" if is_short else "no image of that name"
+        raise UserError(f"{maps[alone[0]]}: {what} in {images}{more}; add it or remove the label map")
     return _sorted((Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items()), images)
 
 
@@ -120,13 +126,23 @@ def volumes_in(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.name.endswith(nifti.SUFFIXES) and not p.name.startswith("."))
 
 
-def in_order(name: str, files: Sequence[Path]) -> tuple[Path, ...]:
-    """One case's channels by their numbers, which must be 0000, 0001 and so on. Raises UserError."""
+def in_order(name: str, files: Sequence[Path], count: int = 0) -> tuple[Path, ...]:
+    """One case's channels by their numbers, which must be 0000, 0001 and so on, `count` or more. Raises UserError."""
     ordered = sorted(files, key=lambda file: file.name)
-    if len(ordered) > 1 and [nifti.stem(file) for file in ordered] != [f"{name}_{c:04d}" for c in range(len(ordered))]:
-        listed = ", ".join(map(str, ordered))
-        raise UserError(f"{name}: {listed}: a case's channels are called {name}_0000, {name}_0001 and so on")
-    return tuple(ordered)
+    stems = [nifti.stem(file) for file in ordered]
+    wanted = [f"{name}_{c:04d}" for c in range(max(count, len(stems)))]
+    if stems == wanted or (len(stems) == 1 and stems[0] not in wanted):  # which holds all channels
+        return tuple(ordered)
+    absent = ordered[0].with_name(next(stem for stem in wanted if stem not in stems))
+    what = f"{absent} is missing beside {', '.join(map(str, ordered))}"
+    raise UserError(f"{name}: {what}; a case's channels are called {name}_0000, {name}_0001 and so on")
+
+
+def refuse_long(where: object, name: str) -> None:
+    """Raise UserError where the label map of this case could not be written under its name."""
+    if len(os.fsencode(f"{name}.nii.gz")) > MAX_NAME:
+        what = f"the name of its label map, with .nii.gz, would have more than {MAX_NAME} bytes"
+        raise UserError(f"{where}: {name[:40]}..., a name of {len(name)} letters: {what}; rename the case's files")
 
 
 def without_channel(stem: str) -> str:
@@ -149,6 +165,7 @@ def _sorted(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
     for case in cases:
         if not is_plain(case.id):
             raise UserError(f"{where}: {case.id!r} cannot name a case; rename its files")
+        refuse_long(where, case.id)
         if case.id in by_id:
             raise UserError(f"{where}: two cases are called {case.id}; rename one of them")
         by_id[case.id] = case

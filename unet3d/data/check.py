@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import nibabel as nib
 import numpy as np
@@ -18,8 +18,8 @@ from unet3d.data.nifti import ValidationRules
 from unet3d.errors import UserError
 
 WARNING = "warning: "  # a run starts despite lines that begin so
-MM, UNITS = (0, 2), {1: "meter", 3: "micron"}  # 0 is unset, and mm by custom
 SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
+BLOCK, BLOCKS = 2**12, 16  # bytes, and how many blocks of a file are sampled: all of its bytes up to 64 KiB
 
 
 class Content(NamedTuple):
@@ -32,11 +32,11 @@ class Content(NamedTuple):
 def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: bool) -> list[str]:
     """All problems of all `cases`, a line each, and those of the split; for what the options accept, warnings.
 
-    Reads headers: files, sizes, channels, geometry; `full`: also voxels (damage, NaN, labels, twins) and odd headers.
+    Reads headers: files, sizes, channels, grids, units; `full`: also voxels (damage, NaN, labels, twins), odd headers.
     """
     lines, contents, rules = list[str](), dict[str, Content](), ValidationRules.of(data)
     for case in progress.track(cases, "checking cases", len(cases)):
-        opened, found = _headers(dataset, case, rules)
+        opened, found = _headers(dataset, case, data)
         lines += found
         if full:
             if case.label is None:
@@ -50,24 +50,28 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
         train, val = split(dataset, data)
     except UserError as error:
         return [*lines, str(error)]
-    leaks = [] if data.semi else _leaks(train, val, contents)
-    return [*lines, *leaks, *_absences(dataset, "train", train, contents), *_absences(dataset, "val", val, contents)]
+    twins = [] if data.semi else leaks(train, val, {name: content.digest for name, content in contents.items()})
+    return [*lines, *twins, *_absences(dataset, "train", train, contents), *_absences(dataset, "val", val, contents)]
 
 
-def _headers(dataset: DatasetInfo, case: Case, rules: ValidationRules) -> tuple[dict[Path, nib.Nifti1Image], list[str]]:
+def _headers(dataset: DatasetInfo, case: Case, data: Data) -> tuple[dict[Path, nib.Nifti1Image], list[str]]:
     """The files that could be opened, and everything wrong that their headers show."""
     opened, found = dict[Path, nib.Nifti1Image](), list[str]()
     for path in (*case.images, case.label) if case.label else case.images:
         try:
             opened[path] = nifti.open_image(case.id, path)
+            if path == case.images[0]:
+                volume.target_grid(case, opened[path], data.spacing)
         except UserError as error:
             found.append(str(error))
-    found += map(str, volume.contradictions(case, opened, rules))
+    found += map(str, volume.contradictions(case, opened, ValidationRules.of(data)))
     count, wanted = sum(nifti.channels(opened[path]) for path in case.images if path in opened), dataset.channels
     if not found and count != len(wanted):
-        what = f"has {count} channels, the data set {len(wanted)} ({', '.join(wanted)}); make them agree"
+        is_short = count < len(wanted) and nifti.stem(case.images[-1]) == f"{case.id}_{count - 1:04d}"
+        absent = f": {case.id}_{count:04d} is missing" if is_short else ""
+        what = f"has {count} channels, the data set {len(wanted)} ({', '.join(wanted)}){absent}; make them agree"
         found.append(str(nifti.problem(case.id, case.images[0], what)))
-    strict = map(str, volume.contradictions(case, opened))
+    strict = map(str, (*volume.contradictions(case, opened), *volume.foreign_units(case, opened)))
     return opened, [*found, *(f"{WARNING}{line}" for line in strict if line not in found)]
 
 
@@ -86,9 +90,6 @@ def _oddities(image: nib.Nifti1Image) -> Iterator[str]:
         yield "neither sform nor qform is set: which side is left is a guess; set one"
     elif sform is not None and qform is not None and not np.allclose(sform, qform, atol=0.01):
         yield "sform and qform differ; the sform is used"
-    if (unit := int(header["xyzt_units"]) % 8) not in MM:
-        name = UNITS.get(unit, f"a unit of code {unit}")
-        yield f"lengths are in {name}; they are taken for mm, in data.spacing and in distances"
 
 
 def _content(
@@ -115,12 +116,12 @@ def _content(
     return {case.id: Content(digest.digest(), labels)}, warnings
 
 
-def _leaks(train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:
-    """Held-out cases that training sees under another name: the same file, also by a link, or the same voxels."""
+def leaks(train: Sequence[Case], val: Sequence[Case], digests: Mapping[str, object]) -> Iterator[str]:
+    """Held-out cases that training sees under another name: the same file, also by a link, or an equal digest."""
     seen: dict[object, str] = {_file(path): case.id for case in train for path in case.images}
-    seen |= {contents[case.id].digest: case.id for case in train if case.id in contents}
+    seen |= {digests[case.id]: case.id for case in train if case.id in digests}
     for case in val:
-        images = [*map(_file, case.images), *([contents[case.id].digest] if case.id in contents else [])]
+        images = [*map(_file, case.images), *([digests[case.id]] if case.id in digests else [])]
         if twin := next((seen[image] for image in images if image in seen), None):
             yield f"{case.id}: {case.images[0]}: is held out, but training sees the same image as {twin}; remove one"
 
@@ -131,6 +132,34 @@ def _file(path: Path) -> tuple[int, int] | Path:
         return (found := path.stat()).st_dev, found.st_ino
     except OSError:
         return path
+
+
+def content_hashes(case: Case, full: bool) -> dict[str, dict[str, Any]]:
+    """Hashes of the bytes of the case's images, and of its labels: `sample`, and `full` or None. Raises UserError.
+
+    `times` (ns since 1970) are of the last changes to those files that their sample does not settle.
+    """
+    try:
+        return {"images": _hashes(case.images, full), "labels": _hashes((case.label,) if case.label else (), full)}
+    except OSError as error:
+        raise nifti.problem(case.id, case.images[0], f"cannot be read, or its label map ({error})") from error
+
+
+def _hashes(paths: Sequence[Path], full: bool) -> dict[str, Any]:
+    sample, whole, times = hashlib.sha256(), hashlib.sha256(), []
+    for path in paths:
+        size, changed = path.stat().st_size, path.stat().st_mtime_ns
+        sample.update(b"%d" % size)
+        with path.open("rb") as stream:
+            for start in np.linspace(0, max(size - BLOCK, 0), BLOCKS, dtype=int):
+                stream.seek(start)
+                sample.update(stream.read(BLOCK))
+            if full:
+                stream.seek(0)
+                whole.update(hashlib.file_digest(stream, "sha256").digest())
+        # A gzip file ends with the checksum of its whole content, so its last block settles it.
+        times += [changed] if size > BLOCK * BLOCKS and not path.name.endswith(".gz") else []
+    return {"sample": sample.hexdigest(), "full": whole.hexdigest() if full else None, "times": times}
 
 
 def _absences(dataset: DatasetInfo, part: str, cases: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:

@@ -23,9 +23,10 @@ from unet3d.files import replacing
 SUFFIXES = (".nii.gz", ".nii")
 MAX_VOXELS = 2**31  # a case is held in memory: 8 GiB as float32, four times the largest whole-body CT
 MAX_DEFLATE = 1032  # the highest compression ratio of deflate: a file that claims more voxels than that is truncated
-CHUNK = 2**20  # bytes
+MAX_OFFSET, MAX_TRAILING = 2**26, 2**20  # bytes before and behind the voxels: a small gzip file may hold gigabytes
 SMALLEST, LARGEST = 1e-7, 1e7  # mm, below a nanometre and above a kilometre: squares of less vanish, of more overflow
-ROUNDING = 1e-3  # how far a label may lie from a whole number
+ROUNDING, QUANTUM = 1e-6, 1e-3  # of a label: float32's, for scaled ones; the largest rounding to a file's integers
+GREYS = 256  # steps that float32 must leave in an image's range
 READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
 # By the header's own length, which also gives the byte order: class, place of the magic, magic.
 FORMATS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
@@ -82,7 +83,8 @@ def _check_file(case: str, path: Path) -> None:
         raise problem(case, path, f"is not a {' or '.join(SUFFIXES)} file; convert it")
     try:
         if not path.is_file():  # also a pipe: reading would wait for it
-            raise problem(case, path, "no such file; restore it or remove the case")
+            what = f"{stem(path)} is missing" if stem(path)[:-5] == case else "no such file"  # the first: a channel
+            raise problem(case, path, f"{what}; restore it or remove the case")
         with path.open("rb") as stream:
             start = stream.read(2)
     except OSError as error:
@@ -116,6 +118,8 @@ def _header_faults(
         yield f"stores {dtype}; convert the voxels to integers or floats"
     if voxels > MAX_VOXELS:
         yield f"claims {voxels:,} voxels, more than {MAX_VOXELS:,}; replace, crop or resample it"
+    if offset > MAX_OFFSET:
+        yield f"claims that its voxels begin at byte {offset:,}, behind {MAX_OFFSET:,}; replace the file"
     claimed = offset + voxels * dtype.itemsize
     held = path.stat().st_size * (MAX_DEFLATE if path.name.endswith(".gz") else 1)
     if claimed > held:
@@ -151,22 +155,33 @@ def _inflated(path: Path, image: nib.Nifti1Image) -> ArrayProxy:
     with gzip.open(path) as stream:
         stream.seek(voxels.offset)  # inflates what lies before, piece by piece
         content = stream.read(prod(voxels.shape) * voxels.dtype.itemsize)
-        while stream.read(CHUNK):
-            pass
+        if len(stream.read(MAX_TRAILING + 1)) > MAX_TRAILING:
+            raise ValueError(f"more than {MAX_TRAILING:,} bytes follow the voxels")
     return ArrayProxy(io.BytesIO(content), (voxels.shape, voxels.dtype, 0, voxels.slope, voxels.inter))
 
 
 def read_image(case: str, path: Path, image: nib.Nifti1Image, rules: ValidationRules) -> tuple[np.ndarray, int]:
     """Voxels as float32 (C, X, Y, Z), and how many of them were not finite and became 0. Raises UserError."""
+    stored = read_array(case, path, image)
     with np.errstate(over="ignore"):  # becomes infinite, which is refused below
-        array = read_array(case, path, image).astype(np.float32, copy=False)
+        array = stored.astype(np.float32, copy=False)
     is_finite = np.isfinite(array)
     bad = int(array.size - np.count_nonzero(is_finite))
     if bad and not rules.nonfinite:
         raise problem(case, path, f"{bad} voxels are NaN or infinite; give them a value, e.g. the background's")
+    if bad < array.size and not np.can_cast(stored.dtype, np.float32):  # else nothing was rounded
+        _refuse_rounded(case, path, stored[is_finite] if bad else stored)
     if bad:
         array = np.where(is_finite, array, np.float32(0))
     return array[np.newaxis] if array.ndim == 3 else np.moveaxis(array, -1, 0), bad
+
+
+def _refuse_rounded(case: str, path: Path, stored: np.ndarray) -> None:
+    """Raise UserError where float32 has too few numbers for these voxels: their contrast would be lost."""
+    low, high = stored.min().item(), stored.max().item()
+    if high > low and (step := np.spacing(np.float32(max(-low, high)))) * GREYS > high - low:
+        what = f"has values from {low:.12g} to {high:.12g}, of which float32 keeps steps of {step:g}"
+        raise problem(case, path, f"{what}; subtract the offset")
 
 
 def replacement(count: int) -> str:
@@ -178,8 +193,11 @@ def read_label(case: str, path: Path, image: nib.Nifti1Image, classes: int, igno
     """Voxels as uint8 or uint16 (X, Y, Z), every one a class or `ignore`. Raises UserError."""
     array = read_array(case, path, image)
     if not np.issubdtype(array.dtype, np.integer):
-        whole = np.rint(array)  # 255 scaled by 1/255 is not quite 1
-        array = np.where(np.isclose(array, whole, rtol=0, atol=ROUNDING), whole, array)
+        # 255 scaled by 1/255 is not quite 1; nor are floats that nibabel scales to fit the 2^16 values of an integer.
+        half, whole = abs(image.dataobj.slope) / 2, np.rint(array)
+        is_rounded = image.dataobj.dtype.kind in "iu" and half < QUANTUM
+        is_near = np.isclose(array, whole, rtol=ROUNDING, atol=ROUNDING + half * is_rounded)
+        array = np.where(is_near, whole, array)
     bad = ~((array >= 0) & (array < classes) & (array == np.rint(array)))
     if ignore is not None:
         bad &= array != ignore

@@ -18,6 +18,8 @@ from unet3d.errors import UserError
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative
+MM, UNITS = (0, 2), {1: "meter", 3: "micron"}  # 0 is unset, and mm by custom
+MAX_GROWTH = 32  # times the stored voxels that a resampled grid may hold: work stays in proportion to the file
 Headers = Mapping[Path, nib.Nifti1Image]  # opened files, by path
 CUBIC, LINEAR = 3, 1  # splines: linear ones blur an image, by how much depends on where the new voxels lie
 
@@ -94,6 +96,14 @@ def contradictions(case: Case, opened: Headers, rules: ValidationRules = STRICT)
             yield problem(case.id, path, f"{misfit} {case.images[0]}; resample it onto the image's grid")
 
 
+def foreign_units(case: Case, opened: Headers) -> list[UserError]:
+    """A line for the first file of the case whose lengths are not in mm, if there is one: they are taken for mm."""
+    codes = ((path, int(image.header["xyzt_units"]) % 8) for path, image in opened.items())
+    found = ((path, UNITS.get(code, f"a unit of code {code}")) for path, code in codes if code not in MM)
+    what = "they are taken for mm, in data.spacing and in distances"
+    return [problem(case.id, path, f"lengths are in {unit}; {what}") for path, unit in found][:1]
+
+
 def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image, rules: ValidationRules) -> str | None:
     size = first.shape[:3]
     if image.shape[:3] != size:
@@ -120,8 +130,11 @@ def target_grid(case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | N
     if np.allclose(ratio, 1, rtol=0, atol=SAME_SPACING):
         return grid
     x, y, z = (max(1, round(n / r)) for n, r in zip(grid.shape, ratio, strict=True))
-    if prod((x, y, z)) > nifti.MAX_VOXELS:
-        raise problem(case.id, case.images[0], f"needs {x}x{y}x{z} voxels at data.spacing={spacing} mm; widen it")
+    voxels, stored = prod((x, y, z)), prod(grid.shape)
+    if voxels > min(nifti.MAX_VOXELS, MAX_GROWTH * stored):
+        what = f"needs {x}x{y}x{z} voxels at data.spacing={spacing} mm; widen it: {voxels / stored:,.0f} times the"
+        limit = f"at most {MAX_GROWTH} times, and {nifti.MAX_VOXELS:,} voxels"
+        raise problem(case.id, case.images[0], f"{what} {stored:,} stored, {limit}")
     step = np.diag([*ratio, 1])
     step[:3, 3] = (np.subtract(grid.shape, 1) - ratio * np.subtract((x, y, z), 1)) / 2
     return Grid((x, y, z), grid.affine @ step)

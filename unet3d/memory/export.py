@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from unet3d.files import write_csv, write_text
+from unet3d.files import replacing, write_csv, write_text
 from unet3d.memory.analysis import Group, changed_groups, describe, last_step, layer
 from unet3d.memory.ledger import Ledger, Storage
 from unet3d.types import mib
@@ -22,7 +22,7 @@ def write_snapshot(ledger: Ledger, path: Path) -> None:
     Sizes in bytes. The addresses are not an allocator's: each storage takes the lowest gap that holds it, and the one
     segment is as long as that needs. A frame says what made the storage, and gives its event as the line number.
     """
-    with path.open("wb") as file:
+    with replacing(path) as file:
         pickle.dump(viewer_snapshot(ledger), file, protocol=4)  # the viewer reads 2 to 4
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -113,9 +112,6 @@ def read_rows(folders: Sequence[Path]) -> list[Row]:
 
 def _row(name: str, run: RunFolder) -> Row:
     config = run.settings
-    if not config and run.overrides is not None:  # a run that predicts, or fails early, writes no config.yaml
-        with suppress(UserError):  # its data are no longer there, say
-            config = compose.to_plain(compose.compose(run.overrides))
     said = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in run.overrides or ())}
     groups = {path.name for path in compose.config_folder().iterdir() if path.is_dir()}
     settings = {key: value for key, value in said.items() if key in groups or not config}

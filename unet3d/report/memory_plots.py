@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unet3d.files import write_csv
-from unet3d.report.plots import GREY, PALE, Array, blank, colours, plain
+from unet3d.report.plots import GREY, PALE, Array, blank, colours, plain, save_picture
 from unet3d.types import MIB, mib
 
 if TYPE_CHECKING:
@@ -192,4 +192,4 @@ def _finish(figure: "Figure", path: Path) -> None:
         for axis in (axes.xaxis, axes.yaxis):
             if isinstance(axis.get_major_formatter(), ScalarFormatter):  # not of names
                 axis.set_major_formatter("{x:,.10g}")
-    figure.savefig(path)
+    save_picture(figure, path)

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unet3d.errors import escaped
+from unet3d.files import replacing
+from unet3d.report.run_folder import as_number
 from unet3d.types import IGNORE, MIB, mib
 
 if TYPE_CHECKING:
@@ -37,6 +39,12 @@ def blank(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+
+
+def save_picture(figure: "Figure", path: Path) -> None:
+    """Write a PNG file, whole or not at all."""
+    with replacing(path) as file:
+        figure.savefig(file)
 
 
 def colours(count: int) -> list[Any]:
@@ -70,12 +78,13 @@ def training_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
         axes.grid(color=PALE)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    save_picture(figure, path)
 
 
 def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[Array, Array]:
     """Steps and values of the records that have the key; the strings "nan" and "inf" become numbers."""
-    found = [(record["step"], float(record[key])) for record in records if record.get(key) is not None]
+    pairs = ((record["step"], as_number(record.get(key))) for record in records)
+    found = [(step, value) for step, value in pairs if value is not None]
     steps, values = zip(*found, strict=True) if found else ((), ())
     return np.array(steps), np.array(values, float)
 
@@ -216,7 +225,7 @@ def comparison_plot(runs: Sequence[PlottedRun], remark: str, path: Path) -> None
         axes.spines[["top", "right"]].set_visible(False)
     if remark:
         figure.suptitle(plain("\n".join(wrap(remark, int(figure.get_figwidth() / LETTER)))), fontsize=9)
-    figure.savefig(path)
+    save_picture(figure, path)
 
 
 def _scatter(runs: Sequence[PlottedRun], labels: list[str], fields: Sequence[str]) -> "Figure":
@@ -280,4 +289,4 @@ def published_plot(rows: Sequence[PublishedRow], title: str, path: Path) -> None
     axes.grid(axis="y", color=PALE)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
-    figure.savefig(path)
+    save_picture(figure, path)

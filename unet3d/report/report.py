@@ -18,6 +18,7 @@ from unet3d.train.metrics import mean_of
 from unet3d.types import Table, mib
 
 SCORES_TITLE = "Scores on the held-out cases"
+LARGEST_PICTURE, PNG = 2**24, b"\x89PNG\r\n\x1a\n"  # bytes; how each PNG file begins
 METRICS = {"dice": ("Dice", 3), "iou": ("IoU", 3), "hd95_mm": ("HD95 (mm)", 2)}  # heading, digits
 
 
@@ -240,8 +241,9 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def picture(path: Path, about: str) -> str:
-    """A PNG file inside the page; nothing if there is no such file. `about` is for those who cannot see it."""
-    if not path.is_file():
+    """A PNG file inside the page; nothing if there is none, or a large one. `about` is for those who cannot see it."""
+    if not path.is_file() or path.stat().st_size > LARGEST_PICTURE:
         return ""
-    data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="{escape(about)}" src="data:image/png;base64,{data}">'
+    content = path.read_bytes()
+    data = base64.b64encode(content).decode()
+    return f'<img alt="{escape(about)}" src="data:image/png;base64,{data}">' if content.startswith(PNG) else ""

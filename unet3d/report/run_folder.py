@@ -1,20 +1,20 @@
 """The files of a run folder: written during a run, read back for reports and comparisons."""
 
 import json
+import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml  # type: ignore[import-untyped]
-
 from unet3d import compose
 from unet3d.config import Config
-from unet3d.errors import escaped
-from unet3d.files import from_csv, write_json, write_text
+from unet3d.errors import UserError, escaped
+from unet3d.files import from_csv, read_text, read_yaml, refuse_links_out, write_json, write_text
+from unet3d.memory.tables import NAMES
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,22 @@ if TYPE_CHECKING:
 PACKAGES = ("unet3d", "torch", "monai", "hydra-core", "nibabel", "numpy", "scipy", "wandb")
 KINDS = ("measured", "predicted")  # entries of memory.json; a measured one is preferred
 Record = Mapping[str, Any]
+# The shape of memory.json, as `fits` reads it. An entry has all of STEP, and of DETAILS any.
+DEEPEST = 10  # levels
+LARGEST = 2**53  # of a number: more bytes are not exact in a picture
+BYTES = dict.fromkeys(NAMES, int)
+PEAKS = {"first": int, "steady": int}
+STEP = {"peak_bytes": int, "kind": str, "phases": {...: PEAKS}}
+DETAILS = {
+    "moment": {"words": str, "operation": str},
+    "categories": {...: int},
+    "phase_categories": {...: BYTES},
+    "phase_ends": {...: PEAKS},
+    "levels": [{"level": int | str | None, "bytes": int, **BYTES}],
+    "layers": [{"module": str, "level": int | str | None, "bytes": int, **BYTES}],
+    "state": dict.fromkeys(("params", "grads", "optimizer"), int),
+}
+ADVICE = {"level": int | str | None, "bytes": int, "mostly": str}
 
 
 def start_folder(folder: Path, config: Config, device: "torch.device") -> None:
@@ -60,7 +76,7 @@ def write_status(folder: Path, line: str, code: int) -> None:
 
 def is_done(folder: Path) -> bool:
     """Whether the folder's run finished and wrote all its files."""
-    return _text(folder / "STATUS").startswith("done\n")
+    return read_text(folder / "STATUS").startswith("done\n")
 
 
 def forget_after(metrics: Path, step: int, validated: int) -> int:
@@ -68,20 +84,23 @@ def forget_after(metrics: Path, step: int, validated: int) -> int:
     if not metrics.exists():
         return step
     kept, last = [], step
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        record = _object(line)
-        at = record.get("step", -1)  # -1: a kill cut it short
+    for record in _records(metrics):
+        at = record["step"]
         last = max(last, at)
-        if 0 <= at < step or (at == step and (step == validated or "train/loss" in record)):
-            kept.append(f"{line}\n")
+        if at < step or (at == step and (step == validated or "train/loss" in record)):
+            kept.append(f"{json.dumps(record)}\n")
     write_text(metrics, "".join(kept))
     return last
 
 
 def read_memory(folder: Path) -> dict[str, Any]:
-    """memory.json; empty if there is none."""
-    path = folder / "memory.json"
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    """memory.json without what is damaged; empty if there is none."""
+    found = _object(read_text(folder / "memory.json"))
+    shapes = {"parameters": int, "error_bytes": int, "rehearsed": str, "advice": ADVICE}
+    is_sound = {key: fits(found.get(key), shape) for key, shape in shapes.items()}
+    is_sound |= {kind: _is_step(found.get(kind)) for kind in KINDS}
+    is_sound["advice"] = is_sound["advice"] and found["advice"]["mostly"] in NAMES
+    return {key: value for key, value in found.items() if is_sound.get(key, True)}
 
 
 def update_memory(folder: Path, values: dict[str, Any]) -> None:
@@ -149,52 +168,77 @@ class RunFolder:
 
 def read_run(path: Path) -> RunFolder:
     """Read a run folder, whatever of it is missing or damaged."""
-    settings, words = (_parsed(yaml.safe_load, _text(path / name)) for name in ("config.yaml", "overrides.yaml"))
+    refuse_links_out(path)
+    settings, words = (_yaml(path / name) for name in ("config.yaml", "overrides.yaml"))
+    memory = read_memory(path)
     return RunFolder(
         path=path,
-        status=", ".join(_text(path / "STATUS").split("\n")).strip(", "),
-        config=_text(path / "config.yaml"),
+        status=", ".join(read_text(path / "STATUS").split("\n")).strip(", "),
+        config=read_text(path / "config.yaml"),
         settings=settings if isinstance(settings, dict) else {},
         overrides=[str(word) for word in words] if isinstance(words, list) else None,
-        environment={key: value for key, value in _object(_text(path / "env.json")).items() if value is not None},
-        records=[record for line in _text(path / "metrics.jsonl").splitlines() if "step" in (record := _object(line))],
-        scores=from_csv(_text(path / "scores.csv")),
-        memory=_sound(_object(_text(path / "memory.json"))),
+        environment={key: value for key, value in _object(read_text(path / "env.json")).items() if value is not None},
+        records=_records(path / "metrics.jsonl"),
+        scores=from_csv(read_text(path / "scores.csv")),
+        memory=memory if memory.keys() & KINDS and memory.get("parameters", 0) > 0 else {},
     )
 
 
 def as_number(cell: Any) -> float | None:
-    """The number in a cell or record; None if there is none."""
+    """The number in a cell or record; None if there is none, or one too large for a picture."""
     try:
-        return float(cell)
-    except (TypeError, ValueError):
+        number = float(cell)
+    except (TypeError, ValueError, OverflowError):
         return None
+    return None if LARGEST < abs(number) < math.inf else number
 
 
-def _sound(memory: Record) -> Record:
-    """memory.json without damaged entries; empty if no measured or predicted step is left."""
-
-    def is_step(entry: Any) -> bool:
-        phases = entry.get("phases") if isinstance(entry, dict) else None
-        return isinstance(phases, dict) and bool(phases) and isinstance(entry.get("peak_bytes"), int)
-
-    found = {key: value for key, value in memory.items() if key not in KINDS or is_step(value)}
-    return found if found.keys() & KINDS else {}
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+def _is_step(entry: Any) -> bool:
+    """Whether an entry of memory.json has what tables and pictures read."""
+    if not fits(entry, STEP) or not all(fits(entry[key], DETAILS[key]) for key in DETAILS if key in entry):
+        return False
+    phases = [entry[key].keys() for key in ("phases", "phase_ends", "phase_categories") if key in entry]
+    is_whole = entry["peak_bytes"] > 0 and all(keys == phases[0] for keys in phases)
+    is_whole = is_whole and ("layers" not in entry or "moment" in entry)
+    return is_whole and ("ledger" not in entry or _is_step(entry["ledger"]))
 
 
-def _object(text: str) -> Record:
-    """A JSON object; empty if it is damaged."""
-    value = _parsed(json.loads, text)
-    return value if isinstance(value, dict) else {}
+def fits(value: Any, shape: Any) -> bool:
+    """Whether JSON has this shape: a type, [shape of all items], {key: shape} or {...: shape of all values}."""
+    if isinstance(shape, list):
+        return isinstance(value, list) and bool(value) and all(fits(item, shape[0]) for item in value)
+    if isinstance(shape, dict) and ... in shape:
+        return isinstance(value, dict) and bool(value) and all(fits(item, shape[...]) for item in value.values())
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(key in value and fits(value[key], shape[key]) for key in shape)
+    is_number = isinstance(value, int)  # JSON's true is one, too
+    return isinstance(value, shape) and not (is_number and (isinstance(value, bool) or abs(value) > LARGEST))
 
 
-def _parsed(parse: Callable[[str], Any], text: str) -> Any:
-    """Plain values of JSON or YAML; None if a kill cut the text short."""
+def _records(metrics: Path) -> list[Record]:
+    """The whole records of metrics.jsonl: a kill cuts the last one short."""
+    found = map(_object, read_text(metrics).splitlines())
+    return [one for one in found if fits(one.get("step"), int) and one["step"] >= 0 and is_shallow(one, 1)]
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A JSON object; empty if it is damaged, or nested without end."""
     try:
-        return parse(text)
-    except (ValueError, yaml.YAMLError):
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) and is_shallow(value, DEEPEST) else {}
+
+
+def is_shallow(value: Any, levels: int) -> bool:
+    """Whether lists and dictionaries are nested in at most so many levels."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels >= 0 and all(is_shallow(item, levels - 1) for item in items)
+
+
+def _yaml(path: Path) -> Any:
+    """Plain values of YAML; None if it is damaged."""
+    try:
+        return read_yaml(path)
+    except UserError:
         return None

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from unet3d import build, checks, compose
 from unet3d.config import Config, Data
 from unet3d.data import preprocess
-from unet3d.data.cases import Case, in_order, volumes_in, without_channel
+from unet3d.data.cases import Case, in_order, refuse_long, volumes_in, without_channel
 from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, save_labels, stem
 from unet3d.data.preprocess import Intensity, normalise
-from unet3d.data.volume import Volume, contradictions, read_volume, to_original
+from unet3d.data.volume import Volume, contradictions, foreign_units, read_volume, to_original
 from unet3d.errors import SnapshotError, UserError
 from unet3d.train import checkpoint
 from unet3d.train.inference import Predictor
@@ -141,9 +141,9 @@ def segmenter(found: TrainedNetworks, device: str, mirror: bool | None) -> Segme
 
 
 def accepted_contradictions(case: Case) -> list[str]:
-    """Contradictions in a case that a snapshot's options accept, as they did in training."""
+    """Contradictions in a case that a snapshot's options accept, as they did in training, and lengths not in mm."""
     opened = {path: open_image(case.id, path) for path in case.images}
-    return [str(error) for error in contradictions(case, opened)]
+    return [str(error) for error in (*contradictions(case, opened), *foreign_units(case, opened))]
 
 
 def files_in(inputs: Sequence[Path]) -> tuple[list[Path], list[str]]:
@@ -187,11 +187,12 @@ def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> 
 def _case(name: str, files: Sequence[Path], count: int) -> Case:
     """Files of one name as a case. Raises UserError."""
     listed = ", ".join(map(str, files))
+    refuse_long(files[0].parent, name)
     if len(files) > count > 1 and len({file.name for file in files}) == len(files):
         raise UserError(f"{name}: has {len(files)} files ({listed}); this network takes {count} channels")
     if len(files) > count:
         raise UserError(f"{name}: {len(files)} files of one name ({listed}); their label maps would be one file")
-    return Case(name, in_order(name, files), None)
+    return Case(name, in_order(name, files, count), None)
 
 
 def _is_whole(file: Path, count: int) -> bool:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from unet3d import compose
 from unet3d.build import Data
 from unet3d.compose import SNAPSHOTS
 from unet3d.config import Config, Model
-from unet3d.errors import NonFiniteLoss, NotSaved, SnapshotError, UserError, escaped
+from unet3d.errors import NonFiniteLoss, NotSaved, SnapshotError, UserError, escaped, is_out_of_memory
 from unet3d.report import run_folder
 from unet3d.report.loggers import warn
 from unet3d.train import checkpoint, optim
@@ -34,15 +36,36 @@ def fingerprint(data: Data, dtype: torch.dtype | None) -> DatasetFingerprint:
         "training cases": [case.id for case in data.train],
         "held-out cases": [case.id for case in data.val],
         "mixed precision": str(dtype),
+        "files": data.files,
     }
 
 
 def refuse_other_data(before: Mapping[str, Any], now: DatasetFingerprint) -> None:
     """Raise UserError if the data or the precision has changed since the run began."""
     short = functools.partial(textwrap.shorten, width=200, placeholder=" ...")
-    if changed := [name for name in now if before[name] != now[name]]:
+    if "files" in before:  # else an older version wrote it; first, as the scale of CT follows from labels
+        _refuse_other_files(before["files"], now["files"], short)
+    if changed := [name for name in now if name != "files" and before[name] != now[name]]:
         changes = "; ".join(f"{name}: {short(str(before[name]))} -> {short(str(now[name]))}" for name in changed)
         raise UserError(f"resume: the data or the precision changed since the run began: {changes}")
+
+
+def _refuse_other_files(before: Mapping[str, Any], now: Mapping[str, Any], short: Callable[[str], str]) -> None:
+    """The same for the files of the cases; print a warning about those of which not all bytes were compared."""
+    others, sampled = {"images": list[str](), "labels": list[str]()}, dict[str, None]()
+    for kind, name in itertools.product(others, sorted(before.keys() & now.keys())):
+        then, found = before[name][kind], now[name][kind]
+        of = "full" if then["full"] and found["full"] else "sample"
+        if then[of] != found[of]:
+            others[kind].append(name)
+        elif of == "sample" and then["times"] != found["times"]:
+            sampled[name] = None
+    if listed := [f"{kind} of {short(', '.join(names))}" for kind, names in others.items() if names]:
+        what = "changed since the run began; put the old files back, or start a new run"
+        raise UserError(f"resume: {', '.join(listed)} {what}")
+    if sampled:
+        what = "times changed, and a sample of the bytes is the same; a run with data.fingerprint=full compares all"
+        warn(f"resume: files of {short(', '.join(sampled))}: {what}")
 
 
 @dataclass(frozen=True)
@@ -80,18 +103,57 @@ class TrainingState:
         changes = compose.refuse_changes(state["config"], compose.to_plain(self.config))
         if "grounds" in state:  # else an older version wrote it
             refuse_other_data(state["grounds"], self.fingerprint)
+        self._refuse_unsound(state, path)
         if (reached := state["step"]) > (steps := self.config.steps):
             raise UserError(f"steps={steps}: the run is at step {reached} already; give as many or more")
         if state["step"] == self.config.steps != state["config"]["steps"]:
             state["paused"] = state["step"] - 1  # the last validation measures more than the one at this step did
         checkpoint.load_weights(self.model, state["model"], path)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": self._groups(state)})
         self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])  # last: building things draws from it
         device = next(self.model.parameters()).device
         if state["cuda_rng"] and device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"][0], device)  # nothing is drawn on other devices
         return changes
+
+    def _groups(self, state: Snapshot) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups: with the config's options, which a snapshot repeats, and its counts."""
+        pairs = zip(self.optimizer.state_dict()["param_groups"], state["optimizer"]["param_groups"], strict=True)
+        return [own | {optim.COUNT: found[optim.COUNT]} if optim.COUNT in found else own for own, found in pairs]
+
+    def _refuse_unsound(self, state: Snapshot, path: Path) -> None:
+        """Raise SnapshotError for a state that no run of this network has written."""
+        step, validated, best = state["step"], state["paused"], state["best"]
+        groups, own = state["optimizer"]["param_groups"], self.scaler.state_dict()
+        counts = [step, validated, *(group[optim.COUNT] for group in groups if optim.COUNT in group)]
+        is_sound = {
+            "step": all(type(count) is int and 0 <= count <= step for count in counts),
+            "best": best is None or (isinstance(best, float) and 0 <= best <= 1),
+            "rng": _is_like(state["rng"], torch.get_rng_state()),
+            "cuda_rng": self._fits_cuda(state["cuda_rng"]),
+            "scaler": state["scaler"].keys() == own.keys() and 0 < state["scaler"].get("scale", 1) < math.inf,
+            "optimizer": self._fits_optimizer(state["optimizer"]["state"]),
+        }
+        if wrong := [name for name in is_sound if not is_sound[name]]:
+            raise SnapshotError(f"{path}: its {', '.join(wrong)} cannot be those of this run; take an earlier snapshot")
+
+    def _fits_cuda(self, states: list[Any]) -> bool:
+        device = next(self.model.parameters()).device
+        return device.type != "cuda" or all(_is_like(one, torch.cuda.get_rng_state(device)) for one in states)
+
+    def _fits_optimizer(self, states: Mapping[int, Mapping[str, Any]]) -> bool:
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        names, one = optim.state_names(self.config.optim), torch.zeros(())
+        pairs = [(name, value, parameters[index]) for index, state in states.items() for name, value in state.items()]
+        is_whole = all(state.keys() == names for state in states.values())
+        return is_whole and all(_is_like(value, one if name == "step" else like) for name, value, like in pairs)
+
+
+def _is_like(value: Any, wanted: torch.Tensor) -> bool:
+    """Whether a value of a file is a tensor of the same size and type, of finite numbers."""
+    is_tensor = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
+    return is_tensor and (value.shape, value.dtype) == (wanted.shape, wanted.dtype) and checkpoint.is_finite(value)
 
 
 @dataclass
@@ -139,7 +201,9 @@ class Checkpoints:
             step, validated, self.best = state["step"], state.get("paused", state["step"]), state["best"]
         except (UserError, SnapshotError):
             raise
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
             raise SnapshotError(f"{path}: not all of a run's state, or of another run ({error!r})") from error
         for orphan in (*self.folder.glob("**/.*.tmp"), *self.folder.glob("checkpoints/*.tmp")):
             orphan.unlink(missing_ok=True)  # what a killed run left unfinished

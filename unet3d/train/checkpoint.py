@@ -16,6 +16,7 @@ from unet3d.types import mib
 
 FORMAT = 2
 SHOWN = 10  # differences in an error
+DEEPEST = 20  # levels of lists and dictionaries
 
 
 def save_snapshot(path: Path, state: dict[str, Any], previous: Path | None = None) -> None:
@@ -48,8 +49,8 @@ def _tensors(state: object) -> Iterator[Tensor]:
 
 def load_snapshot(path: Path) -> dict[str, Any]:
     """A snapshot's state. Raises DamagedSnapshot, or SnapshotError where it is foreign or of another format."""
-    if path.is_dir():
-        raise SnapshotError(f"{path}: is a folder; give a snapshot, RUN/checkpoints/best.pt or last.pt")
+    if path.exists() and not path.is_file():  # a folder; a pipe, which would be waited for
+        raise SnapshotError(f"{path}: is not a file; give a snapshot, RUN/checkpoints/best.pt or last.pt")
     try:
         _refuse_damage(path)
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
@@ -68,7 +69,30 @@ def load_snapshot(path: Path) -> dict[str, Any]:
     if found != FORMAT:
         age, remedy = ("a newer", "update unet3d") if found > FORMAT else ("an older", "use that version, or retrain")
         raise SnapshotError(f"{path}: of {age} unet3d (format {found}; this one reads format {FORMAT}); {remedy}")
+    _refuse_odd_values(state, path)
     return state
+
+
+def _refuse_odd_values(state: dict[str, Any], path: Path) -> None:
+    """Raise SnapshotError for values that are not plain, and for more of them than the file has bytes.
+
+    What a pickle holds once may stand in many places: whoever walks through all of them would not come to an end.
+    """
+    size = left = path.stat().st_size
+    waiting: list[tuple[Any, int]] = [(state, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        left -= 1 + len(value) if isinstance(value, str) else 1
+        if left < 0 or depth > DEEPEST:
+            raise SnapshotError(f"{path}: describes more than it holds; it is not loaded")
+        if isinstance(value, dict | list | tuple):
+            items = [*value, *value.values()] if isinstance(value, dict) else value
+            waiting += [(item, depth + 1) for item in items]
+        elif isinstance(value, Tensor):
+            if value.numel() * value.element_size() > size:  # of one that is sparse as well
+                raise SnapshotError(f"{path}: its tensors are not all there: they are larger than the file")
+        elif not isinstance(value, str | float | None) and not (isinstance(value, int) and abs(value) < 2**63):
+            raise SnapshotError(f"{path}: holds more than tensors and plain values; it is not loaded")
 
 
 def _refuse_damage(path: Path) -> None:
@@ -112,7 +136,17 @@ def refuse_misfit(model: nn.Module, weights: dict[str, Tensor], path: Path) -> N
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
         lines += [f"and {len(rows) - SHOWN} more"] * (len(rows) > SHOWN)
         raise SnapshotError("\n  ".join([f"{path}: {len(rows)} tensors do not fit the model", *lines]))
+    if broken := next((name for name, value in weights.items() if not is_finite(value)), None):
+        raise SnapshotError(f"{path}: {broken} holds NaN or infinite numbers; take an earlier snapshot")
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all numbers of a tensor are finite."""
+    return bool(torch.isfinite(values).all())
 
 
 def _shapes(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: "x".join(map(str, value.shape)) or "scalar" for name, value in weights.items()}
+    """`8x4x3x3x3`, and the type where it is not float32."""
+    kinds = {name: str(value.dtype).removeprefix("torch.") for name, value in weights.items()}
+    sizes = {name: "x".join(map(str, value.shape)) or "scalar" for name, value in weights.items()}
+    return {name: size + f" {kinds[name]}" * (kinds[name] != "float32") for name, size in sizes.items()}

@@ -38,6 +38,13 @@ def optimizer(options: Optim, network: nn.Module, foreach: bool | None = None) -
     return made
 
 
+def state_names(options: Optim) -> set[str]:
+    """What the optimizer keeps of each parameter once it has taken a step."""
+    adam = {"step", "exp_avg", "exp_avg_sq"}
+    names = {"sgd": {"momentum_buffer"} if options.momentum > 0 else set(), "adam": adam, "adamw": adam}[options.name]
+    return names | ({AVERAGE} if options.average is not None else set())
+
+
 def learning_rate(options: Optim, steps: int, step: int) -> float:
     """The learning rate of optimizer step `step` of `steps`, counted from 0."""
     progress = min(1.0, step / steps)
