@@ -53,6 +53,14 @@ def test_the_best_is_that_of_the_highest_dice(checkpoints: Checkpoints, steps: S
     assert kept(checkpoints) == {"best": 6, "last": 6, "previous": 5}
 
 
+def test_options_that_changed_cannot_command_a_terminal(
+    checkpoints: Checkpoints, steps: Steps, capsys: pytest.CaptureFixture
+) -> None:
+    checkpoint.save_snapshot(checkpoints.folder / "checkpoints" / "last.pt", {**steps(), "best": None})
+    checkpoints.restore(lambda state, path: ["wandb.project: a\x1b[2J -> \udcff"])
+    assert capsys.readouterr().out == "from step 0 on with other options: wandb.project: a\\x1b[2J -> \\udcff\n"
+
+
 def test_a_best_that_could_not_be_saved_is_no_best(checkpoints: Checkpoints, steps: Steps) -> None:
     best = checkpoints.folder / "checkpoints" / "best.pt"
     checkpoints.keep(0.5)

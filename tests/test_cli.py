@@ -1,21 +1,38 @@
 """The command face in real processes: exit codes, one line, no torch for a typo, no litter."""
 
 import csv
+import errno
 import json
+import os
+import re
 import resource
 import subprocess
 import sys
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 import pytest
 import torch
-from training import ROOT, TINY, face, records, run, weights
+from training import PLAIN, ROOT, TINY, face, records, run, weights
 from training import train as fork
 from wandb_records import read_run
 
+from unet3d import build, compose
+from unet3d.cli import lifecycle
+from unet3d.config import Config
+from unet3d.data import nifti
 from unet3d.train import checkpoint
+
+CODES = "\x1b[2J\x07\x9b\u202e"  # they clear a terminal, ring, begin another command, reverse what follows
+FOREIGN = os.fsdecode(b"\xff")  # of a file's name that is not UTF-8
+
+
+def refuse_codes(printed: str) -> None:
+    """Nothing of what is printed may command a terminal."""
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", printed), ascii(printed)
 
 
 def train(cwd: Path, *arguments: str) -> Path:
@@ -25,13 +42,31 @@ def train(cwd: Path, *arguments: str) -> Path:
     return cwd / "run"
 
 
-@pytest.mark.parametrize("wrong", ["amp=maybe", "chkpt=2", "model=unet_smal", "data=decathlon", "ckpt=999", "amp"])
+@pytest.mark.parametrize(
+    "wrong", ["amp=maybe", "chkpt=2", "model=unet_smal", "data=decathlon", "ckpt=999", "amp", "--lr=0.1"]
+)
 def test_a_mistake_is_one_line_and_exit_2_without_a_trace(tmp_path: Path, wrong: str) -> None:
     done = run(wrong, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == "" and done.stderr.count("\n") == 1
     assert wrong.split("=")[0].replace("data", "data.root") in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("project", [f"a{CODES}b", f"'a{CODES}{FOREIGN}b'"], ids=("bare", "quoted"))
+def test_a_value_of_an_option_cannot_command_a_terminal(tmp_path: Path, project: str) -> None:
+    done = run(f"wandb.project={project}", "seed=x", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    refuse_codes(done.stdout + done.stderr)
+
+
+def test_a_sweep_over_values_with_control_codes_shows_none(tmp_path: Path) -> None:
+    words = [f"wandb.project='a{CODES}','b{FOREIGN}'", "dry_run=true", "-m", f"hydra.sweep.dir='c{CODES}'"]
+    done = fork(tmp_path, *TINY, *words)
+    assert done.code == 0, done.err
+    assert done.out.count(r"a\x1b[2J\x07\x9b\u202e") == 2, "of the job, and in the table"
+    assert r"compared: c\x1b[2J\x07\x9b\u202e/compare.html" in done.out
+    refuse_codes(done.out + done.err)
 
 
 def test_a_mistake_loads_neither_torch_nor_monai(tmp_path: Path) -> None:
@@ -226,6 +261,125 @@ def test_a_foreign_snapshot_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixt
     torch.save({"model": {}}, tmp_path / "x.pt")
     assert face("predict", tmp_path / "x.pt", ".", "-o", tmp_path) == 3
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def save_image(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nifti.save_image(path, nib.Nifti1Image(np.zeros((9, 9, 9), np.uint8), np.eye(4)))
+
+
+def test_names_of_files_neither_command_a_terminal_nor_end_the_work(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = (f"a{CODES}\nerror: b.nii", f"c{FOREIGN}.nii")
+    for name in names:
+        save_image(tmp_path / "in" / name)
+        (tmp_path / "in" / f"broken {name}").write_bytes(b"<html>")
+    out = tmp_path / f"out{CODES}"
+    words = ["predict", str(finished / "checkpoints" / "last.pt"), str(tmp_path / "in"), "-o", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "unet3d", *words], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert face(*words) == done.returncode == 2
+    again = capsys.readouterr()
+    assert again.err == done.stderr and again.out.count(": exists, left alone") == 2
+    assert [line[:13] for line in done.stderr.splitlines()] == ["error: broken"] * 2
+    assert done.stdout.count("\n") == again.out.count("\n") == 2
+    refuse_codes(done.stdout + done.stderr + again.out)
+    assert {path.name for path in out.iterdir()} == {f"{name}.gz" for name in names}
+
+
+def test_an_input_that_cannot_be_read_stops_no_other(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_image(tmp_path / "in" / "good.nii.gz")
+    for folder in (tmp_path, tmp_path / "in"):
+        (folder / "loop.nii.gz").symlink_to("loop.nii.gz")
+        (folder / "lost.nii.gz").symlink_to("nowhere")
+        os.mkfifo(folder / "pipe.nii.gz")
+    (tmp_path / "locked").mkdir()
+    names = Path.iterdir
+
+    def listed(folder: Path) -> Iterator[Path]:
+        if folder.name == "locked":  # to root, no folder is
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return names(folder)
+
+    monkeypatch.setattr(Path, "iterdir", listed)
+    wrong = [tmp_path / name for name in ("loop.nii.gz", "lost.nii.gz", "pipe.nii.gz", "locked")]
+    assert face("predict", finished / "checkpoints" / "last.pt", *wrong, tmp_path / "in", "-o", tmp_path / "out") == 2
+    found = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in found] == ["error"] * 7
+    for path, line in zip(wrong, found, strict=False):
+        assert line.startswith(f"error: {path}: "), line
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["good.nii.gz"]
+
+
+def test_names_in_a_snapshot_cannot_command_a_terminal(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = checkpoint.load_snapshot(finished / "checkpoints" / "last.pt")
+    state["model"][f"w{CODES}\nerror: all is lost"] = torch.zeros(1)
+    checkpoint.save_snapshot(tmp_path / "tensor.pt", state)
+    with zipfile.ZipFile(tmp_path / "entry.pt", "w") as archive:
+        archive.writestr(f"{CODES}\nerror: all is lost/data.pkl", "content")
+    damaged = (tmp_path / "entry.pt").read_bytes().replace(b"content", b"CONTENT")
+    (tmp_path / "entry.pt").write_bytes(damaged)
+    for name, lines in (("tensor.pt", 3), ("entry.pt", 1)):
+        assert face("predict", tmp_path / name, tmp_path, "-o", tmp_path / "out") == 3
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == lines and r"\x1b[2J\x07\x9b" in printed
+        refuse_codes(printed)
+
+
+def test_names_in_a_data_set_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (f"a{CODES}\nb", f"c{FOREIGN}"):
+        root = tmp_path / f"root {name}"
+        for part in ("images", "labels"):
+            save_image(root / part / f"{name}.nii.gz")
+            save_image(root / part / "d.nii.gz")
+        words = ["data=folders", f"data.root='{root}'", "data.classes=[background,organ]"]
+        assert face("check-data", *words) == 2
+        for part in ("images", "labels"):
+            (root / part / f"{name}.nii.gz").rename(root / part / "e.nii.gz")
+        assert face("check-data", *words) == 2
+        printed = "".join(capsys.readouterr())
+        assert "cannot name a case" in printed and "2 cases" in printed
+        refuse_codes(printed)
+
+
+def test_warnings_about_a_data_set_cannot_command_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / f"root{CODES}{FOREIGN}"
+    for name in "ab":
+        save_image(root / "images" / f"{name}.nii.gz")
+        image = nib.Nifti1Image(np.ones((9, 9, 9), np.uint8), np.diag([1, 1, 1.1, 1]))
+        (root / "labels").mkdir(exist_ok=True)
+        nifti.save_image(root / "labels" / f"{name}.nii.gz", image)
+    words = ["data=folders", f"data.root='{root}'", "data.classes=[background,organ]", "data.affine_check=warn"]
+    build.data(compose.compose(words))
+    printed = capsys.readouterr().err
+    assert printed.count("warning: ") == 2 and r"root\x1b[2J\x07\x9b\u202e\udcff/labels/a.nii.gz" in printed
+    refuse_codes(printed)
+
+
+def test_what_memory_prints_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor do the legends of its pictures: a letter without a shape is a warning, which names it."""
+    project, out = f"wandb.project='a{CODES}'", tmp_path / f"out{CODES}{FOREIGN}"
+    for words in ([f"{project},'b{FOREIGN}'", "-o", out], [project, "--curves", "-o", out], ["fit", project]):
+        assert face("memory", *words, *TINY, *PLAIN, "budget=1GiB") == 0
+        printed = "".join(capsys.readouterr())
+        assert r"\x1b[2J\x07\x9b\u202e" in printed
+        refuse_codes(printed)
+
+
+def test_a_trace_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), lifecycle.guarded(Config(dry_run=True), tmp_path, []):
+        raise ZeroDivisionError(f"{CODES}{FOREIGN}")
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback") and printed.count(r"\x1b[2J\x07\x9b\u202e\udcff") == 2
+    refuse_codes(printed)
 
 
 def test_check_data_lists_every_problem(tmp_path: Path) -> None:

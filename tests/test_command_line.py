@@ -149,6 +149,39 @@ def test_a_sweep_takes_configs_by_pattern() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--epochs", "10"], "--epochs: no such flag; options are written without dashes: steps=10"),
+        (["seed=1", "--lr=0.1"], "--lr=0.1: no such flag; options are written without dashes: optim.lr=0.1"),
+        (["--batch-size", "4"], "--batch-size: no such flag; options are written without dashes: batch=4"),
+        (["--model", "seed=1"], "--model: no such flag; options are written without dashes: model=VALUE"),
+        (["-b", "4"], "-b: no such flag; options are written without dashes: batch=4; python train.py --help lists"),
+    ],
+)
+def test_a_flag_that_does_not_exist_is_one_line_that_says_what_to_write(
+    words: list[str], line: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(UserError) as caught:
+        train.checked_arguments(words)
+    assert str(caught.value).startswith(line)
+    assert face("memory", *words) == 2
+    assert capsys.readouterr().err == f"error: {caught.value}\n"
+
+
+@pytest.mark.parametrize("words", [["--config", "3"], ["-c", "4"], ["--cfg"], ["seed=1", "-cd"]])
+def test_a_flag_of_hydra_that_is_not_understood_is_one_line(words: list[str]) -> None:
+    with pytest.raises(UserError, match=r"^a[^\n]*; options are written without dashes: batch=4$"):
+        train.checked_arguments(words)
+
+
+def test_the_status_of_a_run_can_be_shown_whatever_it_names(tmp_path: Path) -> None:
+    lifecycle.write_end(tmp_path, f"error: \x1b[2J{os.fsdecode(bytes([255]))}: no\nto go on: ü", 2)
+    assert (tmp_path / "STATUS").read_text(encoding="utf-8") == (
+        "error: \\x1b[2J\\udcff: no\nto go on: ü\nexit code 2\n"
+    )
+
+
 class Filling(io.StringIO):
     """A file on a disk that is full now and then."""
 

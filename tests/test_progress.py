@@ -40,6 +40,20 @@ def test_long_work_says_how_much_is_left_now_and_then_and_not_at_its_end() -> No
     assert printed(None, [6]) == ["validation: 1 done in 6 s"]
 
 
+def test_what_is_counted_cannot_command_a_terminal(terminal: io.StringIO) -> None:
+    file, times = io.StringIO(), [0.0]
+    counter = Counter("a\x1b[2Jb\r", 3, Terminal(file=file, width=80), clock=lambda: times[-1])
+    times.append(6)
+    counter.advance()
+    counter.close()
+    assert file.getvalue() == "a\\x1b[2Jb\\r: 1 of 3, about 12 s left\n"
+    with progress.counting("a\x1b[2Jb", 3) as bar:
+        bar.advance("c\x1b[2Jd")
+        with progress.counting("more"):  # draws all bars
+            pass
+    assert "\x1b[2J" not in terminal.getvalue() and r"c\x1b[2Jd" in terminal.getvalue()
+
+
 def test_bars_on_a_terminal_share_one_display_which_ends_with_the_last(terminal: io.StringIO) -> None:
     with progress.counting("training", 3) as outer:
         outer.advance("loss 0.5")

@@ -28,6 +28,14 @@ FIXED: tuple[str, ...] = ("model.", "data.", "loss.", "seed", "batch", "accumula
 FIXED += ("optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas")
 FREE = ("data.root", "data.split", "data.cache", "data.allow_outside", "data.fingerprint", "amp_dtype")
 ABOUT = {name: metadata["about"] for name, _, metadata in options(Config())}
+GROUPS = sorted({name.rpartition(".")[0] for name in ABOUT} - {""})
+CLOSE = 0.7  # how alike two words must be, of 1
+# What other trainers call our options.
+USUAL = {"epochs": "steps", "batch_size": "batch", "bs": "batch", "num_workers": "workers", "gpus": "device"}
+USUAL |= {"learning_rate": "optim.lr", "patch_size": "data.patch", "fp16": "amp", "precision": "amp", "cuda": "device"}
+USUAL |= {"data.path": "data.root", "data.dir": "data.root", "data.folder": "data.root", "data_dir": "data.root"}
+USUAL |= {"eval_interval": "eval_every", "save_interval": "save_every", "normalization": "model.norm"}
+USUAL |= {"gradient_accumulation_steps": "accumulate", "channels": "model.features or model.in_channels"}
 ConfigStore.instance().store(name="schema", node=Config)
 
 
@@ -201,8 +209,12 @@ def explain(error: Exception) -> str:
             about = f" ({link.full_key}: {ABOUT[link.full_key]})" if link.full_key in ABOUT else ""
             return f"{link.full_key}: {str(link.msg or link).splitlines()[0]}{about}"
     text = " ".join(line.strip() for line in str(chain[-1]).splitlines()[:2])
-    is_grammar = isinstance(chain[-1], OverrideParseException)
-    return text + ("; write key=value, in quotes if it has spaces or brackets: \"key='a (b)'\"" if is_grammar else "")
+    if not isinstance(chain[-1], OverrideParseException):
+        return text
+    key, _, value = chain[-1].override.partition("=")
+    if value == "~" or value.startswith("~/"):
+        return f"{key}={value}: a shell replaces ~ only where a word begins; write {key}=$HOME{value[1:]}"
+    return f"{text}; write key=value, in quotes if it has spaces or brackets: \"key='a (b)'\""
 
 
 def _explain_choice(missing: str, choices: list[str]) -> str:
@@ -214,12 +226,34 @@ def _explain_choice(missing: str, choices: list[str]) -> str:
     return f"{group}={name}: no such config; {meant}choose from {', '.join(sorted(choices))}"
 
 
+def not_a_flag(flag: str, arguments: Sequence[str]) -> UserError:
+    """The error for a flag among the arguments that does not exist: how to write it as an option."""
+    name, _, value = flag.lstrip("-").partition("=")
+    after = arguments[arguments.index(flag) + 1 :] if flag in arguments else []
+    value = value or next((word for word in after[:1] if not word.startswith("-") and "=" not in word), "VALUE")
+    found, _ = _neighbour(name.replace("-", "_"))
+    example = f"{found}={value}" if found else "batch=4; python train.py --help lists them all"
+    return UserError(f"{flag}: no such flag; options are written without dashes: {example}")
+
+
 def _nearest(name: str) -> str:
-    known = [*ABOUT, *sorted({option.rpartition(".")[0] for option in ABOUT} - {""}), "experiment"]
-    last = {option.rpartition(".")[2]: option for option in known}
-    close = difflib.get_close_matches(name, known, n=1)
-    close = close or [last[word] for word in difflib.get_close_matches(name.rpartition(".")[2], last, n=1)]
-    return f"; did you mean {close[0]}?" if close else "; python train.py --help lists them all"
+    found, choices = _neighbour(name)
+    return f"; did you mean {found}?" if found else f"; {choices}"
+
+
+def _neighbour(name: str) -> tuple[str, str]:
+    """The option that `name` most likely means, "" where none is close; and where to look instead."""
+    group, _, word = name.rpartition(".")
+    group = next(iter(difflib.get_close_matches(group, GROUPS, n=1, cutoff=CLOSE)), "")
+    known = sorted([*GROUPS, "experiment", *ABOUT], key=lambda option: "." not in option)
+    ends = [option.rpartition(".")[2] for option in known]
+    anywhere = {e: o if e == o or ends.count(e) == 1 else "" for e, o in zip(ends, known, strict=True)}
+    top, own = {o: o for o in known if "." not in o}, [o for o in known if o.startswith(f"{group}.")]
+    found = USUAL.get(f"{group}.{word}") or (anywhere | USUAL).get(word, "")
+    for names in [{o.rpartition(".")[2]: o for o in own}] if group else [top | USUAL, anywhere]:
+        found = found or "".join(names[close] for close in difflib.get_close_matches(word, names, n=1, cutoff=CLOSE))
+    parts = dict.fromkeys(option.removeprefix(f"{group}.").partition(".")[0] for option in own)
+    return found, f"{group} has {', '.join(parts)}" if group else "python train.py --help lists them all"
 
 
 def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[str]:

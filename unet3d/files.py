@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
@@ -14,11 +15,12 @@ from typing import IO, Any
 
 import yaml  # type: ignore[import-untyped]
 
-from unet3d.errors import UserError
+from unet3d.errors import UserError, escaped
 
 LARGEST_TEXT = 2**28  # bytes: the records of a million steps
 LARGEST_YAML = 2**16  # bytes: thirty configs, read in half a second
 DEEPEST_YAML = 20  # levels
+FORMULA = re.compile(r"'*(=|@|[+-](?!([\d.]+(e[+-]?\d+)?|inf|nan)$))", re.IGNORECASE)  # to a spreadsheet; -1e3 is none
 
 
 @contextmanager
@@ -56,10 +58,30 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def write_csv(path: Path, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """A CSV file; None becomes an empty cell."""
+    """The CSV file of `as_csv`."""
+    write_text(path, as_csv(head, rows))
+
+
+def as_csv(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """CSV in which no text commands a terminal or is a formula: such text begins with `'`. None is an empty cell."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(chain([head], rows))
-    write_text(path, text.getvalue())
+    csv.writer(text, lineterminator="\n").writerows(map(_cell, row) for row in chain([head], rows))
+    return text.getvalue()
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else escaped(value)
+    return f"'{text}" if FORMULA.match(text) else text
+
+
+def from_csv(text: str) -> list[dict[str, str]]:
+    """The rows of `as_csv` by their headings, each cell as it was given."""
+    return [{key: _given(cell) for key, cell in row.items()} for row in csv.DictReader(text.splitlines())]
+
+
+def _given(cell: Any) -> Any:
+    """Of a damaged file, a cell may be None or a list."""
+    return cell[1:] if isinstance(cell, str) and cell.startswith("'") and FORMULA.match(cell) else cell
 
 
 def read_text(path: Path, most: int = LARGEST_TEXT) -> str:

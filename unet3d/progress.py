@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from unet3d.errors import escaped
+
 FIRST_LINE, BETWEEN_LINES = 5.0, 15.0  # seconds
 Item = TypeVar("Item")
 _open: list["Counter"] = []  # innermost last
@@ -27,6 +29,7 @@ class Counter:
         plain_lines: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        what = escaped(what)
         self.what, self.total, self.done = what, total, 0
         self._terminal = terminal or Terminal(stderr=True)
         self._plain_lines, self._clock, self._started = plain_lines, clock, clock()
@@ -44,7 +47,7 @@ class Counter:
     def reach(self, done: int, note: str = "") -> None:
         """Set the number of finished parts."""
         self.done = done
-        self._show(done, note=note)
+        self._show(done, note=escaped(note))
 
     def _show(self, finished: float, **fields: Any) -> None:
         if self._task is not None:

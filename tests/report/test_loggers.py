@@ -20,8 +20,10 @@ from rich.console import Console as Terminal
 from wandb_records import read_run
 
 from unet3d.config import Config
+from unet3d.errors import reason
 from unet3d.report import loggers, wandb_logger
 from unet3d.report.loggers import JsonLines, Loggers, TerminalLogger, open_loggers
+from unet3d.types import Table
 
 SOURCE = str(Path(loggers.__file__).parents[2])
 Capture = pytest.CaptureFixture[str]
@@ -426,9 +428,24 @@ def test_disabled_wandb_is_not_even_loaded(
     assert not (tmp_path / "wandb").exists()
 
 
-def test_the_name_of_a_class_is_no_markup() -> None:
+def test_the_name_of_a_class_is_no_markup_and_no_command() -> None:
     file = io.StringIO()
     console = TerminalLogger(2, Terminal(file=file, width=80))
-    console.scalars({"val/dice_mean": 0.5, "val/dice/tumour [core]": 0.5, "val/dice/x [/b]": None}, 2)
+    console.scalars({"val/dice_mean": 0.5, "val/dice/tumour [core]": 0.5, "val/dice/x\x1b[2J [/b]": None}, 2)
     console.close(0)
-    assert "dice/tumour [core] 0.5000  dice/x [/b] n/a" in file.getvalue()
+    assert "dice/tumour [core] 0.5000  dice/x\\x1b[2J [/b] n/a" in file.getvalue()
+
+
+def test_a_table_shows_what_would_command_a_terminal_and_keeps_every_language() -> None:
+    table = Table(["class\x1b[2J", "näme\x9b1m"], [["日本語 🧠", "a\tb\r\nc\x07"], ["\udcff", "\u202eesrever\u2028"]])
+    text = loggers.plain_text(["a line\x1b[2J\nübung", ("title\x1b]0;x\x07\n", table)], 100)
+    first, second, title, _, head, _, one, other, *_ = text.splitlines()
+    assert (first, second, title) == (r"a line\x1b[2J", "übung", r"title\x1b]0;x\x07\n")
+    assert head.split() == [r"class\x1b[2J", r"näme\x9b1m"]
+    assert one.split() == ["日本語", "🧠", r"a\tb\r\nc\x07"] and other.split() == [r"\udcff", r"\u202eesrever\u2028"]
+
+
+def test_a_warning_is_one_line_of_text(capsys: Capture) -> None:
+    assert reason(ValueError("a\x1b[2J\n\n\u2066b")) == r"ValueError: a\x1b[2J \u2066b"
+    loggers.warn("no/\udcff\nwarning: all is lost\x1b[2J")
+    assert capsys.readouterr().err == "warning: no/\\udcff\\nwarning: all is lost\\x1b[2J\n"

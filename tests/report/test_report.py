@@ -4,7 +4,9 @@ import base64
 import csv
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -236,6 +238,41 @@ def test_everything_that_is_shown_is_escaped(folder: Path) -> None:
     assert Reader(report.html_table([attack], [[""]])).rows == [[attack], []]
 
 
+CODES = "\x1b[2J\x07\x9b\u202e\u2028"  # clear a terminal, ring, begin another command, reverse, break the line
+FORBIDDEN = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def test_control_codes_in_a_run_folder_reach_no_terminal_page_or_table(folder: Path) -> None:
+    """With a name that is not UTF-8, in a process: pictures warn of letters without a shape on its stderr."""
+    folder = folder.rename(folder.with_name(f"run{CODES}" + os.fsdecode(b"\xff")))
+    (folder / "STATUS").write_text(f"failed: {CODES}\nexit code 1\n")
+    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": CODES, CODES: "$\\frac{"}) + f"# {CODES}\n")
+    (folder / "env.json").write_text(json.dumps({CODES: CODES}))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "val/dice_mean": 0.4, f"val/dice/{CODES}": 0.5, f"a{CODES}": CODES}) + "\n")
+    write_scores(folder, f"a{CODES}", "b", "c")
+    memory = json.loads((folder / "memory.json").read_text())
+    measured = memory["measured"] | {"kind": CODES, "moment": {"words": CODES, "operation": CODES}}
+    measured["phases"][CODES] = measured["phases"]["forward"]
+    sizes = dict.fromkeys(("params", "optimizer", "inputs", "grads", "activations", "temporaries", "bytes"), MIB)
+    measured["layers"] = measured["levels"] = [{"module": CODES, "level": level} | sizes for level in (0, CODES)]
+    (folder / "memory.json").write_text(json.dumps(memory | {"measured": measured}))
+    out = folder.with_name(f"out{CODES}")
+    for words in (["report", str(folder)], ["compare", str(folder), "-o", str(out)]):
+        command = [sys.executable, "-m", "unet3d", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        assert r"\x1b[2J\x07\x9b\u202e" in done.stdout and not FORBIDDEN.search(done.stdout), ascii(done.stdout)
+    for path in (folder / "report.html", folder / "metrics.csv", out / "compare.html", out / "compare.csv"):
+        text = path.read_bytes().decode()
+        assert r"\x1b[2J\x07\x9b\u202e\u2028" in text and not FORBIDDEN.search(text), path.name
+
+
+def test_a_report_keeps_every_language(folder: Path) -> None:
+    (folder / "STATUS").write_text("übung 日本語 🧠 שלום")
+    assert any("übung 日本語 🧠 שלום" in text for text in written(folder).text)
+
+
 PEAK = {"first": 1, "steady": 7}
 ENTRY = {"peak_bytes": 7, "kind": "ledger", "phases": {"data": {"first": 1, "steady": 7}}}
 ROW = {"bytes": 7, "params": 7, "grads": 0, "optimizer": 0, "activations": 0, "temporaries": 0, "inputs": 0}
@@ -375,6 +412,32 @@ def test_metrics_csv_is_metrics_jsonl_as_a_table(folder: Path) -> None:
     assert (third["train/loss"], third["val/dice/left"], third["val/dice/none"]) == ("", "0.61", "")
 
 
+FORMULAS = ("=1+1", "+cmd|' /C calc'!A0", "-1+2", "@SUM(A1)", "'=x", "''-x", "-", "--1")
+TEXTS = ("a=1", "'a", "", "-1.5", "-1", "+2.5e-3", "-1E-05", "-inf", "+nan", "1-2")
+
+
+def test_no_cell_of_a_table_is_a_formula_and_numbers_are_as_they_were(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, text: text}) + "\n" for step, text in enumerate((*FORMULAS, *TEXTS)))
+    )
+    report.write_report(folder)
+    with (folder / "metrics.csv").open(newline="") as file:
+        (_, *columns), *rows = csv.reader(file)
+    assert columns == [row[number + 1] for number, row in enumerate(rows)]
+    assert columns == [f"'{text}" for text in FORMULAS] + list(TEXTS)
+
+
+def test_names_of_cases_are_read_from_a_table_of_scores_as_they_were(folder: Path) -> None:
+    names = (*FORMULAS, *TEXTS)
+    scores = [CaseScore(name, (0.25,), (-0.5,), (None,)) for name in names]
+    (folder / "scores.csv").write_text(csv_text(scores, ("background", "=organ")))
+    with (folder / "scores.csv").open(newline="") as file:
+        assert [row["case"] for row in csv.DictReader(file)] == [f"'{text}" for text in FORMULAS] + list(TEXTS)
+    found = read_run(folder).scores
+    assert [row["case"] for row in found] == list(names)
+    assert {(row["dice/=organ"], row["iou/=organ"], row["hd95_mm/=organ"]) for row in found} == {("0.25", "-0.5", "")}
+
+
 def test_the_report_is_a_function_of_the_folder(folder: Path) -> None:
     before = {name: (folder / name).read_bytes() for name in FILES}
     first = report.write_report(folder).read_bytes()
@@ -415,6 +478,12 @@ def test_the_closing_lines_fit_80_columns_without_colours(
     assert ["data", "1.0", "1,234.5"] in cells
     assert any("measured (ledger)" in line for line in lines)
     assert last == f"run folder: {folder}"
+
+
+def test_the_closing_lines_cannot_command_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report.print_summary(folder.rename(folder.with_name(f"run{CODES}\udcff")))
+    printed = capsys.readouterr().out
+    assert r"run\x1b[2J\x07\x9b\u202e\u2028\udcff" in printed and not FORBIDDEN.search(printed)
 
 
 def test_the_closing_lines_need_no_more_than_ascii(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

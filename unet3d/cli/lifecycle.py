@@ -33,9 +33,9 @@ DEAD_WORKER = "DataLoader "  # in the line of one that was killed, or hangs
 GRACE = 10  # seconds in which a process that was interrupted twice may end by itself
 
 
-def say(line: str, code: int) -> int:
-    """Print the last line. Returns the exit code."""
-    print(line, file=sys.stderr)
+def say(line: str, code: int = 0) -> int:
+    """Print lines on stderr, whatever they quote. Returns the exit code."""
+    print(errors.escaped(line, keep="\n"), file=sys.stderr)
     return code
 
 
@@ -97,7 +97,7 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
         return f"error: {error}; make room; {go_on}", UserError.exit_code
     if errors.is_out_of_memory(error):
         return f"out of memory: {errors.reason(error)}; {go_on}", OutOfMemory.exit_code
-    traceback.print_exception(error)  # nobody foresaw it
+    say("".join(traceback.format_exception(error)).rstrip())  # nobody foresaw it
     return f"failed: {error!r}", 1
 
 
@@ -126,7 +126,7 @@ def hold_folder(folder: Path) -> Iterator[bool]:
                 number = file.read(20).strip()  # the holder's process
                 holder = f"process {number}" if number else "another process"
                 raise UserError(f"{folder}: {holder} uses it; wait, or choose another folder") from None
-            print(f"warning: {folder}: cannot be locked ({error.strerror}); use it once at a time", file=sys.stderr)
+            say(f"warning: {folder}: cannot be locked ({error.strerror}); use it once at a time")
             is_locked = False
         else:
             file.truncate(0)
@@ -142,7 +142,7 @@ def refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
     if found or (has_records and (is_dry or not is_locked or not left_nothing)):
         raise UserError(f"{folder}: holds a run already; choose another folder{', or resume it' if found else ''}")
     if has_records:
-        print(f"{folder}: the run here ended before its first snapshot; it starts over", file=sys.stderr)
+        say(f"{folder}: the run here ended before its first snapshot; it starts over")
 
 
 def snapshots(folder: Path) -> list[Path]:
@@ -230,7 +230,7 @@ def requeue() -> None:
         except OSError as error:
             problem = f" {job}: {error}"
     if problem:
-        print(f"warning: scontrol requeue{problem}; the job is not requeued", file=sys.stderr)
+        say(f"warning: scontrol requeue{problem}; the job is not requeued")
 
 
 class SafeStream:

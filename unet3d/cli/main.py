@@ -1,6 +1,7 @@
 """The commands of `python -m unet3d`, with exit codes and one line for a mistake."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unet3d import __version__, checks, compose, progress
 from unet3d.cli import lifecycle, options, train
 from unet3d.config import Config
-from unet3d.errors import NotSaved, OutOfMemory, SnapshotError, UserError, is_out_of_memory, reason
+from unet3d.errors import NotSaved, OutOfMemory, SnapshotError, UserError, escaped, is_out_of_memory, reason
 
 if TYPE_CHECKING:
     from unet3d.data.cases import Case
@@ -42,6 +43,8 @@ def _arguments() -> argparse.Namespace:
     found, left = command_parser().parse_known_args()
     words: list = next((getattr(found, name) for name in LISTS if hasattr(found, name)), [])
     for word in left:
+        if word.startswith("-") and hasattr(found, "overrides"):
+            raise compose.not_a_flag(word, sys.argv)
         if word.startswith("-") or not any(hasattr(found, name) for name in LISTS):
             raise UserError(f"{word}: not understood; -h lists what is")
         words.append(word if hasattr(found, "overrides") else Path(word))
@@ -110,7 +113,7 @@ def _composed(overrides: list[str]) -> Config:
     """The config, with a warning for each option that does nothing."""
     config = compose.compose(overrides)
     for line in checks.warnings(config):
-        print(f"warning: {line}", file=sys.stderr)
+        lifecycle.say(f"warning: {escaped(line)}")
     return config
 
 
@@ -146,17 +149,17 @@ def _predict(arguments: argparse.Namespace) -> int:
     segmenter = predict.open_segmenter(arguments.snapshot, arguments.device, arguments.mirror, arguments.model)
     refuse_large_window(segmenter.predictor, arguments.snapshot)
     cases, problems = predict.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel)
-    images = {file.resolve() for file in predict.files_in(arguments.inputs)}
+    images = set(map(os.path.realpath, predict.files_in(arguments.inputs)[0]))  # Path.resolve raises for a circle
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        lifecycle.say(f"error: {escaped(problem)}")
     failed = len(problems)
     with progress.counting("predicting", len(cases)) as counter:
         for case in cases:
             path = arguments.out / f"{case.id}.nii.gz"
-            if path.resolve() in images:
+            if os.path.realpath(path) in images:
                 raise UserError(f"{path}: is an image to segment; give another folder for the label maps")
             if path.exists() and not arguments.overwrite:
-                print(f"{path}: exists, left alone (--overwrite replaces it)")
+                print(f"{escaped(path)}: exists, left alone (--overwrite replaces it)")
             else:
                 failed += not _segment(segmenter, case, path)
             counter.advance()
@@ -173,17 +176,17 @@ def _segment(segmenter: "Segmenter", case: "Case", path: Path) -> bool:
         volume = segmenter.to_file(case, path)
         replaced = [f"{case.id}: {replacement(volume.replaced)}"] if volume.replaced else []
         for line in [*replaced, *predict.accepted_contradictions(case)]:
-            print(f"warning: {line}", file=sys.stderr)
-        print(path)
+            lifecycle.say(f"warning: {escaped(line)}")
+        print(escaped(path))
         return True
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        lifecycle.say(f"error: {escaped(error)}")
     except OSError as error:
         raise NotSaved(f"{path}: not saved ({error.strerror})") from error
     except (RuntimeError, MemoryError) as error:  # perhaps for the size of this volume
         if not is_out_of_memory(error):
             raise
-        print(f"error: {case.id}: out of memory: {reason(error)}", file=sys.stderr)
+        lifecycle.say(f"error: {escaped(case.id)}: out of memory: {reason(error)}")
     return False
 
 
@@ -191,7 +194,7 @@ def _publish(arguments: argparse.Namespace) -> None:
     from unet3d.run import publish
 
     publish.publish(arguments.snapshots, arguments.out, arguments.model)
-    print(f"{arguments.out}: {arguments.out.stat().st_size / 1e6:.1f} MB")
+    print(f"{escaped(arguments.out)}: {arguments.out.stat().st_size / 1e6:.1f} MB")
 
 
 def _score(arguments: argparse.Namespace) -> None:
@@ -215,7 +218,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
         train, val = (), ()
     found = check.check_cases(dataset, dataset.cases, config.data, full=True)
     problems = [line for line in found if not line.startswith(check.WARNING)]
-    print("\n".join([*check.summary(dataset, train, val), *found]))
+    print(*map(escaped, [*check.summary(dataset, train, val), *found]), sep="\n")
     print(f"{len(problems) or 'no'} problems, {len(found) - len(problems)} warnings")
     return UserError.exit_code if problems else 0
 
@@ -225,7 +228,7 @@ def _report(arguments: argparse.Namespace) -> None:
 
     if not (arguments.folder / "config.yaml").is_file():
         raise UserError(f"{arguments.folder}: not a run folder; give outputs/DATE/TIME-ID")
-    print(report.write_report(arguments.folder))
+    print(escaped(report.write_report(arguments.folder)))
 
 
 def _compare(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from unet3d import build, compose
-from unet3d.errors import UserError
+from unet3d.errors import UserError, escaped
 from unet3d.files import write_csv, write_json, write_text
 from unet3d.memory import analysis, budget, export, tables
 from unet3d.memory.allocator import replay
@@ -49,7 +49,7 @@ def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
         simulated = {"rehearsed": _summary(subject), "parameters": subject.parameters, "predicted": subject.entry}
         write_json(out / "memory.json", simulated | {"advice": found})
         memory_plots.write_ledger_files(subject.ledger, subject.name, out)
-        print(report.write_report(out))
+        print(escaped(report.write_report(out)))
 
 
 def simulate_all(estimates: Sequence[MemoryEstimate]) -> None:
@@ -206,7 +206,7 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
     calls = [row for name, one in subjects.items() for row in export.trace(one.ledger, name, STEADY - 1)]
     export.write_trace(calls, out / "trace.csv")
     memory_plots.trace_plot(calls, out / "figures" / "trace.png")
-    print(out)
+    print(escaped(out))
 
 
 def _subjects(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> dict[str, MemoryEstimate]:
@@ -232,7 +232,7 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     (out / "figures").mkdir(parents=True, exist_ok=True)
     write_csv(out / "curves.csv", ["varied", "x", "series", "config", "parameters", "peak_bytes"], points)
     memory_plots.peak_curves(list(panels.items()), out / "figures" / "curves.png")
-    print(out / "curves.csv", out / "figures" / "curves.png", sep="\n")
+    print(escaped(out / "curves.csv"), escaped(out / "figures" / "curves.png"), sep="\n")
 
 
 def _varied(subject: MemoryEstimate) -> Iterator[tuple[str, int, str, MemoryEstimate]]:
@@ -266,4 +266,4 @@ def print_fit(overrides: Sequence[str]) -> None:
     paper(WIDE).print(terminal_table("Least memory by cost", table))
     if best.peak_bytes > limit:
         raise UserError(f"budget={given}: nothing tried fits; the smallest peak is {mib(best.peak_bytes)} MiB")
-    print(f"fits: {shlex.join(['python', 'train.py', *budget.replaced(overrides, best.overrides)])}")
+    print(f"fits: {escaped(shlex.join(['python', 'train.py', *budget.replaced(overrides, best.overrides)]))}")

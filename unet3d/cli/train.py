@@ -5,6 +5,7 @@ import secrets
 import shlex
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser  # the only place that knows which flags take a value
@@ -15,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from unet3d import checks, compose
 from unet3d.cli import lifecycle, options
 from unet3d.config import Config
-from unet3d.errors import UserError
+from unet3d.errors import UserError, escaped
 from unet3d.files import read_yaml, refuse_links_out
 from unet3d.signals import Stop
 
@@ -47,7 +48,7 @@ def main() -> int:
                 job(config, folder, stop)
             return
         sweep_folder, swept[folder] = Path(asked.runtime.cwd, asked.sweep.dir), config
-        print(f"job {asked.job.num}: {' '.join(overrides)}", flush=True)
+        print(f"job {asked.job.num}: {escaped(' '.join(overrides))}", flush=True)
         code, is_asked = job_of_sweep(config, folder, overrides)
         codes.append(code)
         if is_asked:
@@ -74,7 +75,7 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     from unet3d.run.run import Run
 
     for line in checks.warnings(config):
-        print(f"warning: {line}", file=sys.stderr)
+        lifecycle.say(f"warning: {line}")
     data = None if config.dry_run else build.data(config)
     network = build.model_options(config, data.dataset, data.train[0]) if data else build.outlined_options(config)
     predicted = preflight(config, network)
@@ -118,7 +119,11 @@ def job_of_sweep(config: Config, folder: Path, overrides: list[str]) -> tuple[in
 
 def checked_arguments(arguments: list[str]) -> list[str]:
     """The arguments to hand to Hydra, flags last. Raises UserError before any folder is made."""
-    flags = get_args_parser().parse_intermixed_args(arguments)
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    flags, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        raise compose.not_a_flag(unknown[0], arguments)
     if flags.shell_completion or flags.hydra_help:
         return arguments
     others = list(arguments)
@@ -145,6 +150,11 @@ def checked_arguments(arguments: list[str]) -> list[str]:
                 raise UserError("resume goes on with one run, as does a job with requeue=true; remove it, or -m")
         return [*flags.overrides, *added, *others, *["-m"] * (not flags.multirun)]
     return [*flags.overrides, *others]
+
+
+def _refuse(message: str) -> NoReturn:
+    """In place of argparse's, which prints every flag of Hydra."""
+    raise UserError(f"{message}; options are written without dashes: batch=4")
 
 
 def resumed(folder: Path, overrides: list[str]) -> list[str]:

@@ -2,18 +2,16 @@
 
 import json
 import reprlib
-import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unet3d.errors import UserError
+from unet3d.errors import UserError, escaped
 
 JSON_TYPES: dict[type, str] = {dict: "object", list: "list", str: "string"}
 MAX_BYTES = 2**24  # ten thousand cases are 2 MB; parsed, JSON takes many times its size
 MAX_PATH = 1024  # characters
 MAX_LABEL = 65535  # label maps are uint16 at most
-REORDERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}  # Unicode that shows text in another order
 
 
 def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
@@ -109,9 +107,7 @@ def leaves(root: Path, path: Path) -> bool:
 
 def is_plain(text: Any) -> bool:
     """Whether this is text without characters that break a line, control a terminal or cannot be encoded."""
-    return isinstance(text, str) and not any(
-        unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(c) in REORDERING for c in text
-    )
+    return isinstance(text, str) and escaped(text) == text
 
 
 def class_names(names: Mapping[int, str], ignore: int | None, where: Path | str) -> tuple[str, ...]:

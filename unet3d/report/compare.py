@@ -14,10 +14,10 @@ import yaml  # type: ignore[import-untyped]
 
 from unet3d import compose
 from unet3d.config import Config
-from unet3d.errors import UserError
+from unet3d.errors import UserError, escaped
 from unet3d.files import write_csv, write_text
 from unet3d.report.loggers import WIDE, Loggers, paper, terminal_table, wandb_loggers
-from unet3d.report.plots import PlottedRun, PublishedRow, comparison_plot, published_plot
+from unet3d.report.plots import PlottedRun, PublishedRow, comparison_plot, plain, published_plot
 from unet3d.report.report import element, html_page, html_table, picture, section
 from unet3d.report.run_folder import KINDS, Record, RunFolder, as_number, read_run
 from unet3d.report.wandb_logger import PATHS
@@ -72,7 +72,7 @@ def compare_runs(paths: Sequence[Path], out: Path | None) -> None:
     rows = read_rows(find_runs(paths))
     print_comparison(rows)
     if out is not None:
-        print(write_comparison(rows, out))
+        print(escaped(write_comparison(rows, out)))
 
 
 def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
@@ -86,7 +86,7 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     loggers = Loggers(wandb_loggers(config, folder))
     loggers.table("compare", *cells(rows))
     loggers.close(0)
-    print(f"compared: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    print(f"compared: {escaped(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)}")
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -229,7 +229,7 @@ def print_comparison(rows: Sequence[Row]) -> None:
     if found := published_experiment(rows):
         console.print(terminal_table(found.title, found.table(rows)))
     for line in [*_failures(rows), *(f"not comparable: {line}" for line in _not_comparable(rows))]:
-        console.print(line, soft_wrap=True)
+        console.print(escaped(line), soft_wrap=True)
 
 
 def _title(rows: Sequence[Row]) -> str:
@@ -270,7 +270,7 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
         if row.basis == "predicted":
             numbers[1:] = None, None
         kind = ", ".join(filter(None, (row.basis, row.numbers["measured_kind"])))
-        plotted.append(PlottedRun(_label(row, keys), kind, *numbers))
+        plotted.append(PlottedRun(_label(row, keys), plain(kind), *numbers))
     path.unlink(missing_ok=True)  # of an earlier comparison
     if plotted:
         comparison_plot(plotted, differences and f"Not comparable: the runs differ in {differences}", path)

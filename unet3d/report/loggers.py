@@ -17,7 +17,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from unet3d.config import Config
-from unet3d.errors import is_disk_full, reason
+from unet3d.errors import escaped, is_disk_full, reason
 from unet3d.progress import Counter
 from unet3d.report.wandb_logger import WandbLogger, wandb_mode
 from unet3d.types import Table
@@ -93,8 +93,9 @@ def _succeeds(failure: str, act: Callable[..., object], *arguments: object) -> b
     return True
 
 
-def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+def warn(text: object) -> None:
+    """Print one line on stderr, whatever it quotes."""
+    print(f"warning: {escaped(text)}", file=sys.stderr, flush=True)
 
 
 class JsonLines:
@@ -162,7 +163,7 @@ class TerminalLogger:
 
     def _line(self, step: int, text: str) -> None:
         elapsed = time.perf_counter() - self.started
-        line = f"{elapsed:6.0f} s  step {step:>5}/{self.steps}  {text}"
+        line = escaped(f"{elapsed:6.0f} s  step {step:>5}/{self.steps}  {text}")
         self.terminal.print(line, highlight=False, markup=False, soft_wrap=True)  # classes may be called [a] or [/b]
 
     def close(self, exit_code: int) -> None:
@@ -180,7 +181,8 @@ def plain_text(parts: Iterable[str | tuple[str, Table]], width: int) -> str:
     file = io.StringIO()
     terminal = Console(file=file, width=width, markup=False, highlight=False)
     for part in parts:
-        terminal.print(part if isinstance(part, str) else terminal_table(*part), soft_wrap=isinstance(part, str))
+        text = escaped(part, keep="\n") if isinstance(part, str) else terminal_table(*part)
+        terminal.print(text, soft_wrap=isinstance(part, str))
     return file.getvalue()
 
 
@@ -188,7 +190,7 @@ def terminal_table(title: str, table: Table) -> Group:
     """A table for terminals and plain files; its title may be wider than it."""
     made = RichTable(box=box.SIMPLE_HEAD)
     for index, column in enumerate(table.columns):
-        made.add_column(column, justify="right" if index else "left", overflow="fold")
+        made.add_column(escaped(column), justify="right" if index else "left", overflow="fold")
     for row in table.rows:
-        made.add_row(*row)
-    return Group(Text(title, "bold"), made)
+        made.add_row(*map(escaped, row))
+    return Group(Text(escaped(title), "bold"), made)

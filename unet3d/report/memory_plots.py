@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unet3d.files import write_csv
-from unet3d.report.plots import GREY, PALE, Array, blank, colours, save_picture
+from unet3d.report.plots import GREY, PALE, Array, blank, colours, plain, save_picture
 from unet3d.types import MIB, mib
 
 if TYPE_CHECKING:
@@ -53,21 +53,22 @@ def phase_plot(entry: Mapping[str, Any], path: Path) -> None:
     """Bars of each phase's peak in later steps, by category if a ledger measured it, and a mark for the first step."""
     names = list(entry["phases"])
     first, later = (np.array([entry["phases"][name][when] for name in names]) / MIB for when in ("first", "steady"))
+    shown = list(map(plain, names))
     figure = blank(WIDTH, 1.6 + 0.42 * len(names))
     axes = figure.subplots()
     stack: Iterable[Part] = [("later steps", GREY, later, np.zeros(len(names)))]
     if kinds := entry.get("phase_categories"):
         stack = _stack([[kinds[name][kind] for name in names] for kind in KINDS])
     for label, colour, sizes, below in stack:
-        axes.barh(names, sizes, 0.66, left=below, color=colour, label=label)
-    axes.plot(first, names, "D", color="black", mec="white", markersize=7, label="first step")
+        axes.barh(shown, sizes, 0.66, left=below, color=colour, label=label)
+    axes.plot(first, shown, "D", color="black", mec="white", markersize=7, label="first step")
     for row, (one, other) in enumerate(zip(first, later, strict=True)):
         text = f"{other:,.1f}" + (f" (first step {one:,.1f})" if one > other else "")
         axes.annotate(text, (max(one, other), row), (8, 0), textcoords="offset points", va="center", fontsize=9)
     room = (1.35 if any(first > later) else 1.12) * max(1 / MIB, *first, *later)
     axes.set(xlim=(0, room), xlabel="peak memory (MiB)", ylabel="phase of the step")
     axes.invert_yaxis()
-    axes.set_title(f"Peak memory per phase, {entry['kind']}")
+    axes.set_title(plain(f"Peak memory per phase, {entry['kind']}"))
     _finish(figure, path)
 
 
@@ -106,12 +107,13 @@ def layer_plot(entry: Mapping[str, Any], path: Path) -> None:
     axes = figure.subplots()
     for label, colour, sizes, below in _stack([[row[kind] for row in rows] for kind in KINDS]):
         axes.bar(range(len(rows)), sizes, 0.8, bottom=below, color=colour, label=label)
-    axes.set_xticks(range(len(rows)), [row["module"] for row in rows], rotation=90, fontsize=8)
+    axes.set_xticks(range(len(rows)), [plain(row["module"]) for row in rows], rotation=90, fontsize=8)
     axes.set(xlim=(-0.5, len(rows) - 0.5), ylim=(0, 1.25 * max(row["bytes"] for row in rows) / MIB))
     axes.set(xlabel="layer, in the order of the network", ylabel="memory (MiB)")
     names = {None: "", 0: "level 0\n(full resolution)"}
-    _bands(axes, [names.get(row["level"], f"level {row['level']}") for row in rows], -0.5, width)
-    axes.set_title(f"Memory by layer at the peak of {mib(entry['peak_bytes'])} MiB ({entry['moment']['words']})")
+    _bands(axes, [names.get(row["level"], plain(f"level {row['level']}")) for row in rows], -0.5, width)
+    title = f"Memory by layer at the peak of {mib(entry['peak_bytes'])} MiB ({entry['moment']['words']})"
+    axes.set_title(plain(title))
     _finish(figure, path)
 
 
@@ -178,7 +180,7 @@ def _finish(figure: "Figure", path: Path) -> None:
     from matplotlib.ticker import ScalarFormatter
 
     found = [axes.get_legend_handles_labels() for axes in figure.axes]
-    entries: dict[str, Any] = {name: handle for each in found for handle, name in zip(*each, strict=True)}
+    entries: dict[str, Any] = {plain(name): handle for each in found for handle, name in zip(*each, strict=True)}
     labels = sorted(entries, key=lambda label: getattr(entries[label], "zorder", 0))
     layouts = [np.array_split(labels, count) for count in range(1, len(labels) + 1)]
     widths = [sum(LETTER * max(map(len, column)) + 0.6 for column in columns) for columns in layouts]

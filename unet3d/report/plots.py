@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unet3d.errors import escaped
 from unet3d.files import replacing
 from unet3d.report.run_folder import as_number
 from unet3d.types import IGNORE, MIB, mib
@@ -56,8 +57,8 @@ def colours(count: int) -> list[Any]:
 
 
 def plain(text: str) -> str:
-    """Text for matplotlib in which `$` is a dollar and begins no formula."""
-    return text.replace("$", r"\$")
+    """Text for matplotlib: it prints control codes, which no font has, in a warning, and takes `$` for a formula."""
+    return escaped(text, keep="\n").replace("$", r"\$")
 
 
 def training_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -8,6 +8,7 @@ from statistics import median
 from string import Template
 from typing import Any
 
+from unet3d.errors import escaped
 from unet3d.files import write_csv, write_text
 from unet3d.memory import tables
 from unet3d.report import memory_plots, plots
@@ -51,7 +52,7 @@ def print_summary(folder: Path) -> None:
     for what, value in _timing(run).items():
         console.print(f"{what}: {value}")
     here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    console.print(f"run folder: {here}", soft_wrap=True)
+    console.print(f"run folder: {escaped(here)}", soft_wrap=True)
 
 
 def print_scores(run: RunFolder, title: str) -> None:
@@ -213,7 +214,7 @@ def _prediction(run: RunFolder) -> str:
 def html_page(title: str, parts: Iterable[str]) -> str:
     """The whole document; `parts` are HTML that the functions below made."""
     page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    return page.substitute(title=escape(title), body="\n".join(filter(None, parts)))
+    return escaped(page.substitute(title=escape(title), body="\n".join(filter(None, parts))), keep="\n")
 
 
 def element(tag: str, text: str) -> str:

@@ -1,6 +1,5 @@
 """The files of a run folder: written during a run, read back for reports and comparisons."""
 
-import csv
 import json
 import math
 import platform
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from unet3d import compose
 from unet3d.config import Config
-from unet3d.errors import UserError
-from unet3d.files import read_text, read_yaml, refuse_links_out, write_json, write_text
+from unet3d.errors import UserError, escaped
+from unet3d.files import from_csv, read_text, read_yaml, refuse_links_out, write_json, write_text
 from unet3d.memory.tables import NAMES
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def environment(device: "torch.device") -> dict[str, Any]:
 
 def write_status(folder: Path, line: str, code: int) -> None:
     """Write the STATUS of a run that has ended: what happened, and the exit code."""
-    write_text(folder / "STATUS", f"{line}\nexit code {code}\n")
+    write_text(folder / "STATUS", escaped(f"{line}\nexit code {code}\n", keep="\n"))
 
 
 def is_done(folder: Path) -> bool:
@@ -180,7 +179,7 @@ def read_run(path: Path) -> RunFolder:
         overrides=[str(word) for word in words] if isinstance(words, list) else None,
         environment={key: value for key, value in _object(read_text(path / "env.json")).items() if value is not None},
         records=_records(path / "metrics.jsonl"),
-        scores=list(csv.DictReader(read_text(path / "scores.csv").splitlines())),
+        scores=from_csv(read_text(path / "scores.csv")),
         memory=memory if memory.keys() & KINDS and memory.get("parameters", 0) > 0 else {},
     )
 

@@ -146,28 +146,36 @@ def accepted_contradictions(case: Case) -> list[str]:
     return [str(error) for error in (*contradictions(case, opened), *foreign_units(case, opened))]
 
 
-def files_in(inputs: Sequence[Path]) -> list[Path]:
-    """Files, and the NIfTI files of folders. Raises UserError where there is none."""
+def files_in(inputs: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Files, and the NIfTI files of folders; and a line for each input that is neither. UserError if none is."""
+    found, problems = list[Path](), list[str]()
     for path in inputs:
-        if not path.exists():
-            raise UserError(f"{path}: no such file or folder")
-    found = [file for path in inputs for file in ([path] if path.is_file() else volumes_in(path))]
-    if not found:
+        try:
+            if path.is_file():
+                found.append(path)
+            elif path.is_dir():
+                found += volumes_in(path)
+            else:
+                problems.append(f"{path}: {'neither file nor folder' if path.exists() else 'no such file or folder'}")
+        except OSError as error:
+            problems.append(f"{path}: cannot be read ({error.strerror})")
+    if not found and not problems:
         raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}")
-    return found
+    return found, problems
 
 
 def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> tuple[list[Case], list[str]]:
     """Files, and the NIfTI files of folders, as cases of `count` channels (`_0000`, `_0001` ..), and all problems."""
     grouped: dict[str, list[Path]] = {}
-    for file in files_in(inputs):
+    found, problems = files_in(inputs)
+    for file in found:
         name = stem(file)
         if count == 1:
             name = name.removesuffix("_0000") if by_channel else name
         elif not _is_whole(file, count):
             name = without_channel(name)
         grouped.setdefault(name, []).append(file)
-    cases, problems = [], []
+    cases = []
     for name, files in grouped.items():
         try:
             cases.append(_case(name, files, count))

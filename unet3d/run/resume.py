@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from unet3d import compose
 from unet3d.build import Data
 from unet3d.compose import SNAPSHOTS
 from unet3d.config import Config, Model
-from unet3d.errors import NonFiniteLoss, NotSaved, SnapshotError, UserError, is_out_of_memory
+from unet3d.errors import NonFiniteLoss, NotSaved, SnapshotError, UserError, escaped, is_out_of_memory
 from unet3d.report import run_folder
+from unet3d.report.loggers import warn
 from unet3d.train import checkpoint, optim
 
 DatasetFingerprint = dict[str, Any]
@@ -65,7 +65,7 @@ def _refuse_other_files(before: Mapping[str, Any], now: Mapping[str, Any], short
         raise UserError(f"resume: {', '.join(listed)} {what}")
     if sampled:
         what = "times changed, and a sample of the bytes is the same; a run with data.fingerprint=full compares all"
-        print(f"warning: resume: files of {short(', '.join(sampled))}: {what}", file=sys.stderr)
+        warn(f"resume: files of {short(', '.join(sampled))}: {what}")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Checkpoints:
     def warn(self, error: Exception) -> None:
         """Print that the run is not saved, and what its last snapshot is."""
         what = f"the last snapshot is of step {self.saved[0]}" if self.saved else "there is no snapshot yet"
-        print(f"warning: {error}; training goes on, {what}", file=sys.stderr, flush=True)
+        warn(f"{error}; training goes on, {what}")
 
     def restore(self, put_back: Callable[[Snapshot, Path], list[str]]) -> tuple[int, int]:
         """Put back the newest whole snapshot, drop later records. Returns its step and that of its last validation."""
@@ -210,11 +210,11 @@ class Checkpoints:
         last = run_folder.forget_after(self.folder / "metrics.jsonl", step, validated)
         if wrong:
             lost = f"; steps {step + 1} to {last} are taken again" if last > step else ""
-            print(f"warning: {'; '.join(wrong)}; going on from {path.name}, step {step}{lost}", file=sys.stderr)
+            warn(f"{'; '.join(wrong)}; going on from {path.name}, step {step}{lost}")
         else:
             self.saved = step, validated
         if changes:
-            print(f"from step {step} on with other options: {'; '.join(changes)}", flush=True)
+            print(f"from step {step} on with other options: {escaped('; '.join(changes))}", flush=True)
         return step, validated
 
     def dump(self, step: int, error: NonFiniteLoss) -> str:

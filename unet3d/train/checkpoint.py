@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d.errors import DamagedSnapshot, NotSaved, SnapshotError, is_disk_full
+from unet3d.errors import DamagedSnapshot, NotSaved, SnapshotError, escaped, is_disk_full
 from unet3d.files import replacing
 from unet3d.types import mib
 
@@ -103,7 +103,7 @@ def _refuse_damage(path: Path) -> None:
         if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:  # torch packs nothing
             raise DamagedSnapshot(f"{path}: holds more than its size, unlike torch.save's files; use another snapshot")
         if damaged := archive.testzip():  # torch would load a flipped bit without an error
-            raise DamagedSnapshot(f"{path}: damaged ({damaged} fails its checksum)")
+            raise DamagedSnapshot(f"{path}: damaged ({escaped(damaged)} fails its checksum)")
 
 
 def load_any(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
@@ -128,7 +128,7 @@ def refuse_misfit(model: nn.Module, weights: dict[str, Tensor], path: Path) -> N
     if not all(isinstance(v, Tensor) and v.layout is torch.strided and not v.is_meta for v in weights.values()):
         raise SnapshotError(f"{path}: its weights are not all tensors with their numbers")
     mine, theirs = _shapes(model.state_dict()), _shapes(weights)
-    rows = [(name, theirs.get(name, "-"), mine.get(name, "-")) for name in sorted(mine.keys() | theirs.keys())]
+    rows = [(escaped(name), theirs.get(name, "-"), mine.get(name, "-")) for name in sorted(mine.keys() | theirs.keys())]
     rows = [row for row in rows if row[1] != row[2]]
     if rows:
         shown = [("tensor", "snapshot", "model"), *rows[:SHOWN]]

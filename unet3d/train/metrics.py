@@ -4,8 +4,6 @@ A score that does not exist (a class in neither truth nor prediction; the distan
 means leave it out, and it never becomes 0 or 1. Ignored voxels do not count. The first HD95 loads MONAI.
 """
 
-import csv
-import io
 import warnings
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -13,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from unet3d.files import as_csv
 
 Labels = NDArray[np.integer]
 Mask = NDArray[np.bool_]
@@ -127,11 +127,9 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 
 def csv_text(scores: Sequence[CaseScore], class_names: Sequence[str]) -> str:
     """One row a case: case, dice/<class>, iou/<class>, hd95_mm/<class> (if asked for); n/a is an empty cell."""
-    columns, text = _columns(scores, class_names), io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["case", *columns])
-    writer.writerows([score.case, *(values[row] for values in columns.values())] for row, score in enumerate(scores))
-    return text.getvalue()
+    columns = _columns(scores, class_names)
+    rows = ([score.case, *(values[row] for values in columns.values())] for row, score in enumerate(scores))
+    return as_csv(["case", *columns], rows)
 
 
 def _columns(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, list[float | None]]:
