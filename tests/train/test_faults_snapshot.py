@@ -7,7 +7,9 @@ import random
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -31,8 +33,12 @@ def save(folder: Path, step: int) -> None:
     checkpoint.save_snapshot(folder / LAST, {"step": step, "w": weights}, folder / PREVIOUS)
 
 
-def save_on_and_on(folder: Path, saved: Connection) -> None:
-    for step in itertools.count(1):
+def save_on_and_on(folder: Path, seed: int, saved: Connection) -> None:
+    """Until a timer ends the process, at any moment of one of the next saves: its signal's default is a kill."""
+    started = time.perf_counter()
+    save(folder, 1)
+    signal.setitimer(signal.ITIMER_REAL, random.Random(seed).uniform(0, 9) * (time.perf_counter() - started))
+    for step in itertools.count(2):
         save(folder, step)
         saved.send(step)
 
@@ -42,18 +48,18 @@ def check_whole(folder: Path, least: int) -> None:
     assert found["step"] >= least and (found["w"] == found["step"]).all()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_kill_at_any_moment_leaves_a_whole_snapshot(seed: int, tmp_path: Path) -> None:
     here, there = SERVER.Pipe(duplex=False)
-    child = SERVER.Process(target=save_on_and_on, args=(tmp_path, there))
+    child = SERVER.Process(target=save_on_and_on, args=(tmp_path, seed, there))
     child.start()
-    for _ in range(random.Random(seed).randint(2, 20)):
-        here.recv()
-    child.kill()
+    there.close()
     child.join()
-    saved = 2
-    while here.poll():
-        saved = here.recv()
+    assert child.exitcode == -signal.SIGALRM
+    saved = 1
+    with suppress(EOFError):
+        while True:
+            saved = here.recv()
     check_whole(tmp_path, saved)
 
 
