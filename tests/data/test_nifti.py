@@ -181,13 +181,14 @@ def with_extension(path: Path, code: int, content: bytes, offset: float) -> Path
 
 @pytest.mark.parametrize("code", [2, 4, 32], ids=["dicom", "afni", "cifti"])
 def test_an_extension_is_skipped_unread(tmp_path: Path, code: int) -> None:
-    """nibabel would hand it to a parser of DICOM or XML."""
+    """nibabel would hand it to a parser of DICOM or XML, now or as it is asked for."""
     content = b"<!DOCTYPE a [<!ENTITY b 'c'>]><a>&b;".ljust(40, b" ")
     plain = with_extension(write(tmp_path / "a.nii", image()), code, content, 400)
     assert np.array_equal(read(plain), image())
     packed = tmp_path / "a.nii.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert np.array_equal(read(packed), image())
+    assert nib.load(plain).header.extensions and not nifti.open_image("a", plain).header.extensions
 
 
 def test_a_cifti_file_is_read_as_what_its_nifti_header_says(tmp_path: Path) -> None:
