@@ -2,10 +2,16 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
+from pages import check_named_tests, named_tests
 from training import face, train
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+
+import guards
 
 from unet3d import compose
 from unet3d.cli.main import command_parser
@@ -85,6 +91,20 @@ def test_an_experiment_begins_with_its_command_and_is_listed(path: Path, tmp_pat
 def test_every_link_leads_somewhere(page: str) -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", TEXTS[page])
     assert not [t for t in targets if "://" not in t and not ((ROOT / page).parent / t).exists()]
+
+
+def test_every_fault_names_tests_that_exist() -> None:
+    assert len(named_tests("docs/faults.md")) >= 150
+    check_named_tests("docs/faults.md")
+
+
+def test_every_named_test_has_a_mutation_of_the_package_as_it_is() -> None:
+    """`python tests/bench/guards.py` runs them, by hand: it takes half an hour."""
+    named = {*named_tests("SECURITY.md"), *named_tests("docs/faults.md")}
+    assert {f"tests/{test}" for mutation in guards.MUTATIONS for test in mutation.tests} == named
+    changes = [change for mutation in guards.MUTATIONS for change in mutation.changes]
+    texts = {name: (ROOT / "unet3d" / name).read_text() for name, *_ in changes}
+    assert not [(name, old) for name, old, new in changes if texts[name].count(old) != 1 or old == new]
 
 
 def test_the_readme_is_short() -> None:

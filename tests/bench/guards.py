@@ -1,0 +1,617 @@
+"""Proof that the tests which SECURITY.md and docs/faults.md name can fail: each guard taken out, its tests run.
+
+By hand: python tests/bench/guards.py [words that a test's id or a file must contain]
+
+A mutation changes the package in a copy of this tree; each of its tests, run alone there, must then fail by an
+assertion, not as it is set up. Prints a line for each, and a summary; exit code 1 if a test passes without its guard.
+"""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("unet3d", "configs", "tests", "docs", "train.py", "pyproject.toml", "README.md", "CONTRIBUTING.md")
+COPIED += ("SECURITY.md", "data/README.md")
+PATIENCE, HANGING = 120, 30  # seconds for a test; for one whose guard is against a hang
+LARGEST = 2**34  # bytes of address space: a guard against taking memory must not cost the machine's
+
+Change = tuple[str, str, str]  # a file in unet3d/, text that it holds exactly once, the text instead
+
+
+class Mutation(NamedTuple):
+    """Takes a guard out, or breaks what a test shows; `tests` are ids below tests/."""
+
+    changes: Sequence[Change]
+    tests: Sequence[str]
+    hangs: bool = False  # without the guard the test would not end
+
+
+# Changes that several mutations share.
+IN_PLACE = (  # files written where they are, not beside and then moved
+    ("files.py", 'temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")', "temporary = path"),
+    ("files.py", 'temporary.open("xb")', 'temporary.open("wb")'),
+    ("files.py", "os.replace(path, previous)", "pass"),
+)
+ANY_KEY = ("compose.py", 'if added := flat(values, ".").keys() - ABOUT.keys():', "if added := set[str]():")
+
+# fmt: off
+RESUME = (
+    Mutation([("run/resume.py", 'torch.set_rng_state(state["rng"])', "pass")],
+        ["test_faults_resume.py::test_killed_twice_a_run_ends_as_if_it_were_not"]),
+    Mutation([("data/loader.py", "first_step * config.accumulate", "0")],
+        ["test_faults_resume.py::test_killed_twice_a_run_ends_as_if_it_were_not"]),
+    # a lock that lives on in the workers of a killed run
+    Mutation([("cli/lifecycle.py", "fcntl.lockf(file", "fcntl.flock(file")],
+        ["test_faults_resume.py::test_killed_twice_a_run_ends_as_if_it_were_not"]),
+    Mutation([("data/patches.py", "default_rng([self.seed, index.micro_batch, index.slot])", "default_rng()")],
+        ["test_faults_resume.py::test_one_seed_is_one_run_whatever_the_workers_and_checkpointing",
+         "data/test_loader.py::test_the_same_stream_for_any_number_of_workers"]),
+    Mutation([("train/policy.py", "use_reentrant=False)", "use_reentrant=False, preserve_rng_state=False)")],
+        ["test_faults_resume.py::test_one_seed_is_one_run_whatever_the_workers_and_checkpointing",
+         "train/test_policy.py::test_checkpointing_changes_no_bit"]),
+    # a part of a snapshot that does not matter
+    Mutation([("run/resume.py", 'self.scaler.load_state_dict(state["scaler"])', "pass")],
+        ["test_faults_resume.py::test_each_part_of_a_snapshot_matters"]),
+    Mutation([("report/run_folder.py", '(at == step and (step == validated or "train/loss" in record))', "at == step")],
+        ["test_faults_resume.py::test_killed_beside_a_save_no_validation_is_lost_or_recorded_twice",
+         "test_faults_resume.py::test_records_of_a_repeated_validation_are_dropped"]),
+    Mutation([("run/run.py", "if is_last or self.checkpoints.saved is None:", "if self.checkpoints.saved is None:")],
+        ["test_faults_run.py::test_a_run_killed_in_its_last_validation_has_lost_no_step",
+         "test_predictions.py::test_a_run_ended_within_its_last_validation_makes_all_of_it_again"]),
+    Mutation([("run/run.py", "self.first >= config.steps and run_folder.is_done(folder)",
+          "self.first >= config.steps")],
+        ["test_faults_resume.py::test_a_run_killed_after_its_last_step_is_finished"]),
+    # half a picture counts as one
+    Mutation([("run/validate.py", "with replacing(self.picture) as file:", 'with self.picture.open("wb") as file:')],
+        ["test_predictions.py::test_a_run_killed_before_its_picture_predicts_the_first_case_alone"]),
+    Mutation([("run/run.py", "self.checkpoints.save_last()\n            self._keep_measured_early()",
+          "self._keep_measured_early()")],
+        ["test_faults_run.py::test_a_signal_ends_the_run_where_it_is_and_the_run_goes_on_from_there"]),
+    Mutation([("signals.py", "if self._raises:", "if False:")],
+        ["test_faults_run.py::test_before_the_first_step_there_is_nothing_to_wait_for"]),
+    Mutation([("signals.py", "if self._interrupted:", "if False:")],
+        ["test_faults_run.py::test_a_second_interrupt_ends_the_run_at_once"]),
+    # torch ends the workers only when nothing refers to them
+    Mutation([("data/loader.py", "stream: Any = iter(loader)", 'stream = globals()["kept"] = iter(loader)'),
+         ("data/loader.py", "stream._shutdown_workers()", "pass"),
+         ("data/loader.py", "for worker in workers:", "for worker in ():")],
+        ["test_faults_run.py::test_neither_data_workers_nor_wandbs_process_outlive_the_run"], hangs=True),
+    Mutation([("data/loader.py", "worker.kill()", "worker.terminate()")],
+        ["test_faults_run.py::test_a_worker_that_hangs_ends_with_the_run"], hangs=True),
+    Mutation([("data/loader.py", "signals.ignore()", "pass")],
+        ["test_faults_run.py::test_workers_leave_signals_to_the_run"]),
+    Mutation([("compose.py", "if name.startswith(FIXED) and name not in FREE]", "if False]")],
+        ["test_cli.py::test_resume_refuses_another_network",
+         "test_faults_resume.py::test_another_network_is_refused_and_another_rate_is_reported",
+         "test_command_line.py::test_what_would_make_it_another_run_is_refused_however_it_is_written"]),
+    Mutation([("run/resume.py", "others[kind].append(name)", "pass")],
+        ["test_faults_resume.py::test_labels_that_were_swapped_are_another_run",
+         "data/test_check.py::test_a_resumed_run_refuses_images_and_labels_that_changed"]),
+    Mutation([("run/resume.py", 'if name != "files" and before[name] != now[name]]', "if False]")],
+        ["test_faults_resume.py::test_other_cases_are_another_run"]),
+    Mutation([("run/resume.py", 'of = "full" if then["full"] and found["full"] else "sample"', 'of = "sample"')],
+        ["data/test_check.py::test_bytes_between_the_sampled_ones_are_compared_on_request"]),
+    Mutation([("data/check.py", "max(size - BLOCK, 0)", "max(size - 2 * BLOCK, 0)")],
+        ["data/test_check.py::test_both_ends_of_a_large_file_are_always_compared"]),
+    Mutation([("run/run.py", "if not self.is_done:", "if True:")],
+        ["test_faults_resume.py::test_a_run_that_is_done_is_left_as_it_is"]),
+    Mutation([("cli/lifecycle.py", "left_nothing = text == RUNNING or", "left_nothing = False and")],
+        ["test_faults_resume.py::test_a_run_killed_before_its_first_snapshot_starts_over",
+         "test_faults_resume.py::test_a_job_that_may_have_begun_begins_or_goes_on"]),
+    Mutation([("cli/lifecycle.py", "left_nothing = text == RUNNING or", "left_nothing = True or")],
+        ["test_faults_resume.py::test_a_run_with_a_result_or_perhaps_alive_is_left_alone"]),
+    Mutation([("cli/train.py", "if lifecycle.snapshots(place):", "if False:")],
+        ["test_command_line.py::test_a_job_that_may_have_begun_goes_on_or_begins"]),
+    Mutation([("cli/lifecycle.py", "if error.errno in (errno.EACCES, errno.EAGAIN):", "if False:")],
+        ["test_faults_run.py::test_a_folder_in_use_is_refused_and_its_run_unharmed"]),
+    Mutation([("cli/train.py", "lambda: secrets.token_hex(3)", 'lambda: "one"')],
+        ["test_faults_run.py::test_two_runs_of_one_second_have_two_folders"]),
+    Mutation([("train/policy.py", "if self.has_run else {}", "if False else {}")],
+        ["train/test_policy.py::test_checkpointing_changes_no_bit",
+         "train/test_policy.py::test_only_copies_of_running_statistics_see_a_batch_twice"]),
+)
+
+SNAPSHOTS = (
+    Mutation(IN_PLACE,
+        ["train/test_faults_snapshot.py::test_a_kill_at_any_moment_leaves_a_whole_snapshot",
+         "train/test_faults_snapshot.py::test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_snapshot"]),
+    # nothing makes sure that the content is on the disk before the name is
+    Mutation([("files.py", "os.fsync(file.fileno())", "pass")],
+        ["train/test_faults_snapshot.py::test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_snapshot"]),
+    Mutation([("train/checkpoint.py", "is_damage = isinstance(error,", "is_damage = False and isinstance(error,")],
+        ["train/test_checkpoint.py::test_a_truncated_file_is_refused"]),
+    Mutation([("train/checkpoint.py", "wrong.append(str(error))", "raise")],
+        ["train/test_checkpoint.py::test_a_damaged_snapshot_is_replaced_by_the_previous_one",
+         "test_faults_resume.py::test_a_damaged_snapshot_gives_way_to_the_one_before",
+         "test_faults_resume.py::test_without_a_whole_snapshot_nothing_starts_over"]),
+    Mutation([("run/resume.py", 'is_older = self.saved is not None and self.saved[0] < state["step"]',
+          "is_older = True")],
+        ["test_faults_resume.py::test_the_whole_snapshot_outlives_the_save_after_the_damaged_one"]),
+    Mutation([("train/checkpoint.py", "if damaged := archive.testzip():", "if damaged := None:")],
+        ["train/test_checkpoint.py::test_one_flipped_bit_is_refused_though_torch_would_load_it"]),
+    Mutation([("train/checkpoint.py", "weights_only=True)", "weights_only=False)")],
+        ["train/test_checkpoint.py::test_a_pickled_command_is_refused_and_not_run",
+         "test_security.py::test_no_call_runs_or_unpacks_what_a_file_says"]),
+    Mutation([("files.py", "yaml.safe_load(text)", "yaml.unsafe_load(text)")],
+        ["test_security.py::test_no_call_runs_or_unpacks_what_a_file_says"]),
+    Mutation([("train/checkpoint.py", "except Exception as error:", "except OSError as error:")],
+        ["test_security.py::test_a_damaged_pickle_is_one_line"]),
+    Mutation([("train/checkpoint.py", "if path.exists() and not path.is_file():", "if False:")],
+        ["train/test_checkpoint.py::test_a_missing_file_and_a_folder_are_refused"]),
+    Mutation([("train/checkpoint.py", "except OSError as error:", "except ZeroDivisionError as error:")],
+        ["train/test_faults_snapshot.py::test_a_place_that_cannot_be_written_to_is_one_line"]),
+    Mutation([("cli/train.py", "refuse_unwritable(words)", "pass")],
+        ["train/test_faults_snapshot.py::test_a_run_folder_that_cannot_be_made_is_one_line"]),
+    Mutation([("train/checkpoint.py", "if found != FORMAT:", "if False:")],
+        ["train/test_checkpoint.py::test_another_format_or_a_strangers_file_is_refused_but_not_called_damaged",
+         "test_faults_resume.py::test_a_snapshot_that_does_not_fit_is_exit_3_and_no_other_is_taken"]),
+    Mutation([("train/checkpoint.py", "    if rows:", "    if False:")],
+        ["train/test_checkpoint.py::test_all_differences_are_counted_and_ten_are_shown"]),
+    # its layers: only known options are typed, and only options are allowed
+    Mutation([ANY_KEY,
+         ("compose.py", "OmegaConf.merge(OmegaConf.structured(Config), values)",
+          'OmegaConf.merge(OmegaConf.structured(Config, flags={"struct": False}), values)')],
+        ["test_security.py::test_a_target_in_a_snapshot_is_never_instantiated"]),
+    Mutation([("run/predict.py", "except (KeyError, TypeError, ValueError) as error:", "except KeyError as error:")],
+        ["test_security.py::test_a_snapshot_of_wrong_types_is_one_line"]),
+    Mutation([("run/resume.py", "self._refuse_unsound(state, path)", "pass")],
+        ["test_checkpoints.py::test_a_state_that_no_run_has_written_is_refused"]),
+    Mutation([("run/resume.py", "AttributeError, ValueError, RuntimeError) as error:", "AttributeError) as error:")],
+        ["test_checkpoints.py::test_a_random_state_that_torch_refuses_is_one_line"]),
+    Mutation([("run/resume.py", "self._groups(state)}",
+          '[state["optimizer"]["param_groups"][0] | {"params": [*range(22)]}]}')],
+        ["test_checkpoints.py::test_options_of_the_optimizer_come_from_the_config"]),
+    Mutation([("train/checkpoint.py", "if not is_finite(value)), None):", "if False), None):")],
+        ["test_security.py::test_weights_that_are_not_finite_do_not_predict"]),
+)
+
+DATA = (
+    Mutation([("data/check.py", "            found.append(str(error))", "            raise")],
+        ["data/test_check.py::test_all_problems_of_all_cases_are_listed_at_once",
+         "data/test_check.py::test_check_data_and_a_run_list_every_problem_and_end_with_2"]),
+    Mutation([("data/preprocess.py", "problems.append(str(error))", "raise")],
+        ["data/test_check.py::test_a_run_lists_all_that_is_damaged_beneath_sound_headers"]),
+    Mutation([("data/nifti.py", "READ_ERRORS = (OSError, EOFError, ValueError", "READ_ERRORS = (OSError, ValueError")],
+        ["data/test_nifti.py::test_a_truncated_gz_is_refused",
+         "test_fuzz.py::test_damage_is_refused_or_harmless"]),
+    Mutation([("data/nifti.py", 'if path.name.endswith(".gz") and start != b"\\x1f\\x8b":', "if False:")],
+        ["data/test_nifti.py::test_a_file_that_is_no_nifti_is_refused"]),
+    # nibabel stops before the checksum
+    Mutation([("data/nifti.py", '_inflated(path, image) if path.name.endswith(".gz") else image.dataobj',
+          "image.dataobj")],
+        ["data/test_nifti.py::test_a_flipped_byte_is_found_though_it_still_inflates"]),
+    Mutation([("data/nifti.py", "if claimed > held:", "if False:")],
+        ["data/test_nifti.py::test_a_small_packed_file_that_claims_much_is_refused_before_memory_is_taken",
+         "data/test_nifti.py::test_a_bad_header_is_refused_with_case_and_path"]),
+    Mutation([("data/nifti.py", "if not is_regular or not np.isfinite(affine).all():", "if False:")],
+        ["data/test_nifti.py::test_a_bad_header_is_refused_with_case_and_path"]),
+    Mutation([("data/nifti.py", "if not np.isfinite(zooms).all() or not zooms.all():", "if False:")],
+        ["data/test_nifti.py::test_a_bad_header_is_refused_with_case_and_path"]),
+    Mutation([("data/nifti.py", "stream.seek(voxels.offset)", "stream.read(voxels.offset)")],
+        ["data/test_nifti.py::test_voxels_far_into_the_stream_take_no_memory_for_what_is_before_them"]),
+    Mutation([("data/nifti.py", "stream.read(MAX_TRAILING + 1)) > MAX_TRAILING", "stream.read()) < 0")],
+        ["data/test_nifti.py::test_a_stream_that_goes_on_behind_its_voxels_is_not_followed"]),
+    Mutation([("data/nifti.py", "if offset > MAX_OFFSET:", "if False:")],
+        ["data/test_nifti.py::test_voxels_that_begin_far_into_the_file_are_refused_unread"]),
+    Mutation([("data/volume.py", "min(nifti.MAX_VOXELS, MAX_GROWTH * stored)", "nifti.MAX_VOXELS")],
+        ["data/test_volume.py::test_a_grid_may_hold_32_times_the_voxels_that_are_stored"]),
+    Mutation([("data/nifti.py", "return kind(ArrayProxy(path, header, mmap=False), affine, header)",
+          "return nib.load(path)")],
+        ["data/test_nifti.py::test_an_extension_is_skipped_unread",
+         "data/test_nifti.py::test_a_cifti_file_is_read_as_what_its_nifti_header_says"]),
+    Mutation([("data/nifti.py", "if bad and not rules.nonfinite:", "if False:")],
+        ["data/test_preprocess.py::test_voxels_that_are_not_finite_are_an_error_or_counted_and_zero",
+         "data/test_volume.py::test_voxels_that_are_not_finite_are_refused",
+         "data/test_preprocess.py::test_predict_accepts_what_its_run_accepted_and_counts_it"]),
+    Mutation([("data/nifti.py", "* GREYS > high - low:", "* GREYS < 0:")],
+        ["data/test_volume.py::test_values_that_float32_cannot_tell_apart_are_refused"]),
+    Mutation([("data/nifti.py", "if bad.any():", "if False:")],
+        ["data/test_check.py::test_a_label_map_holds_classes_and_the_ignored_value"]),
+    Mutation([("data/nifti.py", "and half < QUANTUM", "")],
+        ["data/test_nifti.py::test_labels_that_lie_beside_whole_numbers_by_their_scale_are_refused"]),
+    Mutation([("data/nifti.py", "array = np.where(is_near, whole, array)", "pass")],
+        ["data/test_nifti.py::test_a_mask_that_is_scaled_to_almost_one_is_a_mask"]),
+    Mutation([("data/volume.py", "if distance > SAME_GRID else None", "if False else None")],
+        ["data/test_check.py::test_a_label_map_elsewhere_is_an_error_or_by_choice_a_warning"]),
+    Mutation([("data/volume.py", "if rules.affine:", "if False:")],
+        ["data/test_preprocess.py::test_with_affine_check_warn_label_and_image_are_paired_voxel_by_voxel"]),
+    Mutation([("data/nifti.py", "else np.moveaxis(array, -1, 0), bad", "else array, bad")],
+        ["data/test_volume.py::test_channels_come_first"]),
+    Mutation([("build.py", "if own not in (None, found):", "if False:")],
+        ["data/test_preprocess.py::test_a_model_for_another_number_of_channels_is_refused"]),
+    Mutation([("data/nifti.py", "else array.reshape(image.shape[:3])", "else array")],
+        ["data/test_nifti.py::test_axes_of_one_are_dropped"]),
+    Mutation([("data/check.py", "elif absent:", "elif False:")],
+        ["data/test_check.py::test_a_case_and_a_part_without_a_class_are_warned_of"]),
+    Mutation([("data/check.py", 'len(absent) == len(dataset.classes) - 1 and part == "train"', "False")],
+        ["data/test_check.py::test_a_training_part_without_any_foreground_is_an_error"]),
+    Mutation([("train/metrics.py", "int(p) / int(w) if w else None", "int(p) / int(w) if w else 1.0")],
+        ["train/test_metrics.py::test_a_class_absent_from_both_has_no_score_and_absent_from_one_zero"]),
+    Mutation([("train/inference.py", "return total[inside].div_(weights[inside[1:]])", "return total.div_(weights)")],
+        ["data/test_preprocess.py::test_thick_slices_and_sizes_that_fit_nothing_train_and_predict"]),
+    Mutation([("data/check.py", ".max() > SHEAR:", ".max() < 0:")],
+        ["data/test_check.py::test_odd_headers_are_warned_of_with_the_rule_that_is_followed"]),
+    Mutation([("data/volume.py", "for path, code in codes if code not in MM)", "for path, code in codes if False)")],
+        ["data/test_check.py::test_odd_headers_are_warned_of_with_the_rule_that_is_followed",
+         "test_publish.py::test_lengths_that_are_not_in_mm_are_reported_once_a_case"]),
+    Mutation([("data/nifti.py", "voxels.dtype, 0, voxels.slope, voxels.inter)", "voxels.dtype, 0, 1, 0)")],
+        ["data/test_nifti.py::test_type_scaling_and_byte_order_are_followed"]),
+    Mutation([("data/nifti.py", "stream.seek(voxels.offset)", "stream.seek(voxels.offset + 4)")],
+        ["data/test_nifti.py::test_compressed_or_not_the_voxels_are_the_same"]),
+    Mutation([("data/preprocess.py", "channel.std(dtype=np.float64) if np.ptp(channel) else 1.0", "channel.std()")],
+        ["data/test_preprocess.py::test_a_constant_image_is_finite_once_normalised"]),
+    Mutation([("data/cases.py", 'if both := sorted({*content["train"]} & {*content["val"]}):', "if both := []:")],
+        ["data/test_cases.py::test_a_split_file_that_cannot_be_followed_is_refused"]),
+    Mutation([("data/check.py", "{_file(path): case.id for case in train for path in case.images}", "{}")],
+        ["data/test_check.py::test_a_link_from_val_to_train_is_an_error"]),
+    Mutation([("data/check.py", "seen |= {digests[case.id]: case.id for case in train if case.id in digests}", "pass")],
+        ["data/test_check.py::test_the_same_voxels_in_train_and_val_are_an_error_whatever_the_files",
+         "data/test_check.py::test_a_run_refuses_a_held_out_image_that_it_learns_from"]),
+    Mutation([("build.py", 'content_hashes(c, full=True)["images"]["full"]', "samples[c.id]")],
+        ["data/test_check.py::test_images_whose_samples_agree_are_compared_as_a_whole"]),
+    Mutation([("data/dataset_json.py", "if self.allow_outside or not outside:", "if True:")],
+        ["data/test_cases.py::test_a_path_that_leaves_the_folder_is_refused",
+         "data/test_cases.py::test_a_path_out_of_the_root_is_read_only_with_allow_outside"]),
+    Mutation([("data/cases.py", "if all(dataset_json.leaves(root, path) for root in roots):", "if False:")],
+        ["data/test_cases.py::test_a_link_out_of_the_root_is_refused_in_every_layout"]),
+    Mutation([("data/dataset_json.py", "if root is not None and leaves(root, path):", "if False:")],
+        ["data/test_cases.py::test_a_link_out_of_the_root_is_refused_in_every_layout"]),
+    Mutation([("data/dataset_json.py", "if not is_plain(self.title):", "if False:")],
+        ["data/test_cases.py::test_a_wrong_dataset_json_is_refused"]),
+    Mutation([("data/dataset_json.py", "if not is_plain(name):", "if False:")],
+        ["data/test_cases.py::test_a_wrong_dataset_json_is_refused"]),
+    Mutation([("data/dataset_json.py", "if type(value) is not int:", "if not isinstance(value, int):")],
+        ["data/test_cases.py::test_a_wrong_nnunet_json_is_refused"]),
+    Mutation([("data/dataset_json.py", "if len(text) > MAX_BYTES:", "if False:")],
+        ["data/test_cases.py::test_unreadable_json_is_refused_with_its_path"]),
+    Mutation([("data/dataset_json.py", "if not path.is_file():", "if False:")],
+        ["data/test_cases.py::test_json_that_is_a_pipe_or_a_device_is_refused_at_once"], hangs=True),
+    Mutation([("data/cases.py", '.nii.gz")) > MAX_NAME', '.nii.gz")) > 10**6')],
+        ["data/test_cases.py::test_folders_that_do_not_match_are_refused",
+         "test_publish.py::test_a_label_map_whose_name_no_file_can_have_is_refused_at_the_start"]),
+    Mutation([("data/cases.py", "if not is_plain(case.id):", "if False:")],
+        ["data/test_cases.py::test_folders_that_do_not_match_are_refused"]),
+    # prepared cases that outlive their data set
+    Mutation([("build.py", "cache={} if options.cache", 'cache=globals().setdefault("kept", {}) if options.cache')],
+        ["data/test_preprocess.py::test_a_file_that_changed_is_seen_by_the_next_run"]),
+    Mutation([("data/loader.py", "raise lost(error, missing) or RuntimeError(missing + text[-1]) from error", "raise")],
+        ["data/test_loader.py::test_an_error_in_a_worker_names_its_cases_and_keeps_its_trace",
+         "data/test_loader.py::test_a_worker_that_is_killed_is_reported_with_the_missing_cases"]),
+    Mutation([("data/loader.py", "timeout=timeout if config.workers else 0", "timeout=0")],
+        ["data/test_loader.py::test_a_worker_that_hangs_is_ended_by_the_timeout"], hangs=True),
+    Mutation([("run/run.py", "if dead := lost(error):", "if dead := None:")],
+        ["data/test_loader.py::test_a_run_whose_worker_is_killed_within_a_step_ends_with_1_and_one_line"]),
+)
+
+TRAINING = (
+    Mutation([("errors.py", "\"can't allocate\",", "")],
+        ["test_cli.py::test_memory_that_runs_out_is_one_message_with_remedies_and_the_snapshot_is_kept"]),
+    Mutation([("run/run.py", "budget.oom_in_validation(self.config, self.trainer.step)",
+          "budget.oom_moment(self.meter.ledger)")],
+        ["test_faults_run.py::test_memory_that_runs_out_in_a_validation_is_not_reported_as_a_steps"]),
+    Mutation([("cli/lifecycle.py", "if errors.is_out_of_memory(error):", "if False:")],
+        ["test_faults_run.py::test_any_error_of_a_job_is_its_last_line"]),
+    Mutation([("train/step.py", "_refuse_non_finite(result, model, scaler, batches)", "pass")],
+        ["test_faults_run.py::test_a_poisoned_batch_is_kept_and_changes_no_weight",
+         "train/test_step.py::test_a_non_finite_loss_stops_before_the_update",
+         "train/test_step.py::test_a_non_finite_gradient_stops_before_the_update"]),
+    Mutation([("train/step.py", "scaler.step(optimizer)", "optimizer.step()")],
+        ["train/test_step.py::test_fp16_skips_the_update_and_lowers_the_scale"]),
+    Mutation([("train/step.py", "and scaler.get_scale() >= LOWEST_SCALE", "")],
+        ["train/test_step.py::test_fp16_that_overflows_at_any_scale_is_stopped"]),
+    Mutation([("train/step.py", "LOWEST_SCALE and statistics_hold:", "LOWEST_SCALE:")],
+        ["train/test_step.py::test_fp16_that_overflows_into_running_statistics_is_stopped"]),
+    Mutation([("train/losses.py", "return total / count.clamp(min=1e-8)", "return total / count")],
+        ["train/test_losses.py::test_nothing_but_ignored_voxels_gives_zero_and_zero_gradients"]),
+    Mutation([("train/losses.py", "self.function(scales[0].float(),", "self.function(scales[0],")],
+        ["train/test_losses.py::test_half_precision_logits_are_summed_in_float32"]),
+    Mutation([("report/loggers.py", "except Exception as error:", "except ZeroDivisionError as error:")],
+        ["test_faults_run.py::test_a_lost_logger_costs_one_line",
+         "report/test_loggers.py::test_a_killed_wandb_core_costs_one_line_and_no_record",
+         "report/test_loggers.py::test_wandb_that_cannot_be_loaded_costs_one_line"]),
+    Mutation([("report/wandb_logger.py", 'if mode != "online":', "if True:")],
+        ["report/test_loggers.py::test_without_a_key_an_online_run_goes_on_offline_with_one_line",
+         "report/test_loggers.py::test_without_network_an_online_run_goes_on_offline_with_one_line_and_the_same_id"]),
+    Mutation([("report/loggers.py", 'if wandb_mode(config) != "disabled":', "if True:")],
+        ["report/test_loggers.py::test_disabled_wandb_is_not_even_loaded"]),
+    Mutation([("report/wandb_logger.py", '"init_timeout": 20', '"init_timeout": 90')],
+        ["report/test_loggers.py::test_every_private_setting_is_known_to_this_wandb"]),
+    Mutation([("report/loggers.py", 'path.open("ab+", buffering=0)', 'path.open("ab+")')],
+        ["report/test_loggers.py::test_a_killed_run_has_every_record_that_it_wrote"]),
+    Mutation([("report/loggers.py", 'if self._file.read() not in (b"", b"\\n"):', "if False:")],
+        ["report/test_loggers.py::test_a_resumed_run_appends_after_a_record_that_was_cut_short"]),
+    Mutation([("cli/train.py", "lifecycle.install_safe_streams()", "pass")],
+        ["test_faults_run.py::test_a_run_needs_no_reader",
+         "test_faults_run.py::test_the_reader_of_the_first_line_may_leave"]),
+    Mutation([("cli/train.py", "        if is_asked:", "        if code:")],
+        ["test_sweep.py::test_a_flag_may_stand_between_overrides_and_a_failed_job_stops_no_other",
+         "test_sweep.py::test_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row"]),
+    Mutation([("cli/train.py", "        if is_asked:", "        if False:")],
+        ["test_sweep.py::test_an_interrupted_job_ends_the_sweep_in_good_order"]),
+    Mutation([("cli/lifecycle.py", "(code if code >= 0 else 128 - code), False", "code, False")],
+        ["test_sweep.py::test_a_process_that_was_killed_is_named_by_its_signal"]),
+    Mutation([("train/optim.py", "(1 - progress) ** 0.9", "(1 - progress) ** 1.0")],
+        ["train/test_golden.py::test_a_training_takes_the_course_it_always_took"]),
+    # durations by a clock that may jump
+    Mutation([("train/trainer.py", "started = time.perf_counter()", "started = time.time()"),
+         ("train/trainer.py", "wait, rate = time.perf_counter()", "wait, rate = time.time()"),
+         ("train/trainer.py", '"time/step_s": time.perf_counter()', '"time/step_s": time.time()')],
+        ["test_faults_run.py::test_the_clock_does_not_matter_and_nothing_is_written_beside_the_sources"]),
+)
+
+CONFIG = (
+    Mutation([("cli/train.py", "words = checked_arguments(sys.argv[1:])", "words = sys.argv[1:]")],
+        ["test_cli.py::test_a_mistake_is_one_line_and_exit_2_without_a_trace"]),
+    Mutation([("cli/train.py", "from unet3d import checks, compose", "from unet3d import build, checks, compose")],
+        ["test_cli.py::test_a_mistake_loads_neither_torch_nor_monai"]),
+    Mutation([("checks.py", "if is_number and (item != item or", "if False and (item != item or")],
+        ["test_compose.py::test_a_wrong_option_is_one_line"]),
+    Mutation([("checks.py", "if among and value not in among:", "if False:")],
+        ["test_compose.py::test_a_wrong_option_is_one_line"]),
+    Mutation([("cli/train.py", "    if unknown:", "    if False:")],
+        ["test_command_line.py::test_a_flag_that_does_not_exist_is_one_line_that_says_what_to_write"]),
+    Mutation([("checks.py", "if bad := sorted(w for w in widths if w % model.groups):", "if bad := []:")],
+        ["test_compose.py::test_options_at_odds_are_one_line"]),
+    Mutation([("checks.py", "if n in given and is_idle(counted)}", "if False}")],
+        ["test_compose.py::test_an_option_that_does_nothing_is_one_warning"]),
+    Mutation([ANY_KEY],
+        ["test_security.py::test_a_target_on_the_command_line_is_no_option"]),
+    Mutation([("compose.py", "    check(config, here)", "    pass")],
+        ["test_compose.py::test_a_snapshots_config_is_checked_and_cannot_add_keys"]),
+    Mutation([("config.py", 'among=("poly", "cosine", "one_cycle", "constant")',
+          'among=("poly", "cosine", "constant")')],
+        ["test_compose.py::test_every_yaml_composes"]),
+    Mutation([("checks.py", "return 2 * len(model.features)", "return 0")],
+        ["test_docs.py::test_training_commands_compose"]),
+    Mutation([("cli/main.py", 'command("check-data", _check_data', 'command("check", _check_data')],
+        ["test_docs.py::test_other_commands_parse"]),
+    Mutation([("compose.py", "hydra.compose(name, list(overrides),", "hydra.compose(name, [*overrides][::2],")],
+        ["test_compose.py::test_the_command_line_overrides_an_experiment"]),
+    Mutation([("compose.py", "OmegaConf.merge(OmegaConf.structured(Config), values)", "OmegaConf.structured(Config)")],
+        ["test_compose.py::test_plain_values_round_trip"]),
+)
+
+PREDICTION = (
+    Mutation([("data/nifti.py", "labels.astype(kind), None, header", "labels.astype(kind), np.eye(4), header")],
+        ["test_cli.py::test_predict_writes_label_maps_on_the_inputs_grid"]),
+    Mutation([("cli/main.py", "    except UserError as error:", "    except KeyError as error:")],
+        ["test_cli.py::test_predict_writes_label_maps_on_the_inputs_grid"]),
+    Mutation([("data/volume.py", "apply_orientation(labels, back)", "labels")],
+        ["data/test_volume.py::test_labels_return_to_their_file_unchanged",
+         "data/test_volume.py::test_resampled_labels_return_within_a_voxel"]),
+    Mutation([("data/nifti.py", 'header["cal_min"] = header["cal_max"] = 0', "pass")],
+        ["data/test_nifti.py::test_saved_labels_keep_the_header_to_the_bit_but_for_the_intensities"]),
+    Mutation([("run/predict.py", "problems.append(str(error))", "raise")],
+        ["test_publish.py::test_files_that_are_no_case_stop_no_other_and_what_is_accepted_is_a_warning"]),
+    Mutation([("cli/main.py", "except (RuntimeError, MemoryError) as error:  # perhaps",
+          "except KeyError as error:  # perhaps")],
+        ["test_publish.py::test_a_volume_that_memory_does_not_hold_stops_no_other"]),
+    Mutation([("run/predict.py", "except OSError as error:", "except KeyError as error:")],
+        ["test_cli.py::test_an_input_that_cannot_be_read_stops_no_other"]),
+    Mutation([("cli/main.py", "if path.exists() and not arguments.overwrite:", "if False:")],
+        ["test_cli.py::test_predict_replaces_a_file_only_when_asked"]),
+    Mutation([("cli/main.py", "if os.path.realpath(path) in images:", "if False:")],
+        ["test_publish.py::test_predict_replaces_no_image"]),
+    Mutation(IN_PLACE,
+        ["data/test_nifti.py::test_a_write_that_fails_leaves_the_old_file_and_no_other"]),
+    Mutation([("train/inference.py", "weights[_box(corner, out_window)[1:]] += weight",
+          "weights[_box(corner, out_window)[1:]] += 1")],
+        ["train/test_inference.py::test_windows_of_any_number_leave_pointwise_logits_as_they_are"]),
+    Mutation([("train/inference.py", "stride = min(total_stride, w)", "stride = 1")],
+        ["train/test_inference.py::test_valid_tiles_have_no_seams"]),
+    Mutation([("train/inference.py", ".float().flip(flipped)[0]", ".float()[0]")],
+        ["train/test_inference.py::test_mirroring_makes_the_prediction_symmetric"]),
+    # a size that the export would keep
+    Mutation([("model/blocks.py", "y: Tensor = self.conv2(self.conv1(x))",
+          "y: Tensor = self.conv2(self.conv1(x)) / int(x.shape[2])")],
+        ["model/test_unet.py::test_an_exported_network_computes_the_same_for_any_size"]),
+)
+
+STRANGERS = (
+    # the folder's overrides given to Hydra once more
+    Mutation([("cli/train.py", "return [*overrides, lifecycle.path_option(",
+          "return [*lifecycle.earlier_overrides(folder), *overrides, lifecycle.path_option(")],
+        ["test_security.py::test_a_config_in_a_run_folder_is_not_composed"]),
+    Mutation([("compose.py", "if now[name] and now[name] != own[name]]", "if False]")],
+        ["test_security.py::test_a_config_in_a_run_folder_is_options_and_nothing_else",
+         "test_own_parts.py::test_a_run_resumes_only_with_code_that_the_command_line_names"]),
+    Mutation([("files.py", "if isinstance(event, yaml.AliasEvent) or depth > DEEPEST_YAML:", "if False:")],
+        ["test_security.py::test_a_config_in_a_run_folder_is_options_and_nothing_else"]),
+    Mutation([("cli/train.py", 'values = read_yaml(folder / "config.yaml")',
+          "values = read_yaml(folder / lifecycle.OVERRIDES)")],
+        ["test_command_line.py::test_a_run_goes_on_from_its_config_alone"]),
+    Mutation([("compose.py", 'if "${" in repr(values):', "if False:")],
+        ["test_security.py::test_a_snapshot_cannot_ask_for_the_environment"]),
+    Mutation([("run/predict.py", "if config.model.path != model_path:", "if False:")],
+        ["test_security.py::test_a_network_that_only_a_snapshot_names_is_not_imported"]),
+    Mutation([("files.py", "if os.path.islink(path) and", "if False and")],
+        ["test_security.py::test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder"]),
+    Mutation([("cli/lifecycle.py", "if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:", "if False:")],
+        ["test_security.py::test_a_lock_that_is_another_file_s_name_is_not_written_to"]),
+    Mutation([("cli/lifecycle.py", "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW", "os.O_RDWR | os.O_CREAT")],
+        ["test_security.py::test_a_lock_that_is_another_file_s_name_is_not_written_to"]),
+    Mutation([("files.py", 'f".{secrets.token_hex(8)}.tmp"', '".next.tmp"')],
+        ["test_security.py::test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows"]),
+    Mutation([("files.py", 'temporary.open("xb")', 'temporary.open("wb")')],
+        ["test_security.py::test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows"]),
+    Mutation([("files.py", "if not stat.S_ISREG(found.st_mode):", "if False:")],
+        ["test_security.py::test_a_pipe_or_an_endless_file_in_a_run_folder_is_not_read"]),
+    Mutation([("files.py", "if found.st_size > most:", "if False:")],
+        ["test_security.py::test_a_pipe_or_an_endless_file_in_a_run_folder_is_not_read"]),
+    Mutation([("report/report.py", ' if content.startswith(PNG) else ""', "")],
+        ["test_security.py::test_only_pictures_are_shown_as_pictures"]),
+    # for values that are not deep
+    Mutation([("train/checkpoint.py", "if left < 0 or depth > DEEPEST:", "if depth > DEEPEST:")],
+        ["test_security.py::test_a_small_snapshot_that_describes_much_is_refused"]),
+    # for values that are few
+    Mutation([("train/checkpoint.py", "if left < 0 or depth > DEEPEST:", "if left < 0:")],
+        ["test_security.py::test_a_small_snapshot_that_describes_much_is_refused"]),
+    Mutation([("checks.py", "if levels > MOST_LEVELS:", "if False:")],
+        ["test_security.py::test_a_network_of_thousands_of_levels_is_refused"], hangs=True),
+    Mutation([("train/checkpoint.py", "if is_packed or sum(", "if False and sum(")],
+        ["test_security.py::test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked"]),
+    Mutation([("run/predict.py", 'with torch.device("meta"):', 'with torch.device("cpu"):')],
+        ["test_security.py::test_a_snapshot_that_describes_a_huge_network_takes_no_memory"]),
+    Mutation([("run/predict.py", "for value in weights.values()) > path.stat().st_size:",
+          "for value in weights.values()) < 0:")],
+        ["test_publish.py::test_a_small_file_that_describes_many_or_large_networks_takes_no_memory"]),
+    Mutation([("memory/simulate.py", "if needed > memory:", "if False:")],
+        ["test_security.py::test_a_snapshot_that_names_a_huge_window_takes_no_memory"]),
+    Mutation([("report/report.py", 'return f"<{tag}>{escape(text)}</{tag}>"', 'return f"<{tag}>{text}</{tag}>"')],
+        ["report/test_report.py::test_everything_that_is_shown_is_escaped"]),
+    Mutation([("report/run_folder.py", "if is_sound.get(key, True)}", "}")],
+        ["report/test_report.py::test_a_damaged_memory_json_ends_no_report"]),
+    Mutation([("report/run_folder.py", 'if fits(one.get("step"), int) and', 'if "step" in one and')],
+        ["report/test_report.py::test_a_damaged_record_is_passed_over"]),
+    Mutation([("report/run_folder.py", "except (ValueError, RecursionError):", "except RecursionError:")],
+        ["report/test_report.py::test_files_that_a_kill_cut_short_end_no_report"]),
+    Mutation([("train/checkpoint.py", "except Exception as error:", "except OSError as error:")],
+        ["test_fuzz.py::test_a_damaged_run_folder_is_refused_or_harmless"]),
+    Mutation([("report/report.py", "return escaped(page.substitute(",
+          "return (lambda text, keep: text)(page.substitute(")],
+        ["report/test_report.py::test_control_codes_in_a_run_folder_reach_no_terminal_page_or_table"]),
+    Mutation([("train/checkpoint.py", "(escaped(name), theirs", "(name, theirs")],
+        ["test_cli.py::test_names_in_a_snapshot_cannot_command_a_terminal"]),
+    Mutation([("cli/main.py", "print(escaped(path))", "print(path)")],
+        ["test_cli.py::test_names_of_files_neither_command_a_terminal_nor_end_the_work"]),
+    Mutation([("cli/main.py", "print(*map(escaped, [*check.summary", "print(*map(str, [*check.summary")],
+        ["test_cli.py::test_names_in_a_data_set_cannot_command_a_terminal"]),
+    # two layers: the error's text, and what prints it
+    Mutation([("errors.py", 'return escaped(super().__str__(), keep="\\n")', "return super().__str__()"),
+         ("cli/lifecycle.py", 'print(errors.escaped(line, keep="\\n")', "print(line")],
+        ["test_cli.py::test_a_value_of_an_option_cannot_command_a_terminal"]),
+    Mutation([("report/loggers.py", "made.add_row(*map(escaped, row))", "made.add_row(*row)")],
+        ["report/test_loggers.py::test_a_table_shows_what_would_command_a_terminal_and_keeps_every_language"]),
+    Mutation([("report/loggers.py", 'print(f"warning: {escaped(text)}"', 'print(f"warning: {text}"')],
+        ["report/test_loggers.py::test_a_warning_is_one_line_of_text"]),
+    Mutation([("files.py", "if FORMULA.match(text) else text", "if False else text")],
+        ["report/test_report.py::test_no_cell_of_a_table_is_a_formula_and_numbers_are_as_they_were"]),
+    Mutation([("files.py", "and FORMULA.match(cell) else cell", "and False else cell")],
+        ["report/test_report.py::test_names_of_cases_are_read_from_a_table_of_scores_as_they_were"]),
+    Mutation([("report/wandb_logger.py", "QUIET | (PRIVATE if self._private else {})", "QUIET")],
+        ["report/test_loggers.py::test_a_private_run_records_nothing_about_machine_user_and_paths"]),
+)
+
+DISK = (
+    Mutation([("train/checkpoint.py", "except OSError as error:", "except ZeroDivisionError as error:")],
+        ["train/test_faults_snapshot.py::test_a_full_disk_keeps_the_snapshot_that_was_there",
+         "train/test_faults_snapshot.py::test_training_goes_on_while_the_disk_is_full",
+         "train/test_faults_snapshot.py::test_a_disk_that_is_full_at_the_end_is_an_error"]),
+    Mutation([("report/loggers.py", "            if not is_disk_full(error):", "            if True:")],
+        ["train/test_faults_snapshot.py::test_a_disk_full_to_the_last_byte_costs_no_record"]),
+    Mutation([("cli/lifecycle.py", "    if errors.is_disk_full(error):", "    if False:")],
+        ["train/test_faults_snapshot.py::test_a_disk_that_is_full_as_a_run_begins_is_one_line",
+         "train/test_faults_snapshot.py::test_a_disk_that_is_full_as_pictures_are_drawn_is_one_line"]),
+    Mutation([("run/validate.py", "        except UserError:", "        except KeyError:")],
+        ["test_predictions.py::test_a_disk_that_is_full_as_label_maps_are_written_is_one_line_and_loses_no_score"]),
+    Mutation([("data/preprocess.py", "if needed >= available:", "if False:")],
+        ["data/test_preprocess.py::test_cases_that_need_more_than_the_memory_are_refused_before_any_voxel_is_read"]),
+)
+# fmt: on
+
+MUTATIONS = (*RESUME, *SNAPSHOTS, *DATA, *TRAINING, *CONFIG, *PREDICTION, *STRANGERS, *DISK)
+
+
+def copy_tree(to: Path) -> None:
+    """What the tests need of this tree, as it is now."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            (to / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
+
+
+@contextmanager
+def mutated(tree: Path, mutation: Mutation) -> Iterator[None]:
+    """Within, the package of the tree has these changes."""
+    before = {path: path.read_text() for path in (tree / "unet3d" / name for name, *_ in mutation.changes)}
+    try:
+        for name, old, new in mutation.changes:
+            text = (tree / "unet3d" / name).read_text()
+            assert text.count(old) == 1, f"{name} holds {old!r} {text.count(old)} times"
+            (tree / "unet3d" / name).write_text(text.replace(old, new))
+        yield
+    finally:
+        for path, text in before.items():
+            path.write_text(text)
+
+
+def run_alone(tree: Path, test: str, seconds: int) -> tuple[int, str]:
+    """Exit code and output of pytest on one test of the tree; nothing that it started is left."""
+    words = ["-n", "0", "-x", "-q", "-p", "no:cacheprovider", "--timeout", str(seconds), f"--basetemp={tree}/tmp"]
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *words, f"tests/{test}"],
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (LARGEST, resource.RLIM_INFINITY)),
+    )
+    try:
+        output, _ = child.communicate(timeout=3 * PATIENCE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        output = "Timeout"
+    finally:
+        end_session(child.pid)
+    return child.wait(), output
+
+
+def end_session(leader: int) -> None:
+    """Kill what is left of the session that this process led."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getsid(int(path.name)) == leader:
+                os.kill(int(path.name), signal.SIGKILL)
+
+
+def outcome(mutation: Mutation, code: int, output: str) -> str:
+    """In words; "seen to fail" is what is wanted."""
+    if "Timeout" in output:
+        return "seen to fail, by a hang" if mutation.hangs else "HANGS"
+    if code == 1:
+        return "seen to fail" if re.search(r"^FAILED ", output, re.MULTILINE) else "FAILS AS IT IS SET UP"
+    return {0: "STILL PASSES", 4: "NO SUCH TEST", 5: "NO SUCH TEST"}.get(code, f"ENDS WITH EXIT CODE {code}")
+
+
+def main() -> int:
+    """Prints a line a test; returns 1 where one was not seen to fail."""
+    chosen = [(m, test) for m in MUTATIONS for test in m.tests if all(w in f"{test} {m.changes}" for w in sys.argv[1:])]
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        for mutation, test in chosen:
+            with mutated(tree, mutation):
+                code, output = run_alone(tree, test, HANGING if mutation.hangs else PATIENCE)
+            found = outcome(mutation, code, output)
+            reason = re.findall(r"^(?:E  |FAILED|ERROR).*", output, re.MULTILINE)[:1]
+            line = f"{found}: {test} without {' and '.join(repr(old) for _, old, _ in mutation.changes)}"
+            print(line, *(f"    {text[:200]}" for text in reason), sep="\n", flush=True)
+            wrong += [line] * (not found.startswith("seen to fail"))
+    mutations = len({id(mutation) for mutation, _ in chosen})
+    print(
+        f"\n{mutations} mutations, {len(chosen)} runs of a test, {len(chosen) - len(wrong)} seen to fail",
+        *wrong,
+        sep="\n",
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
