@@ -232,7 +232,7 @@ def test_predict_writes_label_maps_on_the_inputs_grid(finished: Path, tmp_path: 
     nib.save(image, tmp_path / "scan one.nii.gz")
     (tmp_path / "broken.nii.gz").write_bytes(b"<html>")
     module = [sys.executable, "-m", "unet3d", "predict", str(finished / "checkpoints" / "last.pt")]
-    inputs = [str(tmp_path / "scan one.nii.gz"), str(tmp_path / "broken.nii.gz"), "-o", str(tmp_path / "out")]
+    inputs = [str(tmp_path / "broken.nii.gz"), str(tmp_path / "scan one.nii.gz"), "-o", str(tmp_path / "out")]
     done = subprocess.run([*module, *inputs], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2 and "broken.nii.gz" in done.stderr and done.stderr.count("\n") == 1
     image, found = nib.load(tmp_path / "scan one.nii.gz"), nib.load(tmp_path / "out" / "scan one.nii.gz")
