@@ -263,9 +263,12 @@ def test_a_foreign_snapshot_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def save_image(path: Path) -> None:
+def save_image(path: Path, bright: int = 0, depth: float = 1) -> None:
+    """Zeros, but for one slice."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    nifti.save_image(path, nib.Nifti1Image(np.zeros((9, 9, 9), np.uint8), np.eye(4)))
+    voxels = np.zeros((9, 9, 9), np.uint8)
+    voxels[bright] = 1
+    nifti.save_image(path, nib.Nifti1Image(voxels, np.diag([1, 1, depth, 1])))
 
 
 def test_names_of_files_neither_command_a_terminal_nor_end_the_work(
@@ -352,11 +355,9 @@ def test_warnings_about_a_data_set_cannot_command_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / f"root{CODES}{FOREIGN}"
-    for name in "ab":
-        save_image(root / "images" / f"{name}.nii.gz")
-        image = nib.Nifti1Image(np.ones((9, 9, 9), np.uint8), np.diag([1, 1, 1.1, 1]))
-        (root / "labels").mkdir(exist_ok=True)
-        nifti.save_image(root / "labels" / f"{name}.nii.gz", image)
+    for slice_, name in enumerate("ab"):  # one image twice would be refused
+        save_image(root / "images" / f"{name}.nii.gz", slice_)
+        save_image(root / "labels" / f"{name}.nii.gz", slice_, depth=1.1)
     words = ["data=folders", f"data.root='{root}'", "data.classes=[background,organ]", "data.affine_check=warn"]
     build.data(compose.compose(words))
     printed = capsys.readouterr().err

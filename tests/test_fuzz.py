@@ -62,7 +62,7 @@ def run_trials(place: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, count: int)
 
 
 def test_a_damaged_run_folder_is_refused_or_harmless(tmp_path: Path, watch: fuzz.Watch, sound: fuzz.SoundRun) -> None:
-    found = run_trials(tmp_path, watch, sound, 60)
+    found = run_trials(tmp_path, watch, sound, 25)
     assert not [line for line in found if line[1].startswith("FAILED")]
     assert {outcome for _, outcome in found} == {"refused", "read"}
 
@@ -70,7 +70,18 @@ def test_a_damaged_run_folder_is_refused_or_harmless(tmp_path: Path, watch: fuzz
 def test_a_link_that_is_followed_and_a_shape_that_is_not_checked_are_noticed(
     tmp_path: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def linked(_: object, folder: Path) -> str:
+        (folder / "STATUS").unlink()
+        (folder / "STATUS").symlink_to("/etc/passwd")
+        return "link"
+
+    def emptied(_: object, folder: Path) -> str:
+        (folder / "memory.json").write_text('{"parameters": 1, "measured": {}}')
+        return "emptied"
+
     monkeypatch.setattr(run_folder, "refuse_links_out", lambda folder: None)
     monkeypatch.setattr(run_folder, "fits", lambda value, shape: True)
-    found = {line[:14] for _, line in run_trials(tmp_path, watch, sound, 150)}
-    assert {"FAILED: opened", "FAILED: Traceb"} <= found
+    for damage, noticed in ((linked, "FAILED: opened ['/etc/passwd'"), (emptied, "FAILED: ")):
+        monkeypatch.setattr(fuzz, "damage_run", damage)
+        ((_, found),) = run_trials(tmp_path, watch, sound, 1)
+        assert found.startswith(noticed) and (damage is linked or "KeyError: 'peak_bytes'" in found)

@@ -158,9 +158,10 @@ def test_a_run_shows_how_its_cases_are_prepared_and_validated(finished: Path) ->
     shown = lines((finished.parent / "err").read_text())
     assert shown[:3] == [f"generating cases: {done} of 4" for done in (1, 2, 3)]
     assert shown[3:6] == [f"checking cases: {done} of 4" for done in (1, 2, 3)]
-    assert shown[6] == "measuring intensities: 1 of 2"
-    assert shown[7:10] == [f"reading cases: {done} of 4" for done in (1, 2, 3)]
-    assert shown[10] == "choosing slices: 1 of 2"
+    assert shown[6:9] == [f"hashing files: {done} of 4" for done in (1, 2, 3)]
+    assert shown[9] == "measuring intensities: 1 of 2"
+    assert shown[10:13] == [f"reading cases: {done} of 4" for done in (1, 2, 3)]
+    assert shown[13] == "choosing slices: 1 of 2"
     assert "validation: 0 of 2" in shown, "within the first volume"
     assert shown.count("validation: 1 of 2") >= 2
 

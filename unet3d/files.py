@@ -75,8 +75,11 @@ def _cell(value: Any) -> str:
 
 
 def from_csv(text: str) -> list[dict[str, str]]:
-    """The rows of `as_csv` by their headings, each cell as it was given."""
-    return [{key: _given(cell) for key, cell in row.items()} for row in csv.DictReader(text.splitlines())]
+    """The rows of `as_csv` by their headings, each cell as it was given; none if the text is damaged."""
+    try:
+        return [{key: _given(cell) for key, cell in row.items()} for row in csv.DictReader(text.splitlines())]
+    except csv.Error:  # a cell of more than 128 KiB
+        return []
 
 
 def _given(cell: Any) -> Any:

@@ -140,10 +140,10 @@ class SoundRun:
         shutil.rmtree(self.folder / "memory")
         state = checkpoint.load_snapshot(self.folder / "checkpoints" / "last.pt")
         config = compose.from_plain(read_yaml(self.folder / "config.yaml"))
-        config.model = compose.from_plain(state["config"] | {"model": state["model_options"]}).model
-        model = build.model(config.model, seed=0)
+        options = compose.from_plain(state["config"] | {"model": state["model_options"]}).model
+        model = build.model(options, seed=0)
         optimizer, scaler = optim.optimizer(config.optim, model), torch.amp.GradScaler("cpu", enabled=False)
-        self.state = TrainingState(config, config.model, state["grounds"], model, optimizer, scaler)
+        self.state = TrainingState(config, options, state["grounds"], model, optimizer, scaler)
         report.write_report(shutil.copytree(self.folder, place / "warm"))  # loads what draws
 
     def read_all(self, folder: Path, is_drawn: bool) -> str:
@@ -158,10 +158,13 @@ class SoundRun:
             for module, name in drawn:
                 stack.enter_context(mock.patch.object(module, name))
             ends = [_ends(act, folder) for act in (report.write_report, report.print_summary, _compare, _predict)]
-            ends.append(_ends(lambda it: train.resumed(it, [f"resume={it}"]), folder))
-            ends.append(_ends(lambda it: Checkpoints(it, dict).restore(self.state.put_back), folder))
+            ends.append(_ends(self._resume, folder))
         _refused([said.getvalue(), *ends])
         return "refused" if any(ends) else "read"
+
+    def _resume(self, folder: Path) -> None:
+        train.resumed(folder, [f"resume={folder}"])
+        Checkpoints(folder, dict).restore(self.state.put_back)
 
 
 def _ends(act: Callable[[Path], object], folder: Path) -> str:

@@ -99,7 +99,9 @@ def read_memory(folder: Path) -> dict[str, Any]:
     shapes = {"parameters": int, "error_bytes": int, "rehearsed": str, "advice": ADVICE}
     is_sound = {key: fits(found.get(key), shape) for key, shape in shapes.items()}
     is_sound |= {kind: _is_step(found.get(kind)) for kind in KINDS}
-    is_sound["advice"] = is_sound["advice"] and found["advice"]["mostly"] in NAMES
+    if is_sound["advice"]:
+        is_sound["advice"] = is_sound["predicted"] and found["advice"]["mostly"] in NAMES
+    is_sound["error_bytes"] &= all(is_sound[kind] for kind in KINDS)
     return {key: value for key, value in found.items() if is_sound.get(key, True)}
 
 
