@@ -71,6 +71,7 @@ class Preempted(ForeseenError):
 
 NO_MEMORY = (
     "can't allocate",  # the host's allocator
+    "could not create a primitive",  # oneDNN
     "CUDA error: out of memory",  # the context, a kernel's code, page-locked memory
     "ALLOC_FAILED",  # cuDNN's and cuBLAS's handles
     "unable to find an engine",  # cuDNN, where no convolution's workspace fits
@@ -86,6 +87,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_disk_full(error: BaseException) -> bool:
     """Whether the disk, the user's share of it or the largest size of a file does not allow more."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def not_saved(path: object, error: OSError) -> NotSaved:
+    """The error to raise for a file that could not be written."""
+    return NotSaved(f"{path}: not saved ({error.strerror}){'; make room' * is_disk_full(error)}")
 
 
 def reason(error: BaseException) -> str:

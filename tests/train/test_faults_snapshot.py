@@ -1,9 +1,11 @@
 """A whole snapshot outlives kills at any moment, a full disk and places that cannot be written to."""
 
+import errno
 import functools
 import itertools
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -16,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from training import SERVER, TINY, records, status, train
+from training import SERVER, TINY, records, same, status, train
 
 from unet3d.cli.lifecycle import hold_folder
 from unet3d.compose import SNAPSHOTS
@@ -90,13 +92,46 @@ def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_snapshot(station:
     check_whole(tmp_path, 1)
 
 
-def test_a_full_disk_keeps_the_snapshot_that_was_there(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_snapshot_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
-    (tmp_path / f".{LAST}.{os.getpid()}.tmp").symlink_to(FULL)
+    monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(NotSaved, match=r"No space left on device\); it needs 0\.4 MiB, [\d,.]+ MiB is free there"):
         save(tmp_path, 2)
     assert {path.name for path in tmp_path.iterdir()} == {LAST}
     check_whole(tmp_path, 1)
+
+
+def no_space(_: int) -> None:
+    """What os.fsync does on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+SIXTEENTHS = range(18)  # 17 of them hold a snapshot with what torch puts around it
+
+
+def saved_on_a_full_disk(folder: Path) -> None:
+    """Save a second snapshot where there may be no room: it is there whole, or the first is and an error says so."""
+    try:
+        save(folder, 2)
+    except NotSaved as error:
+        assert re.search(r"not saved \((No space left on device|File too large)\); it needs 0\.4 MiB, ", str(error))
+        check_whole(folder, 1)
+        assert {path.name for path in folder.iterdir()} <= {LAST, "filler"}
+    else:
+        check_whole(folder, 2)
+        assert {path.name for path in folder.iterdir()} <= {LAST, PREVIOUS, "filler"}
+
+
+@pytest.mark.parametrize("sixteenths", SIXTEENTHS)
+def test_a_file_that_may_not_grow_costs_no_snapshot(sixteenths: int, tmp_path: Path) -> None:
+    """torch raises its own error over that of a write that fails part-way."""
+    save(tmp_path, 1)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sixteenths * (tmp_path / LAST).stat().st_size // 16, hard))
+    try:
+        saved_on_a_full_disk(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 def at_updates(actions: dict[int, Callable[[], None]]) -> None:
@@ -154,14 +189,40 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def fill(folder: Path) -> None:
-    """Leave no byte of the disk."""
+def fill(folder: Path, room: int = 0) -> None:
+    """Leave this many bytes of the disk."""
     with (folder / "filler").open("wb", buffering=0) as file:
-        try:
+        with suppress(OSError):
             while True:
                 file.write(b"x" * 4096)
-        except OSError:
-            return
+        file.truncate(max(0, file.tell() - room))
+
+
+@pytest.mark.parametrize("sixteenths", SIXTEENTHS)
+def test_a_disk_with_little_room_costs_no_snapshot(sixteenths: int, small_disk: Path) -> None:
+    save(small_disk, 1)
+    fill(small_disk, sixteenths * (small_disk / LAST).stat().st_size // 16)
+    saved_on_a_full_disk(small_disk)
+
+
+@pytest.mark.parametrize("sixteenths", [3, 11, 19, 27, 35, 43])
+def test_a_run_on_a_small_disk_finishes_or_goes_on_once_there_is_room(
+    sixteenths: int, small_disk: Path, place: Path
+) -> None:
+    """`tests/bench/full_disk.py` tries every size. A run keeps three snapshots."""
+    words = [*TINY, "data.root=../phantom"]
+    if not (place / "whole").exists():
+        assert train(place / "whole", *words, "hydra.run.dir=run").code == 0
+    run = small_disk / "run"
+    words += [f"hydra.run.dir={run}", "resume=auto"]
+    fill(small_disk, 2**17 + sixteenths * (place / "whole" / "run" / "checkpoints" / LAST).stat().st_size // 16)
+    done = train(place / "small", *words)
+    assert done.code in (0, 2) and "Traceback" not in done.err, done.err
+    assert not [*small_disk.rglob("*.tmp")]
+    assert status(run).startswith("done" if done.code == 0 else "error: ")
+    (small_disk / "filler").unlink()
+    again = train(place / "small", *words)
+    assert again.code == 0 and same(run, place / "whole" / "run"), again.err
 
 
 def full_between(folder: Path, after: int, until: int) -> None:
@@ -198,15 +259,14 @@ def test_a_disk_that_is_full_as_pictures_are_drawn_is_one_line(place: Path) -> N
 
 
 def full_beginning() -> None:
-    """The first file of a run cannot be written."""
-    Path("run").mkdir()
-    Path(f"run/.overrides.yaml.{os.getpid()}.tmp").symlink_to(FULL)
+    """No file of a run can be written."""
+    os.fsync = no_space
 
 
 def test_a_disk_that_is_full_as_a_run_begins_is_one_line(place: Path) -> None:
     done = train(place / "e", *TINY, "hydra.run.dir=run", hook=full_beginning)
     assert done.code == 2 and done.err.count("\n") == 1
-    assert done.err.startswith("error: [Errno 28] No space left on device; make room")
+    assert re.match(r"error: .*/run: No space left on device; make room; there is no snapshot yet", done.err)
 
 
 def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:

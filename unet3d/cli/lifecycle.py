@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from unet3d import compose, errors, signals
 from unet3d.config import Config
-from unet3d.errors import LoaderError, NotSaved, OutOfMemory, Preempted, UserError
+from unet3d.errors import LoaderError, NotSaved, OutOfMemory, Preempted, UserError, escaped
 from unet3d.files import read_text, read_yaml, refuse_links_out, write_text
 from unet3d.report import run_folder
 
@@ -93,8 +93,9 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
             return f"failed: {error}\n{go_on}", error.exit_code
         case OutOfMemory():
             return f"out of memory: {error}\n{go_on}", error.exit_code
-    if errors.is_disk_full(error):
-        return f"error: {error}; make room; {go_on}", UserError.exit_code
+    if isinstance(error, OSError) and errors.is_disk_full(error):
+        where = error.filename or folder  # a write that fails names no file
+        return f"error: {where}: {error.strerror}; make room; {go_on}", UserError.exit_code
     if errors.is_out_of_memory(error):
         return f"out of memory: {errors.reason(error)}; {go_on}", OutOfMemory.exit_code
     say("".join(traceback.format_exception(error)).rstrip())  # nobody foresaw it
@@ -158,8 +159,12 @@ def status(folder: Path) -> tuple[int, str]:
 
 def write_end(folder: Path, line: str, code: int) -> None:
     """Write STATUS of a run that has ended."""
-    with suppress(OSError):  # the disk is full, which may be why
+    try:
         run_folder.write_status(folder, line, code)
+    except OSError:  # the disk is full, which may be why: the file that is there has a block of its own
+        with suppress(OSError), open(os.open(folder / "STATUS", os.O_WRONLY | os.O_NOFOLLOW), "w") as file:
+            file.write(escaped(f"{line}\nexit code {code}\n", keep="\n"))
+            file.truncate()
 
 
 def save_overrides(folder: Path, overrides: list[str]) -> None:

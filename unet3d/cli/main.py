@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unet3d import __version__, checks, compose, progress
 from unet3d.cli import lifecycle, options, train
 from unet3d.config import Config
-from unet3d.errors import NotSaved, OutOfMemory, SnapshotError, UserError, escaped, is_out_of_memory, reason
+from unet3d.errors import OutOfMemory, SnapshotError, UserError, escaped, is_out_of_memory, not_saved, reason
 
 if TYPE_CHECKING:
     from unet3d.data.cases import Case
@@ -182,7 +182,7 @@ def _segment(segmenter: "Segmenter", case: "Case", path: Path) -> bool:
     except UserError as error:
         lifecycle.say(f"error: {escaped(error)}")
     except OSError as error:
-        raise NotSaved(f"{path}: not saved ({error.strerror})") from error
+        raise not_saved(path, error) from error
     except (RuntimeError, MemoryError) as error:  # perhaps for the size of this volume
         if not is_out_of_memory(error):
             raise

@@ -1,9 +1,9 @@
 """`unet3d train`: one line for a mistake, a run folder and an exit code for a job."""
 
-import os
 import secrets
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,9 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from unet3d import checks, compose
 from unet3d.cli import lifecycle, options
 from unet3d.config import Config
-from unet3d.errors import UserError, escaped
+from unet3d.errors import UserError, escaped, is_disk_full
 from unet3d.files import read_yaml, refuse_links_out
 from unet3d.signals import Stop
+
+FIRST_FILES = 2**16  # bytes, generously, of those that a run writes before it trains
 
 
 def main() -> int:
@@ -184,8 +186,12 @@ def refuse_unwritable(arguments: list[str]) -> None:
     asked = [word.partition("=")[2].strip("'") for word in arguments if word.startswith(f"{option}=")]
     path = Path((asked or [default])[-1])
     place = next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{path}: {place} is no folder that can be written to; give {option}=FOLDER")
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(bytes(FIRST_FILES))
+    except OSError as error:
+        remedy = "make room" if is_disk_full(error) else f"give {option}=FOLDER"
+        raise UserError(f"{path}: {place} cannot be written to ({error.strerror}); {remedy}") from error
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A run as wandb records it. The only module that imports wandb, and only when a run asks for it."""
 
 import dataclasses
+import logging
 import os
 import shutil
 import sys
@@ -37,6 +38,7 @@ class WandbLogger:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb sends its tracebacks home
         import wandb
 
+        logging.raiseExceptions = False  # wandb's log is on the run's disk: where that is full it would print traces
         self._wandb: Any = wandb
         runs = folder.glob("wandb/*run-*-*") if config.resume is not None else ()  # wandb/[offline-]run-<time>-<id>
         names = sorted(run.name.removeprefix("offline-") for run in runs)

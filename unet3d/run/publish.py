@@ -10,7 +10,7 @@ from unet3d.config import Config, Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
-from unet3d.errors import NotSaved, SnapshotError, UserError
+from unet3d.errors import SnapshotError, UserError, not_saved
 from unet3d.files import write_text
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.loggers import warn
@@ -83,7 +83,7 @@ def score(path: Path, config: Config, out: Path, model_path: str | None = None) 
         scores = evaluate(segmenter.predictor, held_out, reader, len(dataset.classes), hd95=True, what="scoring")
         write_text(out / SCORES, metrics.csv_text(scores, dataset.classes))
     except OSError as error:
-        raise NotSaved(f"{out / SCORES}: not saved ({error.strerror})") from error
+        raise not_saved(out / SCORES, error) from error
     if len(found.weights) > 1:
         return f"{SCORES_TITLE}, {path} (mean of {len(found.weights)} networks)"
     average = ", average of the weights" if state["average"] else ""

@@ -15,7 +15,7 @@ from unet3d.config import Config, Model
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
-from unet3d.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory
+from unet3d.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory, not_saved
 from unet3d.files import write_text
 from unet3d.memory import budget
 from unet3d.memory.meter import open_meter
@@ -153,7 +153,7 @@ class Run:
             write_text(self.folder / "scores.csv", metrics.csv_text(scores, classes))
             self.checkpoints.keep(values["val/dice_mean"])
         except (NotSaved, OSError) as error:
-            problem = error if isinstance(error, NotSaved) else NotSaved(f"scores.csv: not saved ({error})")
+            problem = error if isinstance(error, NotSaved) else not_saved(self.folder / "scores.csv", error)
             if is_last:
                 raise problem from None
             self.checkpoints.warn(problem)

@@ -13,7 +13,7 @@ from unet3d.build import Data, Read
 from unet3d.config import Data as Options
 from unet3d.data import preprocess
 from unet3d.data.cases import Case
-from unet3d.errors import NotSaved, UserError, is_out_of_memory
+from unet3d.errors import UserError, is_out_of_memory, not_saved
 from unet3d.files import replacing
 from unet3d.report import plots
 from unet3d.run.predict import save_prediction
@@ -115,4 +115,4 @@ def _saving(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise NotSaved(f"{path}: not saved ({error.strerror})") from error
+        raise not_saved(path, error) from error

@@ -24,9 +24,13 @@ def save_snapshot(path: Path, state: dict[str, Any], previous: Path | None = Non
     try:
         with replacing(path, previous) as file:
             torch.save({"format": FORMAT, **state}, file)
-    except OSError as error:
-        advice = f"; {_space(path.parent, state)}" if is_disk_full(error) else ""
-        raise NotSaved(f"{path}: not saved ({error.strerror}){advice}") from error
+    except (OSError, RuntimeError) as error:
+        # torch closes its archive even when a write has failed, and then raises its own error over that of the disk
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        advice = f"; {_space(path.parent, state)}" if is_disk_full(cause) else ""
+        raise NotSaved(f"{path}: not saved ({cause.strerror}){advice}") from error
 
 
 def _space(folder: Path, state: dict[str, Any]) -> str:
