@@ -143,6 +143,18 @@ def test_a_wrong_option_is_one_line(override: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("override", [word for word in WRONG if word.startswith(("chkpt", "amp", "optim.lr", "modle"))])
+def test_a_wrong_option_is_the_same_line_under_a_debugger(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There OmegaConf chains its errors in another way, as this variable asks it to do."""
+    monkeypatch.setenv("OC_CAUSE", "1")
+    with pytest.raises(UserError, match=WRONG[override]):
+        compose.compose([override])
+    for key in ("_target_", "loss._target_"):
+        group, _, name = key.rpartition(".")
+        with pytest.raises(UserError, match=f"^{key}: no such option"):
+            compose.from_plain({group: {name: "x"}} if group else {name: "x"})
+
+
 @pytest.mark.parametrize(("overrides", "message"), CONFLICTS.items())
 def test_options_at_odds_are_one_line(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):

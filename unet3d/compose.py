@@ -198,9 +198,10 @@ def added_sweep(overrides: Sequence[str]) -> list[str]:
 def explain(error: Exception) -> str:
     """One line for a composition error: what is wrong, where, and the nearest name that exists."""
     chain: list[BaseException] = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    for link in reversed(chain):
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    # Under a debugger OmegaConf adds causes that name no option, and chains that are circles.
+    for link in sorted(reversed(chain), key=lambda link: not getattr(link, "full_key", None)):
         if isinstance(link, MissingConfigException) and link.missing_cfg_file:
             return _explain_choice(link.missing_cfg_file, list(link.options or []))
         if isinstance(link, ConfigAttributeError | ConfigKeyError):
