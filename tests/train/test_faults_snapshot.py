@@ -1,5 +1,6 @@
 """A whole snapshot outlives kills at any moment, a full disk and places that cannot be written to."""
 
+import errno
 import functools
 import itertools
 import os
@@ -90,9 +91,14 @@ def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_snapshot(station:
     check_whole(tmp_path, 1)
 
 
-def test_a_full_disk_keeps_the_snapshot_that_was_there(tmp_path: Path) -> None:
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_keeps_the_snapshot_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems look for room only as they are asked to write at once."""
     save(tmp_path, 1)
-    (tmp_path / f".{LAST}.{os.getpid()}.tmp").symlink_to(FULL)
+    monkeypatch.setattr(os, "fsync", no_room)
     with pytest.raises(NotSaved, match=r"No space left on device\); it needs 0\.4 MiB, [\d,.]+ MiB is free there"):
         save(tmp_path, 2)
     assert {path.name for path in tmp_path.iterdir()} == {LAST}
@@ -199,8 +205,7 @@ def test_a_disk_that_is_full_as_pictures_are_drawn_is_one_line(place: Path) -> N
 
 def full_beginning() -> None:
     """The first file of a run cannot be written."""
-    Path("run").mkdir()
-    Path(f"run/.overrides.yaml.{os.getpid()}.tmp").symlink_to(FULL)
+    os.fsync = no_room  # type: ignore[assignment]
 
 
 def test_a_disk_that_is_full_as_a_run_begins_is_one_line(place: Path) -> None:
