@@ -208,7 +208,8 @@ def explain(error: Exception) -> str:
             return f"{link.full_key}: no such option{_nearest(str(link.full_key))}"
         if isinstance(link, OmegaConfBaseException):
             about = f" ({link.full_key}: {ABOUT[link.full_key]})" if link.full_key in ABOUT else ""
-            return f"{link.full_key}: {str(link.msg or link).splitlines()[0]}{about}"
+            where = f"{link.full_key}: " if link.full_key else ""
+            return f"{where}{str(link.msg or link).splitlines()[0]}{about}"
     text = " ".join(line.strip() for line in str(chain[-1]).splitlines()[:2])
     if not isinstance(chain[-1], OverrideParseException):
         return text
