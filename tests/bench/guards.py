@@ -148,7 +148,7 @@ SNAPSHOTS = (
         ["test_security.py::test_a_damaged_pickle_is_one_line"]),
     Mutation([("train/checkpoint.py", "if path.exists() and not path.is_file():", "if False:")],
         ["train/test_checkpoint.py::test_a_missing_file_and_a_folder_are_refused"]),
-    Mutation([("train/checkpoint.py", "except (OSError, RuntimeError) as error:", "except ZeroDivisionError as error:")],
+    Mutation([("train/checkpoint.py", "except (OSError, RuntimeError) as error:", "except KeyError as error:")],
         ["train/test_faults_snapshot.py::test_a_place_that_cannot_be_written_to_is_one_line"]),
     Mutation([("cli/train.py", "refuse_unwritable(words)", "pass")],
         ["train/test_faults_snapshot.py::test_a_run_folder_that_cannot_be_made_is_one_line"]),
@@ -503,7 +503,7 @@ STRANGERS = (
 )
 
 DISK = (
-    Mutation([("train/checkpoint.py", "except (OSError, RuntimeError) as error:", "except ZeroDivisionError as error:")],
+    Mutation([("train/checkpoint.py", "except (OSError, RuntimeError) as error:", "except KeyError as error:")],
         ["train/test_faults_snapshot.py::test_a_full_disk_keeps_the_snapshot_that_was_there",
          "train/test_faults_snapshot.py::test_training_goes_on_while_the_disk_is_full",
          "train/test_faults_snapshot.py::test_a_disk_that_is_full_at_the_end_is_an_error"]),
