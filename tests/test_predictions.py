@@ -151,7 +151,7 @@ def test_a_disk_that_is_full_as_label_maps_are_written_is_one_line_and_loses_no_
     done = train(where, *RUN, hook=functools.partial(lasting, "first", lost, fill_the_disk))
     folder = where / "run"
     assert done.code == 2 and done.err.count("\n") == 1, done.err
-    assert ".nii.gz: not saved (No space left on device); to go on: python train.py resume=" in done.err
+    assert ".nii.gz: not saved (No space left on device); make room; to go on: python train.py resume=" in done.err
     assert (folder / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes()
     kept = {path.name: path.stat().st_mtime_ns for path in (folder / "predictions").iterdir()}
     assert len(kept) == 1 and records(folder) == records(whole)

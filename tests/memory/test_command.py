@@ -112,7 +112,7 @@ def test_peaks_against_batch_width_and_patch(tmp_path: Path) -> None:
         (["-o", "RUN"], "holds a run"),
         (["model=unet_tiny", *NET, "batch=2,2"], "more than once"),
         (["model=unet_tiny", "--half", "ckpt=99"], "ckpt=99"),  # a word after a flag is one, too
-        (["model=unet_tiny", "--hlaf"], "--hlaf: not understood"),
+        (["model=unet_tiny", "--hlaf"], "--hlaf: no such flag"),
     ],
 )
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture, tmp_path: Path, arguments: list[str], said: str) -> None:
