@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from training import ROOT, TINY, face
 
-from unet3d import checks, compose
+from unet3d import checks, compose, errors
 from unet3d.cli import lifecycle, options, train
 from unet3d.cli.lifecycle import SafeStream
 from unet3d.errors import UserError
@@ -180,6 +180,11 @@ def test_the_status_of_a_run_can_be_shown_whatever_it_names(tmp_path: Path) -> N
     assert (tmp_path / "STATUS").read_text(encoding="utf-8") == (
         "error: \\x1b[2J\\udcff: no\nto go on: ü\nexit code 2\n"
     )
+
+
+def test_what_is_not_printable_is_escaped() -> None:
+    """Marks without a width, which reorder text; code points that nobody has given a meaning."""
+    assert errors.escaped("é 語\u200e\u07b7\x85\n", keep="\n") == "é 語\\u200e\\u07b7\\x85\n"
 
 
 class Filling(io.StringIO):

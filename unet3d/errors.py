@@ -2,16 +2,14 @@
 
 import errno
 import re
+import resource
 from collections.abc import Sequence
 from typing import Any
 
-# Control codes, which command a terminal; line separators; marks that reorder text; surrogates, which UTF-8 lacks.
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
 
 def escaped(text: object, keep: str = "") -> str:
-    """Text for a terminal or a page, whoever wrote it: UNPRINTABLE as `\\x1b`, but for the characters in `keep`."""
-    return UNPRINTABLE.sub(lambda c: c[0] if c[0] in keep else c[0].encode("unicode_escape").decode(), str(text))
+    """Text for a terminal or a page, whoever wrote it: what is not printable as `\\x1b`, but for those in `keep`."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in str(text))
 
 
 class ForeseenError(BaseException):
@@ -69,9 +67,13 @@ class Preempted(ForeseenError):
     exit_code = 75  # EX_TEMPFAIL: retryable
 
 
-NO_MEMORY = (
+NO_MEMORY = (  # regular expressions
     "can't allocate",  # the host's allocator
-    "could not create a primitive",  # oneDNN
+    "Cannot allocate memory",  # the system
+    "bad_alloc",  # C++
+    "failed to map segment",  # a library as it is loaded
+    "can't start new thread",  # its stack
+    "could not create a primitive(?! descriptor)",  # oneDNN; it cannot describe what it does not support
     "CUDA error: out of memory",  # the context, a kernel's code, page-locked memory
     "ALLOC_FAILED",  # cuDNN's and cuBLAS's handles
     "unable to find an engine",  # cuDNN, where no convolution's workspace fits
@@ -79,14 +81,30 @@ NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch raises OutOfMemoryError for a device's tensors, and other RuntimeErrors for the host and for libraries."""
-    is_named = "OutOfMemoryError" in type(error).__name__ or any(word in str(error) for word in NO_MEMORY)
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_named)
+    """torch raises OutOfMemoryError for a device's tensors, other errors are raised for the host and for libraries."""
+    is_named = "OutOfMemoryError" in type(error).__name__ or any(re.search(word, str(error)) for word in NO_MEMORY)
+    return isinstance(error, MemoryError) or (isinstance(error, (RuntimeError, OSError, ImportError)) and is_named)
 
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether the disk, the user's share of it or the largest size of a file does not allow more."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_out_of_files(error: BaseException) -> bool:
+    """Whether the process has as many open files as it may have; torch and Python say so in a text of their own."""
+    return "Too many open files" in str(error)
+
+
+def address_limit() -> str:
+    """What to say of `ulimit -v` where memory ran out; "" if it sets no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return "" if limit == resource.RLIM_INFINITY else f"ulimit -v allows {limit / 2**20:,.1f} MiB: raise it"
+
+
+def file_limit() -> str:
+    """What to say of `ulimit -n` where files could not be opened."""
+    return f"ulimit -n allows {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files: ulimit -n 4096 allows more"
 
 
 def not_saved(path: object, error: OSError) -> NotSaved:

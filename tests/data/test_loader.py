@@ -4,6 +4,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -238,6 +239,21 @@ def test_a_worker_that_is_killed_is_reported_with_the_missing_cases() -> None:
     """Workers run ahead: its death may be seen a batch early."""
     with pytest.raises(LoaderError, match=r"^no batch of case\d, case\d: DataLoader worker .*fewer workers need less$"):
         second(die)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_worker_that_cannot_hand_over_its_batch_names_shared_memory() -> None:
+    """It is a file. torch's thread that sends batches would lose this one, which is waited for."""
+    line = r"^no batch of case1, case3: no room in shared memory; .*/dev/shm: enlarge it .*, or set workers=0$"
+    with pytest.raises(LoaderError, match=line):
+        second(functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100, 100)))
+
+
+def test_a_batch_that_cannot_be_received_names_the_limit() -> None:
+    error = lost(RuntimeError("Too many open files. Communication with the workers is no longer possible."))
+    assert error is not None and "ulimit -n allows" in str(error)
+    killed = lost(RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that"))
+    assert killed is not None and "--shm-size=2g" in str(killed)
 
 
 @pytest.mark.usefixtures("impatient")

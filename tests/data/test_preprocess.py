@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -173,6 +174,14 @@ def test_a_constant_image_is_finite_once_normalised(tmp_path: Path) -> None:
     for data.intensity in ("auto", "zscore", "none"):
         ready = build.data(Config(data=data))
         assert all(torch.isfinite(ready.read(one).image).all() for one in (*ready.train, *ready.val))
+
+
+def test_values_at_both_ends_of_float32_are_normalised_without_a_warning() -> None:
+    image = np.array([-3e38, 3e38], np.float32).reshape(1, 2, 1, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = normalise(image, [Intensity("zscore")])
+    assert found.ravel().tolist() == [-1, 1]
 
 
 def test_a_file_that_changed_is_seen_by_the_next_run(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """CUDA's mixed precision without a GPU: golden bytes of the real policy, and what follows from it."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,6 +174,14 @@ def test_the_replay_has_the_segments_that_the_environment_asks_for(name: str, mo
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
         (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("could not create a primitive descriptor for a convolution"), False),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("can't start new thread"), True),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), True),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), False),
         (RuntimeError("GET was unable to find an engine to execute this computation"), True),
         (RuntimeError("DataLoader worker (pid 1) is killed by signal: Bus error. out of shared memory"), False),
         (ValueError("ALLOC_FAILED"), False),

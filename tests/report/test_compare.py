@@ -186,6 +186,7 @@ def test_like_runs_are_comparable(make: Make) -> None:
         ([], {"device": "cuda"}, "device: cpu (runs 0, 1), cuda (run 2)"),
         ([], {"torch": "2.9"}, "torch: 2.13 (runs 0, 1), 2.9 (run 2)"),
         ([], {"threads": 8}, "threads: 1 (runs 0, 1), 8 (run 2)"),
+        ([], {"threads": [8]}, "threads: 1 (runs 0, 1), [8] (run 2)"),  # of a damaged file
         ([], {"cpu": "AVX2, bf16 emulated"}, "cpu: AVX512 (runs 0, 1), AVX2, bf16 emulated (run 2)"),
         ([], {"predicts": True}, "peak: measured (runs 0, 1), predicted (run 2)"),
         ([], {"kind": "cuda allocated"}, "kind of measured peak: ledger (runs 0, 1), cuda allocated (run 2)"),

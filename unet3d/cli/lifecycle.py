@@ -91,15 +91,26 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
             return f"error: {error}", error.exit_code
         case LoaderError():
             return f"failed: {error}\n{go_on}", error.exit_code
-        case OutOfMemory():
-            return f"out of memory: {error}\n{go_on}", error.exit_code
     if isinstance(error, OSError) and errors.is_disk_full(error):
         where = error.filename or folder  # a write that fails names no file
         return f"error: {where}: {error.strerror}; make room; {go_on}", UserError.exit_code
-    if errors.is_out_of_memory(error):
-        return f"out of memory: {errors.reason(error)}; {go_on}", OutOfMemory.exit_code
+    if found := ran_out(error, go_on):
+        return found
     say("".join(traceback.format_exception(error)).rstrip())  # nobody foresaw it
     return f"failed: {error!r}", 1
+
+
+def ran_out(error: BaseException, go_on: str = "") -> tuple[str, int] | None:
+    """What to say and the exit code where memory or open files ran out; None of another error."""
+    if isinstance(error, OutOfMemory):
+        return "\n".join(filter(None, (f"out of memory: {error}", errors.address_limit(), go_on))), error.exit_code
+    if errors.is_out_of_memory(error):
+        parts = filter(None, (errors.reason(error), errors.address_limit(), go_on))
+        return f"out of memory: {'; '.join(parts)}", OutOfMemory.exit_code
+    if errors.is_out_of_files(error):
+        parts = filter(None, ("error: too many open files", errors.file_limit(), go_on))
+        return "; ".join(parts), UserError.exit_code
+    return None
 
 
 def how_to_go_on(folder: Path) -> str:

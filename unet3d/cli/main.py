@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unet3d import __version__, checks, compose, progress
-from unet3d.cli import lifecycle, options, train
+from unet3d.cli import libraries, lifecycle, options, train
 from unet3d.config import Config
 from unet3d.errors import OutOfMemory, SnapshotError, UserError, escaped, is_out_of_memory, not_saved, reason
 
@@ -27,15 +27,18 @@ def main() -> int:
         return train.main()
     try:
         arguments = _arguments()
+        if arguments.run in (_memory, _predict, _publish, _score, _check_data, _report, _compare):
+            libraries.load_libraries()
         return arguments.run(arguments) or 0
     except (UserError, SnapshotError) as error:
         return lifecycle.say(f"error: {error}", error.exit_code)
-    except OSError as error:  # a folder that cannot be made, read or written to
-        return lifecycle.say(f"error: {error.filename or 'a file'}: {error.strerror or error}", UserError.exit_code)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+    except (OSError, ImportError, RuntimeError, MemoryError, OutOfMemory) as error:
+        if found := lifecycle.ran_out(error):
+            return lifecycle.say(*found)
+        if not isinstance(error, OSError):
             raise
-        return lifecycle.say(f"error: out of memory: {reason(error)}", OutOfMemory.exit_code)
+        # a folder that cannot be made, read or written to
+        return lifecycle.say(f"error: {error.filename or 'a file'}: {error.strerror or error}", UserError.exit_code)
 
 
 def _arguments() -> argparse.Namespace:

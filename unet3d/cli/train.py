@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from unet3d import checks, compose
-from unet3d.cli import lifecycle, options
+from unet3d.cli import libraries, lifecycle, options
 from unet3d.config import Config
 from unet3d.errors import UserError, escaped, is_disk_full
 from unet3d.files import read_yaml, refuse_links_out
@@ -71,7 +71,8 @@ def main() -> int:
 
 def job(config: Config, folder: Path, stop: Stop) -> None:
     """One run in its folder: build the data, predict memory, build the run, fit, report. Ends early once `stop`."""
-    from unet3d import build  # torch and monai load here: a wrong option was answered before
+    libraries.load_libraries()  # before torch and monai, which load here: a wrong option was answered before
+    from unet3d import build
     from unet3d.memory.preflight import preflight
     from unet3d.report import report, run_folder
     from unet3d.run.run import Run

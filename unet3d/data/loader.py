@@ -1,20 +1,25 @@
 """Batches in the order of the run: they depend on seed and step, not on the number of workers or on a resume."""
 
 import itertools
+import math
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from unet3d import signals
 from unet3d.config import Config
 from unet3d.data.patches import Patches, PatchIndex
-from unet3d.errors import LoaderError, UserError, is_out_of_memory
-from unet3d.types import Batch
+from unet3d.errors import LoaderError, UserError, file_limit, is_out_of_files, is_out_of_memory
+from unet3d.types import Batch, mib
 
 WRAPPED = f"{UserError.__module__}.{UserError.__name__}: "
+SHARED = Path("/dev/shm")
+USES_SHARED = f"batches of data workers pass through {SHARED}: enlarge it (docker run --shm-size=2g), or set workers=0"
 
 
 def micro_batches(cases: int, batch: int, seed: int, first: int = 0) -> Iterator[list[PatchIndex]]:
@@ -36,6 +41,9 @@ def batches(
     `pin` only for a GPU: it creates a CUDA context. Raises UserError for an unusable case, LoaderError if a worker dies
     or takes longer than `timeout` seconds for a batch, RuntimeError for other errors.
     """
+    if config.workers:
+        voxels = config.batch * math.prod(config.data.patch)
+        _require_room(config.workers, 2 * config.workers + config.accumulate, 4 * voxels)
     indices = micro_batches(len(cases), config.batch, config.seed, first_step * config.accumulate)
     indices, awaited = itertools.tee(indices)
     loader = DataLoader(
@@ -62,6 +70,23 @@ def batches(
             worker.join()
 
 
+def _require_room(workers: int, batches: int, size: int) -> None:
+    """Raise UserError where workers cannot hand over this many batches at once, each of at least `size` bytes."""
+    descriptors: list[int] = []
+    try:  # a worker has pipes, and each tensor of a batch under way is an open file
+        for _ in range(16 + 8 * workers + 2 * batches):
+            descriptors.append(os.dup(2))
+    except OSError as error:
+        raise UserError(f"workers={workers}: {file_limit()}, and workers=0 needs fewer") from error
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    if SHARED.is_dir():
+        found = os.statvfs(SHARED)
+        if (free := found.f_bavail * found.f_frsize) < (needed := 2**20 + batches * size):
+            raise UserError(f"workers={workers}: {mib(needed)} MiB do not fit into {mib(free)} MiB; {USES_SHARED}")
+
+
 def _next(stream: Iterator[Batch], cases: Sequence[str]) -> Batch:
     try:
         return next(stream)
@@ -82,6 +107,10 @@ def lost(error: Exception, prefix: str = "") -> LoaderError | None:
         return None  # shown already
     if "DataLoader timed out" in text:
         return LoaderError(f"{prefix}{text}; can the files still be read? workers=0 shows where it waits")
+    if is_out_of_files(error):
+        return LoaderError(f"{prefix}too many open files; {file_limit()}, and workers=0 needs fewer")
+    if "</torch_" in str(error) or "Bus error" in text:  # torch's name of a file in shared memory
+        return LoaderError(f"{prefix}no room in shared memory; {USES_SHARED}")
     if "DataLoader worker (pid" in text:
         return LoaderError(f"{prefix}{text}; out of memory? data.cache=false or fewer workers need less")
     return None
@@ -89,7 +118,10 @@ def lost(error: Exception, prefix: str = "") -> LoaderError | None:
 
 def _collate(samples: list[tuple[torch.Tensor, torch.Tensor, str]]) -> Batch:
     images, labels, cases = zip(*samples, strict=True)
-    return Batch(torch.stack(images), torch.stack(labels), tuple(cases))
+    batch = Batch(torch.stack(images), torch.stack(labels), tuple(cases))
+    if get_worker_info() is not None:  # shared here, an error is the run's; in the thread that sends, it would be lost
+        batch.image.share_memory_(), batch.label.share_memory_()
+    return batch
 
 
 def _start_worker(_: int) -> None:

@@ -146,7 +146,7 @@ def _apply(channel: np.ndarray, rule: Intensity) -> np.ndarray:
         return channel.astype(np.float32)
     if rule.kind == "ct":
         return ((channel.clip(rule.low, rule.high) - rule.mean) / rule.std).astype(np.float32)
-    std = channel.std(dtype=np.float64) if np.ptp(channel) else 1.0
+    std = channel.std(dtype=np.float64) if channel.min() < channel.max() else 1.0
     normal: np.ndarray = (channel - channel.mean(dtype=np.float64)) / std
     return normal.astype(np.float32)
 

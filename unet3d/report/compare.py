@@ -19,7 +19,7 @@ from unet3d.files import write_csv, write_text
 from unet3d.report.loggers import WIDE, Loggers, paper, terminal_table, wandb_loggers
 from unet3d.report.plots import PlottedRun, PublishedRow, comparison_plot, plain, published_plot
 from unet3d.report.report import element, html_page, html_table, picture, section
-from unet3d.report.run_folder import KINDS, Record, RunFolder, as_number, read_run
+from unet3d.report.run_folder import KINDS, RunFolder, as_number, read_run
 from unet3d.report.wandb_logger import PATHS
 from unet3d.train.metrics import mean_of
 from unet3d.types import Table, mib
@@ -57,7 +57,7 @@ class Row:
     name: str
     settings: Mapping[str, str]
     is_whole: bool  # whether `settings` is the whole config; else only the command line is known
-    environment: Record
+    environment: Mapping[str, str]
     numbers: Mapping[str, Any]  # with the names, order and units of compare.csv; None if there is no such number
     iou: Mapping[str, float]  # of each scored case, the mean over its foreground classes
 

@@ -134,7 +134,7 @@ def _html(run: RunFolder) -> str:
         section("Training", picture(pictures / "curves.png", "training loss and validation Dice by step")),
         section("Memory", *(_memory(run) if run.memory else ())),
         section("Time", facts(_timing(run))),
-        section("Environment", facts({key: str(value) for key, value in run.environment.items()})),
+        section("Environment", facts(run.environment)),
         section("Config", element("pre", run.config)),
     ]
     return html_page(name, parts)

@@ -142,7 +142,7 @@ class RunFolder:
     config: str
     settings: Record  # `config` as plain values
     overrides: list[str] | None  # the command line; None if it is not known
-    environment: Record
+    environment: Mapping[str, str]
     records: list[Record]
     scores: list[dict[str, str]]
     memory: Record
@@ -179,7 +179,7 @@ def read_run(path: Path) -> RunFolder:
         config=read_text(path / "config.yaml"),
         settings=settings if isinstance(settings, dict) else {},
         overrides=[str(word) for word in words] if isinstance(words, list) else None,
-        environment={key: value for key, value in _object(read_text(path / "env.json")).items() if value is not None},
+        environment={k: str(v) for k, v in _object(read_text(path / "env.json")).items() if v is not None},
         records=_records(path / "metrics.jsonl"),
         scores=from_csv(read_text(path / "scores.csv")),
         memory=memory if memory.keys() & KINDS and memory.get("parameters", 0) > 0 else {},

@@ -1,0 +1,106 @@
+"""A limit on address space, open files or shared memory is named in a line: no run waits for what never comes."""
+
+import errno
+import functools
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training import ROOT, TINY, face, run, status
+from training import train as fork
+
+from unet3d.cli import libraries
+from unet3d.data import cases, loader
+from unet3d.errors import OutOfMemory, UserError
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv.pop(1)) * 2**20,) * 2)
+from unet3d.cli import main
+sys.exit(main.main())
+"""
+SMALL = 'mount -t tmpfs -o size=$0 tmpfs /dev/shm && exec "$@"'  # for this process and its children alone
+
+
+@pytest.mark.parametrize("mebibytes", [150, 750])
+def test_too_little_address_space_for_the_libraries_is_exit_5(tmp_path: Path, mebibytes: int) -> None:
+    """OpenBLAS would ask for memory without end, or end the process itself."""
+    done = run(str(mebibytes), "train", *TINY, "hydra.run.dir=run", cwd=tmp_path, code=LIMITED)
+    assert done.returncode == 5 and "Traceback" not in done.stderr, done.stderr
+    assert f"ulimit -v allows {mebibytes}.0 MiB: raise it" in done.stderr
+    assert status(tmp_path / "run").startswith("out of memory: ")
+
+
+def test_too_little_address_space_is_exit_5_of_every_command(tmp_path: Path) -> None:
+    done = run("300", "check-data", "data=decathlon", "data.root=nowhere", cwd=tmp_path, code=LIMITED)
+    assert done.returncode == 5 and done.stderr.count("\n") == 2, done.stderr
+    assert run("300", "--help", cwd=tmp_path, code=LIMITED).returncode == 0
+
+
+def test_without_a_limit_nothing_is_loaded_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    for name in ("numpy", "scipy", "torch"):
+        monkeypatch.setattr(libraries, f"_use_{name}", functools.partial(used.append, name))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 0))
+    libraries.load_libraries()
+    assert not used
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**45, 0))
+    libraries.load_libraries()
+    assert used == ["numpy", "scipy", "torch"]
+    monkeypatch.setattr(libraries, "HEAP", 2**60)
+    with pytest.raises(OutOfMemory, match=r"^numpy does not fit: it may take "):
+        libraries.load_libraries()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_too_few_open_files_are_one_line_that_names_the_limit(tmp_path: Path, workers: int) -> None:
+    done = fork(tmp_path, *TINY, f"workers={workers}", "hydra.run.dir=run", hook=few_files)
+    assert done.code == 2 and "Traceback" not in done.err, done.err
+    (line,) = [line for line in done.err.splitlines() if "ulimit -n allows" in line]
+    assert line.startswith(f"error: workers={workers}: " if workers else "error: too many open files; ")
+    assert status(tmp_path / "run").startswith("error: ")
+
+
+def few_files() -> None:
+    """With workers, those of a run without; else not even these."""
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    room = 24 if "workers=2" in sys.argv else 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + room, highest + room))
+
+
+def test_open_files_that_run_out_elsewhere_are_named_by_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(cases, "read_dataset", refuse)
+    assert face("check-data", "data=decathlon", "data.root=.") == 2
+    assert capsys.readouterr().err.startswith("error: too many open files; ulimit -n allows ")
+
+
+def test_shared_memory_that_is_too_small_is_refused_before_workers_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loader, "SHARED", tmp_path)
+    loader._require_room(2, 5, 100)
+    with pytest.raises(UserError, match=r"^workers=2: .* MiB do not fit into .*--shm-size=2g\), or set workers=0$"):
+        loader._require_room(2, 5, 2**60)
+    monkeypatch.setattr(loader, "SHARED", tmp_path / "none")  # a system without it
+    loader._require_room(2, 5, 2**60)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")
+@pytest.mark.parametrize("size", ["16k", "1m"])
+def test_a_run_in_a_container_with_little_shared_memory_is_one_line(tmp_path: Path, size: str) -> None:
+    words = ["unshare", "-m", "sh", "-c", SMALL, size]
+    if subprocess.run([*words, "true"], capture_output=True).returncode:
+        pytest.skip("no name space of its own can be made here")
+    words += [sys.executable, str(ROOT / "train.py"), *TINY, "workers=2", "dry_run=false", "hydra.run.dir=run"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "pass through /dev/shm: enlarge it (docker run --shm-size=2g), or set workers=0" in done.stderr
+    assert status(tmp_path / "run").startswith("error: workers=2: ")

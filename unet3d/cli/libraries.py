@@ -1,0 +1,56 @@
+"""Libraries loaded while there is room: where the address space is limited, one of them may wait without end."""
+
+import mmap
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from unet3d.errors import OutOfMemory, address_limit
+from unet3d.types import mib
+
+THREAD = 48 * 2**20  # bytes of address space that OpenBLAS takes for each of its threads, with the thread's stack
+HEAP = 160 * 2**20  # bytes, of Python's objects and code beside shared objects, that a library takes at most
+
+
+def load_libraries() -> None:
+    """Load what a run uses, if the address space is limited. Raises OutOfMemory if it does not fit.
+
+    NumPy and SciPy bring OpenBLAS, which ends the process or asks again without end where memory is refused to it.
+    """
+    if not address_limit():
+        return
+    for name, use in (("numpy", _use_numpy), ("scipy", _use_scipy), ("torch", _use_torch)):
+        size = HEAP + THREAD * (1 + (os.cpu_count() or 1)) + (0 if name in sys.modules else _shared_objects(name))
+        try:
+            mmap.mmap(-1, size).close()
+        except OSError as error:
+            raise OutOfMemory(f"{name} does not fit: it may take {mib(size)} MiB of address space") from error
+        use()
+
+
+def _shared_objects(name: str) -> int:
+    """Bytes of the shared objects of a package, and of those that its wheel brings."""
+    found = find_spec(name)
+    assert found is not None and found.submodule_search_locations
+    home = Path(found.submodule_search_locations[0])
+    return sum(path.stat().st_size for place in (home, home.with_name(f"{name}.libs")) for path in place.rglob("*.so*"))
+
+
+def _use_numpy() -> None:
+    import numpy
+
+    numpy.ones((99, 99)) @ numpy.ones((99, 99))  # takes the buffers of its threads
+
+
+def _use_scipy() -> None:
+    import scipy.interpolate
+    import scipy.spatial.transform
+
+    scipy.interpolate.make_interp_spline(range(9), range(9))
+
+
+def _use_torch() -> None:
+    import torch._dynamo
+
+    torch.ones(2**20).sum()  # starts its threads
