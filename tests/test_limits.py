@@ -6,15 +6,17 @@ import os
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from training import ROOT, TINY, face, run, status
 from training import train as fork
 
+from unet3d import build
 from unet3d.cli import libraries
 from unet3d.data import cases, loader
-from unet3d.errors import OutOfMemory, UserError
+from unet3d.errors import OutOfMemory, UserError, is_out_of_memory
 
 LIMITED = """
 import resource, sys
@@ -104,3 +106,32 @@ def test_a_run_in_a_container_with_little_shared_memory_is_one_line(tmp_path: Pa
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "pass through /dev/shm: enlarge it (docker run --shm-size=2g), or set workers=0" in done.stderr
     assert status(tmp_path / "run").startswith("error: workers=2: ")
+
+
+def test_an_error_that_python_lost_is_of_memory_where_that_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = SystemError("error return without exception set")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 0))
+    assert not is_out_of_memory(lost)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**30, 0))
+    assert is_out_of_memory(lost)
+
+
+def test_a_run_that_holds_every_byte_ends_in_a_line(tmp_path: Path) -> None:
+    done = fork(tmp_path, *TINY, "hydra.run.dir=run", hook=take_every_byte)
+    assert done.code == 5 and "Traceback" not in done.err, done.err
+    assert status(tmp_path / "run").startswith("out of memory: MemoryError; ulimit -v allows ")
+
+
+def take_every_byte() -> None:
+    held: list[bytes] = []
+
+    def take(*_: object) -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
+        for size in (2**20, 2**12, 2**8, 2**5):
+            with suppress(MemoryError):
+                while True:
+                    held.append(bytes(size))
+        raise MemoryError
+
+    build.data = take

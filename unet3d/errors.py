@@ -83,6 +83,8 @@ NO_MEMORY = (  # regular expressions
 def is_out_of_memory(error: BaseException) -> bool:
     """torch raises OutOfMemoryError for a device's tensors, other errors are raised for the host and for libraries."""
     is_named = "OutOfMemoryError" in type(error).__name__ or any(re.search(word, str(error)) for word in NO_MEMORY)
+    if isinstance(error, SystemError):  # what is left of a MemoryError that could not be made
+        return bool(address_limit())
     return isinstance(error, MemoryError) or (isinstance(error, (RuntimeError, OSError, ImportError)) and is_named)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import re
 import shlex
@@ -30,6 +31,7 @@ RUNNING = "running\n"  # STATUS as a run begins
 INTERRUPTED = 130  # exit code after a second SIGINT
 CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preempted.exit_code, INTERRUPTED))
 DEAD_WORKER = "DataLoader "  # in the line of one that was killed, or hangs
+RESERVE = 2**24  # bytes of address space, not of memory, for the last line of a run that has no more
 GRACE = 10  # seconds in which a process that was interrupted twice may end by itself
 
 
@@ -57,6 +59,7 @@ def guarded(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
 @contextmanager
 def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[signals.Stop]:
     """Turn what may end a job into a last line, STATUS and an exit code."""
+    reserve = mmap.mmap(-1, RESERVE)
     (before, _), earlier = status(folder), earlier_overrides(folder) if config.resume is not None else []
     save_overrides(folder, [*earlier, *(override for override in overrides if not override.startswith("resume="))])
     if config.resume is None:
@@ -65,6 +68,7 @@ def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
         with nullcontext(signals.Stop()) if config.dry_run else signals.stopping() as stop:
             yield stop
     except (Exception, KeyboardInterrupt, Preempted) as error:
+        reserve.close()
         line, code = _outcome(error, folder)
         if config.resume is not None and status(folder)[0] == before:
             with suppress(OSError):  # the disk is full

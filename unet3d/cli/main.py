@@ -32,7 +32,7 @@ def main() -> int:
         return arguments.run(arguments) or 0
     except (UserError, SnapshotError) as error:
         return lifecycle.say(f"error: {error}", error.exit_code)
-    except (OSError, ImportError, RuntimeError, MemoryError, OutOfMemory) as error:
+    except (OSError, ImportError, RuntimeError, SystemError, MemoryError, OutOfMemory) as error:
         if found := lifecycle.ran_out(error):
             return lifecycle.say(*found)
         if not isinstance(error, OSError):
