@@ -3,9 +3,11 @@
 import io
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +65,18 @@ def network(options: Callable[..., Model]) -> Callable[..., UNet3D]:
         return UNet3D(options(*overrides, in_channels=in_channels, classes=classes))
 
     return make
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("only root can mount a disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -162,6 +163,15 @@ def at_step(step: int, number: int = signal.SIGKILL, threads: int = 1) -> None:
             send(number)
 
     Loggers.scalars = then_signal  # type: ignore[method-assign,assignment]
+
+
+def fill(folder: Path, room: int = 0) -> None:
+    """Leave this many bytes of the disk."""
+    with (folder / "filler").open("wb", buffering=0) as file:
+        with suppress(OSError):
+            while True:
+                file.write(b"x" * 4096)
+        file.truncate(max(0, file.tell() - room))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -40,9 +40,11 @@ def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
             os.fsync(folder)
         finally:
             os.close(folder)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a write that fails names no file, others the temporary one
         raise
 
 

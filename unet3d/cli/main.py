@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 from unet3d import __version__, checks, compose, progress
 from unet3d.cli import libraries, lifecycle, options, train
 from unet3d.config import Config
-from unet3d.errors import OutOfMemory, SnapshotError, UserError, escaped, is_out_of_memory, not_saved, reason
+from unet3d.errors import (
+    OutOfMemory,
+    SnapshotError,
+    UserError,
+    escaped,
+    is_disk_full,
+    is_out_of_memory,
+    not_saved,
+    reason,
+)
 
 if TYPE_CHECKING:
     from unet3d.data.cases import Case
@@ -37,8 +46,9 @@ def main() -> int:
             return lifecycle.say(*found)
         if not isinstance(error, OSError):
             raise
-        # a folder that cannot be made, read or written to
-        return lifecycle.say(f"error: {error.filename or 'a file'}: {error.strerror or error}", UserError.exit_code)
+        remedy = "; make room" if is_disk_full(error) else ""  # else a folder that cannot be made, read or written to
+        text = f"error: {error.filename or 'a file'}: {error.strerror or error}{remedy}"
+        return lifecycle.say(text, UserError.exit_code)
 
 
 def _arguments() -> argparse.Namespace:
