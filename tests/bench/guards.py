@@ -598,7 +598,7 @@ def run_alone(tree: Path, test: str, seconds: int) -> tuple[int, str]:
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (LARGEST, resource.RLIM_INFINITY)),
         )
         try:
-            child.wait(timeout=3 * PATIENCE)
+            child.wait(timeout=seconds + 30)
         except subprocess.TimeoutExpired:
             file.write(b"+ Timeout +")
         finally:

@@ -143,7 +143,8 @@ def channels(image: nib.Nifti1Image) -> int:
 def read_array(case: str, path: Path, image: nib.Nifti1Image) -> np.ndarray:
     """All voxels (X, Y, Z) or (X, Y, Z, C), scaled by the header's slope and intercept. Raises UserError if damaged."""
     try:
-        array: np.ndarray = np.asanyarray(_inflated(path, image) if path.name.endswith(".gz") else image.dataobj)
+        with np.errstate(all="ignore"):  # what is then not finite is refused, or counted and replaced
+            array: np.ndarray = np.asanyarray(_inflated(path, image) if path.name.endswith(".gz") else image.dataobj)
     except READ_ERRORS as error:
         raise problem(case, path, f"damaged ({error}); replace the file") from error
     return array.reshape(*image.shape[:3], -1) if channels(image) > 1 else array.reshape(image.shape[:3])

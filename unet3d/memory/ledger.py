@@ -1,5 +1,6 @@
 """The record of a step's memory: every tensor storage made or released, and the module that made it."""
 
+import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inp
 CONVOLUTION = torch.ops.aten.convolution.default
 # A storage made in one phase and alive when a later one begins has this category.
 OUTLIVES = {"forward": ("backward", "activations"), "loss": ("backward", "activations"), "data": ("forward", "inputs")}
+SUM = torch.ops.aten.add.Tensor
 DEVICE = torch.ops.prim.device.default  # called for fake tensors only
 ACCUMULATE_GRAD = 2**62  # its nodes have sequence numbers beyond; each stands for a parameter, not for an operation
 
@@ -68,6 +70,13 @@ class Ledger(TorchDispatchMode):
         self.convolutions: list[tuple[int, str, int]] = []  # of each forward call: events before it, module, FLOPs
         self._scope, self._device_type = scope, device_type
         self._alive: dict[int, tuple[int, Any]] = {}  # address of a storage: its index, a weak reference to it
+        self._owners = self._sole_owner = (0, 0, 0)  # of the last sum of gradients; of one that autograd alone holds
+
+    def __enter__(self) -> "Ledger":
+        if self._sole_owner == (0, 0, 0):
+            self._sole_owner = _sole_owner()
+        super().__enter__()
+        return self
 
     def mark(self, phase: str) -> None:
         """A phase begins."""
@@ -154,9 +163,29 @@ class Ledger(TorchDispatchMode):
         if func is CONVOLUTION:
             flops = conv_flop_count(list(args[0].shape), list(args[1].shape), list(result.shape), args[6])
             self.convolutions.append((before, scope.module, flops))
+        if func is SUM and self._is_in_place(args[0]):
+            self._replace(args[0], result)
         for tensor in _tensors(result):
             self._add(tensor, str(func), scope)
         return result
+
+    def _is_in_place(self, gradient: Tensor) -> bool:
+        """Whether autograd, if no dispatch mode were active, would add to this gradient in place.
+
+        It does so to a dense tensor that it alone holds: `can_accumulate_inplace` in torch's input_buffer.cpp.
+        """
+        if torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
+            return False
+        storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+        tensor: int = gradient._use_count()  # type: ignore[attr-defined]
+        self._owners = tensor, storage, sys.getrefcount(gradient)
+        return self._owners == self._sole_owner and gradient.is_contiguous()
+
+    def _replace(self, old: Tensor, new: Tensor) -> None:
+        """The storage of `new` is counted as that of `old`, which dies at once."""
+        index, _ = self._alive.pop(old.untyped_storage()._cdata)  # with its weak reference, which would tell of its end
+        storage = new.untyped_storage()
+        self._alive[storage._cdata] = index, weakref.ref(storage, partial(self._release, storage._cdata))
 
     def _add(self, tensor: Tensor, operation: str, scope: ModuleScope | None = None) -> None:
         storage = tensor.untyped_storage()
@@ -173,6 +202,16 @@ class Ledger(TorchDispatchMode):
         index, _ = self._alive.pop(address)
         self.storages[index].died = len(self.events)
         self.events.append((index, -self.storages[index].bytes))
+
+
+def _sole_owner() -> tuple[int, int, int]:
+    """Counts of references to a gradient that autograd alone holds, as a ledger sees them: torch's versions differ."""
+    ledger = Ledger()
+    ledger._sole_owner = (-1, -1, -1)
+    with torch.enable_grad(), ledger:
+        x = torch.ones(2, requires_grad=True) * 1
+        (x.sin() + x.cos()).sum().backward()
+    return ledger._owners
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

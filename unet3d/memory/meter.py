@@ -1,9 +1,10 @@
 """Peak memory of each phase of a step, for the first step and for later ones, read through the step's `mark` alone."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, default_generator, nn
 
 from unet3d.memory.analysis import by_phase, first_and_steady, summarise_ledger
 from unet3d.memory.ledger import Ledger, ModuleTracker
@@ -22,8 +23,10 @@ def open_meter(model: nn.Module, optimizer: torch.optim.Optimizer) -> "LedgerMet
 class LedgerMeter:
     """Counts storages during the first steps only: later steps have the same shapes and the same peaks."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, for_gpu: bool = False) -> None:
+        """`for_gpu`: the model stands for one on a GPU, so what only the host would hold does not count."""
+        self.model, self.optimizer, self._for_gpu = model, optimizer, for_gpu
+        self._hooks = ExitStack()
         self.tracker = ModuleTracker(model, lambda crossing: self.ledger.cross(crossing))
         self.device = next(model.parameters()).device
         self.ledger = Ledger(self.tracker.scope, self.device.type)
@@ -38,7 +41,10 @@ class LedgerMeter:
             return
         if not self.is_open:
             self.tracker.open()
-            self.ledger.__enter__()
+            self._hooks.enter_context(self.ledger)
+            if not self._for_gpu:
+                self._hooks.callback(setattr, torch, "get_rng_state", torch.get_rng_state)
+                torch.get_rng_state = self._random_state
             self.is_open = True
         self._claim_grads_and_states()
         self.tracker.mark(phase)
@@ -52,7 +58,7 @@ class LedgerMeter:
     def close(self) -> None:
         """Stop measuring, also within a step that failed."""
         if self.is_open:
-            self.ledger.__exit__(None, None, None)
+            self._hooks.close()
             self.tracker.close()
             self.is_open = False
 
@@ -61,6 +67,12 @@ class LedgerMeter:
         peaks = self.ledger.phase_peaks()
         summary = {"peak_bytes": max(peak for _, peak in peaks), "kind": "ledger", "phases": by_phase(peaks)}
         return summary | summarise_ledger(self.ledger)
+
+    def _random_state(self) -> Tensor:
+        """torch's, which checkpointing keeps and no dispatch mode sees."""
+        state = default_generator.get_state()
+        self.ledger.claim(state, "activations", self.tracker.scope().module)
+        return state
 
     def _claim_grads_and_states(self) -> None:
         for path, module in self.tracker.modules.items():

@@ -53,7 +53,7 @@ def simulate(
         model = fake_model(config, options, dtype)
         loss, policy = build.loss(config, options.classes), build.policy(config, "cpu", segment_starts)
         optimizer = optim.optimizer(config.optim, model, foreach=True if on_gpu else None)
-        scaler, meter = policy.scaler(), LedgerMeter(model, optimizer)
+        scaler, meter = policy.scaler(), LedgerMeter(model, optimizer, for_gpu=on_gpu)
         if watch is not None:
             watch(model, meter.ledger)
         for _ in parts(range(steps)):

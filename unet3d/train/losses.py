@@ -60,7 +60,7 @@ def ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     weights = None if options.weights is None else options.weights.to(logits.device)
     total = F.cross_entropy(logits, label, weights, ignore_index=IGNORE, reduction="sum")
     valid = label != IGNORE
-    count = valid.sum() if weights is None else (weights[label.clamp(min=0)] * valid).sum()
+    count = valid.float().sum() if weights is None else (weights[label.clamp(min=0)] * valid).sum()
     return total / count.clamp(min=1e-8)
 
 
@@ -75,7 +75,7 @@ def dice(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
         truth = label == k
         p = probability[:, k]
         overlap = p.where(truth, 0).sum(axes)
-        size = p.where(valid, 0).sum(axes) + truth.sum(axes)
+        size = p.where(valid, 0).sum(axes) + truth.float().sum(axes)
         scores.append((2 * overlap + SMOOTH) / (size + SMOOTH))
     return 1 - torch.stack(scores).mean()
 
