@@ -175,6 +175,17 @@ def test_a_flag_of_hydra_that_is_not_understood_is_one_line(words: list[str]) ->
         train.checked_arguments(words)
 
 
+@pytest.mark.parametrize("word", ["hydra.run.dir=", "hydra.run.dir=''", "resume=", "hydra.sweep.dir= "])
+def test_a_folder_without_a_name_is_not_the_current_one(word: str) -> None:
+    with pytest.raises(UserError, match=r" is empty; give [a-z.]+=FOLDER, or leave it out$|: is empty"):
+        train.checked_arguments(["seed=1", word])
+
+
+def test_a_config_group_cannot_be_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"^~model: cannot be removed; leave it out, or choose another$"):
+        train.checked_arguments(["~model"])
+
+
 def test_the_status_of_a_run_can_be_shown_whatever_it_names(tmp_path: Path) -> None:
     lifecycle.write_end(tmp_path, f"error: \x1b[2J{os.fsdecode(bytes([255]))}: no\nto go on: ü", 2)
     assert (tmp_path / "STATUS").read_text(encoding="utf-8") == (

@@ -316,7 +316,7 @@ def test_a_run_killed_before_its_first_snapshot_starts_over(place: Path, whole: 
     assert same(early / "run", whole)
 
 
-WORKER = """failed: no batch of a: DataLoader worker (pid(s) 7) exited unexpectedly
+WORKER = """failed: no batch of a: no room in shared memory; batches of data workers pass through /dev/shm
 there is no snapshot yet to go on from
 exit code 1
 """

@@ -3,6 +3,7 @@
 import ast
 import base64
 import dataclasses
+import json
 import os
 import re
 import secrets
@@ -28,6 +29,7 @@ from unet3d import build, compose, files
 from unet3d.cli import lifecycle, main, train
 from unet3d.config import Config
 from unet3d.errors import SnapshotError, UserError
+from unet3d.report import report
 from unet3d.run import predict
 from unet3d.train import checkpoint
 from unet3d.train.inference import Predictor
@@ -316,7 +318,7 @@ def test_a_config_in_a_run_folder_is_not_composed(stranger: Path) -> None:
         ("x: &a [1, 1]\ny: *a", "cannot be read .*alias"),
         ("x: " + "[" * 3000, "cannot be read .*20 levels"),
         ("steps: " + "1" * 5000, "cannot be read"),
-        ("x: 2020-01-01", "not a supported primitive type"),
+        ("x: 2020-01-01", "it holds what no config holds"),
         ("data: {patch: [16, {}, 16]}", "data.patch=.*: give numbers or words|neither an integer"),
         ("data: {phantom: {shape: [16, {a: 1}, 16]}}", "data.phantom.shape=.*: give numbers or words"),
     ],
@@ -422,6 +424,70 @@ def test_a_pipe_or_an_endless_file_in_a_run_folder_is_not_read(
     with (stranger / name).open("wb") as file:
         file.truncate(2**40)  # of no block on the disk
     assert face("report", stranger) == 2 and f"{name}: has 1,099,511,627,776 bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["STATUS", "overrides.yaml", "metrics.jsonl", "memory.json", "scores.csv", "env.json"])
+def test_a_folder_or_a_circle_of_links_in_place_of_a_file_is_one_line(
+    stranger: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    (stranger / name).unlink(missing_ok=True)
+    (stranger / name).mkdir()
+    assert face("report", stranger) in (0, 2)
+    (stranger / name).rmdir()
+    (stranger / name).symlink_to(name)
+    assert face("report", stranger) in (0, 2)
+    assert all(str(stranger) in line for line in capsys.readouterr().err.splitlines())
+
+
+def test_a_file_may_not_be_a_folder_or_a_circle_of_links(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    for path, problem in ((tmp_path, "is not a file; remove it"), (tmp_path / "circle", "cannot be read")):
+        with pytest.raises(UserError, match=rf"^{path}: {problem}"):
+            files.read_text(path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!bool foo",
+        '!!int ""',
+        '!!float ""',
+        "!!timestamp abc",
+        "!!set {a}",
+        "2020-01-01",
+        f"0x{'f' * 5000}",
+        "1:1" * 99,
+    ],
+)
+def test_yaml_holds_what_a_config_holds(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"zz: [{value}]\n")
+    try:
+        found = files.read_yaml(path)
+    except UserError as error:
+        assert re.match(rf"^{path}: cannot be read \(", str(error))
+    else:
+        assert found == {"zz": [value]}
+
+
+def test_folders_within_folders_without_end_are_refused(tmp_path: Path) -> None:
+    deepest = tmp_path / "run"
+    for _ in range(files.DEEPEST_FOLDER + 2):
+        deepest /= "a"
+    deepest.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"run: has folders in more than 50 levels; remove them$"):
+        files.refuse_links_out(tmp_path / "run")
+
+
+def test_a_table_is_as_large_as_its_file(tmp_path: Path) -> None:
+    """Rows that are shorter than the head, and records that each have a key of their own."""
+    rows = files.from_csv(",".join(map(str, range(4000))) + "\n" + "1\n" * 4000)
+    assert len(rows) == 4000 and rows[0] == {"0": "1"}
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    lines = (json.dumps({"step": number, f"key{number}": 1}) for number in range(3000))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    report.write_report(tmp_path)
+    assert (tmp_path / "metrics.csv").read_text().partition("\n")[0].count(",") + 1 == report.MOST_COLUMNS
 
 
 def test_only_pictures_are_shown_as_pictures(stranger: Path) -> None:

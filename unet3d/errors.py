@@ -72,7 +72,6 @@ NO_MEMORY = (  # regular expressions
     "Cannot allocate memory",  # the system
     "bad_alloc",  # C++
     "failed to map segment",  # a library as it is loaded
-    "can't start new thread",  # its stack
     "could not create a primitive(?! descriptor)",  # oneDNN; it cannot describe what it does not support
     "CUDA error: out of memory",  # the context, a kernel's code, page-locked memory
     "ALLOC_FAILED",  # cuDNN's and cuBLAS's handles
@@ -82,10 +81,12 @@ NO_MEMORY = (  # regular expressions
 
 def is_out_of_memory(error: BaseException) -> bool:
     """torch raises OutOfMemoryError for a device's tensors, other errors are raised for the host and for libraries."""
+    if isinstance(error, OSError):  # its text names a file, whatever that is called
+        return error.errno == errno.ENOMEM
+    if isinstance(error, SystemError) or "can't start new thread" in str(error):
+        return bool(address_limit())  # what is left of a MemoryError that could not be made; no room for a stack
     is_named = "OutOfMemoryError" in type(error).__name__ or any(re.search(word, str(error)) for word in NO_MEMORY)
-    if isinstance(error, SystemError):  # what is left of a MemoryError that could not be made
-        return bool(address_limit())
-    return isinstance(error, MemoryError) or (isinstance(error, (RuntimeError, OSError, ImportError)) and is_named)
+    return isinstance(error, MemoryError) or (isinstance(error, (RuntimeError, ImportError)) and is_named)
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -94,8 +95,10 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def is_out_of_files(error: BaseException) -> bool:
-    """Whether the process has as many open files as it may have; torch and Python say so in a text of their own."""
-    return "Too many open files" in str(error)
+    """Whether the process has as many open files as it may have."""
+    if isinstance(error, OSError):  # its text names a file, whatever that is called
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return isinstance(error, RuntimeError) and "Too many open files" in str(error)
 
 
 def address_limit() -> str:
@@ -106,12 +109,18 @@ def address_limit() -> str:
 
 def file_limit() -> str:
     """What to say of `ulimit -n` where files could not be opened."""
-    return f"ulimit -n allows {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files: ulimit -n 4096 allows more"
+    return f"ulimit -n allows {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files: raise it"
+
+
+def make_room(error: OSError) -> str:
+    """What to do where a disk is full, or a file may not grow."""
+    return "ulimit -f allows no larger file: raise it" if error.errno == errno.EFBIG else "make room"
 
 
 def not_saved(path: object, error: OSError) -> NotSaved:
     """The error to raise for a file that could not be written."""
-    return NotSaved(f"{path}: not saved ({error.strerror}){'; make room' * is_disk_full(error)}")
+    remedy = f"; {make_room(error)}" if is_disk_full(error) else ""
+    return NotSaved(f"{path}: not saved ({error.strerror}){remedy}")
 
 
 def reason(error: BaseException) -> str:

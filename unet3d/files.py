@@ -20,6 +20,9 @@ from unet3d.errors import UserError, escaped
 LARGEST_TEXT = 2**28  # bytes: the records of a million steps
 LARGEST_YAML = 2**16  # bytes: thirty configs, read in half a second
 DEEPEST_YAML = 20  # levels
+TAGGED = (ValueError, LookupError, AttributeError, TypeError, OverflowError)  # raised for `!!bool x` and others
+PLAIN = (str, int, float, list, dict, type(None))
+DEEPEST_FOLDER = 50  # levels; os.walk of Python 3.11 is recursive
 FORMULA = re.compile(r"'*(=|@|[+-](?!([\d.]+(e[+-]?\d+)?|inf|nan)$))", re.IGNORECASE)  # to a spreadsheet; -1e3 is none
 
 
@@ -44,7 +47,7 @@ def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = str(path)  # a write that fails names no file, others the temporary one
+            error.filename, error.filename2 = str(path), None  # a write names no file, a move the temporary one
         raise
 
 
@@ -79,7 +82,8 @@ def _cell(value: Any) -> str:
 def from_csv(text: str) -> list[dict[str, str]]:
     """The rows of `as_csv` by their headings, each cell as it was given; none if the text is damaged."""
     try:
-        return [{key: _given(cell) for key, cell in row.items()} for row in csv.DictReader(text.splitlines())]
+        head, *rows = csv.reader(text.splitlines()) if text.strip() else [[]]
+        return [dict(zip(head, map(_given, row), strict=False)) for row in rows if row]
     except csv.Error:  # a cell of more than 128 KiB
         return []
 
@@ -90,7 +94,7 @@ def _given(cell: Any) -> Any:
 
 
 def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
-    """The text of a file, "" if there is none; what is not UTF-8 is replaced. Raises UserError, OSError.
+    """The text of a file, "" if there is none; what is not UTF-8 is replaced. Raises UserError.
 
     It must be a regular file (a pipe would be waited for) of at most `most` bytes.
     """
@@ -98,17 +102,20 @@ def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return ""
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path}: is not a file; remove it")
     with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"{path}: is not a file; remove it")
         if found.st_size > most:
             raise UserError(f"{path}: has {found.st_size:,} bytes; at most {most:,} are read; shorten or remove it")
         return file.read().decode(errors="replace")
 
 
 def read_yaml(path: Path) -> Any:
-    """The plain values of a YAML file, None if it is empty or not there. Raises UserError, OSError.
+    """The plain values of a YAML file, None if it is empty or not there. Raises UserError.
 
     Aliases are refused: with them a small file describes values without end.
     """
@@ -118,15 +125,27 @@ def read_yaml(path: Path) -> Any:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent) or depth > DEEPEST_YAML:
                 raise ValueError(f"it has an alias, or more than {DEEPEST_YAML} levels")
-        return yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+        return _plain(yaml.safe_load(text))
+    except (*TAGGED, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+
+
+def _plain(value: Any) -> Any:
+    """The value. Raises ValueError where a part of it is none that a config has."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not isinstance(value, PLAIN) or (isinstance(value, int) and value.bit_length() > 64):
+        raise ValueError("it holds what no config holds")
+    for key, part in parts:
+        _plain(key), _plain(part)
+    return value
 
 
 def refuse_links_out(folder: Path) -> None:
     """Raise UserError for a link in the folder, at any depth, that leads out of it."""
     top = os.path.realpath(folder)
     for place, folders, names in os.walk(top):
+        if place.removeprefix(top).count(os.sep) > DEEPEST_FOLDER:
+            raise UserError(f"{folder}: has folders in more than {DEEPEST_FOLDER} levels; remove them")
         for path in (os.path.join(place, name) for name in (*folders, *names)):
             if os.path.islink(path) and os.path.commonpath((top, os.path.realpath(path))) != top:
                 what = "is a link out of the folder; nothing is read or written through it: remove it"

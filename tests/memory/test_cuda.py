@@ -178,10 +178,11 @@ def test_the_replay_has_the_segments_that_the_environment_asks_for(name: str, mo
         (RuntimeError("could not create a primitive"), True),
         (RuntimeError("could not create a primitive descriptor for a convolution"), False),
         (RuntimeError("std::bad_alloc"), True),
-        (RuntimeError("can't start new thread"), True),
+        (RuntimeError("can't start new thread"), False),  # for a limit on processes, unless one on memory is set
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), True),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), False),
+        (FileExistsError(errno.EEXIST, "File exists", "w/bad_alloc"), False),
         (RuntimeError("GET was unable to find an engine to execute this computation"), True),
         (RuntimeError("DataLoader worker (pid 1) is killed by signal: Bus error. out of shared memory"), False),
         (ValueError("ALLOC_FAILED"), False),

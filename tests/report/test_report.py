@@ -291,6 +291,9 @@ DAMAGED_MEMORY = [
     *({"measured": ENTRY | {"phase_categories": value}} for value in ({"data": {}}, {"other": ROW}, [])),
     *({"measured": ENTRY | {name: value}} for name in ("state", "moment", "ledger", "categories") for value in (7, {})),
     *({"parameters": value} for value in (None, "x", 0, -1)),
+    {"measured": ENTRY | {"kind": "x" * 1000}},
+    {"measured": ENTRY | {"phases": {f"phase {number}": PEAK for number in range(30)}}},
+    {"measured": ENTRY | {"layers": [ROW | {"level": 0, "module": "inc"}] * 600}},
     *({"predicted": ENTRY, "error_bytes": value} for value in (None, "x")),
     *({"predicted": ENTRY, "advice": value} for value in (7, {}, {"level": 0, "bytes": 7, "mostly": "x"})),
 ]

@@ -21,12 +21,20 @@ def load_libraries() -> None:
     if not address_limit():
         return
     for name, use in (("numpy", _use_numpy), ("scipy", _use_scipy), ("torch", _use_torch)):
-        size = HEAP + THREAD * (1 + (os.cpu_count() or 1)) + (0 if name in sys.modules else _shared_objects(name))
+        size = HEAP + THREAD * (1 + _threads()) + (0 if name in sys.modules else _shared_objects(name))
         try:
             mmap.mmap(-1, size).close()
         except OSError as error:
-            raise OutOfMemory(f"{name} does not fit: it may take {mib(size)} MiB of address space") from error
+            needed = f"{name} does not fit: it may take {mib(size)} MiB of address space"
+            raise OutOfMemory(f"{needed}, with OMP_NUM_THREADS=1 less") from error
         use()
+
+
+def _threads() -> int:
+    """How many OpenBLAS starts, at most."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    named = (os.environ.get(name, "") for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"))
+    return min(64, next((int(text) for text in named if text.isdecimal()), cores))  # 64: as NumPy builds it
 
 
 def _shared_objects(name: str) -> int:

@@ -30,7 +30,7 @@ OVERRIDES = "overrides.yaml"  # the command line's options
 RUNNING = "running\n"  # STATUS as a run begins
 INTERRUPTED = 130  # exit code after a second SIGINT
 CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preempted.exit_code, INTERRUPTED))
-DEAD_WORKER = "DataLoader "  # in the line of one that was killed, or hangs
+LOST_WORKER = tuple(f"failed: {how}" for how in ("no batch of ", "DataLoader ", "no room in shared", "too many open"))
 RESERVE = 2**24  # bytes of address space, not of memory, for the last line of a run that has no more
 GRACE = 10  # seconds in which a process that was interrupted twice may end by itself
 
@@ -97,7 +97,7 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
             return f"failed: {error}\n{go_on}", error.exit_code
     if isinstance(error, OSError) and errors.is_disk_full(error):
         where = error.filename or folder  # a write that fails names no file
-        return f"error: {where}: {error.strerror}; make room; {go_on}", UserError.exit_code
+        return f"error: {where}: {error.strerror}; {errors.make_room(error)}; {go_on}", UserError.exit_code
     if found := ran_out(error, go_on):
         return found
     say("".join(traceback.format_exception(error)).rstrip())  # nobody foresaw it
@@ -153,7 +153,7 @@ def hold_folder(folder: Path) -> Iterator[bool]:
 def refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
     """Raise UserError where a run is, unless it was killed, stopped or refused before its first snapshot."""
     found, has_records, (_, text) = snapshots(folder), (folder / "metrics.jsonl").exists(), status(folder)
-    was_killed = text.startswith("failed: killed by ") or (text.startswith("failed: ") and DEAD_WORKER in text)
+    was_killed = text.startswith(("failed: killed by ", *LOST_WORKER))
     left_nothing = text == RUNNING or was_killed or text.endswith(CUT_SHORT)
     if found or (has_records and (is_dry or not is_locked or not left_nothing)):
         raise UserError(f"{folder}: holds a run already; choose another folder{', or resume it' if found else ''}")

@@ -17,6 +17,7 @@ from unet3d.errors import (
     escaped,
     is_disk_full,
     is_out_of_memory,
+    make_room,
     not_saved,
     reason,
 )
@@ -46,8 +47,9 @@ def main() -> int:
             return lifecycle.say(*found)
         if not isinstance(error, OSError):
             raise
-        remedy = "; make room" if is_disk_full(error) else ""  # else a folder that cannot be made, read or written to
-        text = f"error: {error.filename or 'a file'}: {error.strerror or error}{remedy}"
+        # a folder that cannot be made, read or written to, or a full disk
+        remedy = f"; {make_room(error)}" if is_disk_full(error) else ""
+        text = f"error: {error.filename or 'a file or the output'}: {error.strerror or error}{remedy}"
         return lifecycle.say(text, UserError.exit_code)
 
 
@@ -195,6 +197,8 @@ def _segment(segmenter: "Segmenter", case: "Case", path: Path) -> bool:
     except UserError as error:
         lifecycle.say(f"error: {escaped(error)}")
     except OSError as error:
+        if lifecycle.ran_out(error):
+            raise
         raise not_saved(path, error) from error
     except (RuntimeError, MemoryError) as error:  # perhaps for the size of this volume
         if not is_out_of_memory(error):

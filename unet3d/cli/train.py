@@ -16,10 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from unet3d import checks, compose
 from unet3d.cli import libraries, lifecycle, options
 from unet3d.config import Config
-from unet3d.errors import UserError, escaped, is_disk_full
+from unet3d.errors import UserError, escaped, is_disk_full, make_room
 from unet3d.files import read_yaml, refuse_links_out
 from unet3d.signals import Stop
 
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # options that would else mean the current folder
 FIRST_FILES = 2**16  # bytes, generously, of those that a run writes before it trains
 
 
@@ -134,6 +135,12 @@ def checked_arguments(arguments: list[str]) -> list[str]:
         others.remove(override)
         if "${" in override and not override.lstrip("+~").startswith("hydra."):  # resuming would replace it once more
             raise UserError(f"{override}: a run keeps what it was given; let the shell replace it: data.root=$PLACE/a")
+    for word in flags.overrides:
+        name, _, value = word.partition("=")
+        if name in FOLDERS and not value.strip("'\" "):
+            raise UserError(f"{word}: is empty; give {name}=FOLDER, or leave it out")
+        if word.startswith("~") and (compose.config_folder() / word[1:].partition("=")[0]).is_dir():
+            raise UserError(f"{word}: cannot be removed; leave it out, or choose another")
     if flags.config_dir:  # as an override, which a sweep's jobs and the check of this command line take, too
         at = next(i for i, word in enumerate(others) if word.startswith(("--config-dir", "-cd")))
         del others[at : at + 1 + ("=" not in others[at])]
@@ -191,7 +198,7 @@ def refuse_unwritable(arguments: list[str]) -> None:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(bytes(FIRST_FILES))
     except OSError as error:
-        remedy = "make room" if is_disk_full(error) else f"give {option}=FOLDER"
+        remedy = make_room(error) if is_disk_full(error) else f"give {option}=FOLDER"
         raise UserError(f"{path}: {place} cannot be written to ({error.strerror}); {remedy}") from error
 
 

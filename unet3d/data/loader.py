@@ -83,7 +83,8 @@ def _require_room(workers: int, batches: int, size: int) -> None:
             os.close(descriptor)
     if SHARED.is_dir():
         found = os.statvfs(SHARED)
-        if (free := found.f_bavail * found.f_frsize) < (needed := 2**20 + batches * size):
+        free, needed = found.f_bavail * found.f_frsize, 2**20 + batches * size
+        if found.f_blocks and free < needed:  # without a limit it says that it has no blocks
             raise UserError(f"workers={workers}: {mib(needed)} MiB do not fit into {mib(free)} MiB; {USES_SHARED}")
 
 

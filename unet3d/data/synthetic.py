@@ -13,7 +13,7 @@ import numpy as np
 from unet3d import progress
 from unet3d.config import Phantom
 from unet3d.data import nifti
-from unet3d.errors import UserError
+from unet3d.errors import UserError, is_disk_full, make_room
 
 PHANTOM_ROOT, MNI152_ROOT = Path("data/phantom"), Path("data/mni152")
 PHANTOM_VERSION = MNI152_VERSION = 1  # raise one with every change of its voxels
@@ -46,7 +46,8 @@ def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[Genera
         os.rename(temporary, folder)
     except OSError as error:
         if not folder.is_dir():  # else another process was faster, and its bytes are the same
-            raise UserError(f"{folder}: cannot be generated ({error}); name a writable folder in data.root") from error
+            remedy = make_room(error) if is_disk_full(error) else "name a writable folder in data.root"
+            raise UserError(f"{folder}: cannot be generated ({error.strerror}); {remedy}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder

@@ -19,6 +19,7 @@ from unet3d.types import Table, mib
 
 SCORES_TITLE = "Scores on the held-out cases"
 LARGEST_PICTURE, PNG = 2**24, b"\x89PNG\r\n\x1a\n"  # bytes; how each PNG file begins
+MOST_COLUMNS, MOST_CELLS = 2000, 10**8  # of metrics.csv
 METRICS = {"dice": ("Dice", 3), "iou": ("IoU", 3), "hd95_mm": ("HD95 (mm)", 2)}  # heading, digits
 
 
@@ -29,6 +30,7 @@ def write_report(folder: Path) -> Path:
     if run.records:
         plots.training_curves(run.records, pictures / "curves.png")
         columns = list(dict.fromkeys(key for record in run.records for key in record))
+        columns = columns[: min(MOST_COLUMNS, MOST_CELLS // len(run.records))]  # metrics.jsonl has them all
         rows = ([record.get(key) for key in columns] for record in run.records)  # empty where a record lacks it
         write_csv(folder / "metrics.csv", columns, rows)
     if run.memory:

@@ -25,6 +25,7 @@ Record = Mapping[str, Any]
 # The shape of memory.json, as `fits` reads it. An entry has all of STEP, and of DETAILS any.
 DEEPEST = 10  # levels
 LARGEST = 2**53  # of a number: more bytes are not exact in a picture
+MOST_ITEMS, MOST_PHASES = 500, 20  # of a list or a text, and of a step, in memory.json
 BYTES = dict.fromkeys(NAMES, int)
 PEAKS = {"first": int, "steady": int}
 STEP = {"peak_bytes": int, "kind": str, "phases": {...: PEAKS}}
@@ -200,13 +201,15 @@ def _is_step(entry: Any) -> bool:
     if not fits(entry, STEP) or not all(fits(entry[key], DETAILS[key]) for key in DETAILS if key in entry):
         return False
     phases = [entry[key].keys() for key in ("phases", "phase_ends", "phase_categories") if key in entry]
-    is_whole = entry["peak_bytes"] > 0 and all(keys == phases[0] for keys in phases)
+    is_whole = entry["peak_bytes"] > 0 and all(keys == phases[0] for keys in phases) and len(phases[0]) <= MOST_PHASES
     is_whole = is_whole and ("layers" not in entry or "moment" in entry)
     return is_whole and ("ledger" not in entry or _is_step(entry["ledger"]))
 
 
 def fits(value: Any, shape: Any) -> bool:
     """Whether JSON has this shape: a type, [shape of all items], {key: shape} or {...: shape of all values}."""
+    if isinstance(value, (str, list, dict)) and len(value) > MOST_ITEMS:
+        return False
     if isinstance(shape, list):
         return isinstance(value, list) and bool(value) and all(fits(item, shape[0]) for item in value)
     if isinstance(shape, dict) and ... in shape:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d.errors import DamagedSnapshot, NotSaved, SnapshotError, escaped, is_disk_full
+from unet3d.errors import DamagedSnapshot, NotSaved, SnapshotError, escaped, is_disk_full, make_room
 from unet3d.files import replacing
-from unet3d.types import mib
 
 FORMAT = 2
 SHOWN = 10  # differences in an error
@@ -29,18 +28,21 @@ def save_snapshot(path: Path, state: dict[str, Any], previous: Path | None = Non
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        advice = f"; {_space(path.parent, state)}" if is_disk_full(cause) else ""
+        advice = f"; it needs {_bytes(state):,} bytes, {_free(path.parent)} there: {make_room(cause)}"
+        advice = advice if is_disk_full(cause) else ""
         raise NotSaved(f"{path}: not saved ({cause.strerror}){advice}") from error
 
 
-def _space(folder: Path, state: dict[str, Any]) -> str:
-    """The space that a snapshot needs, nearly all of it for its tensors' storages, and the space there is."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(state)}
+def _bytes(state: dict[str, Any]) -> int:
+    """Of the tensors' storages, nearly all of what a snapshot needs."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(state)}.values())
+
+
+def _free(folder: Path) -> str:
     try:
-        free = f"{mib(shutil.disk_usage(folder).free)} MiB"
+        return f"{shutil.disk_usage(folder).free:,} bytes are free"
     except OSError:
-        free = "nothing"
-    return f"it needs {mib(sum(storages.values()))} MiB, {free} is free there: make room"
+        return "nothing is free"
 
 
 def _tensors(state: object) -> Iterator[Tensor]:
