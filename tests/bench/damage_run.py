@@ -24,6 +24,7 @@ LINES = (
     *("a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]", "_target_: os.system", "hydra: {run: {dir: /tmp}}", "? [a]\n: b"),
     *("x: !!python/object/apply:os.system ['exit 7']", "device: ${oc.env:HOME}", "steps: 9.9e999", "data: {root: /}"),
     *("x: " + "{a: " * 900, "x: " + "[" * 9999, "seed: " + "9" * 5000, "\t", "x: 2020-01-01", "steps: 0x10", "- a"),
+    *("x: !!bool a", 'x: !!int ""', "x: !!timestamp a", "x: 0x" + "f" * 5000, "x: " + "1:" * 999 + "1", '- !!float ""'),
 )
 
 
