@@ -319,7 +319,7 @@ TRAINING = (
         ["memory/test_cuda.py::test_what_counts_as_out_of_memory"]),
     Mutation([("cli/libraries.py", "if not address_limit():", "if True:")],
         ["test_limits.py::test_too_little_address_space_for_the_libraries_is_exit_5"], hangs=True),
-    Mutation([("files.py", "error.filename = str(path)", "pass")],
+    Mutation([("files.py", "error.filename, error.filename2 = str(path), None", "pass")],
         ["test_full_disk.py::test_a_command_on_a_full_disk_is_one_line_and_leaves_nothing_half_written",
          "test_full_disk.py::test_a_file_that_may_not_grow_is_one_line_that_names_it"]),
     Mutation([("cli/lifecycle.py", "        reserve.close()", "        pass")],

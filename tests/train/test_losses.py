@@ -1,6 +1,7 @@
 """Losses against the formula written out, with ignored voxels, in half precision, over several scales."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from unet3d import build
 from unet3d.config import Config
+from unet3d.memory.ledger import Ledger
 from unet3d.train import losses
 from unet3d.train.losses import LOSSES, LossOptions, LossTerm, SegmentationLoss, ce, dice, dice_ce, subsample
 from unet3d.types import IGNORE
@@ -89,7 +91,69 @@ def test_dice_is_the_one_hot_formula(batch_dice: bool, axes: tuple[int, ...]) ->
 def test_dice_ce_is_the_sum() -> None:
     logits, label = example()
     parts = SegmentationLoss(ce)(logits, label) + SegmentationLoss(dice)(logits, label)
-    assert torch.equal(SegmentationLoss(dice_ce)(logits, label), parts)
+    torch.testing.assert_close(SegmentationLoss(dice_ce)(logits, label), parts, atol=1e-6, rtol=0)
+
+
+def plain(name: str, logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
+    """The formulas on whole maps, for autograd to differentiate."""
+    valid = (label != IGNORE)[:, None]
+    truth = F.one_hot(label.clamp(min=0).long(), logits.shape[1]).movedim(-1, 1) * valid
+    weights = torch.ones(logits.shape[1]) if options.weights is None else options.weights
+    weighed = truth * weights.to(logits)[:, None, None, None]
+    value = -(logits.log_softmax(1) * weighed).sum() / weighed.sum() if name != "dice" else logits.new_zeros(())
+    if name != "ce":
+        axes = (0, 2, 3, 4) if options.batch_dice else (2, 3, 4)
+        p, t = (logits.softmax(1) * valid)[:, 1:], truth[:, 1:]
+        score = (2 * (p * t).sum(axes) + losses.SMOOTH) / ((p + t).sum(axes) + losses.SMOOTH)
+        value = value + 1 - score.mean()
+    return value
+
+
+@pytest.mark.parametrize("weights", [None, torch.rand(7, dtype=torch.float64) + 0.1], ids=("even", "weighted"))
+@pytest.mark.parametrize("batch_dice", [True, False])
+@every_loss
+def test_value_and_gradient_are_those_of_whole_maps(function: LossTerm, batch_dice: bool, weights: Tensor) -> None:
+    generator, convolution = torch.Generator().manual_seed(0), torch.nn.Conv3d(2, 7, 1).double()
+    image = torch.randn(2, 2, 19, 6, 5, generator=generator, dtype=torch.float64)
+    label = torch.randint(-2, 7, (2, 19, 6, 5), generator=generator)
+    label[label < 0] = IGNORE
+    found = []
+    for loss in (function, functools.partial(plain, function.__name__)):
+        convolution.zero_grad()
+        value = loss(convolution(image), label, LossOptions(weights, batch_dice))
+        (3 * value).backward()
+        assert convolution.weight.grad is not None
+        found.append((value.detach(), convolution.weight.grad))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+
+
+def test_the_gradient_is_written_over_logits_that_nothing_else_needs() -> None:
+    """An output that its operation has kept, or that someone still holds, stays as it is."""
+    image, label = torch.randn(1, 2, 6, 5, 4), torch.zeros(1, 6, 5, 4, dtype=torch.int16)
+    convolution, places = torch.nn.Conv3d(2, 3, 1), list[bool]()
+    for after, holds in ((torch.nn.Identity(), False), (torch.nn.Identity(), True), (torch.nn.Sigmoid(), False)):
+        logits = after(convolution(image))
+        place, before = logits.data_ptr(), logits.detach().clone()
+        logits.grad_fn.register_prehook(lambda grads, place=place: places.append(grads[0].data_ptr() == place))
+        value = dice_ce(logits, label, LossOptions())
+        held = logits if holds else None
+        del logits
+        value.backward()
+        assert held is None or torch.equal(held, before)
+    assert places == [True, False, False]
+
+
+def test_many_classes_need_little_more_than_their_logits() -> None:
+    """A map for each class would take four times as much, and time that grows with the square of their number."""
+    image, label = torch.randn(1, 1, 48, 16, 16), torch.zeros(1, 48, 16, 16, dtype=torch.int16)
+    convolution, ledger = torch.nn.Conv3d(1, 105, 1), Ledger()
+    with ledger:
+        logits = convolution(image)
+        size, before = logits.nbytes, ledger.alive_bytes()[-1] - logits.nbytes
+        value = dice_ce(logits, label, LossOptions())
+        del logits
+        value.backward()
+    assert ledger.peak_bytes() - before < 1.3 * size
 
 
 @pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 1.0, 2.0])])

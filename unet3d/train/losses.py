@@ -1,21 +1,23 @@
-"""Losses on logits N K D H W and labels N D H W, always in float32. To add one, write a function below `@loss`.
+"""Losses on logits N K D H W and labels N D H W, summed in float32. To add one, write a function below `@loss`.
 
-No loss here makes a one-hot map: with many classes, that map would be the peak of memory. Voxels labelled IGNORE add
-nothing to value and gradient; a batch of only such voxels gives 0 and zero gradients.
+No loss here makes a map of all classes beside the logits: with many classes, that map would be the peak of memory.
+Voxels labelled IGNORE add nothing to value and gradient; a batch of only such voxels gives 0 and zero gradients.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from unet3d.model.blocks import crop
 from unet3d.types import IGNORE
 
 SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
+SLABS = 16  # at most
 
 
 @dataclass(frozen=True)
@@ -47,43 +49,141 @@ class SegmentationLoss:
         """`logits`: one tensor, or a tuple of them, finest first. Labels are cropped or subsampled to each."""
         scales: tuple[Tensor, ...] = logits if isinstance(logits, tuple) else (logits,)
         label = crop(label, scales[0].shape[2:])  # valid convolutions lose the border
-        total = self.function(scales[0].float(), label.long(), self.options)
+        total = self._term(scales[0], label)
         for level, scale in enumerate(scales[1:], start=1):
             label = subsample(label, scale.shape[2:])
-            total = total + 0.5**level * self.function(scale.float(), label.long(), self.options)
+            total = total + 0.5**level * self._term(scale, label)
         return total / sum(0.5**level for level in range(len(scales)))
+
+    def _term(self, logits: Tensor, label: Tensor) -> Tensor:
+        if self.function in BY_SLABS:  # they convert a slab at a time
+            return self.function(logits, label, self.options)
+        return self.function(logits.float(), label.long(), self.options)
 
 
 @loss
 def ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     """Cross-entropy: mean over the labelled voxels, weighted by class; 0 if there are none (torch's mean is NaN)."""
-    weights = None if options.weights is None else options.weights.to(logits.device)
-    total = F.cross_entropy(logits, label, weights, ignore_index=IGNORE, reduction="sum")
-    valid = label != IGNORE
-    count = valid.float().sum() if weights is None else (weights[label.clamp(min=0)] * valid).sum()
-    return total / count.clamp(min=1e-8)
+    value: Tensor = BySlabs.apply(logits, label, options, False, True)
+    return value
 
 
 @loss
 def dice(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     """1 - mean soft Dice of the foreground classes (Milletari et al. 2016 with nnU-Net's unsquared denominator)."""
-    probability = logits.softmax(1)
-    valid = label != IGNORE
-    axes = (0, 1, 2, 3) if options.batch_dice else (1, 2, 3)
-    scores = []
-    for k in range(1, logits.shape[1]):
-        truth = label == k
-        p = probability[:, k]
-        overlap = p.where(truth, 0).sum(axes)
-        size = p.where(valid, 0).sum(axes) + truth.float().sum(axes)
-        scores.append((2 * overlap + SMOOTH) / (size + SMOOTH))
-    return 1 - torch.stack(scores).mean()
+    value: Tensor = BySlabs.apply(logits, label, options, True, False)
+    return value
 
 
 @loss
 def dice_ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     """The sum of Dice and cross-entropy."""
-    return dice(logits, label, options) + ce(logits, label, options)
+    value: Tensor = BySlabs.apply(logits, label, options, True, True)
+    return value
+
+
+BY_SLABS = (ce, dice, dice_ce)
+
+
+class BySlabs(torch.autograd.Function):
+    """Dice and cross-entropy of a slab of rows at a time: their maps of all classes are as thin as a slab.
+
+    The gradient is written over the logits, where nothing else needs them: no second map of all classes is made.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, label: Tensor, options: LossOptions, dice: bool, ce: bool) -> Tensor:
+        zeros = torch.zeros(logits.shape[:2], dtype=_exact(logits.dtype), device=logits.device)  # N K
+        weights = None if options.weights is None else options.weights.to(zeros)
+        overlap, size, surprise, mass = zeros.clone(), zeros.clone(), zeros.sum(), zeros.sum()
+        for x, truth in _slabs(logits, label):
+            log_p = x.log_softmax(1)
+            weighed = truth if weights is None else truth * weights.view(1, -1, 1, 1, 1)
+            if ce:
+                surprise, mass = surprise - (log_p * weighed).sum(), mass + weighed.sum()
+            if dice:
+                p = log_p.exp_().mul_(truth.sum(1, keepdim=True))  # 0 where the label is ignored
+                overlap += (p * truth).sum((2, 3, 4))
+                size += p.add_(truth).sum((2, 3, 4))
+        axes = (0,) if options.batch_dice else ()
+        overlap, size = (t.sum(axes, keepdim=True) if axes else t for t in (overlap, size))
+        mass = mass.clamp(min=1e-8)
+        ctx.save_for_backward(logits, label, overlap, size, mass)
+        ctx.weights, ctx.terms, ctx.is_convolved = weights, (dice, ce), "Convolution" in type(logits.grad_fn).__name__
+        score = ((2 * overlap + SMOOTH) / (size + SMOOTH))[:, 1:].mean() if dice else zeros.sum() + 1
+        return 1 - score + surprise / mass
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, label, overlap, size, mass = ctx.saved_tensors
+        dice, ce = ctx.terms
+        is_free = ctx.is_convolved and _holders(logits) == _Probe.holders()  # a convolution keeps no output
+        out = logits if is_free else torch.empty_like(logits)
+        scores = overlap.shape[0] * (overlap.shape[1] - 1)
+        by_overlap, by_size = -2 / (size + SMOOTH) / scores, (2 * overlap + SMOOTH) / (size + SMOOTH) ** 2 / scores
+        by_overlap[:, 0] = by_size[:, 0] = 0  # the background
+        rows = 0
+        for x, truth in _slabs(logits, label):
+            p, valid = x.softmax(1), truth.sum(1, keepdim=True)
+            slab = torch.zeros_like(p)
+            if dice:
+                slab = (truth * _maps(by_overlap)).add_(_maps(by_size)).mul_(valid)
+                slab = slab.sub_((p * slab).sum(1, keepdim=True)).mul_(p)
+            if ce:
+                share = valid if ctx.weights is None else (truth * _maps(ctx.weights[None])).sum(1, keepdim=True)
+                slab.add_(p.sub_(truth).mul_(share / mass))
+            out[:, :, rows : rows + x.shape[2]] = slab.mul_(gradient)
+            rows += x.shape[2]
+        return out, None, None, None, None
+
+
+def _holders(tensor: Tensor) -> tuple[int, int]:
+    """Counts of references to a tensor; compared alone, as they depend on the versions of Python and torch."""
+    return tensor._use_count(), sys.getrefcount(tensor)  # type: ignore[attr-defined]
+
+
+class _Probe(torch.autograd.Function):
+    """Finds the holders of a tensor that autograd alone has kept."""
+
+    found = (0, 0)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        _Probe.found = _holders(x)
+        return gradient.expand(x.shape)
+
+    @classmethod
+    def holders(cls) -> tuple[int, int]:
+        if cls.found == (0, 0):
+            with torch.enable_grad():
+                cls.apply(torch.ones(1, requires_grad=True) * 1).backward()
+        return cls.found
+
+
+def _slabs(logits: Tensor, label: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and one-hot labels N K d H W, of a few rows at a time; all classes 0 where the label is IGNORE."""
+    rows = -(-logits.shape[2] // SLABS)
+    for first in range(0, logits.shape[2], rows):
+        x = logits[:, :, first : first + rows].to(_exact(logits.dtype))
+        index = label[:, None, first : first + rows].long()
+        yield x, torch.zeros_like(x).scatter_(1, index.clamp(min=0), (index != IGNORE).to(x.dtype))
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """The type to sum in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _maps(values: Tensor) -> Tensor:
+    """N K -> N K 1 1 1."""
+    return values[:, :, None, None, None]
 
 
 def subsample(label: Tensor, size: torch.Size) -> Tensor:
