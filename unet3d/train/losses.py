@@ -171,7 +171,7 @@ def _slabs(logits: Tensor, label: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits and one-hot labels N K d H W, of a few rows at a time; all classes 0 where the label is IGNORE."""
     rows = -(-logits.shape[2] // SLABS)
     for first in range(0, logits.shape[2], rows):
-        x = logits[:, :, first : first + rows].to(_exact(logits.dtype))
+        x = logits[:, :, first : first + rows].to(_exact(logits.dtype)).contiguous()  # softmax would do so unseen
         index = label[:, None, first : first + rows].long()
         yield x, torch.zeros_like(x).scatter_(1, index.clamp(min=0), (index != IGNORE).to(x.dtype))
 
