@@ -153,7 +153,7 @@ def test_many_classes_need_little_more_than_their_logits() -> None:
         value = dice_ce(logits, label, LossOptions())
         del logits
         value.backward()
-    assert ledger.peak_bytes() - before < 1.3 * size
+    assert ledger.peak_bytes() - before < 1.4 * size
 
 
 @pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 1.0, 2.0])])
