@@ -44,7 +44,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
     place = tmp_path_factory.mktemp("swept")
     code = "import os, sys; print(os.getpid(), os.getppid(), *sys.orig_argv, sep='|', file=open({!r}, 'a'))"
     (place / "sitecustomize.py").write_text(code.format(str(place / "processes")))
-    words = ["ckpt=0,2", "batch=2", "budget=2MiB", "steps=2", f"data.root={place / 'phantom'}"]
+    words = ["ckpt=0,2", "batch=2", "budget=1.5MiB", "steps=2", f"data.root={place / 'phantom'}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(place))
         done = run("-m", *TINY, *words, f"hydra.sweep.dir={place / 'sweep'}", cwd=place)
@@ -56,7 +56,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
 def test_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: tuple) -> None:
     done, folder, _ = swept
     assert done.returncode == 2 and "Comparison of 2 runs" in done.stdout, done.stderr
-    assert "run 0 failed: budget=2MiB: the step does not fit" in done.stdout
+    assert "run 0 failed: budget=1.5MiB: the step does not fit" in done.stdout
     with (folder / "compare.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [f"{row['run']}: {row['ckpt']}" for row in rows] == ["0: 0", "1: 2"]
