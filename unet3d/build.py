@@ -27,8 +27,11 @@ from unet3d.model.unet import UNet3D
 from unet3d.train.inference import Predictor
 from unet3d.train.losses import LOSSES, LossOptions, SegmentationLoss
 from unet3d.train.policy import MemoryPolicy, amp_dtype
+from unet3d.train.slab_run import SlabOptions
 
 Read = Callable[[Case], PreparedCase]
+ROWS = 8  # of slab=auto
+LEAN_SLABS = 8  # of lean=true
 
 
 def import_object(name: str, path: str) -> Callable[..., Any]:
@@ -188,8 +191,18 @@ def loss(config: Config, classes: int) -> SegmentationLoss:
 
 
 def policy(config: Config, device_type: str, segment_starts: tuple[int, ...]) -> MemoryPolicy:
-    """Mixed precision, and checkpointing in segments that begin at these stages."""
-    return MemoryPolicy(device_type, amp_dtype(config.amp_dtype, device_type) if config.amp else None, segment_starts)
+    """Mixed precision, slabs, and checkpointing in segments that begin at these stages."""
+    dtype = amp_dtype(config.amp_dtype, device_type) if config.amp else None
+    return MemoryPolicy(device_type, dtype, segment_starts, slabs(config))
+
+
+def slabs(config: Config) -> SlabOptions | None:
+    """The slabs of `lean` and `slab`, along the patch's longest axis."""
+    if not config.lean and not config.slab:
+        return None
+    patch = config.data.patch
+    rows = ROWS if config.slab == "auto" else config.slab or -(-max(patch) // LEAN_SLABS)
+    return SlabOptions(rows, config.lean, 2 + patch.index(max(patch)), target(config) == "cpu")
 
 
 def predictor(config: Config, networks: Sequence[nn.Module], options: Model, memory: MemoryPolicy) -> Predictor:

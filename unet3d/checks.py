@@ -13,7 +13,7 @@ from unet3d.model import geometry
 from unet3d.types import budget_bytes
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
-UNTYPED = ("model.kernels", "model.strides", "ckpt")  # have rules of their own
+UNTYPED = ("model.kernels", "model.strides", "ckpt", "slab")  # have rules of their own
 MOST_LEVELS = 12
 SIZES = {2: "two", 3: "three"}
 IMPORTS = ("model.path", "loss.path", "data.transforms", "loggers")  # options that name code to import
@@ -140,8 +140,23 @@ def _check_training(config: Config) -> None:
     if ckpt != "auto" and (not is_count or (ckpt > most and not own)):
         why, most_ = ("", "any number") if own else (f"this model has {most} stages; ", str(most))
         raise UserError(f"ckpt={ckpt}: {why}use 0 (off), 2 to {most_} of segments, or auto; one segment saves nothing")
+    _check_slabs(config)
     if config.optim.average is not None and config.model.norm == "batch":
         raise UserError("optim.average is of weights, not of model.norm=batch's statistics; use another norm, or null")
+
+
+def _check_slabs(config: Config) -> None:
+    slab, way = config.slab, "lean=true" if config.lean else f"slab={config.slab}"
+    if slab != "auto" and (not isinstance(slab, int) or isinstance(slab, bool) or slab < 0):
+        raise UserError(f"slab={slab}: use 0 (off), a number of rows, or auto")
+    if config.lean and slab:
+        raise UserError(f"lean=true and slab={slab}: slab does what lean does, and more; drop one")
+    if not config.lean and not slab:
+        return
+    if config.ckpt:
+        raise UserError(f"{way} and ckpt={config.ckpt}: each decides what backward makes again; drop one")
+    if config.model.path is not None:
+        raise UserError(f"{way}: runs unet3d's own U-Net by its layers, not model.path={config.model.path}; drop one")
 
 
 def _check_patch(config: Config) -> None:

@@ -217,6 +217,17 @@ ODD = {
     "forty classes": "model.features=[8,16] model.classes=40 data.patch=[24,24,24] batch=1",
     "deep supervision, five classes": "model.features=[8,16,24] model.classes=5 model.deep_supervision=true optim=sgd "
     "data.patch=[32,24,40] batch=1",
+    "lean, odd sizes, deep supervision, seven classes, accumulated, averaged": "model.features=[8,12,20] "
+    "model.classes=7 model.activation=silu model.deep_supervision=true model.strides=[[1,2,2],[2,2,2]] "
+    "model.kernels=[[1,3,3],3,3] optim.average=0.99 data.patch=[9,28,44] lean=true batch=1 accumulate=3",
+    "lean, batch norm, bf16": "model.features=[8,16,24] model.norm=batch optim=sgd data.patch=[24,32,24] lean=true "
+    "amp=true",
+    "slab, group norm, residual, trilinear, accumulated": "model.features=[8,16,24] model.groups=4 model.norm=group "
+    "model.residual=true model.upsampling=trilinear data.patch=[40,24,32] slab=4 batch=1 accumulate=2",
+    "slab, batch norm, strided, fp16, dropout": "model.features=[8,16,24,32] model.norm=batch model.dropout=0.2 "
+    "model.downsampling=strided_conv optim=sgd data.patch=[33,27,40] slab=auto amp=true amp_dtype=fp16",
+    "slab, deep supervision, forty classes": "model.features=[8,16,24] model.classes=40 model.deep_supervision=true "
+    "optim=sgd data.patch=[32,24,40] slab=auto batch=1",
     "residual, strided, Dice per case": "model.features=[8,16,24] model.residual=true loss.batch_dice=false "
     "model.downsampling=strided_conv data.patch=[24,32,24]",
 }

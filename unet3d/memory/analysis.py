@@ -144,7 +144,8 @@ class Levels:
         made: dict[int | None, list[tuple[int, bool]]] = defaultdict(list)
         for s in ledger.storages:
             stage, _, name = layer(s.scope.module).partition(".")
-            if s.operation == "aten.convolution.default" and re.fullmatch(stages, stage):
+            is_map = s.operation == "aten.convolution.default" and not s.scope.is_in_slabs  # else of a few rows
+            if is_map and re.fullmatch(stages, stage):
                 made[self.of_module(stage)].append((prod(s.shape[2:]), name.startswith("conv")))
         least = {level: min((size for size, in_block in found if in_block), default=0) for level, found in made.items()}
         return {level: {size for size, _ in found if size >= least[level]} for level, found in made.items()}

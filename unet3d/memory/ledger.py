@@ -4,7 +4,7 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count
+
+from unet3d.train import slabs
+from unet3d.train.slabs import Observer
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
 CONVOLUTION = torch.ops.aten.convolution.default
@@ -28,7 +31,8 @@ class ModuleScope(NamedTuple):
     """Where an operation runs."""
 
     module: str  # dotted path, "model" for the whole; outside of it the phase: data, forward, loss, backward, step
-    is_recomputed: bool = False  # by activation checkpointing, within backward
+    is_recomputed: bool = False  # by activation checkpointing or in slabs, within backward
+    is_in_slabs: bool = False
 
 
 class Crossing(NamedTuple):
@@ -225,7 +229,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         yield from _tensors(list(tree.values()))
 
 
-class ModuleTracker:
+class ModuleTracker(Observer):
     """Follows a model through a step. Between `open` and `close` it calls `crossed` at every crossing."""
 
     def __init__(self, model: nn.Module, crossed: Callable[[Crossing], None] = lambda crossing: None) -> None:
@@ -235,6 +239,8 @@ class ModuleTracker:
         self._leaves = {path: type(m).__name__ for path, m in self.modules.items() if not list(m.children())}
         self._phase, self._in_backward = "forward", ""
         self._stack: list[str] = []
+        self._layer: ModuleScope | None = None  # that runs in slabs
+        self._paths_of = {id(module): path for path, module in self.modules.items()}
         self._hooks = ExitStack()
         self._firsts: list[int] = []  # from this sequence number on ...
         self._paths: list[str] = []  # ... autograd nodes belong to this module
@@ -242,6 +248,8 @@ class ModuleTracker:
     def open(self) -> None:
         """Begin a step."""
         self._stack, self._firsts, self._paths = [], [], []
+        self._hooks.callback(setattr, slabs, "observer", slabs.observer)
+        slabs.observer = self
         for path, module in self.modules.items():
             enter, leave = partial(self._enter, path), partial(self._leave, path)
             self._hooks.enter_context(module.register_forward_pre_hook(enter))
@@ -260,12 +268,31 @@ class ModuleTracker:
 
     def scope(self) -> ModuleScope:
         """Where the current operation runs."""
+        if self._layer is not None:
+            return self._layer
         node = torch._C._current_autograd_node()
         if node is None or self._stack:
             return ModuleScope(self._stack[-1] if self._stack else self._phase, is_recomputed=node is not None)
         path = self._module_of(node)
         self._back_in(path)
         return ModuleScope(path)
+
+    @contextmanager
+    def works_on(self, layer: nn.Module | None, is_backward: bool) -> Iterator[None]:
+        """Slabs of a layer: what runs within belongs to it."""
+        path, before = self._paths_of.get(id(layer), self._phase), self._layer
+        is_again = not is_backward and torch._C._current_autograd_node() is not None
+        self._layer = ModuleScope(path, is_again, is_in_slabs=True)
+        if is_backward:
+            self._back_in(path)
+        else:
+            self._cross(path, "pre")
+        try:
+            yield
+        finally:
+            self._layer = before
+            if not is_backward:
+                self._cross(path, "fwd")
 
     def _module_of(self, node: Any) -> str:
         number: int = node._sequence_nr()

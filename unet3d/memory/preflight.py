@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -63,7 +63,8 @@ class MemoryEstimate:
     def counts(self) -> list[LayerCount]:
         """Every module's input and output in one forward pass without checkpointing."""
         with fake_mode(build.target(self.config)):
-            model, policy = fake_model(self.config, self.options, self.dtype), build.policy(self.config, "cpu", ())
+            policy = replace(build.policy(self.config, "cpu", ()), slabs=None)  # the modules themselves run
+            model = fake_model(self.config, self.options, self.dtype)
             image = fake_batch(self.config, self.options, self.dtype).image
             return layer_counts(model, lambda: policy.forward(model, image))
 

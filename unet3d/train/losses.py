@@ -109,7 +109,7 @@ class BySlabs(torch.autograd.Function):
         overlap, size = (t.sum(axes, keepdim=True) if axes else t for t in (overlap, size))
         mass = mass.clamp(min=1e-8)
         ctx.save_for_backward(logits, label, overlap, size, mass)
-        ctx.weights, ctx.terms, ctx.is_convolved = weights, (dice, ce), "Convolution" in type(logits.grad_fn).__name__
+        ctx.weights, ctx.terms, ctx.is_convolved = weights, (dice, ce), _keeps_no_output(logits)
         score = ((2 * overlap + SMOOTH) / (size + SMOOTH))[:, 1:].mean() if dice else zeros.sum() + 1
         return 1 - score + surprise / mass
 
@@ -136,6 +136,11 @@ class BySlabs(torch.autograd.Function):
             out[:, :, rows : rows + x.shape[2]] = slab.mul_(gradient)
             rows += x.shape[2]
         return out, None, None, None, None
+
+
+def _keeps_no_output(tensor: Tensor) -> bool:
+    """Whether what made it, a convolution or the model in slabs, does not read it in backward."""
+    return type(tensor.grad_fn).__name__ in ("ConvolutionBackward0", "InSlabsBackward")
 
 
 def _holders(tensor: Tensor) -> tuple[int, int]:

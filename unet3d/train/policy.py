@@ -1,6 +1,6 @@
-"""Mixed precision and activation checkpointing, applied to a step from outside the model.
+"""Mixed precision, activation checkpointing and slabs, applied to a step from outside the model.
 
-Checkpointing changes no bit of loss, gradients, buffers or evaluation output.
+Checkpointing changes no bit of loss, gradients, buffers or evaluation output; slabs change their rounding alone.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint_sequential
 
-from unet3d.train import half_precision
+from unet3d.train import half_precision, slab_run
+from unet3d.train.slab_run import SlabOptions
 
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """How a step saves memory. With `segment_starts`, the model must be an nn.Sequential."""
+    """How a step saves memory. With `segment_starts`, the model must be an nn.Sequential; with `slabs`, a UNet3D."""
 
     device_type: str = "cpu"
     dtype: torch.dtype | None = None  # of mixed precision; None: float32
     segment_starts: tuple[int, ...] = ()  # the first stage of each checkpointed segment; (): no checkpointing
+    slabs: SlabOptions | None = None
 
     def convolutions(self) -> AbstractContextManager[None]:
         """The context for forward and backward passes: half precision that is quick and right on any CPU."""
@@ -31,6 +33,9 @@ class MemoryPolicy:
 
     def forward(self, model: nn.Module, image: Tensor) -> Any:
         """The model's output for an image N C D H W; with gradients on, backward recomputes the segments."""
+        if self.slabs is not None:
+            with self.convolutions():
+                return slab_run.forward(model, image, self.slabs, self.dtype)
         with torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None), self.convolutions():
             if not self.segment_starts or not torch.is_grad_enabled():
                 return model(image)
