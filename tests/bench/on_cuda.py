@@ -226,20 +226,12 @@ def markdown(rows: list[Row], results: Mapping[Row, Found], about: str) -> str:
 def about(device: str) -> str:
     """The machine and the versions, and what the numbers are."""
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    if device == "cpu":
-        lines = [
-            "# Rehearsal on the CPU: no number here is a GPU's",
-            "",
-            f"{versions}, {torch.get_num_threads()} threads",
-        ]
-    else:
-        lines = ["# Measured on CUDA", "", f"{torch.cuda.get_device_name()}, driver {driver()}, {versions}"]
-    lines += ["", "MiB are 2^20 bytes. Predicted: tensors (ledger), replayed (blocks) and replay (segments) of the"]
+    lines = ["# Rehearsal on the CPU: no number here is a GPU's", "", versions, ""]
+    if device == "cuda":
+        lines = ["# Measured on CUDA", "", f"{torch.cuda.get_device_name()}, driver {driver()}, {versions}", ""]
+    lines += ["MiB are 2^20 bytes. Predicted: tensors (ledger), replayed (blocks) and replay (segments) of the"]
     lines += ["allocator. Measured without a ledger: requested, allocated, reserved. In the last column is what a"]
-    lines += [
-        "run reports as `cuda allocated`. Timed rows are bf16, one at a time; the error is of the prediction.",
-        "",
-    ]
+    lines += ["run reports as `cuda allocated`. Timed rows are bf16, one at a time."]
     return "\n".join([*lines, *read_settings(os.environ)[1]])
 
 
