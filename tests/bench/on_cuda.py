@@ -1,92 +1,238 @@
-"""Predictions against the CUDA allocator: run by hand on a machine with a GPU, `python tests/bench/on_cuda.py`.
+"""What unet3d claims, on CUDA: run by hand on a machine with a GPU.
 
-Prints a Markdown table over amp x norm x checkpointing x widths, with GPU, driver, torch and cuDNN; one process a row,
-so that no row inherits another's cache. Predicted: tensors (ledger) and the allocator's replay; measured: requested,
-allocated, reserved. The difference between predicted and requested is what convolutions take inside themselves.
+    pip install -c constraints.txt -e ".[bench]"
+    python tests/bench/on_cuda.py
+
+Writes one Markdown file (`--out`) after every row, so that a kill loses nothing. A row is a process: no row inherits
+another's cache, and one that fails is a line in its table. Memory rows run beside each other, since the allocator's
+counters are per process; then timed rows, one at a time, the most important first. Rows that the deadline cuts off are
+listed as not run. Exit code 1: a row failed; 2: no GPU. `--device cpu` rehearses with a few tiny rows.
 """
 
 import argparse
 import itertools
 import json
+import os
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from peers import NETWORKS
+from torch.profiler import ProfilerActivity, profile
 
 from unet3d import build, compose
-from unet3d.memory.allocator import replay
-from unet3d.memory.meter import STEADY, CudaMeter, open_meter
+from unet3d.errors import UserError
+from unet3d.memory.allocator import read_settings, replay
+from unet3d.memory.meter import STEADY, open_meter
 from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import simulate
 from unet3d.train import optim
-from unet3d.train.step import train_step
-from unet3d.types import Batch
+from unet3d.train.step import Mark, ignore_mark, train_step
+from unet3d.types import MIB, Batch
 
-MIB = 2**20
-AMP = (["amp=false"], ["amp=true", "amp_dtype=fp16"], ["amp=true", "amp_dtype=bf16"])
-NORM = (["model.norm=instance"], ["model.norm=batch"], ["model.norm=group"])
-CKPT = (["ckpt=0"], ["ckpt=2"], ["ckpt=4"], ["ckpt=auto"])
-WIDTHS = (["model.features=[16,32,64,128]"], ["model.features=[32,64,128,256]"])
+TIMED = 5  # steps, after STEADY others
+AMP = ("amp=false", "amp=true amp_dtype=fp16", "amp=true amp_dtype=bf16")
+NORM = ("model.norm=instance", "model.norm=batch", "model.norm=group")
+CKPT = ("ckpt=0", "ckpt=2", "ckpt=4", "ckpt=auto")
+WIDTHS = ("model.features=[16,32,64,128]", "model.features=[32,64,128,256]")
+BF16 = "amp=true amp_dtype=bf16"
+LEVERS = ("", "lean=true", "slab=auto", "lean=true slab=auto", "ckpt=auto", "lean=true slab=auto ckpt=auto")
+NNUNET = f"model=nnunet_hippocampus {BF16}"
+SWITCHES = ("", "+channels_last", "+compile", "+channels_last +compile")  # of this script, not of the config
+TINY = "model=unet_tiny model.features=[4,8]"
+HEADS = {
+    "memory": "config | tensors | requested | error | replayed | allocated | error | replay | reserved | error | run",
+    "timed": "config | s/step | ratio | allocated MiB | ratio",
+    "shares": "config | convolutions | the five largest other operations",
+}
 
 
-def row(words: list[str], patch: str) -> dict[str, int]:
-    """One configuration, predicted and measured; bytes."""
-    config = compose.compose(["model=unet", f"data.patch={patch}", "device=cuda", *words])
-    config.model.in_channels, config.model.classes = 1, 3
-    starts = choose_segments(config, config.model).segment_starts
-    ledger = simulate(config, config.model, starts).ledger
-    model = build.model(config.model, 0).to("cuda")
-    policy, optimizer = build.policy(config, "cuda", starts), optim.optimizer(config.optim, model)
-    loss, scaler, meter = build.loss(config, 3), policy.scaler(), open_meter(model, optimizer)
-    assert isinstance(meter, CudaMeter)
-    size = (config.batch, *config.data.patch)
+class Row(NamedTuple):
+    """One process. Ratios are to the first finished row of the section."""
+
+    section: str
+    kind: str  # of HEADS, or "peer": timed as well
+    name: str  # words of a configuration, or a network of peers.py
+    patch: str  # 64,64,64
+
+    def command(self, device: str) -> list[str]:
+        if self.kind != "peer":
+            return [sys.executable, __file__, "--device", device, "--patch", self.patch, "--row", self.kind, self.name]
+        peers = [sys.executable, str(Path(__file__).with_name("peers.py")), "--only", self.name, "--device", device]
+        return [*peers, "--amp", "bf16", "--batch", "2", "--steps", str(TIMED), "--patch", *self.patch.split(",")]
+
+
+Found = Mapping[str, Any] | str  # what a row measured, or why it did not
+
+
+def rows_on_cuda(patch: str, also: Iterable[str]) -> list[Row]:
+    """The memory rows, then the timed ones in order of importance."""
+    grid = [" ".join(choice) for choice in itertools.product(AMP, NORM, CKPT, WIDTHS)]
+    levers = [f"{amp} {lever}" for amp in ("amp=false", BF16) for lever in LEVERS[1:4]]
+    found = [Row("Predicted against the allocator", "memory", words, patch) for words in (*also, *grid, *levers)]
+    at_96, at_128 = "96,96,96", "128,128,128"
+    found += [Row(f"Networks at {at_96}", "peer", name, at_96) for name in NETWORKS]
+    found += [Row(f"Levers at {at_96}", "timed", f"{BF16} {lever}".strip(), at_96) for lever in LEVERS]
+    found += [Row("Shares of a step", "shares", NNUNET, at_96)]
+    found += [Row("Memory format and compiler", "timed", f"{NNUNET} {word}".strip(), at_96) for word in SWITCHES]
+    found += [Row(f"Networks at {at_128}", "peer", name, at_128) for name in NETWORKS]
+    return found + [Row(f"Levers at {at_128}", "timed", f"{BF16} {lever}".strip(), at_128) for lever in LEVERS]
+
+
+def rows_of_a_rehearsal(also: Iterable[str]) -> list[Row]:
+    """A row of each kind, and those asked for."""
+    found = [Row("Predicted against the allocator", "memory", words, "16,16,16") for words in (*also, TINY)]
+    found += [Row("Networks", "peer", "unet3d unet", "16,16,16"), Row("Levers", "timed", TINY, "16,16,16")]
+    return [*found, Row("Shares of a step", "shares", TINY, "16,16,16")]
+
+
+class Training:
+    """One configuration with a random batch, as a run trains it; `+channels_last` and `+compile` are switches."""
+
+    def __init__(self, words: list[str], device: str, patch: str) -> None:
+        switches = {word for word in words if word.startswith("+")}
+        words = [word for word in words if word not in switches]
+        model = [] if any(word.startswith("model=") for word in words) else ["model=unet"]
+        self.config = compose.compose([*model, f"data.patch=[{patch}]", f"device={device}", *words])
+        self.config.model.in_channels, self.config.model.classes, self.device = 1, 3, device
+        self.starts = choose_segments(self.config, self.config.model).segment_starts
+        self.model = build.model(self.config.model, 0).to(device)
+        if "+channels_last" in switches:
+            self.model = self.model.to(memory_format=torch.channels_last_3d)
+        self.policy = build.policy(self.config, device, self.starts)
+        self.optimizer = optim.optimizer(self.config.optim, self.model)
+        self.loss, self.scaler = build.loss(self.config, 3), self.policy.scaler()
+        self.trained = torch.compile(self.model) if "+compile" in switches else self.model
+        size = (self.config.batch, *self.config.data.patch)
+        self.batch = Batch(torch.randn(size[0], 1, *size[1:]), torch.zeros(size, dtype=torch.int16))
+
+    def step(self, mark: Mark = ignore_mark) -> float:
+        """Seconds of a step, to its end on the device."""
+        started, clip = time.perf_counter(), self.config.optim.clip
+        train_step(self.trained, self.loss, self.optimizer, self.scaler, self.policy, [self.batch], mark, clip)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+
+def memory(training: Training) -> dict[str, int]:
+    """Bytes, predicted and measured; on the CPU, for want of an allocator's counters, only by the ledger."""
+    ledger = simulate(training.config, training.config.model, training.starts).ledger
+    held = replay(ledger.events, read_settings(os.environ)[0])
     for _ in range(STEADY + 2):
-        batch = Batch(torch.randn(config.batch, 1, *size[1:]), torch.zeros(size, dtype=torch.int16))
-        train_step(model, loss, optimizer, scaler, policy, [batch], meter.mark, config.optim.clip)
-    found, held = meter.summary(), replay(ledger.events)
+        training.step()
+    stats = torch.cuda.memory_stats() if training.device == "cuda" else {}
+    meter = open_meter(training.model, training.optimizer)
+    for _ in range(STEADY + 2):
+        training.step(meter.mark)
+    measured = meter.summary()["peak_bytes"]
     return {
         "tensors": max(itertools.accumulate(change for _, change in ledger.events)),
-        "seen": found["ledger"]["peak_bytes"],
-        "requested": found["requested_bytes"],
         "replayed": held.allocated_bytes,
-        "allocated": found["peak_bytes"],
-        "replay_reserved": held.reserved_bytes,
-        "reserved": found["reserved_bytes"],
+        "replay": held.reserved_bytes,
+        "requested": stats.get("requested_bytes.all.peak", measured),
+        "allocated": stats.get("allocated_bytes.all.peak", measured),
+        "reserved": stats.get("reserved_bytes.all.peak", measured),
+        "run": measured,
     }
 
 
-def main() -> int:
-    """Print the table; exit code 2 where there is no GPU, 1 where a row failed."""
-    parser = argparse.ArgumentParser(description="Predicted memory against the CUDA allocator.")
-    parser.add_argument("--patch", default="[64,64,64]")
-    parser.add_argument("--row", nargs="*", help="one configuration, in this process")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("this torch sees no CUDA device: nothing is verified here", file=sys.stderr)
-        return 2
-    if arguments.row is not None:
-        print(json.dumps(row(arguments.row, arguments.patch)))
-        return 0
-    print(f"{torch.cuda.get_device_name()}, driver {driver()}, torch {torch.__version__}, cuDNN", end=" ")
-    print(f"{torch.backends.cudnn.version()}, patch {arguments.patch}, batch 2; MiB\n")
-    print("| config | tensors | requested | error | replayed | allocated | error | reserved: replay | real | error |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
-    failed = 0
-    for choice in itertools.product(AMP, NORM, CKPT, WIDTHS):
-        words = [word for part in choice for word in part]
-        command = [sys.executable, __file__, "--patch", arguments.patch, "--row", *words]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            failed += 1
-            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            print(f"| {' '.join(words)} | failed: {said[-1]} |", flush=True)
-            continue
-        found = json.loads(done.stdout.splitlines()[-1])
-        pairs = (("tensors", "requested"), ("replayed", "allocated"), ("replay_reserved", "reserved"))
+def timed(training: Training) -> dict[str, float]:
+    """Median seconds of the steps after the first ones, and the allocator's peak; no ledger observes them."""
+    seconds = [training.step() for _ in range(STEADY + TIMED)][STEADY:]
+    peak = torch.cuda.max_memory_allocated() if training.device == "cuda" else 0
+    return {"s": statistics.median(seconds), "peak": peak}
+
+
+def shares(training: Training) -> dict[str, Any]:
+    """Of the time of all operations, on the GPU where there is one: convolutions, and the five largest others."""
+    for _ in range(STEADY):
+        training.step()
+    on_gpu = training.device == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        for _ in range(TIMED):
+            training.step()
+    events = [event for event in profiler.key_averages() if event.device_type == torch.profiler.DeviceType.CPU]
+    spent = {e.key: float(e.self_device_time_total if on_gpu else e.self_cpu_time_total) for e in events}
+    total = sum(spent.values())
+    others = {name: time for name, time in spent.items() if "conv" not in name}
+    largest = sorted(others, key=others.__getitem__, reverse=True)[:5]
+    return {
+        "convolutions": 1 - sum(others.values()) / total,
+        "others": {name: others[name] / total for name in largest},
+    }
+
+
+MEASURES: dict[str, Callable[[Training], Mapping[str, Any]]] = {"memory": memory, "timed": timed, "shares": shares}
+
+
+def run(row: Row, device: str, limit: float, end: float) -> Found:
+    """In a process of its own, for at most `limit` seconds; not at all once the clock is at `end`."""
+    left = end - time.monotonic()
+    if left <= 0:
+        return "not run: the deadline was reached"
+    few = {"OMP_NUM_THREADS": "2"} if row.kind == "memory" else {}  # many at once
+    try:
+        done = subprocess.run(
+            row.command(device), capture_output=True, text=True, timeout=min(limit, left), env=os.environ | few
+        )
+    except subprocess.TimeoutExpired:
+        return f"failed: ran past its limit of {limit:g} s" if limit <= left else "not run: cut off by the deadline"
+    with suppress(IndexError, ValueError):
+        if not done.returncode and isinstance(found := json.loads(done.stdout.splitlines()[-1]), dict):
+            return found
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}, without a result"]
+    return f"failed: {lines[-1][:300].replace('|', '/')}"
+
+
+def line(row: Row, found: Found, base: Mapping[str, Any] | None) -> str:
+    """A row of its section's table; ratios are to `base`."""
+    if isinstance(found, str):
+        return f"| {row.name} | {found} |"
+    if row.kind == "memory":
+        pairs = (("tensors", "requested"), ("replayed", "allocated"), ("replay", "reserved"))
         cells = [f"{found[a] / MIB:,.1f} | {found[b] / MIB:,.1f} | {found[a] / found[b] - 1:+.2%}" for a, b in pairs]
-        print(f"| {' '.join(words)} | {' | '.join(cells)} |", flush=True)
-    return 1 if failed else 0
+        cells.append(f"{found['run'] / MIB:,.1f}")
+    elif row.kind == "shares":
+        cells = [f"{found['convolutions']:.1%}", ", ".join(f"{k} {v:.1%}" for k, v in found["others"].items())]
+    else:
+        base = base or found
+        cells = [f"{found['s']:.4f} | {found['s'] / base['s']:.3f}", f"{found['peak'] / MIB:,.1f}"]
+        cells.append(f"{found['peak'] / base['peak']:.3f}" if base["peak"] else "")
+    return f"| {row.name} | {' | '.join(cells)} |"
+
+
+def markdown(rows: list[Row], results: Mapping[Row, Found], about: str) -> str:
+    """Everything so far; rows that have no result yet are not run."""
+    lines = [about]
+    for section, group in itertools.groupby(rows, lambda row: row.section):
+        members = list(group)
+        head = HEADS.get(members[0].kind, HEADS["timed"])
+        size = members[0].patch.replace(",", "x")
+        lines += ["", f"## {section}", "", f"Patch {size}, batch 2.", "", f"| {head} |"]
+        lines.append("|---|" + "---:|" * head.count("|"))
+        finished = [found for row in members if isinstance(found := results.get(row), Mapping)]
+        lines += [line(row, results.get(row, "not run"), finished[0] if finished else None) for row in members]
+    return "\n".join(lines) + "\n"
+
+
+def about(device: str) -> str:
+    """The machine and the versions, and what the numbers are."""
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    lines = ["# Rehearsal on the CPU: no number here is a GPU's", "", versions, ""]
+    if device == "cuda":
+        lines = ["# Measured on CUDA", "", f"{torch.cuda.get_device_name()}, driver {driver()}, {versions}", ""]
+    lines += ["MiB are 2^20 bytes. Predicted: tensors (ledger), replayed (blocks) and replay (segments) of the"]
+    lines += ["allocator. Measured without a ledger: requested, allocated, reserved. In the last column is what a"]
+    lines += ["run reports as `cuda allocated`. Timed rows are bf16, one at a time."]
+    return "\n".join([*lines, *read_settings(os.environ)[1]])
 
 
 def driver() -> str:
@@ -95,6 +241,67 @@ def driver() -> str:
     with suppress(OSError):
         return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
     return ""
+
+
+def save(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def run_all(rows: list[Row], options: argparse.Namespace) -> dict[Row, Found]:
+    """Memory rows beside each other, then the others in turn; the file is written after each."""
+    end, results, title = time.monotonic() + options.deadline, dict[Row, Found](), about(options.device)
+
+    def keep(row: Row, found: Found) -> None:
+        results[row] = found
+        save(options.out, markdown(rows, results, title))
+        print(f"{row.section}: {row.name}: {found if isinstance(found, str) else 'done'}", flush=True)
+
+    save(options.out, markdown(rows, results, title))
+    with ThreadPoolExecutor(options.at_once) as pool:
+        beside = {
+            pool.submit(run, row, options.device, options.limit, end): row for row in rows if row.kind == "memory"
+        }
+        for future in as_completed(beside):
+            keep(beside[future], future.result())
+    for row in rows:
+        if row.kind != "memory":
+            keep(row, run(row, options.device, options.limit, end))
+    return results
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("on_cuda.md"))
+    parser.add_argument("--deadline", type=float, default=480, help="seconds, for all rows")
+    parser.add_argument("--limit", type=float, default=120, help="seconds, for one row")
+    parser.add_argument("--at-once", type=int, default=8, help="memory rows beside each other")
+    parser.add_argument("--patch", default="64,64,64", help="voxels, of the memory rows")
+    parser.add_argument("--also", action="append", default=[], metavar="WORDS", help="one more memory row, the first")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)  # kind and words: in this process
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parsed()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("this torch sees no CUDA device: nothing is verified here", file=sys.stderr)
+        return 2
+    if options.row:
+        kind, words = options.row
+        try:
+            print(json.dumps(MEASURES[kind](Training(words.split(), options.device, options.patch))))
+        except UserError as error:
+            print(" ".join(str(error).split()), file=sys.stderr)
+            return 1
+        return 0
+    on_cuda = options.device == "cuda"
+    rows = rows_on_cuda(options.patch, options.also) if on_cuda else rows_of_a_rehearsal(options.also)
+    results = run_all(rows, options)
+    return int(any(isinstance(found, str) and found.startswith("failed") for found in results.values()))
 
 
 if __name__ == "__main__":

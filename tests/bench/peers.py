@@ -92,7 +92,7 @@ NETWORKS = {
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Median seconds of the steps after the first measured ones, and the ledger's (or the allocator's) peak."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     network = nn.Sequential(FinestFirst(NETWORKS[name]())).to(device)
     policy = MemoryPolicy(device, None if options.amp == "off" else amp_dtype(options.amp, device))
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="timed steps a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU where there is one")
     parser.add_argument("--only", choices=NETWORKS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:

@@ -1,6 +1,9 @@
 """The caching allocator's rules one by one, on sequences worked out by hand; then on random ones, and on networks."""
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -8,9 +11,18 @@ import pytest
 from evenly import evenly
 
 from unet3d import compose
-from unet3d.memory.allocator import Allocator, Pool, Reserved, replay
+from unet3d.memory.allocator import Allocator, Pool, Reserved, Settings, read_settings, replay
 from unet3d.memory.simulate import simulate
 from unet3d.types import MIB
+
+DEFAULT, EXPANDABLE = Settings(), Settings(expandable=True)
+KINDS = {
+    "native": DEFAULT,
+    "expandable": EXPANDABLE,
+    "max_split": Settings(max_split=20 * MIB),
+    "both": Settings(True, 20 * MIB),
+    "divisions": Settings(divisions=(4,) * 16),
+}
 
 
 def events(*sizes: float) -> list[tuple[int, int]]:
@@ -63,7 +75,7 @@ def test_large_requests_share_a_segment_of_20_mib() -> None:
 
 def test_in_the_small_pool_the_rest_is_split_off_from_512_bytes() -> None:
     a_block_less = 2 * MIB - 512
-    small = Pool(is_small=True, expandable=False)
+    small = Pool(is_small=True, settings=DEFAULT)
     assert small.take(MIB).size == MIB
     assert small.take(MIB - 512).size == MIB - 512
     assert small.free == [(512, a_block_less)]
@@ -72,7 +84,7 @@ def test_in_the_small_pool_the_rest_is_split_off_from_512_bytes() -> None:
 def test_a_tail_of_1_mib_is_not_split_off_and_counts_as_allocated() -> None:
     assert replay(events(19)) == Reserved(20 * MIB, 20 * MIB)
     assert replay(events(19 - 1 / 2048)) == Reserved(19 * MIB - 512, 20 * MIB)
-    assert replay(events(19), expandable=True) == Reserved(19 * MIB, 20 * MIB)  # split from 512 bytes
+    assert replay(events(19), EXPANDABLE) == Reserved(19 * MIB, 20 * MIB)  # split from 512 bytes
 
 
 def test_what_is_released_is_used_again_without_a_new_segment() -> None:
@@ -92,7 +104,7 @@ def test_segments_do_not_merge_with_each_other() -> None:
 
 
 def test_the_smallest_free_block_that_fits_is_taken_and_of_equals_the_lowest() -> None:
-    pool = Pool(is_small=False, expandable=False)
+    pool = Pool(is_small=False, settings=DEFAULT)
     blocks = [pool.take(size * MIB) for size in (40, 20, 30, 20)]
     for block in blocks:
         pool.release(block)
@@ -108,17 +120,17 @@ def test_fragments_that_one_growing_segment_avoids() -> None:
     """Two segments that are free, 24 and 26 MiB, serve no 50; one that grew to 50 does. Pages are 20 MiB, so 60."""
     grown = events(24, 26, -1, -2, 50)
     assert replay(grown).reserved_bytes == 100 * MIB
-    assert replay(grown, expandable=True) == Reserved(50 * MIB, 60 * MIB)
-    assert replay(events(24, -1, 26, -2, 50), expandable=True).reserved_bytes == 60 * MIB  # it grows where it is free
+    assert replay(grown, EXPANDABLE) == Reserved(50 * MIB, 60 * MIB)
+    assert replay(events(24, -1, 26, -2, 50), EXPANDABLE).reserved_bytes == 60 * MIB  # it grows where it is free
 
 
 def test_a_growing_segment_has_pages_of_2_mib_for_small_requests() -> None:
-    assert replay(events(1, 1, 0.5), expandable=True) == Reserved(int(2.5 * MIB), 4 * MIB)
+    assert replay(events(1, 1, 0.5), EXPANDABLE) == Reserved(int(2.5 * MIB), 4 * MIB)
 
 
 def test_the_end_that_can_grow_is_taken_last() -> None:
     """For best fit it counts as large as it could become: 30 MiB inside are cut for 10, the 15 at the end stay."""
-    pool = Pool(is_small=False, expandable=True)
+    pool = Pool(is_small=False, settings=EXPANDABLE)
     inside = pool.take(30 * MIB)
     pool.take(15 * MIB)
     pool.release(inside)
@@ -126,6 +138,108 @@ def test_the_end_that_can_grow_is_taken_last() -> None:
     assert pool.take(10 * MIB).address == 0
     assert pool.take(40 * MIB).address == 45 * MIB
     assert pool.reserved_bytes == 100 * MIB  # 15 free at the end and two pages more
+
+
+LIMITED = Settings(max_split=40 * MIB)
+
+
+def test_a_block_beyond_the_limit_is_neither_split_nor_taken_for_less() -> None:
+    assert replay(events(50, -1, 38), LIMITED).reserved_bytes == 88 * MIB
+    assert replay(events(50, -1, 38)).reserved_bytes == 50 * MIB
+    assert replay(events(58, -1, 42), LIMITED) == Reserved(58 * MIB, 58 * MIB), "taken whole"
+    assert replay(events(38, -1, 25, 12), LIMITED).reserved_bytes == 38 * MIB, "below the limit, split as ever"
+
+
+def test_a_block_beyond_the_limit_wastes_less_than_20_mib() -> None:
+    assert replay(events(62, -1, 42), LIMITED).reserved_bytes == 104 * MIB
+    assert replay(events(61.5, -1, 42.5), LIMITED).reserved_bytes == 62 * MIB
+
+
+def test_the_growing_segment_gives_its_end_even_beyond_the_limit() -> None:
+    """Best fit refuses 60 MiB for 30, but the segment grows by nothing and its end is cut."""
+    grown = Settings(expandable=True, max_split=40 * MIB)
+    assert replay(events(60, -1, 30, 30), grown) == Reserved(60 * MIB, 60 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("size", "divisions", "rounded"),
+    [
+        (1200, 4, 1536),  # too small for 4 steps of 512 bytes: a multiple of 512
+        (1200 * 1024, 4, 1280 * 1024),  # as torch's own example has it
+        (1024 * 1024, 4, 1024 * 1024),
+        (1025 * 1024, 2, 1536 * 1024),
+        (2047 * 1024, 8, 2048 * 1024),
+        (1025 * 1024, 1, 1025 * 1024),
+        (1025 * 1024, 0, 1025 * 1024),
+    ],
+)
+def test_requests_are_rounded_up_to_a_share_between_powers_of_two(size: int, divisions: int, rounded: int) -> None:
+    allocator = Allocator(Settings(expandable=True, divisions=(divisions,) * 16))  # splits off any rest
+    allocator.take(0, size)
+    assert allocator.allocated_bytes == rounded
+
+
+def test_each_doubling_has_divisions_of_its_own() -> None:
+    settings = Settings(expandable=True, divisions=(1, 2, *(1,) * 14))  # for requests from 2 to 4 MiB alone
+    assert replay([(0, MIB + 600)], settings).allocated_bytes == MIB + 1024
+    assert replay([(0, 2 * MIB + 600)], settings).allocated_bytes == 3 * MIB
+    assert replay([(0, 4 * MIB + 600)], settings).allocated_bytes == 4 * MIB + 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("", DEFAULT),
+        ("expandable_segments:True", EXPANDABLE),
+        (" max_split_size_mb : 64 , expandable_segments : True,", Settings(True, 64 * MIB)),
+        ("expandable_segments:True,expandable_segments:False", DEFAULT),
+        ("backend:native", DEFAULT),
+        ("roundup_power2_divisions:8,max_split_size_mb:20", Settings(False, 20 * MIB, (8,) * 16)),
+        ("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]", Settings(divisions=(1,) * 9 + (2,) + (8,) * 6)),
+        ("roundup_power2_divisions:[4:2,32:0]", Settings(divisions=(2, 2, 2) + (0,) * 13)),
+        ("roundup_power2_divisions:[1048576:4]", Settings(divisions=(4,) * 16)),
+        ("roundup_power2_divisions:[>:4]", Settings(divisions=(4,) * 16)),
+    ],
+)
+def test_settings_that_the_replay_models(text: str, settings: Settings) -> None:
+    assert read_settings({"PYTORCH_ALLOC_CONF": text}) == (settings, [])
+
+
+@pytest.mark.parametrize(
+    "part", ["garbage_collection_threshold:0.8", "backend:cudaMallocAsync", "pinned_use_background_threads:True", "new"]
+)
+def test_settings_that_the_replay_does_not_model_are_named_in_one_line(part: str) -> None:
+    found, lines = read_settings({"PYTORCH_ALLOC_CONF": f"max_split_size_mb:64,{part}"})
+    assert found == Settings(max_split=64 * MIB)
+    assert lines == [f"PYTORCH_ALLOC_CONF: the replay leaves out {part}: malformed or not modelled"]
+
+
+MALFORMED = [
+    *("expandable_segments:true", "expandable_segments", "expandable_segments:", "max_split_size_mb:19"),
+    *("max_split_size_mb:-1", "max_split_size_mb:abc", "max_split_size_mb", "roundup_power2_divisions:3"),
+    *("roundup_power2_divisions:", "roundup_power2_divisions:[256:1", "roundup_power2_divisions:[256:3]"),
+    *("roundup_power2_divisions:[3:1]", "roundup_power2_divisions:[0:1]", "roundup_power2_divisions:[256]"),
+    *("roundup_power2_divisions:[-4:1]", "max_split_size_mb:" + "9" * 5000),
+]
+
+
+@pytest.mark.parametrize("part", MALFORMED, ids=lambda part: part[:50])
+def test_a_malformed_setting_gives_one_line(part: str) -> None:
+    found, (line,) = read_settings({"PYTORCH_ALLOC_CONF": f"backend:cudaMallocAsync,{part}"})
+    assert found == DEFAULT
+    assert line.endswith(f": the replay leaves out backend:cudaMallocAsync, {part}: malformed or not modelled")
+
+
+def test_the_variable_that_torch_reads_is_read() -> None:
+    """The older name wins wherever it is set, even to nothing; torch itself says which it read."""
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert read_settings(environment) == (DEFAULT, [])
+    environment["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64"
+    assert read_settings(environment) == (Settings(max_split=64 * MIB), [])
+    assert read_settings({}) == (DEFAULT, [])
+    program = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True)
+    assert done.stdout == "max_split_size_mb:64\n"
 
 
 def test_what_cannot_happen_is_an_assertion() -> None:
@@ -172,10 +286,10 @@ def check_blocks(pool: Pool) -> None:
         assert not (a.after is b and a.is_free and b.is_free)  # they would have merged
 
 
-@pytest.mark.parametrize("expandable", [False, True], ids=["native", "expandable"])
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("seed", range(3))
-def test_properties_that_hold_for_any_stream(seed: int, expandable: bool) -> None:
-    allocator, changes = Allocator(expandable), stream(seed)
+def test_properties_that_hold_for_any_stream(seed: int, settings: Settings) -> None:
+    allocator, changes = Allocator(settings), stream(seed)
     for step, requested in enumerate(followed(allocator, changes)):
         assert requested <= allocator.allocated_bytes <= allocator.reserved_bytes
         if step % 50 == 0:
@@ -184,16 +298,16 @@ def test_properties_that_hold_for_any_stream(seed: int, expandable: bool) -> Non
     assert allocator.allocated_bytes == 0
     for pool in (allocator.small, allocator.large):
         assert not any(block.before or block.after for block in pool.blocks.values())  # whole segments
-        assert len(pool.blocks) == 1 or not expandable
+        assert len(pool.blocks) == 1 or not settings.expandable
         check_blocks(pool)
-    assert allocator.reserved_bytes == replay(changes, expandable).reserved_bytes
+    assert allocator.reserved_bytes == replay(changes, settings).reserved_bytes
 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["native", "expandable"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_repeated_stream_soon_reserves_nothing_more(seed: int, expandable: bool) -> None:
     """Native, the second time may: best fit then chooses among segments that the first time had yet to be made."""
-    allocator, changes = Allocator(expandable), stream(seed)
+    allocator, changes = Allocator(Settings(expandable)), stream(seed)
     reserved = []
     for _ in range(4):
         assert list(followed(allocator, changes))[-1] == 0
@@ -211,7 +325,7 @@ def test_what_networks_add_at_64_cubed(overrides: tuple[str, ...]) -> None:
     config.model.in_channels, config.model.classes = 1, 3
     ledger = simulate(config, config.model, evenly(8, int(config.ckpt))).ledger
     peak = ledger.peak_bytes()
-    native, expandable = replay(ledger.events), replay(ledger.events, expandable=True)
+    native, expandable = replay(ledger.events), replay(ledger.events, EXPANDABLE)
     most_native, most_expandable = (1.40, 1.20) if config.ckpt else (1.26, 1.10)  # less to hold, in as many pieces
     assert 1.001 < native.allocated_bytes / peak < 1.005
     assert 1.10 < native.reserved_bytes / peak < most_native

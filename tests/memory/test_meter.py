@@ -62,33 +62,67 @@ def test_after_one_step_later_steps_are_taken_to_be_like_it() -> None:
     assert by_phase((phase, i) for i, phase in enumerate(PHASES))["backward"] == {"first": 3, "steady": 3}
 
 
-def test_cuda_meter_keeps_the_highest_of_later_steps(monkeypatch: pytest.MonkeyPatch, network: Network) -> None:
-    """The allocator's counters are replaced by a script: what is read at a mark belongs to the phase before it."""
-    readings = iter([0, *(10 * s + i for s in range(1, 6) for i in range(6))])
+@pytest.fixture
+def counters(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The allocator's counters follow a script: phase i of step s, from 1 on, peaks at 10 s + i bytes.
+
+    Under the ledger 1000 bytes more. Returns the calls that change the allocator.
+    """
+    readings = iter([0, *(10 * s + i for s in range(1, 9) for i in range(6))])  # i = 5: between two steps
+    calls: list[str] = []
 
     def stats(device: torch.device) -> dict[str, int]:
         n = next(readings)
+        peak = n + (1000 if n < 10 * (STEADY + 1) else 400 if n == 10 * (STEADY + 1) + 1 else 0)
         return {
-            "allocated_bytes.all.peak": n,
-            "requested_bytes.all.peak": n - 1,
-            "reserved_bytes.all.peak": 10**6 if n % 10 == 5 else 2 * n,  # between steps, validation reserves a lot
-            "num_alloc_retries": 1,
+            "allocated_bytes.all.peak": peak,
+            "requested_bytes.all.peak": peak - 1,
+            "reserved_bytes.all.peak": 10**6 if n % 10 == 5 else 2 * peak,  # between steps, validation reserves a lot
+            "num_alloc_retries": 3 + (n > 50),
         }
 
     monkeypatch.setattr(torch.cuda, "memory_stats", stats)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
-    model = network("model=unet_tiny")
-    meter = CudaMeter(model, torch.optim.Adam(model.parameters()))
-    for _ in range(5):
+    return calls
+
+
+def measured(model: UNet3D, steps: int) -> CudaMeter:
+    meter = CudaMeter(model, torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(steps):
         for phase in (*PHASES, "end"):
             meter.mark(phase)
+    return meter
+
+
+def test_cuda_peaks_are_the_highest_of_the_steps_after_the_ledgers(counters: list[str], network: Network) -> None:
+    model = network("model=unet_tiny")
+    meter = measured(model, STEADY + 2)
     found = meter.summary()
-    assert found["phases"]["data"] == {"first": 10, "steady": 50}
-    assert found["phases"]["step"] == {"first": 14, "steady": 54}
-    assert (found["peak_bytes"], found["kind"]) == (54, "cuda allocated")
-    assert (found["requested_bytes"], found["reserved_bytes"]) == (53, 108)
+    assert found["phases"]["data"] == {"steady": 50}, "the first step was the ledger's"
+    assert found["phases"]["forward"] == {"steady": 441}, "of the first step without it"
+    assert tuple(found["phases"]) == PHASES
+    assert (found["peak_bytes"], found["kind"]) == (441, "cuda allocated")
+    assert (found["requested_bytes"], found["reserved_bytes"]) == (440, 882)
     assert (found["retries"], found["device_used_bytes"]) == (1, 700)
     seen = found["ledger"]
     assert seen["categories"]["params"] == seen["peak_bytes"] == sum(p.nbytes for p in model.parameters())
     assert not meter.is_open
+
+
+def test_the_cache_is_emptied_once_before_the_first_step_without_the_ledger(
+    counters: list[str], network: Network
+) -> None:
+    measured(network("model=unet_tiny"), STEADY + 3)
+    marks = len(PHASES) + 1
+    assert counters == ["reset"] * marks * STEADY + ["empty"] + ["reset"] * marks * 3
+
+
+@pytest.mark.parametrize("steps", [1, STEADY])
+def test_a_run_of_the_ledgers_steps_alone_says_so(steps: int, counters: list[str], network: Network) -> None:
+    found = measured(network("model=unet_tiny"), steps).summary()
+    assert found["kind"] == "cuda allocated, observed steps"
+    assert found["phases"]["step"] == {"first": 1014, "steady": 1004 + 10 * steps}
+    assert found["peak_bytes"] == 1004 + 10 * steps and found["requested_bytes"] == 1003 + 10 * steps
+    assert "empty" not in counters and found["retries"] == 3

@@ -95,6 +95,17 @@ def test_an_allocator_that_knows_no_categories_has_plain_bars(draw: Callable[...
     assert f"first step {90 * scale / MIB:,.1f}" in axes.texts[3].get_text()
 
 
+def test_phases_whose_first_step_is_unknown_have_no_mark_for_it(draw: Callable[..., Axes]) -> None:
+    entry = allocator(1e7)
+    for peaks in entry["phases"].values():
+        del peaks["first"]
+    axes = draw(memory_plots.phase_plot, entry)
+    assert not axes.lines and set(legend(axes)) == {"later steps"}
+    assert [text.get_text() for text in axes.texts] == [
+        f"{entry['phases'][phase]['steady'] / MIB:,.1f}" for phase in PHASES
+    ]
+
+
 # --- timeline
 
 

@@ -273,6 +273,14 @@ def test_a_report_keeps_every_language(folder: Path) -> None:
     assert any("übung 日本語 🧠 שלום" in text for text in written(folder).text)
 
 
+def test_a_first_step_that_was_not_measured_is_unknown(folder: Path) -> None:
+    """As in a run on CUDA, where a ledger observed it."""
+    memory = json.loads((folder / "memory.json").read_text())
+    memory["measured"]["phases"] = {"forward": {"steady": 3 * MIB}}
+    (folder / "memory.json").write_text(json.dumps(memory))
+    assert ["forward", "unknown", "3.0"] in written(folder).rows
+
+
 PEAK = {"first": 1, "steady": 7}
 ENTRY = {"peak_bytes": 7, "kind": "ledger", "phases": {"data": {"first": 1, "steady": 7}}}
 ROW = {"bytes": 7, "params": 7, "grads": 0, "optimizer": 0, "activations": 0, "temporaries": 0, "inputs": 0}

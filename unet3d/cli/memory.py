@@ -15,7 +15,7 @@ from unet3d import build, compose
 from unet3d.errors import UserError, escaped
 from unet3d.files import write_csv, write_json, write_text
 from unet3d.memory import analysis, budget, export, tables
-from unet3d.memory.allocator import replay
+from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import ENOUGH, STEADY
 from unet3d.memory.preflight import MemoryEstimate, estimate
 from unet3d.progress import track
@@ -140,7 +140,7 @@ def _layers(subject: MemoryEstimate) -> Table:
     tensors, columns = mib(subject.peak), ["predicted peak of a step", "MiB", "kind"]
     if build.target(subject.config) != "cuda":
         return Table(columns, [["tensors", tensors, "exact (ledger)"]])
-    native, expandable = (replay(subject.ledger.events, expandable=is_expandable) for is_expandable in (False, True))
+    native, expandable = (replay(subject.ledger.events, Settings(is_expandable)) for is_expandable in (False, True))
     rows = [
         ["tensors", tensors, "ledger, not yet verified on CUDA"],
         ["allocated: blocks given out", mib(native.allocated_bytes), "replay"],

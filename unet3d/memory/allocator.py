@@ -1,12 +1,13 @@
 """What torch's CUDA caching allocator would hold for a list of allocations and releases.
 
-A replay by its documented rules on one stream, with default settings: no `max_split_size`, no garbage collection, and
-enough memory, so that nothing cached is ever returned. Segments are assumed to lie at ascending addresses. The order of
-events is the ledger's; another order, or kernels' scratch, may fragment otherwise.
+A replay by its documented rules on one stream, with the native backend, no garbage collection and enough memory, so
+that nothing cached is ever returned. Segments are assumed to lie at ascending addresses. The order of events is the
+ledger's; another order, or kernels' scratch, may fragment otherwise.
 """
 
+import re
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +18,16 @@ SMALL = MIB  # the largest request that the small pool serves
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB  # for requests below OWN_SEGMENT
 OWN_SEGMENT = 10 * MIB  # from here on a segment is as large as its first request, rounded up to SMALL_SEGMENT
+DOUBLINGS = 16  # of a request's size, from 1 MiB to 64 GiB, each with its own number of divisions
+POWERS = {str(2**power): power for power in range(64)}
+
+
+class Settings(NamedTuple):
+    """Those of torch's settings that the replay models; the defaults are torch's."""
+
+    expandable: bool = False  # expandable_segments
+    max_split: int = 2**63  # bytes, max_split_size_mb: larger blocks are not split
+    divisions: tuple[int, ...] = (0,) * DOUBLINGS  # roundup_power2_divisions: steps from a power of two to the next
 
 
 class Reserved(NamedTuple):
@@ -26,10 +37,9 @@ class Reserved(NamedTuple):
     reserved_bytes: int  # of segments
 
 
-def replay(events: Sequence[tuple[int, int]], expandable: bool = False) -> Reserved:
-    """The peaks after (index, bytes gained or lost) in order; `expandable` as `expandable_segments:True`."""
-    allocator = Allocator(expandable)
-    allocated = 0
+def replay(events: Sequence[tuple[int, int]], settings: Settings | None = None) -> Reserved:
+    """The peaks after (index, bytes gained or lost) in order."""
+    allocator, allocated = Allocator(settings or Settings()), 0
     for index, change in events:
         if change > 0:
             allocator.take(index, change)
@@ -37,6 +47,38 @@ def replay(events: Sequence[tuple[int, int]], expandable: bool = False) -> Reser
             allocator.release(index)
         allocated = max(allocated, allocator.allocated_bytes)
     return Reserved(allocated, allocator.reserved_bytes)  # what is reserved never shrinks
+
+
+def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
+    """As torch reads them, the older name first; a line names what the replay leaves out, if anything."""
+    name = "PYTORCH_CUDA_ALLOC_CONF" if "PYTORCH_CUDA_ALLOC_CONF" in environment else "PYTORCH_ALLOC_CONF"
+    text, found, left_out = "".join(environment.get(name, "").split()), Settings(), list[str]()
+    for part in filter(None, re.split(r",(?![^\[]*\])", text)):  # not at commas within brackets
+        key, _, value = part.partition(":")
+        try:
+            if key == "expandable_segments":
+                found = found._replace(expandable=("False", "True").index(value) == 1)
+            elif key == "max_split_size_mb" and int(value) * MIB >= LARGE_SEGMENT:  # torch takes no less
+                found = found._replace(max_split=int(value) * MIB)
+            elif key == "roundup_power2_divisions":
+                found = found._replace(divisions=_divisions(value))
+            elif part != "backend:native":
+                left_out.append(part)
+        except (KeyError, ValueError):
+            left_out.append(part)
+    return found, [f"{name}: the replay leaves out {', '.join(left_out)}: malformed or not modelled"] * bool(left_out)
+
+
+def _divisions(text: str) -> tuple[int, ...]:
+    """Of each doubling, from `4` or `[256:1,512:2,>:8]`: for sizes from so many MiB, or the rest. As torch reads it."""
+    found, last = [0] * DOUBLINGS, -1
+    pairs = text[1 : text.index("]")].split(",") if text.startswith("[") else [f">:{text}"]
+    for start, _, number in (pair.partition(":") for pair in pairs):
+        index = max(last, 0) if start == ">" else min(POWERS[start], DOUBLINGS - 1)
+        begin, end = 0 if last < 0 else index, DOUBLINGS if start == ">" else index + 1
+        found[begin:end] = [int(number) and 2 ** POWERS[number]] * (end - begin)
+        last = last if start == ">" else index
+    return tuple(found)
 
 
 def rounded(size: int, unit: int) -> int:
@@ -58,8 +100,9 @@ class Block:
 class Allocator:
     """Both pools, and who holds which block."""
 
-    def __init__(self, expandable: bool) -> None:
-        self.small, self.large = Pool(is_small=True, expandable=expandable), Pool(is_small=False, expandable=expandable)
+    def __init__(self, settings: Settings) -> None:
+        self.small, self.large = Pool(is_small=True, settings=settings), Pool(is_small=False, settings=settings)
+        self.divisions = settings.divisions
         self.held: dict[int, tuple[Pool, Block]] = {}
         self.allocated_bytes = 0
 
@@ -70,7 +113,9 @@ class Allocator:
     def take(self, index: int, size: int) -> None:
         assert size > 0, "a request for nothing"
         assert index not in self.held, f"{index} is held already"
-        size = rounded(size, ROUND)
+        power = size.bit_length() - 1
+        divisions = self.divisions[min(max(power - 20, 0), DOUBLINGS - 1)]  # below 1 MiB those of the first doubling
+        size = rounded(size, 2**power // divisions if 1 < divisions < size / ROUND else ROUND)
         pool = self.small if size <= SMALL else self.large
         block = pool.take(size)
         self.held[index] = pool, block
@@ -86,8 +131,9 @@ class Allocator:
 class Pool:
     """Segments for small or for large requests. `free` holds (size, address) in ascending order."""
 
-    def __init__(self, is_small: bool, expandable: bool) -> None:
-        self.splits_any, self.expandable = is_small or expandable, expandable
+    def __init__(self, is_small: bool, settings: Settings) -> None:
+        self.splits_any, self.expandable = is_small or settings.expandable, settings.expandable
+        self.max_split = settings.max_split
         self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
         self.reserved_bytes = 0
         self.free: list[tuple[int, int]] = []
@@ -104,7 +150,7 @@ class Pool:
             block = self._segment(self.page if size < OWN_SEGMENT else rounded(size, SMALL_SEGMENT))
         block.is_free = False
         rest = block.size - size
-        if rest >= ROUND if self.splits_any else rest > SMALL:
+        if rest >= ROUND if self.splits_any else rest > SMALL and size < self.max_split:
             self._split(block, size)
         return block
 
@@ -122,7 +168,8 @@ class Pool:
         at = bisect_left(self.free, (size, 0))
         if self.expandable and at + 1 < len(self.free) and self.blocks[self.free[at][1]] is self._last:
             at += 1
-        return at if at < len(self.free) else None
+        limit = self.max_split if size < self.max_split else size + LARGE_SEGMENT  # of what is wasted without a split
+        return at if at < len(self.free) and self.free[at][0] < limit else None
 
     def _segment(self, size: int, before: Block | None = None) -> Block:
         """A new block at the end: a segment of its own, or more of the segment whose last block is `before`."""
@@ -139,7 +186,7 @@ class Pool:
         if last is None or not last.is_free:
             return self._segment(rounded(size, self.page), last)
         self.free.remove((last.size, last.address))
-        more = rounded(size - last.size, self.page)
+        more = rounded(max(0, size - last.size), self.page)  # it may be there and too large to be split
         last.size += more
         self.reserved_bytes += more
         return last

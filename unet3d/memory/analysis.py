@@ -17,7 +17,7 @@ from unet3d.train.step import PHASES
 
 ADAM = 16  # bytes per parameter in float32: weight 4, gradient 4, two moments 8
 Sizes = dict[int | None, set[int]]  # level -> voxels of the maps that convolutions make there
-PhaseBytes = dict[str, dict[str, int]]  # phase -> bytes in the "first" step and in later ones, "steady"
+PhaseBytes = dict[str, dict[str, int]]  # phase -> bytes in the "first" step, where known, and in later ones, "steady"
 
 
 def summarise_ledger(ledger: Ledger) -> dict[str, Any]:

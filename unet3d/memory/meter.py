@@ -87,19 +87,24 @@ class LedgerMeter:
 class CudaMeter(LedgerMeter):
     """Peak bytes that torch's CUDA allocator gave out between two marks: host counters, so nothing is synchronised.
 
-    The ledger of the first steps adds categories and modules, but sees no workspaces of kernels and no rounding.
+    The ledger of the first steps adds categories and modules, but sees no workspaces of kernels and no rounding. While
+    it observes, autograd adds no gradients in place, so the allocator's peaks are those of the steps after it.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, optimizer)
         self.highest = {"requested_bytes": 0, "reserved_bytes": 0}
-        self.retries = 0
+        self.retries, self._earlier_retries, self.is_observed = 0, 0, True  # the peaks are of steps under the ledger
         self._phase, self._peaks = "before", dict[str, int]()  # of the current step
         self._steps: list[dict[str, int]] = []  # peaks of the first step, and the highest of the later ones
 
     def mark(self, phase: str) -> None:
         stats, last = torch.cuda.memory_stats(self.device), self._phase
-        self.retries = stats["num_alloc_retries"]
+        if self.is_observed and self.steps >= STEADY:  # the first step without the ledger begins
+            torch.cuda.empty_cache()  # of what the others cached
+            self.is_observed, self._steps, self._earlier_retries = False, [{}], stats["num_alloc_retries"]
+            self.highest = dict.fromkeys(self.highest, 0)
+        self.retries = stats["num_alloc_retries"] - self._earlier_retries
         if last in PHASES:  # validation and whatever else runs between steps is not in the step's peak
             self._peaks[last] = max(stats["allocated_bytes.all.peak"], self._peaks.get(last, 0))
             for name in self.highest:
@@ -113,11 +118,15 @@ class CudaMeter(LedgerMeter):
             self._peaks = {}
 
     def summary(self) -> dict[str, Any]:
-        phases = first_and_steady(self._steps)
+        """As that of the ledger, under "ledger"; no phase has a "first", unless all steps were observed: see `kind`."""
         free, total = torch.cuda.mem_get_info(self.device)
+        if self.is_observed:
+            phases, kind = first_and_steady(self._steps), "cuda allocated, observed steps"
+        else:
+            phases, kind = {name: {"steady": peak} for name, peak in self._steps[-1].items()}, "cuda allocated"
         return {
             "peak_bytes": max((peak for phase in phases.values() for peak in phase.values()), default=0),
-            "kind": "cuda allocated",
+            "kind": kind,
             "phases": phases,
             **self.highest,
             "retries": self.retries,

@@ -12,7 +12,7 @@ import torch
 from unet3d import build, compose
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
-from unet3d.memory.allocator import replay
+from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.analysis import LayerCount, layer_counts
 from unet3d.memory.budget import PASSES, Option, refuse_over_budget
 from unet3d.memory.ledger import Ledger
@@ -100,11 +100,12 @@ def preflight(config: Config, options: Model) -> Preflight:
         peaks = f"predicted peak of a step {mib(peak)} MiB (ledger), {moment(found)}"
         print(f"{parameters:,} parameters; {peaks}", flush=True)
         if is_cuda:
-            conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-            allocated, reserved = replay(meter.ledger.events, "expandable_segments:true" in conf.lower())
+            settings, left_out = read_settings(os.environ)
+            allocated, reserved = replay(meter.ledger.events, settings)
             found |= {"allocated_bytes": allocated, "reserved_bytes": reserved}
-            print(f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay),")
-            print("without convolution workspaces and the context; not yet verified on a GPU", flush=True)
+            on_cuda = f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay),"
+            without = "without convolution workspaces and the context; not yet verified on a GPU"
+            print(on_cuda, without, *left_out, sep="\n", flush=True)
         refuse_over_budget(Option((), "nothing", config, options, peak, fraction / PASSES))
         location, validation = peak_location(found), validation_peak(config, options, found["state"]["optimizer"])
         lines = [sentence(location, peak)]

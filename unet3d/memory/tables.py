@@ -40,7 +40,8 @@ def sentence(advice: Entry, peak: int) -> str:
 
 def phases(entry: Entry) -> Table:
     """A row a phase: its peak, and where known the bytes alive as it ends, in the first step and in later ones."""
-    rows = [[phase, mib(peak["first"]), mib(peak["steady"])] for phase, peak in entry["phases"].items()]
+    firsts = {phase: mib(peak["first"]) if "first" in peak else "unknown" for phase, peak in entry["phases"].items()}
+    rows = [[phase, firsts[phase], mib(peak["steady"])] for phase, peak in entry["phases"].items()]
     columns = ["phase", "peak, first step (MiB)", "peak, later steps (MiB)"]
     if not (ends := entry.get("phase_ends")):
         return Table(columns, rows)

@@ -52,7 +52,8 @@ def write_ledger_files(ledger: "Ledger", name: str, folder: Path) -> None:
 def phase_plot(entry: Mapping[str, Any], path: Path) -> None:
     """Bars of each phase's peak in later steps, by category if a ledger measured it, and a mark for the first step."""
     names = list(entry["phases"])
-    first, later = (np.array([entry["phases"][name][when] for name in names]) / MIB for when in ("first", "steady"))
+    peaks = [entry["phases"][name] for name in names]  # where no first step is known, it counts as a later one
+    first, later = (np.array([p.get(when, p["steady"]) for p in peaks]) / MIB for when in ("first", "steady"))
     shown = list(map(plain, names))
     figure = blank(WIDTH, 1.6 + 0.42 * len(names))
     axes = figure.subplots()
@@ -61,7 +62,8 @@ def phase_plot(entry: Mapping[str, Any], path: Path) -> None:
         stack = _stack([[kinds[name][kind] for name in names] for kind in KINDS])
     for label, colour, sizes, below in stack:
         axes.barh(shown, sizes, 0.66, left=below, color=colour, label=label)
-    axes.plot(first, shown, "D", color="black", mec="white", markersize=7, label="first step")
+    if any("first" in p for p in peaks):
+        axes.plot(first, shown, "D", color="black", mec="white", markersize=7, label="first step")
     for row, (one, other) in enumerate(zip(first, later, strict=True)):
         text = f"{other:,.1f}" + (f" (first step {one:,.1f})" if one > other else "")
         axes.annotate(text, (max(one, other), row), (8, 0), textcoords="offset points", va="center", fontsize=9)

@@ -28,7 +28,7 @@ LARGEST = 2**53  # of a number: more bytes are not exact in a picture
 MOST_ITEMS, MOST_PHASES = 500, 20  # of a list or a text, and of a step, in memory.json
 BYTES = dict.fromkeys(NAMES, int)
 PEAKS = {"first": int, "steady": int}
-STEP = {"peak_bytes": int, "kind": str, "phases": {...: PEAKS}}
+STEP = {"peak_bytes": int, "kind": str, "phases": {...: {"steady": int}}}  # and a "first", where it is known
 DETAILS = {
     "moment": {"words": str, "operation": str},
     "categories": {...: int},
@@ -203,6 +203,7 @@ def _is_step(entry: Any) -> bool:
     phases = [entry[key].keys() for key in ("phases", "phase_ends", "phase_categories") if key in entry]
     is_whole = entry["peak_bytes"] > 0 and all(keys == phases[0] for keys in phases) and len(phases[0]) <= MOST_PHASES
     is_whole = is_whole and ("layers" not in entry or "moment" in entry)
+    is_whole = is_whole and all(fits(peaks.get("first", 0), int) for peaks in entry["phases"].values())
     return is_whole and ("ledger" not in entry or _is_step(entry["ledger"]))
 
 

@@ -212,7 +212,7 @@ class Run:
         for name in ("phases", "timeline", "layers"):
             if (path := pictures / f"memory_{name}.png").exists():
                 self.loggers.image(f"memory/{name}_picture", path, self.trainer.step)
-        rows = [[phase, peaks["first"], peaks["steady"]] for phase, peaks in measured["phases"].items()]
+        rows = [[phase, peaks.get("first"), peaks["steady"]] for phase, peaks in measured["phases"].items()]
         self.loggers.table("memory/phases", ["phase", "first step (bytes)", "later steps (bytes)"], rows)
         for name in ("levels", "layers"):
             head = [key if key in ("level", "module", "bytes") else f"{key} (bytes)" for key in ledger[name][0]]
