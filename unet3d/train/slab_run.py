@@ -268,7 +268,8 @@ class _Run:
                     continue
                 if layer not in self.known:  # the numbers that the model would draw
                     device = next(unit.parameters()).device
-                    self.known[layer] = F.dropout3d(torch.ones(*raw.shape[:2], 1, 1, 1, device=device), layer.p)
+                    ones = torch.ones(*raw.shape[:2], 1, 1, 1, dtype=self.dtype, device=device)
+                    self.known[layer] = F.dropout3d(ones, layer.p)
             raw = self.node(layer, raw)
         return raw
 

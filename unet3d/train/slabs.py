@@ -175,7 +175,9 @@ def _slab(
     found = torch.autograd.grad(x, [*wanted, *others], gradient.to(x.dtype))
     if sums is not None:
         sums.add(others, found[len(wanted) :])
-    return found[: len(wanted)]
+    # A sum gives both of its terms the same gradient: a sink may change only its own.
+    storages = [g.untyped_storage()._cdata for g in found[: len(wanted)]]
+    return [g.clone() if storages[i] in storages[:i] else g for i, g in enumerate(found[: len(wanted)])]
 
 
 class _Sums:
