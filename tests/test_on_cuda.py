@@ -40,7 +40,7 @@ def test_a_row_that_fails_is_a_line_and_the_others_go_on(tmp_path: Path) -> None
     ]
     tensors, requested, error = memory[1:4]
     assert (tensors, error) == (requested, "+0.00%"), "the prediction is the ledger's"
-    assert network[0] == "unet3d unet" and network[2] == lever[2] == "1.000"
+    assert network[0] == "unet3d model=unet" and network[2] == lever[2] == "1.000"
     assert float(network[1]) > 0 and float(lever[1]) > 0
     assert 0 < float(shares[1].strip("%")) < 100 and shares[2].count("%") == 5
     page = (tmp_path / "on_cuda.md").read_text()

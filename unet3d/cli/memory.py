@@ -17,7 +17,8 @@ from unet3d.files import write_csv, write_json, write_text
 from unet3d.memory import analysis, budget, export, tables
 from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import ENOUGH, STEADY
-from unet3d.memory.preflight import MemoryEstimate, estimate
+from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
+from unet3d.memory.segments import choose_segments
 from unet3d.progress import track
 from unet3d.report import memory_plots, report
 from unet3d.report.loggers import WIDE, paper, plain_text, terminal_table
@@ -110,6 +111,7 @@ def _parts(
         for g in groups
     ]
     yield "At the peak, the largest groups of tensors", Table(["tensors", "for", "MiB", "share"], rows)
+    yield from _levers(subject)
     yield "What parameters cost", tables.state(entry, subject.parameters)
     weights = sum(p.nbytes for p in subject.meter.model.parameters())
     found = analysis.usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
@@ -121,13 +123,31 @@ def _parts(
         yield from _paradoxes(subject, relatives)
 
 
+def _levers(subject: MemoryEstimate) -> Iterator[tuple[str, Table]]:
+    """What each way to save memory takes away, or would."""
+    if subject.dtype is not torch.float32:
+        return
+    config, options, peak = subject.config, subject.options, subject.peak
+    without = budget.without_levers(config, options, choose_segments(config, options).segment_starts)
+    if without:
+        yield "What each way to save memory takes away (predicted)", tables.levers(without, peak)
+    others = budget.levers(budget.Option((), "nothing", config, options))
+    rows = []
+    for o in others:
+        less, again = peak - o.peak_bytes, f"{o.recompute_fraction:+.0%}"
+        rows.append([*o.overrides, mib(o.peak_bytes), mib(less), percent(less, peak), again, o.changes])
+    columns = ["way", "peak with it (MiB)", "takes away (MiB)", "share", "FLOPs", "changes"]
+    yield "Each further way to save memory, by itself (predicted)", Table(columns, rows)
+
+
 def _summary(subject: MemoryEstimate) -> str:
     config, dtype = subject.config, build.policy(subject.config, "cpu", ()).dtype
     many = "any number of" if config.ckpt == "auto" else f"at most {config.ckpt}"
+    work = f"{many} checkpointed segments" if config.ckpt else ", ".join(slab_words(config)) or "no checkpointing"
     return (
         f"{subject.name}: {subject.parameters:,} parameters; patch {'x'.join(map(str, config.data.patch))}, "
         f"batch {config.batch}, {f'amp {_dtype(dtype)}' if dtype else _dtype(subject.dtype)}, "
-        f"{f'{many} checkpointed segments' if config.ckpt else 'no checkpointing'}, on {build.target(config)}"
+        f"{work}, on {build.target(config)}"
     )
 
 

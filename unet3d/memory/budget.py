@@ -18,6 +18,7 @@ from unet3d.progress import track
 from unet3d.types import budget_bytes, mib
 
 PASSES = 3  # forward passes in a step's FLOPs: backward counts as two
+LEVERS = ((True, 0), (False, "auto"))  # lean, slab
 SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, that are still suggested
 CHANGES = {"nothing": 0, "rounding": 0, "statistics": 1, "the network": 2, "the patch": 3}  # in the result, by rank
 GROUPS, SUGGESTIONS = 5, 4  # lines after out of memory
@@ -44,6 +45,10 @@ class Option(NamedTuple):
 @memoized
 def simulated(option: Option) -> Option:
     """The option as a run takes it: with the segments that it chooses, and the peak of its second step."""
+    if option.config.lean or option.config.slab:
+        ledger = simulate(option.config, option.model, (), steps=ENOUGH).ledger
+        again = segments.convolved_again(ledger, option.config, option.model)
+        return Option(*option[:4], ledger.peak_bytes(), again / PASSES)
     segment_starts, fraction = segments.choose_segments(option.config, option.model)
     peak = segments.profile_stages(option.config, option.model).peak
     if segment_starts:
@@ -51,10 +56,49 @@ def simulated(option: Option) -> Option:
     return Option(*option[:4], peak, fraction / PASSES, max(1, len(segment_starts)))
 
 
+def without_levers(config: Config, options: Model, segment_starts: segments.SegmentStarts) -> dict[str, int]:
+    """The peak of the same step without each way to save memory that it uses, by the word for that."""
+    plain, parts = replace(config, lean=False, slab=0, ckpt=0), config.accumulate
+    ways: list[tuple[bool, str, Config]] = [
+        (config.amp, "amp=true", replace(config, amp=False)),
+        (parts > 1, f"accumulate={parts}", replace(config, batch=config.batch * parts, accumulate=1)),
+        (bool(segment_starts), f"ckpt={config.ckpt}", plain),
+        (config.lean, "lean=true", plain),
+        (bool(config.slab), f"slab={config.slab}", plain),
+    ]
+    found = {}
+    for is_used, word, way in ways:
+        if is_used and way is plain:
+            found[word] = segments.profile_stages(plain, options).peak
+        elif is_used:
+            found[word] = simulate(way, options, segment_starts, steps=ENOUGH).ledger.peak_bytes()
+    return found
+
+
+def levers(asked: Option) -> list[Option]:
+    """What the step needs with each further way to save memory, by itself, that changes rounding at most."""
+    config = asked.config
+    ways = [("amp=true", replace(config, amp=True))]
+    if not (config.ckpt or config.lean or config.slab):
+        ways += [("ckpt=2", replace(config, ckpt=2)), ("lean=true", replace(config, lean=True))]
+        ways += [("slab=auto", replace(config, slab="auto"))]
+    new = [(word, way) for word, way in ways if way != config and is_allowed(way, asked.model)]
+    return [
+        simulated(Option((word,), "nothing" if word == "ckpt=2" else "rounding", way, asked.model))
+        for word, way in track(new, "ways to save memory", len(new))
+    ]
+
+
 def search(asked: Option) -> list[Option]:
-    """Mixed precision x batch in parts x lean operations x segments, the cheapest first; peaks are estimated."""
+    """Mixed precision x batch in parts x (slabs, or lean operations x segments), the cheapest first.
+
+    Peaks of segments are estimated, others simulated.
+    """
     found, ways, ckpt = list[Option](), list(_unsegmented(asked)), asked.config.ckpt
     for way in track(ways, "ways to take the step", len(ways)):
+        if way.config.lean or way.config.slab:
+            found.append(simulated(way))
+            continue
         profile = segments.profile_stages(way.config, way.model)
         found.append(way._replace(overrides=way.overrides + ("ckpt=0",) * (ckpt != 0), peak_bytes=profile.peak))
         words, config = way.overrides + ("ckpt=auto",) * (ckpt != "auto"), replace(way.config, ckpt="auto")
@@ -65,13 +109,18 @@ def search(asked: Option) -> list[Option]:
 
 
 def _unsegmented(asked: Option) -> Iterator[Option]:
-    """Mixed precision x batch in parts x lean operations, without checkpointing."""
+    """Mixed precision x batch in parts x (slabs, or lean operations), without checkpointing."""
     config, parts, lean = asked.config, asked.config.batch * asked.config.accumulate, lean_operation(asked.model)
     batches = [batch for batch in range(config.batch, 0, -1) if config.batch % batch == 0]
-    for amp, batch, (word, model) in product(sorted({config.amp, True}), batches, [("", asked.model), *lean]):
-        changed = replace(config, amp=amp, batch=batch, accumulate=parts // batch, ckpt=0)
-        rounds, splits = amp != config.amp, batch != config.batch
-        words = ("amp=true",) * rounds + (f"batch={batch}", f"accumulate={parts // batch}") * splits
+    own = [(False, 0, word, model) for word, model in [("", asked.model), *lean]]
+    levers = [*own, *((is_lean, slab, "", asked.model) for is_lean, slab in LEVERS)]
+    for amp, batch, (is_lean, slab, word, model) in product(sorted({config.amp, True}), batches, levers):
+        changed = replace(config, amp=amp, batch=batch, accumulate=parts // batch, ckpt=0, lean=is_lean, slab=slab)
+        rounds = amp != config.amp or (is_lean, slab) != (config.lean, config.slab)
+        splits, is_in_slabs = batch != config.batch, bool(is_lean or slab)
+        words = ("amp=true",) * (amp != config.amp) + (f"batch={batch}", f"accumulate={parts // batch}") * splits
+        words += (f"lean={is_lean}".lower(),) * (is_lean != config.lean) + (f"slab={slab}",) * (slab != config.slab)
+        words += ("ckpt=0",) * (is_in_slabs and config.ckpt != 0)
         changes = "statistics" if splits and sees_the_batch(config, model) else "rounding" if rounds else "nothing"
         if is_allowed(changed, model):
             yield Option(asked.overrides + words + (word,) * bool(word), changes, changed, model)

@@ -1,7 +1,7 @@
 """Memory before a run: estimates of configs, and what a run prints before it starts."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +14,7 @@ from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.analysis import LayerCount, layer_counts
-from unet3d.memory.budget import PASSES, Option, refuse_over_budget
+from unet3d.memory.budget import PASSES, Option, refuse_over_budget, without_levers
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
 from unet3d.memory.segments import choose_segments, predicted
@@ -109,15 +109,28 @@ def preflight(config: Config, options: Model) -> Preflight:
         refuse_over_budget(Option((), "nothing", config, options, peak, fraction / PASSES))
         location, validation = peak_location(found), validation_peak(config, options, found["state"]["optimizer"])
         lines = [sentence(location, peak)]
+        without = without_levers(config, options, segment_starts)
+        if without:
+            saved = ", ".join(f"without {word} {mib(size)}" for word, size in without.items())
+            lines.append(f"{saved} MiB (ledger, predicted)")
         if segment_starts:
             lines.append(f"checkpointed segments: {segment_names(names, segment_starts)}")
+        lines += slab_words(config)
         if validation > peak:
             lines.append(f"validation needs more than a step: {mib(validation)} MiB (ledger, predicted)")
         print(*lines, sep="\n", flush=True)
         counter.advance()
-    memory = {"parameters": parameters, "predicted": found, "advice": location}
-    memory |= {"predicted_validation_bytes": validation, "segments": [names[start] for start in segment_starts]}
+    memory: dict[str, Any] = {"parameters": parameters, "predicted": found, "advice": location}
+    memory |= {"predicted_validation_bytes": validation, "without": without}
+    memory["segments"] = [names[start] for start in segment_starts] or list(slab_words(config))
     return Preflight(segment_starts, memory)
+
+
+def slab_words(config: Config) -> Iterator[str]:
+    """How a step runs in slabs, if it does."""
+    if (found := build.slabs(config)) is not None:
+        kept = "raw maps are kept" if found.is_lean else "maps are made again"
+        yield f"slabs of {found.rows} rows along {'DHW'[found.axis - 2]}; {kept}"
 
 
 def segment_names(names: list[str], segment_starts: SegmentStarts) -> str:

@@ -188,6 +188,14 @@ def recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> 
     return sum(profile.flops[: segment_starts[-1]]) / max(1, sum(profile.flops)) if segment_starts else 0
 
 
+def convolved_again(ledger: Ledger, config: Config, options: Model) -> float:
+    """The same of a step in slabs, whose ledger is given: what it convolves more than a plain forward pass."""
+    spans, plain = {name: (a, b) for name, a, b in last_step(ledger)}, replace(config, lean=False, slab=0)
+    begin, end = spans["forward"][0], spans["backward"][1]
+    made = sum(count for event, _, count in ledger.convolutions if begin <= event <= end)
+    return made / max(1, sum(profile_stages(plain, options).flops)) - 1
+
+
 def simulated_peak(config: Config, options: Model, profile: StageProfile, segment_starts: SegmentStarts) -> int:
     """Of later steps, from a first one with a plain optimizer, which changes the update alone; no segment does."""
     plain = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)

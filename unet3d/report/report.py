@@ -149,7 +149,14 @@ def what_ran(run: RunFolder) -> str:
         model, patch = found["model"], "x".join(map(str, found["data"]["patch"]))
         network = model.get("path") or "U-Net " + "-".join(map(str, model["features"]))
         work = f"{found['steps']} steps of {found['batch'] * found['accumulate']} patches of {patch} voxels"
-        how = f"AMP {'on' if found['amp'] else 'off'}, checkpointing {found['ckpt'] or 'off'}, seed {found['seed']}"
+        ways = {
+            "AMP": found["amp"],
+            "lean": found.get("lean"),
+            "slab": found.get("slab"),
+            "checkpointing": found["ckpt"],
+        }
+        words = [f"{name} {'on' if value is True else value or 'off'}" for name, value in ways.items()]
+        how = f"{', '.join(words)}, seed {found['seed']}"
         return f"{network} on {found['data']['format']}, {work}, {how}"
     except (AttributeError, KeyError, TypeError):  # not a whole config
         return ""
@@ -189,6 +196,7 @@ def _memory(run: RunFolder) -> list[str]:
         element("p", f"{run.memory_kind.capitalize()} ({entry['kind']}): peak bytes of a step, in MiB (2^20 bytes)."),
         element("p", _prediction(run)),
         element("p", tables.sentence(advice, predicted["peak_bytes"]) if advice and predicted else ""),
+        html_table(*tables.levers(run.memory.get("without", {}), predicted["peak_bytes"] if predicted else 0)),
         html_table(*tables.phases(entry)),
         picture(pictures / "memory_phases.png", "peak memory per phase, by category"),
         element("p", moment),

@@ -97,7 +97,7 @@ def forget_after(metrics: Path, step: int, validated: int) -> int:
 def read_memory(folder: Path) -> dict[str, Any]:
     """memory.json without what is damaged; empty if there is none."""
     found = _object(read_text(folder / "memory.json"))
-    shapes = {"parameters": int, "error_bytes": int, "rehearsed": str, "advice": ADVICE}
+    shapes = {"parameters": int, "error_bytes": int, "rehearsed": str, "advice": ADVICE, "without": {...: int}}
     is_sound = {key: fits(found.get(key), shape) for key, shape in shapes.items()}
     is_sound |= {kind: _is_step(found.get(kind)) for kind in KINDS}
     if is_sound["advice"]:

@@ -139,10 +139,10 @@ class Normalised(Node):
     def compute(self, first: int, end: int, *rows: Tensor) -> Tensor:
         layer = self.layer
         mean, scale = (spread(t, self.shape[1]) for t in self.statistics[:2])
-        bias = torch.zeros_like(mean)
-        if layer.weight is not None:
-            scale = scale * layer.weight.view(1, -1, 1, 1, 1)
-            bias = layer.bias.view(1, -1, 1, 1, 1).to(mean.dtype)
+        if layer.weight is None:
+            bias = torch.zeros_like(mean)
+        else:
+            scale, bias = scale * layer.weight.view(1, -1, 1, 1, 1), layer.bias.view(1, -1, 1, 1, 1).to(mean.dtype)
         result: Tensor = _Affine.apply(rows[0], mean, scale, bias)
         return result
 

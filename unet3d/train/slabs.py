@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from unet3d.train.rows import Convolved, Node, Normalised, Rows, Span, Statistics, Stored, spread, stored
 
@@ -35,8 +36,9 @@ def statistics(norm: Any, raw: Tensor) -> Statistics:
     grouped = raw.view(shape[0], groups, shape[1] // groups, *shape[2:])
     axes = (0, 2, 3, 4, 5) if is_batch else (2, 3, 4, 5)
     exact = torch.float64 if raw.dtype == torch.float64 else torch.float32
-    # A few groups at a time: half precision is converted for them alone.
-    parts = [torch.var_mean(g.to(exact), axes, correction=0, keepdim=True) for g in grouped.split(4, 1)]
+    # Half precision is converted a few groups at a time.
+    pieces = [grouped] if raw.dtype == exact else grouped.split(4, 1)
+    parts = [torch.var_mean(piece.to(exact), axes, correction=0, keepdim=True) for piece in pieces]
     variance, mean = (torch.cat(part, 1)[:, :, 0] for part in zip(*parts, strict=True))
     count = raw.numel() // mean.numel()
     if is_batch and norm.running_mean is not None:
@@ -60,7 +62,7 @@ class Slabs:
 
     def spans(self, node: Node) -> list[Span]:
         """The rows of each slab of a node."""
-        most = max(n.shape.numel() for n in (node, *node.sources)) / node.length
+        most = max(n.shape.numel() for n in node.nodes()) / node.length  # a pooled row is made from several
         rows = max(1, round(self.numbers / most))
         if (
             self.uses_onednn and isinstance(node, Convolved) and (fewest := node.fewest_rows()) <= node.length
@@ -172,7 +174,9 @@ def _slab(
             sums.add([node.layer.weight, node.layer.bias], of_layer)
     if not x.requires_grad:
         return []
-    found = torch.autograd.grad(x, [*wanted, *others], gradient.to(x.dtype))
+    edge, gradient = get_gradient_edge(x), gradient.to(x.dtype)
+    del x  # half precision: a copy that backward does not read
+    found = torch.autograd.grad(edge, [*wanted, *others], gradient)
     if sums is not None:
         sums.add(others, found[len(wanted) :])
     # A sum gives both of its terms the same gradient: a sink may change only its own.
