@@ -104,7 +104,7 @@ def test_the_report_says_what_ran_and_how_it_went(folder: Path) -> None:
     text = " | ".join(written(folder).text)
     assert "unet3d run 12-30-05-ab12cd" in text
     assert "U-Net 8-16-32 on phantom" in text
-    assert "AMP off, checkpointing off, seed 7" in text
+    assert "AMP off, checkpointing off, lean off, slab off, seed 7" in text
     assert "Status: done, exit code 0" in text
     assert "Dice, mean of classes | 0.650" in text
     assert "peak memory, measured | 1,500.0 MiB" in text

@@ -109,9 +109,9 @@ def preflight(config: Config, options: Model) -> Preflight:
         refuse_over_budget(Option((), "nothing", config, options, peak, fraction / PASSES))
         location, validation = peak_location(found), validation_peak(config, options, found["state"]["optimizer"])
         lines = [sentence(location, peak)]
-        without = without_levers(config, options, segment_starts)
-        if without:
-            saved = ", ".join(f"without {word} {mib(size)}" for word, size in without.items())
+        others = without_levers(config, options, segment_starts)
+        if others:
+            saved = ", ".join(f"without {word} {mib(size)}" for word, size in others.items())
             lines.append(f"{saved} MiB (ledger, predicted)")
         if segment_starts:
             lines.append(f"checkpointed segments: {segment_names(names, segment_starts)}")
@@ -121,7 +121,7 @@ def preflight(config: Config, options: Model) -> Preflight:
         print(*lines, sep="\n", flush=True)
         counter.advance()
     memory: dict[str, Any] = {"parameters": parameters, "predicted": found, "advice": location}
-    memory |= {"predicted_validation_bytes": validation, "without": without}
+    memory |= {"predicted_validation_bytes": validation, "without": others}
     memory["segments"] = [names[start] for start in segment_starts] or list(slab_words(config))
     return Preflight(segment_starts, memory)
 

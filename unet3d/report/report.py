@@ -149,13 +149,8 @@ def what_ran(run: RunFolder) -> str:
         model, patch = found["model"], "x".join(map(str, found["data"]["patch"]))
         network = model.get("path") or "U-Net " + "-".join(map(str, model["features"]))
         work = f"{found['steps']} steps of {found['batch'] * found['accumulate']} patches of {patch} voxels"
-        ways = {
-            "AMP": found["amp"],
-            "lean": found.get("lean"),
-            "slab": found.get("slab"),
-            "checkpointing": found["ckpt"],
-        }
-        words = [f"{name} {'on' if value is True else value or 'off'}" for name, value in ways.items()]
+        ways = {"AMP": found["amp"], "checkpointing": found["ckpt"]} | {n: found.get(n) for n in ("lean", "slab")}
+        words = [f"{name} {'on' if way is True else way or 'off'}" for name, way in ways.items()]
         how = f"{', '.join(words)}, seed {found['seed']}"
         return f"{network} on {found['data']['format']}, {work}, {how}"
     except (AttributeError, KeyError, TypeError):  # not a whole config
