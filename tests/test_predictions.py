@@ -29,7 +29,7 @@ PICTURE = "figures/prediction.png"
 
 def counted(name: str, number: int, act: Callable[[], None]) -> None:
     """Call `act` as label map `number` is to be written; count the volumes that are read and predicted."""
-    for owner, attribute in ((Predictor, "probabilities"), (CaseReader, "raw")):
+    for owner, attribute in ((Predictor, "strips"), (CaseReader, "raw")):
         setattr(owner, attribute, _counting(getattr(owner, attribute), Path(f"{name}.{attribute}")))
     call(validate, "save_prediction", number, act)
 
@@ -76,7 +76,7 @@ def maps(folder: Path) -> dict[str, bytes]:
 
 def times(place: Path, name: str) -> tuple[int, int]:
     """How many volumes were predicted, and how many read."""
-    predicted, read = ((place / f"{name}.{what}").read_text() for what in ("probabilities", "raw"))
+    predicted, read = ((place / f"{name}.{what}").read_text() for what in ("strips", "raw"))
     return len(predicted), len(read)
 
 
