@@ -201,7 +201,7 @@ def _segment(segmenter: "Segmenter", case: "Case", *paths: Path) -> bool:
     except OSError as error:
         if lifecycle.ran_out(error):
             raise
-        raise not_saved(error.filename or paths[0], error) from error
+        raise not_saved(paths[error.filename == str(paths[-1])], error) from error
     except (RuntimeError, MemoryError) as error:  # perhaps for the size of this volume
         if not is_out_of_memory(error):
             raise

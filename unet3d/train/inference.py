@@ -23,7 +23,7 @@ from unet3d.model import geometry
 from unet3d.train.policy import MemoryPolicy
 from unet3d.types import Strip
 
-Axes = tuple[int, int, int]  # slabs of the volume lie along the first, strips of a slab along the second
+Axes = tuple[int, int, int]  # slabs follow one another along the first, strips of a slab along the second
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Predictor:
             corners, weight = aligned_corners((x, y, z), out_window, strides), torch.ones(out_window)
         else:
             corners, weight = even_corners((x, y, z), self.window, self.overlap), gaussian(out_window)
-        sums = _Sums(corners, weight)
-        padded, offset = _pad(image, sums.sizes, self.window, out_window, strides)
-        for corner in progress.parts(sums.windows()):
-            sums.add(corner, self.window_logits(padded[_box(corner, self.window)][None].to(device)).cpu())
-            if sums.is_done(corner):
-                yield from _finished(*sums.finish(), offset, (x, y, z), sums.axes)
+        axes, (padded, offset) = scan_order(corners, out_window), _pad(image, corners, self.window, out_window, strides)
+        places = [*itertools.product(*(corners[axis] for axis in axes))]
+        tiles = (padded[_box(_in_place(place, axes), self.window)][None] for place in progress.parts(places))
+        logits = (self.window_logits(tile.to(device)).cpu() for tile in tiles)
+        for (a, b, c), means in _means(logits, corners, weight, axes):
+            yield from _inside(Strip((x, y, z), axes, (a - offset[0], b - offset[1], c - offset[2]), means))
 
     def window_logits(self, tile: Tensor) -> Tensor:
         """Mean logits K D H W of a window 1 C D H W, over the networks and all combinations of the mirrored axes."""
@@ -120,93 +120,83 @@ class LabelMap:
         return self._labels
 
 
-class _Sums:
-    """Sums over windows, of logits by weight and of the weights, for one strip; and those that later strips go on with.
+def scan_order(corners: Sequence[Sequence[int]], window: Sequence[int]) -> Axes:
+    """The axes along which slabs, strips within a slab and windows within a strip follow, so that memory is least."""
+    sizes = [starts[-1] + w for starts, w in zip(corners, window, strict=True)]
+    shared = [max((a + w - b for a, b in pairwise(s)), default=0) for s, w in zip(corners, window, strict=True)]
 
-    A strip is as wide as a window along the first two axes, and reaches through the volume along the third. Each voxel
-    adds its windows in the order in which one sum over the whole volume would.
-    """
-
-    def __init__(self, corners: Sequence[Sequence[int]], weight: Tensor) -> None:
-        self.corners, self.weight, self.window = corners, weight, weight.shape
-        self.sizes = [starts[-1] + w for starts, w in zip(corners, self.window, strict=True)]
-        # what a window shares with the one before it, along each axis, by where it begins
-        pairs = zip(corners, self.window, strict=True)
-        self._shared = [{b: a + w - b for a, b in pairwise(starts)} | {starts[0]: 0} for starts, w in pairs]
-        self.axes: Axes = min(itertools.permutations(range(3)), key=self._voxels)  # type: ignore[assignment]
-        self._corner = [-1, -1, -1]  # of the strip
-        self._strip, self._carried = torch.empty(0), torch.empty(0)
-
-    def _voxels(self, axes: Sequence[int]) -> int:
-        """How many voxels are held with this order of axes."""
+    def voxels(axes: Sequence[int]) -> int:
         slab, strip, row = axes
-        carried = max(self._shared[slab].values()) * self.sizes[strip]
-        return (carried + self.window[slab] * self.window[strip]) * self.sizes[row]
+        return (shared[slab] * sizes[strip] + window[slab] * window[strip]) * sizes[row]
 
-    def windows(self) -> list[tuple[int, ...]]:
-        """Where windows begin, in their order."""
-        return sorted(itertools.product(*self.corners), key=lambda corner: [corner[axis] for axis in self.axes])
-
-    def is_done(self, corner: Sequence[int]) -> bool:
-        """Whether no window follows in its strip."""
-        return corner[self.axes[2]] == self.corners[self.axes[2]][-1]
-
-    def add(self, corner: Sequence[int], logits: Tensor) -> None:
-        """Add a window's logits K D H W."""
-        row = self.axes[2]
-        if any(corner[axis] != self._corner[axis] for axis in self.axes[:2]):
-            self._move([0 if axis == row else corner[axis] for axis in range(3)], len(logits))
-        part = self._strip.narrow(row + 1, corner[row], self.window[row])
-        part[:-1].addcmul_(logits, self.weight)
-        part[-1].add_(self.weight)
-
-    def _move(self, corner: list[int], classes: int) -> None:
-        """The strip at another place, with what earlier windows have added there."""
-        slab, strip, _ = self.axes
-        if not len(self._strip):
-            self._allocate(classes + 1)
-        width, kept = self.window[strip], self._shared[strip][corner[strip]]
-        for at in range(0, kept, width - kept):  # piece by piece, each of which lies behind where it goes
-            n = min(width - kept, kept - at)
-            self._strip.narrow(strip + 1, at, n).copy_(self._strip.narrow(strip + 1, at + width - kept, n))
-        new, held = self._strip.narrow(strip + 1, kept, width - kept), self._shared[slab][corner[slab]]
-        carried = self._carried.narrow(strip + 1, corner[strip] + kept, width - kept)
-        new.narrow(slab + 1, 0, held).copy_(carried.narrow(slab + 1, 0, held))
-        new.narrow(slab + 1, held, self.window[slab] - held).zero_()
-        self._corner = corner
-
-    def _allocate(self, maps: int) -> None:
-        slab, _, row = self.axes
-        held, carried = list(self.window), list(self.sizes)
-        held[row], carried[slab] = self.sizes[row], max(self._shared[slab].values())
-        self._strip, self._carried = torch.empty(maps, *held), torch.empty(maps, *carried)
-
-    def finish(self) -> tuple[list[int], Tensor]:
-        """Where the voxels begin that no further window reaches, and their mean logits; the rest is carried on."""
-        done, part = list(self.sizes), self._strip
-        for axis in self.axes[:2]:
-            later = [start for start in self.corners[axis] if start > self._corner[axis]]
-            done[axis] = later[0] - self._corner[axis] if later else self.window[axis]
-        slab, strip, _ = self.axes
-        part = self._strip.narrow(strip + 1, 0, done[strip])
-        left = self.window[slab] - done[slab]
-        rest = self._carried.narrow(strip + 1, self._corner[strip], done[strip]).narrow(slab + 1, 0, left)
-        rest.copy_(part.narrow(slab + 1, done[slab], left))
-        part = part.narrow(slab + 1, 0, done[slab])
-        return self._corner, part[:-1].div_(part[-1])
+    slab, strip, row = min(itertools.permutations(range(3)), key=voxels)
+    return slab, strip, row
 
 
-def _finished(
-    corner: Sequence[int], logits: Tensor, offset: Sequence[int], sizes: tuple[int, int, int], axes: Axes
-) -> Iterator[Strip]:
-    """Those of these logits that lie in the volume, which begins at `offset`, as probabilities; none if none does."""
-    low = [max(0, o - c) for c, o in zip(corner, offset, strict=True)]
-    high = [min(n, o + size - c) for c, n, o, size in zip(corner, logits.shape[1:], offset, sizes, strict=True)]
-    if all(a < b for a, b in zip(low, high, strict=True)):
-        part = logits[(slice(None), *itertools.starmap(slice, zip(low, high, strict=True)))]
-        part.sub_(part.amax(0)).exp_()  # a softmax in place
-        x, y, z = (c + a - o for c, a, o in zip(corner, low, offset, strict=True))
-        yield Strip(sizes, axes, (x, y, z), part.div_(part.sum(0)))
+def _means(
+    logits: Iterator[Tensor], corners: Sequence[Sequence[int]], weight: Tensor, axes: Axes
+) -> Iterator[tuple[Axes, Tensor]]:
+    """Weighted means of the windows' logits, box by box as windows complete them, and where each box begins.
+
+    One strip of windows is in memory, and what a slab shares with the next. Each voxel adds its windows in the order in
+    which one sum over the whole volume would.
+    """
+    starts, (deep, wide, long) = [corners[axis] for axis in axes], (weight.shape[axis] for axis in axes)
+    slabs, rows = _steps(starts[0], deep), _steps(starts[1], wide)
+    sizes = max(held for _, _, held in slabs), starts[1][-1] + wide, starts[2][-1] + long
+    strip = carried = torch.empty(0)  # both: K maps of sums, and their weights
+    for (a, next_a, held), (b, next_b, kept) in itertools.product(slabs, rows):
+        for c in starts[2]:
+            found = next(logits).permute(0, *(axis + 1 for axis in axes))
+            if not len(strip):
+                strip, carried = (_empty(len(found) + 1, size, axes) for size in ((deep, wide, sizes[2]), sizes))
+            if c == 0:
+                _move(strip, kept, carried[:, :held, b + kept : b + wide])
+            strip[:-1, ..., c : c + long].addcmul_(found, weight.permute(axes))
+            strip[-1, ..., c : c + long].add_(weight.permute(axes))
+            del found  # before the next window
+        done, part = next_a - a, strip[:, :, : next_b - b]
+        carried[:, : deep - done, b:next_b] = part[:, done:]
+        part = part[:, :done].permute(0, *(axes.index(axis) + 1 for axis in range(3)))
+        yield _in_place((a, b, 0), axes), part[:-1].div_(part[-1])
+
+
+def _steps(starts: Sequence[int], window: int) -> list[tuple[int, int, int]]:
+    """For each window where it begins, where the next does, and how much it shares with the one before."""
+    shared = [0, *(a + window - b for a, b in pairwise(starts))]
+    return [*zip(starts, [*starts[1:], starts[-1] + window], shared, strict=True)]
+
+
+def _empty(maps: int, size: Sequence[int], axes: Axes) -> Tensor:
+    """Of this size along these axes; in memory the axes lie as the volume's do."""
+    return torch.empty(maps, *_in_place(size, axes)).permute(0, *(axis + 1 for axis in axes))
+
+
+def _in_place(values: Sequence[int], axes: Axes) -> Axes:
+    """Values along these axes, in the order of the volume's."""
+    x, y, z = (values[axes.index(axis)] for axis in range(3))
+    return x, y, z
+
+
+def _move(strip: Tensor, kept: int, carried: Tensor) -> None:
+    """Move the strip on, to where it shares `kept` rows with its last place and finds what slabs before have added."""
+    step = strip.shape[2] - kept
+    for row in range(0, kept, step):  # what is copied lies behind where it goes
+        last = min(row + step, kept)
+        strip[:, :, row:last] = strip[:, :, row + step : last + step]
+    strip[:, : carried.shape[1], kept:] = carried
+    strip[:, carried.shape[1] :, kept:] = 0
+
+
+def _inside(strip: Strip) -> Iterator[Strip]:
+    """The part of the strip that lies in the volume, if there is one, with a softmax of its logits in place."""
+    x, y, z = (max(0, at) for at in strip.corner)
+    limits = zip(strip.box, strip.sizes, (x, y, z), strict=True)
+    ends = [(start - at.start, min(at.stop, size) - at.start) for at, size, start in limits]
+    if all(first < last for first, last in ends):
+        part = strip.probabilities[(slice(None), *itertools.starmap(slice, ends))]
+        part.sub_(part.amax(0)).exp_()
+        yield strip._replace(corner=(x, y, z), probabilities=part.div_(part.sum(0)))
 
 
 def _box(corner: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
@@ -238,9 +228,13 @@ def aligned_corners(sizes: Sequence[int], out_window: Sequence[int], strides: Se
 
 
 def _pad(
-    image: Tensor, size: Sequence[int], window: Sequence[int], out_window: Sequence[int], strides: Sequence[int]
-) -> tuple[Tensor, tuple[int, ...]]:
-    """The image with room for windows over an output of `size`, and where in that output the volume begins.
+    image: Tensor,
+    corners: Sequence[Sequence[int]],
+    window: Sequence[int],
+    out_window: Sequence[int],
+    strides: Sequence[int],
+) -> tuple[Tensor, list[int]]:
+    """The image with room for windows at `corners` of an output, and where in that output the volume begins.
 
     A padded network gets zeros (the mean) on all sides of a volume smaller than its window, a valid one mirrored
     context. There a volume shorter than an output lies in the middle of it, as in training, along axes without stride:
@@ -248,14 +242,15 @@ def _pad(
     """
     has_border = any(w - o > 1 for w, o in zip(window, out_window, strict=True))
     widths, ahead = [(0, 0)], []
-    for n, total, w, o, stride in zip(image.shape[1:], size, window, out_window, strides, strict=True):
+    for n, starts, w, o, stride in zip(image.shape[1:], corners, window, out_window, strides, strict=True):
+        total = starts[-1] + o
         ahead.append(0 if has_border and (n >= o or stride > 1) else (total - n) // 2)
         before = (w - o) // 2 + ahead[-1]
         widths.append((before, total - n + w - o - before))  # w - o is odd where convolutions stride
     if not any(map(any, widths)):
-        return image, tuple(ahead)  # not a copy
+        return image, ahead  # not a copy
     padded = np.pad(image.numpy(), widths, mode="reflect") if has_border else np.pad(image.numpy(), widths)
-    return torch.from_numpy(padded), tuple(ahead)
+    return torch.from_numpy(padded), ahead
 
 
 def gaussian(window: Sequence[int]) -> Tensor:
