@@ -22,14 +22,14 @@ from training import TINY, call, face, records, send, status, train
 from unet3d.data.cases import Case
 from unet3d.data.patches import PreparedCase, prepare
 from unet3d.data.preprocess import CaseReader, Intensity, normalise
-from unet3d.data.volume import canonical_grid
+from unet3d.data.volume import LabelMap, canonical_grid
 from unet3d.model.unet import UNet3D
 from unet3d.report import plots
 from unet3d.run import validate
 from unet3d.run.predict import Segmenter
 from unet3d.run.validate import Predictions, evaluate
 from unet3d.train import checkpoint
-from unet3d.train.inference import LabelMap, Predictor
+from unet3d.train.inference import Predictor
 from unet3d.train.policy import MemoryPolicy
 from unet3d.types import Strip
 

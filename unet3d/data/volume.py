@@ -70,6 +70,34 @@ def read_volume(
     return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, sum(replaced))
 
 
+class LabelMap:
+    """The likeliest class of each voxel, the first in a tie, noted as strips pass on their way to others."""
+
+    def __init__(self, strips: Iterator[Strip]) -> None:
+        self._strips, self._labels = strips, np.empty(0)
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Iterator[Strip]:
+        """The strips that have not passed yet."""
+        try:
+            for strip in self._strips:
+                if not self._labels.size:
+                    self._labels = np.zeros(strip.sizes, np.min_scalar_type(len(strip.probabilities) - 1))
+                self._labels[strip.box] = _likeliest(enumerate(strip.probabilities.numpy()))
+                yield strip
+        except Exception as error:
+            self._error = error
+            raise
+
+    def whole(self) -> np.ndarray:
+        """Labels X Y Z, once all strips have passed. Raises what has ended them early, also where others caught it."""
+        for _ in self:
+            pass
+        if self._error is not None:
+            raise self._error
+        return self._labels
+
+
 def to_original(
     strips: Iterable[Strip], case: Case, spacing: Sequence[float] | None, open_scores: Scores = None
 ) -> np.ndarray:
@@ -90,8 +118,7 @@ def to_original(
         box, maps = splines.resampled(strip) if splines else (strip.box, iter(strip.probabilities.numpy()))
         if open_scores:
             maps = _copied(maps, apply_orientation(open_scores(len(strip.probabilities)), axes)[box])
-        part = apply_orientation(labels, axes)[box]  # a view
-        part[...] = _likeliest(enumerate(maps), part.shape, labels.dtype)
+        apply_orientation(labels, axes)[box] = _likeliest(enumerate(maps))  # a view
     return labels
 
 
@@ -219,13 +246,15 @@ def _resample_labels(label: np.ndarray, source: Grid, target: Grid, ignore: int 
     values = sorted(np.unique(label).tolist(), key=lambda value: (value == ignore, -value))
     masks = ((value, (label == value).astype(np.float32)) for value in values)
     shares = ((value, _resample(mask, source, target, LINEAR).round(4)) for value, mask in masks)  # so ties are exact
-    return _likeliest(shares, target.shape, label.dtype)
+    return _likeliest(shares).astype(label.dtype)
 
 
-def _likeliest(scores: Iterable[tuple[int, np.ndarray]], shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
+def _likeliest(scores: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
     """The label of the highest score, the first in a tie. One label at a time: all scores at once may not fit."""
-    labels, best = np.zeros(shape, kind), np.full(shape, -np.inf, np.float32)
-    for label, score in scores:
+    ranked = iter(scores)
+    label, score = next(ranked)
+    labels, best = np.full(score.shape, label, np.uint16), score.copy()
+    for label, score in ranked:
         labels[score > best] = label
         np.maximum(best, score, out=best)
     return labels

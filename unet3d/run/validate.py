@@ -12,11 +12,12 @@ from unet3d.build import Data, Read
 from unet3d.config import Data as Options
 from unet3d.data import preprocess
 from unet3d.data.cases import Case
+from unet3d.data.volume import LabelMap
 from unet3d.errors import UserError, is_out_of_memory, not_saved
 from unet3d.files import replacing
 from unet3d.report import plots
 from unet3d.run.predict import save_prediction
-from unet3d.train.inference import LabelMap, Predictor
+from unet3d.train.inference import Predictor
 from unet3d.train.metrics import CaseScore, score_case
 from unet3d.types import IGNORE
 
@@ -34,7 +35,7 @@ def evaluate(
             strips = LabelMap(predictor.strips(found.image))
             if keep is not None:
                 keep(case, strips)
-            prediction, label = strips.whole().numpy(), found.label.numpy()
+            prediction, label = strips.whole(), found.label.numpy()
             scores.append(score_case(case.id, prediction, label, classes, found.spacing, IGNORE, hd95))
             del found, strips, prediction, label  # before the next case is read
             counter.advance()
@@ -80,7 +81,7 @@ class Predictions:
                     counter.advance()
         if self.first is not None:
             with _saving(self.picture):
-                self._draw(self.data.val[0], self.first.whole().numpy())
+                self._draw(self.data.val[0], self.first.whole())
 
     def _is_there(self, case: Case) -> bool:
         is_drawn = case != self.data.val[0] or self.first is not None or self.picture.exists()

@@ -49,10 +49,6 @@ class Predictor:
             for model, was_training in zip(self.models, were_training, strict=True):
                 model.train(was_training)
 
-    def labels(self, image: Tensor) -> Tensor:
-        """The likeliest class of each voxel X Y Z of an image C X Y Z (normalised)."""
-        return LabelMap(self.strips(image)).whole()
-
     def probabilities(self, image: Tensor) -> Tensor:
         """All class probabilities K X Y Z of an image C X Y Z (normalised), float32: gigabytes, for many classes."""
         found: Tensor | None = None
@@ -89,35 +85,6 @@ class Predictor:
         assert total is not None
         count = len(self.models) * len(subsets)
         return total.div_(count) if count > 1 else total
-
-
-class LabelMap:
-    """The likeliest class of each voxel, the first in a tie, noted as strips pass through on their way to others."""
-
-    def __init__(self, strips: Iterator[Strip]) -> None:
-        self._strips, self._labels = strips, torch.empty(0)
-        self._error: Exception | None = None
-
-    def __iter__(self) -> Iterator[Strip]:
-        """The strips that have not passed yet."""
-        try:
-            for strip in self._strips:
-                if not len(self._labels):
-                    kind = torch.uint8 if len(strip.probabilities) <= 256 else torch.int16
-                    self._labels = torch.empty(strip.sizes, dtype=kind)
-                self._labels[strip.box] = strip.probabilities.max(0).indices  # quicker than argmax, and equal
-                yield strip
-        except Exception as error:
-            self._error = error
-            raise
-
-    def whole(self) -> Tensor:
-        """Labels X Y Z, once all strips have passed. Raises what has ended them early, also where others caught it."""
-        for _ in self:
-            pass
-        if self._error is not None:
-            raise self._error
-        return self._labels
 
 
 def scan_order(corners: Sequence[Sequence[int]], window: Sequence[int]) -> Axes:
