@@ -201,7 +201,8 @@ def _segment(segmenter: "Segmenter", case: "Case", *paths: Path) -> bool:
     except OSError as error:
         if lifecycle.ran_out(error):
             raise
-        raise not_saved(paths[error.filename == str(paths[-1])], error) from error
+        named = [path for path in paths if str(path) == error.filename]
+        raise not_saved((named or paths)[0], error) from error
     except (RuntimeError, MemoryError) as error:  # perhaps for the size of this volume
         if not is_out_of_memory(error):
             raise

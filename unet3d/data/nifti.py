@@ -230,26 +230,24 @@ def _header_like(source: nib.Nifti1Image, kind: np.dtype | type) -> nib.Nifti1He
 
 
 @contextmanager
-def saving_scores(path: Path, like: Path) -> Iterator[Callable[[int], np.ndarray]]:
+def saving_scores(path: Path, like: Path) -> Iterator[Callable[[int, int], np.ndarray]]:
     """Write float32 scores (X, Y, Z, K) on the grid of the image `like` to `path` (.nii). Raises UserError, OSError.
 
-    Gives a function of K that maps the file into memory: what is written there leaves memory with the map.
+    Gives a function of a class and of K, which maps the class's voxels into memory; they leave it with the array.
     """
     source = open_image(stem(path), like)
-    header = _header_like(source, np.float32)
+    header, shape = _header_like(source, np.float32), source.shape[:3]
     header["vox_offset"] = offset = header.single_vox_offset
     with replacing(path) as file:
 
-        def open_scores(classes: int) -> np.ndarray:
-            shape = (*source.shape[:3], classes)
+        def open_scores(label: int, classes: int) -> np.ndarray:
             if not file.tell():
-                header.set_data_shape(shape)
+                header.set_data_shape((*shape, classes))
                 header.write_to(file)
                 file.flush()
-                os.posix_fallocate(
-                    file.fileno(), 0, offset + 4 * prod(shape)
-                )  # a disk that fills later kills by SIGBUS
-            return np.memmap(file, header.get_data_dtype(), "r+", offset, shape, "F")
+                # on a disk that fills later, a write to mapped memory would kill the process
+                os.posix_fallocate(file.fileno(), 0, offset + 4 * prod(shape) * classes)
+            return np.memmap(file, header.get_data_dtype(), "r+", offset + 4 * prod(shape) * label, shape, "F")
 
         yield open_scores
 

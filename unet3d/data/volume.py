@@ -22,7 +22,7 @@ SAME_SPACING = 1e-3  # relative
 MM, UNITS = (0, 2), {1: "meter", 3: "micron"}  # 0 is unset, and mm by custom
 MAX_GROWTH = 32  # times the stored voxels that a resampled grid may hold: work stays in proportion to the file
 Headers = Mapping[Path, nib.Nifti1Image]  # opened files, by path
-Scores = Callable[[int], np.ndarray] | None
+Scores = Callable[[int, int], np.ndarray]  # of a class, and how many there are: an array (X, Y, Z) to write to
 CUBIC, LINEAR = 3, 1  # splines: linear ones blur an image, by how much depends on where the new voxels lie
 
 
@@ -99,12 +99,12 @@ class LabelMap:
 
 
 def to_original(
-    strips: Iterable[Strip], case: Case, spacing: Sequence[float] | None, open_scores: Scores = None
+    strips: Iterable[Strip], case: Case, spacing: Sequence[float] | None, open_scores: Scores | None = None
 ) -> np.ndarray:
     """The likeliest class of each voxel of the case's first image, in that file's axes: uint8 or uint16 (X, Y, Z).
 
-    The strips lie on the grid of `read_volume` at this `spacing`. Their probabilities on the file's grid are written
-    into `open_scores(K)`, an array (X, Y, Z, K) opened for each strip. Raises UserError.
+    The strips lie on the grid of `read_volume` at this `spacing`. Probabilities in the file's axes are written to what
+    `open_scores` gives, if there is one; it is called for each class of each strip. Raises UserError.
     """
     image = nifti.open_image(case.id, case.images[0])
     source, target = target_grid(case, image, spacing), canonical_grid(image)
@@ -117,14 +117,16 @@ def to_original(
             labels = np.zeros(image.shape[:3], np.min_scalar_type(len(strip.probabilities) - 1))
         box, maps = splines.resampled(strip) if splines else (strip.box, iter(strip.probabilities.numpy()))
         if open_scores:
-            maps = _copied(maps, apply_orientation(open_scores(len(strip.probabilities)), axes)[box])
+            maps = _written(maps, open_scores, axes, box, len(strip.probabilities))
         apply_orientation(labels, axes)[box] = _likeliest(enumerate(maps))  # a view
     return labels
 
 
-def _copied(maps: Iterable[np.ndarray], out: np.ndarray) -> Iterator[np.ndarray]:
+def _written(
+    maps: Iterable[np.ndarray], open_scores: Scores, axes: np.ndarray, box: tuple[slice, ...], classes: int
+) -> Iterator[np.ndarray]:
     for label, found in enumerate(maps):
-        out[..., label] = found
+        apply_orientation(open_scores(label, classes), axes)[box] = found
         yield found
 
 
