@@ -30,6 +30,9 @@ def command(name: str, place: Path) -> Act:
     commands: dict[str, Act] = {
         "publish": lambda disk: face("publish", best, "-o", disk / "net.pt"),
         "predict": lambda disk: face("predict", best, *images, "-o", disk / "maps", "--device", "cpu"),
+        "predict --probabilities": lambda disk: face(
+            *("predict", best, images[0], "-o", disk / "maps", "--device", "cpu", "--probabilities")
+        ),
         "score": lambda disk: face("score", best, *words, "-o", disk / "scored"),
         "compare": lambda disk: face("compare", place / "run", "-o", disk / "compared"),
         "memory": lambda disk: face("memory", *TINY, "-o", disk / "memory"),
@@ -40,7 +43,7 @@ def command(name: str, place: Path) -> Act:
 
 # of each command, KiB that are free: from none to nearly enough
 ROOM = {"publish": (0, 8, 24), "predict": (0, 4), "score": (0,), "compare": (0, 8, 32), "memory": (0, 128, 640)}
-ROOM |= {"report": (0, 16, 64, 320)}
+ROOM |= {"report": (0, 16, 64, 320), "predict --probabilities": (0, 8, 80)}
 
 
 @pytest.mark.parametrize(("name", "room"), [(name, room) for name, rooms in ROOM.items() for room in rooms])

@@ -5,23 +5,33 @@ import functools
 import shutil
 import signal
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
+import nibabel as nib
 import numpy as np
 import pytest
 import torch
+from nibabel.orientations import apply_orientation
+from scipy import ndimage
 from torch import Tensor
 from training import TINY, call, face, records, send, status, train
 
 from unet3d.data.cases import Case
 from unet3d.data.patches import PreparedCase, prepare
-from unet3d.data.preprocess import CaseReader
+from unet3d.data.preprocess import CaseReader, Intensity, normalise
+from unet3d.data.volume import LabelMap, canonical_grid
+from unet3d.model.unet import UNet3D
 from unet3d.report import plots
 from unet3d.run import validate
+from unet3d.run.predict import Segmenter
 from unet3d.run.validate import Predictions, evaluate
 from unet3d.train import checkpoint
 from unet3d.train.inference import Predictor
+from unet3d.train.policy import MemoryPolicy
+from unet3d.types import Strip
 
 RUN = [*TINY, "data.val_fraction=0.5", "data.root=../phantom", "hydra.run.dir=run"]
 PICTURE = "figures/prediction.png"
@@ -29,7 +39,7 @@ PICTURE = "figures/prediction.png"
 
 def counted(name: str, number: int, act: Callable[[], None]) -> None:
     """Call `act` as label map `number` is to be written; count the volumes that are read and predicted."""
-    for owner, attribute in ((Predictor, "probabilities"), (CaseReader, "raw")):
+    for owner, attribute in ((Predictor, "strips"), (CaseReader, "raw")):
         setattr(owner, attribute, _counting(getattr(owner, attribute), Path(f"{name}.{attribute}")))
     call(validate, "save_prediction", number, act)
 
@@ -76,7 +86,7 @@ def maps(folder: Path) -> dict[str, bytes]:
 
 def times(place: Path, name: str) -> tuple[int, int]:
     """How many volumes were predicted, and how many read."""
-    predicted, read = ((place / f"{name}.{what}").read_text() for what in ("probabilities", "raw"))
+    predicted, read = ((place / f"{name}.{what}").read_text() for what in ("strips", "raw"))
     return len(predicted), len(read)
 
 
@@ -203,28 +213,88 @@ def test_a_run_that_goes_on_replaces_what_its_earlier_end_left(place: Path, whol
 
 
 class Watched:
-    """A predictor that asks whether the probabilities it gave before are still in memory."""
+    """A predictor of two strips that asks whether the strips it gave before are still in memory; it may run out."""
 
-    def __init__(self) -> None:
-        self.given: list[weakref.ref[Tensor]] = []
+    def __init__(self, runs_out: bool = False) -> None:
+        self.given, self.runs_out = list[weakref.ref[Tensor]](), runs_out
 
-    def probabilities(self, image: Tensor) -> Tensor:
+    def strips(self, image: Tensor) -> Iterator[Strip]:
         assert all(given() is None for given in self.given)
-        made = torch.zeros(2, *image.shape[1:])
-        self.given.append(weakref.ref(made))
-        return made
+        for first in (0, 2):
+            if first and self.runs_out:
+                raise MemoryError
+            made = torch.stack([image[0, first : first + 2], 3 - image[0, first : first + 2]])
+            self.given.append(weakref.ref(made))
+            yield Strip((4, 4, 4), (0, 1, 2), (first, 0, 0), made)
 
 
 @pytest.mark.parametrize("hd95", [False, True])
-def test_probabilities_of_one_volume_are_in_memory_at_a_time(hd95: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none while distances are measured."""
-    predictor, cases, kept = Watched(), [Case(name, (), None) for name in "ab"], []
-    monkeypatch.setattr(validate, "score_case", lambda *_: [given() for given in predictor.given])
-    found = evaluate(predictor, cases, phantom, 2, hd95, "all", lambda case, made: kept.append((case.id, made.shape)))  # type: ignore[arg-type]
-    assert kept == [("a", (2, 4, 4, 4)), ("b", (2, 4, 4, 4))]
-    assert found == [[None], [None, None]]
+def test_no_strip_is_in_memory_while_a_case_is_scored(hd95: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though who keeps the strips takes all of them, some or none."""
+    predictor, cases, kept = Watched(), [Case(name, (), None) for name in "abc"], []
+    monkeypatch.setattr(validate, "score_case", lambda *of: [given() for given in predictor.given] + [int(of[1].sum())])
+
+    def keep(case: Case, strips: LabelMap) -> None:
+        kept.append([case.id, *(strip.corner[0] for strip in islice(strips, "cba".index(case.id)))])
+
+    found = evaluate(predictor, cases, phantom, 2, hd95, "all", keep)  # type: ignore[arg-type]
+    assert kept == [["a", 0, 2], ["b", 0], ["c"]]
+    assert found == [[*[None] * 2 * n, 64] for n in (1, 2, 3)], "all voxels are of class 1"
+
+
+def test_what_ends_a_prediction_early_leaves_no_score_though_it_ended_while_strips_were_kept() -> None:
+    def keep(_: Case, strips: LabelMap) -> None:
+        with suppress(MemoryError):
+            list(strips)
+
+    with pytest.raises(MemoryError):
+        evaluate(Watched(runs_out=True), [Case("a", (), None)], phantom, 2, False, "all", keep)  # type: ignore[arg-type]
 
 
 def phantom(case: Case) -> PreparedCase:
     image = np.ones((1, 4, 4, 4), np.float32)
     return prepare(case.id, image, image[0].astype(np.uint8), (1.0, 1.0, 1.0), None)
+
+
+SPACINGS = [None, [1.5, 1.5, 2.0], [0.8, 2.5, 1.0]]
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+def test_the_files_of_a_case_are_those_of_dense_probabilities(
+    network: Callable[..., UNet3D], spacing: list | None, tmp_path: Path
+) -> None:
+    """Interpolated as a whole, by scipy, and in the axes of the file."""
+    model, rules = network("model=unet_tiny"), (Intensity("zscore"),)
+    predictor = Predictor((model,), model.options, MemoryPolicy(), (16, 16, 16))
+    affine = np.array([[0, -1.1, 0, 7], [0, 0, 1.2, -3], [0.9, 0, 0, 4], [0, 0, 0, 1]])  # axes permuted and flipped
+    voxels = np.random.default_rng(0).normal(size=(19, 41, 23)).astype(np.float32)
+    nib.save(nib.Nifti1Image(voxels, affine), tmp_path / "a.nii.gz")
+    case, paths = Case("a", (tmp_path / "a.nii.gz",), None), [tmp_path / "labels.nii.gz", tmp_path / "scores.nii"]
+    volume = Segmenter(predictor, rules, spacing).to_file(case, *paths)
+    dense = predictor.probabilities(torch.from_numpy(normalise(volume.image, rules))).numpy()
+    stored, target = nib.load(case.images[0]), canonical_grid(nib.load(case.images[0]))
+    matrix = np.linalg.inv(volume.affine) @ target.affine
+    maps = [ndimage.affine_transform(p, matrix, output_shape=target.shape, order=1, mode="nearest") for p in dense]
+    labels, scores = map(nib.load, paths)
+    assert scores.get_data_dtype() == np.float32 and scores.shape == (19, 41, 23, 3)
+    assert np.array_equal(scores.affine, stored.affine) and np.array_equal(labels.affine, stored.affine)
+    inside = apply_orientation(np.asanyarray(scores.dataobj), nib.io_orientation(stored.affine))
+    assert np.allclose(inside, np.stack(maps, -1), atol=1e-6, rtol=0)
+    assert np.array_equal(np.asanyarray(labels.dataobj), np.asanyarray(scores.dataobj).argmax(-1))
+
+
+def test_predict_writes_probabilities_on_request_and_replaces_neither_file_unasked(
+    place: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = [path for path in place.glob("phantom/*/imagesTr/*.nii.gz") if path.name == sorted(maps(whole))[0]]
+    best, name = whole / "checkpoints" / "last.pt", path.name.removesuffix(".nii.gz")
+    words = ["predict", best, path, "-o", tmp_path / "out", "--probabilities"]
+    assert face(*words) == 0
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [path.name, f"{name}_probabilities.nii"]
+    scores = nib.load(tmp_path / "out" / f"{name}_probabilities.nii")
+    found, stored = np.asanyarray(scores.dataobj), nib.load(tmp_path / "out" / path.name)
+    assert np.allclose(found.sum(-1), 1, atol=1e-5) and np.array_equal(found.argmax(-1), stored.dataobj)
+    (tmp_path / "out" / path.name).unlink()
+    capsys.readouterr()
+    assert face(*words) == 0 and "_probabilities.nii: exists, left alone" in capsys.readouterr().out
+    assert face(*words, "--overwrite") == 0 and (tmp_path / "out" / path.name).read_bytes() == maps(whole)[path.name]

@@ -230,7 +230,7 @@ def test_a_snapshot_that_names_a_huge_window_takes_no_memory(
     given: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     path = given(put("config", "data", "patch", value=[2048, 2048, 2048]))
-    monkeypatch.setattr(Predictor, "probabilities", lambda *_: pytest.fail("memory is taken for the window"))
+    monkeypatch.setattr(Predictor, "strips", lambda *_: pytest.fail("memory is taken for the window"))
     nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path.parent / "a.nii.gz")
     words = ["unet3d", "predict", str(path), str(path.parent), "-o", str(path.parent / "out"), "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", words)

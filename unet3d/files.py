@@ -31,7 +31,7 @@ def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
     """A file that replaces `path` in one move at the end; on an error `path` stays as it was. Raises OSError."""
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")  # nobody can have put a link there
     try:
-        with temporary.open("xb") as file:  # O_EXCL: neither a file that is there nor a link is written to
+        with temporary.open("x+b") as file:  # O_EXCL: neither a file that is there nor a link is written to
             yield file
             file.flush()
             os.fsync(file.fileno())  # content and names outlast a loss of power

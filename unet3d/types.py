@@ -1,4 +1,4 @@
-"""Small types that all packages share: batches, tables of text, sizes."""
+"""Small types that all packages share: batches, strips of a volume, tables of text, sizes."""
 
 import re
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,3 +44,17 @@ class Batch(NamedTuple):
     image: "Tensor"  # N C D H W, float32
     label: "Tensor"  # N D H W, integers
     cases: tuple[str, ...] = ()  # one id for each patch
+
+
+class Strip(NamedTuple):
+    """Class probabilities of a box of a volume. The next strip takes its memory: use it, then ask for the next."""
+
+    sizes: tuple[int, int, int]  # of the volume, voxels
+    axes: tuple[int, int, int]  # strips follow along the second, slabs of strips along the first
+    corner: tuple[int, int, int]  # where it begins in the volume
+    probabilities: "Tensor"  # K X Y Z, float32
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Where it lies in the volume."""
+        return tuple(slice(at, at + n) for at, n in zip(self.corner, self.probabilities.shape[1:], strict=True))

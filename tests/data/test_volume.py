@@ -1,19 +1,24 @@
 """Arrays checked by where they lie in space, and predictions by the way back to the file's own grid."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import permutations, product
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 import pytest
+import torch
 from nibabel.affines import apply_affine
 from nibabel.eulerangles import euler2mat
+from nibabel.orientations import apply_orientation
 from nifti_files import SHIFTED, case, changed, checked, decathlon, image, label, write, write_header
+from scipy import ndimage
 
 from unet3d.data.cases import Case
 from unet3d.data.nifti import ValidationRules, save_labels
-from unet3d.data.volume import read_volume, to_original
+from unet3d.data.volume import canonical_grid, read_volume, target_grid, to_original
 from unet3d.errors import UserError
+from unet3d.types import Strip
 
 ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]
 
@@ -21,7 +26,27 @@ ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]
 def write_labels(path: Path, labels: np.ndarray, one: Case, spacing: list[float] | None) -> None:
     """As a network that is sure of them would."""
     sure = np.stack([labels == k for k in range(int(labels.max()) + 1)]).astype(np.float32)
-    save_labels(path, to_original(sure, one, spacing), one.images[0])
+    save_labels(path, to_original(whole(sure), one, spacing), one.images[0])
+
+
+def whole(probabilities: np.ndarray) -> list[Strip]:
+    """The volume as one strip."""
+    _, x, y, z = probabilities.shape
+    return [Strip((x, y, z), (0, 1, 2), (0, 0, 0), torch.from_numpy(probabilities))]
+
+
+def cut(probabilities: np.ndarray, axes: tuple[int, int, int], steps: Sequence[int]) -> Iterator[Strip]:
+    """Strips of these widths along two axes, each in the memory of the one before."""
+    (strip,), memory = whole(probabilities), np.empty(probabilities.size, np.float32)
+    starts = [range(0, strip.sizes[axis], step) for axis, step in zip(axes, steps, strict=False)]
+    for a, b in product(*starts):
+        corner, box = [0, 0, 0], [slice(None)] * 3
+        corner[axes[0]], corner[axes[1]] = a, b
+        box[axes[0]], box[axes[1]] = slice(a, a + steps[0]), slice(b, b + steps[1])
+        part = probabilities[(slice(None), *box)]
+        own = memory[: part.size].reshape(part.shape)
+        own[...] = part
+        yield Strip(strip.sizes, axes, (corner[0], corner[1], corner[2]), torch.from_numpy(own))
 
 
 def affine(codes: str, turn: Sequence[float] = (0, 0, 0)) -> np.ndarray:
@@ -75,7 +100,7 @@ def test_labels_return_to_their_file_unchanged(tmp_path: Path, codes: str) -> No
     volume = read_volume(one, 3, None, None)
     assert volume.label is not None
     stored = np.asanyarray(nib.load(one.label).dataobj)
-    returned = to_original(one_hot(volume.label), one, None)
+    returned = to_original(whole(one_hot(volume.label)), one, None)
     assert returned.dtype == np.uint8
     assert np.array_equal(returned, stored)
     write_labels(tmp_path / "out.nii.gz", volume.label, one, None)
@@ -89,7 +114,7 @@ def test_resampled_labels_return_within_a_voxel(tmp_path: Path, codes: str) -> N
     assert volume.label is not None
     assert np.allclose(volume.spacing, 1.2)
     stored = np.asanyarray(nib.load(one.label).dataobj)
-    returned = to_original(one_hot(volume.label), one, [1.2, 1.2, 1.2])
+    returned = to_original(whole(one_hot(volume.label)), one, [1.2, 1.2, 1.2])
     assert returned.shape == stored.shape
     for k in (1, 2):
         assert 2 * ((returned == k) & (stored == k)).sum() / ((returned == k).sum() + (stored == k).sum()) > 0.93
@@ -168,13 +193,42 @@ def test_probabilities_are_interpolated_before_the_choice(tmp_path: Path) -> Non
     path = write(tmp_path / "i.nii", image((3, 1, 1)), np.eye(4))
     one = Case("a", (path,), None)
     probabilities = np.array([[0.5, 0.1], [0.1, 0.5], [0.4, 0.4]], np.float32).reshape(3, 2, 1, 1)
-    assert to_original(probabilities, one, [2, 1, 1]).ravel().tolist() == [0, 2, 1]
+    assert to_original(whole(probabilities), one, [2, 1, 1]).ravel().tolist() == [0, 2, 1]
 
 
 def test_a_file_that_changed_size_since_it_was_read_is_one_line(tmp_path: Path) -> None:
     one = Case("a", (write(tmp_path / "i.nii", image((3, 1, 1))),), None)
     with pytest.raises(UserError, match=r"a: .*i\.nii: has another size than when it was read; restore the file"):
-        to_original(np.zeros((3, 4, 1, 1), np.float32), one, None)
+        to_original(whole(np.zeros((3, 4, 1, 1), np.float32)), one, None)
+
+
+@pytest.mark.parametrize("codes", ORIENTATIONS[:3])
+@pytest.mark.parametrize("spacing", [None, [1.3, 1.1, 2.5], [0.8, 3.0, 40.0], [3.1, 0.9, 1.0]])
+@pytest.mark.parametrize("axes", [*permutations(range(3))])
+def test_strips_on_the_files_grid_are_the_volume_in_one_piece(
+    tmp_path: Path, codes: str, spacing: list | None, axes: tuple[int, int, int]
+) -> None:
+    """To the bit, as labels and as probabilities, with strips of one voxel too; and as scipy's splines, to rounding."""
+    one = one_case(tmp_path, codes)
+    stored = nib.load(one.images[0])
+    source, target = target_grid(one, stored, spacing), canonical_grid(stored)
+    probabilities = np.random.default_rng(0).random((4, *source.shape), np.float32)
+    matrix = np.linalg.inv(source.affine) @ target.affine
+    options = {"output_shape": target.shape, "order": 1, "mode": "nearest"}
+    dense = np.stack([ndimage.affine_transform(scores, matrix, **options) for scores in probabilities], -1)
+    scores = np.empty((3, *stored.shape, 4), np.float32)
+    labels = [to_original(whole(probabilities), one, spacing, lambda label, _: scores[0, ..., label])]
+    labels += [
+        to_original(cut(probabilities, axes, n), one, spacing, lambda label, _, i=i: scores[i, ..., label])
+        for i, n in STEPS
+    ]
+    for index in range(3):
+        assert np.array_equal(scores[index], scores[0]) and np.array_equal(labels[index], scores[0].argmax(-1))
+    there = apply_orientation(scores[0], nib.io_orientation(stored.affine))
+    assert np.allclose(there, dense, atol=1e-6, rtol=0) and (there.argmax(-1) == dense.argmax(-1)).all()
+
+
+STEPS = [(1, (5, 3)), (2, (1, 1))]
 
 
 def test_channels_come_first(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from unet3d.config import Model
 from unet3d.data.patches import choose_centre, crop, prepare
+from unet3d.data.volume import LabelMap
+from unet3d.memory.ledger import Ledger
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.train.inference import Predictor, aligned_corners, even_corners, gaussian
 from unet3d.train.policy import MemoryPolicy
-from unet3d.types import IGNORE
+from unet3d.types import IGNORE, Strip
 
 Network = Callable[..., UNet3D]
 
@@ -183,3 +185,110 @@ def test_a_volume_thinner_than_a_tile_lies_where_training_puts_it(network: Netwo
     assert seen.shape[1:] == tuple(tile) and there.sum() == 7
     found = predictor(model, window, model.options).probabilities(case.image)
     torch.testing.assert_close(found, seen[..., there], atol=1e-5, rtol=0)
+
+
+def dense(found: Predictor, image: Tensor) -> Tensor:
+    """Probabilities from one sum over all windows of the whole volume, in the order of the strips."""
+    out, sizes = geometry.output_size(found.window, found.options), image.shape[1:]
+    lost = [w - o for w, o in zip(found.window, out, strict=True)]
+    if any(lost):
+        corners, weight = aligned_corners(sizes, out, (8, 8, 8)), torch.ones(out)
+    else:
+        corners, weight = even_corners(sizes, found.window, found.overlap), gaussian(out)
+    total = [starts[-1] + w for starts, w in zip(corners, out, strict=True)]
+    offset = [0 if any(lost) else (t - n) // 2 for t, n in zip(total, sizes, strict=True)]
+    ends = [(o + c // 2, t - n - o + c - c // 2) for t, n, o, c in zip(total, sizes, offset, lost, strict=True)]
+    padded = torch.from_numpy(np.pad(image.numpy(), [(0, 0), *ends], mode="reflect" if any(lost) else "constant"))
+    sums, weights = torch.zeros(3, *total), torch.zeros(total)
+    axes = next(iter(found.strips(image))).axes
+    for corner in sorted(product(*corners), key=lambda corner: [corner[axis] for axis in axes]):
+        seen, box = (tuple(slice(c, c + w) for c, w in zip(corner, size, strict=True)) for size in (found.window, out))
+        with torch.no_grad():
+            sums[:, *box] += found.window_logits(padded[:, *seen][None]) * weight
+        weights[box] += weight
+    inside = tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))
+    return (sums / weights)[:, *inside].softmax(0)
+
+
+def assert_dense(found: Predictor, size: tuple[int, ...]) -> tuple[int, ...]:
+    """Labels of a volume equal those of dense probabilities; each voxel is in one strip. Returns the strips' axes."""
+    image = torch.randn(1, *size, generator=torch.Generator().manual_seed(1))
+    expected, times = dense(found, image), torch.zeros(size)
+    for strip in found.strips(image):
+        times[strip.box] += 1
+    assert (times == 1).all()
+    assert np.array_equal(LabelMap(found.strips(image)).whole(), expected.argmax(0))
+    torch.testing.assert_close(found.probabilities(image), expected, atol=1e-6, rtol=0)
+    return strip.axes
+
+
+@pytest.mark.parametrize("window", [(16, 16, 16), (8, 16, 24)])
+@pytest.mark.parametrize("size", [(37, 18, 23), (18, 41, 17), (17, 25, 51), (5, 30, 3), (16, 16, 16), (3, 2, 1)])
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 0.7])
+def test_labels_by_strips_are_the_dense_ones(network: Network, window: tuple, size: tuple, overlap: float) -> None:
+    assert_dense(predictor(network("model=unet_tiny", "model.features=[4,8]"), window, overlap=overlap), size)
+
+
+def test_labels_by_strips_are_the_dense_ones_mirrored_and_of_two_networks(network: Network) -> None:
+    first, second = network("model=unet_tiny"), network("model=unet_tiny")
+    for parameter in second.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    both = Predictor((first, second), first.options, MemoryPolicy(), (16, 16, 16), mirror=(0, 2))
+    assert_dense(both, (19, 16, 33))
+    image = torch.randn(1, 1, 16, 16, 16)
+    views = [((), first), ((2,), first), ((4,), first), ((2, 4), first), ((), second), ((2,), second)]
+    views += [((4,), second), ((2, 4), second)]
+    with torch.no_grad():
+        mean = torch.stack([model.eval()(image.flip(axes)).flip(axes)[0] for axes, model in views]).mean(0)
+        torch.testing.assert_close(both.window_logits(image), mean)
+
+
+@pytest.mark.parametrize("size", [(23, 9, 14), (9, 29, 11), (11, 12, 37), (4, 4, 4)])
+def test_labels_by_strips_are_the_dense_ones_of_valid_networks(network: Network, size: tuple) -> None:
+    model = network(*VALID)
+    assert_dense(predictor(model, (52, 52, 52), model.options), size)
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (1, 2, 0), (0, 2, 1), (2, 1, 0)])
+def test_strips_follow_the_axes_that_need_least_memory(network: Network, axes: tuple) -> None:
+    """Slabs along the longest axis, so that what they share is smallest; strips along the shortest."""
+    size = [0, 0, 0]
+    for axis, length in zip(axes, (40, 25, 18), strict=True):
+        size[axis] = length
+    assert assert_dense(predictor(network("model=unet_tiny", "model.features=[4,8]"), (8, 8, 8)), tuple(size)) == axes
+
+
+def most_bytes(size: tuple[int, ...], window: int, classes: int) -> int:
+    """Most bytes that a prediction makes."""
+    found, ledger = predictor(nn.Conv3d(1, classes, 1), (window,) * 3), Ledger()
+    image = torch.randn(1, *size)
+    with ledger:
+        for _ in found.strips(image):
+            pass
+    return ledger.peak_bytes() - image.nbytes
+
+
+def test_memory_is_that_of_a_strip_and_of_what_slabs_share_whatever_the_length() -> None:
+    """Beside the window's own logits: K maps of 4 bytes, half a window deep across the volume, and one strip."""
+    classes, w = 20, 16
+    formula = 4 * (classes + 1) * (w // 2 * 32 * 40 + w * w * 32)
+    extra = 4 * classes * w**3 + 20 * 4 * (w // 2) ** 2 * 32  # a window's logits; maps of single classes
+    found = [most_bytes((length, 40, 32), w, classes) for length in (48, 96, 200)]
+    assert found[0] == found[1] == found[2] <= formula + extra
+    assert found[0] < 4 * classes * 200 * 40 * 32 / 5, "far below the whole volume's maps"
+
+
+def test_a_network_that_changes_its_input_changes_no_image() -> None:
+    image = torch.randn(1, 20, 8, 8)
+    before = image.clone()
+    predictor(nn.Sequential(nn.ReLU(inplace=True), nn.Conv3d(1, 2, 1)), (8, 8, 8)).probabilities(image)
+    assert torch.equal(image, before)
+
+
+def test_a_prediction_given_up_early_leaves_the_training_mode(network: Network) -> None:
+    model = network("model=unet_tiny").train()
+    strips = predictor(model, (16, 16, 16)).strips(torch.randn(1, 40, 16, 16))
+    first: Strip = next(strips)
+    assert not model.training and not first.probabilities.requires_grad and torch.is_grad_enabled()
+    strips.close()
+    assert model.training

@@ -97,7 +97,8 @@ def command_parser() -> argparse.ArgumentParser:
     predict.add_argument("inputs", type=Path, nargs="+", help="NIfTI files, or folders of them")
     predict.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     predict.add_argument("--mirror", action=argparse.BooleanOptionalAction, help="average over mirrorings")
-    predict.add_argument("--overwrite", action="store_true", help="replace existing label maps")
+    predict.add_argument("--overwrite", action="store_true", help="replace existing files")
+    predict.add_argument("--probabilities", action="store_true", help="also write CASE_probabilities.nii: X Y Z CLASS")
     about = "write the network alone, without any path, to share it"
     publish = command("publish", _publish, about, required=True, help="the file to write")
     publish.add_argument("snapshots", type=Path, nargs="+", help="RUN/checkpoints/best.pt; several predict as one")
@@ -170,36 +171,38 @@ def _predict(arguments: argparse.Namespace) -> int:
     failed = len(problems)
     with progress.counting("predicting", len(cases)) as counter:
         for case in cases:
-            path = arguments.out / f"{case.id}.nii.gz"
-            if os.path.realpath(path) in images:
-                raise UserError(f"{path}: is an image to segment; give another folder for the label maps")
-            if path.exists() and not arguments.overwrite:
-                print(f"{escaped(path)}: exists, left alone (--overwrite replaces it)")
+            names = [f"{case.id}.nii.gz", *[f"{case.id}_probabilities.nii"] * arguments.probabilities]
+            paths = [arguments.out / name for name in names]
+            if taken := [path for path in paths if os.path.realpath(path) in images]:
+                raise UserError(f"{taken[0]}: is an image to segment; give another folder for the label maps")
+            if (found := [path for path in paths if path.exists()]) and not arguments.overwrite:
+                print(f"{escaped(found[0])}: exists, left alone (--overwrite replaces it)")
             else:
-                failed += not _segment(segmenter, case, path)
+                failed += not _segment(segmenter, case, *paths)
             counter.advance()
     return UserError.exit_code if failed else 0
 
 
-def _segment(segmenter: "Segmenter", case: "Case", path: Path) -> bool:
-    """Write the label map of a case, and print its path. Returns whether that was possible. Raises NotSaved."""
+def _segment(segmenter: "Segmenter", case: "Case", *paths: Path) -> bool:
+    """Write the files of a case, and print their paths. Returns whether that was possible. Raises NotSaved."""
     from unet3d.data.nifti import replacement
     from unet3d.run import predict
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        volume = segmenter.to_file(case, path)
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+        volume = segmenter.to_file(case, *paths)
         replaced = [f"{case.id}: {replacement(volume.replaced)}"] if volume.replaced else []
         for line in [*replaced, *predict.accepted_contradictions(case)]:
             lifecycle.say(f"warning: {escaped(line)}")
-        print(escaped(path))
+        print(*map(escaped, paths), sep="\n")
         return True
     except UserError as error:
         lifecycle.say(f"error: {escaped(error)}")
     except OSError as error:
         if lifecycle.ran_out(error):
             raise
-        raise not_saved(path, error) from error
+        named = [path for path in paths if str(path) == error.filename]
+        raise not_saved((named or paths)[0], error) from error
     except (RuntimeError, MemoryError) as error:  # perhaps for the size of this volume
         if not is_out_of_memory(error):
             raise

@@ -3,8 +3,10 @@
 import gzip
 import io
 import logging
+import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -213,13 +215,41 @@ def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
     """Write integer labels (X, Y, Z) on the grid of the image `like`, as uint8 or uint16. Raises UserError, OSError."""
     source = open_image(stem(path), like)
     assert labels.shape == source.shape[:3], f"{labels.shape} labels for an image of {source.shape}"
+    kind = np.min_scalar_type(int(labels.max()))
+    save_image(path, type(source)(labels.astype(kind), None, _header_like(source, kind)))
+
+
+def _header_like(source: nib.Nifti1Image, kind: np.dtype | type) -> nib.Nifti1Header:
+    """The header of `source` for other values of this type."""
     header = source.header.copy()
     header.extensions.clear()  # their DICOM fields may name the patient
     header.set_slope_inter(1, 0)
     header["cal_min"] = header["cal_max"] = 0  # the display range of intensities
-    kind = np.min_scalar_type(int(labels.max()))
     header.set_data_dtype(kind)
-    save_image(path, type(source)(labels.astype(kind), None, header))
+    return header
+
+
+@contextmanager
+def saving_scores(path: Path, like: Path) -> Iterator[Callable[[int, int], np.ndarray]]:
+    """Write float32 scores (X, Y, Z, K) on the grid of the image `like` to `path` (.nii). Raises UserError, OSError.
+
+    Gives a function of a class and of K, which maps the class's voxels into memory; they leave it with the array.
+    """
+    source = open_image(stem(path), like)
+    header, shape = _header_like(source, np.float32), source.shape[:3]
+    header["vox_offset"] = offset = header.single_vox_offset
+    with replacing(path) as file:
+
+        def open_scores(label: int, classes: int) -> np.ndarray:
+            if not file.tell():
+                header.set_data_shape((*shape, classes))
+                header.write_to(file)
+                file.flush()
+                # on a disk that fills later, a write to mapped memory would kill the process
+                os.posix_fallocate(file.fileno(), 0, offset + 4 * prod(shape) * classes)
+            return np.memmap(file, header.get_data_dtype(), "r+", offset + 4 * prod(shape) * label, shape, "F")
+
+        yield open_scores
 
 
 def save_image(path: Path, image: nib.Nifti1Image) -> None:

@@ -1,6 +1,6 @@
 """A case as arrays on one grid (RAS+ axes, one spacing, exact labels), and predictions back on the file's grid."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -9,18 +9,20 @@ from typing import NamedTuple
 import nibabel as nib
 import numpy as np
 from nibabel.affines import apply_affine, voxel_sizes
-from nibabel.orientations import apply_orientation, axcodes2ornt, inv_ornt_aff, ornt_transform
+from nibabel.orientations import apply_orientation, inv_ornt_aff
 
 from unet3d.data import nifti
 from unet3d.data.cases import Case
 from unet3d.data.nifti import STRICT, ValidationRules, problem, read_image, read_label
 from unet3d.errors import UserError
+from unet3d.types import Strip
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative
 MM, UNITS = (0, 2), {1: "meter", 3: "micron"}  # 0 is unset, and mm by custom
 MAX_GROWTH = 32  # times the stored voxels that a resampled grid may hold: work stays in proportion to the file
 Headers = Mapping[Path, nib.Nifti1Image]  # opened files, by path
+Scores = Callable[[int, int], np.ndarray]  # of a class, and how many there are: an array (X, Y, Z) to write to
 CUBIC, LINEAR = 3, 1  # splines: linear ones blur an image, by how much depends on where the new voxels lie
 
 
@@ -68,19 +70,106 @@ def read_volume(
     return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, sum(replaced))
 
 
-def to_original(probabilities: np.ndarray, case: Case, spacing: Sequence[float] | None) -> np.ndarray:
+class LabelMap:
+    """The likeliest class of each voxel, the first in a tie, noted as strips pass on their way to others."""
+
+    def __init__(self, strips: Iterator[Strip]) -> None:
+        self._strips, self._labels = strips, np.empty(0)
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Iterator[Strip]:
+        """The strips that have not passed yet."""
+        try:
+            for strip in self._strips:
+                if not self._labels.size:
+                    self._labels = np.zeros(strip.sizes, np.min_scalar_type(len(strip.probabilities) - 1))
+                self._labels[strip.box] = _likeliest(enumerate(strip.probabilities.numpy()))
+                yield strip
+        except Exception as error:
+            self._error = error
+            raise
+
+    def whole(self) -> np.ndarray:
+        """Labels X Y Z, once all strips have passed. Raises what has ended them early, also where others caught it."""
+        for _ in self:
+            pass
+        if self._error is not None:
+            raise self._error
+        return self._labels
+
+
+def to_original(
+    strips: Iterable[Strip], case: Case, spacing: Sequence[float] | None, open_scores: Scores | None = None
+) -> np.ndarray:
     """The likeliest class of each voxel of the case's first image, in that file's axes: uint8 or uint16 (X, Y, Z).
 
-    `probabilities` float32 (K, X, Y, Z) lie on the grid of `read_volume` at this `spacing`. Raises UserError.
+    The strips lie on the grid of `read_volume` at this `spacing`. Probabilities in the file's axes are written to what
+    `open_scores` gives, if there is one; it is called for each class of each strip. Raises UserError.
     """
     image = nifti.open_image(case.id, case.images[0])
     source, target = target_grid(case, image, spacing), canonical_grid(image)
-    if source.shape != probabilities.shape[1:]:
-        raise problem(case.id, case.images[0], "has another size than when it was read; restore the file")
-    found = ((label, _resample(scores, source, target, LINEAR)) for label, scores in enumerate(probabilities))
-    labels = _likeliest(found, target, np.min_scalar_type(len(probabilities) - 1))
-    back = ornt_transform(axcodes2ornt("RAS"), nib.io_orientation(image.affine))
-    return np.ascontiguousarray(apply_orientation(labels, back))
+    axes, splines = nib.io_orientation(image.affine), None if _is_same(source, target) else _Splines(source, target)
+    labels = np.empty(0)
+    for strip in strips:
+        if strip.sizes != source.shape:
+            raise problem(case.id, case.images[0], "has another size than when it was read; restore the file")
+        if not labels.size:
+            labels = np.zeros(image.shape[:3], np.min_scalar_type(len(strip.probabilities) - 1))
+        box, maps = splines.resampled(strip) if splines else (strip.box, iter(strip.probabilities.numpy()))
+        if open_scores:
+            maps = _written(maps, open_scores, axes, box, len(strip.probabilities))
+        apply_orientation(labels, axes)[box] = _likeliest(enumerate(maps))  # a view
+    return labels
+
+
+def _written(
+    maps: Iterable[np.ndarray], open_scores: Scores, axes: np.ndarray, box: tuple[slice, ...], classes: int
+) -> Iterator[np.ndarray]:
+    for label, found in enumerate(maps):
+        apply_orientation(open_scores(label, classes), axes)[box] = found
+        yield found
+
+
+class _Splines:
+    """Strips on a grid with the same axes, by linear splines; edges continue. Float64, so that ties stay ties.
+
+    A strip completes the new voxels between its own and those before, of which it keeps the last plane and row.
+    """
+
+    def __init__(self, source: Grid, target: Grid) -> None:
+        matrix = np.linalg.inv(source.affine) @ target.affine
+        self._axes = []  # for each: the voxel after each new one, and its share
+        for axis, (size, new) in enumerate(zip(source.shape, target.shape, strict=True)):
+            at = (matrix[axis, axis] * np.arange(new) + matrix[axis, 3]).clip(0, size - 1)
+            after = np.minimum(at.astype(int) + 1, size - 1)
+            self._axes.append((after, at - np.maximum(after - 1, 0)))
+        self._planes, self._rows = dict[int, np.ndarray](), dict[int, np.ndarray]()  # by class
+
+    def resampled(self, strip: Strip) -> tuple[tuple[slice, ...], Iterator[np.ndarray]]:
+        """The box of new voxels that the strip completes, and their maps, all of which are to be taken."""
+        ranges = (after.searchsorted((at.start, at.stop)) for (after, _), at in zip(self._axes, strip.box, strict=True))
+        box = tuple(slice(first, last) for first, last in ranges)
+        return box, (self._at(box, self._joined(label, strip), strip) for label in range(len(strip.probabilities)))
+
+    def _joined(self, label: int, strip: Strip) -> np.ndarray:
+        """A class's map of the strip, behind the plane and the row before it."""
+        slab, row, _ = strip.axes
+        found = strip.probabilities[label].numpy()
+        if label not in self._planes:
+            self._planes[label] = np.empty([1 if axis == slab else n for axis, n in enumerate(strip.sizes)], np.float32)
+        plane = self._planes[label][*(slice(None) if axis == slab else at for axis, at in enumerate(strip.box))]
+        joined = np.concatenate([plane, found], slab) if strip.corner[slab] else found
+        plane[...] = found.take([-1], slab)
+        joined = np.concatenate([self._rows[label], joined], row) if strip.corner[row] else joined
+        self._rows[label] = joined.take([-1], row)
+        return joined
+
+    def _at(self, box: tuple[slice, ...], found: np.ndarray, strip: Strip) -> np.ndarray:
+        for axis, (after, share) in enumerate(self._axes):
+            behind = after[box[axis]] - max(strip.corner[axis] - 1, 0)
+            part = share[box[axis]].reshape([-1 if other == axis else 1 for other in range(3)])
+            found = found.take(np.maximum(behind - 1, 0), axis) * (1 - part) + found.take(behind, axis) * part
+        return found.astype(np.float32)
 
 
 def contradictions(case: Case, opened: Headers, rules: ValidationRules = STRICT) -> Iterator[UserError]:
@@ -159,13 +248,15 @@ def _resample_labels(label: np.ndarray, source: Grid, target: Grid, ignore: int 
     values = sorted(np.unique(label).tolist(), key=lambda value: (value == ignore, -value))
     masks = ((value, (label == value).astype(np.float32)) for value in values)
     shares = ((value, _resample(mask, source, target, LINEAR).round(4)) for value, mask in masks)  # so ties are exact
-    return _likeliest(shares, target, label.dtype)
+    return _likeliest(shares).astype(label.dtype)
 
 
-def _likeliest(scores: Iterable[tuple[int, np.ndarray]], target: Grid, kind: np.dtype | type) -> np.ndarray:
+def _likeliest(scores: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
     """The label of the highest score, the first in a tie. One label at a time: all scores at once may not fit."""
-    labels, best = np.zeros(target.shape, kind), np.full(target.shape, -np.inf, np.float32)
-    for label, score in scores:
+    ranked = iter(scores)
+    label, score = next(ranked)
+    labels, best = np.full(score.shape, label, np.uint16), score.copy()
+    for label, score in ranked:
         labels[score > best] = label
         np.maximum(best, score, out=best)
     return labels

@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from unet3d import build, checks, compose
 from unet3d.config import Config, Data
 from unet3d.data import preprocess
 from unet3d.data.cases import Case, in_order, refuse_long, volumes_in, without_channel
-from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, save_labels, stem
+from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, save_labels, saving_scores, stem
 from unet3d.data.preprocess import Intensity, normalise
 from unet3d.data.volume import Volume, contradictions, foreign_units, read_volume, to_original
 from unet3d.errors import SnapshotError, UserError
 from unet3d.train import checkpoint
 from unet3d.train.inference import Predictor
+from unet3d.types import Strip
 
 Split = dict[str, Any]
 
@@ -104,20 +106,27 @@ class Segmenter:
     rules: ValidationRules = STRICT
     by_channel: bool = False  # files are of one channel each, and named so, even a single one
 
-    def to_file(self, case: Case, path: Path) -> Volume:
-        """Segment one case. Returns it on the network's grid. Raises UserError."""
+    def to_file(self, case: Case, path: Path, scores: Path | None = None) -> Volume:
+        """Segment one case; class probabilities go to `scores`. Returns it on the network's grid. Raises UserError."""
         volume = read_volume(case._replace(label=None), 0, None, self.spacing, self.rules)
         found, wanted = len(volume.image), len(self.intensity)
         if found != wanted:
             raise UserError(f"{case.id}: {case.images[0]} has {found} channels; this network takes {wanted}")
         image = torch.from_numpy(normalise(volume.image, self.intensity))
-        save_prediction(path, self.predictor.probabilities(image), case, self.spacing)
+        save_prediction(path, self.predictor.strips(image), case, self.spacing, scores)
         return volume
 
 
-def save_prediction(path: Path, probabilities: Tensor, case: Case, spacing: Sequence[float] | None) -> None:
-    """Write the label map of a case, on the grid of its file. Raises UserError, OSError."""
-    save_labels(path, to_original(probabilities.numpy(), case, spacing), case.images[0])
+def save_prediction(
+    path: Path, strips: Iterable[Strip], case: Case, spacing: Sequence[float] | None, scores: Path | None = None
+) -> None:
+    """Write the label map of a case, and its probabilities to `scores`, on its file's grid. Raises UserError, OSError.
+
+    Probabilities are float32 (X, Y, Z, K), in a NIfTI file that is not compressed: programs can read it in parts.
+    """
+    like = case.images[0]
+    with saving_scores(scores, like) if scores else nullcontext() as open_scores:
+        save_labels(path, to_original(strips, case, spacing, open_scores), like)
 
 
 def open_segmenter(path: Path, device: str, mirror: bool | None = None, model_path: str | None = None) -> Segmenter:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from unet3d import progress
 from unet3d.build import Data, Read
 from unet3d.config import Data as Options
 from unet3d.data import preprocess
 from unet3d.data.cases import Case
+from unet3d.data.volume import LabelMap
 from unet3d.errors import UserError, is_out_of_memory, not_saved
 from unet3d.files import replacing
 from unet3d.report import plots
@@ -21,24 +21,23 @@ from unet3d.train.inference import Predictor
 from unet3d.train.metrics import CaseScore, score_case
 from unet3d.types import IGNORE
 
-Keep = Callable[[Case, Tensor], None] | None
+Keep = Callable[[Case, LabelMap], None] | None
 
 
 def evaluate(
     predictor: Predictor, cases: Sequence[Case], read: Read, classes: int, hd95: bool, what: str, keep: Keep = None
 ) -> list[CaseScore]:
-    """One score a case, on the network's grid. `keep` gets each case with its probabilities K X Y Z, one at a time."""
+    """One score a case, on the network's grid. `keep` gets each case and may take its strips."""
     scores = []
     with progress.counting(what, len(cases)) as counter:
         for case in cases:
             found = read(case)
-            probabilities = predictor.probabilities(found.image)
+            strips = LabelMap(predictor.strips(found.image))
             if keep is not None:
-                keep(case, probabilities)
-            prediction, label = probabilities.argmax(0).numpy(), found.label.numpy()
-            del probabilities  # the distances need memory of their own
+                keep(case, strips)
+            prediction, label = strips.whole(), found.label.numpy()
             scores.append(score_case(case.id, prediction, label, classes, found.spacing, IGNORE, hd95))
-            del found, prediction, label  # before the next case is read
+            del found, strips, prediction, label  # before the next case is read
             counter.advance()
     return scores
 
@@ -50,7 +49,7 @@ class Predictions:
     folder: Path
     data: Data
     options: Options
-    first: np.ndarray | None = None  # classes of the first case on the network's grid, for the picture
+    first: LabelMap | None = None  # of the first case on the network's grid, for the picture
 
     @property
     def picture(self) -> Path:
@@ -61,10 +60,10 @@ class Predictions:
         for path in (self.picture, *map(self._path, self.data.val)):
             path.unlink(missing_ok=True)
 
-    def try_add(self, case: Case, probabilities: Tensor) -> None:
+    def try_add(self, case: Case, strips: LabelMap) -> None:
         """Write the label map of a case, if that is possible; `complete` makes up for it, or raises."""
         try:
-            self._add(case, probabilities)
+            self._add(case, strips)
         except UserError:
             return
         except (RuntimeError, MemoryError) as error:
@@ -76,22 +75,24 @@ class Predictions:
         if missing := [case for case in self.data.val if not self._is_there(case)]:
             with progress.counting("predicting", len(missing)) as counter:
                 for case in missing:
-                    self._add(case, predictor.probabilities(self.data.read_val(case).image))
+                    strips = LabelMap(predictor.strips(self.data.read_val(case).image))
+                    self._add(case, strips)
+                    strips.whole()
                     counter.advance()
         if self.first is not None:
             with _saving(self.picture):
-                self._draw(self.data.val[0], self.first)
+                self._draw(self.data.val[0], self.first.whole())
 
     def _is_there(self, case: Case) -> bool:
         is_drawn = case != self.data.val[0] or self.first is not None or self.picture.exists()
         return is_drawn and self._path(case).exists()
 
-    def _add(self, case: Case, probabilities: Tensor) -> None:
+    def _add(self, case: Case, strips: LabelMap) -> None:
         if case == self.data.val[0]:
-            self.first = probabilities.argmax(0).numpy().astype(np.min_scalar_type(len(probabilities) - 1))
+            self.first = strips
         if not (path := self._path(case)).exists():
             with _saving(path):
-                save_prediction(path, probabilities, case, self.options.spacing)
+                save_prediction(path, strips, case, self.options.spacing)
 
     def _path(self, case: Case) -> Path:
         return self.folder / "predictions" / f"{case.id}.nii.gz"

@@ -1,5 +1,7 @@
 """Whole volumes through a sliding window of the training patch's size; volumes and label maps of any size.
 
+Memory holds a strip of windows and what later strips share with it, never a map of the volume for each class.
+
 Windows of padded networks overlap and are weighted by a Gaussian. Those of valid networks see mirrored context beyond
 the border (the paper's overlap-tile strategy) and begin on multiples of the network's total stride, so that each voxel
 is computed as it would be in one piece, unless a normalisation takes its statistics from the window.
@@ -7,8 +9,9 @@ is computed as it would be in one piece, unless a normalisation takes its statis
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,6 +21,9 @@ from unet3d import progress
 from unet3d.config import Model
 from unet3d.model import geometry
 from unet3d.train.policy import MemoryPolicy
+from unet3d.types import Strip
+
+Axes = tuple[int, int, int]  # slabs follow one another along the first, strips of a slab along the second
 
 
 @dataclass(frozen=True)
@@ -32,40 +38,40 @@ class Predictor:
     mirror: tuple[int, ...] = ()  # axes; logits are averaged over all combinations of their mirrorings
 
     @torch.no_grad()
-    def probabilities(self, image: Tensor) -> Tensor:
-        """Image C X Y Z (normalised) to class probabilities K X Y Z, float32, on the CPU."""
+    def strips(self, image: Tensor) -> Iterator[Strip]:
+        """Image C X Y Z (normalised) to class probabilities on the CPU, each voxel in one strip."""
         were_training = [model.training for model in self.models]
         for model in self.models:
             model.eval()
         try:
-            logits = self._slide(image)
-            for plane in logits.unbind(1):  # in place: a large volume of many classes is gigabytes
-                plane.copy_(plane.softmax(0))
-            return logits
+            yield from self._slide(image)
         finally:
             for model, was_training in zip(self.models, were_training, strict=True):
                 model.train(was_training)
 
-    def _slide(self, image: Tensor) -> Tensor:
-        device, sizes = next(self.models[0].parameters()).device, image.shape[1:]
+    def probabilities(self, image: Tensor) -> Tensor:
+        """All class probabilities K X Y Z of an image C X Y Z (normalised), float32: gigabytes, for many classes."""
+        found: Tensor | None = None
+        for strip in self.strips(image):
+            found = strip.probabilities.new_empty(len(strip.probabilities), *strip.sizes) if found is None else found
+            found[(slice(None), *strip.box)] = strip.probabilities
+        assert found is not None
+        return found
+
+    def _slide(self, image: Tensor) -> Iterator[Strip]:
+        device, (x, y, z) = next(self.models[0].parameters()).device, image.shape[1:]
         out_window = geometry.output_size(self.window, self.options)
         strides = [math.prod(axis) for axis in zip((1, 1, 1), *geometry.strides(self.options), strict=True)]
         if self.options.padding == "valid":
-            corners, weight = aligned_corners(sizes, out_window, strides), torch.ones(out_window)
+            corners, weight = aligned_corners((x, y, z), out_window, strides), torch.ones(out_window)
         else:
-            corners, weight = even_corners(sizes, self.window, self.overlap), gaussian(out_window)
-        size = [max(axis) + w for axis, w in zip(corners, out_window, strict=True)]
-        padded, offset = _pad(image, size, self.window, out_window, strides)
-        weights = torch.zeros(size)
-        total: Tensor | None = None
-        for corner in progress.parts([*itertools.product(*corners)]):
-            logits = self.window_logits(padded[_box(corner, self.window)][None].to(device)).cpu()
-            total = logits.new_zeros(len(logits), *size) if total is None else total
-            total[_box(corner, out_window)] += logits * weight
-            weights[_box(corner, out_window)[1:]] += weight
-        assert total is not None
-        inside = _box(offset, sizes)
-        return total[inside].div_(weights[inside[1:]])
+            corners, weight = even_corners((x, y, z), self.window, self.overlap), gaussian(out_window)
+        axes, (padded, offset) = scan_order(corners, out_window), _pad(image, corners, self.window, out_window, strides)
+        places = [*itertools.product(*(corners[axis] for axis in axes))]
+        tiles = (padded[_box(_in_place(place, axes), self.window)][None] for place in progress.parts(places))
+        logits = (self.window_logits(tile.to(device)).cpu() for tile in tiles)
+        for (a, b, c), means in _means(logits, corners, weight, axes):
+            yield from _inside(Strip((x, y, z), axes, (a - offset[0], b - offset[1], c - offset[2]), means))
 
     def window_logits(self, tile: Tensor) -> Tensor:
         """Mean logits K D H W of a window 1 C D H W, over the networks and all combinations of the mirrored axes."""
@@ -73,10 +79,91 @@ class Predictor:
         subsets = [subset for n in range(len(dims) + 1) for subset in itertools.combinations(dims, n)]
         total: Tensor | None = None
         for model, flipped in itertools.product(self.models, subsets):
-            logits = self.policy.forward(model, tile.flip(flipped)).float().flip(flipped)[0]
-            total = logits if total is None else total + logits
+            logits = self.policy.forward(model, tile.flip(flipped)).float()[0]  # a copy, which a network may change
+            logits = logits.flip([axis - 1 for axis in flipped]) if flipped else logits
+            total = logits if total is None else total.add_(logits)
         assert total is not None
-        return total / (len(self.models) * len(subsets))
+        count = len(self.models) * len(subsets)
+        return total.div_(count) if count > 1 else total
+
+
+def scan_order(corners: Sequence[Sequence[int]], window: Sequence[int]) -> Axes:
+    """The axes along which slabs, strips within a slab and windows within a strip follow, so that memory is least."""
+    sizes = [starts[-1] + w for starts, w in zip(corners, window, strict=True)]
+    shared = [max((a + w - b for a, b in pairwise(s)), default=0) for s, w in zip(corners, window, strict=True)]
+
+    def voxels(axes: Sequence[int]) -> int:
+        slab, strip, row = axes
+        return (shared[slab] * sizes[strip] + window[slab] * window[strip]) * sizes[row]
+
+    slab, strip, row = min(itertools.permutations(range(3)), key=voxels)
+    return slab, strip, row
+
+
+def _means(
+    logits: Iterator[Tensor], corners: Sequence[Sequence[int]], weight: Tensor, axes: Axes
+) -> Iterator[tuple[Axes, Tensor]]:
+    """Weighted means of the windows' logits, box by box as windows complete them, and where each box begins.
+
+    One strip of windows is in memory, and what a slab shares with the next. Each voxel adds its windows in the order in
+    which one sum over the whole volume would.
+    """
+    starts, (deep, wide, long) = [corners[axis] for axis in axes], (weight.shape[axis] for axis in axes)
+    slabs, rows = _steps(starts[0], deep), _steps(starts[1], wide)
+    sizes = max(held for _, _, held in slabs), starts[1][-1] + wide, starts[2][-1] + long
+    strip = carried = torch.empty(0)  # both: K maps of sums, and their weights
+    for (a, next_a, held), (b, next_b, kept) in itertools.product(slabs, rows):
+        for c in starts[2]:
+            found = next(logits).permute(0, *(axis + 1 for axis in axes))
+            if not len(strip):
+                strip, carried = (_empty(len(found) + 1, size, axes) for size in ((deep, wide, sizes[2]), sizes))
+            if c == 0:
+                _move(strip, kept, carried[:, :held, b + kept : b + wide])
+            strip[:-1, ..., c : c + long].addcmul_(found, weight.permute(axes))
+            strip[-1, ..., c : c + long].add_(weight.permute(axes))
+            del found  # before the next window
+        done, part = next_a - a, strip[:, :, : next_b - b]
+        carried[:, : deep - done, b:next_b] = part[:, done:]
+        part = part[:, :done].permute(0, *(axes.index(axis) + 1 for axis in range(3)))
+        yield _in_place((a, b, 0), axes), part[:-1].div_(part[-1])
+
+
+def _steps(starts: Sequence[int], window: int) -> list[tuple[int, int, int]]:
+    """For each window where it begins, where the next does, and how much it shares with the one before."""
+    shared = [0, *(a + window - b for a, b in pairwise(starts))]
+    return [*zip(starts, [*starts[1:], starts[-1] + window], shared, strict=True)]
+
+
+def _empty(maps: int, size: Sequence[int], axes: Axes) -> Tensor:
+    """Of this size along these axes; in memory the axes lie as the volume's do."""
+    return torch.empty(maps, *_in_place(size, axes)).permute(0, *(axis + 1 for axis in axes))
+
+
+def _in_place(values: Sequence[int], axes: Axes) -> Axes:
+    """Values along these axes, in the order of the volume's."""
+    x, y, z = (values[axes.index(axis)] for axis in range(3))
+    return x, y, z
+
+
+def _move(strip: Tensor, kept: int, carried: Tensor) -> None:
+    """Move the strip on, to where it shares `kept` rows with its last place and finds what slabs before have added."""
+    step = strip.shape[2] - kept
+    for row in range(0, kept, step):  # what is copied lies behind where it goes
+        last = min(row + step, kept)
+        strip[:, :, row:last] = strip[:, :, row + step : last + step]
+    strip[:, : carried.shape[1], kept:] = carried
+    strip[:, carried.shape[1] :, kept:] = 0
+
+
+def _inside(strip: Strip) -> Iterator[Strip]:
+    """The part of the strip that lies in the volume, if there is one, with a softmax of its logits in place."""
+    x, y, z = (max(0, at) for at in strip.corner)
+    limits = zip(strip.box, strip.sizes, (x, y, z), strict=True)
+    ends = [(start - at.start, min(at.stop, size) - at.start) for at, size, start in limits]
+    if all(first < last for first, last in ends):
+        part = strip.probabilities[(slice(None), *itertools.starmap(slice, ends))]
+        part.sub_(part.amax(0)).exp_()
+        yield strip._replace(corner=(x, y, z), probabilities=part.div_(part.sum(0)))
 
 
 def _box(corner: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
@@ -89,7 +176,7 @@ def even_corners(sizes: Sequence[int], window: Sequence[int], overlap: float) ->
     found = []
     for n, w in zip(sizes, window, strict=True):
         gaps = max(0, math.ceil((n - w) / (w * (1 - overlap))))
-        found.append([round(i * (n - w) / max(1, gaps)) for i in range(gaps + 1)])
+        found.append(sorted({round(i * (n - w) / max(1, gaps)) for i in range(gaps + 1)}))  # short ones may coincide
     return found
 
 
@@ -108,9 +195,13 @@ def aligned_corners(sizes: Sequence[int], out_window: Sequence[int], strides: Se
 
 
 def _pad(
-    image: Tensor, size: Sequence[int], window: Sequence[int], out_window: Sequence[int], strides: Sequence[int]
-) -> tuple[Tensor, tuple[int, ...]]:
-    """The image with room for windows over an output of `size`, and where in that output the volume begins.
+    image: Tensor,
+    corners: Sequence[Sequence[int]],
+    window: Sequence[int],
+    out_window: Sequence[int],
+    strides: Sequence[int],
+) -> tuple[Tensor, list[int]]:
+    """The image with room for windows at `corners` of an output, and where in that output the volume begins.
 
     A padded network gets zeros (the mean) on all sides of a volume smaller than its window, a valid one mirrored
     context. There a volume shorter than an output lies in the middle of it, as in training, along axes without stride:
@@ -118,12 +209,15 @@ def _pad(
     """
     has_border = any(w - o > 1 for w, o in zip(window, out_window, strict=True))
     widths, ahead = [(0, 0)], []
-    for n, total, w, o, stride in zip(image.shape[1:], size, window, out_window, strides, strict=True):
+    for n, starts, w, o, stride in zip(image.shape[1:], corners, window, out_window, strides, strict=True):
+        total = starts[-1] + o
         ahead.append(0 if has_border and (n >= o or stride > 1) else (total - n) // 2)
         before = (w - o) // 2 + ahead[-1]
         widths.append((before, total - n + w - o - before))  # w - o is odd where convolutions stride
+    if not any(map(any, widths)):
+        return image, ahead  # not a copy
     padded = np.pad(image.numpy(), widths, mode="reflect") if has_border else np.pad(image.numpy(), widths)
-    return torch.from_numpy(padded), tuple(ahead)
+    return torch.from_numpy(padded), ahead
 
 
 def gaussian(window: Sequence[int]) -> Tensor:
