@@ -201,7 +201,7 @@ def slabs(config: Config) -> SlabOptions | None:
     if not config.lean and not config.slab:
         return None
     patch = config.data.patch
-    rows = ROWS if config.slab == "auto" else config.slab or -(-max(patch) // LEAN_SLABS)
+    rows = ROWS if config.slab == "auto" else config.slab or max(ROWS, -(-max(patch) // LEAN_SLABS))
     return SlabOptions(rows, config.lean, 2 + patch.index(max(patch)), target(config) == "cpu")
 
 

@@ -66,7 +66,7 @@ def test_a_budget_that_does_not_fit_names_what_would_and_a_run_of_it_does(whole:
     assert title.startswith(f"{budget}: the step does not fit") and asked.endswith("as asked")
     assert asked.split()[0] == mib(whole)
     peaks = [float(row.split()[0].lstrip("~").replace(",", "")) for row in (asked, *rows)]
-    assert peaks[-1] < min(peaks[:-1]) and max(peaks[1:]) < peaks[0]
+    assert peaks[-1] <= min(peaks[:-1]) and max(peaks[1:]) < peaks[0]  # printed to .1 MiB
     assert rows[-1].endswith("  (fits)") and not any("(fits)" in row for row in rows[:-1])
     last = rows[-1].removesuffix("  (fits)")
     saves, words = last.split()[1], last.partition(":")[2].split()
@@ -153,7 +153,8 @@ def test_smaller_networks_and_patches_stop_where_there_is_none(overrides: list[s
 def test_what_saves_nothing_is_not_suggested(norm: str) -> None:
     """Mixed precision makes group norm need more on CUDA."""
     asked = option("device=cuda", f"model.norm={norm}", "model.features=[8,8]", "data.patch=[16,16,16]", "batch=1")
-    assert any("amp=true" in row.overrides for row in front(search(asked))) == (norm == "instance")
+    found = [row for row in search(asked) if not (row.config.lean or row.config.slab)]  # they save by themselves
+    assert any("amp=true" in row.overrides for row in front(found)) == (norm == "instance")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_a_lean_operation_keeps_less(overrides: list[str], word: str) -> None:
     ((found, lean),) = lean_operation(asked.model)
     assert found == word and not lean_operation(lean)
     assert profile_stages(asked, lean).peak < profile_stages(asked, asked.model).peak
-    assert any(word in row.overrides for row in search(option(*overrides)))
+    assert any(word in row.overrides for row in search(option(*overrides, "batch=1")))
 
 
 @pytest.mark.parametrize(

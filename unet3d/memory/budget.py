@@ -46,9 +46,8 @@ class Option(NamedTuple):
 def simulated(option: Option) -> Option:
     """The option as a run takes it: with the segments that it chooses, and the peak of its second step."""
     if option.config.lean or option.config.slab:
-        ledger = simulate(option.config, option.model, (), steps=ENOUGH).ledger
-        again = segments.convolved_again(ledger, option.config, option.model)
-        return Option(*option[:4], ledger.peak_bytes(), again / PASSES)
+        peak, again = segments.in_slabs(option.config, option.model)
+        return Option(*option[:4], peak, again / PASSES)
     segment_starts, fraction = segments.choose_segments(option.config, option.model)
     peak = segments.profile_stages(option.config, option.model).peak
     if segment_starts:

@@ -188,12 +188,18 @@ def recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> 
     return sum(profile.flops[: segment_starts[-1]]) / max(1, sum(profile.flops)) if segment_starts else 0
 
 
-def convolved_again(ledger: Ledger, config: Config, options: Model) -> float:
-    """The same of a step in slabs, whose ledger is given: what it convolves more than a plain forward pass."""
-    spans, plain = {name: (a, b) for name, a, b in last_step(ledger)}, replace(config, lean=False, slab=0)
+def in_slabs(config: Config, options: Model) -> tuple[int, float]:
+    """Peak of a step with `lean` or `slab`, and what it convolves beyond a plain forward pass, as a share of that."""
+    return _in_slabs(step_key(config), options)
+
+
+@memoized
+def _in_slabs(config: Config, options: Model) -> tuple[int, float]:
+    ledger, plain = simulate(config, options, (), steps=ENOUGH).ledger, replace(config, lean=False, slab=0)
+    spans = {name: (a, b) for name, a, b in last_step(ledger)}
     begin, end = spans["forward"][0], spans["backward"][1]
     made = sum(count for event, _, count in ledger.convolutions if begin <= event <= end)
-    return made / max(1, sum(profile_stages(plain, options).flops)) - 1
+    return ledger.peak_bytes(), made / max(1, sum(profile_stages(plain, options).flops)) - 1
 
 
 def simulated_peak(config: Config, options: Model, profile: StageProfile, segment_starts: SegmentStarts) -> int:
