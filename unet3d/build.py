@@ -30,8 +30,8 @@ from unet3d.train.policy import MemoryPolicy, amp_dtype
 from unet3d.train.slab_run import SlabOptions
 
 Read = Callable[[Case], PreparedCase]
-ROWS = 8  # of slab=auto
-LEAN_SLABS = 8  # of lean=true
+ROWS = 8  # of a slab at least, unless asked for
+SLABS, LEAN_SLABS = 12, 8  # along the longest axis at most, of slab=auto and lean=true
 
 
 def import_object(name: str, path: str) -> Callable[..., Any]:
@@ -201,7 +201,8 @@ def slabs(config: Config) -> SlabOptions | None:
     if not config.lean and not config.slab:
         return None
     patch = config.data.patch
-    rows = ROWS if config.slab == "auto" else config.slab or max(ROWS, -(-max(patch) // LEAN_SLABS))
+    automatic = max(ROWS, -(-max(patch) // (LEAN_SLABS if config.lean else SLABS)))
+    rows = automatic if config.lean or config.slab == "auto" else config.slab
     return SlabOptions(rows, config.lean, 2 + patch.index(max(patch)), target(config) == "cpu")
 
 

@@ -21,6 +21,9 @@ RUN = [*TINY, f"steps={STEPS}", f"eval_every={EVERY}", "amp=true", "amp_dtype=fp
 RUN += ["optim.average=0.9", "accumulate=2", "data.sparse=[4,4,4]", "data.root=../phantom", "hydra.run.dir=run"]
 
 
+WAYS = ([], ["lean=true"], ["slab=4"])
+
+
 def digest(run: Path) -> str:
     """Of the last weights."""
     found = hashlib.sha256()
@@ -51,23 +54,30 @@ def kill_somewhere(place: Path, words: list[str], rng: random.Random) -> None:
     )
 
 
+def is_equal(root: Path, way: list[str], kills: int, rng: random.Random) -> bool:
+    """Whether a run that is killed so often ends as one that was left alone."""
+    words = [*RUN, *way]
+    whole = train(root / "whole", *words)
+    assert whole.code == 0, whole.err
+    place, run = root / "killed", root / "killed" / "run"
+    for count in range(kills):
+        print(f"{' '.join(way)} {count + 1:3}", end=" ")
+        kill_somewhere(place, [*words, "resume=auto"], rng)
+    done = train(place, *words, "resume=auto")
+    assert done.code == 0, done.err
+    digests = digest(root / "whole" / "run"), digest(run)
+    same = digests[0] == digests[1] and records(root / "whole" / "run") == records(run)
+    print(f"left alone {digests[0]}\nkilled     {digests[1]}\n{'equal, records too' if same else 'DIFFERENT'}")
+    return same
+
+
 def main() -> int:
     """Prints a line a kill and both digests; returns 1 where they differ."""
     kills, seed = map(int, [*sys.argv[1:], *["30", "0"][len(sys.argv) - 1 :]])
-    rng = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        whole = train(root / "whole", *RUN)
-        assert whole.code == 0, whole.err
-        place, run = root / "killed", root / "killed" / "run"
-        for count in range(kills):
-            print(f"{count + 1:3}", end=" ")
-            kill_somewhere(place, [*RUN, "resume=auto"], rng)
-        done = train(place, *RUN, "resume=auto")
-        assert done.code == 0, done.err
-        digests = digest(root / "whole" / "run"), digest(run)
-        same = digests[0] == digests[1] and records(root / "whole" / "run") == records(run)
-        print(f"left alone {digests[0]}\nkilled     {digests[1]}\n{'equal, records too' if same else 'DIFFERENT'}")
+    rng, same = random.Random(seed), True
+    for way in WAYS:
+        with tempfile.TemporaryDirectory() as folder:
+            same &= is_equal(Path(folder), way, kills // len(WAYS), rng)
     return 0 if same else 1
 
 

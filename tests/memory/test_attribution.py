@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.memory.ledger import Crossing, ModuleScope, ModuleTracker
 from unet3d.model.unet import UNet3D
+from unet3d.train import slabs
 from unet3d.train.policy import MemoryPolicy
+from unet3d.train.slab_run import SlabOptions
 
 Network = Callable[..., UNet3D]
 
@@ -65,6 +67,32 @@ def test_each_convolution_runs_forward_and_backward_in_its_own_module(network: N
     backward = log.scopes("convolution_backward")
     assert [scope.module for scope in backward] == paths[::-1]
     assert not any(scope.is_recomputed for scope in backward)
+
+
+@pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "slab"])
+def test_in_slabs_each_operation_belongs_to_the_layer_that_is_made(network: Network, is_lean: bool) -> None:
+    """A map's layer, whatever its rows are made from again; in backward the layer whose gradient is used up."""
+    model, crossings = network("model=unet_tiny"), list[Crossing]()
+    tracker = ModuleTracker(model, crossings.append)
+    policy, log = MemoryPolicy(slabs=SlabOptions(4, is_lean, 2, True)), Log(tracker)
+    tracker.open()
+    with log:
+        tracker.mark("forward")
+        logits = policy.forward(model, torch.ones(1, 1, 16, 16, 16))
+        tracker.mark("loss")
+        loss = logits.square().sum()
+        tracker.mark("backward")
+        loss.backward()
+    tracker.close()
+    made = [path for path in convolutions(model) if not path.endswith(".up")]
+    forward = [scope for scope in log.scopes("convolution") if not scope.is_recomputed]
+    assert {scope.module for scope in forward} == {*made} and all(scope.is_in_slabs for scope in forward)
+    backward = [scope.module for scope in log.scopes("convolution_backward")]
+    assert {*backward} == {*made} and backward[0] == "outc.conv"
+    again = {scope.module for scope in log.scopes("convolution") if scope.is_recomputed}
+    assert ("inc.block.conv2.conv" in again) == (not is_lean)
+    assert {"pre", "fwd", "bwd"} == {c.hook for c in crossings if c.module == "up2.block.conv1.conv"}
+    assert tracker is not slabs.observer, "closed, it observes no more"
 
 
 def test_a_recomputed_operation_is_marked_as_such(network: Network) -> None:

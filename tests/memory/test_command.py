@@ -28,6 +28,8 @@ def test_one_config_is_explained_and_its_files_written(capsys: pytest.CaptureFix
     for part in (
         "unet_tiny: ",
         "at most 2 checkpointed segments",
+        "What each way to save memory takes away (predicted)",
+        "Each further way to save memory, by itself (predicted)",
         "of the peak (",
         "half the width there (model.features=",
         "the first convolution's output: 2 x 8 x 16 x 16 x 16 float32 = 262,144 bytes",
@@ -37,10 +39,11 @@ def test_one_config_is_explained_and_its_files_written(capsys: pytest.CaptureFix
     ):
         assert part in said, part
     found = json.loads((out / "memory.json").read_text())
+    assert list(found["without"]) == ["ckpt=2"] and found["without"]["ckpt=2"] > found["predicted"]["peak_bytes"]
     assert found["predicted"]["peak_bytes"] > 0 and "measured" not in found
     assert 0 < found["advice"]["halved_peak_bytes"] < found["predicted"]["peak_bytes"]
     page = (out / "report.html").read_text()
-    assert "Predicted (ledger)" in page and "nothing was run" in page
+    assert "Predicted (ledger)" in page and "nothing was run" in page and "takes away (MiB)" in page
     assert page.count("<img") == 3
     assert (out / "memory" / "snapshot.pickle").stat().st_size > 0
     assert [line.rstrip() for line in (out / "explained.txt").read_text().splitlines()] == [

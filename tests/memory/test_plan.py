@@ -15,6 +15,7 @@ from unet3d.memory.budget import (
     find_fit,
     front,
     lean_operation,
+    levers,
     oom_suggestions,
     replaced,
     search,
@@ -23,7 +24,7 @@ from unet3d.memory.budget import (
     smaller,
 )
 from unet3d.memory.preflight import preflight
-from unet3d.memory.segments import predict, profile_stages
+from unet3d.memory.segments import estimated_in_slabs, in_slabs, predict, profile_stages
 from unet3d.types import MIB, mib
 
 WORDS = (
@@ -147,6 +148,45 @@ def test_smaller_networks_and_patches_stop_where_there_is_none(overrides: list[s
     assert [row.changes for row in found] == changes
     assert all(later.peak_bytes < earlier.peak_bytes for earlier, later in pairwise(found))
     assert predict(found[-1].config, found[-1].model)["peak_bytes"] == found[-1].peak_bytes
+
+
+@pytest.mark.parametrize("lever", ["lean=true", "slab=auto"])
+@pytest.mark.parametrize("words", [["optim=sgd"], ["amp=true", "accumulate=2"]], ids=" ".join)
+def test_the_peak_of_slabs_is_estimated_from_one_micro_batch(lever: str, words: list[str]) -> None:
+    """Too high by the gradients at most, and its price is exact."""
+    asked = option(lever, "data.patch=[24,16,16]", *words)
+    (peak, price), (truth, again) = (way(asked.config, asked.model) for way in (estimated_in_slabs, in_slabs))
+    gradients = 4 * predict(asked.config, asked.model)["parameters"]
+    assert truth <= peak <= truth + gradients
+    assert price == pytest.approx(again) and again >= 0
+
+
+def test_slabs_cost_convolutions_and_lean_none() -> None:
+    prices = [simulated(option(lever, "data.patch=[40,24,24]")) for lever in ("lean=true", "slab=auto")]
+    assert prices[0].recompute_fraction < 0.03 < prices[1].recompute_fraction < 0.5
+    assert prices[1].peak_bytes < prices[0].peak_bytes < peak_of("data.patch=[40,24,24]")
+
+
+@pytest.mark.parametrize(
+    ("words", "used"),
+    [
+        (["slab=auto", "amp=true"], {"amp=true": ["slab=auto"], "slab=auto": ["amp=true"]}),
+        (["lean=true", "accumulate=2"], {"accumulate=2": ["lean=true", "batch=4"], "lean=true": ["accumulate=2"]}),
+        (["ckpt=2"], {"ckpt=2": []}),
+        ([], {}),
+    ],
+)
+def test_what_each_way_to_save_memory_takes_away(words: list[str], used: dict[str, list[str]]) -> None:
+    asked = config(*words)
+    found = preflight(asked, asked.model).memory["without"]
+    assert found == {word: peak_of(*others) for word, others in used.items()}
+
+
+def test_further_ways_are_simulated_one_by_one() -> None:
+    found = levers(option("amp=true"))
+    assert [row.overrides for row in found] == [("ckpt=2",), ("lean=true",), ("slab=auto",)]
+    assert [row.peak_bytes for row in found] == [peak_of("amp=true", *row.overrides) for row in found]
+    assert [row.overrides for row in levers(option("slab=auto"))] == [("amp=true",)]
 
 
 @pytest.mark.parametrize("norm", ["instance", "group"])

@@ -31,6 +31,10 @@ VARIANTS = [
     ("model.norm=none", "optim.clip=null"),
     ("loss=ce", "model.activation=swish_lean"),
     ("model.residual=true", "model.inplace=true"),
+    ("lean=true", "accumulate=2", "model.dropout=0.2"),
+    ("lean=true", "amp_dtype=bf16", "model.norm=batch", "model.upsampling=nearest"),
+    ("slab=4", "model.features=[4,8,8]", "model.deep_supervision=true", "optim.average=0.99"),
+    ("slab=2", "amp_dtype=fp16", "model.residual=true", "model.downsampling=strided_conv"),
 ]
 NET = ["model=unet_tiny", "model.features=[4,8]", "model.groups=4", "data.patch=[16,8,8]"]
 
@@ -74,7 +78,7 @@ def test_predicted_equals_measured_to_the_byte(overrides: tuple[str, ...]) -> No
     assert_equal(config(*overrides))
 
 
-@pytest.mark.parametrize("words", [("amp=false",), ("amp=true", "ckpt=3", *PLAIN)], ids=" ".join)
+@pytest.mark.parametrize("words", [("amp=false",), ("amp=true", "ckpt=3", *PLAIN), ("slab=auto",)], ids=" ".join)
 @pytest.mark.parametrize("name", compose.choices("model"))
 def test_every_named_network_is_predicted_to_the_byte(name: str, words: tuple[str, ...]) -> None:
     """A small fraction of the widths, and patches just large enough."""

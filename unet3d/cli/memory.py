@@ -18,7 +18,6 @@ from unet3d.memory import analysis, budget, export, tables
 from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import ENOUGH, STEADY
 from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
-from unet3d.memory.segments import choose_segments
 from unet3d.progress import track
 from unet3d.report import memory_plots, report
 from unet3d.report.loggers import WIDE, paper, plain_text, terminal_table
@@ -41,14 +40,15 @@ def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
     found = tables.peak_location(subject.entry)
     if (other := narrower.get(found["level"])) is not None:
         found |= {"override": " ".join(budget.width_overrides(other.options)), "halved_peak_bytes": other.peak}
-    text = plain_text(_parts(subject, narrower, relatives, tables.sentence(found, subject.peak)), WIDE)
+    without = subject.without()
+    text = plain_text(_parts(subject, narrower, relatives, without, tables.sentence(found, subject.peak)), WIDE)
     print(text, end="")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / "explained.txt", text)
         write_text(out / "config.yaml", compose.to_yaml(subject.config))
         simulated = {"rehearsed": _summary(subject), "parameters": subject.parameters, "predicted": subject.entry}
-        write_json(out / "memory.json", simulated | {"advice": found})
+        write_json(out / "memory.json", simulated | {"advice": found, "without": without})
         memory_plots.write_ledger_files(subject.ledger, subject.name, out)
         print(escaped(report.write_report(out)))
 
@@ -90,7 +90,11 @@ def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEsti
 
 
 def _parts(
-    subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate], relatives: Sequence[MemoryEstimate], sentence: str
+    subject: MemoryEstimate,
+    narrower: Mapping[int, MemoryEstimate],
+    relatives: Sequence[MemoryEstimate],
+    without: Mapping[str, int],
+    sentence: str,
 ) -> Iterator[str | tuple[str, Table]]:
     entry, peak = subject.entry, subject.peak
     yield _summary(subject)
@@ -111,7 +115,10 @@ def _parts(
         for g in groups
     ]
     yield "At the peak, the largest groups of tensors", Table(["tensors", "for", "MiB", "share"], rows)
-    yield from _levers(subject)
+    if without:
+        yield "What each way to save memory takes away (predicted)", tables.levers(without, peak)
+    if subject.dtype is torch.float32:
+        yield "Each further way to save memory, by itself (predicted)", _further(subject)
     yield "What parameters cost", tables.state(entry, subject.parameters)
     weights = sum(p.nbytes for p in subject.meter.model.parameters())
     found = analysis.usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
@@ -123,21 +130,13 @@ def _parts(
         yield from _paradoxes(subject, relatives)
 
 
-def _levers(subject: MemoryEstimate) -> Iterator[tuple[str, Table]]:
-    """What each way to save memory takes away, or would."""
-    if subject.dtype is not torch.float32:
-        return
-    config, options, peak = subject.config, subject.options, subject.peak
-    without = budget.without_levers(config, options, choose_segments(config, options).segment_starts)
-    if without:
-        yield "What each way to save memory takes away (predicted)", tables.levers(without, peak)
-    others = budget.levers(budget.Option((), "nothing", config, options))
+def _further(subject: MemoryEstimate) -> Table:
+    """What each way to save memory that the step does not use would take away."""
     rows = []
-    for o in others:
-        less, again = peak - o.peak_bytes, f"{o.recompute_fraction:+.0%}"
-        rows.append([*o.overrides, mib(o.peak_bytes), mib(less), percent(less, peak), again, o.changes])
-    columns = ["way", "peak with it (MiB)", "takes away (MiB)", "share", "FLOPs", "changes"]
-    yield "Each further way to save memory, by itself (predicted)", Table(columns, rows)
+    for o in budget.levers(budget.Option((), "nothing", subject.config, subject.options)):
+        less, again = subject.peak - o.peak_bytes, f"{o.recompute_fraction:+.0%}"
+        rows.append([*o.overrides, mib(o.peak_bytes), mib(less), percent(less, subject.peak), again, o.changes])
+    return Table(["way", "peak with it (MiB)", "takes away (MiB)", "share", "FLOPs", "changes"], rows)
 
 
 def _summary(subject: MemoryEstimate) -> str:

@@ -91,12 +91,13 @@ def levers(asked: Option) -> list[Option]:
 def search(asked: Option) -> list[Option]:
     """Mixed precision x batch in parts x (slabs, or lean operations x segments), the cheapest first.
 
-    Peaks of segments are estimated, others simulated.
+    Peaks of slabs and segments are estimated.
     """
     found, ways, ckpt = list[Option](), list(_unsegmented(asked)), asked.config.ckpt
     for way in track(ways, "ways to take the step", len(ways)):
         if way.config.lean or way.config.slab:
-            found.append(simulated(way))
+            peak, again = segments.estimated_in_slabs(way.config, way.model)
+            found.append(way._replace(peak_bytes=peak, recompute_fraction=again / PASSES, is_simulated=False))
             continue
         profile = segments.profile_stages(way.config, way.model)
         found.append(way._replace(overrides=way.overrides + ("ckpt=0",) * (ckpt != 0), peak_bytes=profile.peak))

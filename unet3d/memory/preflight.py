@@ -60,6 +60,12 @@ class MemoryEstimate:
         start = {name: start for start, name in self.ledger.marks}["backward"]
         return self.ledger.categories_at(start)["activations"]
 
+    def without(self) -> dict[str, int]:
+        """The peak without each way to save memory that the step uses; bytes."""
+        if self.dtype is not torch.float32:
+            return {}
+        return without_levers(self.config, self.options, choose_segments(self.config, self.options).segment_starts)
+
     def counts(self) -> list[LayerCount]:
         """Every module's input and output in one forward pass without checkpointing."""
         with fake_mode(build.target(self.config)):

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, combinations, groupby, islice
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from unet3d import build
 from unet3d.config import Config, Model, Optim
 from unet3d.errors import UserError
 from unet3d.memory.analysis import last_step, phase_ends
@@ -21,6 +23,7 @@ from unet3d.progress import track
 from unet3d.types import budget_bytes
 
 SLACK = 1.11  # an estimated peak is at most so many times the simulated one
+PLAIN = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)  # changes the update alone
 TRIED = 3  # choices simulated for a budget, of those with the same recompute fraction
 
 
@@ -190,22 +193,35 @@ def recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> 
 
 def in_slabs(config: Config, options: Model) -> tuple[int, float]:
     """Peak of a step with `lean` or `slab`, and what it convolves beyond a plain forward pass, as a share of that."""
-    return _in_slabs(step_key(config), options)
+    peak, _, again = _in_slabs(step_key(config), options, ENOUGH)
+    return peak, again
+
+
+def estimated_in_slabs(config: Config, options: Model) -> tuple[int, float]:
+    """The same from one micro-batch of a first step; a peak early in backward is overestimated by the gradients."""
+    profile = profile_stages(replace(config, lean=False, slab=0), options)
+    plain = replace(step_key(config), optim=PLAIN, accumulate=1)
+    peak, gradients, again = _in_slabs(plain, options, 1)
+    voxels, others = config.batch * prod(config.data.patch), config.accumulate - 1
+    waiting = others * voxels * (4 * (options.in_channels or 0) + 2) * (build.target(config) == "cpu")  # micro-batches
+    return max(profile.update, peak + profile.optimizer_state + waiting + gradients * (others > 0)), again
 
 
 @memoized
-def _in_slabs(config: Config, options: Model) -> tuple[int, float]:
-    ledger, plain = simulate(config, options, (), steps=ENOUGH).ledger, replace(config, lean=False, slab=0)
-    spans = {name: (a, b) for name, a, b in last_step(ledger)}
+def _in_slabs(config: Config, options: Model, steps: int) -> tuple[int, int, float]:
+    """Peak, bytes of gradients, and the share of a forward pass that is convolved again."""
+    meter = simulate(config, options, (), steps=steps)
+    spans = {name: (a, b) for name, a, b in last_step(meter.ledger)}
     begin, end = spans["forward"][0], spans["backward"][1]
-    made = sum(count for event, _, count in ledger.convolutions if begin <= event <= end)
-    return ledger.peak_bytes(), made / max(1, sum(profile_stages(plain, options).flops)) - 1
+    made = sum(count for event, _, count in meter.ledger.convolutions if begin <= event <= end)
+    flops = sum(profile_stages(replace(config, lean=False, slab=0), options).flops)
+    gradients = sum(p.nbytes for p in meter.model.parameters())
+    return meter.ledger.peak_bytes(), gradients, made / max(1, flops) - 1
 
 
 def simulated_peak(config: Config, options: Model, profile: StageProfile, segment_starts: SegmentStarts) -> int:
     """Of later steps, from a first one with a plain optimizer, which changes the update alone; no segment does."""
-    plain = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)
-    peak = _first_step_peak(replace(step_key(config), optim=plain), options, segment_starts)
+    peak = _first_step_peak(replace(step_key(config), optim=PLAIN), options, segment_starts)
     return max(profile.update, peak + profile.optimizer_state)
 
 
