@@ -36,7 +36,8 @@ def forward(model: nn.Module, image: Tensor, options: SlabOptions, dtype: torch.
     assert isinstance(model, UNet3D)
     run = _Run(model, options, dtype or image.dtype)
     if torch.is_grad_enabled():
-        found: tuple[Tensor, ...] = InSlabs.apply(next(model.parameters()), image, run)
+        anchor = next(p for p in model.parameters() if p.requires_grad)  # by which autograd knows of this pass
+        found: tuple[Tensor, ...] = InSlabs.apply(anchor, image, run)
     else:
         found = run.forward(image, keeps=False)
     return found[0] if len(found) == 1 else found

@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from unet3d.train.rows import Convolved, Node, Normalised, Rows, Span, Statistics, Stored, spread, stored
 
 Completion = Callable[[int, int, Tensor], None]  # of the first row, the one after the last, and the rows: changes them
+OfStatistics = dict[nn.Module, tuple[Statistics, list[Tensor]]]  # gradients of a normalisation's mean and 1 / std
 
 
 class Observer:
@@ -56,17 +57,14 @@ class Slabs:
     def __init__(self, numbers: int, uses_onednn: bool) -> None:
         self.numbers, self.uses_onednn = numbers, uses_onednn
         self.of_maps: dict[Node, Tensor] = {}  # gradients of stored maps
-        self.of_statistics: dict[
-            nn.Module, tuple[Statistics, list[Tensor]]
-        ] = {}  # of a normalisation's mean and 1 / std
+        self.of_statistics: OfStatistics = {}
 
     def spans(self, node: Node) -> list[Span]:
         """The rows of each slab of a node."""
         most = max(n.shape.numel() for n in node.nodes()) / node.length  # a pooled row is made from several
         rows = max(1, round(self.numbers / most))
-        if (
-            self.uses_onednn and isinstance(node, Convolved) and (fewest := node.fewest_rows()) <= node.length
-        ):  # else none is quick
+        fewest = node.fewest_rows() if self.uses_onednn and isinstance(node, Convolved) else 1
+        if fewest <= node.length:  # else torch's kernel is slow however many rows there are
             rows = max(rows, fewest)
         count = math.ceil(node.length / rows)
         return list(pairwise(node.length * index // count for index in range(count + 1)))
@@ -187,17 +185,16 @@ def _slab(
 class _Sums:
     """Gradients of the parameters and statistics that a node is made from; those of its own convolution aside."""
 
-    def __init__(self, node: Node, of_statistics: dict[nn.Module, tuple[Statistics, list[Tensor]]]) -> None:
+    def __init__(self, node: Node, of_statistics: OfStatistics) -> None:
         inner = list(node.nodes())[isinstance(node, Convolved) :]
         layers = dict.fromkeys(n.layer for n in inner if n.layer is not None)
         self.tensors: list[Tensor] = [p for layer in layers for p in layer.parameters() if p.requires_grad]
         self.statistics: dict[Tensor, Tensor] = {}
         for n in inner:
             if isinstance(n, Normalised) and n.statistics.voxels:
-                found = of_statistics.setdefault(
-                    n.layer, (n.statistics, [torch.zeros_like(t) for t in n.statistics[:2]])
-                )
-                self.statistics |= dict(zip(n.statistics[:2], found[1], strict=True))
+                zeros = [torch.zeros_like(t) for t in n.statistics[:2]]
+                _, sums = of_statistics.setdefault(n.layer, (n.statistics, zeros))
+                self.statistics |= dict(zip(n.statistics[:2], sums, strict=True))
         self.tensors += self.statistics
 
     def add(self, tensors: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
@@ -206,10 +203,10 @@ class _Sums:
                 continue
             if tensor in self.statistics:
                 self.statistics[tensor] += gradient
-            elif tensor.requires_grad and tensor.grad is None:
-                tensor.grad = gradient.to(tensor.dtype).contiguous()
-            elif tensor.grad is not None:
+            elif tensor.grad is not None and tensor.requires_grad:
                 tensor.grad += gradient
+            elif tensor.requires_grad:
+                tensor.grad = gradient.to(tensor.dtype).contiguous()
 
 
 class _Sink:
