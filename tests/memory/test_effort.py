@@ -88,9 +88,9 @@ def test_fit_simulates_each_way_once(steps: dict[str, list[int]]) -> None:
     assert steps and all(sorted(times) in ([1], [2], [1, 2]) for times in steps.values())
 
 
-def test_the_memory_command_simulates_each_network_once(steps: dict[str, list[int]]) -> None:
+def test_the_memory_command_simulates_each_network_and_way_once(steps: dict[str, list[int]]) -> None:
     memory.explain(WORDS, half=False, out=None)
-    assert sorted(steps.values()) == [[2], [2], [3]]
+    assert sorted(steps.values()) == [*[[2]] * 6, [3, 2]], "two of half the width, four ways; for prices, what is asked"
 
 
 def out_of_memory() -> None:

@@ -82,10 +82,11 @@ def levers(asked: Option) -> list[Option]:
         ways += [("ckpt=2", replace(config, ckpt=2)), ("lean=true", replace(config, lean=True))]
         ways += [("slab=auto", replace(config, slab="auto"))]
     new = [(word, way) for word, way in ways if way != config and is_allowed(way, asked.model)]
-    return [
-        simulated(Option((word,), "nothing" if word == "ckpt=2" else "rounding", way, asked.model))
-        for word, way in track(new, "ways to save memory", len(new))
-    ]
+    found = []
+    for word, way in track(new, "ways to save memory", len(new)):
+        with suppress(UserError):  # a user's network that is no sequence of stages
+            found.append(simulated(Option((word,), "nothing" if word == "ckpt=2" else "rounding", way, asked.model)))
+    return found
 
 
 def search(asked: Option) -> list[Option]:

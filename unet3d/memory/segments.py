@@ -193,30 +193,30 @@ def recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> 
 
 def in_slabs(config: Config, options: Model) -> tuple[int, float]:
     """Peak of a step with `lean` or `slab`, and what it convolves beyond a plain forward pass, as a share of that."""
-    peak, _, again = _in_slabs(step_key(config), options, ENOUGH)
-    return peak, again
+    peak, _, made = _in_slabs(step_key(config), options, ENOUGH)
+    profile = profile_stages(replace(config, lean=False, slab=0), options)
+    return peak, made / max(1, sum(profile.flops)) - 1
 
 
 def estimated_in_slabs(config: Config, options: Model) -> tuple[int, float]:
     """The same from one micro-batch of a first step; a peak early in backward is overestimated by the gradients."""
     profile = profile_stages(replace(config, lean=False, slab=0), options)
     plain = replace(step_key(config), optim=PLAIN, accumulate=1)
-    peak, gradients, again = _in_slabs(plain, options, 1)
+    peak, gradients, made = _in_slabs(plain, options, 1)
     voxels, others = config.batch * prod(config.data.patch), config.accumulate - 1
     waiting = others * voxels * (4 * (options.in_channels or 0) + 2) * (build.target(config) == "cpu")  # micro-batches
-    return max(profile.update, peak + profile.optimizer_state + waiting + gradients * (others > 0)), again
+    most = max(profile.update, peak + profile.optimizer_state + waiting + gradients * (others > 0))
+    return most, made / max(1, sum(profile.flops)) - 1
 
 
 @memoized
-def _in_slabs(config: Config, options: Model, steps: int) -> tuple[int, int, float]:
-    """Peak, bytes of gradients, and the share of a forward pass that is convolved again."""
+def _in_slabs(config: Config, options: Model, steps: int) -> tuple[int, int, int]:
+    """Peak, bytes of gradients, and FLOPs of all convolutions but backward's own, of a micro-batch."""
     meter = simulate(config, options, (), steps=steps)
     spans = {name: (a, b) for name, a, b in last_step(meter.ledger)}
     begin, end = spans["forward"][0], spans["backward"][1]
     made = sum(count for event, _, count in meter.ledger.convolutions if begin <= event <= end)
-    flops = sum(profile_stages(replace(config, lean=False, slab=0), options).flops)
-    gradients = sum(p.nbytes for p in meter.model.parameters())
-    return meter.ledger.peak_bytes(), gradients, made / max(1, flops) - 1
+    return meter.ledger.peak_bytes(), sum(p.nbytes for p in meter.model.parameters()), made
 
 
 def simulated_peak(config: Config, options: Model, profile: StageProfile, segment_starts: SegmentStarts) -> int:
