@@ -149,6 +149,8 @@ def _check_slabs(config: Config) -> None:
     slab, way = config.slab, "lean=true" if config.lean else f"slab={config.slab}"
     if slab != "auto" and (not isinstance(slab, int) or isinstance(slab, bool) or slab < 0):
         raise UserError(f"slab={slab}: use 0 (off), a number of rows, or auto")
+    if slab != "auto" and slab > max(config.data.patch):
+        raise UserError(f"slab={slab}: data.patch={config.data.patch} has {max(config.data.patch)} rows; use fewer")
     if config.lean and slab:
         raise UserError(f"lean=true and slab={slab}: slab does what lean does, and more; drop one")
     if not config.lean and not slab:

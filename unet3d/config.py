@@ -172,7 +172,7 @@ class Config:
     amp: bool = option(False, "automatic mixed precision")
     amp_dtype: str = option("auto", "auto: bf16; fp16 on a GPU that emulates bf16", among=("auto", "bf16", "fp16"))
     ckpt: Any = option(0, "activation checkpointing in at most this many segments, or auto; 0: off")
-    lean: bool = option(False, "keep convolutions' raw outputs alone; what follows each is made again, by slabs")
+    lean: bool = option(False, "keep only the convolutions' raw outputs; what follows each is made again, by slabs")
     slab: Any = option(0, "rows of a slab, or auto: as lean, and maps are made again too, level by level; 0: off")
     seed: int = option(0, "of weights, batches and augmentation", low=0, high=2**32 - 1)
     device: str = option("auto", "where to run", among=("auto", "cpu", "cuda"))

@@ -34,6 +34,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"norm": "batch_current"},
     {"norm": "group", "groups": 2},
     {"norm": "none"},
+    {"norm": "none", "activation": "leaky_relu", "inplace": True},
+    {"norm": "none", "inplace": True},
+    {"norm": "none", "activation": "silu", "inplace": True},
     {"norm_affine": False},
     {"activation": "leaky_relu", "inplace": True},
     {"activation": "leaky_relu", "negative_slope": 0.0},
@@ -153,6 +156,43 @@ def test_in_float32_they_differ_by_rounding(norm: str, is_lean: bool) -> None:
     assert max(errors(MemoryPolicy(), policy, torch.float32, (16, 16, 16), 2, norm=norm, groups=2)) < 1e-4
 
 
+@pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "slab"])
+def test_backward_is_of_the_mode_and_the_weights_of_its_forward_pass(is_lean: bool) -> None:
+    policy = MemoryPolicy(slabs=SlabOptions(4, is_lean, 2, True))
+    image, gradients = torch.randn(1, 2, 12, 12, 12), []
+    for switches in (False, True):
+        model = network(torch.float32, dropout=0.3, deep_supervision=True)
+        torch.manual_seed(0)
+        loss = sum(t.square().sum() for t in policy.forward(model, image))
+        model.train(not switches)
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    loss = policy.forward(model, image).sum()
+    with torch.no_grad():
+        model.outc.conv.bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss = policy.forward(model, image).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="call forward again"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "slab"])
+def test_frozen_weights_get_no_gradient_and_others_the_same(is_lean: bool) -> None:
+    policy, image = MemoryPolicy(slabs=SlabOptions(4, is_lean, 2, True)), torch.randn(1, 2, 12, 12, 12).double()
+    plain, other = network(torch.float64), network(torch.float64)
+    for model in (plain, other):
+        model.inc.requires_grad_(False)
+        model.up1.block.conv1.norm.requires_grad_(False)
+    plain(image).sin().sum().backward()
+    policy.forward(other, image).sin().sum().backward()
+    for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+        assert (a.grad is None and b.grad is None) or (a.grad - b.grad).norm() < 1e-9
+    assert not policy.forward(other.requires_grad_(False), image).requires_grad
+
+
 def test_every_layer_of_the_network_has_a_rule() -> None:
     """A new layer needs one, in train/rows.py."""
     missing = rows.node_of.dispatch(nn.Module)
@@ -189,6 +229,7 @@ def test_every_named_network_takes_them(name: str, lever: str) -> None:
         (["slab=-1"], "slab=-1: use 0"),
         (["slab=true"], "slab=True: use 0"),
         (["slab=often"], "slab=often: use 0"),
+        (["slab=65"], "64 rows; use fewer"),
         (["lean=true", "slab=8"], "drop one"),
         (["lean=true", "ckpt=2"], "lean=true and ckpt=2"),
         (["slab=auto", "ckpt=auto"], "slab=auto and ckpt=auto"),

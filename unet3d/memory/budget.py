@@ -18,6 +18,7 @@ from unet3d.progress import track
 from unet3d.types import budget_bytes, mib
 
 PASSES = 3  # forward passes in a step's FLOPs: backward counts as two
+RESUMABLE = {"ckpt=auto", "ckpt=0", "lean=true", "lean=false", "slab=auto", "slab=0"}  # by a resumed run
 LEVERS = ((True, 0), (False, "auto"))  # lean, slab
 SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, that are still suggested
 CHANGES = {"nothing": 0, "rounding": 0, "statistics": 1, "the network": 2, "the patch": 3}  # in the result, by rank
@@ -90,7 +91,7 @@ def levers(asked: Option) -> list[Option]:
 
 
 def search(asked: Option) -> list[Option]:
-    """Mixed precision x batch in parts x (slabs, or lean operations x segments), the cheapest first.
+    """Mixed precision x batch in parts x (slabs, or thriftier operations x segments), the cheapest first.
 
     Peaks of slabs and segments are estimated.
     """
@@ -110,7 +111,7 @@ def search(asked: Option) -> list[Option]:
 
 
 def _unsegmented(asked: Option) -> Iterator[Option]:
-    """Mixed precision x batch in parts x (slabs, or lean operations), without checkpointing."""
+    """Mixed precision x batch in parts x (slabs, or thriftier operations), without checkpointing."""
     config, parts, lean = asked.config, asked.config.batch * asked.config.accumulate, lean_operation(asked.model)
     batches = [batch for batch in range(config.batch, 0, -1) if config.batch % batch == 0]
     own = [(False, 0, word, model) for word, model in [("", asked.model), *lean]]
@@ -248,11 +249,14 @@ def oom_suggestions(config: Config, options: Model) -> Iterator[str]:
     asked = simulated(Option((), "nothing", config, options))
     words = () if config.budget is None else ("budget=null",)
     free = simulated(asked._replace(overrides=words, config=replace(config, budget=None)))
-    found, ckpt = search(free), (*words, "ckpt=auto")
-    resumed = [free, *(simulated(row) for row in islice((row for row in found if row.overrides == ckpt), 1))]
-    rows = [asked, *(row for row in resumed if row.peak_bytes < asked.peak_bytes)]
+    found = search(free)
+    allowed = {row.overrides: row for row in reversed(found) if {*row.overrides} - {*words} <= RESUMABLE}
+    resumed = [free, *map(simulated, sorted(allowed.values(), key=Option.cost))]
+    rows = [asked]
+    for row in resumed:
+        rows += [row] if row.peak_bytes < rows[-1].peak_bytes else []
     yield from (*HEAD.splitlines(), *_lines(asked, rows))
-    lowest = {row.overrides: row for row in front(row for row in found if row.overrides != ckpt)}.values()
+    lowest = {row.overrides: row for row in front(row for row in found if row.overrides not in allowed)}.values()
     new = chain((row for row in lowest if row.peak_bytes < rows[-1].peak_bytes), islice(smaller(found), 1, None))
     for number, line in enumerate(_lines(asked, islice(new, SUGGESTIONS))):
         yield from (line,) if number else ("in a new run, because a resumed one cannot change these:", line)
@@ -275,6 +279,7 @@ def oom_in_validation(config: Config, step: int) -> Iterator[str]:
     """Lines for the validation after a step. `batch` and `ckpt` change nothing there."""
     window = "x".join(map(str, config.data.patch))
     yield f"in the validation after step {step}, of windows of {window} voxels on the device, one at a time,"
-    yield "and of whole volumes in host memory, with 4 bytes for each class of each voxel;"
-    yield "a new run needs less with a smaller data.patch (device), a wider data.spacing or smaller volumes (host);"
-    yield "this run can be resumed where there is more memory, and predict and score can use its last.pt"
+    yield "and of strips of windows in host memory, with 4 bytes for each class of each voxel;"
+    yield "a new run needs less with a smaller data.patch (both), a wider data.spacing or smaller volumes (host);"
+    yield "this run can be resumed with lean=true or slab=auto (device), or where there is more memory, and predict and"
+    yield "score can use its last.pt"

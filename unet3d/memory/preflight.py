@@ -136,7 +136,7 @@ def slab_words(config: Config) -> Iterator[str]:
     """How a step runs in slabs, if it does."""
     if (found := build.slabs(config)) is not None:
         kept = "raw maps are kept" if found.is_lean else "maps are made again"
-        yield f"slabs of {found.rows} rows along {'DHW'[found.axis - 2]}; {kept}"
+        yield f"slabs of {found.rows} row{'s' * (found.rows > 1)} along {'DHW'[found.axis - 2]}; {kept}"
 
 
 def segment_names(names: list[str], segment_starts: SegmentStarts) -> str:

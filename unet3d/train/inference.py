@@ -79,7 +79,7 @@ class Predictor:
         subsets = [subset for n in range(len(dims) + 1) for subset in itertools.combinations(dims, n)]
         total: Tensor | None = None
         for model, flipped in itertools.product(self.models, subsets):
-            logits = self.policy.forward(model, tile.flip(flipped)).float()[0]  # a copy, which a network may change
+            logits = self.policy.forward(model, tile.flip(flipped)).float()[0]  # of a copy: a network may change it
             logits = logits.flip([axis - 1 for axis in flipped]) if flipped else logits
             total = logits if total is None else total.add_(logits)
         assert total is not None

@@ -105,11 +105,20 @@ class Sloped(Pointwise):
 
 
 class Rectified(Pointwise):
-    """ReLU and leaky ReLU, in place: what makes their input does not keep it."""
+    """ReLU and leaky ReLU, in place where their input is no stored map: what else makes it does not keep it."""
 
     def compute(self, first: int, end: int, *rows: Tensor) -> Tensor:
         slope = self.layer.negative_slope if isinstance(self.layer, nn.LeakyReLU) else 0.0
+        if isinstance(self.sources[0], Stored):
+            return F.leaky_relu(rows[0], slope) if slope else F.relu(rows[0])
         return F.leaky_relu_(rows[0], slope) if slope else F.relu_(rows[0])
+
+
+class Silu(Pointwise):
+    """SiLU, never in place: the layer may be set to that, and its input be a stored map."""
+
+    def compute(self, first: int, end: int, *rows: Tensor) -> Tensor:
+        return F.silu(rows[0])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -359,8 +368,12 @@ def _(layer: nn.Module, source: Node, dtype: torch.dtype, known: Any) -> Node:
 @node_of.register(nn.ReLU)
 @node_of.register(nn.LeakyReLU)
 def _(layer: nn.Module, source: Node, dtype: torch.dtype, known: Any) -> Node:
-    kind = Rectified if isinstance(source, Normalised | Added) else Pointwise  # a stored map's rows are not for writing
-    return kind(source.shape, source.axis, (source,), layer)
+    return Rectified(source.shape, source.axis, (source,), layer)
+
+
+@node_of.register(nn.SiLU)
+def _(layer: nn.SiLU, source: Node, dtype: torch.dtype, known: Any) -> Node:
+    return Silu(source.shape, source.axis, (source,), layer)
 
 
 @node_of.register(nn.PReLU)
@@ -368,7 +381,6 @@ def _(layer: nn.PReLU, source: Node, dtype: torch.dtype, known: Any) -> Node:
     return Sloped(source.shape, source.axis, (source,), layer)
 
 
-@node_of.register(nn.SiLU)
 @node_of.register(Swish)
 @node_of.register(LeanSwish)
 def _(layer: nn.Module, source: Node, dtype: torch.dtype, known: Any) -> Node:

@@ -32,11 +32,11 @@ class SlabOptions:
 
 
 def forward(model: nn.Module, image: Tensor, options: SlabOptions, dtype: torch.dtype | None) -> Any:
-    """What `model(image)` is, image N C D H W; with gradients on, one backward pass may follow."""
+    """What `model(image)` is, image N C D H W; with gradients on, one `backward()` may follow, for the parameters."""
     assert isinstance(model, UNet3D)
     run = _Run(model, options, dtype or image.dtype)
-    if torch.is_grad_enabled():
-        anchor = next(p for p in model.parameters() if p.requires_grad)  # by which autograd knows of this pass
+    anchor = next((p for p in model.parameters() if p.requires_grad), None)  # by which autograd knows of this pass
+    if torch.is_grad_enabled() and anchor is not None:
         found: tuple[Tensor, ...] = InSlabs.apply(anchor, image, run)
     else:
         found = run.forward(image, keeps=False)
@@ -44,17 +44,25 @@ def forward(model: nn.Module, image: Tensor, options: SlabOptions, dtype: torch.
 
 
 class InSlabs(torch.autograd.Function):
-    """A pass through the model; its gradients go to the parameters' `grad` as they are made, as autograd's would."""
+    """A pass through the model. Backward adds to the parameters' `grad` as gradients are made, past autograd's hooks.
+
+    `torch.autograd.grad` and a gradient of the image are not served: no step of this package asks for them.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, image: Tensor, run: "_Run") -> tuple[Tensor, ...]:
         ctx.run = run
+        ctx.inputs = [(tensor, tensor._version) for tensor in (image, *run.parameters)]
         return run.forward(image, keeps=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        run, ctx.run = ctx.run, None
+        run, inputs, ctx.run, ctx.inputs = ctx.run, ctx.inputs, None, []
+        if run is None:
+            raise RuntimeError("a pass in slabs keeps nothing for a second backward; call forward again")
+        if any(tensor._version != version for tensor, version in inputs):
+            raise RuntimeError("weights or image were modified by an inplace operation after the forward pass in slabs")
         run.backward(list(gradients))
         return None, None, None
 
@@ -83,6 +91,8 @@ class _Run:
         self.head, self.options, self.dtype = stages["outc"].conv, options, dtype
         self.encoder = [stages["inc"], *(stages[f"down{level}"] for level in range(1, depth))]
         self.decoder = [stages[f"up{depth - 1 - level}"] for level in range(depth - 1)]
+        self.parameters = list(model.parameters())
+        self.is_training = {module: module.training for module in model.modules()}  # backward is of the same mode
         self.known: dict[nn.Module, Any] = {}  # statistics of normalisations, masks of dropout
         self.sides: list[Tensor] = []  # logits of deep supervision, deepest first
         self.is_again = False  # maps are made a second time
@@ -98,6 +108,7 @@ class _Run:
         logits = self.make(self.node(self.head, self.run(0, self.top, keeps)))
         self.is_again = True
         found = logits.tensor, *reversed(self.sides)
+        del self.sides  # the loss may write over them if nobody else holds them
         self.storages = [tensor.untyped_storage()._cdata for tensor in found]
         return found
 
@@ -156,7 +167,7 @@ class _Run:
     def side_head(self, depth: int) -> Any:
         """The head of a level of deep supervision, in training."""
         up = self.decoder[depth]
-        return up.head if up.training else None
+        return up.head if self.is_training[up] else None
 
     # Backward
 
@@ -198,7 +209,7 @@ class _Run:
             self.slabs.pull_twice(self.node(head, result), of_logits, raw, norm)
         else:
             self.slabs.pull(self.node(head, result), of_logits, is_ours=False)
-        if of_logits.untyped_storage()._cdata == self.storages[depth]:  # written over the logits: nobody else has it
+        if of_logits.untyped_storage()._cdata == self.storages[depth]:  # a loss wrote it over the logits
             of_logits.data = of_logits.new_empty(0)  # autograd holds it until backward returns
 
     def back_through_decoder(self, depth: int, level: _Level, of_result: list[Tensor]) -> None:
@@ -265,7 +276,7 @@ class _Run:
         """A convolution unit's result from its convolution's."""
         for layer in list(unit.children())[1:]:
             if isinstance(layer, nn.Dropout3d):
-                if not layer.training:
+                if not self.is_training[layer]:
                     continue
                 if layer not in self.known:  # the numbers that the model would draw
                     device = next(unit.parameters()).device
