@@ -231,11 +231,17 @@ def test_what_sees_the_batch_is_another_step_in_parts(overrides: list[str], sees
 def test_after_out_of_memory_what_needs_less_is_named_whatever_the_budget() -> None:
     """The budget was too high, or memory would not have run out. First what a resumed run may change."""
     asked = config("budget=8GiB")
-    _, _, before, resumed, title, *rows = oom_suggestions(asked, asked.model)
-    assert resumed.endswith(" budget=null ckpt=auto") and title.startswith("in a new run, ")
-    assert before.split()[0] == mib(peak_of()) and resumed.split()[0] == mib(peak_of("ckpt=auto"))
-    peaks = [float(line.split()[0].lstrip("~").replace(",", "")) for line in (before, resumed, *rows)]
-    assert rows and max(peaks[2:]) <= peaks[1] < peaks[0]
+    _, _, before, *lines = oom_suggestions(asked, asked.model)
+    at = next(index for index, line in enumerate(lines) if line.startswith("in a new run, "))
+    resumed, rows = lines[:at], lines[at + 1 :]
+    assert before.split()[0] == mib(peak_of())
+    for line in resumed:
+        words = line.partition(":")[2].split()
+        assert words[0] == "budget=null" and {*words[1:]} <= {"ckpt=auto", "lean=true", "slab=auto"}
+        assert line.split()[0] == mib(peak_of(*words))
+    assert resumed[-1].endswith(" budget=null slab=auto")
+    peaks = [float(line.split()[0].lstrip("~").replace(",", "")) for line in (before, *resumed, *rows)]
+    assert rows and peaks[: at + 1] == sorted(peaks[: at + 1], reverse=True) and max(peaks[at + 1 :]) <= peaks[at]
     assert all("budget=null" in row for row in rows)
 
 
