@@ -174,7 +174,7 @@ def test_memory_that_runs_out_is_one_message_with_remedies_and_the_snapshot_is_k
     folder = tmp_path / "run"
     done = fork(tmp_path, *TINY, f"hydra.run.dir={folder}", hook=limit_memory)
     assert done.code == 5, done.err
-    for line in ("can't allocate memory", "in forward of step 3", "MiB of tensors alive", "ckpt=auto", "resume="):
+    for line in ("can't allocate memory", "in forward of step 3", "MiB of tensors alive", "slab=auto", "resume="):
         assert line in done.err, line
     assert (folder / "STATUS").read_text().startswith("out of memory")
     assert torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["step"] == 2
