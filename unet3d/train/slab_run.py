@@ -114,9 +114,8 @@ class _Run:
 
     def run(self, depth: int, level: _Level, keeps: bool) -> Node:
         """Run a level and those below it. Returns its result; `keeps`: the level then holds what backward needs."""
-        block, is_lean = self.encoder[depth].block, keeps and self.options.is_lean
-        second = self.raw(block.conv2, self.after(block.conv1, level.first))
-        skip = self.end(block, second, level.shortcut)
+        is_lean = keeps and self.options.is_lean
+        second, skip = self.encoded(depth, level)
         if is_lean or (keeps and depth == len(self.decoder)):
             level.second, level.skip = second, skip
         else:
@@ -173,7 +172,7 @@ class _Run:
 
     @torch.no_grad()
     def backward(self, of_logits: list[Tensor]) -> None:
-        """Add to the parameters' gradients; `of_logits`, those of what `forward` returned, are written over."""
+        """Add to the parameters' gradients; `of_logits` are those of what `forward` returned."""
         self.of_logits = of_logits
         level = self.top
         del self.top
@@ -261,7 +260,7 @@ class _Run:
             own.pull(shortcut, of_shortcut)
 
     def encoded(self, depth: int, level: _Level) -> tuple[Stored, Node]:
-        """The raw map of the encoder's second convolution, made again, and the skip that follows from it."""
+        """The raw map of the encoder's second convolution, and the skip that follows from it."""
         block = self.encoder[depth].block
         second = self.raw(block.conv2, self.after(block.conv1, level.first))
         return second, self.end(block, second, level.shortcut)
