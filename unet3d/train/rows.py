@@ -157,28 +157,40 @@ class Normalised(Node):
 
 
 class _Affine(torch.autograd.Function):
-    """(x - mean) * scale + bias of each channel, in the type of `mean`; keeps x alone."""
+    """(x - mean) * scale + bias of each channel, computed in the type of `mean`, given in that of x; keeps x alone.
+
+    It is a batch normalisation of constant statistics and variance 1, whose kernels convert half precision as they go.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, mean, scale, bias)
-        return _centred(x, mean).mul_(scale).add_(bias)
+        of_channels = [_by_channel(t, x) for t in (scale, bias, mean, torch.ones_like(mean))]
+        found = torch.native_batch_norm(_as_one(x), *of_channels, False, 0.0, 0.0)[0]
+        result: Tensor = torch.ops.aten._unsafe_view(found, x.shape)  # no view: an activation may write over it
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         x, mean, scale, bias = ctx.saved_tensors
-        sums = gradient.sum((2, 3, 4), keepdim=True)
-        buffer = _centred(x, mean)
-        of_scale = buffer.mul_(gradient).sum((2, 3, 4), keepdim=True)
-        torch.mul(gradient, scale, out=buffer)
-        found = (-sums * scale).sum_to_size(mean.shape), of_scale.sum_to_size(scale.shape), sums.sum_to_size(bias.shape)
-        return buffer.to(x.dtype), *found
+        weight, centre, variance = (_by_channel(t, x) for t in (scale, mean, torch.ones_like(mean)))
+        of_x, *sums = torch.ops.aten.native_batch_norm_backward(
+            *(_as_one(gradient), _as_one(x), weight, centre, variance, None, None, False, 0.0, [True, True, True])
+        )
+        of_scale, of_bias = (t.view(*x.shape[:2], 1, 1, 1) for t in sums)
+        of_mean = (-of_bias * scale).sum_to_size(mean.shape)
+        return of_x.view(x.shape), of_mean, of_scale.sum_to_size(scale.shape), of_bias.sum_to_size(bias.shape)
 
 
-def _centred(x: Tensor, mean: Tensor) -> Tensor:
-    """A new map x - mean."""
-    return x - mean if x.dtype == mean.dtype else x.to(mean.dtype).sub_(mean)
+def _as_one(x: Tensor) -> Tensor:
+    """N C D H W as 1 NC D H W: torch's kernels are fast where it is contiguous."""
+    return x.contiguous().view(1, -1, *x.shape[2:])
+
+
+def _by_channel(values: Tensor, x: Tensor) -> Tensor:
+    """Values N or 1, C 1 1 1 as those of `_as_one(x)`."""
+    return values.expand(*x.shape[:2], 1, 1, 1).reshape(-1)
 
 
 def spread(values: Tensor, channels: int) -> Tensor:

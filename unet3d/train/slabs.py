@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from unet3d.train.rows import Convolved, Node, Normalised, Rows, Span, Statistics, Stored, spread, stored
 
 Completion = Callable[[int, int, Tensor], None]  # of the first row, the one after the last, and the rows: changes them
+PIECES = 8  # of a map, of which statistics are taken one after the other
 OfStatistics = dict[nn.Module, tuple[Statistics, list[Tensor]]]  # gradients of a normalisation's mean and 1 / std
 
 
@@ -34,21 +35,24 @@ def statistics(norm: Any, raw: Tensor) -> Statistics:
         mean, variance = (t.view(1, -1, 1, 1, 1) for t in (norm.running_mean, norm.running_var))
         return Statistics(mean, (variance + norm.eps).rsqrt(), 0)
     groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else shape[1]
-    grouped = raw.view(shape[0], groups, shape[1] // groups, *shape[2:])
-    axes = (0, 2, 3, 4, 5) if is_batch else (2, 3, 4, 5)
-    exact = torch.float64 if raw.dtype == torch.float64 else torch.float32
-    # Half precision is converted a few groups at a time.
-    pieces = [grouped] if raw.dtype == exact else grouped.split(4, 1)
-    parts = [torch.var_mean(piece.to(exact), axes, correction=0, keepdim=True) for piece in pieces]
-    variance, mean = (torch.cat(part, 1)[:, :, 0] for part in zip(*parts, strict=True))
-    count = raw.numel() // mean.numel()
+    grouped = raw.view(shape[0], groups, -1) if is_batch else raw.view(1, shape[0] * groups, -1)
+    parts = [_moments(piece, norm.eps) for piece in grouped.split(max(1, grouped.shape[1] // PIECES), 1)]
+    mean, unbiased, inverse_std = (torch.cat(part) for part in zip(*parts, strict=True))
     if is_batch and norm.running_mean is not None:
         norm.num_batches_tracked.add_(1)
-        unbiased = variance * (count / max(1, count - 1))
         for running, now in ((norm.running_mean, mean), (norm.running_var, unbiased)):
-            running.lerp_(now.flatten().to(running.dtype), norm.momentum)
-    found = [t.detach().requires_grad_() for t in (mean, (variance + norm.eps).rsqrt())]
-    return Statistics(found[0], found[1], count)
+            running.lerp_(now.to(running.dtype), norm.momentum)
+    found = [t.view(-1, groups, 1, 1, 1).detach().requires_grad_() for t in (mean, inverse_std)]
+    return Statistics(found[0], found[1], raw.numel() // mean.numel())
+
+
+def _moments(x: Tensor, eps: float) -> list[Tensor]:
+    """Mean, unbiased variance and 1 / std of each channel of N C V; of half precision, in float32."""
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    running = [torch.zeros(x.shape[1], dtype=exact, device=x.device) for _ in range(2)]
+    # Of its result, which is as large as x, nothing is used: it alone finds both in one pass and converts as it goes.
+    inverse_std = torch.native_batch_norm(x.contiguous(), None, None, *running, True, 1.0, eps)[2]
+    return [*running, inverse_std]
 
 
 class Slabs:
