@@ -20,6 +20,7 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
 SLAB_BYTES = 4 * 2**20  # about, of a slab's float32 input and output; 2 to 8 MiB take the same time, 32 a fifth more
+ONEDNN = 20_480  # where an image alone has C x D x H up to this, torch leaves oneDNN for its slow kernel
 FEWEST = 2**16  # products of a convolution; below, conversion takes longer than torch's slow kernel
 Gradients = tuple[Tensor | None, ...]  # of input, weight and bias; None where not asked for
 
@@ -135,8 +136,8 @@ def slabs(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> 
     reach = options.dilation[0] * (weight.shape[2] - 1) + 1
     depth = x.shape[2] if options.is_transposed else outer[2]
     count = math.ceil(4 * (x.numel() + math.prod(outer)) / SLAB_BYTES)
-    if x.shape[0] == 1:  # torch leaves oneDNN for its slow kernel where an image alone has C x D x H up to 20,480
-        fewest = 20_480 // (x.shape[1] * x.shape[3] * (1 if options.is_transposed else stride)) + 1
+    if x.shape[0] == 1:
+        fewest = ONEDNN // (x.shape[1] * x.shape[3] * (1 if options.is_transposed else stride)) + 1
         count = min(count, depth // fewest)
     if options.is_transposed and (reach != stride or padding or options.output_padding[0]):
         count = 1  # the outputs of slabs would overlap

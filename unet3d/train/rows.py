@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from unet3d.model.blocks import LeanSwish, Swish, crop
+from unet3d.train.half_precision import ONEDNN
 
 Span = tuple[int, int]  # rows from the first to before the second
-ONEDNN = 20_480  # where an image alone has C x D x H up to this, torch leaves oneDNN for its slow kernel
 Rows = Mapping["Stored", tuple[int, Tensor]]  # of each stored map, the first row and the rows
 
 

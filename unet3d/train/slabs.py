@@ -36,23 +36,25 @@ def statistics(norm: Any, raw: Tensor) -> Statistics:
         return Statistics(mean, (variance + norm.eps).rsqrt(), 0)
     groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else shape[1]
     grouped = raw.view(shape[0], groups, -1) if is_batch else raw.view(1, shape[0] * groups, -1)
-    parts = [_moments(piece, norm.eps) for piece in grouped.split(max(1, grouped.shape[1] // PIECES), 1)]
-    mean, unbiased, inverse_std = (torch.cat(part) for part in zip(*parts, strict=True))
+    parts = [_moments(piece) for piece in grouped.split(max(1, grouped.shape[1] // PIECES), 1)]
+    mean, unbiased = (torch.cat(part) for part in zip(*parts, strict=True))
+    count = raw.numel() // mean.numel()
     if is_batch and norm.running_mean is not None:
         norm.num_batches_tracked.add_(1)
         for running, now in ((norm.running_mean, mean), (norm.running_var, unbiased)):
             running.lerp_(now.to(running.dtype), norm.momentum)
+    inverse_std = (unbiased * ((count - 1) / count) + norm.eps).rsqrt()
     found = [t.view(-1, groups, 1, 1, 1).detach().requires_grad_() for t in (mean, inverse_std)]
-    return Statistics(found[0], found[1], raw.numel() // mean.numel())
+    return Statistics(found[0], found[1], count)
 
 
-def _moments(x: Tensor, eps: float) -> list[Tensor]:
-    """Mean, unbiased variance and 1 / std of each channel of N C V; of half precision, in float32."""
+def _moments(x: Tensor) -> list[Tensor]:
+    """Mean and unbiased variance of each channel of N C V; of half precision, in float32."""
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     running = [torch.zeros(x.shape[1], dtype=exact, device=x.device) for _ in range(2)]
-    # Of its result, which is as large as x, nothing is used: it alone finds both in one pass and converts as it goes.
-    inverse_std = torch.native_batch_norm(x.contiguous(), None, None, *running, True, 1.0, eps)[2]
-    return [*running, inverse_std]
+    # Its result, as large as x, is not used: no other function finds both in one pass and converts as it goes.
+    torch.native_batch_norm(x.contiguous(), None, None, *running, True, 1.0, 0.0)
+    return running
 
 
 class Slabs:
