@@ -56,7 +56,7 @@ def joined(device_type: str, timeout: float) -> Iterator[None]:
         _joined.append(True)
         yield
     except BaseException as error:
-        _say_end(error)
+        say_end(error)
         if isinstance(error, Preempted) and (lost := _lost(is_sure=False)):  # torchrun ends the others by a signal
             raise lost from error
         raise
@@ -157,11 +157,12 @@ def _store() -> Any:
     if not _stores:
         import torch.distributed as dist
 
-        _stores.append(next(iter(dist.rendezvous("env://")))[0])
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store still has what an earlier one wrote
+        _stores.append(dist.PrefixStore(f"unet3d {attempt}", next(iter(dist.rendezvous("env://")))[0]))
     return _stores[0]
 
 
-def _say_end(error: BaseException) -> None:
+def say_end(error: BaseException) -> None:
     """Leave a word to the others: what happened, the exit code, and whether that is their own doing."""
     line = str(error) if isinstance(error, ForeseenError) else reason(error)
     code = OutOfMemory.exit_code if is_out_of_memory(error) else getattr(error, "exit_code", 1)

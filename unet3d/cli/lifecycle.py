@@ -30,7 +30,9 @@ OVERRIDES = "overrides.yaml"  # the command line's options
 RUNNING = "running\n"  # STATUS as a run begins
 INTERRUPTED = 130  # exit code after a second SIGINT
 CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preempted.exit_code, INTERRUPTED))
-LOST_WORKER = tuple(f"failed: {how}" for how in ("rank ", "no batch of ", "DataLoader ", "no room in shared", "too many open"))
+LOST_WORKER = tuple(
+    f"failed: {how}" for how in ("rank ", "no batch of ", "DataLoader ", "no room in shared", "too many open")
+)
 RESERVE = 2**24  # bytes of address space, not of memory, for the last line of a run that has no more
 GRACE = 10  # seconds in which a process that was interrupted twice may end by itself
 
@@ -88,9 +90,10 @@ def follow(job: Callable[[Config, Path, signals.Stop], None]) -> int:
         try:
             with signals.stopping() as stop:
                 values, folder = ranks.received()
-                job(compose.resumed(values, []), Path(folder), stop)
+                job(compose.from_plain(values), Path(folder), stop)
             return 0
         except (Exception, KeyboardInterrupt, Preempted) as error:
+            ranks.say_end(error)
             line, code = _outcome(error, Path())
     return say(f"rank {ranks.RANK}: {line}", code)
 

@@ -169,6 +169,8 @@ def checked_arguments(arguments: list[str]) -> list[str]:
         if lifecycle.snapshots(place):
             return resumed(place, [*flags.overrides, lifecycle.path_option("resume", place)])
     added = compose.added_sweep(flags.overrides) * (not only_shows)  # composes each job, and so checks it
+    if (flags.multirun or added) and ranks.SIZE > 1:
+        raise UserError("torchrun starts one run, a sweep several; leave out one of them")
     if flags.multirun or added:
         for config in map(compose.compose, compose.sweep([*flags.overrides, *added])):
             if config.resume is not None or config.requeue:

@@ -38,7 +38,13 @@ class Trainer:
     last_validation: int = 0  # its step; a run that was stopped between a step and its validation makes up for it
 
     def fit(
-        self, stream: Iterator[Sequence[Batch]], steps: int, every: int, validate: Action, between: Action, stop: Callable[[], bool]
+        self,
+        stream: Iterator[Sequence[Batch]],
+        steps: int,
+        every: int,
+        validate: Action,
+        between: Action,
+        stop: Callable[[], bool],
     ) -> None:
         """Train up to optimizer step `steps`; validate every `every` steps (0: never) and at the end.
 
