@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "unet3d"
 LAYERS = (  # lowest first; `model.geometry` holds plain integers, `data` and `train` stand side by side
-    ("errors", "types", "files", "signals", "progress", "config"),
+    ("errors", "types", "files", "signals", "progress", "ranks", "config"),
     ("model",),
     ("checks", "compose"),
     ("data", "train"),
@@ -29,7 +29,7 @@ LIBRARIES = {
     "rich": {"progress", "report.loggers"},
 }
 WITHOUT_TORCH = (
-    *("errors", "types", "signals", "progress", "config", "checks", "compose", "model.geometry", "data.cases"),
+    *("errors", "types", "signals", "progress", "ranks", "config", "checks", "compose", "model.geometry", "data.cases"),
     *("cli.main", "cli.options", "cli.train", "cli.lifecycle"),
 )
 

@@ -79,7 +79,7 @@ def test_adamw_makes_steps_of_rounding_where_a_gradient_is_next_to_nothing(tmp_p
     assert max(apart, key=lambda name: apart[name]).endswith("conv.bias")
     assert max(apart.values()) < 2 * 10 * 0.001  # twice the steps times the rate
     assert max(apart[name] for name in apart if not name.endswith("conv.bias")) < 0.001
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), abs=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
 
 
 def test_what_is_predicted_is_what_each_rank_holds(tmp_path: Path) -> None:

@@ -33,10 +33,9 @@ def hand_over(what: Any) -> None:
 
 def received() -> Any:
     """What the first rank hands over, however long that takes; signals are heard meanwhile."""
-    while True:
-        with suppress(RuntimeError):  # torch's, of time that is up
-            _store().wait(["run"], timedelta(seconds=1))
-            return json.loads(_store().get("run"))
+    while not _store().check(["run"]):
+        time.sleep(0.1)
+    return json.loads(_store().get("run"))
 
 
 @contextmanager

@@ -128,7 +128,7 @@ class TrainingState:
     def _put_back_random(self, state: Snapshot) -> None:
         """The state of random numbers; a rank that was not there begins anew."""
         known = [(state["rng"], state["cuda_rng"]), *state.get("ranks", [])]
-        if ranks.RANK >= len(known):
+        if len(known) <= ranks.RANK:
             draw_apart(self.config.seed, state["step"])
             return
         on_cpu, on_gpu = known[ranks.RANK]

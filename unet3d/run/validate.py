@@ -1,6 +1,6 @@
 """Held-out cases: predicted, scored, written as label maps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ Keep = Callable[[Case, LabelMap], None] | None
 
 def evaluate(
     predictor: Predictor, cases: Sequence[Case], read: Read, classes: int, hd95: bool, what: str, keep: Keep = None
-) -> Iterator[CaseScore]:
+) -> Generator[CaseScore]:
     """One score a case, on the network's grid. `keep` gets each case and may take its strips."""
     with progress.counting(what, len(cases)) as counter:
         for case in cases:

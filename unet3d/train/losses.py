@@ -1,7 +1,9 @@
 """Losses on logits N K D H W and labels N D H W, summed in float32. To add one, write a function below `@loss`.
 
 Where several ranks share a batch, value and gradient are those of the whole batch; a function of your own gets this
-rank's images, and its values are averaged. No loss here makes a map of all classes beside the logits: with many classes, that map would be the peak of memory.
+rank's images, and its values are averaged.
+
+No loss here makes a map of all classes beside the logits: with many classes, that map would be the peak of memory.
 Voxels labelled IGNORE add nothing to value and gradient; a batch of only such voxels gives 0 and zero gradients.
 """
 
@@ -61,7 +63,7 @@ class SegmentationLoss:
         if self.function in BY_SLABS:  # they convert a slab at a time
             return self.function(logits, label, self.options)
         value = self.function(logits.float(), label.long(), self.options)
-        return MeanOverRanks.apply(value) if ranks.count() > 1 else value  # type: ignore[no-any-return]
+        return MeanOverRanks.apply(value) if ranks.count() > 1 else value
 
 
 @loss
