@@ -126,7 +126,7 @@ class TrainingState:
         return changes
 
     def _put_back_random(self, state: Snapshot) -> None:
-        """The state of random numbers; a rank that was not there begins anew."""
+        """The state of random numbers; a rank that was not there draws numbers of its own."""
         known = [(state["rng"], state["cuda_rng"]), *state.get("ranks", [])]
         if len(known) <= ranks.RANK:
             draw_apart(self.config.seed, state["step"])
