@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unet3d import checks, progress
+from unet3d import checks, progress, ranks
 from unet3d.config import Config, Model
 from unet3d.config import Data as DataOptions
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
@@ -74,7 +74,7 @@ def device(config: Config) -> torch.device:
     """The device of `device=`. Raises UserError for cuda where there is none."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: this torch sees no CUDA device; use device=cpu, or install torch with CUDA")
-    return torch.device(target(config))
+    return torch.device("cuda", ranks.LOCAL_RANK) if target(config) == "cuda" else torch.device("cpu")
 
 
 def target(config: Config) -> str:
@@ -87,12 +87,10 @@ def data(config: Config) -> Data:
     """Read, check and split the cases. Raises UserError that lists every problem of every case."""
     import_all(config)  # a wrong path is answered now; tensors of an imported module are real, not fake ones
     options = config.data
-    dataset = read_dataset(options)
+    dataset = ranks.on_first(lambda: read_dataset(options))
     train, val = split(dataset, options)
     cases = [*dict.fromkeys([*train, *val])]
-    refuse_problems(dataset, cases, options)
-    hashed = progress.track(cases, "hashing files", len(cases))
-    files = {case.id: content_hashes(case, options.fingerprint == "full") for case in hashed}
+    files = ranks.on_first(lambda: checked_files(dataset, cases, options))
     reader = CaseReader(
         dataset, options.spacing, cache={} if options.cache else None, rules=ValidationRules.of(options)
     )
@@ -105,6 +103,13 @@ def data(config: Config) -> Data:
     if not options.semi and (twins := [*leaks(train, val, _digests(cases, reader, files))]):
         raise UserError("\n".join(twins))
     return Data(dataset, train, val, reader, *_readers(options, reader, train), files)
+
+
+def checked_files(dataset: DatasetInfo, cases: Sequence[Case], options: DataOptions) -> dict[str, Any]:
+    """By a case's id, hashes of what its files hold. Raises UserError that lists every problem of every case."""
+    refuse_problems(dataset, cases, options)
+    hashed = progress.track(cases, "hashing files", len(cases))
+    return {case.id: content_hashes(case, options.fingerprint == "full") for case in hashed}
 
 
 def _digests(cases: Sequence[Case], read: CaseReader, files: dict[str, Any]) -> dict[str, object]:
@@ -180,6 +185,18 @@ def model(options: Model, seed: int) -> nn.Module:
     return found
 
 
+def shared(model: nn.Module) -> nn.Module:
+    """The network for ranks that work together: equal weights, and a batch normalisation over all. Raises UserError."""
+    if ranks.count() == 1:
+        return model
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        if next(model.parameters()).device.type == "cpu":
+            raise UserError("batch normalisation over several ranks needs GPUs; use model.norm=instance, or group")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    ranks.take_first(model.state_dict().values())
+    return model
+
+
 def loss(config: Config, classes: int) -> SegmentationLoss:
     """The loss. Raises UserError where the weights do not match the classes."""
     path, weights = config.loss.path, config.loss.weights
@@ -188,6 +205,11 @@ def loss(config: Config, classes: int) -> SegmentationLoss:
     function = LOSSES[config.loss.name] if path is None else import_object("loss.path", path)
     tensor = None if weights is None else torch.tensor(weights)
     return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice))
+
+
+def of_rank(config: Config) -> Config:
+    """The config of one rank's share of each batch."""
+    return replace(config, batch=config.batch // ranks.count())
 
 
 def policy(config: Config, device_type: str, segment_starts: tuple[int, ...]) -> MemoryPolicy:

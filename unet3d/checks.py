@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from unet3d import ranks
 from unet3d.config import Config, Data, Model
 from unet3d.errors import UserError
 from unet3d.model import geometry
@@ -135,6 +136,8 @@ def stages(model: Model) -> int:
 
 
 def _check_training(config: Config) -> None:
+    if config.batch % ranks.SIZE:
+        raise UserError(f"batch={config.batch}: {ranks.SIZE} ranks share a batch; use a multiple of {ranks.SIZE}")
     own, ckpt, most = config.model.path is not None, config.ckpt, stages(config.model)
     is_count = isinstance(ckpt, int) and not isinstance(ckpt, bool) and (ckpt == 0 or ckpt >= 2)
     if ckpt != "auto" and (not is_count or (ckpt > most and not own)):
@@ -155,6 +158,8 @@ def _check_slabs(config: Config) -> None:
         raise UserError(f"lean=true and slab={slab}: slab does what lean does, and more; drop one")
     if not config.lean and not slab:
         return
+    if ranks.SIZE > 1 and config.model.norm.startswith("batch"):
+        raise UserError(f"{way} and model.norm={config.model.norm}: not over several ranks; use model.norm=instance")
     if config.ckpt:
         raise UserError(f"{way} and ckpt={config.ckpt}: each decides what backward makes again; drop one")
     if config.model.path is not None:

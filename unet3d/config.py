@@ -184,6 +184,7 @@ class Config:
     save_every: int = option(0, "steps between snapshots, besides those of validations; 0: none", low=0)
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
     budget: str | None = option(None, "refuse a run whose step is predicted to hold more in tensors, e.g. 8GiB")
+    rank_timeout: float = option(600.0, "under torchrun: seconds that a process waits for another", low=1, high=1e6)
     resume: str | None = option(None, "run folder to continue; auto: that of hydra.run.dir, or a new run there")
     loggers: list[str] = option([], "your own, package.module:name, called with the config and the run folder")
     sweep: list[str] | None = option(None, "of an experiment: overrides with several values, one job each, as for -m")

@@ -55,6 +55,16 @@ class LoaderError(ForeseenError, RuntimeError):
     exit_code = 1
 
 
+class RankLost(ForeseenError, Exception):
+    """Another process of the same run ended, or does not answer. Its exit code is that of its cause, where known."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, code: int = exit_code) -> None:
+        super().__init__(message)
+        self.exit_code = code
+
+
 class OutOfMemory(ForeseenError, Exception):
     """Memory ran out. The message says when, what held it, and what would need less."""
 

@@ -46,7 +46,7 @@ ANY_KEY = ("compose.py", 'if added := flat(values, ".").keys() - ABOUT.keys():',
 
 # fmt: off
 RESUME = (
-    Mutation([("run/resume.py", 'torch.set_rng_state(state["rng"])', "pass")],
+    Mutation([("run/resume.py", "torch.set_rng_state(on_cpu)", "pass")],
         ["test_faults_resume.py::test_killed_twice_a_run_ends_as_if_it_were_not"]),
     Mutation([("data/loader.py", "first_step * config.accumulate", "0")],
         ["test_faults_resume.py::test_killed_twice_a_run_ends_as_if_it_were_not"]),
@@ -68,7 +68,7 @@ RESUME = (
     Mutation([("run/run.py", "if is_last or self.checkpoints.saved is None:", "if self.checkpoints.saved is None:")],
         ["test_faults_run.py::test_a_run_killed_in_its_last_validation_has_lost_no_step",
          "test_predictions.py::test_a_run_ended_within_its_last_validation_makes_all_of_it_again"]),
-    Mutation([("run/run.py", "self.first >= config.steps and run_folder.is_done(folder)",
+    Mutation([("run/run.py", "self.first >= config.steps and ranks.on_first(lambda: run_folder.is_done(folder))",
           "self.first >= config.steps")],
         ["test_faults_resume.py::test_a_run_killed_after_its_last_step_is_finished"]),
     # half a picture counts as one
@@ -103,7 +103,7 @@ RESUME = (
         ["data/test_check.py::test_bytes_between_the_sampled_ones_are_compared_on_request"]),
     Mutation([("data/check.py", "max(size - BLOCK, 0)", "max(size - 2 * BLOCK, 0)")],
         ["data/test_check.py::test_both_ends_of_a_large_file_are_always_compared"]),
-    Mutation([("run/run.py", "if not self.is_done:", "if True:")],
+    Mutation([("run/run.py", "if not self.is_done and ranks.RANK == 0:", "if True:")],
         ["test_faults_resume.py::test_a_run_that_is_done_is_left_as_it_is"]),
     Mutation([("cli/lifecycle.py", "left_nothing = text == RUNNING or", "left_nothing = False and")],
         ["test_faults_resume.py::test_a_run_killed_before_its_first_snapshot_starts_over",
@@ -574,7 +574,28 @@ DISK = (
 )
 # fmt: on
 
-MUTATIONS = (*RESUME, *SNAPSHOTS, *DATA, *TRAINING, *CONFIG, *PREDICTION, *STRANGERS, *DISK)
+RANKS = (
+    Mutation([("train/losses.py", "        ranks.add_up([surprise, mass,", "        list([surprise, mass,")],
+        ["test_ranks.py::test_two_ranks_with_one_patch_each_are_one_with_two"]),
+    Mutation([("run/resume.py", '*state.get("ranks", [])', "")],
+        ["test_ranks.py::test_a_run_goes_on_with_another_number_of_ranks"]),
+    Mutation([("ranks.py", "        say_end(error)\n", "")],
+        ["test_ranks.py::test_a_rank_says_how_the_first_ended"]),
+    Mutation([("ranks.py", "        if killed:", "        if False:")],
+        ["test_ranks.py::test_however_a_rank_ends_the_first_says_so_and_the_run_goes_on_from_its_snapshot"]),
+    Mutation([("ranks.py", "world_size=SIZE, timeout=limit)", "world_size=SIZE)")],
+        ["test_ranks.py::test_however_a_rank_ends_the_first_says_so_and_the_run_goes_on_from_its_snapshot"], hangs=True),
+    Mutation([("ranks.py", "    if problem is not None:", "    if problem is not None and RANK == 0:")],
+        ["test_ranks.py::test_a_snapshot_that_cannot_be_written_stops_all_ranks_at_the_end"], hangs=True),
+    Mutation([("run/run.py", "ranks.agreed(self.stop.asked or 0)", "ranks.gather(self.stop.asked or 0)[0]")],
+        ["test_ranks.py::test_a_signal_within_a_validation_ends_it_on_all_ranks"]),
+    Mutation([("run/run.py", "for own in ranks.gather(error.batches)", "for own in [error.batches]")],
+        ["test_ranks.py::test_a_loss_that_is_not_finite_names_and_keeps_the_patches_of_all_ranks"]),
+    Mutation([("ranks.py", 'os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")', '"0"')],
+        ["test_ranks.py::test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_by_itself"], hangs=True),
+)
+
+MUTATIONS = (*RESUME, *SNAPSHOTS, *DATA, *TRAINING, *CONFIG, *PREDICTION, *STRANGERS, *DISK, *RANKS)
 
 
 def copy_tree(to: Path) -> None:

@@ -12,16 +12,16 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
 from omegaconf import OmegaConf
 
-from unet3d import compose, errors, signals
+from unet3d import compose, errors, ranks, signals
 from unet3d.config import Config
-from unet3d.errors import LoaderError, NotSaved, OutOfMemory, Preempted, UserError, escaped
+from unet3d.errors import LoaderError, NotSaved, OutOfMemory, Preempted, RankLost, UserError, escaped
 from unet3d.files import read_text, read_yaml, refuse_links_out, write_text
 from unet3d.report import run_folder
 
@@ -30,7 +30,9 @@ OVERRIDES = "overrides.yaml"  # the command line's options
 RUNNING = "running\n"  # STATUS as a run begins
 INTERRUPTED = 130  # exit code after a second SIGINT
 CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preempted.exit_code, INTERRUPTED))
-LOST_WORKER = tuple(f"failed: {how}" for how in ("no batch of ", "DataLoader ", "no room in shared", "too many open"))
+LOST_WORKER = tuple(
+    f"failed: {how}" for how in ("rank ", "no batch of ", "DataLoader ", "no room in shared", "too many open")
+)
 RESERVE = 2**24  # bytes of address space, not of memory, for the last line of a run that has no more
 GRACE = 10  # seconds in which a process that was interrupted twice may end by itself
 
@@ -64,21 +66,36 @@ def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
     save_overrides(folder, [*earlier, *(override for override in overrides if not override.startswith("resume="))])
     if config.resume is None:
         write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
-    try:
-        with nullcontext(signals.Stop()) if config.dry_run else signals.stopping() as stop:
+    with nullcontext(signals.Stop()) if config.dry_run else signals.stopping() as stop:
+        try:
             yield stop
-    except (Exception, KeyboardInterrupt, Preempted) as error:
-        reserve.close()
-        line, code = _outcome(error, folder)
-        if config.resume is not None and status(folder)[0] == before:
-            with suppress(OSError):  # the disk is full
-                save_overrides(folder, earlier)  # the run in the folder is as it was
-        else:
-            write_end(folder, line, code)
-        if isinstance(error, Preempted) and config.requeue:
-            requeue()
-        raise SystemExit(say(line, code)) from error
-    write_end(folder, "done", 0)
+        except (Exception, KeyboardInterrupt, Preempted) as error:
+            reserve.close()
+            with stop.deferred():  # torchrun ends what is left of a run by a signal
+                line, code = _outcome(error, folder)
+                if config.resume is not None and status(folder)[0] == before:
+                    with suppress(OSError):  # the disk is full
+                        save_overrides(folder, earlier)  # the run in the folder is as it was
+                else:
+                    write_end(folder, line, code)
+                if isinstance(error, Preempted) and config.requeue:
+                    requeue()
+            raise SystemExit(say(line, code)) from error
+        write_end(folder, "done", 0)
+
+
+def follow(job: Callable[[Config, Path, signals.Stop], None]) -> int:
+    """Take part in the run of the first rank, which alone reads options, prints and writes. Returns the exit code."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        try:
+            with signals.stopping() as stop:
+                values, folder = ranks.received()
+                job(compose.from_plain(values), Path(folder), stop)
+            return 0
+        except (Exception, KeyboardInterrupt, Preempted) as error:
+            ranks.say_end(error)
+            line, code = _outcome(error, Path())
+    return say(f"rank {ranks.RANK}: {line}", code)
 
 
 def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
@@ -93,7 +110,7 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
             return f"error: {error}; {go_on}", error.exit_code
         case UserError() | errors.SnapshotError() | errors.NonFiniteLoss():
             return f"error: {error}", error.exit_code
-        case LoaderError():
+        case LoaderError() | RankLost():
             return f"failed: {error}\n{go_on}", error.exit_code
     if isinstance(error, OSError) and errors.is_disk_full(error):
         where = error.filename or folder  # a write that fails names no file

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from unet3d import checks, compose
+from unet3d import checks, compose, ranks
 from unet3d.cli import libraries, lifecycle, options
 from unet3d.config import Config
 from unet3d.errors import UserError, escaped, is_disk_full, make_room
@@ -27,6 +27,8 @@ FIRST_FILES = 2**16  # bytes, generously, of those that a run writes before it t
 def main() -> int:
     """Check what every job of the command line asks for, then run them. Returns the highest exit code of a sweep."""
     lifecycle.install_safe_streams()
+    if ranks.RANK:
+        return lifecycle.follow(job)
     if {"-h", "--help"} & {*sys.argv[1:]}:
         print(options.as_text())
         return 0
@@ -71,20 +73,29 @@ def main() -> int:
 
 
 def job(config: Config, folder: Path, stop: Stop) -> None:
-    """One run in its folder: build the data, predict memory, build the run, fit, report. Ends early once `stop`."""
+    """One run in its folder, of this process or of several ranks, which all call this. Ends early once `stop`."""
     libraries.load_libraries()  # before torch and monai, which load here: a wrong option was answered before
+    from unet3d import build
+
+    for line in checks.warnings(config):
+        lifecycle.say(f"warning: {line}")
+    ranks.hand_over([compose.to_plain(config), str(folder.resolve())])
+    with ranks.joined(build.target(config), config.rank_timeout):
+        train(config, folder, stop)
+
+
+def train(config: Config, folder: Path, stop: Stop) -> None:
+    """Build the data, predict memory, build the run, fit; then the first rank alone predicts and reports."""
     from unet3d import build
     from unet3d.memory.preflight import preflight
     from unet3d.report import report, run_folder
     from unet3d.run.run import Run
 
-    for line in checks.warnings(config):
-        lifecycle.say(f"warning: {line}")
     data = None if config.dry_run else build.data(config)
     network = build.model_options(config, data.dataset, data.train[0]) if data else build.outlined_options(config)
-    predicted = preflight(config, network)
+    predicted = ranks.on_first(lambda: preflight(build.of_rank(config), network))
     if data is None:
-        run_folder.update_memory(folder, predicted.memory)
+        ranks.on_first(lambda: run_folder.update_memory(folder, predicted.memory))
         return
     with Run(config, folder, data, network, predicted.segment_starts, stop) as run:
         if run.is_done:
@@ -92,8 +103,12 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
             if (folder / "report.html").exists():  # else the run was killed as it wrote it
                 return
         else:
-            run_folder.update_memory(folder, predicted.memory)
+            ranks.on_first(lambda: run_folder.update_memory(folder, predicted.memory))
             run.fit()
+        ranks.leave()
+        if ranks.RANK:
+            return
+        if not run.is_done:
             run.finish()
     report.write_report(folder)
     report.print_summary(folder)
@@ -154,6 +169,8 @@ def checked_arguments(arguments: list[str]) -> list[str]:
         if lifecycle.snapshots(place):
             return resumed(place, [*flags.overrides, lifecycle.path_option("resume", place)])
     added = compose.added_sweep(flags.overrides) * (not only_shows)  # composes each job, and so checks it
+    if (flags.multirun or added) and ranks.SIZE > 1:
+        raise UserError("torchrun starts one run, a sweep several; leave out one of them")
     if flags.multirun or added:
         for config in map(compose.compose, compose.sweep([*flags.overrides, *added])):
             if config.resume is not None or config.requeue:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from unet3d import signals
+from unet3d import ranks, signals
 from unet3d.config import Config
 from unet3d.data.patches import Patches, PatchIndex
 from unet3d.errors import LoaderError, UserError, file_limit, is_out_of_files, is_out_of_memory
@@ -36,16 +36,17 @@ def micro_batches(cases: int, batch: int, seed: int, first: int = 0) -> Iterator
 def batches(
     patches: Patches, cases: Sequence[str], config: Config, first_step: int = 0, pin: bool = False, timeout: float = 300
 ) -> Iterator[list[Batch]]:
-    """For each step from `first_step` on, its list of micro-batches of the named cases. Endless.
+    """For each step from `first_step` on, its list of micro-batches of the named cases: this rank's share. Endless.
 
     `pin` only for a GPU: it creates a CUDA context. Raises UserError for an unusable case, LoaderError if a worker dies
     or takes longer than `timeout` seconds for a batch, RuntimeError for other errors.
     """
     if config.workers:
-        voxels = config.batch * math.prod(config.data.patch)
+        voxels = config.batch // ranks.SIZE * math.prod(config.data.patch)
         _require_room(config.workers, 2 * config.workers + config.accumulate, 4 * voxels)
-    indices = micro_batches(len(cases), config.batch, config.seed, first_step * config.accumulate)
-    indices, awaited = itertools.tee(indices)
+    own = slice(*(rank * config.batch // ranks.SIZE for rank in (ranks.RANK, ranks.RANK + 1)))
+    whole = micro_batches(len(cases), config.batch, config.seed, first_step * config.accumulate)
+    indices, awaited = itertools.tee(batch[own] for batch in whole)
     loader = DataLoader(
         patches,
         batch_sampler=indices,

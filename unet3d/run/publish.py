@@ -80,7 +80,7 @@ def score(path: Path, config: Config, out: Path, model_path: str | None = None) 
     reader = CaseReader(dataset, segmenter.spacing, segmenter.intensity, cache=None, rules=rules)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        scores = evaluate(segmenter.predictor, held_out, reader, len(dataset.classes), hd95=True, what="scoring")
+        scores = [*evaluate(segmenter.predictor, held_out, reader, len(dataset.classes), hd95=True, what="scoring")]
         write_text(out / SCORES, metrics.csv_text(scores, dataset.classes))
     except OSError as error:
         raise not_saved(out / SCORES, error) from error

@@ -5,26 +5,34 @@ import functools
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from unet3d import compose
+from unet3d import compose, ranks
 from unet3d.build import Data
 from unet3d.compose import SNAPSHOTS
 from unet3d.config import Config, Model
-from unet3d.errors import NonFiniteLoss, NotSaved, SnapshotError, UserError, escaped, is_out_of_memory
+from unet3d.errors import NotSaved, SnapshotError, UserError, escaped, is_out_of_memory
 from unet3d.report import run_folder
 from unet3d.report.loggers import warn
 from unet3d.train import checkpoint, optim
+from unet3d.types import Batch
 
 DatasetFingerprint = dict[str, Any]
 Snapshot = dict[str, Any]
 LAST, PREVIOUS, BEST = SNAPSHOTS
+
+
+def draw_apart(seed: int, step: int) -> None:
+    """From here on, each rank but the first has random numbers of its own: for dropout."""
+    if ranks.RANK:
+        torch.manual_seed(int(np.random.default_rng([seed, step, ranks.RANK]).integers(2**63)))
 
 
 def fingerprint(data: Data, dtype: torch.dtype | None) -> DatasetFingerprint:
@@ -82,6 +90,8 @@ class TrainingState:
     def state(self, step: int, last_validation: int, best: float | None) -> Snapshot:
         """The run at this step, as tensors and plain values; `best` is its highest mean Dice."""
         device = next(self.model.parameters()).device
+        on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        own, *others = ranks.gather((torch.get_rng_state(), on_gpu))
         return {
             "config": compose.to_plain(self.config),
             "model_options": dataclasses.asdict(self.options),
@@ -94,8 +104,9 @@ class TrainingState:
             "average": optim.averages(self.model, self.optimizer),  # shares the optimizer's storages, also on disk
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "rng": torch.get_rng_state(),
-            "cuda_rng": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
+            "rng": own[0],
+            "cuda_rng": own[1],
+            "ranks": list(map(list, others)),  # what the same two are of the other ranks
         }
 
     def put_back(self, state: Snapshot, path: Path) -> list[str]:
@@ -111,11 +122,20 @@ class TrainingState:
         checkpoint.load_weights(self.model, state["model"], path)
         self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": self._groups(state)})
         self.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["rng"])  # last: building things draws from it
-        device = next(self.model.parameters()).device
-        if state["cuda_rng"] and device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"][0], device)  # nothing is drawn on other devices
+        self._put_back_random(state)  # last: building things draws from it
         return changes
+
+    def _put_back_random(self, state: Snapshot) -> None:
+        """The state of random numbers; a rank that was not there draws numbers of its own."""
+        known = [(state["rng"], state["cuda_rng"]), *state.get("ranks", [])]
+        if len(known) <= ranks.RANK:
+            draw_apart(self.config.seed, state["step"])
+            return
+        on_cpu, on_gpu = known[ranks.RANK]
+        torch.set_rng_state(on_cpu)
+        device = next(self.model.parameters()).device
+        if on_gpu and device.type == "cuda":
+            torch.cuda.set_rng_state(on_gpu[0], device)  # nothing is drawn on other devices
 
     def _groups(self, state: Snapshot) -> list[dict[str, Any]]:
         """The optimizer's parameter groups: with the config's options, which a snapshot repeats, and its counts."""
@@ -132,6 +152,10 @@ class TrainingState:
             "best": best is None or (isinstance(best, float) and 0 <= best <= 1),
             "rng": _is_like(state["rng"], torch.get_rng_state()),
             "cuda_rng": self._fits_cuda(state["cuda_rng"]),
+            "ranks": all(
+                _is_like(on_cpu, torch.get_rng_state()) and self._fits_cuda(on_gpu)
+                for on_cpu, on_gpu in state.get("ranks", [])
+            ),
             "scaler": state["scaler"].keys() == own.keys() and 0 < state["scaler"].get("scale", 1) < math.inf,
             "optimizer": self._fits_optimizer(state["optimizer"]["state"]),
         }
@@ -171,7 +195,7 @@ class Checkpoints:
         if dice is not None and (before is None or dice > before):
             self.best = dice
             try:
-                checkpoint.save_snapshot(self._path(BEST), self.state())
+                self._save(BEST, self.state())
             except NotSaved:
                 self.best = before
                 raise
@@ -184,8 +208,12 @@ class Checkpoints:
         if now != self.saved:
             # previous.pt is for a damaged last.pt; one of the same step would not be older
             is_older = self.saved is not None and self.saved[0] < state["step"]
-            checkpoint.save_snapshot(self._path(LAST), state, self._path(PREVIOUS) if is_older else None)
+            self._save(LAST, state, PREVIOUS if is_older else None)
             self.saved = now
+
+    def _save(self, name: str, state: Snapshot, previous: str | None = None) -> None:
+        before = self._path(previous) if previous else None
+        ranks.on_first(lambda: checkpoint.save_snapshot(self._path(name), state, before))
 
     def warn(self, error: Exception) -> None:
         """Print that the run is not saved, and what its last snapshot is."""
@@ -194,7 +222,7 @@ class Checkpoints:
 
     def restore(self, put_back: Callable[[Snapshot, Path], list[str]]) -> tuple[int, int]:
         """Put back the newest whole snapshot, drop later records. Returns its step and that of its last validation."""
-        state, wrong = checkpoint.load_any(self.folder / "checkpoints", SNAPSHOTS)
+        state, wrong = ranks.on_first(lambda: checkpoint.load_any(self.folder / "checkpoints", SNAPSHOTS))
         path = self._path(SNAPSHOTS[len(wrong)])
         try:
             changes = put_back(state, path)
@@ -205,9 +233,7 @@ class Checkpoints:
             if is_out_of_memory(error):
                 raise
             raise SnapshotError(f"{path}: not all of a run's state, or of another run ({error!r})") from error
-        for orphan in (*self.folder.glob("**/.*.tmp"), *self.folder.glob("checkpoints/*.tmp")):
-            orphan.unlink(missing_ok=True)  # what a killed run left unfinished
-        last = run_folder.forget_after(self.folder / "metrics.jsonl", step, validated)
+        last = ranks.on_first(lambda: self._forget_after(step, validated))
         if wrong:
             lost = f"; steps {step + 1} to {last} are taken again" if last > step else ""
             warn(f"{'; '.join(wrong)}; going on from {path.name}, step {step}{lost}")
@@ -217,12 +243,18 @@ class Checkpoints:
             print(f"from step {step} on with other options: {escaped('; '.join(changes))}", flush=True)
         return step, validated
 
-    def dump(self, step: int, error: NonFiniteLoss) -> str:
+    def _forget_after(self, step: int, validated: int) -> int:
+        """Remove what later steps recorded and what a killed run left unfinished. Returns the last step recorded."""
+        for orphan in (*self.folder.glob("**/.*.tmp"), *self.folder.glob("checkpoints/*.tmp")):
+            orphan.unlink(missing_ok=True)
+        return run_folder.forget_after(self.folder / "metrics.jsonl", step, validated)
+
+    def dump(self, step: int, batches: Sequence[Batch]) -> str:
         """Keep the batches whose update was refused. Returns where they are."""
         path = self.folder / "nan_batch.pt"
-        batches = [{**batch._asdict(), "cases": list(batch.cases)} for batch in error.batches]
+        plain = [{**batch._asdict(), "cases": list(batch.cases)} for batch in batches]
         try:
-            checkpoint.save_snapshot(path, {"step": step, "batches": batches})
+            checkpoint.save_snapshot(path, {"step": step, "batches": plain})
         except NotSaved as full:
             return str(full)
         return f"the batch is in {path}"

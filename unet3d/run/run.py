@@ -1,15 +1,16 @@
 """One training run in its folder: built, fitted, finished."""
 
 import functools
+import signal
 import time
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from unet3d import build
+from unet3d import build, ranks
 from unet3d.compose import flat
 from unet3d.config import Config, Model
 from unet3d.data.cases import Case
@@ -22,7 +23,7 @@ from unet3d.memory.meter import open_meter
 from unet3d.model import geometry
 from unet3d.report import memory_plots, run_folder
 from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers
-from unet3d.run.resume import Checkpoints, TrainingState, fingerprint
+from unet3d.run.resume import Checkpoints, TrainingState, draw_apart, fingerprint
 from unet3d.run.validate import Predictions, evaluate
 from unet3d.signals import Stop
 from unet3d.train import metrics, optim
@@ -47,7 +48,7 @@ class Run:
         device = build.device(config)
         loss = build.loss(config, len(data.dataset.classes))
         policy = build.policy(config, device.type, segment_starts)
-        self.model = build.model(options, config.seed).to(device)
+        self.model = build.shared(build.model(options, config.seed).to(device))
         self.optimizer = optim.optimizer(config.optim, self.model)
         learner = Learner(self.model, loss, self.optimizer, policy.scaler(), policy)
         self.predictor = build.predictor(config, [self.model], options, policy)
@@ -56,12 +57,14 @@ class Run:
         self.state = TrainingState(config, options, rests_on, self.model, self.optimizer, learner.scaler)
         self.checkpoints = Checkpoints(folder, self._snapshot)
         self.first, last_validation = self.checkpoints.restore(self.state.put_back) if config.resume else (0, 0)
-        self.memory_before = run_folder.read_memory(folder) if config.resume else {}
+        if config.resume is None:
+            draw_apart(config.seed, 0)
+        self.memory_before = ranks.on_first(lambda: run_folder.read_memory(folder)) if config.resume else {}
         self.has_all_measured = False  # memory.json and memory/ have the last step
-        self.is_done = self.first >= config.steps and run_folder.is_done(folder)
+        self.is_done = self.first >= config.steps and ranks.on_first(lambda: run_folder.is_done(folder))
         self.meter = open_meter(self.model, self.optimizer)
         self.loggers = Loggers([])
-        if not self.is_done:  # else its folder stays as it is
+        if not self.is_done and ranks.RANK == 0:  # else its folder stays as it is
             run_folder.start_folder(folder, config, device)
             self.loggers = open_loggers(config, folder)
             self.loggers.add(TerminalLogger(config.steps))
@@ -85,12 +88,14 @@ class Run:
         try:
             with closing(self._stream()) as stream, self.stop.deferred():
                 with suppress(Preempted):  # within a validation, which the resumed run does from its beginning
-                    self.trainer.fit(stream, steps, every, self._validate, self._save_in_time, self.stop)
-                if self.stop.asked:
-                    self._leave(self.stop.asked.name)
+                    self.trainer.fit(stream, steps, every, self._validate, self._save_in_time, self._stops)
+                if self._stops():
+                    self._leave()
             return
         except NonFiniteLoss as error:
-            raise NonFiniteLoss(f"{error}; {self.checkpoints.dump(self.trainer.step + 1, error)}") from None
+            batches = [batch for own in ranks.gather(error.batches) for batch in own]
+            where = ranks.on_first(lambda: self.checkpoints.dump(self.trainer.step + 1, batches))
+            raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
             if dead := lost(error):
                 raise dead from error
@@ -100,7 +105,7 @@ class Run:
             traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
         self.meter.close()
         self.optimizer.zero_grad(set_to_none=True)  # room for simulations, outside of the except block
-        raise OutOfMemory("\n".join([*lines, *budget.oom_suggestions(self.config, self.options)]))
+        raise OutOfMemory("\n".join([*lines, *budget.oom_suggestions(build.of_rank(self.config), self.options)]))
 
     def _stream(self) -> Generator[list[Batch]]:
         """The batches from this step on; close it to end its workers."""
@@ -112,9 +117,15 @@ class Run:
         pin = self.trainer.learner.policy.device_type == "cuda"
         yield from batches(patches, cases, config, self.first, pin)
 
-    def _leave(self, signal: str) -> None:
+    def _stops(self) -> bool:
+        """Whether a signal has asked any rank to stop."""
+        self.asked = ranks.agreed(self.stop.asked or 0)
+        return self.asked > 0
+
+    def _leave(self) -> None:
         """Save where the run is, without a validation. Raises Preempted."""
-        stopped = f"stopped by {signal} after step {self.trainer.step} of {self.config.steps}"
+        name = signal.Signals(self.asked).name
+        stopped = f"stopped by {name} after step {self.trainer.step} of {self.config.steps}"
         try:
             self.checkpoints.save_last()
             self._keep_measured_early()
@@ -142,7 +153,7 @@ class Run:
         self._keep_measured_early()
         if is_last or self.checkpoints.saved is None:
             self._save()  # of this validation's volumes memory may not hold one
-        with optim.averaged(self.model, self.optimizer), self.stop.interruptible():
+        with optim.averaged(self.model, self.optimizer):
             scores = self._scores(is_last)
         values = metrics.summarise(scores, classes)
         # logged before it is saved: a run killed in between repeats this validation, and its record is replaced
@@ -150,7 +161,7 @@ class Run:
         self.trainer.last_validation = step
         try:
             # the snapshot last: a run that goes on from it does not repeat this validation
-            write_text(self.folder / "scores.csv", metrics.csv_text(scores, classes))
+            ranks.on_first(lambda: write_text(self.folder / "scores.csv", metrics.csv_text(scores, classes)))
             self.checkpoints.keep(values["val/dice_mean"])
         except (NotSaved, OSError) as error:
             problem = error if isinstance(error, NotSaved) else not_saved(self.folder / "scores.csv", error)
@@ -163,14 +174,26 @@ class Run:
         data, classes, keep = self.data, len(self.data.dataset.classes), self.predictions.try_add if is_last else None
         hd95 = is_last and not self.config.data.semi  # slices have no surface
         if is_last:
-            self.predictions.clear()
+            ranks.on_first(self.predictions.clear)
+        own = data.val[ranks.RANK :: ranks.SIZE]
         try:
-            return evaluate(self.predictor, data.val, data.read_val, classes, hd95, "validation", keep)
+            with closing(evaluate(self.predictor, own, data.read_val, classes, hd95, "validation", keep)) as scores:
+                return [*self._in_turns(scores)]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             lines = [str(error).partition("\n")[0], *budget.oom_in_validation(self.config, self.trainer.step)]
             raise OutOfMemory("\n".join(lines)) from None
+
+    def _in_turns(self, own: Iterator[CaseScore]) -> Iterator[CaseScore]:
+        """The scores of all ranks' cases. Raises Preempted where a signal ends the validation of any."""
+        for _ in range(0, len(self.data.val), ranks.SIZE):
+            found = None
+            with suppress(Preempted), self.stop.interruptible():
+                found = next(own, None)
+            if self._stops():
+                raise Preempted("stopped within a validation")
+            yield from (score for score in ranks.gather(found) if score is not None)
 
     def _snapshot(self) -> dict[str, Any]:
         return self.state.state(self.trainer.step, self.trainer.last_validation, self.checkpoints.best)
@@ -179,11 +202,17 @@ class Run:
         """memory.json with what the steps taken here needed, if any were; after the last one, memory/ as well."""
         if self.trainer.step == self.first or self.has_all_measured:
             return
+        measured = self.meter.summary()
+        if ranks.count() > 1:
+            measured["rank_peak_bytes"] = ranks.gather(measured["peak_bytes"])
+        ranks.on_first(lambda: self._write_measured(measured))
+        self.has_all_measured = self.trainer.step == self.config.steps
+
+    def _write_measured(self, measured: dict[str, Any]) -> None:
         parameters = sum(p.numel() for p in self.model.parameters())
-        run_folder.add_measured(self.folder, parameters, self.meter.summary(), self.memory_before)
+        run_folder.add_measured(self.folder, parameters, measured, self.memory_before)
         if self.trainer.step == self.config.steps:
             memory_plots.write_ledger_files(self.meter.ledger, self.folder.name, self.folder)
-            self.has_all_measured = True
 
     def _keep_measured_early(self) -> None:
         """A run that is stopped or killed now may take no step again, and never again its first."""

@@ -1,6 +1,6 @@
 """Held-out cases: predicted, scored, written as label maps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,8 @@ Keep = Callable[[Case, LabelMap], None] | None
 
 def evaluate(
     predictor: Predictor, cases: Sequence[Case], read: Read, classes: int, hd95: bool, what: str, keep: Keep = None
-) -> list[CaseScore]:
+) -> Generator[CaseScore]:
     """One score a case, on the network's grid. `keep` gets each case and may take its strips."""
-    scores = []
     with progress.counting(what, len(cases)) as counter:
         for case in cases:
             found = read(case)
@@ -36,10 +35,9 @@ def evaluate(
             if keep is not None:
                 keep(case, strips)
             prediction, label = strips.whole(), found.label.numpy()
-            scores.append(score_case(case.id, prediction, label, classes, found.spacing, IGNORE, hd95))
+            yield score_case(case.id, prediction, label, classes, found.spacing, IGNORE, hd95)
             del found, strips, prediction, label  # before the next case is read
             counter.advance()
-    return scores
 
 
 @dataclass

@@ -1,5 +1,8 @@
 """Losses on logits N K D H W and labels N D H W, summed in float32. To add one, write a function below `@loss`.
 
+Where several ranks share a batch, value and gradient are those of the whole batch; a function of your own gets this
+rank's images, and its values are averaged.
+
 No loss here makes a map of all classes beside the logits: with many classes, that map would be the peak of memory.
 Voxels labelled IGNORE add nothing to value and gradient; a batch of only such voxels gives 0 and zero gradients.
 """
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from unet3d import ranks
 from unet3d.model.blocks import crop
 from unet3d.types import IGNORE
 
@@ -58,7 +62,8 @@ class SegmentationLoss:
     def _term(self, logits: Tensor, label: Tensor) -> Tensor:
         if self.function in BY_SLABS:  # they convert a slab at a time
             return self.function(logits, label, self.options)
-        return self.function(logits.float(), label.long(), self.options)
+        value = self.function(logits.float(), label.long(), self.options)
+        return MeanOverRanks.apply(value) if ranks.count() > 1 else value
 
 
 @loss
@@ -107,10 +112,14 @@ class BySlabs(torch.autograd.Function):
                 size += p.add_(truth).sum((2, 3, 4))
         axes = (0,) if options.batch_dice else ()
         overlap, size = (t.sum(axes, keepdim=True) if axes else t for t in (overlap, size))
+        ranks.add_up([surprise, mass, *((overlap, size) if options.batch_dice else ())])
         mass = mass.clamp(min=1e-8)
         ctx.save_for_backward(logits, label, overlap, size, mass)
         ctx.weights, ctx.terms, ctx.is_convolved = weights, (dice, ce), _keeps_no_output(logits)
-        score = ((2 * overlap + SMOOTH) / (size + SMOOTH))[:, 1:].mean() if dice else zeros.sum() + 1
+        ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
+        score = ((2 * overlap + SMOOTH) / (size + SMOOTH))[:, 1:].mean() / ctx.shares if dice else zeros.sum() + 1
+        if dice and ctx.shares > 1:
+            ranks.add_up([score])
         return 1 - score + surprise / mass
 
     @staticmethod
@@ -120,7 +129,7 @@ class BySlabs(torch.autograd.Function):
         dice, ce = ctx.terms
         is_free = ctx.is_convolved and _holders(logits) == _Probe.holders()  # a convolution keeps no output
         out = logits if is_free else torch.empty_like(logits)
-        scores = overlap.shape[0] * (overlap.shape[1] - 1)
+        scores = overlap.shape[0] * (overlap.shape[1] - 1) * ctx.shares
         by_overlap, by_size = -2 / (size + SMOOTH) / scores, (2 * overlap + SMOOTH) / (size + SMOOTH) ** 2 / scores
         by_overlap[:, 0] = by_size[:, 0] = 0  # the background
         rows = 0
@@ -136,6 +145,20 @@ class BySlabs(torch.autograd.Function):
             out[:, :, rows : rows + x.shape[2]] = slab.mul_(gradient)
             rows += x.shape[2]
         return out, None, None, None, None
+
+
+class MeanOverRanks(torch.autograd.Function):
+    """The mean of what each rank has; gradients, which are added up over the ranks, are shares."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        mean = value / ranks.count()
+        ranks.add_up([mean])
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / ranks.count()
 
 
 def _keeps_no_output(tensor: Tensor) -> bool:

@@ -166,7 +166,7 @@ class _Affine(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, mean, scale, bias)
         of_channels = [_by_channel(t, x) for t in (scale, bias, mean, torch.ones_like(mean))]
-        found = torch.native_batch_norm(_as_one(x), *of_channels, False, 0.0, 0.0)[0]
+        found = torch.ops.aten.native_batch_norm(_as_one(x), *of_channels, False, 0.0, 0.0)[0]
         result: Tensor = torch.ops.aten._unsafe_view(found, x.shape)  # no view: an activation may write over it
         return result
 

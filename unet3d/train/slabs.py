@@ -53,7 +53,7 @@ def _moments(x: Tensor) -> list[Tensor]:
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     running = [torch.zeros(x.shape[1], dtype=exact, device=x.device) for _ in range(2)]
     # Its result, as large as x, is not used: no other function finds both in one pass and converts as it goes.
-    torch.native_batch_norm(x.contiguous(), None, None, *running, True, 1.0, 0.0)
+    torch.ops.aten.native_batch_norm(x.contiguous(), None, None, *running, True, 1.0, 0.0)
     return running
 
 

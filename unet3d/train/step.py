@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from unet3d import ranks
 from unet3d.errors import NonFiniteLoss
 from unet3d.train.policy import MemoryPolicy
 from unet3d.types import Batch
@@ -55,6 +56,7 @@ def train_step(
         mean_loss += value.item()
         del value
     mark("step")
+    ranks.add_up(p.grad for p in model.parameters() if p.grad is not None)
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     result = StepResult(mean_loss, norm.item())
@@ -78,7 +80,9 @@ def _refuse_non_finite(result: StepResult, model: nn.Module, scaler: GradScaler,
     statistics_hold = all(buffer.isfinite().all() for buffer in model.buffers())
     if scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE and statistics_hold:
         return
-    cases = ", ".join(sorted({case for batch in batches for case in batch.cases}))
+    cases = ", ".join(
+        sorted({case for own in ranks.gather([batch.cases for batch in batches]) for c in own for case in c})
+    )
     message = f"loss {result.loss}, gradient norm {result.grad_norm} on {cases}; the weights are those before the step"
     if not statistics_hold:
         message += ", the running statistics of batch norm are not: go on from a snapshot"

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from unet3d.signals import Stop
 from unet3d.train.policy import MemoryPolicy
 from unet3d.train.step import LossFunction, Mark, train_step
 from unet3d.types import Batch
@@ -39,7 +38,13 @@ class Trainer:
     last_validation: int = 0  # its step; a run that was stopped between a step and its validation makes up for it
 
     def fit(
-        self, stream: Iterator[Sequence[Batch]], steps: int, every: int, validate: Action, between: Action, stop: Stop
+        self,
+        stream: Iterator[Sequence[Batch]],
+        steps: int,
+        every: int,
+        validate: Action,
+        between: Action,
+        stop: Callable[[], bool],
     ) -> None:
         """Train up to optimizer step `steps`; validate every `every` steps (0: never) and at the end.
 

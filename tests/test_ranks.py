@@ -1,0 +1,265 @@
+"""One run over several ranks: equal to one process, in one folder, and ended by a word whatever happens to a rank."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranked import train_ranks
+from training import ROOT, TINY, at_step, records, run, same, send, status, train, weights
+
+from unet3d import checks, compose, ranks
+from unet3d.errors import NotSaved, OutOfMemory, UserError
+from unet3d.train import checkpoint, step, trainer
+from unet3d.train.inference import Predictor
+
+PAIRED = [*TINY, "batch=2", "data.phantom.cases=7", "data.val_fraction=0.4"]  # three cases to validate: not even
+SGD = ("optim=sgd", "optim.lr=0.01")
+WAYS = {
+    "plain": (),
+    "segments": ("accumulate=2", "ckpt=2"),
+    "lean": ("accumulate=2", "lean=true", "loss.batch_dice=false"),
+    "slab": ("slab=4", "model.features=[4,6,8]", "model.deep_supervision=true", "optim.average=0.9"),
+    "averaged": (f"loss.path={__name__}:squares", "loss.batch_dice=false"),
+}
+
+
+def squares(logits: torch.Tensor, label: torch.Tensor, options: object) -> torch.Tensor:
+    """A loss of a user's own: a mean over images, which each rank has as many of."""
+    return (logits.softmax(1)[:, 1] - (label == 1).float()).square().mean()
+
+
+def losses(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+def furthest(a: Path, b: Path) -> float:
+    """The largest difference of two runs' weights."""
+    pairs = zip(weights(a).values(), weights(b).values(), strict=True)
+    return max((x - y).abs().max().item() for x, y in pairs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_with_one_patch_each_are_one_with_two(tmp_path: Path, way: str) -> None:
+    words = [*PAIRED, *SGD, *WAYS[way], "steps=10", "eval_every=5"]
+    alone = train(tmp_path, *words, f"data.root={tmp_path / 'phantom'}", "hydra.run.dir=alone", hook=importable)
+    assert alone.code == 0, alone.err
+    both = train_ranks(tmp_path, *words, hooks=dict.fromkeys(range(2), importable))
+    assert [rank.code for rank in both] == [0, 0], both[0].err + both[1].err
+    one, two = tmp_path / "alone", tmp_path / "run"
+    assert losses(two) == pytest.approx(losses(one), abs=1e-6)
+    assert furthest(one, two) < 1e-5
+    assert (one / "scores.csv").read_bytes() == (two / "scores.csv").read_bytes()
+    names = {path.name for path in (one / "predictions").iterdir()}
+    assert len(names) == 3 and names == {path.name for path in (two / "predictions").iterdir()}
+    assert both[1].out == "" == both[1].err
+
+
+def importable() -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+
+
+def test_adamw_makes_steps_of_rounding_where_a_gradient_is_next_to_nothing(tmp_path: Path) -> None:
+    """A convolution's bias before a norm has the gradient 0 in exact arithmetic: AdamW steps by the sign of an error.
+
+    It never moves a weight further than its rate in a step; what has a gradient of its own stays within one.
+    """
+    words = [*PAIRED, "optim=adamw", "optim.lr=0.001", "optim.schedule=constant", "steps=10", "eval_every=0"]
+    assert train(tmp_path, *words, f"data.root={tmp_path / 'phantom'}", "hydra.run.dir=alone").code == 0
+    train_ranks(tmp_path, *words)
+    one, two = weights(tmp_path / "alone"), weights(tmp_path / "run")
+    apart = {name: (one[name] - two[name]).abs().max().item() for name in one}
+    assert max(apart, key=lambda name: apart[name]).endswith("conv.bias")
+    assert max(apart.values()) < 2 * 10 * 0.001  # twice the steps times the rate
+    assert max(apart[name] for name in apart if not name.endswith("conv.bias")) < 0.001
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
+
+
+def test_what_is_predicted_is_what_each_rank_holds(tmp_path: Path) -> None:
+    done = train_ranks(tmp_path, *PAIRED, *SGD, "lean=true", frills=True)[0]
+    assert done.code == 0, done.err
+    memory = json.loads((tmp_path / "run" / "memory.json").read_text())
+    peak = memory["predicted"]["peak_bytes"]
+    assert memory["error_bytes"] == 0 and memory["measured"]["rank_peak_bytes"] == [peak, peak]
+    assert f"Peak of each rank, measured: {peak / 2**20:.1f}, {peak / 2**20:.1f} MiB" in done.out
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (2, 2)])
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, counts: tuple[int, int]) -> None:
+    """With as many, equal to the bit, dropout of each rank included."""
+    dropout = ("model.dropout=0.3",) if counts == (2, 2) else ()
+    words = [*PAIRED, *SGD, *dropout, "steps=6", "eval_every=3"]
+    train_ranks(tmp_path / "whole", *words, count=counts[1])
+    place = tmp_path / "parts"
+    stopped = train_ranks(place, *words, count=counts[0], hooks=stop())
+    assert [rank.code for rank in stopped] == [75] * counts[0], stopped[0].err
+    assert "stopped by SIGTERM after step 2 of 6; to go on" in status(place / "run")
+    resumed = train_ranks(place, *words, f"resume={place / 'run'}", count=counts[1])
+    assert [rank.code for rank in resumed] == [0] * counts[1], resumed[0].err
+    if counts == (2, 2):
+        assert same(tmp_path / "whole" / "run", place / "run")
+    else:
+        assert furthest(tmp_path / "whole" / "run", place / "run") < 1e-5
+        assert len(records(place / "run")) == len(records(tmp_path / "whole" / "run"))
+
+
+def stop() -> dict:
+    """Of the first rank alone: SIGTERM as it logs step 2."""
+    return {0: functools.partial(at_step, 2, signal.SIGTERM)}
+
+
+def in_step(number: int, act: functools.partial) -> None:
+    """`act` instead of a rank's step of this number, within which the others wait for it."""
+    refuse, calls = step._refuse_non_finite, iter(range(1, 100))
+
+    def then(*of: object) -> None:
+        if next(calls) == number:
+            act()
+        refuse(*of)
+
+    step._refuse_non_finite = then
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+ENDS = {
+    "raises": (functools.partial(fail, KeyError("of rank 1")), "failed: rank 1: KeyError: 'of rank 1'", 1),
+    "out_of_memory": (functools.partial(fail, OutOfMemory("at once")), "failed: rank 1: at once", 5),
+    "is_killed": (functools.partial(send, signal.SIGKILL), "failed: rank 1: its process was killed", 1),
+    "hangs": (functools.partial(send, signal.SIGSTOP), "failed: rank 1: does not answer", 1),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_however_a_rank_ends_the_first_says_so_and_the_run_goes_on_from_its_snapshot(tmp_path: Path, end: str) -> None:
+    act, line, code = ENDS[end]
+    words = [*PAIRED, *SGD, "rank_timeout=5"]
+    done = train_ranks(tmp_path, *words, hooks={1: functools.partial(in_step, 4, act)})
+    text = status(tmp_path / "run")
+    assert text.startswith(line) and "to go on: python train.py resume=" in text, text
+    assert done[0].code == code and text.endswith(f"exit code {code}\n") and "Traceback" not in done[0].err
+    resumed = train_ranks(tmp_path, *words, f"resume={tmp_path / 'run'}")
+    assert [rank.code for rank in resumed] == [0, 0], resumed[0].err
+    assert len(losses(tmp_path / "run")) == 4
+
+
+def test_a_rank_says_how_the_first_ended(tmp_path: Path) -> None:
+    hooks = {0: functools.partial(in_step, 2, functools.partial(fail, KeyError("of rank 0")))}
+    first, second = train_ranks(tmp_path, *PAIRED, *SGD, hooks=hooks)
+    assert first.code == 1 and second.code == 1
+    assert second.err.startswith("rank 1: failed: rank 0: KeyError: 'of rank 0'")
+
+
+def test_a_snapshot_that_cannot_be_written_stops_all_ranks_at_the_end(tmp_path: Path) -> None:
+    done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={0: no_room})
+    assert [rank.code for rank in done] == [2, 2], done[0].err + done[1].err
+    assert status(tmp_path / "run").startswith("error: best.pt: not saved")
+    assert done[0].err.count("training goes on, there is no snapshot yet") == 3
+
+
+def no_room() -> None:
+    checkpoint.save_snapshot = _refuse
+
+
+def _refuse(path: Path, *_: object) -> None:
+    raise NotSaved(f"{path.name}: not saved (No space left on device)")
+
+
+def test_a_signal_within_a_validation_ends_it_on_all_ranks(tmp_path: Path) -> None:
+    done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={1: signalled_validation})
+    assert [rank.code for rank in done] == [75, 75], done[0].err + done[1].err
+    assert "stopped by SIGTERM after step 2 of 4" in status(tmp_path / "run")
+
+
+def signalled_validation() -> None:
+    strips = Predictor.strips
+
+    def signalled(self: Predictor, image: torch.Tensor) -> object:
+        send(signal.SIGTERM)
+        return strips(self, image)
+
+    Predictor.strips = signalled  # type: ignore[method-assign,assignment]
+
+
+def test_a_loss_that_is_not_finite_names_and_keeps_the_patches_of_all_ranks(tmp_path: Path) -> None:
+    done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={1: poisoned})
+    assert [rank.code for rank in done] == [4, 4], done[0].err
+    kept = torch.load(tmp_path / "run" / "nan_batch.pt", weights_only=True)["batches"]
+    assert [len(batch["cases"]) for batch in kept] == [1, 1]
+    text = status(tmp_path / "run")
+    assert text.startswith("error: loss nan") and all(case in text for batch in kept for case in batch["cases"])
+
+
+def poisoned() -> None:
+    """A NaN in the first step's patch of this rank."""
+    take = trainer.train_step
+
+    def poison(model: torch.nn.Module, *of: Any) -> object:
+        of[4][0].image.fill_(float("nan"))
+        return take(model, *of)
+
+    trainer.train_step = poison  # type: ignore[assignment]
+
+
+def test_what_ranks_cannot_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = train_ranks(tmp_path, *PAIRED, "model.norm=batch")
+    assert done[0].code == 2 and "batch normalisation over several ranks needs GPUs" in status(tmp_path / "run")
+    monkeypatch.setattr(ranks, "SIZE", 2)
+    with pytest.raises(UserError, match=r"^batch=3: 2 ranks share a batch; use a multiple of 2$"):
+        checks.check(compose.compose(["batch=3"]))
+    with pytest.raises(UserError, match=r"^lean=true and model.norm=batch: not over several ranks"):
+        checks.check(compose.compose(["lean=true", "model.norm=batch"]))
+
+
+def torchrun(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`torchrun --standalone --nproc-per-node 2 WORDS` in a folder."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=300)
+
+
+def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_by_itself(tmp_path: Path) -> None:
+    """`--max-restarts` repeats the command; with resume=auto, ranks go on from the last snapshot."""
+    (tmp_path / "sitecustomize.py").write_text(KILLED_ONCE)
+    words = [*PAIRED, *SGD, "resume=auto", "hydra.run.dir=run", "wandb.mode=disabled"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+        done = torchrun(tmp_path, "--max-restarts", "1", str(ROOT / "train.py"), *words)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "killed").exists() and status(tmp_path / "run").startswith("done")
+    assert len(losses(tmp_path / "run")) == 4 and "going on" not in done.stdout
+    assert done.stdout.count("Scores on the held-out cases") == 1
+
+
+KILLED_ONCE = """
+import os, pathlib, signal, sys
+if os.environ.get("RANK") == "1" and not pathlib.Path("killed").exists():
+    class Finder:
+        def find_spec(self, name, *_):
+            if name == "unet3d.train.trainer":
+                sys.meta_path.remove(self)
+                from unet3d.train import step
+                refuse, calls = step._refuse_non_finite, []
+                def killed(*of):
+                    calls.append(1)
+                    if len(calls) == 3:
+                        pathlib.Path("killed").touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    refuse(*of)
+                step._refuse_non_finite = killed
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_sweep_is_not_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run("-m", "batch=2,4", cwd=tmp_path)
+    assert done.returncode == 2 and "torchrun starts one run" in done.stderr and not list(tmp_path.iterdir())

@@ -1,0 +1,220 @@
+"""The processes that torchrun started for one run: what they add up, agree on and gather. Free of torch until joined.
+
+A process alone is a world of one, in which nothing here does anything. Each function below is called by all ranks, in
+the same order. A rank that waits in vain for another raises RankLost, which names that one and what became of it.
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from unet3d.errors import ForeseenError, OutOfMemory, Preempted, RankLost, is_out_of_memory, reason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RANK, LOCAL_RANK, SIZE = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+GRACE = 10.0  # seconds within which each rank that still answers does so, once one does not
+T = TypeVar("T")
+_stores: list[Any] = []  # of torch.distributed; served by torchrun, or else by the first rank
+_joined: list[bool] = []  # whether the ranks work together now
+
+
+def hand_over(what: Any) -> None:
+    """From the first rank to those that wait in `received`: plain values."""
+    if SIZE > 1 and RANK == 0:
+        _store().set("run", json.dumps(what))
+
+
+def received() -> Any:
+    """What the first rank hands over, however long that takes; signals are heard meanwhile."""
+    while not _store().check(["run"]):
+        time.sleep(0.1)
+    return json.loads(_store().get("run"))
+
+
+@contextmanager
+def joined(device_type: str, timeout: float) -> Iterator[None]:
+    """Within, the ranks work together; none waits longer than `timeout` seconds for another. Raises RankLost."""
+    if SIZE == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    backend, limit = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout)
+    _store().set(f"process {RANK}", f"{os.getpid()} {platform.node()}")
+    try:
+        with _answered():
+            group = dist.PrefixStore("group", _store())
+            dist.init_process_group(backend, store=group, rank=RANK, world_size=SIZE, timeout=limit)
+        _joined.append(True)
+        yield
+    except BaseException as error:
+        say_end(error)
+        if isinstance(error, Preempted) and (lost := _lost(is_sure=False)):  # torchrun ends the others by a signal
+            raise lost from error
+        raise
+    finally:
+        leave()
+
+
+def leave() -> None:
+    """From here on, each rank is alone."""
+    if SIZE > 1:
+        import torch.distributed as dist
+
+        _joined.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def count() -> int:
+    """How many work together."""
+    return SIZE if _joined else 1
+
+
+def add_up(tensors: "Iterable[Tensor]") -> None:
+    """Replace each tensor by its sum over the ranks. Fake ones stay as they are."""
+    if not _joined:
+        return
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    with _answered():
+        for work in [dist.all_reduce(t, async_op=True) for t in tensors if not isinstance(t, FakeTensor)]:
+            work.wait()
+
+
+def take_first(tensors: "Iterable[Tensor]") -> None:
+    """Fill each tensor with the first rank's numbers."""
+    import torch.distributed as dist
+
+    with _answered():
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
+
+
+def agreed(number: int) -> int:
+    """The largest number that a rank has."""
+    if not _joined:
+        return number
+    import torch
+    import torch.distributed as dist
+
+    found = torch.tensor(number)
+    with _answered():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
+def gather(thing: T) -> list[T]:
+    """What each rank has, in order."""
+    if not _joined:
+        return [thing]
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * SIZE
+    with _answered():
+        dist.all_gather_object(found, thing)
+    return found
+
+
+def on_first(act: Callable[[], T]) -> T:
+    """What `act` returns on the first rank, which alone calls it; an error that it raises is raised by all."""
+    if not _joined:
+        return act()
+    outcome: tuple[Any, Exception | None] = None, None
+    if RANK == 0:
+        try:
+            outcome = act(), None
+        except (OSError, ForeseenError) as error:
+            if not isinstance(error, Exception):  # a signal
+                raise
+            outcome = None, error
+    value, problem = _of_first(outcome)
+    if problem is not None:
+        raise problem
+    result: T = value
+    return result
+
+
+def _of_first(thing: T) -> T:
+    import torch.distributed as dist
+
+    found = [thing]
+    with _answered():
+        dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
+def _store() -> Any:
+    if not _stores:
+        import torch.distributed as dist
+
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store still has what an earlier one wrote
+        _stores.append(dist.PrefixStore(f"unet3d {attempt}", next(iter(dist.rendezvous("env://")))[0]))
+    return _stores[0]
+
+
+def say_end(error: BaseException) -> None:
+    """Leave a word to the others: what happened, the exit code, and whether that is their own doing."""
+    line = str(error) if isinstance(error, ForeseenError) else reason(error)
+    code = OutOfMemory.exit_code if is_out_of_memory(error) else getattr(error, "exit_code", 1)
+    _store().set(f"end {RANK}", json.dumps([line, code, isinstance(error, RankLost)]))
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Turn an error of communication into one that says which rank is lost."""
+    try:
+        yield
+    except RuntimeError as error:  # torch has one type for all
+        if is_out_of_memory(error):
+            raise
+        lost = RankLost(f"the ranks do not reach each other ({reason(error)})")
+        with suppress(RuntimeError):  # they may be served by the rank that is lost
+            lost = _lost(is_sure=True) or lost
+        raise lost from error
+
+
+def _lost(is_sure: bool) -> RankLost | None:
+    """What ended another rank; None if no other ended by itself. `is_sure`: one did, so silence is a proof as well.
+
+    Where one is lost, each of the others comes here.
+    """
+    _store().set(f"here {RANK}", "")
+    others, until = [rank for rank in range(SIZE) if rank != RANK], time.monotonic() + GRACE
+    while True:
+        ends = {rank: json.loads(_store().get(f"end {rank}")) for rank in others if _store().check([f"end {rank}"])}
+        causes = {rank: end for rank, end in ends.items() if not end[2]}
+        silent = [rank for rank in others if rank not in ends and not _store().check([f"here {rank}"])]
+        killed = [rank for rank in silent if _is_gone(rank)]
+        for rank, (line, code, _) in causes.items():
+            if code != Preempted.exit_code or (is_sure and not silent):
+                return RankLost(f"rank {rank}: {line}", code)
+        if killed:
+            return RankLost(f"rank {killed[0]}: its process was killed")
+        if not silent:
+            return None
+        if time.monotonic() > until:
+            return RankLost(f"rank {silent[0]}: does not answer") if is_sure else None
+        time.sleep(0.05)
+
+
+def _is_gone(rank: int) -> bool:
+    """Whether its process was on this machine, and is no more."""
+    if not _store().check([f"process {rank}"]):
+        return False  # it has not come yet
+    number, _, node = _store().get(f"process {rank}").decode().partition(" ")
+    if node != platform.node():
+        return False
+    try:
+        with open(f"/proc/{number}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"  # ended, and nobody has asked how
+    except FileNotFoundError:
+        return True
