@@ -79,8 +79,8 @@ def test_no_import_circle() -> None:
 def test_the_house_stays_small() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py"))
     assert sum("." not in name for name in modules()) <= 10
-    assert len(modules()) <= 64
-    assert lines <= 11_800
+    assert len(modules()) <= 65
+    assert lines <= 12_100
 
 
 def test_no_public_name_is_defined_in_more_than_two_modules() -> None:
