@@ -29,6 +29,7 @@ from unet3d.data.cases import Case
 from unet3d.data.disk_cache import DiskCache, key_of
 from unet3d.data.patches import Patches, PreparedCase, crop
 from unet3d.errors import UserError
+from unet3d.train import checkpoint
 from unet3d.types import Batch
 
 SHAPE = (21, 18, 13)
@@ -112,6 +113,18 @@ def test_nothing_is_read_or_written_again_by_the_next_run(data: Data, monkeypatc
     second = ready(data)
     assert entries(Path(data.cache_root or "")) == before
     assert all(equal(first.read(one), second.read(one)) for one in first.train)
+
+
+def test_other_numbers_need_another_format(data: Data) -> None:
+    """Where this fails, prepared cases have changed: raise FORMAT, so that no older file is read, then correct it."""
+    data.spacing, data.ignore = [1.3, 1.1, 2.0], 2
+    found = ready(data)
+    one = found.read(found.train[0])
+    ramp = torch.linspace(-1, 1, one.label.numel(), dtype=torch.float64)
+    image = (one.image.double().flatten() * ramp).sum().item()
+    voxels = [int(group.astype(np.int64).sum()) for group in one.foreground]
+    assert (disk_cache.FORMAT, one.spacing, int(one.label.sum()), voxels) == (1, (1.3, 1.1, 2.0), -210_031, [57_369])
+    assert image == pytest.approx(-119.06, rel=1e-3)
 
 
 def test_replaced_voxels_are_reported_by_every_run(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
@@ -502,7 +515,9 @@ def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
     assert train(tmp_path, *words, "steps=2", "hydra.run.dir=a").code == 0
     config = tmp_path / "a" / "config.yaml"
     config.write_text(config.read_text().replace("cache: memory", "cache: true"))
-    state = torch.load(tmp_path / "a" / "checkpoints" / "last.pt", weights_only=True)
-    assert state["config"]["data"]["cache"] == "memory"
+    last = tmp_path / "a" / "checkpoints" / "last.pt"
+    state = checkpoint.load_snapshot(last)
+    state["config"]["data"]["cache"] = True
+    checkpoint.save_snapshot(last, state)
     done = train(tmp_path, "resume=a", "steps=4", "data.cache=disk")
-    assert done.code == 0 and "data.cache: memory -> disk" in done.out, done.err
+    assert done.code == 0 and "data.cache: True -> disk" in done.out, done.err

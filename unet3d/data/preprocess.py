@@ -251,25 +251,25 @@ class SparseReader:
     cache: dict[str, PreparedCase] | None
 
     def __call__(self, case: Case) -> PreparedCase:
-        return cached(self.cache, case, self._masked if self.read.disk is None else self._map)
+        return cached(self.cache, case, self._make)
 
-    def _map(self, case: Case) -> PreparedCase:
-        """The case with a label map that is read from disk where it is used."""
-        assert self.read.disk is not None
+    def _make(self, case: Case) -> PreparedCase:
         dense, options = self.read(case), self.options
+        if self.read.disk is None:
+            return self._masked(dense)
         slices = options.sparse, options.sparse_folds, options.sparse_fold, options.scored, self.scored
         key = self.read.key(case, *slices)
-        label, voxels = _labels_of(self.read.disk.read(key, LABELS, lambda: label_arrays(self._masked(case))))
+        label, voxels = _labels_of(self.read.disk.read(key, LABELS, lambda: label_arrays(self._masked(dense))))
         return replace(dense, label=label, foreground=voxels)
 
-    def _masked(self, case: Case) -> PreparedCase:
-        dense = self.read(case)
+    def _masked(self, dense: PreparedCase) -> PreparedCase:
         mask = (scored_mask if self.scored else learned_mask)(dense.label, self.options)
         label = dense.label.masked_fill(~mask, IGNORE)
         if (label == IGNORE).all():
             purpose = "scored" if self.scored else "learned"
             more = " and data.scored" if self.options.semi and self.options.sparse_fold is None else ""
-            raise UserError(f"{case.id}: no label is left to be {purpose}; choose other numbers in data.sparse{more}")
+            what = f"no label is left to be {purpose}; choose other numbers in data.sparse{more}"
+            raise UserError(f"{dense.case}: {what}")
         return replace(dense, label=label, foreground=foreground(label.numpy()))
 
 
