@@ -121,7 +121,7 @@ def test_a_run_predicts_and_reads_each_case_once_a_validation(whole: Path) -> No
         ["data.spacing=[1.5,1.5,2]"],
         ["data.sparse=[3,3,3]", "data.semi=true", "data.val_fraction=0.2"],
         ["optim.average=0.5", "inference.mirror=true"],
-        ["data.cache=false", "data.ignore=3"],
+        ["data.cache=off", "data.ignore=3"],
     ],
     ids=lambda options: "".join(options[:1]),
 )

@@ -15,8 +15,10 @@ from torch import nn
 from unet3d import checks, progress, ranks
 from unet3d.config import Config, Model
 from unet3d.config import Data as DataOptions
+from unet3d.data import disk_cache
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
 from unet3d.data.check import WARNING, check_cases, content_hashes, leaks
+from unet3d.data.disk_cache import DiskCache, can_stay_mapped
 from unet3d.data.nifti import ValidationRules, open_image
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader, SparseReader
@@ -91,14 +93,18 @@ def data(config: Config) -> Data:
     train, val = split(dataset, options)
     cases = [*dict.fromkeys([*train, *val])]
     files = ranks.on_first(lambda: checked_files(dataset, cases, options))
-    reader = CaseReader(
-        dataset, options.spacing, cache={} if options.cache else None, rules=ValidationRules.of(options)
-    )
-    if options.cache:
-        maps = 1 + (options.sparse is not None) + options.semi  # label maps of a training case, see `_readers`
-        reader.refuse_more_than_memory(dict.fromkeys(val, 1) | dict.fromkeys(train, maps))
+    reader = CaseReader(dataset, options.spacing, (), _cache(options, len(cases)), ValidationRules.of(options))
+    maps = 1 + (options.sparse is not None) + options.semi  # label maps of a training case, see `_readers`
+    kept = dict.fromkeys(val, 1) | dict.fromkeys(train, maps)
+    if options.cache == "memory":
+        reader.refuse_more_than_memory(kept)
+    elif options.cache == "disk":
+        reader.disk = DiskCache(disk_cache.folder(options.cache_root), options.fingerprint == "full")
+        reader.files = files
     reader.fit_intensity(options.intensity, train)
-    if options.cache:
+    if options.cache == "disk":
+        reader.refuse_more_than_disk(kept)
+    if options.cache != "off":
         reader.fill(cases)
     if not options.semi and (twins := [*leaks(train, val, _digests(cases, reader, files))]):
         raise UserError("\n".join(twins))
@@ -112,8 +118,15 @@ def checked_files(dataset: DatasetInfo, cases: Sequence[Case], options: DataOpti
     return {case.id: content_hashes(case, options.fingerprint == "full") for case in hashed}
 
 
+def _cache(options: DataOptions, cases: int) -> dict[str, PreparedCase] | None:
+    """Where a reader keeps what it has prepared or mapped, if it does."""
+    return {} if options.cache == "memory" or (options.cache == "disk" and can_stay_mapped(cases)) else None
+
+
 def _digests(cases: Sequence[Case], read: CaseReader, files: dict[str, Any]) -> dict[str, object]:
     """Of the prepared images; if they are not kept, of the files of those images whose samples agree."""
+    if read.disk is not None:
+        return {case.id: read.disk.digest(read.key(case), "image") for case in cases}
     if read.cache is not None:
         images = {case.id: read(case).image for case in cases}
         return {name: (image.shape, hashlib.sha256(image.numpy().data).digest()) for name, image in images.items()}
@@ -136,9 +149,9 @@ def _readers(options: DataOptions, read: CaseReader, train: Sequence[Case]) -> t
     if options.sparse is None:
         return read, read
     read_train, read_val = (
-        SparseReader(read, options, scored, {} if options.cache else None) for scored in (False, True)
+        SparseReader(read, options, scored, None if read.cache is None else {}) for scored in (False, True)
     )
-    if options.cache:  # before workers copy it
+    if options.cache != "off":  # before workers copy it
         for case in progress.track(train, "choosing slices", len(train)):
             read_train(case)
             if options.semi:

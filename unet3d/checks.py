@@ -24,6 +24,7 @@ IDLE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (  # option, when 
     ("inference.overlap", lambda c: c.model.padding == "valid", "for model.padding=valid, whose tiles do not overlap"),
     ("loss.name", lambda c: c.loss.path is not None, "beside loss.path"),
     ("loss.weights", lambda c: c.loss.name == "dice" and c.loss.path is None, "for loss=dice"),
+    ("data.cache_root", lambda c: c.data.cache != "disk", "without data.cache=disk"),
     ("data.classes", lambda c: c.data.format != "folders", "for this data.format: dataset.json names the classes"),
     ("data.folds", lambda c: c.data.fold is None and "data.fold=" not in " ".join(c.sweep or []), "without data.fold"),
     ("data.fold", lambda c: c.data.split is not None, "beside data.split"),

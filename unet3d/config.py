@@ -97,7 +97,8 @@ class Data:
     nonfinite: str = option("error", "NaN and infinite voxels; zero: 0 takes their place", among=("error", "zero"))
     affine_check: str = option("error", "a case's files apart in space; warn: match voxels", among=("error", "warn"))
     allow_outside: bool = option(False, "read files that dataset.json or links name outside of data.root")
-    cache: bool = option(True, "keep the prepared cases in memory; false: read them from disk each time")
+    cache: str = option("memory", "what keeps prepared cases; off: nothing", among=("memory", "disk", "off"))
+    cache_root: str | None = option(None, "folder of cache=disk; null: unet3d in $XDG_CACHE_HOME, or in ~/.cache")
     fingerprint: str = option("sample", "what resume compares of each file; full: all bytes", among=("sample", "full"))
     patch: list[int] = option([64, 64, 32], "patch and inference window D,H,W (voxels)", low=1, high=2048, size=3)
     spacing: list[float] | None = option(None, "resample to this (mm); null: as stored", low=0.01, high=100, size=3)
@@ -115,6 +116,10 @@ class Data:
     transforms: list[str] = option([], "your own, package.module:name, applied to training patches after augmentation")
     augment: Augment = field(default_factory=Augment)
     phantom: Phantom = field(default_factory=Phantom)
+
+    def __post_init__(self) -> None:
+        """Runs of older versions, and their commands, say whether cases are kept in memory; YAML reads off as false."""
+        self.cache = {"True": "memory", "False": "off"}.get(str(self.cache), self.cache)
 
 
 @dataclass

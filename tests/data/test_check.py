@@ -300,11 +300,11 @@ def test_the_same_voxels_in_train_and_val_are_an_error_whatever_the_files(tmp_pa
     assert checked(data) == [f"c: {unseen}: is held out, but training sees the same image as a; remove one"]
 
 
-@pytest.mark.parametrize(("cache", "level"), [(True, 9), (True, 1), (False, 9)])
-def test_a_run_refuses_a_held_out_image_that_it_learns_from(tmp_path: Path, cache: bool, level: int) -> None:
+@pytest.mark.parametrize(("cache", "level"), [("memory", 9), ("memory", 1), ("disk", 9), ("disk", 1), ("off", 9)])
+def test_a_run_refuses_a_held_out_image_that_it_learns_from(tmp_path: Path, cache: str, level: int) -> None:
     """By its voxels where they are kept, whatever the compression; else by the bytes of its file."""
     data, seen, unseen = held_out(tmp_path)
-    data.cache = cache
+    data.cache, data.cache_root = cache, str(tmp_path / "cache")
     content = gzip.decompress(seen.read_bytes())
     seen.write_bytes(gzip.compress(content, 9))
     unseen.write_bytes(gzip.compress(content, level))
@@ -323,7 +323,7 @@ def large(root: Path) -> Data:
         write(root / f"labelsTr/{name}.nii.gz", label(shape, seed=seed))
     names = [(f"imagesTr/{name}.nii", f"labelsTr/{name}.nii.gz") for name in "abcd"]
     rewrite(root, training=[{"image": scan, "label": labels} for scan, labels in names])
-    data.intensity, data.cache = "zscore", False
+    data.intensity, data.cache = "zscore", "off"
     return data
 
 

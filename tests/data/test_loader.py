@@ -275,7 +275,7 @@ def test_a_run_whose_worker_is_killed_within_a_step_ends_with_1_and_one_line(tmp
     done = train(tmp_path, *TINY, "workers=1", "hydra.run.dir=run", hook=kill_a_worker_and_wait)
     assert done.code == 1 and "Traceback" not in done.err, done.err
     (line,) = [line for line in done.err.splitlines() if line.startswith("failed: ")]
-    assert line.startswith("failed: DataLoader worker (pid") and "data.cache=false or fewer workers need less" in line
+    assert line.startswith("failed: DataLoader worker (pid") and "data.cache=disk or fewer workers need less" in line
     assert (tmp_path / "run" / "STATUS").read_text().startswith(line)
 
 

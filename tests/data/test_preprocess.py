@@ -18,9 +18,8 @@ from unet3d import build
 from unet3d.compose import compose, to_plain
 from unet3d.config import Config, Data
 from unet3d.data import preprocess
-from unet3d.data.cases import Case
 from unet3d.data.check import WARNING
-from unet3d.data.patches import Patches, PatchIndex, PreparedCase, choose_centre, crop
+from unet3d.data.patches import Patches, PatchIndex, choose_centre, crop
 from unet3d.data.preprocess import Intensity, checked_intensity, intensity_rules, normalise
 from unet3d.errors import UserError
 from unet3d.run.predict import Segmenter
@@ -185,7 +184,7 @@ def test_values_at_both_ends_of_float32_are_normalised_without_a_warning() -> No
 
 
 def test_a_file_that_changed_is_seen_by_the_next_run(tmp_path: Path) -> None:
-    """Prepared cases are kept only in memory: nothing on disk could be out of date."""
+    """Without data.cache=disk, nothing on disk could be out of date."""
     data = decathlon(tmp_path)
     data.intensity = "none"
     before = sorted(tmp_path.rglob("*"))
@@ -218,9 +217,9 @@ def test_cases_that_need_more_than_the_memory_are_refused_before_any_voxel_is_re
     assert "2 cases kept in memory: 3.0 MiB (predicted)\n" in capsys.readouterr().out
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 3, "SC_PAGE_SIZE": 2**20}[name])
     damage_voxels(tmp_path)
-    with pytest.raises(UserError, match=r"of 3\.0 MiB; add data\.cache=false"):
+    with pytest.raises(UserError, match=r"of 3\.0 MiB; add data\.cache=disk to keep them in files"):
         build.data(Config(data=data))
-    data.cache = False
+    data.cache = "off"
     build.data(Config(data=data))
 
 
@@ -357,13 +356,11 @@ def test_a_label_map_without_any_label_is_refused(tmp_path: Path) -> None:
     config = phantom(tmp_path)
     data = build.data(config)
     case = data.train[0]
-
-    def unlabelled(case: Case) -> PreparedCase:
-        found = data.read(case)
-        return dataclasses.replace(found, label=torch.full_like(found.label, IGNORE))
-
+    found = data.read(case)
+    unlabelled = dataclasses.replace(found, label=torch.full_like(found.label, IGNORE))
+    read = dataclasses.replace(data.read, cache={case.id: unlabelled})
     with pytest.raises(UserError, match=rf"{case.id}: .* to be learned; choose other numbers in data.sparse$"):
-        preprocess.SparseReader(unlabelled, config.data, False, None)(case)
+        preprocess.SparseReader(read, config.data, False, None)(case)
 
 
 @pytest.mark.parametrize(

@@ -140,12 +140,14 @@ def content_hashes(case: Case, full: bool) -> dict[str, dict[str, Any]]:
     `times` (ns since 1970) are of the last changes to those files that their sample does not settle.
     """
     try:
-        return {"images": _hashes(case.images, full), "labels": _hashes((case.label,) if case.label else (), full)}
+        labels = (case.label,) if case.label else ()
+        return {"images": file_hashes(case.images, full), "labels": file_hashes(labels, full)}
     except OSError as error:
         raise nifti.problem(case.id, case.images[0], f"cannot be read, or its label map ({error})") from error
 
 
-def _hashes(paths: Sequence[Path], full: bool) -> dict[str, Any]:
+def file_hashes(paths: Sequence[Path], full: bool) -> dict[str, Any]:
+    """`sample`, `full` or None, and `times` of several files as if they were one. Raises OSError."""
     sample, whole, times = hashlib.sha256(), hashlib.sha256(), []
     for path in paths:
         size, changed = path.stat().st_size, path.stat().st_mtime_ns

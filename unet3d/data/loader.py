@@ -114,7 +114,7 @@ def lost(error: Exception, prefix: str = "") -> LoaderError | None:
     if "</torch_" in str(error) or "Bus error" in text:  # torch's name of a file in shared memory
         return LoaderError(f"{prefix}no room in shared memory; {USES_SHARED}")
     if "DataLoader worker (pid" in text:
-        return LoaderError(f"{prefix}{text}; out of memory? data.cache=false or fewer workers need less")
+        return LoaderError(f"{prefix}{text}; out of memory? data.cache=disk or fewer workers need less")
     return None
 
 

@@ -145,9 +145,12 @@ def crop(image: Tensor, label: Tensor, centre: np.ndarray, patch: Sequence[int],
     patch_label = label.new_full(tuple(patch), IGNORE)
     patch_label[into] = label[inside]
     if mirror:
-        for axis, (first, length) in enumerate(zip(start.tolist(), patch, strict=True), start=1):
-            indices = augment.mirrored(torch.arange(first, first + length), image.shape[axis])
-            image = image.index_select(axis, indices)
+        sides = zip(start.tolist(), patch, label.shape, strict=True)
+        reads = [augment.mirrored(torch.arange(first, first + length), size) for first, length, size in sides]
+        box = tuple(slice(int(indices.min()), int(indices.max()) + 1) for indices in reads)
+        image = image[(slice(None), *box)]  # what the patch needs, before the first axis is copied
+        for axis, indices in enumerate(reads, start=1):
+            image = image.index_select(axis, indices - indices.min())
         return image, patch_label
     patch_image = image.new_zeros(len(image), *patch)
     patch_image[(slice(None), *into)] = image[(slice(None), *inside)]

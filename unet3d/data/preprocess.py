@@ -1,9 +1,10 @@
 """From a case on disk to tensors ready for the network: a cache, normalised intensities, sparse annotation."""
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any, TypeVar
 
@@ -14,14 +15,18 @@ from torch import Tensor
 from unet3d import progress
 from unet3d.config import Data
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.nifti import STRICT, ValidationRules, open_image, replacement
+from unet3d.data.check import content_hashes
+from unet3d.data.disk_cache import Arrays, DiskCache, key_of
+from unet3d.data.nifti import STRICT, ValidationRules, open_image, problem, replacement
 from unet3d.data.patches import PreparedCase, cached, foreground, prepare, subsample_indices
 from unet3d.data.volume import Volume, read_volume, target_grid
-from unet3d.errors import UserError
+from unet3d.errors import UserError, escaped
 from unet3d.types import IGNORE, mib
 
 T = TypeVar("T")
 SAMPLED_VOXELS = 10_000  # foreground voxels a case, enough to settle the scale of CT
+LABELS = ("label", "foreground", "counts")  # arrays on disk of a label map, and of a case
+CASE = ("image", *LABELS, "spacing", "replaced")
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Intensity:
 
 @dataclass
 class CaseReader:
-    """Prepares a case when called with it. `cache` None: reads from disk each time."""
+    """Prepares a case when called with it, or maps what `disk` holds of it. `cache` None: each time."""
 
     dataset: DatasetInfo
     spacing: list[float] | None
@@ -45,45 +50,117 @@ class CaseReader:
     cache: dict[str, PreparedCase] | None = field(default_factory=dict, repr=False)
     rules: ValidationRules = STRICT
     warned: set[str] = field(default_factory=set, repr=False)  # cases with replaced voxels
+    disk: DiskCache | None = None
+    files: Mapping[str, Any] = field(default_factory=dict, repr=False)  # `content_hashes` by case id, for `disk`
 
     def __call__(self, case: Case) -> PreparedCase:
-        return cached(self.cache, case, self._prepare)
+        return cached(self.cache, case, self._prepare if self.disk is None else self._map)
 
     def raw(self, case: Case) -> Volume:
         """The volume as stored, except for orientation and spacing."""
         volume = read_volume(case, len(self.dataset.classes), self.dataset.ignore, self.spacing, self.rules)
-        if volume.replaced and case.id not in self.warned:
-            self.warned.add(case.id)
-            print(f"warning: {case.id}: {replacement(volume.replaced)}", file=sys.stderr)
+        self._warn(case, volume.replaced)
         return volume
 
     def refuse_more_than_memory(self, maps: Mapping[Case, int]) -> None:
         """Print the predicted size of these cases, each with so many label maps. Raises UserError if too large."""
-        needed = 0
-        for case, labels in maps.items():
-            grid = target_grid(case, open_image(case.id, case.images[0]), self.spacing)
-            needed += prod(grid.shape) * (4 * len(self.dataset.channels) + 2 * labels)  # float32, and int16
+        needed = sum(self._bytes(case, maps[case]) for case in maps)
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         size = f"{len(maps)} cases kept in memory: {mib(needed)} MiB (predicted)"
         if needed >= available:
-            raise UserError(f"{size}, of {mib(available)} MiB; add data.cache=false to read each case when it is used")
+            raise UserError(f"{size}, of {mib(available)} MiB; add data.cache=disk to keep them in files")
         print(size, flush=True)
+
+    def refuse_more_than_disk(self, maps: Mapping[Case, int]) -> None:
+        """The same for the disk, where some may be already."""
+        assert self.disk is not None
+        sizes = {case: self._bytes(case, maps[case]) for case in maps}
+        missing = [case for case in maps if not self.disk.holds(self.key(case))]
+        if missing:
+            self.disk.sweep()
+        needed, free = sum(sizes[case] for case in missing), self.disk.room()
+        where = f"{len(maps)} cases kept in {escaped(self.disk.root)}: {mib(sum(sizes.values()))} MiB (predicted)"
+        print(f"{where}, {len(missing)} of them to prepare", flush=True)
+        if needed >= free:
+            what = f"{mib(needed)} MiB to write, but {mib(free)} MiB free; make room, or give another data.cache_root"
+            raise UserError(f"data.cache=disk: {self.disk.root}: {what}")
 
     def fit_intensity(self, choice: str, train: Sequence[Case]) -> None:
         """Choose the normalisation, for CT by the training cases."""
-        volumes = _usable(train, "measuring intensities", self.raw)
-        self.intensity = intensity_rules(choice, self.dataset.channels, map(self._foreground, volumes))
+        self.intensity = intensity_rules(choice, self.dataset.channels, self._samples(train))
 
     def fill(self, cases: Sequence[Case]) -> None:
         """Read every case now. Raises UserError that lists all that cannot be used."""
-        for _ in _usable(cases, "reading cases", self):
+        for _ in _usable(self._ordered(cases), "reading cases", self):
             pass
 
+    def key(self, case: Case, *about: object) -> str:
+        """The name on disk of what is prepared from this case by these options, and by those of `about`."""
+        found = (self.files[case.id][kind] for kind in ("images", "labels"))
+        hashes = [one["full"] or [one["sample"], one["times"]] for one in found]
+        options = len(self.dataset.classes), self.dataset.ignore, self.spacing, self.rules
+        return key_of(hashes, options, [asdict(rule) for rule in self.intensity], about)
+
+    def _bytes(self, case: Case, labels: int) -> int:
+        grid = target_grid(case, open_image(case.id, case.images[0]), self.spacing)
+        return prod(grid.shape) * (4 * len(self.dataset.channels) + 2 * labels)  # float32, and int16
+
+    def _ordered(self, cases: Sequence[Case]) -> Sequence[Case]:
+        """At random where other processes may prepare the same cases: they wait for each other less."""
+        return cases if self.disk is None else secrets.SystemRandom().sample(cases, len(cases))
+
+    def _warn(self, case: Case, replaced: int) -> None:
+        if replaced and case.id not in self.warned:
+            self.warned.add(case.id)
+            print(f"warning: {case.id}: {replacement(replaced)}", file=sys.stderr)
+
     def _prepare(self, case: Case) -> PreparedCase:
-        volume = self.raw(case)
-        assert volume.label is not None, case.id
+        return self._prepared(self.raw(case))
+
+    def _prepared(self, volume: Volume) -> PreparedCase:
+        assert volume.label is not None, volume.case
         image = normalise(volume.image, self.intensity)
-        return prepare(case.id, image, volume.label, volume.spacing, self.dataset.ignore)
+        return prepare(volume.case, image, volume.label, volume.spacing, self.dataset.ignore)
+
+    def _map(self, case: Case) -> PreparedCase:
+        """The case with an image and a label map that are read from `disk` where they are used."""
+        assert self.disk is not None
+        arrays = self.disk.read(self.key(case), CASE, lambda: self._arrays(case))
+        self._warn(case, int(arrays["replaced"]))
+        image, (label, voxels), (x, y, z) = arrays["image"], _labels_of(arrays), arrays["spacing"].tolist()
+        return PreparedCase(case.id, torch.from_dlpack(image), label, (x, y, z), voxels)
+
+    def _arrays(self, case: Case) -> Arrays:
+        volume = self.raw(case)
+        found = self._prepared(volume)
+        self._refuse_changed(case)
+        values = {"spacing": np.array(found.spacing), "replaced": np.array(volume.replaced)}
+        return {"image": found.image.numpy(), **label_arrays(found), **values}
+
+    def _refuse_changed(self, case: Case) -> None:
+        """Raise UserError where the files are not those any more whose hashes name what is written."""
+        now, before = content_hashes(case, full=False), self.files[case.id]
+        if any(now[kind][of] != before[kind][of] for kind in now for of in ("sample", "times")):
+            raise problem(case.id, case.images[0], "changed while it was prepared, or its label map; start again")
+
+    def _samples(self, train: Sequence[Case]) -> Iterator[np.ndarray]:
+        """Foreground voxels (C, n) of each case, in this order."""
+        if self.disk is None:
+            yield from map(self._foreground, _usable(train, "measuring intensities", self.raw))
+            return
+        for _ in _usable(self._ordered(train), "measuring intensities", self._sample):
+            pass
+        yield from map(self._sample, train)
+
+    def _sample(self, case: Case) -> np.ndarray:
+        assert self.disk is not None
+
+        def make() -> Arrays:
+            found = self._foreground(self.raw(case))
+            self._refuse_changed(case)
+            return {"voxels": found}
+
+        return self.disk.read(self.key(case, "foreground"), ("voxels",), make)["voxels"]
 
     def _foreground(self, volume: Volume) -> np.ndarray:
         assert volume.label is not None, volume.case
@@ -151,26 +228,48 @@ def _apply(channel: np.ndarray, rule: Intensity) -> np.ndarray:
     return normal.astype(np.float32)
 
 
+def label_arrays(case: PreparedCase) -> dict[str, np.ndarray]:
+    """A label map and the voxels of its classes, for the disk."""
+    counts = np.array([len(voxels) for voxels in case.foreground], np.int64)
+    voxels = np.concatenate([np.empty((0, 3), np.int32), *case.foreground])
+    return {"label": case.label.numpy(), "foreground": voxels, "counts": counts}
+
+
+def _labels_of(arrays: Arrays) -> tuple[Tensor, tuple[np.ndarray, ...]]:
+    """The label map and the voxels of its classes, from what `label_arrays` gave."""
+    parts = np.split(arrays["foreground"], np.cumsum(arrays["counts"]))  # the last one is empty
+    return torch.from_dlpack(arrays["label"]), tuple(parts[:-1])
+
+
 @dataclass(frozen=True)
 class SparseReader:
     """Reads a case with the labels of some slices only: the learned or the scored ones. The image is `read`'s."""
 
-    read: Callable[[Case], PreparedCase]
+    read: CaseReader
     options: Data
     scored: bool
     cache: dict[str, PreparedCase] | None
 
     def __call__(self, case: Case) -> PreparedCase:
-        return cached(self.cache, case, self._masked)
+        return cached(self.cache, case, self._make)
 
-    def _masked(self, case: Case) -> PreparedCase:
-        dense = self.read(case)
+    def _make(self, case: Case) -> PreparedCase:
+        dense, options = self.read(case), self.options
+        if self.read.disk is None:
+            return self._masked(dense)
+        slices = options.sparse, options.sparse_folds, options.sparse_fold, options.scored, self.scored
+        key = self.read.key(case, *slices)
+        label, voxels = _labels_of(self.read.disk.read(key, LABELS, lambda: label_arrays(self._masked(dense))))
+        return replace(dense, label=label, foreground=voxels)
+
+    def _masked(self, dense: PreparedCase) -> PreparedCase:
         mask = (scored_mask if self.scored else learned_mask)(dense.label, self.options)
         label = dense.label.masked_fill(~mask, IGNORE)
         if (label == IGNORE).all():
             purpose = "scored" if self.scored else "learned"
             more = " and data.scored" if self.options.semi and self.options.sparse_fold is None else ""
-            raise UserError(f"{case.id}: no label is left to be {purpose}; choose other numbers in data.sparse{more}")
+            what = f"no label is left to be {purpose}; choose other numbers in data.sparse{more}"
+            raise UserError(f"{dense.case}: {what}")
         return replace(dense, label=label, foreground=foreground(label.numpy()))
 
 

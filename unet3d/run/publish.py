@@ -22,7 +22,7 @@ from unet3d.train import checkpoint, metrics
 
 KEPT = ("model_options", "classes", "channels", "intensity", "step")  # of a snapshot, besides weights and config
 SAME = ("model.", "inference.", "amp", "data.patch", "data.spacing", "data.augment.mirror")  # how a network sees images
-PATHS = ("root", "split", "images", "labels")  # of this machine's data
+PATHS = ("root", "split", "images", "labels", "cache_root")  # of this machine's data
 SCORES = "scores.csv"
 Opened = tuple[TrainedNetworks, dict[str, Any]]
 

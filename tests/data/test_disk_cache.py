@@ -1,0 +1,523 @@
+"""data.cache=disk: the patches of data.cache=memory to the bit, whole files or none, and the memory of a patch."""
+
+import fcntl
+import functools
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+import torch
+from nifti_files import case, decathlon, image, label, rewrite, write
+from training import TINY, Ended, call, fill, records, same, send, start, status, train
+
+from unet3d import build, compose
+from unet3d.config import Augment, Config, Data
+from unet3d.data import disk_cache, loader, preprocess
+from unet3d.data.cases import Case
+from unet3d.data.disk_cache import DiskCache, key_of
+from unet3d.data.patches import Patches, PreparedCase, crop
+from unet3d.errors import UserError
+from unet3d.train import checkpoint
+from unet3d.types import Batch
+
+SHAPE = (21, 18, 13)
+SEMI = {"semi": True, "sparse": [3, 3, 2], "scored": [2, 2, 2]}
+ALWAYS = {f"{name}_p": 1.0 for name in ("spatial", "noise", "blur", "contrast", "gamma", "low_resolution")}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Data:
+    """Four cases, kept in tmp_path/cache."""
+    found = decathlon(tmp_path / "set")
+    for seed, name in enumerate("abcd"):
+        case(tmp_path / "set", image(SHAPE, seed), label(SHAPE, seed=seed), name)
+    found.patch, found.cache, found.cache_root = [12, 12, 8], "disk", str(tmp_path / "cache")
+    return found
+
+
+def ready(data: Data) -> build.Data:
+    return build.data(Config(data=data))
+
+
+def stream(data: Data, workers: int, tile: list[int]) -> list[list[Batch]]:
+    """Three steps of a run."""
+    config = Config(data=data, workers=workers, batch=2)
+    found = build.data(config)
+    patches = Patches(lambda index: found.read_train(found.train[index]), data, 3, tile)
+    return list(islice(loader.batches(patches, [one.id for one in found.train], config), 3))
+
+
+def equal(a: PreparedCase, b: PreparedCase) -> bool:
+    pairs = [*zip(a.foreground, b.foreground, strict=True)]
+    voxels = all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in pairs)
+    return torch.equal(a.image, b.image) and torch.equal(a.label, b.label) and voxels and a.spacing == b.spacing
+
+
+def entries(root: Path) -> dict[str, tuple[int, int]]:
+    """Every file below, with what changes when it is written again."""
+    files = [path for path in root.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(root)): ((found := path.stat()).st_ino, found.st_mtime_ns) for path in files}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("changes", "tile"),
+    [
+        ({"augment": Augment(spatial_p=0, mirror=[])}, [12, 12, 8]),
+        ({"augment": Augment(elastic=2, **ALWAYS), "spacing": [1.2, 1.2, 2.0]}, [12, 12, 8]),
+        ({"patch": [24, 24, 24], "foreground": 1.0, "intensity": "zscore"}, [24, 24, 24]),
+        ({"patch": [16, 16, 16], "augment": Augment(spatial_p=0.5)}, [8, 8, 8]),
+        ({**SEMI, "ignore": 9}, [12, 12, 8]),
+    ],
+    ids=["crop", "augmented", "beyond the border", "mirrored context", "sparse"],
+)
+def test_patches_are_the_same_to_the_bit_wherever_cases_are_kept(
+    data: Data, workers: int, changes: dict, tile: list[int]
+) -> None:
+    for name, value in changes.items():
+        setattr(data, name, value)
+    found = []
+    for data.cache in ("memory", "off", "disk", "disk"):
+        found.append([batch for step in stream(data, workers, tile) for batch in step])
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert torch.equal(a.image, b.image) and torch.equal(a.label, b.label) and a.cases == b.cases
+
+
+def test_a_run_has_the_same_weights_and_scores(tmp_path: Path) -> None:
+    words = [*TINY, f"data.root={tmp_path / 'phantom'}", f"data.cache_root={tmp_path / 'cache'}"]
+    for name, cache, workers in (("a", "memory", 0), ("b", "disk", 0), ("c", "disk", 1)):
+        done = train(tmp_path, *words, f"data.cache={cache}", f"workers={workers}", f"hydra.run.dir={name}")
+        assert done.code == 0, done.err
+    assert same(tmp_path / "a", tmp_path / "b") and same(tmp_path / "a", tmp_path / "c")
+    scores = [(tmp_path / name / "scores.csv").read_bytes() for name in "abc"]
+    assert scores[0] == scores[1] == scores[2]
+    assert "4 cases kept in" in done.out and "0.1 MiB (predicted), 0 of them to prepare" in done.out
+
+
+def test_nothing_is_read_or_written_again_by_the_next_run(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, before = ready(data), entries(Path(data.cache_root or ""))
+    monkeypatch.setattr(preprocess, "read_volume", lambda *of: pytest.fail("a volume is read"))
+    second = ready(data)
+    assert entries(Path(data.cache_root or "")) == before
+    assert all(equal(first.read(one), second.read(one)) for one in first.train)
+
+
+def test_other_numbers_need_another_format(data: Data) -> None:
+    """Where this fails, prepared cases have changed: raise FORMAT, so that no older file is read, then correct it."""
+    data.spacing, data.ignore = [1.3, 1.1, 2.0], 2
+    found = ready(data)
+    one = found.read(found.train[0])
+    ramp = torch.linspace(-1, 1, one.label.numel(), dtype=torch.float64)
+    image = (one.image.double().flatten() * ramp).sum().item()
+    voxels = [int(group.astype(np.int64).sum()) for group in one.foreground]
+    assert (disk_cache.FORMAT, one.spacing, int(one.label.sum()), voxels) == (1, (1.3, 1.1, 2.0), -210_031, [57_369])
+    assert image == pytest.approx(-119.06, rel=1e-3)
+
+
+def test_replaced_voxels_are_reported_by_every_run(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = image(SHAPE)
+    stored[1, 2, 3] = np.nan
+    write(Path(data.root or "") / "imagesTr/a.nii.gz", stored)
+    data.nonfinite = "zero"
+    for _ in range(2):
+        ready(data)
+        assert capsys.readouterr().err.count("warning: a: 1 voxels are NaN or infinite and count as 0") == 1
+
+
+def touched(address: int) -> int:
+    """Bytes of the mapping at this address that are in memory."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        low, _, high = line.split()[0].partition("-")
+        if high and int(low, 16) <= address < int(high, 16):
+            return next(int(words[1]) * 2**10 for words in map(str.split, lines) if words[0] == "Rss:")
+    raise AssertionError("no such mapping")
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+def test_a_patch_touches_its_own_bytes_alone(tmp_path: Path, mirror: bool) -> None:
+    """Rows of 8 MiB: the system maps up to 2 MiB around what is read."""
+    shape = (2, 2, 2**21)
+    arrays = {"image": np.ones((1, *shape), np.float32), "label": np.zeros(shape, np.int16)}
+    found = DiskCache(tmp_path, full=False).read(key_of("a"), ("image", "label"), lambda: arrays)
+    volume, classes = torch.from_dlpack(found["image"]), torch.from_dlpack(found["label"])
+    crop(volume, classes, np.array([0.5, 0.5, 2.0**20]), [4, 4, 16], mirror)
+    assert 0 < touched(volume.data_ptr()) <= volume.nbytes / 2
+
+
+ROOM = 150 * 2**20
+
+
+def limit(kind: int, field: str) -> None:
+    """This process may take ROOM more than it has."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    most = int(line.split()[1]) * 2**10 + ROOM
+    resource.setrlimit(kind, (most, most))
+
+
+def limit_data() -> None:
+    call(build, "data", 1, lambda: limit(resource.RLIMIT_DATA, "VmData"))
+
+
+def limit_addresses() -> None:
+    call(build, "data", 1, lambda: limit(resource.RLIMIT_AS, "VmSize"))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 cases of 96^3 voxels, 6 bytes each once prepared: twice ROOM."""
+    root, shape = tmp_path_factory.mktemp("large"), (96, 96, 96)
+    names = [f"case{number}" for number in range(60)]
+    decathlon(root, ())
+    rewrite(root, training=[{"image": f"./imagesTr/{n}.nii", "label": f"./labelsTr/{n}.nii"} for n in names])
+    voxels = np.random.default_rng(0).integers(0, 1000, shape, np.int16)
+    for number, name in enumerate(names):
+        voxels[0, 0, 0] = 2000 + number  # no two cases are the same
+        write(root / "imagesTr" / f"{name}.nii", voxels)
+        write(root / "labelsTr" / f"{name}.nii", (voxels > 900).astype(np.uint8))
+    return root
+
+
+def learn(place: Path, root: Path, cache: str, hook: Callable[[], None] | None, *more: str) -> Ended:
+    words = ["data=decathlon", f"data.root={root}", f"data.cache={cache}", f"data.cache_root={root}/cache"]
+    words += [word for word in TINY if "phantom" not in word] + ["data.intensity=zscore", "data.val_fraction=0.01"]
+    words += ["data.patch=[32,32,32]", "eval_every=0", "inference.overlap=0", "batch=2", "steps=32"]
+    return train(place, *words, *more, f"hydra.run.dir={cache}", hook=hook)
+
+
+@pytest.mark.parametrize("hook", [limit_data, limit_addresses])
+def test_more_data_than_the_process_may_take_trains_from_disk(
+    tmp_path: Path, large: Path, hook: Callable[[], None]
+) -> None:
+    """Every case is visited. Where addresses are limited, no map may stay open."""
+    done = learn(tmp_path, large, "memory", hook)
+    assert done.code == 5 and "out of memory" in done.err
+    done = learn(tmp_path, large, "disk", hook)
+    assert done.code == 0, done.err
+    assert sum("train/loss" in record for record in records(tmp_path / "disk")) == 32
+
+
+def at_half(count: int, act: Callable[[], None]) -> None:
+    """`act` when half of the count-th file is written."""
+    save, calls = np.save, itertools.count(1)
+
+    def half(file: IO[bytes], array: np.ndarray, **options: bool) -> None:
+        content = io.BytesIO()
+        save(content, array, **options)  # type: ignore[arg-type]
+        file.write(content.getvalue()[: content.tell() // 2])
+        file.flush()
+        if next(calls) == count:
+            act()
+        file.write(content.getvalue()[content.tell() // 2 :])
+
+    np.save = half  # type: ignore[assignment]
+
+
+def kill_within_a_file() -> None:
+    at_half(15, lambda: send(signal.SIGKILL))  # of six for each case
+
+
+def kill_before_the_index() -> None:
+    call(disk_cache, "write_json", 3, lambda: send(signal.SIGKILL))
+
+
+@pytest.mark.parametrize("hook", [kill_within_a_file, kill_before_the_index])
+def test_killed_while_preparing_the_next_run_goes_on(tmp_path: Path, hook: Callable[[], None]) -> None:
+    words = [*TINY, f"data.root={tmp_path / 'phantom'}", f"data.cache_root={tmp_path / 'cache'}", "data.cache=disk"]
+    assert train(tmp_path, *words, "hydra.run.dir=a", hook=hook).code == -signal.SIGKILL
+    before = entries(tmp_path / "cache")
+    whole = {name: found for name, found in before.items() if name.split("/")[0] + "/index.json" in before}
+    assert len(whole) == 2 * 7 < len(before)
+    done = train(tmp_path, *words, "hydra.run.dir=b")
+    assert done.code == 0 and "2 of them to prepare" in done.out, done.err
+    after = entries(tmp_path / "cache")
+    assert whole.items() <= after.items() and len(after) == 4 * 7 and not [n for n in after if n.endswith(".tmp")]
+    assert train(tmp_path, *words, "data.cache=memory", "hydra.run.dir=c").code == 0
+    assert same(tmp_path / "b", tmp_path / "c")
+
+
+def count_volumes() -> None:
+    """Note each case that is prepared in the file that all processes share."""
+    read = preprocess.read_volume
+
+    def noted(one: Case, *of: object) -> object:
+        with Path("../prepared").open("a") as file:
+            file.write(f"{one.id}\n")
+        return read(one, *of)  # type: ignore[arg-type]
+
+    preprocess.read_volume = noted  # type: ignore[assignment]
+
+
+def test_two_runs_that_prepare_at_once_share_the_work(tmp_path: Path) -> None:
+    words = [*TINY, f"data.root={tmp_path / 'phantom'}", f"data.cache_root={tmp_path / 'cache'}", "data.cache=disk"]
+    words += ["data.phantom.cases=12", "steps=2"]
+    assert train(tmp_path / "first", *words, "data.cache=off", "hydra.run.dir=run").code == 0  # makes the phantom
+    children = [start(tmp_path / name, *words, "hydra.run.dir=run", hook=count_volumes) for name in ("a", "b")]
+    assert [Ended(*child).code for child in children] == [0, 0]
+    prepared = (tmp_path / "prepared").read_text().split()
+    assert len(prepared) == len(set(prepared)) == 12
+    assert same(tmp_path / "a" / "run", tmp_path / "b" / "run") and same(tmp_path / "a" / "run", tmp_path / "first/run")
+    assert len(entries(tmp_path / "cache")) == 12 * 7
+
+
+ONE = ("voxels",)
+Queue = multiprocessing.SimpleQueue
+
+
+def hold(root: Path, key: str, reached: "Queue[str]", go: "Queue[str]") -> None:
+    """Make the key, half-way until `go`."""
+
+    def make() -> dict[str, np.ndarray]:
+        at_half(1, lambda: [reached.put("half"), go.get()][0])
+        return {"voxels": np.arange(10.0)}
+
+    DiskCache(root, full=False).read(key, ONE, make)
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[tuple[multiprocessing.process.BaseProcess, str, "Queue[str]"]]:
+    """A living process that is half-way through the file of a key."""
+    context = multiprocessing.get_context("fork")
+    reached, go, key = context.SimpleQueue(), context.SimpleQueue(), key_of("held")
+    child = context.Process(target=hold, args=(tmp_path, key, reached, go))
+    child.start()
+    assert reached.get() == "half"
+    yield child, key, go
+    child.kill()
+    child.join()
+
+
+def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_kept(tmp_path: Path, holder: tuple) -> None:
+    child, key, _ = holder
+    cache, unfinished = DiskCache(tmp_path, full=False), [*(tmp_path / key).glob(".*.tmp")]
+    cache.sweep()
+    assert len(unfinished) == 1 and unfinished[0].exists()
+    other = cache.read(key_of("other"), ONE, lambda: {"voxels": np.ones(3)})["voxels"]
+    assert other.sum() == 3, "another key waits for nobody"
+    child.kill()
+    child.join()
+    cache.sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".lock", key_of("other")])
+
+
+def test_who_finds_a_key_held_waits_for_its_whole_file(
+    tmp_path: Path, holder: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, key, go = holder
+    lock = fcntl.lockf
+    monkeypatch.setattr(fcntl, "lockf", lambda *of: [go.put("on"), lock(*of)][1])
+    cache = DiskCache(tmp_path, full=False)
+    found = cache.read(key, ONE, lambda: pytest.fail("made a second time"))["voxels"]  # type: ignore[arg-type,return-value]
+    assert found.tolist() == list(range(10))
+
+
+def test_files_and_options_that_change_have_other_entries(data: Data) -> None:
+    root = Path(data.cache_root or "")
+    data.intensity = "none"
+    first = ready(data)
+    old, count = first.read(first.train[0]), len([*root.iterdir()])
+    write(Path(data.root or "") / "imagesTr/a.nii.gz", image(SHAPE, seed=9))
+    second = ready(data)
+    assert np.array_equal(second.read(second.train[0]).image[0], image(SHAPE, seed=9)[::-1, ::-1])
+    assert len([*root.iterdir()]) == count + 1
+    write(Path(data.root or "") / "imagesTr/a.nii.gz", image(SHAPE, seed=0))
+    third = ready(data)
+    assert equal(third.read(third.train[0]), old) and len([*root.iterdir()]) == count + 1
+    data.intensity = "zscore"
+    fourth = ready(data)
+    assert abs(fourth.read(fourth.train[0]).image.mean()) < 1e-5 and len([*root.iterdir()]) == count + 5
+    data.ignore = 200
+    ready(data)
+    assert len([*root.iterdir()]) == count + 9
+
+
+def test_the_scale_of_ct_follows_the_training_cases(data: Data) -> None:
+    """So does every image; its training cases are not read again for it."""
+    first = ready(data)
+    assert first.read.intensity[0].kind == "ct"
+    data.fold, data.folds = 0, 2
+    second = ready(data)
+    data.cache = "off"
+    third = ready(data)
+    assert second.read.intensity == third.read.intensity != first.read.intensity
+    assert all(equal(second.read(one), third.read(one)) for one in second.train)
+
+
+def test_a_file_that_changes_while_it_is_prepared_is_not_kept(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = preprocess.read_volume
+
+    def then_changed(one: Case, *of: object) -> object:
+        volume = read(one, *of)  # type: ignore[arg-type]
+        if one.id == "b":
+            write(one.images[0], image(SHAPE, seed=9))
+        return volume
+
+    data.intensity = "zscore"
+    monkeypatch.setattr(preprocess, "read_volume", then_changed)
+    with pytest.raises(UserError, match=r"^b: .*b\.nii\.gz: changed while it was prepared, or its label map; start ag"):
+        ready(data)
+    assert len(entries(Path(data.cache_root or ""))) == 3 * 7
+
+
+class Command:
+    """Runs where it is unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("pickle-ran",)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def be_a_pickle(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Command()))
+
+
+def hold_objects(path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, np.array([Command()], object), allow_pickle=True)
+
+
+@pytest.mark.parametrize("name", ["image", "label", "foreground", "counts", "spacing", "index"])
+@pytest.mark.parametrize("damage", [cut, flip, be_a_pickle, hold_objects, Path.unlink])
+def test_a_damaged_file_is_made_again_and_never_run(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], None]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data.intensity, root = "zscore", Path(data.cache_root or "")
+    first = ready(data)
+    kept = [first.read(one) for one in first.train]
+    for path in root.glob(f"*/{name}.*"):
+        copy = path.with_name("copy")
+        shutil.copy(path, copy)
+        damage(copy if copy.exists() else path)
+        copy.replace(path) if copy.exists() else path.unlink()  # what is mapped stays as it was
+    saved, rebuilt = entries(root), ready(data)
+    assert all(equal(rebuilt.read(one), old) for one, old in zip(rebuilt.train, kept, strict=True))
+    assert not (tmp_path / "pickle-ran").exists() and len(entries(root)) == 4 * 7
+    assert not {*saved.values()} & {*entries(root).values()}
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"image": 3}', b"[" * 60_000, b"\xff"])
+def test_an_index_of_anything_else_is_written_again(tmp_path: Path, content: bytes) -> None:
+    arrays = {"voxels": np.arange(5.0)}
+    DiskCache(tmp_path, full=False).read(key_of("a"), ONE, lambda: arrays)
+    (tmp_path / key_of("a") / "index.json").write_bytes(content)
+    assert DiskCache(tmp_path, full=False).read(key_of("a"), ONE, lambda: arrays)["voxels"].tolist() == [0, 1, 2, 3, 4]
+    assert json.loads((tmp_path / key_of("a") / "index.json").read_text()).keys() == {"voxels"}
+
+
+def test_hashes_of_a_stranger_cannot_make_it_load_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / key_of("a")
+    place.mkdir()
+    for damage in (be_a_pickle, hold_objects):
+        damage(place / "voxels.npy")
+        hashes = disk_cache.file_hashes([place / "voxels.npy"], True)
+        (place / "index.json").write_text(json.dumps({"voxels": hashes}))
+        found = DiskCache(tmp_path, full=False).read(key_of("a"), ONE, lambda: {"voxels": np.ones(2)})["voxels"]
+        assert found.tolist() == [1, 1] and not (tmp_path / "pickle-ran").exists()
+
+
+def test_bytes_between_the_sampled_ones_are_compared_on_request(tmp_path: Path) -> None:
+    arrays = {"voxels": np.zeros(10**6)}
+    path = tmp_path / key_of("a") / "voxels.npy"
+    for full in (False, True):
+        DiskCache(tmp_path, full).read(key_of("a"), ONE, lambda: arrays)
+        with path.open("r+b") as file:
+            file.seek(10**5)
+            file.write(b"\xff")
+        found = DiskCache(tmp_path, full).read(key_of("a"), ONE, lambda: arrays)["voxels"]
+        assert found.any() != full
+
+
+def test_a_cache_that_is_removed_during_a_run_is_made_again(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "can_stay_mapped", lambda cases: False)
+    found = ready(data)
+    before = found.read(found.train[0])
+    shutil.rmtree(data.cache_root or "")
+    Path(data.cache_root or "").mkdir()
+    again = found.read(found.train[0])
+    assert again is not before and equal(again, before)
+
+
+def test_a_disk_that_fills_while_preparing_is_one_line_and_nothing_half(small_disk: Path, tmp_path: Path) -> None:
+    words = [*TINY, "data.phantom.shape=[64,64,32]", f"data.root={tmp_path / 'phantom'}", "data.cache=disk"]
+    words += [f"data.cache_root={small_disk}/cache", "hydra.run.dir=run"]
+    done = train(tmp_path, *words, hook=functools.partial(fill_at, small_disk))
+    assert done.code == 2 and "Traceback" not in done.err
+    line = f"error: data.cache=disk: {small_disk}/cache: not saved (No space left on device); make room, or give"
+    assert line in done.err and status(tmp_path / "run").startswith(line)
+    assert len(left := entries(small_disk / "cache")) == 7 and any(name.endswith("index.json") for name in left)
+    (small_disk / "filler").unlink()
+    assert train(tmp_path, *words).code == 0
+
+
+def fill_at(disk: Path) -> None:
+    """The disk is full as the second case is written."""
+    call(np, "save", 9, lambda: fill(disk))
+
+
+def test_too_small_a_disk_is_refused_before_a_case_is_written(
+    data: Data, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data.intensity = "zscore"
+    monkeypatch.setattr(DiskCache, "room", lambda cache: 2**10)
+    with pytest.raises(UserError, match=r"0\.1 MiB to write, but 0\.0 MiB free; make room, or give another"):
+        ready(data)
+    assert not entries(Path(data.cache_root or ""))
+
+
+def test_a_folder_that_cannot_be_used_is_one_line(data: Data, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    data.cache_root = str(tmp_path / "file")
+    with pytest.raises(UserError, match=r"data\.cache=disk: .*file: cannot be made .*data\.cache_root=PATH"):
+        ready(data)
+
+
+def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert disk_cache.folder(None) == tmp_path / "unet3d" and disk_cache.folder("a") == Path("a")
+    DiskCache(disk_cache.folder(None), full=False)
+    assert (tmp_path / "unet3d").stat().st_mode & 0o77 == 0, "for its owner alone"
+
+
+@pytest.mark.parametrize(("before", "now"), [("true", "memory"), ("false", "off"), ("off", "off"), ("disk", "disk")])
+def test_what_older_versions_wrote_is_understood(before: str, now: str) -> None:
+    assert compose.compose([f"data.cache={before}"]).data.cache == now
+    assert Data(cache=before == "true").cache == ("memory" if before == "true" else "off")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"data\.cache=dsk: use one of memory, disk, off; did you mean disk\?"):
+        compose.compose(["data.cache=dsk"])
+
+
+def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
+    words = [*TINY, f"data.root={tmp_path / 'phantom'}", f"data.cache_root={tmp_path / 'cache'}"]
+    assert train(tmp_path, *words, "steps=2", "hydra.run.dir=a").code == 0
+    config = tmp_path / "a" / "config.yaml"
+    config.write_text(config.read_text().replace("cache: memory", "cache: true"))
+    last = tmp_path / "a" / "checkpoints" / "last.pt"
+    state = checkpoint.load_snapshot(last)
+    state["config"]["data"]["cache"] = True
+    checkpoint.save_snapshot(last, state)
+    done = train(tmp_path, "resume=a", "steps=4", "data.cache=disk")
+    assert done.code == 0 and "data.cache: True -> disk" in done.out, done.err
