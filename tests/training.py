@@ -117,13 +117,13 @@ def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: st
     progress.FIRST_LINE = math.inf  # a slow machine prints no more than a fast one
     sys.argv = [str(ROOT / "train.py"), *arguments]
     if not frills:
-        _without_frills()
+        without_frills()
     if hook:
         hook()
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
-def _without_frills() -> None:
+def without_frills() -> None:
     """No preflight, no report, pictures of one pixel: they take longer than the training, and no fault is in them."""
     preflight.preflight = lambda config, options: preflight.Preflight((0, 2) if config.ckpt else (), {})
     report.write_report = lambda folder: folder

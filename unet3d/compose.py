@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ USUAL |= {"gradient_accumulation_steps": "accumulate", "channels": "model.featur
 LAUNCHERS = {"joblib": "hydra-joblib-launcher"}  # of Hydra, that are packages
 LAUNCHERS |= dict.fromkeys(("submitit_local", "submitit_slurm"), "hydra-submitit-launcher")
 ConfigStore.instance().store(name="schema", node=Config)
+OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)  # of a run folder
 
 
 def config_folder() -> Path:

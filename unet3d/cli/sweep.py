@@ -66,11 +66,12 @@ def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         stopped.set()
     except Exception as error:  # of the launcher: a queue that refuses the jobs, a worker that was killed
-        codes.append(lifecycle.say(f"error: hydra/launcher={launcher}: {reason(error)}", 1))
-        if before == [lifecycle.status(job.folder)[0] for job in jobs]:
-            return max(codes)
+        if not stopped.is_set():
+            codes.append(lifecycle.say(f"error: hydra/launcher={launcher}: {reason(error)}", 1))
     if stopped.is_set():
         return _interrupted(jobs)
+    if max(codes) and before == [lifecycle.status(job.folder)[0] for job in jobs]:
+        return max(codes)  # none has begun
     from unet3d.report import compare
 
     try:
@@ -102,10 +103,12 @@ def _children(process: int) -> list[int]:
 
 
 def _interrupted(jobs: Sequence[Job]) -> int:
-    go_on = "; its jobs go on" if jobs[0].launcher in QUEUES else ""
+    what = f"to go on: the same command with {GOES_ON} {_in_folder(jobs[0])}"
+    if jobs[0].launcher in QUEUES:
+        what = "its jobs go on"
     command = f"python -m unet3d compare {shlex.quote(str(jobs[0].sweep_folder))}"
     code = max(Preempted.exit_code, *(_code(job.folder) or 0 for job in jobs))
-    return lifecycle.say(f"sweep interrupted{go_on}; to compare its finished jobs: {command}", code)
+    return lifecycle.say(f"sweep interrupted; {what}; to compare its finished jobs: {command}", code)
 
 
 def _code(folder: Path) -> int | None:

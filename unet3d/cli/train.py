@@ -1,6 +1,5 @@
 """`unet3d train`: one line for a mistake, a run folder and an exit code for a job."""
 
-import secrets
 import sys
 import tempfile
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import NoReturn
 import hydra
 from hydra._internal.utils import get_args_parser  # the only place that knows which flags take a value
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from unet3d import checks, compose
 from unet3d.cli import libraries, lifecycle, options, sweep
@@ -31,7 +30,6 @@ def main() -> int:
     if {"-h", "--help"} & {*sys.argv[1:]}:
         print(options.as_text())
         return 0
-    OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
     try:
         words = checked_arguments(sys.argv[1:])
         refuse_unwritable(words)
