@@ -49,7 +49,7 @@ USR2_ONCE = """
 def installed(launcher: str) -> pytest.MarkDecorator:
     package = f"hydra_plugins.hydra_{launcher}_launcher"
     is_here = find_spec("hydra_plugins") is not None and find_spec(package) is not None
-    return pytest.mark.skipif(not is_here, reason=f"hydra-{launcher}-launcher is not installed: pip install -e .[dev]")
+    return pytest.mark.skipif(not is_here, reason=f"hydra-{launcher}-launcher is not installed: pip install -e .[test]")
 
 
 def swept(place: Path, *words: str, hook: str = "") -> subprocess.CompletedProcess[str]:
