@@ -1,12 +1,16 @@
 """Sweeps that joblib, submitit and Slurm run: real processes, real signals, one table from the jobs' folders."""
 
 import csv
+import os
 import re
 import subprocess
+import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from slurm import one_node
 from training import ROOT, TINY, records, run, status
 
 from unet3d.cli import lifecycle, sweep
@@ -36,14 +40,20 @@ WAITING = """
             yield stop
     signals.stopping = waiting
 """
-USR2_ONCE = """
+ONCE = """
     def once():
-        if "data.root=../b" in sys.orig_argv and not os.path.exists("signalled"):
+        if not os.path.exists("signalled"):
             open("signalled", "w").close()
-            for process in (os.getpid(), os.getppid()):  # as Slurm, to all processes of the step
-                os.kill(process, signal.SIGUSR2)
-    training.call(training.Loggers, "scalars", 2, once)
+            arrived, wakeup = os.pipe()
+            os.set_blocking(wakeup, False)
+            signal.set_wakeup_fd(wakeup)
+            {}
+            os.read(arrived, 1)  # waits for the signal
+    if {}:
+        training.call(training.Loggers, "scalars", 2, once)
 """
+JOB_2 = "'data.root=../b' in sys.orig_argv"
+SLURM = "os.system('scancel --signal={} $SLURM_JOB_ID')"  # to all processes of the step
 
 
 def installed(launcher: str) -> pytest.MarkDecorator:
@@ -60,7 +70,7 @@ def swept(place: Path, *words: str, hook: str = "") -> subprocess.CompletedProce
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(place))
         patch.setenv("WANDB_MODE", "disabled")
-        return run("-m", *words, "hydra.sweep.dir=sweep", cwd=place)
+        return run("-m", *words, "hydra.sweep.dir=sweep", cwd=place, patience=500)
 
 
 def check_four(done: subprocess.CompletedProcess[str], folder: Path) -> None:
@@ -76,6 +86,14 @@ def check_four(done: subprocess.CompletedProcess[str], folder: Path) -> None:
     assert ends == ["exit code 0", "exit code 2", "exit code 0", "exit code 0"]
 
 
+def check_requeued(done: subprocess.CompletedProcess[str], folder: Path, name: str) -> None:
+    """As `check_four`; job 2 was stopped once, and took each step once."""
+    check_four(done, folder)
+    assert [record["step"] for record in records(folder / "2") if "train/loss" in record] == [1, 2, 3, 4]
+    logs = "".join(path.read_text() for path in folder.glob(".submitit/*/*_log.*"))
+    assert logs.count(f"stopped by {name} after step 2 of 4; to go on") == logs.count("Requeued job") == 1
+
+
 @installed("joblib")
 def test_joblib_runs_every_job_whatever_becomes_of_one(tmp_path: Path) -> None:
     done = swept(tmp_path / "place", *FOUR, "steps=2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
@@ -85,14 +103,57 @@ def test_joblib_runs_every_job_whatever_becomes_of_one(tmp_path: Path) -> None:
 @installed("submitit")
 def test_submitit_runs_every_job_and_one_that_it_requeues_goes_on_in_its_folder(tmp_path: Path) -> None:
     """Job 2 and the process that started it get SIGUSR2 in its second step; it is saved, requeued and completed."""
-    done = swept(tmp_path / "place", *FOUR, "hydra/launcher=submitit_local", hook=USR2_ONCE)
-    folder = tmp_path / "place" / "sweep"
-    check_four(done, folder)
-    steps = [record["step"] for record in records(folder / "2") if "train/loss" in record]
-    assert steps == [1, 2, 3, 4] and (tmp_path / "place" / "signalled").exists()
-    logs = [path.read_text() for path in folder.glob(".submitit/*/*_log.*")]
-    assert sum("stopped by SIGUSR2 after step 2 of 4; to go on" in log for log in logs) == 1
-    assert sum("Requeued job" in log for log in logs) == 1
+    act = "for process in (os.getpid(), os.getppid()): os.kill(process, signal.SIGUSR2)"
+    hook = ONCE.format(act, JOB_2)
+    done = swept(tmp_path / "place", *FOUR, "hydra/launcher=submitit_local", hook=hook)
+    check_requeued(done, tmp_path / "place" / "sweep", "SIGUSR2")
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A Slurm of one node."""
+    if "SLURM_FOLDER" not in os.environ:
+        pytest.skip("no Slurm: SLURM_FOLDER does not name its programs; tests/slurm.py says how to get them")
+    (tmp_path / "slurm").mkdir()
+    with one_node(tmp_path / "slurm") as environment:
+        yield environment
+
+
+@installed("submitit")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_slurm_runs_every_job_and_one_that_it_requeues_goes_on_in_its_folder(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """Job 2 asks Slurm for the signal that comes before a time limit; Slurm requeues it after two minutes."""
+    words = ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=1"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in slurm.items():
+            patch.setenv(name, value)
+        done = swept(tmp_path / "place", *FOUR, *words, hook=ONCE.format(SLURM.format("USR2"), JOB_2))
+    check_requeued(done, tmp_path / "place" / "sweep", "SIGUSR2")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_script_that_slurm_signals_and_requeues_is_completed_in_its_folder(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """The script of docs/running.md; it ends twice: by SIGUSR1 in its second step, and once it is done."""
+    code = QUICK.format(ONCE.format(SLURM.format("USR1"), "True").strip())
+    (tmp_path / "sitecustomize.py").write_text(code)
+    words = " ".join([*TINY, "wandb.mode=disabled", "hydra.run.dir=run", "resume=auto", "requeue=true"])
+    (tmp_path / "job.sh").write_text(
+        f"#!/bin/bash\n#SBATCH --requeue --open-mode=append\nsrun {sys.executable} {ROOT / 'train.py'} {words}\n"
+    )
+    slurm["PYTHONPATH"] = str(tmp_path)
+    sbatch = ["sbatch", "--parsable", "--output=log", "job.sh"]
+    number = subprocess.run(sbatch, cwd=tmp_path, env=slurm, check=True, capture_output=True, text=True).stdout.strip()
+    wait = ["srun", f"--dependency=afterany:{number}", "true"]  # a requeued job has not ended
+    subprocess.run(wait, cwd=tmp_path, env=slurm, check=True, capture_output=True, timeout=500)
+    assert status(tmp_path / "run") == "done\nexit code 0\n", (tmp_path / "log").read_text()
+    assert "stopped by SIGUSR1 after step 2 of 4; to go on" in (tmp_path / "log").read_text()
+    assert [record["step"] for record in records(tmp_path / "run") if "train/loss" in record] == [1, 2, 3, 4]
 
 
 @installed("joblib")

@@ -66,10 +66,10 @@ class Ended:
         return self._process.exitcode
 
 
-def run(*arguments: str, cwd: Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, cwd: Path, code: str | None = None, patience: int = 200) -> subprocess.CompletedProcess[str]:
     """`python train.py ARGUMENTS`, or `python -c CODE ARGUMENTS`, in an interpreter of its own, nothing left out."""
     command = [sys.executable, *(["-c", code] if code else [str(ROOT / "train.py")]), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=patience)
 
 
 def face(*arguments: object) -> int:

@@ -46,9 +46,8 @@ def main() -> int:
 
 def _with_hydra(task: Callable[[DictConfig], None]) -> Callable[[], None]:
     """The task for each job of the command line."""
-    decorated: Callable[[], None] = hydra.main(str(compose.config_folder()), compose.CONFIG_NAME, compose.VERSION_BASE)(
-        task
-    )
+    decorate = hydra.main(str(compose.config_folder()), compose.CONFIG_NAME, compose.VERSION_BASE)
+    decorated: Callable[[], None] = decorate(task)
     return decorated
 
 
