@@ -165,6 +165,7 @@ def test_a_sweep_that_is_stopped_ends_its_jobs_in_good_order_and_begins_no_other
     done = swept(tmp_path, *TINY, jobs, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", hook=hook)
     assert done.returncode == 75, done.stderr
     assert "sweep interrupted; to go on: the same command with resume=auto hydra.sweep.dir=" in done.stderr
+    assert "error: hydra/launcher=joblib" not in done.stderr, "one of its processes was ended"
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.name.isdecimal()) == [*"01"][:begun]
     for job in range(begun):
         assert status(tmp_path / "sweep" / str(job)).startswith("stopped by SIGTERM; there is no snapshot yet")

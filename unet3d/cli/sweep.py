@@ -66,8 +66,7 @@ def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         stopped.set()
     except Exception as error:  # of the launcher: a queue that refuses the jobs, a worker that was killed
-        if not stopped.is_set():
-            codes.append(lifecycle.say(f"error: hydra/launcher={launcher}: {reason(error)}", 1))
+        codes.append(lifecycle.say(f"error: hydra/launcher={launcher}: {reason(error)}", 1))
     if stopped.is_set():
         return _interrupted(jobs)
     if max(codes) and before == [lifecycle.status(job.folder)[0] for job in jobs]:
