@@ -11,7 +11,7 @@ import pytest
 from training import ROOT, TINY, face
 
 from unet3d import checks, compose, errors
-from unet3d.cli import lifecycle, options, train
+from unet3d.cli import lifecycle, options, sweep, train
 from unet3d.cli.lifecycle import SafeStream
 from unet3d.errors import UserError
 
@@ -79,8 +79,8 @@ def test_options_on_resuming_are_for_the_network_of_the_run(killed: Path) -> Non
     assert words == [f"resume={killed}", "ckpt=10", f"hydra.run.dir={killed}"]
     found = train.resumed_config(killed, words)
     assert (found.ckpt, found.resume, len(found.model.features)) == (10, str(killed), 5)
-    with pytest.raises(UserError, match="resume goes on with one run"):
-        train.checked_arguments([f"resume={killed}", "-m"])
+    with pytest.raises(UserError, match=r"^resume=FOLDER and requeue=true are for one run"):
+        sweep.plan(train.checked_arguments([f"resume={killed}", "-m"]))
 
 
 @pytest.mark.parametrize("content", [None, "", "a: [", "- 1", "nothing: 1", "steps: x", "steps: 1\n" * 9999])

@@ -30,7 +30,7 @@ LIBRARIES = {
 }
 WITHOUT_TORCH = (
     *("errors", "types", "signals", "progress", "ranks", "config", "checks", "compose", "model.geometry", "data.cases"),
-    *("cli.main", "cli.options", "cli.train", "cli.lifecycle"),
+    *("cli.main", "cli.options", "cli.train", "cli.lifecycle", "cli.sweep"),
 )
 
 
@@ -79,8 +79,8 @@ def test_no_import_circle() -> None:
 def test_the_house_stays_small() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py"))
     assert sum("." not in name for name in modules()) <= 11
-    assert len(modules()) <= 66
-    assert lines <= 12_500
+    assert len(modules()) <= 67
+    assert lines <= 12_700
 
 
 def test_no_public_name_is_defined_in_more_than_two_modules() -> None:

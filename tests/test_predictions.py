@@ -17,7 +17,7 @@ import torch
 from nibabel.orientations import apply_orientation
 from scipy import ndimage
 from torch import Tensor
-from training import TINY, call, face, records, send, status, train
+from training import SERVER, TINY, call, face, records, send, status, train
 
 from unet3d.data.cases import Case
 from unet3d.data.patches import PreparedCase, prepare
@@ -25,7 +25,7 @@ from unet3d.data.preprocess import CaseReader, Intensity, normalise
 from unet3d.data.volume import LabelMap, canonical_grid
 from unet3d.model.unet import UNet3D
 from unet3d.report import plots
-from unet3d.run import validate
+from unet3d.run import predict, validate
 from unet3d.run.predict import Segmenter
 from unet3d.run.validate import Predictions, evaluate
 from unet3d.train import checkpoint
@@ -296,5 +296,93 @@ def test_predict_writes_probabilities_on_request_and_replaces_neither_file_unask
     assert np.allclose(found.sum(-1), 1, atol=1e-5) and np.array_equal(found.argmax(-1), stored.dataobj)
     (tmp_path / "out" / path.name).unlink()
     capsys.readouterr()
-    assert face(*words) == 0 and "_probabilities.nii: exists, left alone" in capsys.readouterr().out
+    assert face(*words) == 0 and capsys.readouterr().out == f"{tmp_path / 'out' / path.name}\n"  # what is missing
+    assert face(*words) == 0 and ".nii.gz: exists, left alone" in capsys.readouterr().out
     assert face(*words, "--overwrite") == 0 and (tmp_path / "out" / path.name).read_bytes() == maps(whole)[path.name]
+
+
+@pytest.fixture(scope="module")
+def scans(place: Path) -> list[Path]:
+    """Seven images in two folders, whose names begin and end alike."""
+    found = [
+        place / "scans" / folder / f"scan_{number:04d}.nii.gz" for number in range(7) for folder in "ba"[number % 2]
+    ]
+    for number, path in enumerate(found):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        voxels = np.random.default_rng(number).normal(size=(9, 9, 9)).astype(np.float32)
+        nib.save(nib.Nifti1Image(voxels, np.eye(4)), path)
+    return found
+
+
+def predict_and_die(words: list[str], number: int) -> None:
+    """Killed as it is to write label map `number`, of which the probabilities are there already."""
+    call(predict, "save_labels", number, kill)
+    face(*words)
+
+
+def written(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.nii*")}
+
+
+def test_shards_are_disjoint_and_complete_and_one_that_was_killed_writes_what_is_missing(
+    whole: Path, scans: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, out = whole / "checkpoints" / "best.pt", tmp_path / "out"
+    words = ["predict", str(best), str(scans[0].parent.parent / "a"), str(scans[0].parent), "--probabilities"]
+    assert face(*words, "-o", tmp_path / "all") == 0
+    done: dict[str, int] = {}
+    for shard, count in (("0/3", 3), ("1/3", 2), ("2/3", 2)):
+        own = [*words, "-o", str(out), "--shard", shard]
+        child = SERVER.Process(target=predict_and_die, args=(own, 2))
+        child.start()
+        child.join()
+        before = written(out)
+        assert child.exitcode == -signal.SIGKILL and before.keys() - done.keys() == {
+            *(name for case in sorted(p.name for p in scans)[int(shard[0]) :: 3][:1] for name in files_of(case)),
+            files_of(sorted(p.name for p in scans)[int(shard[0]) + 3])[1],
+        }
+        capsys.readouterr()
+        assert face(*own) == 0 and capsys.readouterr().out.count(": exists, left alone") == 1
+        after = written(out)
+        assert len(after) - len(done) == 2 * count and before.items() <= after.items() and done.items() <= after.items()
+        done = after
+    made, wanted = ({p.name: p.read_bytes() for p in folder.glob("*.nii*")} for folder in (out, tmp_path / "all"))
+    assert made == wanted and len(made) == 14
+
+
+def files_of(name: str) -> tuple[str, str]:
+    return name, name.replace(".nii.gz", "_probabilities.nii")
+
+
+def test_a_shard_is_the_same_cases_in_whatever_order_the_files_are_named(scans: list[Path]) -> None:
+    """Channels of a case are never parted."""
+    for inputs in (scans, scans[::-1]):
+        parts = [[case.id for case in predict.find_cases(inputs, 1, shard=(index, 4))[0]] for index in range(4)]
+        assert parts == [
+            ["scan_0000", "scan_0004"],
+            ["scan_0001", "scan_0005"],
+            ["scan_0002", "scan_0006"],
+            ["scan_0003"],
+        ]
+    pairs = [
+        scan.with_name(f"{name}_{channel:04d}.nii.gz")
+        for scan, name in ((scans[0], "x"), (scans[0], "y"))
+        for channel in (1, 0)
+    ]
+    for path in pairs:
+        shutil.copy(scans[0], path)
+    found = [predict.find_cases(pairs, 2, shard=(index, 2)) for index in range(2)]
+    for path in pairs:
+        path.unlink()
+    assert [[len(case.images) for case in cases] for cases, _ in found] == [[2], [2]]
+    assert [[case.id for case in cases] for cases, _ in found] == [["x"], ["y"]]
+    assert predict.find_cases(scans, 1, shard=(8, 9)) == ([], [])
+
+
+@pytest.mark.parametrize("shard", ["3/3", "a/b", "0/0", "1", "-1/2", "1/2/3", "", "²/3", "0/" + "9" * 5000])
+def test_a_shard_that_is_no_part_is_one_line(shard: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert face("predict", "no.pt", "in", "-o", "out", f"--shard={shard}") == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: --shard {shard}: is no part; give i/n, part i of n, from 0 on: 0/3, 1/3 or 2/3\n"
+    )

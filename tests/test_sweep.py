@@ -12,7 +12,7 @@ import yaml
 from training import ROOT, TINY, face, run, train
 from wandb_records import read_run
 
-from unet3d.cli import lifecycle
+from unet3d.cli import lifecycle, sweep
 from unet3d.cli import train as train_command
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
@@ -202,5 +202,5 @@ def test_a_job_of_a_sweep_that_was_refused_leaves_the_run_there_as_it_is(
         (137, "failed: killed by SIGKILL\nexit code 137\n", "- ckpt=3\n"),
     ):
         monkeypatch.setattr(lifecycle, "run_process", lambda *_, code=code: (code, False))
-        assert train_command.job_of_sweep(Config(), tmp_path, ["ckpt=3"]) == (code, False)
+        assert sweep.run_job(tmp_path, ["ckpt=3"], []) == code
         assert (status.read_text(), overrides.read_text()) == (text, words)

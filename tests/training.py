@@ -66,10 +66,10 @@ class Ended:
         return self._process.exitcode
 
 
-def run(*arguments: str, cwd: Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, cwd: Path, code: str | None = None, patience: int = 200) -> subprocess.CompletedProcess[str]:
     """`python train.py ARGUMENTS`, or `python -c CODE ARGUMENTS`, in an interpreter of its own, nothing left out."""
     command = [sys.executable, *(["-c", code] if code else [str(ROOT / "train.py")]), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=patience)
 
 
 def face(*arguments: object) -> int:
@@ -117,13 +117,13 @@ def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: st
     progress.FIRST_LINE = math.inf  # a slow machine prints no more than a fast one
     sys.argv = [str(ROOT / "train.py"), *arguments]
     if not frills:
-        _without_frills()
+        without_frills()
     if hook:
         hook()
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
-def _without_frills() -> None:
+def without_frills() -> None:
     """No preflight, no report, pictures of one pixel: they take longer than the training, and no fault is in them."""
     preflight.preflight = lambda config, options: preflight.Preflight((0, 2) if config.ckpt else (), {})
     report.write_report = lambda folder: folder

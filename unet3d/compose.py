@@ -2,10 +2,11 @@
 
 import difflib
 import itertools
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -13,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from unet3d.checks import IMPORTS, check, options
@@ -37,7 +38,10 @@ USUAL |= {"learning_rate": "optim.lr", "patch_size": "data.patch", "fp16": "amp"
 USUAL |= {"data.path": "data.root", "data.dir": "data.root", "data.folder": "data.root", "data_dir": "data.root"}
 USUAL |= {"eval_interval": "eval_every", "save_interval": "save_every", "normalization": "model.norm"}
 USUAL |= {"gradient_accumulation_steps": "accumulate", "channels": "model.features or model.in_channels"}
+LAUNCHERS = {"joblib": "hydra-joblib-launcher"}  # of Hydra, that are packages
+LAUNCHERS |= dict.fromkeys(("submitit_local", "submitit_slurm"), "hydra-submitit-launcher")
 ConfigStore.instance().store(name="schema", node=Config)
+OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)  # of a run folder
 
 
 def config_folder() -> Path:
@@ -49,6 +53,27 @@ def config_folder() -> Path:
 def compose(overrides: Sequence[str]) -> Config:
     """The checked config that `python train.py OVERRIDES` would run. Raises UserError in one line."""
     return load(_tree(overrides))
+
+
+class Job(NamedTuple):
+    """One of a sweep's."""
+
+    words: list[str]
+    config: Config
+    folder: Path
+    sweep_folder: Path
+    launcher: str  # Hydra's, that starts it
+
+
+def job(words: list[str], number: int) -> Job:
+    """The sweep's job of this number, from 0, with these options. Raises UserError in one line."""
+    tree = _tree(words, with_hydra=True)
+    with open_dict(tree), _explained():
+        tree.hydra.job.num = number
+        launcher, place = tree.hydra.runtime.choices["hydra/launcher"], Path(tree.hydra.sweep.dir).absolute()
+        folder = place / str(tree.hydra.sweep.subdir)
+        del tree.hydra
+    return Job(words, load(tree), folder, place, launcher)
 
 
 def choice(group: str, overrides: Sequence[str]) -> str:
@@ -222,6 +247,8 @@ def explain(error: Exception) -> str:
 
 def _explain_choice(missing: str, choices: list[str]) -> str:
     group, _, name = missing.rpartition("/")
+    if group == "hydra/launcher" and name in LAUNCHERS:
+        return f"{group}={name}: is not installed; pip install {LAUNCHERS[name]}"
     if group == "loss" and name in losses():
         return f"loss={name}: no such config; write loss.name={name}"
     close = difflib.get_close_matches(name, choices, n=1)

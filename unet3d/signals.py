@@ -4,11 +4,12 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import Any
 
 from unet3d.errors import Preempted
 
-# from schedulers (SIGTERM, SIGUSR1), Ctrl-C and a closed terminal
-ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+# from schedulers (SIGTERM, SIGUSR1, submitit's SIGUSR2), Ctrl-C and a closed terminal
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
 class Stop:
@@ -55,11 +56,14 @@ class Stop:
 
 
 @contextmanager
-def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within, `handler` gets the signals that ask to stop; a signal that was ignored, as under nohup, stays ignored."""
-    before = {number: signal.signal(number, handler) for number in ASKING if signal.getsignal(number) != signal.SIG_IGN}
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[dict[int, Any]]:
+    """Within, `handler` gets the signals that ask to stop; yields their earlier handlers.
+
+    A signal that was ignored, as under nohup, stays ignored.
+    """
+    before: dict[int, Any] = {n: signal.signal(n, handler) for n in ASKING if signal.getsignal(n) != signal.SIG_IGN}
     try:
-        yield
+        yield before
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)

@@ -222,8 +222,10 @@ def path_option(name: str, path: Path) -> str:
 
 
 def run_process(command: list[str]) -> tuple[int, bool]:
-    """Run the command to its end. Returns its exit code, 128 + n by signal n, and whether this process got a signal."""
-    places = filter(None, [sys.path[0], os.environ.get("PYTHONPATH")])  # it imports from where this process does
+    """Run the command to its end. Returns its exit code, 128 + n by signal n, and whether this process got a signal.
+
+    The command gets SIGTERM for a signal. Once it has ended, so does who handled the signal before: submitit requeues.
+    """
     child: subprocess.Popen[bytes] | None = None
     asked: list[int] = []
 
@@ -234,8 +236,8 @@ def run_process(command: list[str]) -> tuple[int, bool]:
         if child:
             child.terminate()
 
-    with signals.handled(pass_on):
-        child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(places)})
+    with signals.handled(pass_on) as earlier:
+        child = subprocess.Popen(command)
         if asked:  # while it started
             child.terminate()
         try:
@@ -246,6 +248,9 @@ def run_process(command: list[str]) -> tuple[int, bool]:
             child.kill()  # if it goes on
             child.wait()
             return INTERRUPTED, True
+    for number in asked:
+        if callable(earlier[number]) and earlier[number] is not signal.default_int_handler:
+            earlier[number](number, None)
     if asked:  # the command got SIGTERM, whoever else has signalled it
         return (INTERRUPTED if code == INTERRUPTED else Preempted.exit_code), True
     return (code if code >= 0 else 128 - code), False

@@ -99,6 +99,7 @@ def command_parser() -> argparse.ArgumentParser:
     predict.add_argument("--mirror", action=argparse.BooleanOptionalAction, help="average over mirrorings")
     predict.add_argument("--overwrite", action="store_true", help="replace existing files")
     predict.add_argument("--probabilities", action="store_true", help="also write CASE_probabilities.nii: X Y Z CLASS")
+    predict.add_argument("--shard", default="0/1", metavar="i/n", help="of all cases every n-th, from the i-th on")
     about = "write the network alone, without any path, to share it"
     publish = command("publish", _publish, about, required=True, help="the file to write")
     publish.add_argument("snapshots", type=Path, nargs="+", help="RUN/checkpoints/best.pt; several predict as one")
@@ -159,12 +160,13 @@ def _memory(arguments: argparse.Namespace) -> None:
 
 def _predict(arguments: argparse.Namespace) -> int:
     """Segment every file; returns 2 if one could not be segmented."""
+    shard = _shard(arguments.shard)
     from unet3d.memory.simulate import refuse_large_window
     from unet3d.run import predict
 
     segmenter = predict.open_segmenter(arguments.snapshot, arguments.device, arguments.mirror, arguments.model)
     refuse_large_window(segmenter.predictor, arguments.snapshot)
-    cases, problems = predict.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel)
+    cases, problems = predict.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel, shard)
     images = set(map(os.path.realpath, predict.files_in(arguments.inputs)[0]))  # Path.resolve raises for a circle
     for problem in problems:
         lifecycle.say(f"error: {escaped(problem)}")
@@ -175,12 +177,21 @@ def _predict(arguments: argparse.Namespace) -> int:
             paths = [arguments.out / name for name in names]
             if taken := [path for path in paths if os.path.realpath(path) in images]:
                 raise UserError(f"{taken[0]}: is an image to segment; give another folder for the label maps")
-            if (found := [path for path in paths if path.exists()]) and not arguments.overwrite:
-                print(f"{escaped(found[0])}: exists, left alone (--overwrite replaces it)")
+            missing = [path for path in paths if arguments.overwrite or not path.exists()]
+            if paths[0] in missing:
+                failed += not _segment(segmenter, case, *missing)
             else:
-                failed += not _segment(segmenter, case, *paths)
+                print(f"{escaped(paths[0])}: exists, left alone (--overwrite replaces it)")
             counter.advance()
     return UserError.exit_code if failed else 0
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """`i/n` as two numbers. Raises UserError."""
+    index, _, count = text.partition("/")
+    if len(text) > 20 or not (text.isascii() and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise UserError(f"--shard {text}: is no part; give i/n, part i of n, from 0 on: 0/3, 1/3 or 2/3")
+    return int(index), int(count)
 
 
 def _segment(segmenter: "Segmenter", case: "Case", *paths: Path) -> bool:

@@ -1,26 +1,26 @@
 """`unet3d train`: one line for a mistake, a run folder and an exit code for a job."""
 
-import secrets
-import shlex
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser  # the only place that knows which flags take a value
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from unet3d import checks, compose, ranks
-from unet3d.cli import libraries, lifecycle, options
+from unet3d.cli import libraries, lifecycle, options, sweep
 from unet3d.config import Config
 from unet3d.errors import UserError, escaped, is_disk_full, make_room
 from unet3d.files import read_yaml, refuse_links_out
 from unet3d.signals import Stop
 
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # options that would else mean the current folder
+SEARCHED = "hydra.searchpath="  # folders of the user's own YAML files
 FIRST_FILES = 2**16  # bytes, generously, of those that a run writes before it trains
 
 
@@ -32,44 +32,34 @@ def main() -> int:
     if {"-h", "--help"} & {*sys.argv[1:]}:
         print(options.as_text())
         return 0
-    OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
     try:
-        sys.argv[1:] = words = checked_arguments(sys.argv[1:])
+        words = checked_arguments(sys.argv[1:])
         refuse_unwritable(words)
+        planned = sweep.plan(words) if {"-m", "--multirun"} & {*words} else []
+        sys.argv[1:] = sweep.arguments(words, planned) if planned else words
     except UserError as error:
         return lifecycle.say(f"error: {error}", error.exit_code)
-    codes: list[int] = []
-    swept: dict[Path, Config] = {}  # run folder -> config
-    sweep_folder = Path()
+    flags = {word for word in words if word.startswith("-")}
+    if planned and flags <= {"-m", "--multirun"}:
+        return sweep.run(planned, _with_hydra(job_of_sweep))
+    _with_hydra(single_job)()
+    return 0
 
-    @hydra.main(str(compose.config_folder()), compose.CONFIG_NAME, compose.VERSION_BASE)
-    def task(tree: DictConfig) -> None:
-        nonlocal sweep_folder
-        asked = HydraConfig.get()
-        config = compose.load(tree) if tree.resume is None else resumed_config(Path(tree.resume), words)
-        folder, overrides = Path(asked.runtime.output_dir), list(asked.overrides.task)
-        if asked.mode != RunMode.MULTIRUN:
-            with lifecycle.guarded(config, folder, overrides) as stop:
-                job(config, folder, stop)
-            return
-        sweep_folder, swept[folder] = Path(asked.runtime.cwd, asked.sweep.dir), config
-        print(f"job {asked.job.num}: {escaped(' '.join(overrides))}", flush=True)
-        code, is_asked = job_of_sweep(config, folder, overrides)
-        codes.append(code)
-        if is_asked:
-            command = f"python -m unet3d compare {shlex.quote(str(sweep_folder))}"
-            sys.exit(lifecycle.say(f"sweep interrupted; to compare its finished jobs: {command}", code))
 
-    task()
-    if swept:
-        from unet3d.report import compare
+def _with_hydra(task: Callable[[DictConfig], None]) -> Callable[[], None]:
+    """The task for each job of the command line."""
+    decorate = hydra.main(str(compose.config_folder()), compose.CONFIG_NAME, compose.VERSION_BASE)
+    decorated: Callable[[], None] = decorate(task)
+    return decorated
 
-        try:
-            compare.finish_sweep(swept, sweep_folder)
-        except OSError as error:
-            line = f"error: {sweep_folder}: the comparison is not saved ({error.strerror})"
-            codes.append(lifecycle.say(line, UserError.exit_code))
-    return max(codes, default=0)
+
+def single_job(tree: DictConfig) -> None:
+    """The job of a command line that is no sweep. Raises SystemExit unless it succeeds."""
+    asked = HydraConfig.get()
+    config = compose.load(tree) if tree.resume is None else resumed_config(Path(tree.resume), sys.argv[1:])
+    folder = Path(asked.runtime.output_dir)
+    with lifecycle.guarded(config, folder, list(asked.overrides.task)) as stop:
+        job(config, folder, stop)
 
 
 def job(config: Config, folder: Path, stop: Stop) -> None:
@@ -114,26 +104,20 @@ def train(config: Config, folder: Path, stop: Stop) -> None:
     report.print_summary(folder)
 
 
-def job_of_sweep(config: Config, folder: Path, overrides: list[str]) -> tuple[int, bool]:
-    """Run a sweep's job. Returns its exit code, and whether the sweep was asked to stop meanwhile."""
-    if config.dry_run:  # in this process: fake tensors leave nothing behind, and torch need not load for each job
-        try:
-            with lifecycle.guarded(config, folder, overrides) as stop:
-                job(config, folder, stop)
-        except SystemExit as ended:
-            return int(ended.code or 0), ended.code == lifecycle.INTERRUPTED
-        return 0, False
-    before, _ = lifecycle.status(folder)
-    searched = [word for word in sys.argv if word.startswith("hydra.searchpath=")]
-    words = [*overrides, *searched, lifecycle.path_option("hydra.run.dir", folder.resolve())]
-    code, is_asked = lifecycle.run_process([sys.executable, "-m", "unet3d.cli.train", *words])
-    after, text = lifecycle.status(folder)
-    is_refused = code == UserError.exit_code and before == after != 0  # the run that is there stays as it is
-    if code and not is_refused and (before == after or text == lifecycle.RUNNING):
-        lifecycle.save_overrides(folder, overrides)
-        line = f"failed: {lifecycle.fate(code)}"
-        lifecycle.write_end(folder, line, lifecycle.say(line, code))
-    return code, is_asked
+def job_of_sweep(tree: DictConfig) -> None:
+    """A sweep's job, in the process that the launcher gave it. Neither raises nor exits: the other jobs are to run."""
+    asked = HydraConfig.get()
+    folder, overrides = Path(asked.runtime.output_dir), list(asked.overrides.task)
+    if sweep.stopped.is_set():
+        with suppress(OSError):
+            folder.rmdir()  # Hydra has made it
+        return
+    print(f"job {asked.job.num}: {escaped(' '.join(overrides))}", flush=True)
+    if tree.dry_run:  # in this process: fake tensors leave nothing behind, and torch need not load for each job
+        with suppress(SystemExit), lifecycle.guarded(config := compose.load(tree), folder, overrides) as stop:
+            job(config, folder, stop)
+    else:
+        sweep.run_job(folder, overrides, [word for word in asked.overrides.hydra if word.startswith(SEARCHED)])
 
 
 def checked_arguments(arguments: list[str]) -> list[str]:
@@ -172,9 +156,6 @@ def checked_arguments(arguments: list[str]) -> list[str]:
     if (flags.multirun or added) and ranks.SIZE > 1:
         raise UserError("torchrun starts one run, a sweep several; leave out one of them")
     if flags.multirun or added:
-        for config in map(compose.compose, compose.sweep([*flags.overrides, *added])):
-            if config.resume is not None or config.requeue:
-                raise UserError("resume goes on with one run, as does a job with requeue=true; remove it, or -m")
         return [*flags.overrides, *added, *others, *["-m"] * (not flags.multirun)]
     return [*flags.overrides, *others]
 

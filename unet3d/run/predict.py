@@ -126,7 +126,8 @@ def save_prediction(
     """
     like = case.images[0]
     with saving_scores(scores, like) if scores else nullcontext() as open_scores:
-        save_labels(path, to_original(strips, case, spacing, open_scores), like)
+        labels = to_original(strips, case, spacing, open_scores)
+    save_labels(path, labels, like)  # last: where a label map is, all of the case is
 
 
 def open_segmenter(path: Path, device: str, mirror: bool | None = None, model_path: str | None = None) -> Segmenter:
@@ -173,8 +174,13 @@ def files_in(inputs: Sequence[Path]) -> tuple[list[Path], list[str]]:
     return found, problems
 
 
-def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> tuple[list[Case], list[str]]:
-    """Files, and the NIfTI files of folders, as cases of `count` channels (`_0000`, `_0001` ..), and all problems."""
+def find_cases(
+    inputs: Sequence[Path], count: int, by_channel: bool = False, shard: tuple[int, int] = (0, 1)
+) -> tuple[list[Case], list[str]]:
+    """Files, and the NIfTI files of folders, as cases of `count` channels (`_0000`, `_0001` ..), and all problems.
+
+    Of a `shard` (i, n) every n-th case by name, from the i-th on: the n shards are disjoint and hold all cases.
+    """
     grouped: dict[str, list[Path]] = {}
     found, problems = files_in(inputs)
     for file in found:
@@ -184,10 +190,11 @@ def find_cases(inputs: Sequence[Path], count: int, by_channel: bool = False) -> 
         elif not _is_whole(file, count):
             name = without_channel(name)
         grouped.setdefault(name, []).append(file)
+    index, shards = shard
     cases = []
-    for name, files in grouped.items():
+    for name in sorted(grouped)[index::shards]:
         try:
-            cases.append(_case(name, files, count))
+            cases.append(_case(name, grouped[name], count))
         except UserError as error:
             problems.append(str(error))
     return cases, problems
