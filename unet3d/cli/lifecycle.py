@@ -66,22 +66,26 @@ def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
     save_overrides(folder, [*earlier, *(override for override in overrides if not override.startswith("resume="))])
     if config.resume is None:
         write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
-    with nullcontext(signals.Stop()) if config.dry_run else signals.stopping() as stop:
+    with nullcontext() if config.dry_run else signals.handled(_finish):
         try:
-            yield stop
+            with nullcontext(signals.Stop()) if config.dry_run else signals.stopping() as stop:
+                yield stop
         except (Exception, KeyboardInterrupt, Preempted) as error:
             reserve.close()
-            with stop.deferred():  # torchrun ends what is left of a run by a signal
-                line, code = _outcome(error, folder)
-                if config.resume is not None and status(folder)[0] == before:
-                    with suppress(OSError):  # the disk is full
-                        save_overrides(folder, earlier)  # the run in the folder is as it was
-                else:
-                    write_end(folder, line, code)
-                if isinstance(error, Preempted) and config.requeue:
-                    requeue()
+            line, code = _outcome(error, folder)
+            if config.resume is not None and status(folder)[0] == before:
+                with suppress(OSError):  # the disk is full
+                    save_overrides(folder, earlier)  # the run in the folder is as it was
+            else:
+                write_end(folder, line, code)
+            if isinstance(error, Preempted) and config.requeue:
+                requeue()
             raise SystemExit(say(line, code)) from error
-        write_end(folder, "done", 0)
+    write_end(folder, "done", 0)
+
+
+def _finish(*_: object) -> None:
+    """For signals that come while STATUS is written: torchrun ends what is left of a run by one."""
 
 
 def follow(job: Callable[[Config, Path, signals.Stop], None]) -> int:
