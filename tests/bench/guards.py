@@ -369,7 +369,8 @@ TRAINING = (
          ("cli/sweep.py", "    stopped.set()\n    for worker", "    for worker")],
         ["test_sweep.py::test_an_interrupted_job_ends_the_sweep_in_good_order"]),
     Mutation([("cli/sweep.py", "    if is_asked:", "    if False:")],
-        ["test_launchers.py::test_a_sweep_that_is_stopped_ends_its_jobs_in_good_order_and_begins_no_other"], hangs=True),
+        ["test_launchers.py::test_a_sweep_that_is_stopped_ends_its_jobs_in_good_order_and_begins_no_other"],
+        hangs=True),
     # one of joblib's processes that waits would end, and joblib would kill the others
     Mutation([("cli/sweep.py", "        if _children(worker):", "        if worker:")],
         ["test_launchers.py::test_a_sweep_that_is_stopped_ends_its_jobs_in_good_order_and_begins_no_other"]),
