@@ -29,7 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 FIRST = (
-    *("test_sweep.py", "test_predict.py", "test_faults_resume.py", "test_faults_run.py", "test_plan.py"),
+    *(
+        "test_sweep.py",
+        "test_launchers.py",
+        "test_predict.py",
+        "test_faults_resume.py",
+        "test_faults_run.py",
+        "test_plan.py",
+    ),
     *("test_segments.py", "test_cli.py", "test_command.py", "test_docs.py", "test_own_parts.py", "test_loggers.py"),
 )
 

@@ -64,6 +64,7 @@ def one_node(place: Path) -> Iterator[dict[str, str]]:
         subprocess.run(["srun", "--immediate=30", "true"], env=found, check=True, capture_output=True, timeout=60)
         yield found
         subprocess.run(["scancel", "--user", user], env=found, check=True)
+        subprocess.run(["srun", "--exclusive", "true"], env=found, check=True, timeout=60)  # once all jobs have ended
     finally:
         for process in reversed(started):
             process.terminate()
