@@ -4,6 +4,7 @@ import functools
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def train_ranks(
             if waiting.pop(sentinel).exitcode:
                 for child in waiting.values():
                     assert child.pid
-                    os.kill(child.pid, signal.SIGKILL if _is_stopped(child.pid) else signal.SIGTERM)
+                    with suppress(ProcessLookupError):
+                        os.kill(child.pid, signal.SIGKILL if _is_stopped(child.pid) else signal.SIGTERM)
     return [Ended(child, folder) for child, folder in started]
 
 

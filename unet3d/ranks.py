@@ -31,9 +31,11 @@ def hand_over(what: Any) -> None:
         _store().set("run", json.dumps(what))
 
 
-def received() -> Any:
-    """What the first rank hands over, however long that takes; signals are heard meanwhile."""
+def received(stop: Callable[[], bool]) -> Any:
+    """What the first rank hands over, however long that takes. Raises Preempted once asked to `stop`."""
     while not _store().check(["run"]):
+        if stop():
+            raise Preempted("stopped before it began")
         time.sleep(0.1)
     return json.loads(_store().get("run"))
 
@@ -56,8 +58,6 @@ def joined(device_type: str, timeout: float) -> Iterator[None]:
         yield
     except BaseException as error:
         say_end(error)
-        if isinstance(error, Preempted) and (lost := _lost(is_sure=False)):  # torchrun ends the others by a signal
-            raise lost from error
         raise
     finally:
         leave()
@@ -178,31 +178,28 @@ def _answered() -> Iterator[None]:
             raise
         lost = RankLost(f"the ranks do not reach each other ({reason(error)})")
         with suppress(RuntimeError):  # they may be served by the rank that is lost
-            lost = _lost(is_sure=True) or lost
+            lost = _lost() or lost
         raise lost from error
 
 
-def _lost(is_sure: bool) -> RankLost | None:
-    """What ended another rank; None if no other ended by itself. `is_sure`: one did, so silence is a proof as well.
-
-    Where one is lost, each of the others comes here.
-    """
+def _lost() -> RankLost | None:
+    """What ended another rank; None if no other ended by itself. Where one is lost, each of the others comes here."""
     _store().set(f"here {RANK}", "")
     others, until = [rank for rank in range(SIZE) if rank != RANK], time.monotonic() + GRACE
     while True:
         ends = {rank: json.loads(_store().get(f"end {rank}")) for rank in others if _store().check([f"end {rank}"])}
-        causes = {rank: end for rank, end in ends.items() if not end[2]}
+        causes = [(rank, line, code) for rank, (line, code, is_echo) in ends.items() if not is_echo]
         silent = [rank for rank in others if rank not in ends and not _store().check([f"here {rank}"])]
         killed = [rank for rank in silent if _is_gone(rank)]
-        for rank, (line, code, _) in causes.items():
-            if code != Preempted.exit_code or (is_sure and not silent):
-                return RankLost(f"rank {rank}: {line}", code)
+        if causes:
+            rank, line, code = causes[0]
+            return RankLost(f"rank {rank}: {line}", code)
         if killed:
             return RankLost(f"rank {killed[0]}: its process was killed")
         if not silent:
             return None
         if time.monotonic() > until:
-            return RankLost(f"rank {silent[0]}: does not answer") if is_sure else None
+            return RankLost(f"rank {silent[0]}: does not answer")
         time.sleep(0.05)
 
 

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
+from unet3d import ranks
 from unet3d.errors import Preempted
 
 # from schedulers (SIGTERM, SIGUSR1, submitit's SIGUSR2), Ctrl-C and a closed terminal
@@ -13,11 +14,15 @@ ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.
 
 
 class Stop:
-    """Call it to know whether a signal has asked to stop. A second SIGINT raises KeyboardInterrupt at once."""
+    """Call it to know whether a signal has asked to stop. A second SIGINT raises KeyboardInterrupt at once.
+
+    Where ranks work together, all of this is `deferred`: they stop together, and torchrun ends by a signal those that
+    are left of a run, which are to say why it ended.
+    """
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
-        self._raises = True
+        self._raises = ranks.SIZE == 1
         self._interrupted = False
 
     def __call__(self) -> bool:

@@ -93,7 +93,7 @@ def follow(job: Callable[[Config, Path, signals.Stop], None]) -> int:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         try:
             with signals.stopping() as stop:
-                values, folder = ranks.received()
+                values, folder = ranks.received(stop)
                 job(compose.from_plain(values), Path(folder), stop)
             return 0
         except (Exception, KeyboardInterrupt, Preempted) as error:
