@@ -4,6 +4,7 @@ A process alone is a world of one, in which nothing here does anything. Each fun
 the same order. A rank that waits in vain for another raises RankLost, which names that one and what became of it.
 """
 
+import itertools
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RANK, LOCAL_RANK, SIZE = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+BUCKET = 2**23
 GRACE = 10.0  # seconds within which each rank that still answers does so, once one does not
 T = TypeVar("T")
 _stores: list[Any] = []  # of torch.distributed; served by torchrun, or else by the first rank
@@ -79,15 +81,33 @@ def count() -> int:
 
 
 def add_up(tensors: "Iterable[Tensor]") -> None:
-    """Replace each tensor by its sum over the ranks. Fake ones stay as they are."""
+    """Replace each tensor by its sum over the ranks, a bucket at a time. Fake ones take the same memory, and stay."""
     if not _joined:
         return
+    import torch
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensor
 
-    with _answered():
-        for work in [dist.all_reduce(t, async_op=True) for t in tensors if not isinstance(t, FakeTensor)]:
-            work.wait()
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.flatten() for tensor in bucket])  # gloo and NCCL take long for many small ones
+        if not isinstance(flat, FakeTensor):
+            with _answered():
+                dist.all_reduce(flat)
+        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: "Iterable[Tensor]") -> "Iterator[list[Tensor]]":
+    """Tensors of one type each, that together have BUCKET bytes or little more."""
+    for _, alike in itertools.groupby(tensors, key=lambda tensor: (tensor.dtype, tensor.device)):
+        bucket: list[Tensor] = []
+        for tensor in alike:
+            bucket.append(tensor)
+            if sum(t.nbytes for t in bucket) >= BUCKET:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
 
 
 def take_first(tensors: "Iterable[Tensor]") -> None:
