@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from unet3d import build, ranks
 from unet3d.compose import flat
 from unet3d.config import Config, Model
@@ -46,6 +48,8 @@ class Run:
     ) -> None:
         self.config, self.folder, self.data, self.options, self.stop = config, folder, data, options, stop
         device = build.device(config)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # where page-locked memory and NCCL would else open a context on the first
         loss = build.loss(config, len(data.dataset.classes))
         policy = build.policy(config, device.type, segment_starts)
         self.model = build.shared(build.model(options, config.seed).to(device))
