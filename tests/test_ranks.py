@@ -263,3 +263,16 @@ def test_a_sweep_is_not_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
     done = run("-m", "batch=2,4", cwd=tmp_path)
     assert done.returncode == 2 and "torchrun starts one run" in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_budget_is_of_each_rank_and_what_would_need_less_is_of_all(tmp_path: Path) -> None:
+    words = [*PAIRED, *SGD, "batch=4", "budget=0.5MiB"]
+    done = train_ranks(tmp_path, *words, frills=True)
+    assert [rank.code for rank in done] == [2, 2] and "Traceback" not in done[0].err, done[0].err
+    assert "budget=0.5MiB: the step does not fit" in status(tmp_path / "run")
+    assert "(fits)" in done[0].err and "batch=1" not in done[0].err
+
+
+def test_what_is_no_run_leaves_no_rank_waiting(tmp_path: Path) -> None:
+    assert [rank.code for rank in train_ranks(tmp_path, "--help")] == [0, 0]
+    assert [rank.code for rank in train_ranks(tmp_path, "chkpt=2")] in ([2, 0], [2, 75])

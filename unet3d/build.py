@@ -206,6 +206,8 @@ def shared(model: nn.Module) -> nn.Module:
         if next(model.parameters()).device.type == "cpu":
             raise UserError("batch normalisation over several ranks needs GPUs; use model.norm=instance, or group")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if any(isinstance(m, nn.InstanceNorm3d) and m.track_running_stats for m in model.modules()):
+        raise UserError("running statistics of instance normalisation are not shared by ranks; do not track them")
     ranks.take_first(model.state_dict().values())
     return model
 
@@ -220,9 +222,9 @@ def loss(config: Config, classes: int) -> SegmentationLoss:
     return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice))
 
 
-def of_rank(config: Config) -> Config:
-    """The config of one rank's share of each batch."""
-    return replace(config, batch=config.batch // ranks.count())
+def patches(config: Config) -> int:
+    """Of a micro-batch, in one process."""
+    return config.batch // ranks.count()
 
 
 def policy(config: Config, device_type: str, segment_starts: tuple[int, ...]) -> MemoryPolicy:

@@ -19,7 +19,8 @@ from unet3d.errors import ForeseenError, OutOfMemory, Preempted, RankLost, is_ou
 if TYPE_CHECKING:
     from torch import Tensor
 
-RANK, LOCAL_RANK, SIZE = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+RANK, LOCAL_RANK = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+SIZE, LOCAL_SIZE = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # all; here
 BUCKET = 2**23
 GRACE = 10.0  # seconds within which each rank that still answers does so, once one does not
 T = TypeVar("T")
@@ -31,6 +32,12 @@ def hand_over(what: Any) -> None:
     """From the first rank to those that wait in `received`: plain values."""
     if SIZE > 1 and RANK == 0:
         _store().set("run", json.dumps(what))
+
+
+def dismiss() -> None:
+    """From the first rank to those that still wait: there is no run."""
+    with suppress(RuntimeError):  # nobody waits
+        hand_over(None)
 
 
 def received(stop: Callable[[], bool]) -> Any:
@@ -185,7 +192,8 @@ def say_end(error: BaseException) -> None:
     """Leave a word to the others: what happened, the exit code, and whether that is their own doing."""
     line = str(error) if isinstance(error, ForeseenError) else reason(error)
     code = OutOfMemory.exit_code if is_out_of_memory(error) else getattr(error, "exit_code", 1)
-    _store().set(f"end {RANK}", json.dumps([line, code, isinstance(error, RankLost)]))
+    with suppress(RuntimeError):  # nobody serves the store any more
+        _store().set(f"end {RANK}", json.dumps([line, code, isinstance(error, RankLost)]))
 
 
 @contextmanager
@@ -219,7 +227,7 @@ def _lost() -> RankLost | None:
         if not silent:
             return None
         if time.monotonic() > until:
-            return RankLost(f"rank {silent[0]}: does not answer")
+            return RankLost(f"rank {silent[0]}: does not answer; if it was only slow, set a longer rank_timeout")
         time.sleep(0.05)
 
 

@@ -88,17 +88,24 @@ def _finish(*_: object) -> None:
     """For signals that come while STATUS is written: torchrun ends what is left of a run by one."""
 
 
+@contextmanager
+def _silent() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
 def follow(job: Callable[[Config, Path, signals.Stop], None]) -> int:
     """Take part in the run of the first rank, which alone reads options, prints and writes. Returns the exit code."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        try:
-            with signals.stopping() as stop:
-                values, folder = ranks.received(stop)
-                job(compose.from_plain(values), Path(folder), stop)
-            return 0
-        except (Exception, KeyboardInterrupt, Preempted) as error:
-            ranks.say_end(error)
-            line, code = _outcome(error, Path())
+    folder = Path()
+    try:
+        with _silent(), signals.stopping() as stop:
+            if (run := ranks.received(stop)) is not None:
+                folder = Path(run[1])
+                job(compose.from_plain(run[0]), folder, stop)
+        return 0
+    except (Exception, KeyboardInterrupt, Preempted) as error:
+        ranks.say_end(error)
+        line, code = _outcome(error, folder)
     return say(f"rank {ranks.RANK}: {line}", code)
 
 

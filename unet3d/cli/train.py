@@ -25,10 +25,18 @@ FIRST_FILES = 2**16  # bytes, generously, of those that a run writes before it t
 
 
 def main() -> int:
-    """Check what every job of the command line asks for, then run them. Returns the highest exit code of a sweep."""
+    """The command line's run, sweep or answer; of several ranks, the others take part in what the first one runs."""
     lifecycle.install_safe_streams()
     if ranks.RANK:
         return lifecycle.follow(job)
+    try:
+        return lead()
+    finally:
+        ranks.dismiss()
+
+
+def lead() -> int:
+    """Check what every job of the command line asks for, then run them. Returns the highest exit code of a sweep."""
     if {"-h", "--help"} & {*sys.argv[1:]}:
         print(options.as_text())
         return 0
@@ -82,8 +90,11 @@ def train(config: Config, folder: Path, stop: Stop) -> None:
     from unet3d.run.run import Run
 
     data = None if config.dry_run else build.data(config)
-    network = build.model_options(config, data.dataset, data.train[0]) if data else build.outlined_options(config)
-    predicted = ranks.on_first(lambda: preflight(build.of_rank(config), network))
+    if data is None:
+        network = ranks.on_first(lambda: build.outlined_options(config))
+    else:
+        network = build.model_options(config, data.dataset, data.train[0])
+    predicted = ranks.on_first(lambda: preflight(config, network))
     if data is None:
         ranks.on_first(lambda: run_folder.update_memory(folder, predicted.memory))
         return

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unet3d import progress
+from unet3d import progress, ranks
 from unet3d.config import Data
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.check import content_hashes
@@ -64,9 +64,10 @@ class CaseReader:
 
     def refuse_more_than_memory(self, maps: Mapping[Case, int]) -> None:
         """Print the predicted size of these cases, each with so many label maps. Raises UserError if too large."""
-        needed = sum(self._bytes(case, maps[case]) for case in maps)
+        needed = sum(self._bytes(case, maps[case]) for case in maps) * ranks.LOCAL_SIZE
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        size = f"{len(maps)} cases kept in memory: {mib(needed)} MiB (predicted)"
+        each = f" by each of {ranks.LOCAL_SIZE} ranks" if ranks.LOCAL_SIZE > 1 else ""
+        size = f"{len(maps)} cases kept in memory{each}: {mib(needed)} MiB (predicted)"
         if needed >= available:
             raise UserError(f"{size}, of {mib(available)} MiB; add data.cache=disk to keep them in files")
         print(size, flush=True)

@@ -82,8 +82,9 @@ def fake_model(config: Config, options: Model, dtype: torch.dtype) -> nn.Module:
 def fake_batch(config: Config, options: Model, dtype: torch.dtype) -> Batch:
     """As the loader makes it, within `fake_mode`: images N C D H W, int16 labels N D H W."""
     assert options.in_channels is not None
-    image = torch.empty(config.batch, options.in_channels, *config.data.patch, dtype=dtype)
-    return Batch(image, torch.zeros(config.batch, *config.data.patch, dtype=torch.int16))
+    count = build.patches(config)
+    image = torch.empty(count, options.in_channels, *config.data.patch, dtype=dtype)
+    return Batch(image, torch.zeros(count, *config.data.patch, dtype=torch.int16))
 
 
 class BatchInTransit:

@@ -214,8 +214,8 @@ def _prediction(run: RunFolder) -> str:
         return "The peak was not predicted."
     peak, error = run.memory["predicted"]["peak_bytes"], run.memory["error_bytes"]
     of_ranks = [mib(size) for size in run.memory["measured"].get("rank_peak_bytes", [])]
-    ranks = f"Peak of each rank, measured: {', '.join(of_ranks)} MiB. " if of_ranks else ""
-    return f"{ranks}Peak predicted before the run: {mib(peak)} MiB; predicted less measured: {error:,} bytes."
+    peaks = f"Peak of each rank, measured: {', '.join(of_ranks)} MiB. " if of_ranks else ""
+    return f"{peaks}Peak predicted before the run: {mib(peak)} MiB; predicted less measured: {error:,} bytes."
 
 
 def html_page(title: str, parts: Iterable[str]) -> str:

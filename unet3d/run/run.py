@@ -109,7 +109,7 @@ class Run:
             traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
         self.meter.close()
         self.optimizer.zero_grad(set_to_none=True)  # room for simulations, outside of the except block
-        raise OutOfMemory("\n".join([*lines, *budget.oom_suggestions(build.of_rank(self.config), self.options)]))
+        raise OutOfMemory("\n".join([*lines, *budget.oom_suggestions(self.config, self.options)]))
 
     def _stream(self) -> Generator[list[Batch]]:
         """The batches from this step on; close it to end its workers."""

@@ -77,7 +77,7 @@ def _refuse_non_finite(result: StepResult, model: nn.Module, scaler: GradScaler,
     """
     if all(map(math.isfinite, result)):
         return
-    statistics_hold = all(buffer.isfinite().all() for buffer in model.buffers())
+    statistics_hold = not ranks.agreed(not all(buffer.isfinite().all() for buffer in model.buffers()))
     if scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE and statistics_hold:
         return
     cases = ", ".join(
