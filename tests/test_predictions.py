@@ -237,7 +237,7 @@ def test_no_strip_is_in_memory_while_a_case_is_scored(hd95: bool, monkeypatch: p
     def keep(case: Case, strips: LabelMap) -> None:
         kept.append([case.id, *(strip.corner[0] for strip in islice(strips, "cba".index(case.id)))])
 
-    found = evaluate(predictor, cases, phantom, 2, hd95, "all", keep)  # type: ignore[arg-type]
+    found = [*evaluate(predictor, cases, phantom, 2, hd95, "all", keep)]  # type: ignore[arg-type]
     assert kept == [["a", 0, 2], ["b", 0], ["c"]]
     assert found == [[*[None] * 2 * n, 64] for n in (1, 2, 3)], "all voxels are of class 1"
 
@@ -248,7 +248,7 @@ def test_what_ends_a_prediction_early_leaves_no_score_though_it_ended_while_stri
             list(strips)
 
     with pytest.raises(MemoryError):
-        evaluate(Watched(runs_out=True), [Case("a", (), None)], phantom, 2, False, "all", keep)  # type: ignore[arg-type]
+        [*evaluate(Watched(runs_out=True), [Case("a", (), None)], phantom, 2, False, "all", keep)]  # type: ignore[arg-type]
 
 
 def phantom(case: Case) -> PreparedCase:

@@ -126,7 +126,7 @@ def test_a_validation_that_fails_removes_its_bar_before_the_error_is_shown(termi
 
     shown = ""
     try:
-        evaluate(None, [Case("a", (), None)], fail, 2, False, "validation")  # type: ignore[arg-type]
+        [*evaluate(None, [Case("a", (), None)], fail, 2, False, "validation")]  # type: ignore[arg-type]
     except RuntimeError:
         shown = terminal.getvalue()
     assert shown.endswith("\x1b[?25h"), "the cursor is shown again"

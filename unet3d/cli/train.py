@@ -25,33 +25,28 @@ FIRST_FILES = 2**16  # bytes, generously, of those that a run writes before it t
 
 
 def main() -> int:
-    """The command line's run, sweep or answer; of several ranks, the others take part in what the first one runs."""
+    """Check what every job of the command line asks for, then run them. Returns the highest exit code of a sweep."""
     lifecycle.install_safe_streams()
     if ranks.RANK:
         return lifecycle.follow(job)
     try:
-        return lead()
+        if {"-h", "--help"} & {*sys.argv[1:]}:
+            print(options.as_text())
+            return 0
+        try:
+            words = checked_arguments(sys.argv[1:])
+            refuse_unwritable(words)
+            planned = sweep.plan(words) if {"-m", "--multirun"} & {*words} else []
+            sys.argv[1:] = sweep.arguments(words, planned) if planned else words
+        except UserError as error:
+            return lifecycle.say(f"error: {error}", error.exit_code)
+        flags = {word for word in words if word.startswith("-")}
+        if planned and flags <= {"-m", "--multirun"}:
+            return sweep.run(planned, _with_hydra(job_of_sweep))
+        _with_hydra(single_job)()
+        return 0
     finally:
         ranks.dismiss()
-
-
-def lead() -> int:
-    """Check what every job of the command line asks for, then run them. Returns the highest exit code of a sweep."""
-    if {"-h", "--help"} & {*sys.argv[1:]}:
-        print(options.as_text())
-        return 0
-    try:
-        words = checked_arguments(sys.argv[1:])
-        refuse_unwritable(words)
-        planned = sweep.plan(words) if {"-m", "--multirun"} & {*words} else []
-        sys.argv[1:] = sweep.arguments(words, planned) if planned else words
-    except UserError as error:
-        return lifecycle.say(f"error: {error}", error.exit_code)
-    flags = {word for word in words if word.startswith("-")}
-    if planned and flags <= {"-m", "--multirun"}:
-        return sweep.run(planned, _with_hydra(job_of_sweep))
-    _with_hydra(single_job)()
-    return 0
 
 
 def _with_hydra(task: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -74,45 +69,38 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     """One run in its folder, of this process or of several ranks, which all call this. Ends early once `stop`."""
     libraries.load_libraries()  # before torch and monai, which load here: a wrong option was answered before
     from unet3d import build
+    from unet3d.memory.preflight import preflight
+    from unet3d.report import report, run_folder
+    from unet3d.run.run import Run
 
     for line in checks.warnings(config):
         lifecycle.say(f"warning: {line}")
     ranks.hand_over([compose.to_plain(config), str(folder.resolve())])
     with ranks.joined(build.target(config), config.rank_timeout):
-        train(config, folder, stop)
-
-
-def train(config: Config, folder: Path, stop: Stop) -> None:
-    """Build the data, predict memory, build the run, fit; then the first rank alone predicts and reports."""
-    from unet3d import build
-    from unet3d.memory.preflight import preflight
-    from unet3d.report import report, run_folder
-    from unet3d.run.run import Run
-
-    data = None if config.dry_run else build.data(config)
-    if data is None:
-        network = ranks.on_first(lambda: build.outlined_options(config))
-    else:
-        network = build.model_options(config, data.dataset, data.train[0])
-    predicted = ranks.on_first(lambda: preflight(config, network))
-    if data is None:
-        ranks.on_first(lambda: run_folder.update_memory(folder, predicted.memory))
-        return
-    with Run(config, folder, data, network, predicted.segment_starts, stop) as run:
-        if run.is_done:
-            print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; to train longer, set steps=N")
-            if (folder / "report.html").exists():  # else the run was killed as it wrote it
-                return
+        data = None if config.dry_run else build.data(config)
+        if data is None:
+            network = ranks.on_first(lambda: build.outlined_options(config))
         else:
+            network = build.model_options(config, data.dataset, data.train[0])
+        predicted = ranks.on_first(lambda: preflight(config, network))
+        if data is None:
             ranks.on_first(lambda: run_folder.update_memory(folder, predicted.memory))
-            run.fit()
-        ranks.leave()
-        if ranks.RANK:
             return
-        if not run.is_done:
-            run.finish()
-    report.write_report(folder)
-    report.print_summary(folder)
+        with Run(config, folder, data, network, predicted.segment_starts, stop) as run:
+            if run.is_done:
+                print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; to train longer, set steps=N")
+                if (folder / "report.html").exists():  # else the run was killed as it wrote it
+                    return
+            else:
+                ranks.on_first(lambda: run_folder.update_memory(folder, predicted.memory))
+                run.fit()
+            ranks.leave()
+            if ranks.RANK:
+                return
+            if not run.is_done:
+                run.finish()
+        report.write_report(folder)
+        report.print_summary(folder)
 
 
 def job_of_sweep(tree: DictConfig) -> None:

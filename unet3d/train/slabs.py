@@ -134,7 +134,10 @@ class Slabs:
         slope = spread(-of_inverse * known.inverse_std.detach() ** 3 / known.voxels, channels)
 
         def complete(first: int, end: int, rows: Tensor) -> None:
-            rows.add_((raw.read(first, end).to(mean.dtype) - mean).mul_(slope).add_(shift))
+            x = raw.read(first, end)
+            part = x - mean if x.dtype == mean.dtype else x.to(mean.dtype).sub_(mean)
+            part.mul_(slope).add_(shift).add_(rows.to(part.dtype))  # of two types, add_ would convert unseen
+            rows.copy_(part)
 
         return complete
 
