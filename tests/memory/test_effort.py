@@ -111,7 +111,7 @@ LONG: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "segments": (choose_segments, ["predicting memory", "segment choices"]),
     "out of memory": (out_of_memory, ["ways to take the step"]),
-    "budget": (lambda: refused("budget=0.3MiB"), ["ways to take the step", "segment choices that may fit"]),
+    "budget": (lambda: refused("budget=0.25MiB"), ["ways to take the step", "smaller networks and patches"]),
 }
 
 
