@@ -36,7 +36,7 @@ def hand_over(what: Any) -> None:
 
 def dismiss() -> None:
     """From the first rank to those that still wait: there is no run."""
-    with suppress(RuntimeError):  # nobody waits
+    with suppress(RuntimeError, ValueError):  # nobody waits
         hand_over(None)
 
 
