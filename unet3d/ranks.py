@@ -1,7 +1,7 @@
 """The processes that torchrun started for one run: what they add up, agree on and gather. Free of torch until joined.
 
-A process alone is a world of one, in which nothing here does anything. Each function below is called by all ranks, in
-the same order. A rank that waits in vain for another raises RankLost, which names that one and what became of it.
+A process alone is a world of one, in which nothing here does anything. What is within `joined`, all ranks call in the
+same order. A rank that waits in vain for another raises RankLost, which names that one and what became of it.
 """
 
 import itertools
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 RANK, LOCAL_RANK = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
 SIZE, LOCAL_SIZE = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # all; here
-BUCKET = 2**23
+BUCKET = 2**23  # bytes
 GRACE = 10.0  # seconds within which each rank that still answers does so, once one does not
 T = TypeVar("T")
 _stores: list[Any] = []  # of torch.distributed; served by torchrun, or else by the first rank

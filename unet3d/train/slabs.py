@@ -13,8 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 from unet3d.train.rows import Convolved, Node, Normalised, Rows, Span, Statistics, Stored, spread, stored
 
 Completion = Callable[[int, int, Tensor], None]  # of the first row, the one after the last, and the rows: changes them
-PIECES = 8  # of a map, of which statistics are taken one after the other
 OfStatistics = dict[nn.Module, tuple[Statistics, list[Tensor]]]  # gradients of a normalisation's mean and 1 / std
+PIECES = 8  # of a map, of which statistics are taken one after the other
 
 
 class Observer:

@@ -80,9 +80,8 @@ def _refuse_non_finite(result: StepResult, model: nn.Module, scaler: GradScaler,
     statistics_hold = not ranks.agreed(not all(buffer.isfinite().all() for buffer in model.buffers()))
     if scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE and statistics_hold:
         return
-    cases = ", ".join(
-        sorted({case for own in ranks.gather([batch.cases for batch in batches]) for c in own for case in c})
-    )
+    own = [case for batch in batches for case in batch.cases]
+    cases = ", ".join(sorted({case for of_rank in ranks.gather(own) for case in of_rank}))
     message = f"loss {result.loss}, gradient norm {result.grad_norm} on {cases}; the weights are those before the step"
     if not statistics_hold:
         message += ", the running statistics of batch norm are not: go on from a snapshot"
