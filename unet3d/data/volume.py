@@ -70,6 +70,14 @@ def read_volume(
     return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, sum(replaced))
 
 
+def read_label_map(case: Case, path: Path, classes: int, spacing: Sequence[float] | None) -> np.ndarray:
+    """A predicted label map of the case (X, Y, Z) on the grid of `read_volume`. Raises UserError."""
+    image = nifti.open_image(case.id, path)
+    label = apply_orientation(read_label(case.id, path, image, classes, None), nib.io_orientation(image.affine))
+    target = target_grid(case, image, spacing)
+    return np.ascontiguousarray(_resample_labels(label, canonical_grid(image), target, None))
+
+
 class LabelMap:
     """The likeliest class of each voxel, the first in a tie, noted as strips pass on their way to others."""
 

@@ -16,9 +16,20 @@ from unet3d import compose
 from unet3d.config import Config
 from unet3d.errors import UserError, escaped
 from unet3d.files import write_csv, write_text
-from unet3d.report.loggers import WIDE, Loggers, paper, terminal_table, wandb_loggers
-from unet3d.report.plots import PlottedRun, PublishedRow, comparison_plot, plain, published_plot
-from unet3d.report.report import element, html_page, html_table, picture, section
+from unet3d.report.html import element, html_page, html_table, picture, section
+from unet3d.report.loggers import NARROW, Loggers, narrow_tables, paper, wandb_loggers
+from unet3d.report.plots import (
+    OVERLAID,
+    Curve,
+    PlottedRun,
+    PublishedRow,
+    comparison_plot,
+    curve,
+    curves_plot,
+    plain,
+    published_plot,
+    remove_picture,
+)
 from unet3d.report.run_folder import KINDS, RunFolder, as_number, read_run
 from unet3d.report.wandb_logger import PATHS
 from unet3d.train.metrics import mean_of
@@ -60,6 +71,7 @@ class Row:
     environment: Mapping[str, str]
     numbers: Mapping[str, Any]  # with the names, order and units of compare.csv; None if there is no such number
     iou: Mapping[str, float]  # of each scored case, the mean over its foreground classes
+    curves: Mapping[str, Curve]  # by their keys in metrics.jsonl
 
     @property
     def basis(self) -> str | None:
@@ -121,7 +133,8 @@ def _row(name: str, run: RunFolder) -> Row:
     for case in run.scores:
         mean = mean_of(as_number(cell) for key, cell in case.items() if str(key).startswith("iou/"))
         iou |= {} if mean is None else {case.get("case", ""): mean}
-    return Row(name, settings, bool(config), run.environment, _numbers(run), iou)
+    curves = {key: found for key in OVERLAID if (found := curve(run.records, key)) is not None}
+    return Row(name, settings, bool(config), run.environment, _numbers(run), iou, curves)
 
 
 def _as_text(key: str, value: Any) -> str:
@@ -224,10 +237,10 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
 
 def print_comparison(rows: Sequence[Row]) -> None:
     """Print the table, then a line for each run that failed and for each reason not to compare."""
-    console = paper(WIDE)
-    console.print(terminal_table(_title(rows), comparison_table(rows)))
+    console = paper(NARROW)
+    console.print(narrow_tables(_title(rows), comparison_table(rows), console.width))
     if found := published_experiment(rows):
-        console.print(terminal_table(found.title, found.table(rows)))
+        console.print(narrow_tables(found.title, found.table(rows), console.width))
     for line in [*_failures(rows), *(f"not comparable: {line}" for line in _not_comparable(rows))]:
         console.print(escaped(line), soft_wrap=True)
 
@@ -248,10 +261,11 @@ def _not_comparable(rows: Sequence[Row]) -> list[str]:
 
 
 def write_comparison(rows: Sequence[Row], folder: Path) -> Path:
-    """Write compare.csv, .png, .html, and published.csv, .png of such an experiment; returns the page's path."""
+    """Write compare.csv, .png, .html, curves.png, and published.csv, .png of such an experiment; returns the page."""
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "compare.csv", *cells(rows))
     _draw(rows, folder / "compare.png")
+    _draw_curves(rows, folder / "curves.png")
     if found := published_experiment(rows):
         write_csv(folder / "published.csv", *found.table(rows))
         published_plot(found.beside(rows), found.title, folder / "published.png")
@@ -271,9 +285,17 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
             numbers[1:] = None, None
         kind = ", ".join(filter(None, (row.basis, row.numbers["measured_kind"])))
         plotted.append(PlottedRun(_label(row, keys), plain(kind), *numbers))
-    path.unlink(missing_ok=True)  # of an earlier comparison
+    remove_picture(path)  # of an earlier comparison
     if plotted:
         comparison_plot(plotted, differences and f"Not comparable: the runs differ in {differences}", path)
+
+
+def _draw_curves(rows: Sequence[Row], path: Path) -> None:
+    """Loss and Dice by step of the runs that have any, one over the other."""
+    remove_picture(path)
+    keys = setting_columns(rows)
+    if curves := {_label(row, keys): row.curves for row in rows if row.curves}:
+        curves_plot(curves, path)
 
 
 def _label(row: Row, keys: Sequence[str]) -> str:
@@ -299,6 +321,7 @@ def _html(rows: Sequence[Row], folder: Path) -> str:
         published,
         section("Not comparable", *(element("p", line) for line in _not_comparable(rows))),
         section("Peak memory", peaks),
+        section("Curves", picture(folder / "curves.png", "training loss and validation Dice by step, a line a run")),
         section("What differs", html_table(["option", "values"], what)),
     ]
     return html_page(title, parts)

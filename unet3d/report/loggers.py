@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -23,6 +24,7 @@ from unet3d.report.wandb_logger import WandbLogger, wandb_mode
 from unet3d.types import Table
 
 NARROW, WIDE = 80, 132  # characters per line of a plain file
+GAP = 3  # characters between columns; one more at the edge
 Scalar = float | int | str | None
 
 
@@ -176,6 +178,31 @@ def paper(width: int) -> Console:
     return terminal if terminal.is_terminal else Console(highlight=False, markup=False, width=width)
 
 
+def narrow_tables(title: str, table: Table, width: int) -> Group:
+    """The table in as many parts, one below the other, as fit into `width` characters; each has the first column."""
+    widths = [_width(column, [row[index] for row in table.rows]) for index, column in enumerate(table.columns)]
+    first = min(widths[0], width // 3)
+    room = width - 1 - first
+    parts, left = [[0]], room
+    for index, wanted in enumerate(widths[1:], start=1):
+        wanted = min(wanted, room)  # what is longer is folded
+        if wanted > left:
+            parts, left = [*parts, [0]], room
+        parts[-1].append(index)
+        left -= wanted
+    tables = []
+    for part in parts:
+        rows = [[row[index] for index in part] for row in table.rows]
+        tables.append(_rich_table(Table([table.columns[index] for index in part], rows), first - GAP))
+    return Group(Text(escaped(title), "bold"), *tables)
+
+
+def _width(column: str, cells: Sequence[str]) -> int:
+    """The least width of a column in which no word is broken, with the gap beside it."""
+    words = [word for text in (column, *cells) for word in escaped(text).split()]
+    return max((cell_len(word) for word in words), default=0) + GAP
+
+
 def plain_text(parts: Iterable[str | tuple[str, Table]], width: int) -> str:
     """Lines and titled tables as plain text; only tables keep to the width."""
     file = io.StringIO()
@@ -188,9 +215,15 @@ def plain_text(parts: Iterable[str | tuple[str, Table]], width: int) -> str:
 
 def terminal_table(title: str, table: Table) -> Group:
     """A table for terminals and plain files; its title may be wider than it."""
+    return Group(Text(escaped(title), "bold"), _rich_table(table))
+
+
+def _rich_table(table: Table, widest_first: int | None = None) -> RichTable:
+    """`widest_first`: characters, of the first column."""
     made = RichTable(box=box.SIMPLE_HEAD)
     for index, column in enumerate(table.columns):
-        made.add_column(escaped(column), justify="right" if index else "left", overflow="fold")
+        widest = None if index else widest_first
+        made.add_column(escaped(column), justify="right" if index else "left", overflow="fold", max_width=widest)
     for row in table.rows:
         made.add_row(*map(escaped, row))
-    return Group(Text(escaped(title), "bold"), made)
+    return made

@@ -1,4 +1,4 @@
-"""Pictures as PNG files: a run's training curves and slices with their classes, and runs side by side."""
+"""Pictures as PNG and SVG files: a run's training curves, and runs side by side."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle, product
@@ -6,29 +6,30 @@ from math import ceil
 from pathlib import Path
 from statistics import fmean
 from textwrap import shorten, wrap
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unet3d.errors import escaped
 from unet3d.files import replacing
-from unet3d.report.run_folder import as_number
-from unet3d.types import IGNORE, MIB, mib
+from unet3d.report.run_folder import as_number, best_of
+from unet3d.types import MIB, mib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Array = NDArray[Any]
-Palette = dict[int, tuple[float, float, float, float]]  # label value: RGBA
+Curve = tuple[Array, Array]  # steps and values
 OKABE_ITO = ("#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7", "#F0E442")
-BLUE, GREY, DARK, PALE = "#0072B2", "#A0A0A0", "#404040", "#E5E5E5"
+BLUE, GREY, DARK, PALE, BEST = "#0072B2", "#A0A0A0", "#404040", "#E5E5E5", "#D55E00"
 FEW, MANY = 30, 200  # records: so few are marked one by one; from so many on steps fade behind their running mean
-PLANES = ("sagittal", "coronal", "axial")  # across the axes X, Y, Z
-DIRECTIONS = "RAS"  # where the axes of a canonical volume point: right, anterior, superior
 LETTERS = 60  # of a run's label
 LETTER, LINE = 0.08, 0.19  # inches; a letter's mean width in 9 points, generously, and a line's height
+BELOW = {"train/lr": "Learning rate", "train/grad_norm": "Gradient norm", "time/step_s": "Seconds a step"}
+OVERLAID = {"train/loss": "Training loss", "val/dice_mean": "Validation Dice, mean of classes"}
+LINES = [(style, colour) for style, colour in product(("-", "--", ":"), OKABE_ITO[:6])]
 MARKERS = [(marker, colour) for marker, colour in product("osD^vP*X", OKABE_ITO[:6])]  # yellow is faint on white
 PAPER = "the paper's, on its own volumes"
 AXES = {"step_s": ("seconds a step, median", 1), "dice": ("Dice, mean of the last validation", -1)}  # 1: less is better
@@ -42,9 +43,19 @@ def blank(width: float, height: float) -> "Figure":
 
 
 def save_picture(figure: "Figure", path: Path) -> None:
-    """Write a PNG file, whole or not at all."""
-    with replacing(path) as file:
-        figure.savefig(file)
+    """Write a PNG file, and beside it the same as SVG; each whole or not at all, and equal for equal figures."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "unet3d"}):
+        for suffix, about in ((".svg", {"Date": None}), (path.suffix, {})):  # where the PNG is, the SVG is, too
+            with replacing(path.with_suffix(suffix)) as file:
+                figure.savefig(file, format=suffix[1:], metadata=about)
+
+
+def remove_picture(path: Path) -> None:
+    """Remove what `save_picture` has written, if it is there."""
+    path.unlink(missing_ok=True)
+    path.with_suffix(".svg").unlink(missing_ok=True)
 
 
 def colours(count: int) -> list[Any]:
@@ -62,23 +73,36 @@ def plain(text: str) -> str:
 
 
 def training_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Training loss, and validation Dice per class and their mean, over optimizer steps: records of metrics.jsonl."""
-    from matplotlib.ticker import MaxNLocator
+    """What records of metrics.jsonl hold, over optimizer steps, with the best validation marked.
 
+    Training loss; Dice per class and their mean; below them learning rate, gradient norm, seconds a step.
+    """
     names = dict.fromkeys(key for record in records for key in record if key.startswith("val/dice"))
     dice = {name: _series(records, name) for name in names}
+    best = best_of(records).get("step")
+    below = {key: _series(records, key) for key in BELOW if any(key in record for record in records)}
     columns = len(dice) // 13 + 1  # of the legend
-    figure = blank(8.0 + 2.2 * columns if dice else 5, 3.6)
-    panels = figure.subplots(1, 2 if dice else 1, squeeze=False)[0]
-    _draw_loss(panels[0], *_series(records, "train/loss"))
-    if dice:
-        _draw_dice(panels[1], dice, columns)
-    for axes in panels:
-        axes.set_xlabel("optimizer step")
-        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-        axes.grid(color=PALE)
-        axes.spines[["top", "right"]].set_visible(False)
+    figure = blank(8.0 + 2.2 * columns if dice else 9.6 if below else 5, 3.6 + 2.4 * bool(below))
+    rows = figure.subfigures(1 + bool(below), 1, squeeze=False, height_ratios=[3, 2][: 1 + bool(below)])[:, 0]
+    first, *others = rows[0].subplots(1, 2 if dice else 1, squeeze=False, sharex=True)[0]
+    _draw_loss(first, *_series(records, "train/loss"), best)
+    for axes in others:
+        _draw_dice(axes, dice, columns, best)
+    small = rows[-1].subplots(1, len(below), squeeze=False)[0] if below else ()
+    for axes, (key, series) in zip(small, below.items(), strict=True):
+        _draw_below(axes, BELOW[key], *series)
+    for axes in (first, *others, *small):
+        _over_steps(axes)
     save_picture(figure, path)
+
+
+def _over_steps(axes: "Axes") -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+    axes.grid(color=PALE)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[Array, Array]:
@@ -89,108 +113,102 @@ def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[Array, Arra
     return np.array(steps), np.array(values, float)
 
 
-def _draw_loss(axes: "Axes", steps: Array, loss: Array) -> None:
-    axes.set_title("Training loss")
+def _draw_steps(axes: "Axes", steps: Array, values: Array) -> None:
+    """A value of each step; of many, their running mean before them."""
     if len(steps) < MANY:
-        axes.plot(steps, loss, color=BLUE, marker="o" if len(steps) <= FEW else "")
+        axes.plot(steps, values, color=BLUE, marker="o" if len(steps) <= FEW else "", ms=4)
     else:
-        axes.plot(steps, loss, color=GREY, linewidth=0.6, label="each step")
-        window = len(steps) // 50
-        mean = np.convolve(loss, np.ones(window) / window, "valid")
+        axes.plot(steps, values, color=GREY, linewidth=0.6, label="each step")
+        mean, window = running_mean(values)
         axes.plot(steps[window - 1 :], mean, color=BLUE, label=f"mean of {window} steps")
-        axes.legend(frameon=False)
-    known = loss[np.isfinite(loss)]
-    if not known.size:
-        axes.text(0.5, 0.5, "no finite loss", ha="center", transform=axes.transAxes)
-        axes.set(yticks=[])
-    elif 0 < 20 * known.min() < known.max():
+
+
+def running_mean(values: Array) -> tuple[Array, int]:
+    """Means of a fiftieth of the values, and of how many."""
+    window = max(1, len(values) // 50)
+    return np.convolve(values, np.ones(window) / window, "valid"), window
+
+
+def _scale(axes: "Axes", values: Array) -> None:
+    """A logarithmic axis where values differ much."""
+    known = values[np.isfinite(values)]
+    if known.size and 0 < 20 * known.min() < known.max():
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
 
 
-def _draw_dice(axes: "Axes", series: Mapping[str, tuple[Array, Array]], columns: int) -> None:
+def _draw_loss(axes: "Axes", steps: Array, loss: Array, best: int | None) -> None:
+    axes.set_title("Training loss")
+    _draw_steps(axes, steps, loss)
+    if best is not None:
+        axes.axvline(best, color=BEST, linestyle=":", linewidth=1.4, zorder=1, label=f"best Dice, step {best}")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9)
+    if not np.isfinite(loss).any():
+        axes.text(0.5, 0.5, "no finite loss", ha="center", transform=axes.transAxes)
+        axes.set(yticks=[])
+    _scale(axes, loss)
+
+
+def _draw_below(axes: "Axes", title: str, steps: Array, values: Array) -> None:
+    axes.set_title(title, fontsize=10)
+    _draw_steps(axes, steps, values)
+    axes.tick_params(labelsize=9)
+    if np.isfinite(values).any():
+        axes.set_ylim(bottom=min(0, values[np.isfinite(values)].min()))
+
+
+def _draw_dice(axes: "Axes", series: Mapping[str, tuple[Array, Array]], columns: int, best: int | None) -> None:
     axes.set(title="Validation Dice", ylim=(0, 1.02))
     classes = [name for name in series if name != "val/dice_mean"]
     marker = "o" if max(len(steps) for steps, _ in series.values()) <= FEW else ""
     for colour, name in zip(colours(len(classes)), classes, strict=True):
-        axes.plot(*series[name], color=colour, marker=marker, label=_short(name.removeprefix("val/dice/")))
+        axes.plot(*series[name], color=colour, marker=marker, ms=4, label=short_name(name.removeprefix("val/dice/")))
     if len(classes) != 1 and "val/dice_mean" in series:
         axes.plot(*series["val/dice_mean"], "--", color="black", marker=marker, ms=3, label="mean of classes")
+    if best is not None:
+        steps, values = series["val/dice_mean"]
+        at = values[list(steps).index(best)]
+        axes.plot(best, at, "*", color=BEST, mec="black", mew=0.6, ms=13, zorder=4, label=f"best, step {best}")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9, ncols=columns)
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
+    """A class's name for a legend."""
     return plain(shorten(name.replace("_", " "), 24, placeholder="...") if len(name) > 24 else name)
 
 
-def segmentation(
-    image: Array,
-    layers: Mapping[str, Array],
-    spacing: Sequence[float],
-    class_names: Sequence[str],
-    file: IO[bytes],
-    title: str,
-    where: Sequence[int] | None = None,
-) -> None:
-    """An image and its label maps, by name, on three planes; all are (X, Y, Z) on canonical axes.
-
-    The planes meet in the voxel `where`; None: in the middle of the foreground. `spacing` is the voxel's size in mm;
-    `class_names` begins with background. Unlabelled voxels are dark; other values beyond the classes are not drawn.
-    """
-    from matplotlib.colors import to_rgba
-    from matplotlib.patches import Patch
-
-    if where is None:
-        masks = [(labels > 0) & (labels < len(class_names)) for labels in layers.values()]
-        where = centre(next((mask for mask in masks if mask.any()), masks[0]))
-    size = [count * mm for count, mm in zip(image.shape, spacing, strict=True)]
-    heights = [min(max(2.7 * size[up] / max(size[:2]), 0.45), 4.0) for up in (2, 2, 1)]
-    columns, legend = 1 + len(layers), 0.25 * ceil(len(class_names) / (1 + len(layers)))
-    figure = blank(2.8 * columns + 0.3, sum(heights) + legend + 0.9)
-    grid = figure.subplots(len(PLANES), columns, height_ratios=heights)
-    colour_of = dict(enumerate(colours(len(class_names) - 1), start=1))
-    names = {index: _short(class_names[index]) for index in colour_of}
-    if any((labels == IGNORE).any() for labels in layers.values()):
-        colour_of[IGNORE], names[IGNORE] = DARK, "unlabelled"
-    palette = {index: to_rgba(colour, 0.6) for index, colour in colour_of.items()}
-    for axis, row in enumerate(grid):
-        _draw_plane(row, axis, [image, *layers.values()], where, size, palette)
-    for axes, name in zip(grid[0], ("image", *layers), strict=True):
-        axes.set_title(name)
-    figure.suptitle(plain(title))
-    patches = [Patch(color=colour, label=names[index]) for index, colour in colour_of.items()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-    figure.savefig(file)
+def curves_plot(runs: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
+    """Running mean of the loss, and Dice, of several runs over optimizer steps: {label: {key of a record: curve}}."""
+    keys = [key for key in OVERLAID if any(key in curves for curves in runs.values())]
+    labels = {label: plain(shorten(label, LETTERS, placeholder=" ...")) for label in runs}
+    width = 4.2 * len(keys) + LETTER * max(map(len, labels.values())) + 0.6
+    figure = blank(width, max(3.8, LINE * len(runs) + 1.0))
+    grid = figure.subplots(1, len(keys), squeeze=False)[0]
+    lines: dict[str, Any] = {}
+    for key, axes in zip(keys, grid, strict=True):
+        axes.set_title(OVERLAID[key])
+        for (label, curves), (style, colour) in zip(runs.items(), cycle(LINES), strict=False):
+            if key in curves:
+                steps, values = curves[key]
+                marker = "o" if len(steps) <= FEW else ""
+                lines[label] = axes.plot(steps, values, marker=marker, ms=4, linestyle=style, color=colour)[0]
+        _over_steps(axes)
+        values = np.concatenate([curves[key][1] for curves in runs.values() if key in curves])
+        axes.set(ylim=(0, 1.02)) if key == "val/dice_mean" else _scale(axes, values)
+    shown = [(lines[label], labels[label]) for label in runs if label in lines]
+    grid[-1].legend(*zip(*shown, strict=True), loc="upper left", bbox_to_anchor=(1.02, 1.02), frameon=False, fontsize=9)
+    save_picture(figure, path)
 
 
-def _draw_plane(
-    row: "Sequence[Axes]", axis: int, volumes: list[Array], where: Sequence[int], size: list[float], palette: Palette
-) -> None:
-    """The first volume, an image, in each cell, the others, label maps, see-through on it; `size` in mm."""
-    right, up = sorted({0, 1, 2} - {axis})
-    cuts = [np.take(volume, where[axis], axis).T for volume in volumes]  # rows from the bottom up
-    low, high = np.percentile(volumes[0], (0.5, 99.5))
-    for column, (axes, cut) in enumerate(zip(row, cuts, strict=True)):
-        axes.imshow(cuts[0], cmap="gray", vmin=low, vmax=high, origin="lower", extent=(0, size[right], 0, size[up]))
-        axes.set(xticks=[], yticks=[])
-        if column:
-            overlay = np.zeros((*cut.shape, 4))
-            for index, colour in palette.items():
-                overlay[cut == index] = colour
-            axes.imshow(overlay, origin="lower", extent=(0, size[right], 0, size[up]), interpolation="nearest")
-    row[0].set_ylabel(f"{PLANES[axis]}\n{'xyz'[axis]} = {where[axis]}", rotation=0, ha="right", va="center")
-    shade = {"facecolor": "black", "alpha": 0.5, "linewidth": 0, "pad": 1.5}  # legible on any grey
-    style: dict[str, Any] = {"color": "white", "fontsize": 9, "ha": "center", "va": "center", "bbox": shade}
-    for letter, at, inwards in ((DIRECTIONS[right], (1, 0.5), (-10, 0)), (DIRECTIONS[up], (0.5, 1), (0, -10))):
-        row[0].annotate(letter, at, inwards, "axes fraction", "offset points", **style)
-
-
-def centre(mask: NDArray[np.bool_]) -> list[int]:
-    """The voxel that halves the mask along each axis, so that its planes hold some of it; of no mask, the middle."""
-    if not mask.any():
-        return [length // 2 for length in mask.shape]
-    below = [mask.sum(axis=tuple({0, 1, 2} - {axis})).cumsum() for axis in range(3)]
-    return [int(np.searchsorted(counts, counts[-1] / 2)) for counts in below]
+def curve(records: Sequence[Mapping[str, Any]], key: str) -> Curve | None:
+    """A number's steps and values for `curves_plot`: of many, running means, a thousand at most; None without any."""
+    steps, values = _series(records, key)
+    if len(steps) >= MANY:
+        values, window = running_mean(values)
+        steps = steps[window - 1 :]
+    every = ceil(len(steps) / 1000)
+    return (steps[::-1][::every][::-1], values[::-1][::every][::-1]) if len(steps) else None
 
 
 class PlottedRun(NamedTuple):

@@ -1,30 +1,32 @@
 """The report of a run: figures, metrics.csv and report.html in its folder, and the closing lines on the terminal."""
 
-import base64
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+import shlex
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
-from string import Template
 from typing import Any
 
 from unet3d.errors import escaped
 from unet3d.files import write_csv, write_text
 from unet3d.memory import tables
-from unet3d.report import memory_plots, plots
+from unet3d.report import case_plots, memory_plots, plots
+from unet3d.report.case_scores import METRICS, ROLES, case_table, dice_by_class, shown
+from unet3d.report.html import element, facts, folded, html_page, html_table, picture, section
 from unet3d.report.loggers import NARROW, paper, terminal_table
-from unet3d.report.run_folder import Record, RunFolder, as_number, read_run
+from unet3d.report.run_folder import RunFolder, as_number, read_run
 from unet3d.train.metrics import mean_of
 from unet3d.types import Table, mib
 
 SCORES_TITLE = "Scores on the held-out cases"
-LARGEST_PICTURE, PNG = 2**24, b"\x89PNG\r\n\x1a\n"  # bytes; how each PNG file begins
 MOST_COLUMNS, MOST_CELLS = 2000, 10**8  # of metrics.csv
-METRICS = {"dice": ("Dice", 3), "iou": ("IoU", 3), "hd95_mm": ("HD95 (mm)", 2)}  # heading, digits
+MOST_CLASSES = 60  # of figures/scores.png
+PAGES = ("report.html", "scores.csv", "metrics.csv", "memory.json", "checkpoints/best.pt", "figures", "predictions")
+VERSIONS = ("unet3d", "commit", "python", "torch", "monai", "numpy")  # of env.json
+MOST_ROWS, MOST_NAMES = 12, 2000  # of cases: more rows are folded; more names are not shown
 
 
 def write_report(folder: Path) -> Path:
-    """Write metrics.csv, figures/curves.png, memory_phases.png, memory_layers.png, report.html; returns its path."""
+    """Write metrics.csv, report.html and the figures that follow from the folder's files; returns the page's path."""
     run, pictures = read_run(folder), folder / "figures"
     pictures.mkdir(exist_ok=True)
     if run.records:
@@ -33,6 +35,8 @@ def write_report(folder: Path) -> Path:
         columns = columns[: min(MOST_COLUMNS, MOST_CELLS // len(run.records))]  # metrics.jsonl has them all
         rows = ([record.get(key) for key in columns] for record in run.records)  # empty where a record lacks it
         write_csv(folder / "metrics.csv", columns, rows)
+    if dice := dict(list(dice_by_class(run.scores).items())[:MOST_CLASSES]):
+        case_plots.score_plot(dice, pictures / "scores.png")
     if run.memory:
         memory_plots.phase_plot(run.memory_entry, pictures / "memory_phases.png")
         if "layers" in (seen := run.memory_entry.get("ledger", run.memory_entry)):
@@ -42,7 +46,7 @@ def write_report(folder: Path) -> Path:
 
 
 def print_summary(folder: Path) -> None:
-    """Print scores per class, peak memory per phase and the run folder, for terminals and plain files alike."""
+    """Print scores per class, peak memory per phase and where the files are, for terminals and plain files alike."""
     run, console = read_run(folder), paper(NARROW)
     print_scores(run, score_title(run))
     if best := best_scores(run):
@@ -55,6 +59,8 @@ def print_summary(folder: Path) -> None:
         console.print(f"{what}: {value}")
     here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     console.print(f"run folder: {escaped(here)}", soft_wrap=True)
+    if found := [name for name in PAGES if (folder / name).is_file() or any(folder.glob(f"{name}/*.*"))]:
+        console.print(f"in it: {', '.join(found)}")
 
 
 def print_scores(run: RunFolder, title: str) -> None:
@@ -72,22 +78,16 @@ def score_title(run: RunFolder) -> str:
     weights = "last weights" if is_last else "weights"
     if isinstance(optim, dict) and optim.get("average") is not None:
         weights = "average of the weights"
-    return f"{SCORES_TITLE}, {weights} (step {step}){', also the best' * (_best(run).get('step') == step)}"
+    return f"{SCORES_TITLE}, {weights} (step {step}){', also the best' * (run.best_validation.get('step') == step)}"
 
 
 def best_scores(run: RunFolder) -> tuple[str, Table] | None:
     """Title and scores of the best weights, from their validation; None if they are the last, or there are none."""
-    best = _best(run)
+    best = run.best_validation
     if not best or best["step"] == run.last_validation["step"]:
         return None
     where = ", checkpoints/best.pt" if (run.path / "checkpoints" / "best.pt").is_file() else ""
     return f"Best weights (step {best['step']}{where})", _means({key: [value] for key, value in best.items()})
-
-
-def _best(run: RunFolder) -> Record:
-    """The validation with the highest mean Dice, the first of equals, as for best.pt; empty if there is none."""
-    scored = [record for record in run.records if as_number(record.get("val/dice_mean")) is not None]
-    return max(scored, key=lambda record: float(record["val/dice_mean"]), default={})
 
 
 def score_table(run: RunFolder) -> Table:
@@ -106,7 +106,7 @@ def _means(cells: Mapping[str, list[Any]], counts_cases: bool = False) -> Table:
 
     def row(name: str, values: Iterable[float | None]) -> list[str]:
         found = zip(metrics, values, strict=True)
-        return [name, *("n/a" if value is None else f"{value:,.{METRICS[metric][1]}f}" for metric, value in found)]
+        return [name, *(shown(metric, value) for metric, value in found)]
 
     means = [[mean_of(scores.get(f"{metric}/{name}", ())) for metric in metrics] for name in classes]
     rows = list(map(row, classes, means))
@@ -132,14 +132,42 @@ def _html(run: RunFolder) -> str:
         *(element("p", line) for line in about),
         facts(_highlights(run)),
         section(score_title(run), *scores),
-        section("Prediction", picture(pictures / "prediction.png", "truth and prediction on three planes")),
-        section("Training", picture(pictures / "curves.png", "training loss and validation Dice by step")),
+        section("Cases", *_cases(run)),
+        section("Training", picture(pictures / "curves.png", "loss, Dice, learning rate, gradient norm, step time")),
         section("Memory", *(_memory(run) if run.memory else ())),
         section("Time", facts(_timing(run))),
-        section("Environment", facts(run.environment)),
-        section("Config", element("pre", run.config)),
+        section("How it was made", *_made(run)),
+        folded("Environment", facts(run.environment)),
+        folded("Config", element("pre", run.config)),
     ]
     return html_page(name, parts)
+
+
+def _cases(run: RunFolder) -> list[str]:
+    """Pictures of the best, the median and the worst case, Dice of all by class, and a row a case."""
+    about = "case: outlines of truth and prediction on the image, and where they differ, on three planes"
+    names = {f"prediction_{role}": f"the {role} {about}" for role in ROLES} | {"prediction": f"a {about}"}
+    table, pictures = case_table(run.scores), run.path / "figures"
+    rows = html_table(*table)
+    fewer = f" of {len(run.scores)}" if len(table.rows) < len(run.scores) else ""
+    title = f"{len(table.rows)}{fewer} cases, the worst first"
+    return [
+        *(picture(pictures / f"{name}.png", words) for name, words in names.items()),
+        picture(pictures / "scores.png", "Dice of each case by class") if run.scores else "",
+        rows if len(table.rows) <= MOST_ROWS else folded(title, rows),
+    ]
+
+
+def _made(run: RunFolder) -> list[str]:
+    """The command line, the split and the versions."""
+    command = "python train.py " + shlex.join(run.overrides) if run.overrides is not None else ""
+    versions = [f"{name} {run.environment[name]}" for name in VERSIONS if name in run.environment]
+    split = {f"{len(names)} cases for {what}": names for what, names in run.split.items()}
+    return [
+        element("pre", command),
+        *(folded(title, element("p", ", ".join(names[:MOST_NAMES]))) for title, names in split.items()),
+        element("p", ", ".join(versions)),
+    ]
 
 
 def what_ran(run: RunFolder) -> str:
@@ -162,6 +190,8 @@ def _highlights(run: RunFolder) -> dict[str, str]:
     found = {}
     if rows := score_table(run).rows:
         found[f"Dice, {rows[-1][0]}"] = rows[-1][1]
+    if best := run.best_validation:
+        found["best Dice"] = f"{shown('dice', as_number(best['val/dice_mean']))} (step {best['step']:,})"
     if run.memory:
         found[f"peak memory, {run.memory_kind}"] = f"{mib(run.memory_entry['peak_bytes'])} MiB"
         found["parameters"] = f"{run.memory['parameters']:,}"
@@ -216,41 +246,3 @@ def _prediction(run: RunFolder) -> str:
     of_ranks = [mib(size) for size in run.memory["measured"].get("rank_peak_bytes", [])]
     peaks = f"Peak of each rank, measured: {', '.join(of_ranks)} MiB. " if of_ranks else ""
     return f"{peaks}Peak predicted before the run: {mib(peak)} MiB; predicted less measured: {error:,} bytes."
-
-
-def html_page(title: str, parts: Iterable[str]) -> str:
-    """The whole document; `parts` are HTML that the functions below made."""
-    page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    return escaped(page.substitute(title=escape(title), body="\n".join(filter(None, parts))), keep="\n")
-
-
-def element(tag: str, text: str) -> str:
-    """Text in an HTML element; nothing if the text is empty."""
-    return f"<{tag}>{escape(text)}</{tag}>" if text else ""
-
-
-def section(heading: str, *parts: str) -> str:
-    """A heading and its parts; nothing if all parts are empty."""
-    body = "\n".join(filter(None, parts))
-    return f"<h2>{escape(heading)}</h2>\n{body}" if body else ""
-
-
-def facts(pairs: Mapping[str, str]) -> str:
-    boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs.items())
-    return f"<dl>{boxes}</dl>" if boxes else ""
-
-
-def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns with their units, rows of text; nothing without rows."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>' if rows else ""
-
-
-def picture(path: Path, about: str) -> str:
-    """A PNG file inside the page; nothing if there is none, or a large one. `about` is for those who cannot see it."""
-    if not path.is_file() or path.stat().st_size > LARGEST_PICTURE:
-        return ""
-    content = path.read_bytes()
-    data = base64.b64encode(content).decode()
-    return f'<img alt="{escape(about)}" src="data:image/png;base64,{data}">' if content.startswith(PNG) else ""

@@ -3,7 +3,8 @@
 import json
 import math
 import platform
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGES = ("unet3d", "torch", "monai", "hydra-core", "nibabel", "numpy", "scipy", "wandb")
+SOURCE = Path(__file__).resolve().parents[2]  # of this package, where it is not installed
+LARGEST_HEAD = 2**12  # bytes of a file of git that names one commit
 KINDS = ("measured", "predicted")  # entries of memory.json; a measured one is preferred
 Record = Mapping[str, Any]
 # The shape of memory.json, as `fits` reads it. An entry has all of STEP, and of DETAILS any.
@@ -59,7 +62,7 @@ def environment(device: "torch.device") -> dict[str, Any]:
     from unet3d.train.half_precision import emulates_bf16
 
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.system()}
-    found |= dict.fromkeys(PACKAGES)
+    found |= dict.fromkeys(PACKAGES) | {"commit": commit(SOURCE)}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):  # unet3d run from a checkout that was never installed
             found[name] = metadata.version(name)
@@ -68,6 +71,26 @@ def environment(device: "torch.device") -> dict[str, Any]:
         return found | {"cpu": torch.backends.cpu.get_cpu_capability() + ", bf16 emulated" * emulates_bf16()}
     gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     return found | gpu | {"cudnn": torch.backends.cudnn.version()}
+
+
+def commit(tree: Path) -> str | None:
+    """The commit that is checked out in this source tree; None if it is none. Git is not run: its config can name code.
+
+    Changes since then are not seen.
+    """
+    try:
+        git = tree / ".git"
+        if git.is_file():  # of a second work tree: "gitdir: PATH"
+            git = tree / read_text(git, LARGEST_HEAD).removeprefix("gitdir:").strip()
+        shared = git / (read_text(git / "commondir", LARGEST_HEAD).strip() or ".")
+        said = read_text(git / "HEAD", LARGEST_HEAD).strip()
+        if (name := said.removeprefix("ref:").strip()) != said:
+            packed = [line.split() for line in read_text(shared / "packed-refs").splitlines()]
+            said = read_text(shared / name, LARGEST_HEAD).strip()
+            said = said or next((words[0] for words in packed if words[1:] == [name]), "")
+    except (UserError, OSError, ValueError):  # a file that cannot be read
+        return None
+    return said if re.fullmatch("[0-9a-f]{40,64}", said) else None
 
 
 def write_status(folder: Path, line: str, code: int) -> None:
@@ -146,6 +169,7 @@ class RunFolder:
     environment: Mapping[str, str]
     records: list[Record]
     scores: list[dict[str, str]]
+    split: Mapping[str, list[str]]  # names of the cases by what they are for
     memory: Record
 
     @property
@@ -163,6 +187,11 @@ class RunFolder:
     def last_validation(self) -> Record:
         """Its record; empty if there was none."""
         return next((record for record in reversed(self.records) if "val/dice_mean" in record), {})
+
+    @property
+    def best_validation(self) -> Record:
+        """The record of the validation with the highest mean Dice; empty if there is none."""
+        return best_of(self.records)
 
     def values(self, key: str) -> list[float]:
         """A number's values in the records, in their order; NaN and infinity included."""
@@ -183,8 +212,16 @@ def read_run(path: Path) -> RunFolder:
         environment={k: str(v) for k, v in _object(read_text(path / "env.json")).items() if v is not None},
         records=_records(path / "metrics.jsonl"),
         scores=from_csv(read_text(path / "scores.csv")),
+        split={k: list(map(str, v)) for k, v in _object(read_text(path / "split.json")).items() if isinstance(v, list)},
         memory=memory if memory.keys() & KINDS and memory.get("parameters", 0) > 0 else {},
     )
+
+
+def best_of(records: Sequence[Record]) -> Record:
+    """The validation with the highest mean Dice, the first of equals, as for best.pt; empty if there is none."""
+    scored = [(dice, record) for record in records if (dice := as_number(record.get("val/dice_mean"))) is not None]
+    scored = [pair for pair in scored if not math.isnan(pair[0])]
+    return max(scored, key=lambda pair: pair[0], default=(None, {}))[1]
 
 
 def as_number(cell: Any) -> float | None:

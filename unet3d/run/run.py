@@ -19,7 +19,7 @@ from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
 from unet3d.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory, not_saved
-from unet3d.files import write_text
+from unet3d.files import write_json, write_text
 from unet3d.memory import budget
 from unet3d.memory.meter import open_meter
 from unet3d.model import geometry
@@ -70,6 +70,8 @@ class Run:
         self.loggers = Loggers([])
         if not self.is_done and ranks.RANK == 0:  # else its folder stays as it is
             run_folder.start_folder(folder, config, device)
+            split = {"training": data.train, "validation": data.val}
+            write_json(folder / "split.json", {use: [case.id for case in cases] for use, cases in split.items()})
             self.loggers = open_loggers(config, folder)
             self.loggers.add(TerminalLogger(config.steps))
         rate = functools.partial(optim.learning_rate, config.optim, config.steps)
@@ -231,8 +233,8 @@ class Run:
             self._log_memory(memory)
         with optim.averaged(self.model, self.optimizer):
             self.predictions.complete(self.predictor)
-        if self.predictions.picture.exists():
-            self.loggers.image("val/prediction", self.predictions.picture, self.trainer.step)
+        for path in self.predictions.pictures:
+            self.loggers.image(f"val/{path.stem}", path, self.trainer.step)
         (self.folder / "report.html").unlink(missing_ok=True)  # of an earlier end; one is written next
         run_folder.write_status(self.folder, "done", 0)
 

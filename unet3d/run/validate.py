@@ -5,17 +5,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from unet3d import progress
 from unet3d.build import Data, Read
 from unet3d.config import Data as Options
 from unet3d.data import preprocess
 from unet3d.data.cases import Case
-from unet3d.data.volume import LabelMap
+from unet3d.data.volume import LabelMap, read_label_map
 from unet3d.errors import UserError, is_out_of_memory, not_saved
-from unet3d.files import replacing
-from unet3d.report import plots
+from unet3d.files import from_csv, read_text
+from unet3d.report import case_plots, case_scores
+from unet3d.report.plots import remove_picture
 from unet3d.run.predict import save_prediction
 from unet3d.train.inference import Predictor
 from unet3d.train.metrics import CaseScore, score_case
@@ -42,21 +41,23 @@ def evaluate(
 
 @dataclass
 class Predictions:
-    """predictions/ and figures/prediction.png of the run in `folder`: made by the last validation, then completed."""
+    """predictions/ and the pictures of some of them in figures/: made by the last validation, then completed."""
 
     folder: Path
     data: Data
     options: Options
-    first: LabelMap | None = None  # of the first case on the network's grid, for the picture
 
     @property
-    def picture(self) -> Path:
-        return self.folder / "figures" / "prediction.png"
+    def pictures(self) -> list[Path]:
+        """Those that are there: of the best, the median and the worst case, or of the only one."""
+        return [path for path in map(self._picture, ("", *case_scores.ROLES)) if path.exists()]
 
     def clear(self) -> None:
         """Remove what an earlier end of this run left: it belongs to other weights."""
-        for path in (self.picture, *map(self._path, self.data.val)):
-            path.unlink(missing_ok=True)
+        for path in self.pictures:
+            remove_picture(path)
+        for case in self.data.val:
+            self._path(case).unlink(missing_ok=True)
 
     def try_add(self, case: Case, strips: LabelMap) -> None:
         """Write the label map of a case, if that is possible; `complete` makes up for it, or raises."""
@@ -70,24 +71,19 @@ class Predictions:
 
     def complete(self, predictor: Predictor) -> None:
         """Add what is missing, as after a kill or on a disk that was full. Raises NotSaved, UserError."""
-        if missing := [case for case in self.data.val if not self._is_there(case)]:
+        if missing := [case for case in self.data.val if not self._path(case).exists()]:
             with progress.counting("predicting", len(missing)) as counter:
                 for case in missing:
                     strips = LabelMap(predictor.strips(self.data.read_val(case).image))
                     self._add(case, strips)
                     strips.whole()
                     counter.advance()
-        if self.first is not None:
-            with _saving(self.picture):
-                self._draw(self.data.val[0], self.first.whole())
-
-    def _is_there(self, case: Case) -> bool:
-        is_drawn = case != self.data.val[0] or self.first is not None or self.picture.exists()
-        return is_drawn and self._path(case).exists()
+        for role, (case, title) in self._shown().items():
+            if not (path := self._picture(role)).exists():
+                with _saving(path):
+                    self._draw(case, path, title)
 
     def _add(self, case: Case, strips: LabelMap) -> None:
-        if case == self.data.val[0]:
-            self.first = strips
         if not (path := self._path(case)).exists():
             with _saving(path):
                 save_prediction(path, strips, case, self.options.spacing)
@@ -95,18 +91,35 @@ class Predictions:
     def _path(self, case: Case) -> Path:
         return self.folder / "predictions" / f"{case.id}.nii.gz"
 
-    def _draw(self, case: Case, prediction: np.ndarray) -> None:
-        """Beside the truth; where slices were learned and others scored, with the former and through the latter."""
-        found, where = self.data.read(case), None
+    def _picture(self, role: str) -> Path:
+        return self.folder / "figures" / f"prediction{'_' * bool(role)}{role}.png"
+
+    def _shown(self) -> dict[str, tuple[Case, str]]:
+        """The cases to draw and their titles, by the scores of the last validation."""
+        cases = {case.id: case for case in self.data.val}
+        rows = [row for row in from_csv(read_text(self.folder / "scores.csv")) if row.get("case") in cases]
+        found = {}
+        for role, case in case_scores.chosen(rows or [{"case": self.data.val[0].id}]).items():
+            rank = f"the {role} of {len(cases)} held-out cases" if role else "held-out case"
+            dice = [f"{name} {value:.3f}" for name, value in case.classes.items()]
+            mean = "no class to score" if case.mean is None else f"mean Dice {case.mean:.3f} ({', '.join(dice)})"
+            found[role] = cases[case.name], f"{case.name}, {rank}: {mean}"
+        return found
+
+    def _draw(self, case: Case, path: Path, title: str) -> None:
+        """Where slices were learned and others scored, with the former and through the latter.
+
+        The prediction is read from its file: no case is in memory but this one.
+        """
+        found, where, classes = self.data.read(case), None, self.data.dataset.classes
+        prediction = read_label_map(case, self._path(case), len(classes), self.options.spacing)
         layers = {"truth": found.label.numpy(), "prediction": prediction}
         if self.options.semi:
             layers = {"learned": self.data.read_train(case).label.numpy()} | layers
             middle = [(low + high) // 2 for low, high in preprocess.extent(found.label)]
             slices = preprocess.scored_slices(found.label, self.options)
             where = [min(s, key=lambda index: abs(index - m), default=m) for s, m in zip(slices, middle, strict=True)]
-        with replacing(self.picture) as file:
-            classes = self.data.dataset.classes
-            plots.segmentation(found.image[0].numpy(), layers, found.spacing, classes, file, case.id, where)
+        case_plots.segmentation(found.image[0].numpy(), layers, found.spacing, classes, path, title, where)
 
 
 @contextmanager
