@@ -164,7 +164,7 @@ def test_the_offline_wandb_run_holds_config_scalars_memory_and_the_picture(finis
     assert losses == [record["train/loss"] for record in records(finished) if "train/loss" in record]
     assert found.summary["memory/measured/peak_bytes"] == memory["measured"]["peak_bytes"]
     assert found.summary["memory/predicted/phases/backward/steady"] > 0
-    assert any("val/prediction._type" in record for record in found.history)
+    assert any("val/prediction_best._type" in record for record in found.history)
     assert any("prediction" in name and name.endswith(".png") for name in found.files)
     assert found.exit_code == 0
 

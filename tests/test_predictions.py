@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
 
 import nibabel as nib
 import numpy as np
@@ -24,7 +26,7 @@ from unet3d.data.patches import PreparedCase, prepare
 from unet3d.data.preprocess import CaseReader, Intensity, normalise
 from unet3d.data.volume import LabelMap, canonical_grid
 from unet3d.model.unet import UNet3D
-from unet3d.report import plots
+from unet3d.report import case_plots
 from unet3d.run import predict, validate
 from unet3d.run.predict import Segmenter
 from unet3d.run.validate import Predictions, evaluate
@@ -34,7 +36,7 @@ from unet3d.train.policy import MemoryPolicy
 from unet3d.types import Strip
 
 RUN = [*TINY, "data.val_fraction=0.5", "data.root=../phantom", "hydra.run.dir=run"]
-PICTURE = "figures/prediction.png"
+PICTURE = "figures/prediction_worst.png"
 
 
 def counted(name: str, number: int, act: Callable[[], None]) -> None:
@@ -156,7 +158,7 @@ def test_a_run_ended_within_its_last_validation_makes_all_of_it_again(
 def test_a_disk_that_is_full_as_label_maps_are_written_is_one_line_and_loses_no_score(
     lost: int, place: Path, whole: Path
 ) -> None:
-    """A run that is resumed makes the map that is missing, and the picture, of which the first case is needed."""
+    """A run that is resumed makes the map that is missing, and the pictures."""
     where = place / f"full{lost}"
     done = train(where, *RUN, hook=functools.partial(lasting, "first", lost, fill_the_disk))
     folder = where / "run"
@@ -167,7 +169,7 @@ def test_a_disk_that_is_full_as_label_maps_are_written_is_one_line_and_loses_no_
     assert len(kept) == 1 and records(folder) == records(whole)
     resumed = train(where, "resume=run", hook=hook("second"))
     assert resumed.code == 0 and same(folder, whole), resumed.err
-    assert times(where, "second")[0] == lost
+    assert times(where, "second")[0] == 1
     assert all((folder / "predictions" / name).stat().st_mtime_ns == at for name, at in kept.items())
 
 
@@ -179,24 +181,26 @@ def test_memory_that_runs_out_as_a_label_map_is_made_loses_no_score(place: Path,
     assert (folder / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes() and len(maps(folder)) == 1
 
 
-def test_a_run_killed_before_its_picture_predicts_the_first_case_alone(place: Path, whole: Path) -> None:
+def test_a_run_killed_in_its_picture_draws_from_its_label_maps(place: Path, whole: Path) -> None:
     done = train(place / "undrawn", *RUN, hook=die_drawing)
     folder = place / "undrawn" / "run"
-    assert done.code == -signal.SIGKILL and maps(folder) == maps(whole) and status(folder) == "running\n"
-    assert not (folder / PICTURE).exists(), "half a picture would count as one"
+    assert done.code == -signal.SIGKILL and maps(folder) == maps(whole) and status(folder) == "running\n", done.err
+    assert not [*(folder / "figures").glob("prediction*")], "half a picture would count as one"
     resumed = train(place / "undrawn", "resume=run", hook=hook("second"))
     assert resumed.code == 0 and same(folder, whole), resumed.err
-    assert times(place / "undrawn", "second")[0] == 1
+    assert times(place / "undrawn", "second")[0] == 0
 
 
 def die_drawing() -> None:
-    def half(*drawn: object) -> None:
-        (file,) = (value for value in drawn if hasattr(value, "write"))
+    def half(file: IO[bytes], **_: object) -> None:
         file.write(b"half")
         file.flush()
         kill()
 
-    plots.segmentation = half
+    figure = SimpleNamespace(savefig=half)
+    case_plots.segmentation = lambda *drawn: plots.save_picture(
+        figure, next(path for path in drawn if isinstance(path, Path))
+    )
 
 
 def test_a_run_that_goes_on_replaces_what_its_earlier_end_left(place: Path, whole: Path) -> None:

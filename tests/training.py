@@ -22,7 +22,7 @@ from PIL import Image
 from unet3d import compose, progress
 from unet3d.cli import main
 from unet3d.memory import preflight
-from unet3d.report import memory_plots, plots, report
+from unet3d.report import case_plots, memory_plots, report
 from unet3d.report.loggers import Loggers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,7 +127,9 @@ def without_frills() -> None:
     """No preflight, no report, pictures of one pixel: they take longer than the training, and no fault is in them."""
     preflight.preflight = lambda config, options: preflight.Preflight((0, 2) if config.ckpt else (), {})
     report.write_report = lambda folder: folder
-    plots.segmentation = memory_plots.phase_plot = memory_plots.timeline_plot = memory_plots.layer_plot = _one_pixel
+    case_plots.segmentation = memory_plots.phase_plot = memory_plots.timeline_plot = memory_plots.layer_plot = (
+        _one_pixel
+    )
 
 
 def _one_pixel(*drawn: object) -> None:

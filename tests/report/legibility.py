@@ -18,15 +18,16 @@ def drawing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Drawn:
     saved: list[Figure] = []
     save = Figure.savefig
 
-    def keep(figure: Figure, path: Path) -> None:
-        save(figure, path)
+    def keep(figure: Figure, *given: Any, **named: Any) -> None:
+        save(figure, *given, **named)
         saved.append(figure)
 
     monkeypatch.setattr(Figure, "savefig", keep)
 
-    def call(function: Callable[..., None], *arguments: Any, title: str | None = None) -> Figure:
+    def call(function: Callable[..., None], *arguments: Any, title: str | None = None, where: Any = None) -> Figure:
         path = folder / "figure.png"
-        function(*arguments, path, *([title] if title else []))
+        function(*arguments, path, *([title] if title else []), *([where] if where else []))
+        assert path.with_suffix(".svg").read_bytes().startswith(b"<?xml")
         with Image.open(path) as image:
             assert image.convert("RGBA").getpixel((0, image.height - 1)) == (255, 255, 255, 255)
         assert_legible(saved[-1])

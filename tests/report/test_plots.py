@@ -2,17 +2,15 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from legibility import Drawn, drawing
 from matplotlib.colors import to_hex
 
 from unet3d.report import plots
-from unet3d.report.plots import centre, colours
+from unet3d.report.plots import colours
 
 NAMES = ("background", "left", "right")
 HEAVY = {"torch", "monai", "matplotlib", "wandb"}
@@ -55,7 +53,7 @@ def test_curves_show_loss_and_dice_per_class_over_steps(draw: Drawn) -> None:
     loss, dice = draw(plots.training_curves, records).axes
     assert loss.lines[0].get_xydata().tolist() == [[1, 1.0], [2, 0.5]]
     shown = lines(dice)
-    assert list(shown) == ["left", "right", "mean of classes"]
+    assert list(shown) == ["left", "right", "mean of classes", "best, step 2"], "the first of equals"
     assert shown["left"].get_xydata().tolist() == [[2, 0.25], [4, 0.75]]
     assert shown["right"].get_xydata().tolist() == [[4, 0.5]]
     assert dice.get_ylim()[0] == 0
@@ -87,115 +85,39 @@ def test_many_steps_are_smoothed_by_a_mean_of_the_steps_before(draw: Drawn) -> N
     assert mean[-1] == pytest.approx([500, 495.5])
 
 
+def test_the_best_validation_is_marked_and_so_are_rate_norm_and_time(draw: Drawn) -> None:
+    more = {"train/lr": 0.1, "train/grad_norm": "nan", "time/step_s": 2.0}
+    best = validation(4, left=0.9) | {"val/dice_mean": 0.75}
+    records = [one | more for one in training(1.0, 0.5)] + [validation(2, left=0.5), best]
+    figure = draw(plots.training_curves, records)
+    loss, dice, rate, norm, seconds = figure.axes
+    assert lines(dice)["best, step 4"].get_xydata().tolist() == [[4, 0.75]]
+    assert lines(loss)["best Dice, step 4"].get_xdata() == [4, 4]
+    assert [axes.get_title() for axes in (rate, norm, seconds)] == ["Learning rate", "Gradient norm", "Seconds a step"]
+    assert rate.lines[0].get_xydata().tolist() == [[1, 0.1], [2, 0.1]] and rate.get_ylim()[0] == 0
+
+
+def test_runs_are_overlaid_by_step_and_long_ones_in_a_thousand_points(draw: Drawn) -> None:
+    long = [{"step": step, "train/loss": step / 9} for step in range(1, 5001)]
+    found = plots.curve(long, "train/loss")
+    assert found is not None and len(found[0]) <= 1000 and found[0][-1] == 5000 and plots.curve(long, "a") is None
+    short = {"train/loss": plots.curve(training(1, 2), "train/loss")}
+    dice = {"val/dice_mean": plots.curve([validation(3)], "val/dice_mean")}
+    figure = draw(plots.curves_plot, {f"{n}: model=a $": short | dice if n % 2 else short for n in range(20)})
+    loss, dices = figure.axes
+    assert len(loss.lines) == 20 and len(dices.lines) == 10 and len(dices.get_legend().texts) == 20
+    assert loss.lines[0].get_xydata().tolist() == [[1, 1], [2, 2]]
+
+
 def test_many_classes_with_long_names_stay_legible(draw: Drawn) -> None:
     names = [f"structure_number_{i}_of_the_left_and_the_right_hemisphere" for i in range(30)]
     _, dice = draw(plots.training_curves, [*training(1, 0.5), validation(2, **dict.fromkeys(names, 0.5))]).axes
     shown = [text.get_text() for text in dice.get_legend().texts]
-    assert len(shown) == 31 and all(text.startswith("structure number") and len(text) <= 24 for text in shown[:30])
-
-
-# --- slices
-
-
-def labels(shape: Sequence[int], *boxes: tuple[int, tuple[slice, ...]]) -> Any:
-    made = np.zeros(shape, np.int64)
-    for value, box in boxes:
-        made[box] = value
-    return made
-
-
-def drawn(axes: Any) -> set[str]:
-    """Colours of the classes that are drawn on an image."""
-    if len(axes.images) == 1:
-        return set()
-    overlay = axes.images[1].get_array().reshape(-1, 4)
-    return {to_hex(colour[:3]) for colour in overlay if colour[3]}
-
-
-def test_the_picture_has_three_planes_of_image_truth_and_prediction(draw: Drawn) -> None:
-    truth = labels((30, 20, 10), (1, np.s_[4:8, 4:8, 4:8]), (-100, np.s_[:, :, :2]))
-    prediction = labels((30, 20, 10), (2, np.s_[4:8, 4:8, 4:8]))
-    image = np.random.default_rng(0).random((30, 20, 10))
-    figure = draw(
-        plots.segmentation, image, {"truth": truth, "prediction": prediction}, (1, 1, 2.5), NAMES, title="case 7"
-    )
-    left, right = (to_hex(colour) for colour in colours(2))
-    grid = np.array(figure.axes).reshape(3, 3)
-    assert [axes.get_title() for axes in grid[0]] == ["image", "truth", "prediction"]
-    dark = "#404040"  # the sagittal and the coronal plane cross what is unlabelled
-    assert [[drawn(axes) for axes in row] for row in grid] == [
-        [set(), {left, dark}, {right}],
-        [set(), {left, dark}, {right}],
-        [set(), {left}, {right}],
-    ]
-    assert [text.get_text() for text in figure.legends[0].texts] == ["left", "right", "unlabelled"]
-    assert figure.get_suptitle() == "case 7"
-
-
-def test_a_dollar_in_a_name_begins_no_formula(draw: Drawn) -> None:
-    name = r"$\organ$"
-    truth = labels((9, 9, 9), (1, np.s_[4:8, 4:8, 4:8]))
-    picture = draw(plots.segmentation, np.zeros((9, 9, 9)), {"truth": truth}, (1, 1, 1), ("none", name), title=name)
-    _, dice = draw(plots.training_curves, [*training(1, 0.5), validation(2, **{name: 0.5})]).axes
-    escaped = r"\$\organ\$"
-    assert picture.get_suptitle() == picture.legends[0].texts[0].get_text() == escaped
-    assert dice.get_legend().texts[0].get_text() == escaped
-
-
-def test_planes_have_their_true_proportions_and_say_where_they_are(draw: Drawn) -> None:
-    truth = labels((30, 20, 10), (1, np.s_[4:7, 8:11, 2:5]), (255, np.s_[20:, :, 5:]))
-    figure = draw(
-        plots.segmentation,
-        np.zeros(truth.shape),
-        {"truth": truth, "prediction": truth},
-        (1, 1.5, 4),
-        NAMES,
-        title="a",
-    )
-    rows = np.array(figure.axes).reshape(3, 3)[:, 0]
-    assert [axes.images[0].get_extent() for axes in rows] == [[0, 30, 0, 40], [0, 30, 0, 40], [0, 30, 0, 30]]
-    assert [axes.get_aspect() for axes in rows] == [1, 1, 1]
-    assert [axes.get_ylabel() for axes in rows] == ["sagittal\nx = 5", "coronal\ny = 9", "axial\nz = 3"]
-    assert [[text.get_text() for text in axes.texts] for axes in rows] == [["A", "S"], ["R", "S"], ["R", "A"]]
-
-
-def test_a_plane_is_shown_with_its_axes_growing_to_the_right_and_upwards(draw: Drawn) -> None:
-    image = np.arange(4 * 3 * 2.0).reshape(4, 3, 2)
-    nothing = labels(image.shape)
-    figure = draw(plots.segmentation, image, {"prediction": nothing}, (1, 1, 1), NAMES, title="a")
-    axial = figure.axes[4].images[0]
-    assert axial.origin == "lower"
-    np.testing.assert_array_equal(axial.get_array(), image[:, :, 1].T)
-
-
-def test_without_truth_there_are_two_columns_through_what_was_predicted(draw: Drawn) -> None:
-    prediction = labels((20, 20, 20), (1, np.s_[15:18, 2:4, 9:12]))
-    figure = draw(
-        plots.segmentation, np.zeros(prediction.shape), {"prediction": prediction}, (1, 1, 1), NAMES, title="a"
-    )
-    grid = np.array(figure.axes).reshape(3, 2)
-    assert [axes.get_title() for axes in grid[0]] == ["image", "prediction"]
-    assert all(drawn(row[1]) for row in grid)
-
-
-@pytest.mark.parametrize("shape", [(8, 64, 64), (64, 64, 4), (20, 30, 200), (1, 1, 1)])
-def test_thin_and_tall_volumes_without_foreground_stay_legible(draw: Drawn, shape: tuple[int, int, int]) -> None:
-    names = ["background", *(f"structure_number_{i}_of_the_left_and_the_right_hemisphere" for i in range(12))]
-    maps = {"truth": labels(shape), "prediction": labels(shape)}
-    figure = draw(plots.segmentation, np.zeros(shape), maps, (1, 1, 1), names, title="no foreground")
-    assert len(figure.axes) == 9 and len(figure.legends[0].texts) == 12
-
-
-def test_the_planes_through_the_centre_hold_some_of_the_mask() -> None:
-    mask = np.zeros((9, 9, 9), bool)
-    mask[0, :, 0] = mask[8, :, 0] = True  # its centre of mass lies between the two
-    x, y, z = centre(mask)
-    assert mask[x].any() and mask[:, y].any() and mask[:, :, z].any()
-    assert centre(np.zeros((4, 6, 8), bool)) == [2, 3, 4]
+    assert len(shown) == 32 and all(text.startswith("structure number") and len(text) <= 24 for text in shown[:30])
 
 
 def test_importing_the_report_loads_no_heavy_library() -> None:
-    modules = "compare", "loggers", "memory_plots", "plots", "report"
+    modules = "case_plots", "compare", "loggers", "memory_plots", "plots", "report"
     code = f"import sys; from unet3d.report import {', '.join(modules)}; print({HEAVY} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -18,6 +18,7 @@ from PIL import Image
 from training import yaml_of
 
 from unet3d.report import report, run_folder
+from unet3d.report.html import html_table
 from unet3d.report.run_folder import read_run
 from unet3d.train.metrics import CaseScore, csv_text
 
@@ -211,7 +212,7 @@ def test_the_report_has_step_time_and_the_share_of_waiting(folder: Path) -> None
 
 def test_the_page_is_complete_in_itself(folder: Path) -> None:
     found = written(folder)
-    pictures = [folder / "figures" / f"{name}.png" for name in ("prediction", "curves", "memory_phases")]
+    pictures = [folder / "figures" / f"{name}.png" for name in ("prediction", "scores", "curves", "memory_phases")]
     inside = [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in found.sources]
     assert inside == [picture.read_bytes() for picture in pictures]
     html = (folder / "report.html").read_text(encoding="utf-8")
@@ -235,7 +236,7 @@ def test_everything_that_is_shown_is_escaped(folder: Path) -> None:
     assert sum(attack in cell for row in found.rows for cell in row) == 3
     assert sum(attack in text for text in found.text) == 4
     assert found.text.count("unet3d run <script>") == 2
-    assert Reader(report.html_table([attack], [[""]])).rows == [[attack], []]
+    assert Reader(html_table([attack], [[""]])).rows == [[attack], []]
 
 
 CODES = "\x1b[2J\x07\x9b\u202e\u2028"  # clear a terminal, ring, begin another command, reverse, break the line

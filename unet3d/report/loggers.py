@@ -218,12 +218,12 @@ def terminal_table(title: str, table: Table) -> Group:
     return Group(Text(escaped(title), "bold"), _rich_table(table))
 
 
-def _rich_table(table: Table, widest_first: int | None = None) -> RichTable:
-    """`widest_first`: characters, of the first column."""
+def _rich_table(table: Table, first: int | None = None) -> RichTable:
+    """`first`: the width of the first column, in characters."""
     made = RichTable(box=box.SIMPLE_HEAD)
     for index, column in enumerate(table.columns):
-        widest = None if index else widest_first
-        made.add_column(escaped(column), justify="right" if index else "left", overflow="fold", max_width=widest)
+        width = None if index else first
+        made.add_column(escaped(column), justify="right" if index else "left", overflow="fold", width=width)
     for row in table.rows:
         made.add_row(*map(escaped, row))
     return made
