@@ -26,7 +26,7 @@ from unet3d.data.patches import PreparedCase, prepare
 from unet3d.data.preprocess import CaseReader, Intensity, normalise
 from unet3d.data.volume import LabelMap, canonical_grid
 from unet3d.model.unet import UNet3D
-from unet3d.report import case_plots
+from unet3d.report import case_plots, plots
 from unet3d.run import predict, validate
 from unet3d.run.predict import Segmenter
 from unet3d.run.validate import Predictions, evaluate
@@ -197,7 +197,7 @@ def die_drawing() -> None:
         file.flush()
         kill()
 
-    figure = SimpleNamespace(savefig=half)
+    figure = SimpleNamespace(savefig=half, draw_without_rendering=list, set_layout_engine=str)
     case_plots.segmentation = lambda *drawn: plots.save_picture(
         figure, next(path for path in drawn if isinstance(path, Path))
     )

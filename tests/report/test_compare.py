@@ -351,7 +351,7 @@ def test_the_page_escapes_what_it_shows_and_needs_no_network(make: Make, tmp_pat
     page = compare.write_comparison(read_rows(folders), tmp_path / "out").read_text()
     assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;&amp;[bold]" in page
     assert "<script" not in page and "http" not in page
-    assert re.findall(r"(?:src|href)=\"(.{10})", page) == ["data:image"]
+    assert re.findall(r"(?:src|href)=\"(.{10})", page) == ["data:image"] * 2
     assert "Comparison of 2 runs" in page and "run 1 failed: &lt;script" in page
 
 
@@ -359,7 +359,32 @@ def test_runs_without_any_peak_have_a_table_and_no_picture(make: Make, tmp_path:
     folders = [make("0"), make("1")]
     for folder in folders:
         (folder / "memory.json").unlink()
+        (folder / "metrics.jsonl").unlink()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "compare.png").write_bytes(b"of an earlier one")
     page = compare.write_comparison(read_rows(folders), tmp_path / "out").read_text()
     assert not (tmp_path / "out" / "compare.png").exists() and "<img" not in page
+
+
+def test_curves_of_the_runs_lie_over_each_other(make: Make, saved: list[Figure], tmp_path: Path) -> None:
+    folders = [make("0", "ckpt=2", dice=0.5), make("1", dice=0.75), make("2", "amp=true", predicts=True)]
+    compare.write_comparison(read_rows(folders), tmp_path / "out")
+    (axes,) = saved[1].axes
+    assert [line.get_xydata().tolist() for line in axes.lines] == [[[2, 0.25], [3, 0.5]], [[2, 0.25], [3, 0.75]]]
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"curves.png", "curves.svg", "compare.svg"}
+
+
+def test_the_printed_table_fits_80_columns_and_breaks_no_number(
+    make: Make, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    long = "a_run_with_a_name_" * 5
+    folders = [
+        make(long, "ckpt=2", "model=unet", dice=0.5),
+        make("1", "data.patch=[32,32,32]", "optim.lr=0.01", "seed=7"),
+    ]
+    compare.print_comparison(read_rows(folders))
+    table = [line for line in capsys.readouterr().out.splitlines() if "comparable" not in line]
+    assert max(map(len, table)) <= 80 and "a_run_with_a_name_" in "".join(table)
+    cells = " ".join(table).split()
+    assert {"[32,32,32]", "0.01", "0.500", "measured", "parameters", "done"} <= {*cells}

@@ -24,8 +24,9 @@ from unet3d.train.metrics import CaseScore, csv_text
 
 MIB = 2**20
 SECTIONS: dict[str, set[str]] = {  # of the report, by the file that they show
-    **{"STATUS": set(), "config.yaml": {"Config"}, "env.json": {"Environment"}, "metrics.jsonl": {"Training", "Time"}},
-    **{"scores.csv": set(), "memory.json": {"Memory"}, "figures/prediction.png": {"Prediction"}},
+    **{"STATUS": set(), "config.yaml": {"Config"}, "env.json": {"Environment", "How it was made"}},
+    "metrics.jsonl": {"Training", "Time"},
+    **{"scores.csv": set(), "memory.json": {"Memory"}, "figures/prediction.png": set()},
 }
 FILES = tuple(SECTIONS)
 NASTY = "<b>&'x'</b>"
@@ -233,7 +234,7 @@ def test_everything_that_is_shown_is_escaped(folder: Path) -> None:
         (folder / "memory.json").write_text(json.dumps(memory))
     found = written(folder.rename(folder.with_name("<script>")))
     assert not {"script", "b"} & set(found.tags)
-    assert sum(attack in cell for row in found.rows for cell in row) == 3
+    assert sum(attack in cell for row in found.rows for cell in row) == 6
     assert sum(attack in text for text in found.text) == 4
     assert found.text.count("unet3d run <script>") == 2
     assert Reader(html_table([attack], [[""]])).rows == [[attack], []]
@@ -384,7 +385,7 @@ def test_a_run_that_measured_no_step_has_a_report_without_memory(folder: Path) -
 def test_an_empty_run_folder_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert written(tmp_path).rows == []
     report.print_summary(tmp_path)
-    assert capsys.readouterr().out == f"run folder: {tmp_path}\n"
+    assert capsys.readouterr().out == f"run folder: {tmp_path}\nin it: report.html\n"
 
 
 @pytest.mark.parametrize("config", ["a: [1", "- a list", "model: 1", "model: {features: 3}"])
@@ -480,7 +481,8 @@ def test_the_closing_lines_fit_80_columns_without_colours(
     write_scores(folder, "left_hippocampus_" * 8, "[red]none[/red]", "right")
     folder = folder.rename(folder.with_name("[red]" + "a_long_name" * 9))
     report.print_summary(folder)
-    *lines, last = capsys.readouterr().out.splitlines()
+    *lines, last, there = capsys.readouterr().out.splitlines()
+    assert there == "in it: scores.csv, memory.json, figures"
     assert max(map(len, lines)) <= 80
     assert not re.search(r"\x1b", "".join(lines))
     cells = [line.split() for line in lines]
@@ -504,3 +506,78 @@ def test_the_closing_lines_need_no_more_than_ascii(folder: Path, monkeypatch: py
     report.print_summary(folder)
     sys.stdout.flush()
     assert b"run folder: " in file.getvalue()
+
+
+# --- cases, the split, and where all of it comes from
+
+
+def test_each_case_is_shown_and_where_there_are_many_they_are_folded(folder: Path) -> None:
+    found = written(folder)
+    at = found.rows.index(
+        [
+            "case",
+            "Dice, mean of classes",
+            *(f"{m} {n}" for m in ("Dice", "IoU", "HD95 (mm)") for n in ("left", "none", NASTY)),
+        ]
+    )
+    assert [row[:3] for row in found.rows[at + 1 : at + 3]] == [["a", "0.700", "0.900"], ["b", "0.700", "0.700"]]
+    head, *rows = (folder / "scores.csv").read_text().splitlines()
+    (folder / "scores.csv").write_text("\n".join([head, *(f"{number}{rows[0]}" for number in range(13))]))
+    assert "13 cases, the worst first" in written(folder).text and "details" in found.tags
+
+
+def test_the_report_says_how_the_run_was_made(folder: Path) -> None:
+    (folder / "overrides.yaml").write_text('["data.root=my data", "amp=true"]')
+    (folder / "split.json").write_text(json.dumps({"training": ["a", "b"], "validation": ["<c>"], "x": 7}))
+    text = written(folder).text
+    assert "python train.py 'data.root=my data' amp=true" in text
+    assert text[text.index("2 cases for training") :][:4] == [
+        "2 cases for training",
+        "a, b",
+        "1 cases for validation",
+        "<c>",
+    ]
+
+
+def test_the_best_worst_and_median_case_are_shown_from_the_folder_alone(folder: Path) -> None:
+    for role in ("worst", "best", "median"):
+        (folder / "figures" / "prediction.png").rename(folder / "figures" / f"prediction_{role}.png")
+        Image.new("RGB", (4, 4)).save(folder / "figures" / "prediction.png")
+    (folder / "figures" / "prediction.png").unlink()
+    page = folder / "report.html"
+    report.write_report(folder)
+    assert re.findall("the (best|median|worst) case", page.read_text()) == ["best", "median", "worst"]
+
+
+SHA, OTHER = "a" * 40, "b" * 40
+
+
+def test_the_commit_is_that_of_the_tree_and_nothing_runs(tmp_path: Path) -> None:
+    """Git itself would run what a config in .git names."""
+    git = tmp_path / ".git"
+    assert run_folder.commit(tmp_path) is None
+    (git / "refs" / "heads").mkdir(parents=True)
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    assert run_folder.commit(tmp_path) is None, "without any commit"
+    (git / "packed-refs").write_text(f"# pack-refs\n{OTHER} refs/heads/old\n{SHA} refs/heads/main\n")
+    assert run_folder.commit(tmp_path) == SHA
+    (git / "refs" / "heads" / "main").write_text(f"{OTHER}\n")
+    assert run_folder.commit(tmp_path) == OTHER
+    (git / "HEAD").write_text(SHA)
+    assert run_folder.commit(tmp_path) == SHA
+    (git / "HEAD").write_text("x" * 9000)
+    assert run_folder.commit(tmp_path) is None
+    (git / "HEAD").unlink()
+    os.mkfifo(git / "HEAD")
+    assert run_folder.commit(tmp_path) is None
+
+
+def test_the_commit_of_a_second_work_tree_is_its_own(tmp_path: Path) -> None:
+    main = tmp_path / "main" / ".git"
+    (main / "worktrees" / "two").mkdir(parents=True)
+    (main / "worktrees" / "two" / "commondir").write_text("../..\n")
+    (main / "worktrees" / "two" / "HEAD").write_text("ref: refs/heads/two\n")
+    (main / "packed-refs").write_text(f"{SHA} refs/heads/two\n")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / ".git").write_text(f"gitdir: {main / 'worktrees' / 'two'}\n")
+    assert run_folder.commit(tmp_path / "two") == SHA
