@@ -89,6 +89,7 @@ def test_a_run_leaves_the_folder_of_the_design(finished: Path) -> None:
     there = {path.name for path in folder.iterdir()}
     assert there >= {
         *("config.yaml", "env.json", "metrics.jsonl", "metrics.csv", "scores.csv", "memory.json", "report.html"),
+        "split.json",
         *("STATUS", "checkpoints", "figures", "memory", "predictions", "wandb"),
     }
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"best.pt", "last.pt", "previous.pt"}
@@ -131,7 +132,7 @@ def test_a_run_shows_where_its_memory_went(finished: Path) -> None:
     for line in ("The ledger&#x27;s peak, ", "of the peak (", "mostly activations", "down1.conv1", "gradients"):
         assert line in page, line
     assert len(page) < 5 * 2**20
-    assert page.count("<img") == 5, "prediction, curves, and memory per phase, over a step, by layer"
+    assert page.count("<img") == 6, "prediction, scores, curves, and memory per phase, over a step, by layer"
     assert {path.name for path in (finished / "memory").iterdir()} == {
         *("snapshot.pickle", "timeline.csv", "trace.csv", "changes.txt")
     }
@@ -164,7 +165,7 @@ def test_the_offline_wandb_run_holds_config_scalars_memory_and_the_picture(finis
     assert losses == [record["train/loss"] for record in records(finished) if "train/loss" in record]
     assert found.summary["memory/measured/peak_bytes"] == memory["measured"]["peak_bytes"]
     assert found.summary["memory/predicted/phases/backward/steady"] > 0
-    assert any("val/prediction_best._type" in record for record in found.history)
+    assert any("val/prediction._type" in record for record in found.history)
     assert any("prediction" in name and name.endswith(".png") for name in found.files)
     assert found.exit_code == 0
 

@@ -412,7 +412,9 @@ def test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows(tmp_path: Path, m
     assert (tmp_path / "victim").read_text() == "precious" and (tmp_path / "a").read_text() == "x"
 
 
-@pytest.mark.parametrize("name", ["STATUS", "metrics.jsonl", "memory.json", "config.yaml", "scores.csv", "env.json"])
+@pytest.mark.parametrize(
+    "name", ["STATUS", "metrics.jsonl", "memory.json", "config.yaml", "scores.csv", "env.json", "split.json"]
+)
 def test_a_pipe_or_an_endless_file_in_a_run_folder_is_not_read(
     stranger: Path, name: str, capsys: pytest.CaptureFixture
 ) -> None:

@@ -83,7 +83,8 @@ def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path:
     figure = blank(WIDTH, 4.4)
     axes = figure.subplots()
     for label, colour, sizes, below in _stack(changes.cumsum(axis=1)):
-        axes.fill_between(range(len(sizes)), below, below + sizes, step="post", color=colour, linewidth=0, label=label)
+        style = {"color": colour, "linewidth": 0, "label": label, "rasterized": len(sizes) > 5000}  # of an SVG: pixels
+        axes.fill_between(range(len(sizes)), below, below + sizes, step="post", **style)
     alive = changes.sum(axis=0).cumsum()
     event, peak = int(alive.argmax()), alive.max() / MIB
     text = f"{peak:,.1f} MiB" + (f", {rows[event - 1].module}" if event else "")
