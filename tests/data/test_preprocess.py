@@ -349,7 +349,8 @@ def test_a_run_learns_from_slices_and_scores_others(tmp_path: Path) -> None:
     assert first["step"] == 0 and 0 < float.fromhex(first["data/labelled_share"]) < 0.3
     head, *rows = (folder / "scores.csv").read_text().splitlines()
     assert "iou/" in head and "hd95" not in head and len(rows) == len([*(folder / "predictions").iterdir()]) == 4
-    assert (folder / "figures" / "prediction.png").is_file()
+    drawn = sorted(path.stem for path in (folder / "figures").glob("prediction*.png"))
+    assert drawn == [f"prediction_{role}" for role in ("best", "median", "worst")]
 
 
 def test_a_label_map_without_any_label_is_refused(tmp_path: Path) -> None:

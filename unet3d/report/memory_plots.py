@@ -28,6 +28,7 @@ KINDS = {  # category of bytes: its name and colour, from the bottom of a stack 
     "activations": ("activations (saved for backward)", "#56B4E9"),
     "temporaries": ("temporaries", "#E69F00"),
 }
+MOST_EVENTS = 5000  # of a step whose areas an SVG draws as shapes, not as pixels
 WIDTH, LETTER = 9.6, 0.075  # inches: of a figure; of a letter in 9 points on average, generously
 Part = tuple[str, str, Array, Array]  # of a stack: name, colour, its MiB in every place and the MiB below it
 
@@ -83,7 +84,8 @@ def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path:
     figure = blank(WIDTH, 4.4)
     axes = figure.subplots()
     for label, colour, sizes, below in _stack(changes.cumsum(axis=1)):
-        style = {"color": colour, "linewidth": 0, "label": label, "rasterized": len(sizes) > 5000}  # of an SVG: pixels
+        style: dict[str, Any] = {"color": colour, "linewidth": 0, "label": label}
+        style["rasterized"] = len(sizes) > MOST_EVENTS
         axes.fill_between(range(len(sizes)), below, below + sizes, step="post", **style)
     alive = changes.sum(axis=0).cumsum()
     event, peak = int(alive.argmax()), alive.max() / MIB
