@@ -92,7 +92,8 @@ class Data:
     root: str | None = option(None, "folder of the data set")
     images: str = option("images", "folders: sub-folder of the images")
     labels: str = option("labels", "folders: sub-folder of the label maps")
-    classes: list[str] | None = option(None, "folders: class names, background first")
+    classes: list[str] | None = option(None, "folders, or with label_map: class names, background first")
+    label_map: Any = option(None, "new label: the files' label or labels, as {1: [1,2], 2: 4}; null: as stored")
     ignore: int | None = option(None, "label that is not learned or scored; null: dataset.json's", low=0, high=65535)
     nonfinite: str = option("error", "NaN and infinite voxels; zero: 0 takes their place", among=("error", "zero"))
     affine_check: str = option("error", "a case's files apart in space; warn: match voxels", among=("error", "warn"))
@@ -120,6 +121,9 @@ class Data:
     def __post_init__(self) -> None:
         """Runs of older versions, and their commands, say whether cases are kept in memory; YAML reads off as false."""
         self.cache = {"True": "memory", "False": "off"}.get(str(self.cache), self.cache)
+        if isinstance(self.label_map, dict):  # JSON has texts as keys
+            is_number = {key: isinstance(key, str) and key.isdecimal() for key in self.label_map}
+            self.label_map = {int(key) if is_number[key] else key: olds for key, olds in self.label_map.items()}
 
 
 @dataclass

@@ -69,7 +69,8 @@ def damaged(root: Path) -> tuple[Data, list[str]]:
         f"a: {images['a']}: no such file; restore it or remove the case",
         f"a: {labels['a']}: is empty; replace the file",
         f"b: {images['b']}: 120 voxels are NaN or infinite; give them a value, e.g. the background's",
-        f"b: {labels['b']}: 120 voxels have the label 7; allowed are 0 to 2; relabel them",
+        f"b: {labels['b']}: 120 voxels have the label 7; allowed are 0 to 2; "
+        "relabel them, or add 'data.label_map={1:1,2:7}'",
         f"c: {labels['c']}: has (6, 5, 3) voxels, not the (6, 5, 4) of {images['c']}; {resample}",
         f"d: {images['d']}: has 2 channels, the data set 1 (CT); make them agree",
         f"e: {images['e']}: damaged ({end}); replace the file",

@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from unet3d import progress
 from unet3d.config import Data
 from unet3d.data import nifti, volume
 from unet3d.data.cases import Case, DatasetInfo, split
+from unet3d.data.labels import proposal
 from unet3d.data.nifti import ValidationRules
 from unet3d.errors import UserError
 
@@ -35,6 +36,7 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
     Reads headers: files, sizes, channels, grids, units; `full`: also voxels (damage, NaN, labels, twins), odd headers.
     """
     lines, contents, rules = list[str](), dict[str, Content](), ValidationRules.of(data)
+    unknown: set[int] = set()
     for case in progress.track(cases, "checking cases", len(cases)):
         opened, found = _headers(dataset, case, data)
         lines += found
@@ -43,9 +45,11 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
                 what = "has no label map; it is neither learned from nor scored"
                 lines.append(f"{WARNING}{case.id}: {case.images[0]}: {what}")
             lines += [f"{WARNING}{case.id}: {path}: {what}" for path in opened for what in _oddities(opened[path])]
-            content, found = _content(dataset, case, opened, rules)
+            content, found, labels = _content(dataset, case, opened, rules)
             lines += found
             contents |= content
+            unknown |= labels
+    lines += _proposal(dataset, unknown, contents)
     try:
         train, val = split(dataset, data)
     except UserError as error:
@@ -94,13 +98,13 @@ def _oddities(image: nib.Nifti1Image) -> Iterator[str]:
 
 def _content(
     dataset: DatasetInfo, case: Case, opened: volume.Headers, rules: ValidationRules
-) -> tuple[dict[str, Content], list[str]]:
-    """What the voxels hold, by the case's id, if all could be read; and what is wrong with them."""
-    errors, warnings, digest, labels = [], [], hashlib.blake2b(), frozenset[int]()
+) -> tuple[dict[str, Content], list[str], frozenset[int]]:
+    """What the voxels hold, by the case's id, if all could be read; what is wrong; labels where some are unknown."""
+    errors, warnings, digest, labels, unknown = [], [], hashlib.blake2b(), frozenset[int](), frozenset[int]()
     for path, image in opened.items():
         try:
             if path == case.label:
-                label = nifti.read_label(case.id, path, image, len(dataset.classes), dataset.ignore)
+                label = nifti.read_label(case.id, path, image, len(dataset.classes), dataset.ignore, dataset.relabel)
                 labels = frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
             else:
                 voxels, replaced = nifti.read_image(case.id, path, image, rules)
@@ -109,11 +113,21 @@ def _content(
                     warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(replaced)}")
         except UserError as error:
             errors.append(str(error))
+            unknown |= error.found if isinstance(error, nifti.UnknownLabels) else frozenset()
     if errors or len(opened) < len(case.images) + bool(case.label):
-        return {}, [*errors, *warnings]
+        return {}, [*errors, *warnings], unknown
     if case.label and labels <= {0, dataset.ignore}:
         warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
-    return {case.id: Content(digest.digest(), labels)}, warnings
+    return {case.id: Content(digest.digest(), labels)}, warnings, unknown
+
+
+def _proposal(dataset: DatasetInfo, unknown: Collection[int], contents: Mapping[str, Content]) -> Iterator[str]:
+    """The label map that suits all files, where `unknown` labels occur."""
+    known = {label for content in contents.values() for label in content.labels} if dataset.relabel is None else set()
+    found = {*unknown, *(known - {0, dataset.ignore} if unknown else ())}
+    if option := proposal(found, len(dataset.classes), dataset.relabel):
+        held = ", ".join(map(str, sorted({0, *found})))
+        yield f"{WARNING}{dataset.name}: the label maps hold {held}; to learn from them as they are, add {option}"
 
 
 def leaks(train: Sequence[Case], val: Sequence[Case], digests: Mapping[str, object]) -> Iterator[str]:
