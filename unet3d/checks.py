@@ -36,6 +36,8 @@ IDLE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (  # option, when 
     ("data.fold", lambda c: c.data.split is not None, "beside data.split"),
     ("data.val_fraction", lambda c: (c.data.fold, c.data.split) != (None, None), "beside data.fold or data.split"),
     ("data.val_fraction", lambda c: c.data.semi, "with data.semi=true, which holds no case out"),
+    ("optim.init_lr", lambda c: c.init is None, "without init"),
+    ("optim.init_names", lambda c: c.init is None or c.optim.init_lr == 1, "without init and optim.init_lr"),
     ("data.scored", lambda c: not c.data.semi, "without data.semi=true"),
     ("data.scored", lambda c: c.data.sparse_fold is not None, "beside data.sparse_fold, which scores that part"),
     ("data.sparse_folds", lambda c: c.data.sparse_fold is None, "without data.sparse_fold"),
@@ -73,6 +75,8 @@ def check(config: Config, here: bool = True) -> None:
     _check_data(config.data)
     if config.budget is not None:
         budget_bytes(config.budget)
+    if here and config.init is not None and config.resume is None and not Path(config.init).is_file():
+        raise UserError(f"init={config.init}: no such file; give RUN/checkpoints/best.pt, or a published one")
     root = config.data.root
     if here and config.data.format not in ("phantom", "mni152"):
         if root is None:
@@ -169,6 +173,8 @@ def _check_slabs(config: Config) -> None:
         raise UserError(f"{way} and model.norm={config.model.norm}: not over several ranks; use model.norm=instance")
     if config.ckpt:
         raise UserError(f"{way} and ckpt={config.ckpt}: each decides what backward makes again; drop one")
+    if config.optim.init_lr == 0:
+        raise UserError(f"{way} and optim.init_lr=0: slabs take the gradients of all tensors; use ckpt=auto, or none")
     if config.model.path is not None:
         raise UserError(f"{way}: runs unet3d's own U-Net by its layers, not model.path={config.model.path}; drop one")
 

@@ -148,6 +148,8 @@ class Optim:
     schedule: str = option("poly", "of the learning rate", among=("poly", "cosine", "one_cycle", "constant"))
     warmup: float = option(0.1, "one_cycle: share of the steps that rises", low=0, high=0.9)
     clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=1e-6)
+    init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", low=0, high=100)
+    init_names: list[str] | None = option(None, "what init_lr is for, as [inc,down1]; null: all that init loaded")
     average: float | None = option(None, "decay of averaged weights to predict with; null: none", low=0, high=0.99999)
 
 
@@ -194,6 +196,7 @@ class Config:
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
     budget: str | None = option(None, "refuse a run whose step is predicted to hold more in tensors, e.g. 8GiB")
     rank_timeout: float = option(600.0, "under torchrun: seconds that a process waits for another", low=1, high=1e6)
+    init: str | None = option(None, "snapshot of a run, or a published one, to begin with the weights of")
     resume: str | None = option(None, "run folder to continue; auto: that of hydra.run.dir, or a new run there")
     loggers: list[str] = option([], "your own, package.module:name, called with the config and the run folder")
     sweep: list[str] | None = option(None, "of an experiment: overrides with several values, one job each, as for -m")

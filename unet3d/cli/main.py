@@ -147,7 +147,9 @@ def _memory(arguments: argparse.Namespace) -> None:
     if out is not None and any((out / name).exists() for name in ("STATUS", "metrics.jsonl")):
         raise UserError(f"{out}: holds a run; -o needs a folder of its own")
     from unet3d.cli import memory
+    from unet3d.run.start import with_names
 
+    jobs = [with_names(job) for job in jobs]
     if is_fit:
         memory.print_fit(jobs[0])
     elif arguments.curves:

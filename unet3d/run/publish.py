@@ -49,7 +49,9 @@ def _open(path: Path, model_path: str | None) -> Opened:
     found = predict.parse(state, path, model_path)
     if missing := [name for name in KEPT if name not in state]:
         raise SnapshotError(f"{path}: not a snapshot of a run (no {', '.join(missing)})")
-    config = {name: value for name, value in state["config"].items() if name not in ("wandb", "resume", "sweep")}
+    config = {
+        name: value for name, value in state["config"].items() if name not in ("wandb", "init", "resume", "sweep")
+    }
     config["data"] = {name: value for name, value in config.get("data", {}).items() if name not in PATHS}
     return found, {name: state[name] for name in KEPT} | {"config": config}
 
