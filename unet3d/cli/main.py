@@ -250,6 +250,8 @@ def _check_data(arguments: argparse.Namespace) -> int:
     except UserError:  # check_cases lists it too
         train, val = (), ()
     found = check.check_cases(dataset, dataset.cases, config.data, full=True)
+    if line := check.unsuitable_patch(config, train):
+        found.append(f"{check.WARNING}{line}")
     problems = [line for line in found if not line.startswith(check.WARNING)]
     print(*map(escaped, [*check.summary(dataset, train, val), *found]), sep="\n")
     print(f"{len(problems) or 'no'} problems, {len(found) - len(problems)} warnings")

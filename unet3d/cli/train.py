@@ -69,6 +69,7 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     """One run in its folder, of this process or of several ranks, which all call this. Ends early once `stop`."""
     libraries.load_libraries()  # before torch and monai, which load here: a wrong option was answered before
     from unet3d import build
+    from unet3d.data.check import unsuitable_patch
     from unet3d.memory.preflight import preflight
     from unet3d.report import report, run_folder
     from unet3d.run.run import Run
@@ -83,6 +84,9 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
             network = ranks.on_first(lambda: build.outlined_options(config))
         else:
             network = build.model_options(config, data.dataset, data.train[0])
+        first = data.train if data is not None and config.resume is None and ranks.RANK == 0 else ()
+        if advice := unsuitable_patch(config, first):
+            lifecycle.say(f"warning: {escaped(advice)}")
         start = None
         if config.init is not None and config.resume is None:
             start = ranks.on_first(lambda: open_start(config, network, data))
