@@ -13,7 +13,6 @@ from training import TINY, train
 
 from unet3d import build, compose
 from unet3d.config import Config
-from unet3d.data.cases import read_dataset
 from unet3d.errors import SnapshotError, UserError
 from unet3d.memory.meter import ENOUGH, LedgerMeter
 from unet3d.memory.preflight import estimate
@@ -21,7 +20,7 @@ from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import simulate
 from unet3d.report.wandb_logger import without_paths
 from unet3d.run import publish
-from unet3d.run.start import Start, heads, open_start, with_names
+from unet3d.run.start import Start, class_sources, heads, open_start, with_names
 from unet3d.train import checkpoint, optim
 from unet3d.train.step import train_step
 from unet3d.types import Batch
@@ -58,23 +57,35 @@ def test_all_is_loaded_where_all_fits_averaged_weights_first(net: Path, capsys: 
     assert f"init={net}: {count} of {count} tensors loaded; nothing is new" in printed.out and printed.err == ""
 
 
-@pytest.mark.parametrize(
-    ("label_map", "names"),
-    [("{1:[1,2]}", "left+right"), ("{1:2,2:1}", "right, left")],
-)
-def test_heads_are_new_where_the_classes_differ_in_number_or_in_names(
-    net: Path, capsys: Capture, label_map: str, names: str
-) -> None:
-    found = opened(net, f"data.label_map={label_map}")
-    assert found.new == HEAD
+def test_heads_begin_with_the_rows_of_their_classes(net: Path, capsys: Capture) -> None:
+    state = checkpoint.load_snapshot(net)
+    background, one, two, three = state["classes"]
+    for label_map, sources, line in (
+        ("{1:2,2:1}", [[0], [2], [1]], f"{background} from {background}; {two} from {two}; {one} from {one}"),
+        ("{1:[1,3]}", [[0], [1, 3]], f"{background} from {background}; {one}+{three} from {one} and {three}"),
+    ):
+        found = opened(net, f"data.label_map={label_map}")
+        assert found.new == [] and not {*HEAD} & found.weights.keys()
+        assert f"heads, as the classes differ: {line}" in capsys.readouterr().out
+        model = build.model(
+            dataclasses.replace(compose.from_plain(state["config"]).model, in_channels=1, classes=len(sources)), 0
+        )
+        found.load(model)
+        for name in HEAD:
+            wanted = torch.stack([state["average"][name][olds].mean(0) for olds in sources])
+            assert torch.equal(model.state_dict()[name], wanted)
+
+
+def test_heads_are_new_where_no_class_has_a_name_in_common(net: Path, capsys: Capture) -> None:
+    found = opened(net, "data.label_map={1:1,2:2}", "data.classes=[air,x,y]")
+    assert (found.new, found.rows) == (HEAD, {})
     there = ", ".join(checkpoint.load_snapshot(net)["classes"])
-    assert (
-        f"the classes are background, {_named(net, label_map)}, there {there}: heads are new" in capsys.readouterr().out
-    )
+    assert f"heads, as the classes differ: new, of air, x, y, there {there}" in capsys.readouterr().out
 
 
-def _named(net: Path, label_map: str) -> str:
-    return ", ".join(read_dataset(compose.compose(words(net, f"data.label_map={label_map}")).data).classes[1:])
+def test_a_class_without_a_source_has_a_new_row() -> None:
+    assert class_sources(("b", "x", "y", "z"), ("air", "y", "w", "x+z")) == {0: [0], 1: [2], 3: [1, 3]}
+    assert class_sources(("b", "x"), ("b", "x+w")) == class_sources(("b", "x"), ("b", "b", "w")) == {}
 
 
 def test_heads_of_deep_supervision_are_found_by_their_size() -> None:
@@ -222,7 +233,7 @@ def transferred(net: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     given += ["optim.init_lr=0", f"hydra.run.dir={place / 'run'}"]
     ended = train(place, *given, "steps=2")
     assert ended.code == 0, ended.err
-    assert "frozen; new: outc.conv.weight, outc.conv.bias" in ended.out
+    assert "tensors loaded, frozen, 2 by class; nothing is new" in ended.out
     yield place / "run", given
 
 
@@ -230,7 +241,8 @@ def test_a_run_records_its_start_and_measures_what_it_predicted(net: Path, trans
     folder, _ = transferred
     record, memory = (json.loads((folder / name).read_text()) for name in ("init.json", "memory.json"))
     state, before = checkpoint.load_snapshot(folder / "checkpoints/last.pt"), checkpoint.load_snapshot(net)
-    assert record["new"] == HEAD and {*record["loaded"], *HEAD} == state["model"].keys()
+    assert record["new"] == [] and [*record["by class"]] == HEAD
+    assert {*record["loaded"], *HEAD} == state["model"].keys()
     values = yaml.safe_load((folder / "config.yaml").read_text())
     config = compose.from_plain(values | {"model": state["model_options"]})
     assert memory["measured"]["peak_bytes"] == simulate(config, config.model, ()).ledger.peak_bytes()

@@ -59,7 +59,7 @@ class Run:
         policy = build.policy(config, device.type, segment_starts)
         model = build.model(options, config.seed)
         if start is not None:
-            model.load_state_dict(start.weights, strict=False)
+            start.load(model)
         self.model = build.shared(model.to(device))
         self.optimizer = optim.optimizer(config.optim, self.model)
         learner = Learner(self.model, loss, self.optimizer, policy.scaler(), policy)

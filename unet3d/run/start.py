@@ -27,11 +27,21 @@ class Start(NamedTuple):
 
     config: Config
     weights: dict[str, Tensor]  # that are loaded
-    new: list[str]  # the network's other tensors
+    new: list[str]  # the network's other tensors, but those of `rows`
+    rows: dict[str, dict[int, Tensor]]  # of heads, by class, where the snapshot has other classes
+
+    def load(self, model: nn.Module) -> None:
+        """Put the weights into a network; what is new stays as it is."""
+        model.load_state_dict(self.weights, strict=False)
+        own = model.state_dict()
+        for name, rows in self.rows.items():
+            for label, row in rows.items():
+                own[name][label].copy_(row)
 
     def record(self) -> dict[str, Any]:
         """For init.json."""
-        return {"init": self.config.init, "loaded": list(self.weights), "new": self.new}
+        by_class = {name: sorted(rows) for name, rows in self.rows.items()}
+        return {"init": self.config.init, "loaded": list(self.weights), "by class": by_class, "new": self.new}
 
 
 def open_start(config: Config, options: Model, data: Data | None) -> Start:
@@ -43,16 +53,19 @@ def open_start(config: Config, options: Model, data: Data | None) -> Start:
     dataset = data.dataset if data is not None else read_dataset(config.data)
     found, outline = _read(Path(config.init), config.model.path), _outline(options)
     weights = checkpoint.fitting(outline, found.weights[0], found.path)
-    is_other = found.classes != dataset.classes
-    for name in heads(options) if is_other else ():
-        weights.pop(name, None)
+    rows, sources = dict[str, dict[int, Tensor]](), {}
+    if found.classes != dataset.classes:
+        sources = class_sources(found.classes, dataset.classes)
+        rows = _rows(found, outline.state_dict(), heads(options), sources)
+        weights = {name: value for name, value in weights.items() if name not in heads(options)}
     _refuse_nothing(found, options, outline, weights)
-    new = [name for name in outline.state_dict() if name not in weights]
+    new = [name for name in outline.state_dict() if name not in weights.keys() | rows.keys()]
     named = _with_names(config, [name for name, _ in outline.named_parameters()], weights)
     for line in _differences(found, config, options, dataset, data.read.intensity if data is not None else ()):
         warn(line)
-    print(*map(escaped, _lines(found, named, weights, new, dataset.classes if is_other else ())), sep="\n", flush=True)
-    return Start(named, weights, new)
+    start = Start(named, weights, new, rows)
+    print(*map(escaped, _lines(start, found, dataset.classes, sources)), sep="\n", flush=True)
+    return start
 
 
 def with_names(overrides: list[str]) -> list[str]:
@@ -69,6 +82,35 @@ def heads(options: Model) -> list[str]:
     assert options.classes is not None
     wider = _outline(dataclasses.replace(options, classes=options.classes + 1)).state_dict()
     return [name for name, value in _outline(options).state_dict().items() if value.shape != wider[name].shape]
+
+
+def class_sources(theirs: Sequence[str], own: Sequence[str]) -> dict[int, list[int]]:
+    """The snapshot's classes that a class begins with: that of the same name, or the parts of a merged one.
+
+    {} where no class but the background has any.
+    """
+    labels, found = {name: label for label, name in enumerate(theirs) if label}, {0: [0]}
+    for label, name in enumerate(own[1:], start=1):
+        parts = [name] if name in labels else name.split("+")
+        if all(part in labels for part in parts):
+            found[label] = [labels[part] for part in parts]
+    return found if len(found) > 1 else {}
+
+
+def _rows(
+    found: TrainedNetworks, own: dict[str, Tensor], names: Sequence[str], sources: dict[int, list[int]]
+) -> dict[str, dict[int, Tensor]]:
+    """Of the heads of these names, the row of each class that has a source: of a merged class the mean of its parts'.
+
+    Raises SnapshotError for numbers that are not finite.
+    """
+    fits = {}
+    for name in names if sources else ():
+        theirs = found.weights[0].get(name)
+        if theirs is not None and theirs.shape == (len(found.classes), *own[name].shape[1:]):
+            fits[name] = theirs
+    checkpoint.refuse_non_finite(fits, found.path)
+    return {name: {new: value[olds].mean(0) for new, olds in sources.items()} for name, value in fits.items()}
 
 
 def _read(path: Path, model_path: str | None) -> TrainedNetworks:
@@ -147,17 +189,32 @@ def _kinds(rules: Sequence[Intensity]) -> str:
 
 
 def _lines(
-    found: TrainedNetworks, config: Config, weights: dict[str, Tensor], new: list[str], classes: Sequence[str]
+    start: Start, found: TrainedNetworks, classes: Sequence[str], sources: dict[int, list[int]]
 ) -> Iterator[str]:
-    """What is loaded and what is new; `classes` are the network's, where they are not those of the snapshot."""
+    """What is loaded, what is new, and what the heads begin with where the classes differ."""
+    weights, new = start.weights, start.new
     which = " (the first of its networks)" if len(found.weights) > 1 else ""
     more = f" and {len(new) - SHOWN} more" if len(new) > SHOWN else ""
-    factor, names = config.optim.init_lr, config.optim.init_names
-    rate = "" if factor == 1 else ", frozen" if factor == 0 else f", at {factor:g} times the rate"
-    slow = sum(optim.is_named(name, names or ()) for name in weights)
-    rate = rate if slow == len(weights) or not rate else f", {slow} of them{rate[1:]}"
+    by_class = f", {len(start.rows)} by class" if start.rows else ""
     new_ones = f"new: {', '.join(new[:SHOWN])}{more}" if new else "nothing is new"
-    total = len(weights) + len(new)
-    yield f"init={found.path}{which}: {len(weights)} of {total} tensors loaded{rate}; {new_ones}"
-    if classes:
-        yield f"the classes are {', '.join(classes)}, there {', '.join(found.classes)}: heads are new"
+    total = len(weights) + len(start.rows) + len(new)
+    yield f"init={found.path}{which}: {len(weights)} of {total} tensors loaded{_rate(start)}{by_class}; {new_ones}"
+    if found.classes != tuple(classes):
+        words = [
+            f"{classes[label]} from {' and '.join(found.classes[old] for old in olds)}"
+            for label, olds in sources.items()
+        ]
+        absent = [name for label, name in enumerate(classes) if label not in sources]
+        words += [f"{', '.join(absent)} new"] * bool(absent and sources)
+        heads_ = "; ".join(words) if start.rows else f"new, of {', '.join(classes)}, there {', '.join(found.classes)}"
+        yield f"heads, as the classes differ: {heads_}"
+
+
+def _rate(start: Start) -> str:
+    """In words, the rate of what is loaded, and of how much of it."""
+    factor, names = start.config.optim.init_lr, start.config.optim.init_names or ()
+    if factor == 1:
+        return ""
+    word = "frozen" if factor == 0 else f"at {factor:g} times the rate"
+    slow = sum(optim.is_named(name, names) for name in start.weights)
+    return f", {word}" if slow == len(start.weights) else f", {slow} of them {word}"

@@ -141,7 +141,7 @@ def refuse_misfit(model: nn.Module, weights: dict[str, Tensor], path: Path) -> N
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
         lines += [f"and {len(rows) - SHOWN} more"] * (len(rows) > SHOWN)
         raise SnapshotError("\n  ".join([f"{path}: {len(rows)} tensors do not fit the model", *lines]))
-    _refuse_non_finite(weights, path)
+    refuse_non_finite(weights, path)
 
 
 def fitting(model: nn.Module, weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ def fitting(model: nn.Module, weights: dict[str, Tensor], path: Path) -> dict[st
     _refuse_no_numbers(weights, path)
     mine, theirs = _shapes(model.state_dict()), _shapes(weights)
     found = {name: value for name, value in weights.items() if mine.get(name) == theirs[name]}
-    _refuse_non_finite(found, path)
+    refuse_non_finite(found, path)
     return found
 
 
@@ -158,7 +158,8 @@ def _refuse_no_numbers(weights: Mapping[str, Tensor], path: Path) -> None:
         raise SnapshotError(f"{path}: its weights are not all tensors with their numbers")
 
 
-def _refuse_non_finite(weights: Mapping[str, Tensor], path: Path) -> None:
+def refuse_non_finite(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Raise SnapshotError for numbers that no training can begin or go on with."""
     if broken := next((name for name, value in weights.items() if not is_finite(value)), None):
         raise SnapshotError(f"{path}: {broken} holds NaN or infinite numbers; take an earlier snapshot")
 
