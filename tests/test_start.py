@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from ranked import train_ranks
 from training import TINY, train
 
 from unet3d import build, compose
@@ -275,3 +276,12 @@ def test_memory_of_a_frozen_start_is_predicted_without_a_run(net: Path) -> None:
 
 def test_wandb_does_not_record_where_the_weights_come_from() -> None:
     assert without_paths({"init": "patient.pt", "seed": 0}) == {"seed": 0}
+
+
+def test_ranks_begin_with_the_same_weights_which_the_first_alone_reads(net: Path, tmp_path: Path) -> None:
+    given = [*TINY, f"init={net}", "optim.init_lr=0", "data.label_map={1:[1,2]}", "batch=2", "steps=2", "eval_every=0"]
+    first, other = train_ranks(tmp_path, *given)
+    assert (first.code, other.code) == (0, 0), first.err
+    assert ", frozen, 2 by class; nothing is new" in first.out and "tensors" not in other.out
+    state, before = checkpoint.load_snapshot(tmp_path / "run/checkpoints/last.pt"), checkpoint.load_snapshot(net)
+    assert all(torch.equal(state["model"][n], before["average"][n]) for n in before["average"].keys() - {*HEAD})
