@@ -22,7 +22,7 @@ PAGES = [
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 ]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
-USER_PATHS = ("loss.path=", "model.path=", "--config-dir", "--model", "loggers=", "data.transforms=")
+USER_PATHS = ("init=", "loss.path=", "model.path=", "--config-dir", "--model", "loggers=", "data.transforms=")
 
 
 def commands() -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from unet3d.model import geometry
 from unet3d.types import budget_bytes
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
-UNTYPED = ("model.kernels", "model.strides", "ckpt", "slab")  # have rules of their own
+UNTYPED = ("model.kernels", "model.strides", "ckpt", "slab", "data.label_map")  # have rules of their own
+MAX_LABEL = 65535  # label maps are uint16 at most
 MOST_LEVELS = 12
 SIZES = {2: "two", 3: "three"}
 IMPORTS = ("model.path", "loss.path", "data.transforms", "loggers")  # options that name code to import
@@ -25,11 +27,17 @@ IDLE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (  # option, when 
     ("loss.name", lambda c: c.loss.path is not None, "beside loss.path"),
     ("loss.weights", lambda c: c.loss.name == "dice" and c.loss.path is None, "for loss=dice"),
     ("data.cache_root", lambda c: c.data.cache != "disk", "without data.cache=disk"),
-    ("data.classes", lambda c: c.data.format != "folders", "for this data.format: dataset.json names the classes"),
+    (
+        "data.classes",
+        lambda c: c.data.format != "folders" and c.data.label_map is None,
+        "for this data.format: dataset.json names the classes",
+    ),
     ("data.folds", lambda c: c.data.fold is None and "data.fold=" not in " ".join(c.sweep or []), "without data.fold"),
     ("data.fold", lambda c: c.data.split is not None, "beside data.split"),
     ("data.val_fraction", lambda c: (c.data.fold, c.data.split) != (None, None), "beside data.fold or data.split"),
     ("data.val_fraction", lambda c: c.data.semi, "with data.semi=true, which holds no case out"),
+    ("optim.init_lr", lambda c: c.init is None, "without init"),
+    ("optim.init_names", lambda c: c.init is None or c.optim.init_lr == 1, "without init and optim.init_lr"),
     ("data.scored", lambda c: not c.data.semi, "without data.semi=true"),
     ("data.scored", lambda c: c.data.sparse_fold is not None, "beside data.sparse_fold, which scores that part"),
     ("data.sparse_folds", lambda c: c.data.sparse_fold is None, "without data.sparse_fold"),
@@ -67,6 +75,8 @@ def check(config: Config, here: bool = True) -> None:
     _check_data(config.data)
     if config.budget is not None:
         budget_bytes(config.budget)
+    if here and config.init is not None and config.resume is None and not Path(config.init).is_file():
+        raise UserError(f"init={config.init}: no such file; give RUN/checkpoints/best.pt, or a published one")
     root = config.data.root
     if here and config.data.format not in ("phantom", "mni152"):
         if root is None:
@@ -163,6 +173,8 @@ def _check_slabs(config: Config) -> None:
         raise UserError(f"{way} and model.norm={config.model.norm}: not over several ranks; use model.norm=instance")
     if config.ckpt:
         raise UserError(f"{way} and ckpt={config.ckpt}: each decides what backward makes again; drop one")
+    if config.optim.init_lr == 0:
+        raise UserError(f"{way} and optim.init_lr=0: slabs take the gradients of all tensors; use ckpt=auto, or none")
     if config.model.path is not None:
         raise UserError(f"{way}: runs unet3d's own U-Net by its layers, not model.path={config.model.path}; drop one")
 
@@ -201,6 +213,7 @@ def _check_data(data: Data) -> None:
             raise UserError(f"data.{name}={index}: with data.{name}s={count} it runs from 0 to {count - 1}")
     if data.format == "folders" and not data.classes:
         raise UserError("data.classes is not set: data=folders needs the class names, e.g. [background,organ]")
+    _check_label_map(data)
     for name, counts in (("sparse", data.sparse), ("scored", data.scored)):
         if counts is not None and not any(counts):
             raise UserError(f"data.{name}={counts}: give numbers of slices across x, y and z, not all 0")
@@ -216,3 +229,31 @@ def _check_data(data: Data) -> None:
             raise UserError(f"data.sparse={data.sparse}: {why}; take none across x, e.g. data.sparse=[0,6,12]")
         if max(data.sparse) < data.sparse_folds:
             raise UserError(f"data.sparse={data.sparse}: too few slices for data.sparse_folds={data.sparse_folds}")
+
+
+def label_sources(label_map: Any) -> dict[int, list[int]]:
+    """`{1: [1, 2], 2: 4}` as `{1: [1, 2], 2: [4]}`. Raises UserError for anything else."""
+    example = "give each new label those of the files, as in 'data.label_map={1:[1,2],2:4}'"
+    if not isinstance(label_map, dict) or not label_map:
+        raise UserError(f"data.label_map={label_map}: {example}")
+    found = {new: list(olds) if isinstance(olds, list) else [olds] for new, olds in label_map.items()}
+    labels = [old for olds in found.values() for old in olds]
+    if any(type(label) is not int or not 0 <= label <= MAX_LABEL for label in (*found, *labels)):
+        raise UserError(f"data.label_map={label_map}: labels are whole numbers from 0 to {MAX_LABEL}; {example}")
+    if sorted({*found} - {0}) != list(range(1, len({*found} - {0}) + 1)) or not {*found} - {0}:
+        raise UserError(f"data.label_map={label_map}: number the new labels 1, 2, 3 ... without a gap; 0 may be there")
+    if not all(found.values()):
+        raise UserError(f"data.label_map={label_map}: a new label has none of the files; {example}")
+    if len({*labels}) < len(labels):
+        twice, _ = Counter(labels).most_common(1)[0]
+        raise UserError(f"data.label_map={label_map}: {twice} is there twice; it can become one label only")
+    return found
+
+
+def _check_label_map(data: Data) -> None:
+    if data.label_map is None:
+        return
+    count = len(label_sources(data.label_map).keys() | {0})
+    if data.classes and len(data.classes) != count:
+        what = f"makes {count} classes, background with them, but data.classes has {len(data.classes)} names"
+        raise UserError(f"data.label_map={data.label_map}: {what}; make them agree")

@@ -26,7 +26,7 @@ CONFIG_NAME = "config"
 SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
 # What a resumed run may not change: it would be another run. Paths and ways of working may: their data are compared.
 FIXED: tuple[str, ...] = ("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp")
-FIXED += ("optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas")
+FIXED += ("init", "optim.init_", "optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas")
 FREE: tuple[str, ...] = ("data.root", "data.split", "data.cache", "data.cache_root", "data.allow_outside")
 FREE += ("data.fingerprint", "amp_dtype")
 ABOUT = {name: metadata["about"] for name, _, metadata in options(Config())}
@@ -142,7 +142,7 @@ def resumed(values: Mapping[Any, Any], overrides: Sequence[str]) -> Config:
     """
     tree, own = OmegaConf.structured(from_plain(values)), _options(_tree(overrides))
     for name in _set_by(overrides):
-        OmegaConf.update(tree, name, own[name])
+        OmegaConf.update(tree, name, own[name], merge=False)
     now = _options(tree)
     if foreign := [f"{name}={now[name]}" for name in IMPORTS if now[name] and now[name] != own[name]]:
         words = " ".join(foreign).replace(", ", ",").replace("'", "")
@@ -297,9 +297,12 @@ def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[st
 
 
 def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """`{a: {b: 1}}` as `{a<separator>b: 1}`."""
+    """`{a: {b: 1}}` as `{a<separator>b: 1}`; a map of labels is a value, whose keys JSON makes texts."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
+        if isinstance(value, Mapping) and value and all(str(label).isdecimal() for label in value):
+            values[f"{prefix}{key}"] = {int(label): others for label, others in value.items()}
+            continue
         nested = isinstance(value, Mapping)
         values |= flat(value, separator, f"{prefix}{key}{separator}") if nested else {f"{prefix}{key}": value}
     return values

@@ -92,7 +92,8 @@ class Data:
     root: str | None = option(None, "folder of the data set")
     images: str = option("images", "folders: sub-folder of the images")
     labels: str = option("labels", "folders: sub-folder of the label maps")
-    classes: list[str] | None = option(None, "folders: class names, background first")
+    classes: list[str] | None = option(None, "folders, or with label_map: class names, background first")
+    label_map: Any = option(None, "new label: the files' label or labels, as {1: [1,2], 2: 4}; null: as stored")
     ignore: int | None = option(None, "label that is not learned or scored; null: dataset.json's", low=0, high=65535)
     nonfinite: str = option("error", "NaN and infinite voxels; zero: 0 takes their place", among=("error", "zero"))
     affine_check: str = option("error", "a case's files apart in space; warn: match voxels", among=("error", "warn"))
@@ -120,6 +121,9 @@ class Data:
     def __post_init__(self) -> None:
         """Runs of older versions, and their commands, say whether cases are kept in memory; YAML reads off as false."""
         self.cache = {"True": "memory", "False": "off"}.get(str(self.cache), self.cache)
+        if isinstance(self.label_map, dict):  # JSON has texts as keys
+            is_number = {key: isinstance(key, str) and key.isdecimal() for key in self.label_map}
+            self.label_map = {int(key) if is_number[key] else key: olds for key, olds in self.label_map.items()}
 
 
 @dataclass
@@ -144,6 +148,8 @@ class Optim:
     schedule: str = option("poly", "of the learning rate", among=("poly", "cosine", "one_cycle", "constant"))
     warmup: float = option(0.1, "one_cycle: share of the steps that rises", low=0, high=0.9)
     clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=1e-6)
+    init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", low=0, high=100)
+    init_names: list[str] | None = option(None, "what init_lr is for, as [inc,down1]; null: all that init loaded")
     average: float | None = option(None, "decay of averaged weights to predict with; null: none", low=0, high=0.99999)
 
 
@@ -190,6 +196,7 @@ class Config:
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
     budget: str | None = option(None, "refuse a run whose step is predicted to hold more in tensors, e.g. 8GiB")
     rank_timeout: float = option(600.0, "under torchrun: seconds that a process waits for another", low=1, high=1e6)
+    init: str | None = option(None, "snapshot of a run, or a published one, to begin with the weights of")
     resume: str | None = option(None, "run folder to continue; auto: that of hydra.run.dir, or a new run there")
     loggers: list[str] = option([], "your own, package.module:name, called with the config and the run folder")
     sweep: list[str] | None = option(None, "of an experiment: overrides with several values, one job each, as for -m")

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,11 +30,11 @@ from nifti_files import (
 )
 from training import face, train
 
-from unet3d import build
+from unet3d import build, compose
 from unet3d.config import Config, Data, Phantom
 from unet3d.data import nifti
 from unet3d.data.cases import read_dataset, split
-from unet3d.data.check import WARNING, summary
+from unet3d.data.check import WARNING, summary, unsuitable_patch
 from unet3d.errors import UserError
 from unet3d.run.resume import DatasetFingerprint, fingerprint, refuse_other_data
 
@@ -69,7 +71,8 @@ def damaged(root: Path) -> tuple[Data, list[str]]:
         f"a: {images['a']}: no such file; restore it or remove the case",
         f"a: {labels['a']}: is empty; replace the file",
         f"b: {images['b']}: 120 voxels are NaN or infinite; give them a value, e.g. the background's",
-        f"b: {labels['b']}: 120 voxels have the label 7; allowed are 0 to 2; relabel them",
+        f"b: {labels['b']}: 120 voxels have the label 7; allowed are 0 to 2; "
+        "relabel them, or add 'data.label_map={1:1,2:7}'",
         f"c: {labels['c']}: has (6, 5, 3) voxels, not the (6, 5, 4) of {images['c']}; {resample}",
         f"d: {images['d']}: has 2 channels, the data set 1 (CT); make them agree",
         f"e: {images['e']}: damaged ({end}); replace the file",
@@ -437,3 +440,58 @@ def test_the_summary_survives_files_that_cannot_be_read(tmp_path: Path) -> None:
     lines = summary(dataset, *split(dataset, data))
     assert lines[2] == "classes: 0 background, 1 organ, 2 tumour; 255 is ignored"
     assert lines[3:] == ["size (voxels): unknown", "spacing (mm): unknown"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "words", "advice"),
+    [
+        (
+            (80, 72, 8),
+            ["data.patch=[64,64,32]"],
+            "fill 25% of it, the rest is padding; data.patch=[80,72,8] suits them",
+        ),
+        ((300, 300, 9), ["data.patch=[64,64,32]"], "28% of it, the rest is padding; data.patch=[88,88,16] suits them"),
+        ((35, 51, 35), ["data.patch=[64,64,64]"], "24% of it, the rest is padding; data.patch=[40,56,40] suits them"),
+        ((35, 51, 35), ["data.patch=[40,56,40]"], None),
+        (
+            (80, 72, 5),
+            ["data.patch=[64,64,32]", "model.features=[4,8,16,32]"],
+            "16% of it, the rest is padding; data.patch=[80,72,8]",
+        ),
+        (
+            (40, 40, 8),
+            ["data.patch=[116,116,116]", "model.padding=valid", "model.features=[4,8,16]"],
+            "padding; give a smaller one",
+        ),
+        ((40, 40, 8), ["data.patch=[64,64,64]", "model.path=own.nets:mine"], "the rest is padding; give a smaller one"),
+        ((80, 72, 8), ["data.patch=[64,64,32]", "data.spacing=[1,1,0.25]"], None),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_patch_that_is_mostly_padding_is_said_with_one_that_suits(
+    tmp_path: Path, shape: tuple[int, int, int], words: list[str], advice: str | None
+) -> None:
+    data = decathlon(tmp_path)
+    for name in "abcd":
+        write(tmp_path / f"imagesTr/{name}.nii.gz", np.zeros(shape, np.uint8), np.eye(4))
+    config = compose.compose(["data=decathlon", f"data.root={tmp_path}", *words])
+    line = unsuitable_patch(config, read_dataset(config.data).cases)
+    assert (line is None) == (advice is None) and (advice or "") in (line or "")
+    if found := re.search(r"data.patch=\[[\d,]+\] suits", line or ""):
+        other = compose.compose([*words, "data=decathlon", f"data.root={data.root}", found.group().split()[0]])
+        assert unsuitable_patch(other, read_dataset(config.data).cases) is None
+        assert math.prod(other.data.patch) <= math.prod(config.data.patch)
+
+
+def test_check_data_and_a_run_say_that_a_patch_does_not_suit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["data.patch=[32,32,32]", "data.phantom.shape=[16,20,16]", "data.phantom.cases=4", "model=unet_tiny"]
+    wanted = "warning: data.patch=[32, 32, 32]: volumes of 16x20x16 voxels, the median, fill 16% of it"
+    assert face("check-data", *given, f"data.root={tmp_path / 'p'}") == 0
+    found = capsys.readouterr().out
+    assert wanted in found and "no problems, 1 warnings" in found
+    ended = train(
+        tmp_path, *given, f"data.root={tmp_path / 'p'}", "steps=1", "model.features=[2,4]", "batch=1", "workers=0"
+    )
+    assert ended.code == 0 and wanted in ended.err

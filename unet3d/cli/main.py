@@ -147,7 +147,9 @@ def _memory(arguments: argparse.Namespace) -> None:
     if out is not None and any((out / name).exists() for name in ("STATUS", "metrics.jsonl")):
         raise UserError(f"{out}: holds a run; -o needs a folder of its own")
     from unet3d.cli import memory
+    from unet3d.run.start import with_names
 
+    jobs = [with_names(job) for job in jobs]
     if is_fit:
         memory.print_fit(jobs[0])
     elif arguments.curves:
@@ -248,6 +250,8 @@ def _check_data(arguments: argparse.Namespace) -> int:
     except UserError:  # check_cases lists it too
         train, val = (), ()
     found = check.check_cases(dataset, dataset.cases, config.data, full=True)
+    if line := check.unsuitable_patch(config, train):
+        found.append(f"{check.WARNING}{line}")
     problems = [line for line in found if not line.startswith(check.WARNING)]
     print(*map(escaped, [*check.summary(dataset, train, val), *found]), sep="\n")
     print(f"{len(problems) or 'no'} problems, {len(found) - len(problems)} warnings")

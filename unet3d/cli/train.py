@@ -69,9 +69,11 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     """One run in its folder, of this process or of several ranks, which all call this. Ends early once `stop`."""
     libraries.load_libraries()  # before torch and monai, which load here: a wrong option was answered before
     from unet3d import build
+    from unet3d.data.check import unsuitable_patch
     from unet3d.memory.preflight import preflight
     from unet3d.report import report, run_folder
     from unet3d.run.run import Run
+    from unet3d.run.start import open_start
 
     for line in checks.warnings(config):
         lifecycle.say(f"warning: {line}")
@@ -82,11 +84,18 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
             network = ranks.on_first(lambda: build.outlined_options(config))
         else:
             network = build.model_options(config, data.dataset, data.train[0])
+        first = data.train if data is not None and config.resume is None and ranks.RANK == 0 else ()
+        if advice := unsuitable_patch(config, first):
+            lifecycle.say(f"warning: {escaped(advice)}")
+        start = None
+        if config.init is not None and config.resume is None:
+            start = ranks.on_first(lambda: open_start(config, network, data))
+            config = start.config
         predicted = ranks.on_first(lambda: preflight(config, network))
         if data is None:
             ranks.on_first(lambda: run_folder.update_memory(folder, predicted.memory))
             return
-        with Run(config, folder, data, network, predicted.segment_starts, stop) as run:
+        with Run(config, folder, data, network, predicted.segment_starts, stop, start) as run:
             if run.is_done:
                 print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; to train longer, set steps=N")
                 if (folder / "report.html").exists():  # else the run was killed as it wrote it

@@ -14,6 +14,7 @@ import numpy as np
 from unet3d.config import Data
 from unet3d.data import dataset_json, nifti, synthetic
 from unet3d.data.dataset_json import DatasetJson, class_names, in_sequence, is_plain, read_json, shown
+from unet3d.data.labels import Relabel, relabelling
 from unet3d.errors import UserError
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
@@ -29,13 +30,17 @@ class Case(NamedTuple):
 
 
 class DatasetInfo(NamedTuple):
-    """A data set. `classes` are named by label value, background first; `cases` are sorted by id."""
+    """A data set. `classes` are named by label value, background first; `cases` are sorted by id.
+
+    `relabel` is what data.label_map makes of the files' labels, before anything else sees them.
+    """
 
     name: str
     channels: tuple[str, ...]
     classes: tuple[str, ...]
     ignore: int | None
     cases: tuple[Case, ...]
+    relabel: Relabel = None
 
 
 def read_dataset(data: Data) -> DatasetInfo:
@@ -55,8 +60,8 @@ def _decathlon(root: Path, data: Data) -> DatasetInfo:
         raise UserError(f"{found.where} is in nnU-Net's format; read it with data=nnunet")
     cases = _sorted((_decathlon_case(found, entry) for entry in found.field("training", list)), found.where)
     channels = in_sequence(found.numbered("modality"), "modality", found.where)
-    classes = class_names(found.numbered("labels"), data.ignore, found.where)
-    return DatasetInfo(found.title, channels, classes, data.ignore, cases)
+    classes, relabel = _classes(found.numbered("labels"), data.ignore, data, found.where)
+    return DatasetInfo(found.title, channels, classes, data.ignore, cases, relabel)
 
 
 def _decathlon_case(found: DatasetJson, entry: Any) -> Case:
@@ -77,14 +82,20 @@ def _nnunet(root: Path, data: Data) -> DatasetInfo:
     ignore = next((value for value, name in values.items() if name == "ignore"), data.ignore)
     if data.ignore not in (None, ignore):
         raise UserError(f"data.ignore={data.ignore}, but {found.where} says {ignore}; leave data.ignore unset")
-    classes = class_names(values, ignore, found.where)
+    classes, relabel = _classes(values, ignore, data, found.where)
     # Every case with a label or an image; a missing file is reported when it is opened.
     images, labels = root / "imagesTr", root / "labelsTr"
     maps = {nifti.stem(path): path for path in volumes_in(labels) if path.name.endswith(ending)}
     names = {*maps, *(without_channel(nifti.stem(path)) for path in volumes_in(images))}
     files = {name: tuple(images / f"{name}_{c:04d}{ending}" for c in range(len(channels))) for name in names}
     cases = _sorted((Case(name, files[name], maps.get(name)) for name in names), images)
-    return DatasetInfo(found.title, channels, classes, ignore, _inside(cases, (root,), data.allow_outside))
+    return DatasetInfo(found.title, channels, classes, ignore, _inside(cases, (root,), data.allow_outside), relabel)
+
+
+def _classes(names: dict[int, str], ignore: int | None, data: Data, where: object) -> tuple[tuple[str, ...], Relabel]:
+    """The class names, and what becomes of the files' labels, which `names` are of."""
+    new_names, relabel = relabelling(names, ignore, data)
+    return class_names(new_names, ignore, str(where)), relabel
 
 
 def _folders(root: Path, data: Data) -> DatasetInfo:
@@ -97,8 +108,9 @@ def _folders(root: Path, data: Data) -> DatasetInfo:
     usual = mode(len(case.images) for case in cases)  # the others lack a channel, or have one too many
     first = next(case for case in cases if len(case.images) == usual)
     count = usual if usual > 1 else nifti.channels(nifti.open_image(first.id, first.images[0]))
-    classes = class_names(dict(enumerate(data.classes)), data.ignore, "data.classes")
-    return DatasetInfo(root.name, tuple(f"channel_{c}" for c in range(count)), classes, data.ignore, cases)
+    names = dict(enumerate(data.classes)) if data.label_map is None else {}  # then they are of the new labels
+    classes, relabel = _classes(names, data.ignore, data, "data.classes")
+    return DatasetInfo(root.name, tuple(f"channel_{c}" for c in range(count)), classes, data.ignore, cases, relabel)
 
 
 def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:

@@ -2,7 +2,11 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,14 +15,19 @@ import numpy as np
 from nibabel.affines import voxel_sizes
 
 from unet3d import progress
-from unet3d.config import Data
+from unet3d.checks import check, network
+from unet3d.config import Config, Data, Model
 from unet3d.data import nifti, volume
 from unet3d.data.cases import Case, DatasetInfo, split
+from unet3d.data.labels import proposal
 from unet3d.data.nifti import ValidationRules
 from unet3d.errors import UserError
+from unet3d.model import geometry
+from unet3d.model.geometry import Triple
 
 WARNING = "warning: "  # a run starts despite lines that begin so
 SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
+MOST, SAMPLED = 0.5, 200  # of a patch, at least, is not to be padding; cases whose sizes are compared with it
 BLOCK, BLOCKS = 2**12, 16  # bytes, and how many blocks of a file are sampled: all of its bytes up to 64 KiB
 
 
@@ -35,6 +44,7 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
     Reads headers: files, sizes, channels, grids, units; `full`: also voxels (damage, NaN, labels, twins), odd headers.
     """
     lines, contents, rules = list[str](), dict[str, Content](), ValidationRules.of(data)
+    unknown: set[int] = set()
     for case in progress.track(cases, "checking cases", len(cases)):
         opened, found = _headers(dataset, case, data)
         lines += found
@@ -43,9 +53,11 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
                 what = "has no label map; it is neither learned from nor scored"
                 lines.append(f"{WARNING}{case.id}: {case.images[0]}: {what}")
             lines += [f"{WARNING}{case.id}: {path}: {what}" for path in opened for what in _oddities(opened[path])]
-            content, found = _content(dataset, case, opened, rules)
+            content, found, labels = _content(dataset, case, opened, rules)
             lines += found
             contents |= content
+            unknown |= labels
+    lines += _proposal(dataset, unknown, contents)
     try:
         train, val = split(dataset, data)
     except UserError as error:
@@ -94,13 +106,13 @@ def _oddities(image: nib.Nifti1Image) -> Iterator[str]:
 
 def _content(
     dataset: DatasetInfo, case: Case, opened: volume.Headers, rules: ValidationRules
-) -> tuple[dict[str, Content], list[str]]:
-    """What the voxels hold, by the case's id, if all could be read; and what is wrong with them."""
-    errors, warnings, digest, labels = [], [], hashlib.blake2b(), frozenset[int]()
+) -> tuple[dict[str, Content], list[str], frozenset[int]]:
+    """What the voxels hold, by the case's id, if all could be read; what is wrong; labels where some are unknown."""
+    errors, warnings, digest, labels, unknown = [], [], hashlib.blake2b(), frozenset[int](), frozenset[int]()
     for path, image in opened.items():
         try:
             if path == case.label:
-                label = nifti.read_label(case.id, path, image, len(dataset.classes), dataset.ignore)
+                label = nifti.read_label(case.id, path, image, len(dataset.classes), dataset.ignore, dataset.relabel)
                 labels = frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
             else:
                 voxels, replaced = nifti.read_image(case.id, path, image, rules)
@@ -109,11 +121,21 @@ def _content(
                     warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(replaced)}")
         except UserError as error:
             errors.append(str(error))
+            unknown |= error.found if isinstance(error, nifti.UnknownLabels) else frozenset()
     if errors or len(opened) < len(case.images) + bool(case.label):
-        return {}, [*errors, *warnings]
+        return {}, [*errors, *warnings], unknown
     if case.label and labels <= {0, dataset.ignore}:
         warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
-    return {case.id: Content(digest.digest(), labels)}, warnings
+    return {case.id: Content(digest.digest(), labels)}, warnings, unknown
+
+
+def _proposal(dataset: DatasetInfo, unknown: Collection[int], contents: Mapping[str, Content]) -> Iterator[str]:
+    """The label map that suits all files, where `unknown` labels occur."""
+    known = {label for content in contents.values() for label in content.labels} if dataset.relabel is None else set()
+    found = {*unknown, *(known - {0, dataset.ignore} if unknown else ())}
+    if option := proposal(found, len(dataset.classes), dataset.relabel):
+        held = ", ".join(map(str, sorted({0, *found})))
+        yield f"{WARNING}{dataset.name}: the label maps hold {held}; to learn from them as they are, add {option}"
 
 
 def leaks(train: Sequence[Case], val: Sequence[Case], digests: Mapping[str, object]) -> Iterator[str]:
@@ -173,6 +195,54 @@ def _absences(dataset: DatasetInfo, part: str, cases: Sequence[Case], contents: 
             yield f"{dataset.name}: no foreground in any training case; there is nothing to learn, check the label maps"
         elif absent:
             yield f"{WARNING}{dataset.name}: {', '.join(absent)} in no {part} case; its score will mean nothing there"
+
+
+def unsuitable_patch(config: Config, cases: Sequence[Case]) -> str | None:
+    """What is wrong with a patch most of which is padding in most of these cases, and one that suits them; else None.
+
+    Reads headers alone; those that cannot be read are `check_cases`' to report.
+    """
+    grids = list(_grids(cases[:: -(-len(cases) // SAMPLED) or 1], config.data.spacing))
+    patch, model = config.data.patch, network(config.model)
+    shares = [prod(min(p, n) / p for p, n in zip(patch, grid.shape, strict=True)) for grid in grids]
+    if not grids or np.median(shares) >= MOST:
+        return None
+    x, y, z = (int(n) for n in np.median([grid.shape for grid in grids], axis=0))
+    what = f"data.patch={patch}: volumes of {x}x{y}x{z} voxels, the median, fill {100 * np.median(shares):.0f}% of it"
+    other = suitable_patch(config, model, (x, y, z), grids[0].spacing) if model.features else None
+    remedy = f"data.patch={other} suits them".replace(", ", ",") if other else "give a smaller one"
+    return f"{what}, the rest is padding; {remedy}"
+
+
+def suitable_patch(config: Config, model: Model, sizes: Triple, spacing: Sequence[float]) -> list[int] | None:
+    """A patch within volumes of these sizes (voxels), of no more voxels than the config's, whose maps strides divide.
+
+    None where the network takes none, as one with valid convolutions may not.
+    """
+    automatic = geometry.from_spacing(spacing, sizes, len(model.features))[1]
+    strides = automatic if model.strides == "auto" else geometry.strides(model)
+    units = [_unit([stride[axis] for stride in strides], n) for axis, n in enumerate(sizes)]
+    patch = [-(-n // unit) * unit for n, unit in zip(sizes, units, strict=True)]
+    while prod(patch) > prod(config.data.patch):
+        axis = max((a for a in range(3) if patch[a] > units[a]), key=patch.__getitem__, default=None)
+        if axis is None:
+            return None
+        patch[axis] -= units[axis]
+    with contextlib.suppress(UserError):
+        check(replace(config, data=replace(config.data, patch=patch)), here=False)
+        return patch
+    return None
+
+
+def _unit(strides: Sequence[int], size: int) -> int:
+    """What a length along an axis of this size (voxels) is to be a multiple of: the strides, as far as it reaches."""
+    return max((unit for unit in accumulate(strides, mul) if unit <= size), default=1)
+
+
+def _grids(cases: Sequence[Case], spacing: Sequence[float] | None) -> Iterator[volume.Grid]:
+    for case in cases:
+        with contextlib.suppress(UserError):
+            yield volume.target_grid(case, nifti.open_image(case.id, case.images[0]), spacing)
 
 
 def summary(dataset: DatasetInfo, train: Sequence[Case], val: Sequence[Case]) -> list[str]:

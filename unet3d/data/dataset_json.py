@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from unet3d.checks import MAX_LABEL
+from unet3d.data import labels
 from unet3d.errors import UserError, escaped
 
 JSON_TYPES: dict[type, str] = {dict: "object", list: "list", str: "string"}
 MAX_BYTES = 2**24  # ten thousand cases are 2 MB; parsed, JSON takes many times its size
 MAX_PATH = 1024  # characters
-MAX_LABEL = 65535  # label maps are uint16 at most
 
 
 def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
@@ -117,17 +118,18 @@ def class_names(names: Mapping[int, str], ignore: int | None, where: Path | str)
         raise UserError(f"{where}: {ignore} is the label to ignore; it must be above all others ({max(kept)})")
     if ignore is not None and ignore > MAX_LABEL:
         raise UserError(f"{where}: {shown(ignore)} is the label to ignore; the highest possible is {MAX_LABEL}")
-    found = in_sequence(kept, "labels", where)
+    found = in_sequence(kept, "labels", where, labels.numbered(kept))
     if len(found) < 2 or len({*found}) < len(found):
         remedy = "give the background and one class or more, each its own name"
         raise UserError(f"{where}: labels {shown(list(found))}; {remedy}")
     return found
 
 
-def in_sequence(names: Mapping[int, str], what: str, where: Path | str) -> tuple[str, ...]:
-    """Names by number: 0, 1, 2 ..."""
+def in_sequence(names: Mapping[int, str], what: str, where: Path | str, option: str = "") -> tuple[str, ...]:
+    """Names by number: 0, 1, 2 ... Else raises UserError, with the option that helps, if there is one."""
     if not names or sorted(names) != list(range(len(names))):
-        raise UserError(f"{where}: {what} are numbered {shown(sorted(names))}; number them 0, 1, 2 ... without a gap")
+        remedy = "number them 0, 1, 2 ... without a gap" + f", or add {option}" * bool(option)
+        raise UserError(f"{where}: {what} are numbered {shown(sorted(names))}; {remedy}")
     for name in names.values():
         if not is_plain(name):
             raise UserError(f"{where}: {what}: {shown(name)} is not a name; give one line of text")

@@ -19,6 +19,7 @@ from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
 from unet3d.config import Data
+from unet3d.data.labels import LISTED, Relabel, proposal
 from unet3d.errors import UserError
 from unet3d.files import replacing
 
@@ -50,6 +51,14 @@ class ValidationRules(NamedTuple):
 
 
 STRICT = ValidationRules()
+
+
+class UnknownLabels(UserError):
+    """A label map holds values that are no class. `found` are its labels but 0, where they are whole numbers."""
+
+    def __init__(self, message: str, found: frozenset[int] = frozenset()) -> None:
+        super().__init__(message)
+        self.found = found
 
 
 def problem(case: str, path: Path, what: str) -> UserError:
@@ -192,8 +201,10 @@ def replacement(count: int) -> str:
     return f"{count} voxels are NaN or infinite and count as 0 (data.nonfinite=zero)"
 
 
-def read_label(case: str, path: Path, image: nib.Nifti1Image, classes: int, ignore: int | None) -> np.ndarray:
-    """Voxels as uint8 or uint16 (X, Y, Z), every one a class or `ignore`. Raises UserError."""
+def read_label(
+    case: str, path: Path, image: nib.Nifti1Image, classes: int, ignore: int | None, relabel: Relabel = None
+) -> np.ndarray:
+    """Voxels as uint8 or uint16 (X, Y, Z), every one a class or `ignore`. Raises UnknownLabels, UserError."""
     array = read_array(case, path, image)
     if not np.issubdtype(array.dtype, np.integer):
         # 255 scaled by 1/255 is not quite 1; nor are floats that nibabel scales to fit the 2^16 values of an integer.
@@ -201,14 +212,36 @@ def read_label(case: str, path: Path, image: nib.Nifti1Image, classes: int, igno
         is_rounded = image.dataobj.dtype.kind in "iu" and half < QUANTUM
         is_near = np.isclose(array, whole, rtol=ROUNDING, atol=ROUNDING + half * is_rounded)
         array = np.where(is_near, whole, array)
-    bad = ~((array >= 0) & (array < classes) & (array == np.rint(array)))
+    kind = np.min_scalar_type(max(classes - 1, ignore or 0))
+    if relabel is None:
+        found, bad = array, ~((array >= 0) & (array < classes) & (array == np.rint(array)))
+    else:
+        found, bad = np.zeros(array.shape, kind), np.ones(array.shape, bool)
+        for old, new in relabel.items():
+            voxels = array == old
+            found[voxels], bad[voxels] = new, False
     if ignore is not None:
+        found = found if relabel is None else np.where(array == ignore, kind.type(ignore), found)
         bad &= array != ignore
     if bad.any():
-        values = ", ".join(f"{value:g}" for value in np.unique(array[bad])[:5].tolist())
-        allowed = f"0 to {classes - 1}" + ("" if ignore is None else f" and {ignore} (ignored)")
-        raise problem(case, path, f"{bad.sum()} voxels have the label {values}; allowed are {allowed}; relabel them")
-    return array.astype(np.min_scalar_type(max(classes - 1, ignore or 0)), copy=False)
+        raise _unknown_labels(case, path, array, bad, classes, ignore, relabel)
+    return found.astype(kind, copy=False)
+
+
+def _unknown_labels(
+    case: str, path: Path, array: np.ndarray, bad: np.ndarray, classes: int, ignore: int | None, relabel: Relabel
+) -> UnknownLabels:
+    """The error for the labels of a file that are neither a class nor `ignore`."""
+    values, wrong = np.unique(array), np.unique(array[bad])
+    known = f"0 to {classes - 1}" if relabel is None else ", ".join(map(str, sorted(relabel)))
+    allowed = known + ("" if ignore is None else f" and {ignore} (ignored)")
+    listed = ", ".join(f"{value:g}" for value in wrong[:5].tolist())
+    are_whole = bool(np.isfinite(wrong).all() and (wrong == np.rint(wrong)).all())
+    found = frozenset(int(value) for value in values[: LISTED + 3] if are_whole and value not in (0, ignore))
+    option = proposal(found, classes, relabel)
+    remedy = "relabel them" + f", or add {option}" * bool(option)
+    what = f"{bad.sum()} voxels have the label {listed}; allowed are {allowed}; {remedy}"
+    return UnknownLabels(f"{case}: {path}: {what}", found)
 
 
 def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:

@@ -58,7 +58,9 @@ class CaseReader:
 
     def raw(self, case: Case) -> Volume:
         """The volume as stored, except for orientation and spacing."""
-        volume = read_volume(case, len(self.dataset.classes), self.dataset.ignore, self.spacing, self.rules)
+        volume = read_volume(
+            case, len(self.dataset.classes), self.dataset.ignore, self.spacing, self.rules, self.dataset.relabel
+        )
         self._warn(case, volume.replaced)
         return volume
 
@@ -99,7 +101,9 @@ class CaseReader:
         """The name on disk of what is prepared from this case by these options, and by those of `about`."""
         found = (self.files[case.id][kind] for kind in ("images", "labels"))
         hashes = [one["full"] or [one["sample"], one["times"]] for one in found]
-        options = len(self.dataset.classes), self.dataset.ignore, self.spacing, self.rules
+        options: tuple = len(self.dataset.classes), self.dataset.ignore, self.spacing, self.rules
+        if self.dataset.relabel is not None:
+            options += (sorted(self.dataset.relabel.items()),)
         return key_of(hashes, options, [asdict(rule) for rule in self.intensity], about)
 
     def _bytes(self, case: Case, labels: int) -> int:

@@ -13,6 +13,7 @@ from nibabel.orientations import apply_orientation, inv_ornt_aff
 
 from unet3d.data import nifti
 from unet3d.data.cases import Case
+from unet3d.data.labels import Relabel
 from unet3d.data.nifti import STRICT, ValidationRules, problem, read_image, read_label
 from unet3d.errors import UserError
 from unet3d.types import Strip
@@ -51,7 +52,12 @@ class Volume(NamedTuple):
 
 
 def read_volume(
-    case: Case, classes: int, ignore: int | None, spacing: Sequence[float] | None, rules: ValidationRules = STRICT
+    case: Case,
+    classes: int,
+    ignore: int | None,
+    spacing: Sequence[float] | None,
+    rules: ValidationRules = STRICT,
+    relabel: Relabel = None,
 ) -> Volume:
     """The case with RAS+ axes and this `spacing` (mm; None: as stored), its labels checked. Raises UserError."""
     paths = (*case.images, case.label) if case.label else case.images
@@ -65,8 +71,8 @@ def read_volume(
     image = np.stack([_resample(channel, source, target, CUBIC) for channel in channels])
     label = None
     if case.label:
-        label = apply_orientation(read_label(case.id, case.label, opened[case.label], classes, ignore), axes)
-        label = np.ascontiguousarray(_resample_labels(label, source, target, ignore))
+        label = read_label(case.id, case.label, opened[case.label], classes, ignore, relabel)
+        label = np.ascontiguousarray(_resample_labels(apply_orientation(label, axes), source, target, ignore))
     return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, sum(replaced))
 
 

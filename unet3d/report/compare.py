@@ -37,7 +37,16 @@ from unet3d.types import Table, mib
 
 MARKS = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them
 SAME_CONFIG = (  # runs that differ in these are not comparable: other data, or another length or course of training
-    *("data.format", "data.root", "data.images", "data.labels", "data.classes", "data.ignore", "data.patch"),
+    *(
+        "data.format",
+        "data.root",
+        "data.images",
+        "data.labels",
+        "data.classes",
+        "data.label_map",
+        "data.ignore",
+        "data.patch",
+    ),
     *("data.spacing", "data.val_fraction", "data.folds", "data.fold", "data.split", "data.sparse", "data.semi"),
     *("data.scored", "data.sparse_folds", "data.sparse_fold", "data.phantom.cases", "data.phantom.shape"),
     *("data.phantom.seed", "model.classes", "steps", "seed"),

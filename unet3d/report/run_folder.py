@@ -44,12 +44,15 @@ DETAILS = {
 ADVICE = {"level": int | str | None, "bytes": int, "mostly": str}
 
 
-def start_folder(folder: Path, config: Config, device: "torch.device") -> None:
-    """Make the subfolders and write what is known before the first step."""
+def start_folder(folder: Path, config: Config, device: "torch.device", start: Mapping[str, Any] | None = None) -> None:
+    """Make the subfolders and write what is known before the first step; init.json says what `start` loaded."""
     for part in ("checkpoints", "figures", "predictions"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     if config.resume is None:
-        (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that ended before its first snapshot
+        for name in ("metrics.jsonl", "init.json"):
+            (folder / name).unlink(missing_ok=True)  # of a run that ended before its first snapshot
+    if start is not None:
+        write_json(folder / "init.json", start)
     write_text(folder / "config.yaml", compose.to_yaml(config))
     write_json(folder / "env.json", environment(device))
     write_text(folder / "STATUS", "running\n")

@@ -13,7 +13,9 @@ from unet3d.config import Config
 from unet3d.errors import reason
 
 STEP = "trainer/step"
-PATHS = frozenset({"data.root", "data.images", "data.labels", "data.split", "data.cache_root", "resume"})  # options
+PATHS = frozenset(
+    {"data.root", "data.images", "data.labels", "data.split", "data.cache_root", "init", "resume"}
+)  # options
 # wandb.Settings of every run, and of a private one; times in seconds: a scheduler that ends a job gives it two minutes
 QUIET: dict[str, Any] = {"silent": True, "quiet": True, "symlink": False, "finish_timeout_raises": True}
 QUIET |= {"init_timeout": 20, "finish_timeout": 60}

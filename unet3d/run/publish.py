@@ -6,8 +6,10 @@ from textwrap import shorten
 from typing import Any
 
 from unet3d import build, compose
+from unet3d.checks import label_sources
 from unet3d.config import Config, Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
+from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
 from unet3d.errors import SnapshotError, UserError, not_saved
@@ -47,7 +49,9 @@ def _open(path: Path, model_path: str | None) -> Opened:
     found = predict.parse(state, path, model_path)
     if missing := [name for name in KEPT if name not in state]:
         raise SnapshotError(f"{path}: not a snapshot of a run (no {', '.join(missing)})")
-    config = {name: value for name, value in state["config"].items() if name not in ("wandb", "resume", "sweep")}
+    config = {
+        name: value for name, value in state["config"].items() if name not in ("wandb", "init", "resume", "sweep")
+    }
     config["data"] = {name: value for name, value in config.get("data", {}).items() if name not in PATHS}
     return found, {name: state[name] for name in KEPT} | {"config": config}
 
@@ -94,7 +98,9 @@ def _refuse_misfit(found: TrainedNetworks, dataset: DatasetInfo) -> None:
     if (len(found.channels), found.classes) != (len(dataset.channels), dataset.classes):
         own = f"{len(found.channels)} channels and the classes {', '.join(found.classes)}"
         given = f"{len(dataset.channels)} and {', '.join(dataset.classes)}"
-        raise UserError(f"{found.path}: a network of {own}; the data has {given}")
+        learned = found.config.data.label_map
+        hint = f"; it learned with {as_option(label_sources(learned))}" if learned is not None else ""
+        raise UserError(f"{found.path}: a network of {own}; the data has {given}{hint}")
     if len(dataset.channels) > 1 and found.channels != dataset.channels:  # each layout has its own names for channels
         own, given = (", ".join(one.channels) for one in (found, dataset))
         warn(f"{found.path}: its channels are {own}, those of the data {given}; they are taken in this order")

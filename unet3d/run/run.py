@@ -26,6 +26,7 @@ from unet3d.model import geometry
 from unet3d.report import memory_plots, run_folder
 from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers
 from unet3d.run.resume import Checkpoints, TrainingState, draw_apart, fingerprint
+from unet3d.run.start import Start
 from unet3d.run.validate import Predictions, evaluate
 from unet3d.signals import Stop
 from unet3d.train import metrics, optim
@@ -35,7 +36,10 @@ from unet3d.types import IGNORE, Batch
 
 
 class Run:
-    """A run with all its parts; with `config.resume`, it goes on from its last snapshot. Use it in a `with`."""
+    """A run with all its parts. Use it in a `with`.
+
+    With `config.resume` it goes on from its last snapshot; else it begins with the weights of `start`, if there is one.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Run:
         options: Model,
         segment_starts: tuple[int, ...],
         stop: Stop,
+        start: Start | None = None,
     ) -> None:
         self.config, self.folder, self.data, self.options, self.stop = config, folder, data, options, stop
         device = build.device(config)
@@ -52,7 +57,10 @@ class Run:
             torch.cuda.set_device(device)  # where page-locked memory and NCCL would else open a context on the first
         loss = build.loss(config, len(data.dataset.classes))
         policy = build.policy(config, device.type, segment_starts)
-        self.model = build.shared(build.model(options, config.seed).to(device))
+        model = build.model(options, config.seed)
+        if start is not None:
+            start.load(model)
+        self.model = build.shared(model.to(device))
         self.optimizer = optim.optimizer(config.optim, self.model)
         learner = Learner(self.model, loss, self.optimizer, policy.scaler(), policy)
         self.predictor = build.predictor(config, [self.model], options, policy)
@@ -69,7 +77,7 @@ class Run:
         self.meter = open_meter(self.model, self.optimizer)
         self.loggers = Loggers([])
         if not self.is_done and ranks.RANK == 0:  # else its folder stays as it is
-            run_folder.start_folder(folder, config, device)
+            run_folder.start_folder(folder, config, device, start.record() if start else None)
             split = {"training": data.train, "validation": data.val}
             write_json(folder / "split.json", {use: [case.id for case in cases] for use, cases in split.items()})
             self.loggers = open_loggers(config, folder)

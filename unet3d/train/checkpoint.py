@@ -131,8 +131,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> No
 
 def refuse_misfit(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     """Raise SnapshotError with the differences between the model's names and shapes and the weights'."""
-    if not all(isinstance(v, Tensor) and v.layout is torch.strided and not v.is_meta for v in weights.values()):
-        raise SnapshotError(f"{path}: its weights are not all tensors with their numbers")
+    _refuse_no_numbers(weights, path)
     mine, theirs = _shapes(model.state_dict()), _shapes(weights)
     rows = [(escaped(name), theirs.get(name, "-"), mine.get(name, "-")) for name in sorted(mine.keys() | theirs.keys())]
     rows = [row for row in rows if row[1] != row[2]]
@@ -142,6 +141,25 @@ def refuse_misfit(model: nn.Module, weights: dict[str, Tensor], path: Path) -> N
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
         lines += [f"and {len(rows) - SHOWN} more"] * (len(rows) > SHOWN)
         raise SnapshotError("\n  ".join([f"{path}: {len(rows)} tensors do not fit the model", *lines]))
+    refuse_non_finite(weights, path)
+
+
+def fitting(model: nn.Module, weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The weights whose name, shape and type a tensor of the model has. Raises SnapshotError for odd ones."""
+    _refuse_no_numbers(weights, path)
+    mine, theirs = _shapes(model.state_dict()), _shapes(weights)
+    found = {name: value for name, value in weights.items() if mine.get(name) == theirs[name]}
+    refuse_non_finite(found, path)
+    return found
+
+
+def _refuse_no_numbers(weights: Mapping[str, Tensor], path: Path) -> None:
+    if not all(isinstance(v, Tensor) and v.layout is torch.strided and not v.is_meta for v in weights.values()):
+        raise SnapshotError(f"{path}: its weights are not all tensors with their numbers")
+
+
+def refuse_non_finite(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Raise SnapshotError for numbers that no training can begin or go on with."""
     if broken := next((name for name, value in weights.items() if not is_finite(value)), None):
         raise SnapshotError(f"{path}: {broken} holds NaN or infinite numbers; take an earlier snapshot")
 

@@ -7,7 +7,7 @@ update makes the average. Its state is not in the optimizer's, where the snapsho
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,11 +19,14 @@ from unet3d.config import Optim
 
 AVERAGE = "average"  # of a parameter, in the optimizer's state
 COUNT = "averaged"  # updates so far, in the parameter group
+FACTOR = "factor"  # on the learning rate, in the parameter group
 
 
 def optimizer(options: Optim, network: nn.Module, foreach: bool | None = None) -> torch.optim.Optimizer:
     """The optimizer over all of the network's parameters, with their running average where the options ask for it.
 
+    Parameters of `init_names` have `init_lr` times the rate of the others; where that is 0 they are frozen: they
+    require no gradient from here on, and the optimizer has no state for them.
     `foreach` None: all parameters at once on CUDA, one by one on the CPU, as torch does.
     """
     betas = options.betas[0], options.betas[1]
@@ -32,10 +35,37 @@ def optimizer(options: Optim, network: nn.Module, foreach: bool | None = None) -
         "adam": partial(torch.optim.Adam, betas=betas),
         "adamw": partial(torch.optim.AdamW, betas=betas),
     }
-    made = kinds[options.name](network.parameters(), lr=options.lr, weight_decay=options.weight_decay, foreach=foreach)
+    made = kinds[options.name](
+        _groups(options, network), lr=options.lr, weight_decay=options.weight_decay, foreach=foreach
+    )
     if options.average is not None:
         made.register_step_post_hook(partial(_update_average, options.average))
     return made
+
+
+def _groups(options: Optim, network: nn.Module) -> list[Any]:
+    """The parameters to learn, or groups of them with a rate of their own."""
+    named = list(network.named_parameters())
+    if options.init_lr == 1 or not options.init_names:
+        return [parameter for _, parameter in named]
+    slow = [parameter for name, parameter in named if is_named(name, options.init_names)]
+    others = [parameter for name, parameter in named if not is_named(name, options.init_names)]
+    if options.init_lr == 0:
+        for parameter in slow:
+            parameter.requires_grad_(False)
+        return others
+    return [group for group in ({"params": others}, {"params": slow, FACTOR: options.init_lr}) if group["params"]]
+
+
+def is_named(name: str, starts: Collection[str]) -> bool:
+    """Whether a parameter is one of these, or is part of one: `down1.block.0.weight` of `down1`."""
+    return any(name == start or name.startswith(f"{start}.") for start in starts)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate, each group's times its factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get(FACTOR, 1.0)
 
 
 def state_names(options: Optim) -> set[str]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from unet3d.train import optim
 from unet3d.train.policy import MemoryPolicy
 from unet3d.train.step import LossFunction, Mark, train_step
 from unet3d.types import Batch
@@ -63,8 +64,7 @@ class Trainer:
             started = time.perf_counter()
             batches = next(stream)
             wait, rate = time.perf_counter() - started, self.learning_rate(self.step)
-            for group in self.learner.optimizer.param_groups:
-                group["lr"] = rate
+            optim.set_rate(self.learner.optimizer, rate)
             result = train_step(*self.learner, batches, self.mark, self.clip)
             del batches  # they would be in memory beside the next ones
             self.step += 1

@@ -1,0 +1,235 @@
+"""data.label_map: labels of files become others where they are read; what does not fit names the map that would."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from nifti_files import changed, checked, decathlon, errors, image, label, rewrite, write
+
+from unet3d import build, compose
+from unet3d.checks import label_sources
+from unet3d.config import Config, Data
+from unet3d.data.cases import read_dataset, split
+from unet3d.data.check import summary
+from unet3d.data.labels import numbered, proposal
+from unet3d.data.preprocess import CaseReader
+from unet3d.errors import UserError
+from unet3d.run.resume import fingerprint
+
+Dataset = Callable[[Path], Data]
+
+
+def nnunet(root: Path, **labels: int) -> Data:
+    for name in "abcd":
+        write(root / "labelsTr" / f"{name}.nii.gz", np.array([0, 1, 2, 4], np.uint8)[label(classes=4)])
+        write(root / "imagesTr" / f"{name}_0000.nii.gz", image(seed=ord(name)))
+    content = {"channel_names": {"0": "T1"}, "file_ending": ".nii.gz", "labels": labels}
+    (root / "dataset.json").write_text(json.dumps(content))
+    return Data(format="nnunet", root=str(root))
+
+
+def folders(root: Path, values: tuple[int, ...], classes: list[str]) -> Data:
+    for name in "abcd":
+        write(root / "labels" / f"{name}.nii.gz", np.array(values, np.int16)[label(classes=len(values))])
+        write(root / "images" / f"{name}.nii.gz", image(seed=ord(name)))
+    return Data(format="folders", root=str(root), classes=classes)
+
+
+def prepared(data: Data) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The first case's labels as training sees them, and the classes."""
+    found = build.data(Config(data=data))
+    return found.read(found.train[0]).label.numpy(), found.dataset.classes
+
+
+def test_labels_are_merged_swapped_and_left_out_with_their_names(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    stored, _ = prepared(data)
+    merged, names = prepared(replace(data, label_map={1: [1, 2]}))
+    assert np.array_equal(merged, (stored > 0).astype(merged.dtype)) and names == ("background", "organ+tumour")
+    swapped, names = prepared(replace(data, label_map={1: 2, 2: 1}))
+    assert np.array_equal(swapped, np.array([0, 2, 1])[stored]) and names == ("background", "tumour", "organ")
+    single, names = prepared(replace(data, label_map={1: 2}))
+    assert np.array_equal(single, stored == 2) and names == ("background", "tumour")
+    named, names = prepared(replace(data, label_map={1: [1, 2]}, classes=["air", "body"]))
+    assert np.array_equal(named, merged) and names == ("air", "body")
+
+
+def test_labels_are_merged_before_they_are_resampled(tmp_path: Path) -> None:
+    """Of a voxel that is a third 1, a third 2 and a bit more 0, most is foreground once 1 and 2 are one class."""
+    data = decathlon(tmp_path)
+    voxels = np.zeros((6, 5, 4), np.uint8)
+    voxels[0::3], voxels[1::3] = 1, 2
+    for name in "abcd":
+        write(tmp_path / f"labelsTr/{name}.nii.gz", voxels)
+    coarse = replace(data, spacing=[3.0 * size for size in _spacing(data)])
+    merged, _ = prepared(replace(coarse, label_map={1: [1, 2]}))
+    assert merged.all()
+
+
+def _spacing(data: Data) -> tuple[float, float, float]:
+    dataset = read_dataset(data)
+    return CaseReader(dataset, None).raw(dataset.cases[0]).spacing
+
+
+def test_an_ignored_label_stays_ignored(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    voxels = changed(label(), 255).astype(np.uint8)
+    write(tmp_path / "labelsTr/a.nii.gz", voxels)
+    data = replace(data, label_map={1: [1, 2]}, ignore=255)
+    dataset = read_dataset(data)
+    found = CaseReader(dataset, None).raw(dataset.cases[0]).label
+    assert found is not None and sorted(np.unique(found).tolist()) == [0, 1, 255]
+    assert np.count_nonzero(found == 255) == 1 and errors(checked(data)) == []
+    with pytest.raises(UserError, match="255 is the label to ignore, which stays as it is"):
+        read_dataset(replace(data, label_map={1: [1, 255]}))
+
+
+def test_brats_labels_of_every_layout(tmp_path: Path) -> None:
+    data = nnunet(tmp_path / "n", background=0, core=1, edema=2, enhancing=4)
+    with pytest.raises(UserError) as caught:
+        read_dataset(data)
+    option = "'data.label_map={1:1,2:2,3:4}'"
+    assert str(caught.value).endswith(
+        f"labels are numbered [0, 1, 2, 4]; number them 0, 1, 2 ... without a gap, or add {option}"
+    )
+    mapped = _as_written(data, option)
+    labels, names = prepared(mapped)
+    assert sorted(np.unique(labels).tolist()) == [0, 1, 2, 3] and names == ("background", "core", "edema", "enhancing")
+    assert errors(checked(mapped)) == []
+    rewrite(root := _decathlon_of_brats(tmp_path / "d"), labels={"0": "background", "1": "c", "2": "e", "4": "n"})
+    assert prepared(Data(format="decathlon", root=str(root), label_map={1: [1, 4], 2: 2}))[1] == (
+        "background",
+        "c+n",
+        "e",
+    )
+
+
+def _decathlon_of_brats(root: Path) -> Path:
+    decathlon(root)
+    for name in "abcd":
+        write(root / f"labelsTr/{name}.nii.gz", np.array([0, 1, 2, 4], np.uint8)[label(classes=4)])
+    return root
+
+
+def _as_written(data: Data, option: str) -> Data:
+    """The data with an option as a message writes it, by way of the command line."""
+    config = compose.compose([option.strip("'"), f"data={data.format}", f"data.root={data.root}", *_classes(data)])
+    return config.data
+
+
+def _classes(data: Data) -> list[str]:
+    return [f"data.classes=[{','.join(data.classes)}]"] if data.classes else []
+
+
+@pytest.mark.parametrize(
+    ("values", "classes", "option"),
+    [
+        ((0, 255), ["air", "organ"], "'data.label_map={1:255}'"),
+        ((0, 128, 255), ["air", "organ", "tumour"], "'data.label_map={1:128,2:255}'"),
+        ((0, 1, 2, 4), ["air", "x", "y", "z"], "'data.label_map={1:1,2:2,3:4}'"),
+    ],
+)
+def test_check_data_proposes_a_map_that_then_has_no_problem(
+    tmp_path: Path, values: tuple[int, ...], classes: list[str], option: str
+) -> None:
+    data = folders(tmp_path, values, classes)
+    lines = checked(data)
+    held = ", ".join(map(str, values))
+    assert (
+        f"warning: {tmp_path.name}: the label maps hold {held}; to learn from them as they are, add {option}" in lines
+    )
+    assert all(line.endswith(f"relabel them, or add {option}") for line in errors(lines)) and len(errors(lines)) == 4
+    mapped = _as_written(data, option)
+    assert checked(mapped) == [] and "0 air" in summary(dataset := read_dataset(mapped), *split(dataset, mapped))[2]
+
+
+def test_the_map_that_is_proposed_holds_the_labels_of_all_files(tmp_path: Path) -> None:
+    """One file has 1 and 4, another 2: alone, the first would give 4 the place of 2."""
+    data = folders(tmp_path, (0, 1, 4), ["air", "x", "y"])
+    write(tmp_path / "labels" / "b.nii.gz", label() // 2 * 2)
+    assert any(
+        "hold 0, 1, 2, 4;" in line and "{1:1,2:2,3:4}' and 4 names in data.classes" in line for line in checked(data)
+    )
+
+
+def test_labels_that_neither_map_nor_names_know_are_an_error(tmp_path: Path) -> None:
+    data = replace(folders(tmp_path, (0, 1, 2, 7), ["air", "x"]), label_map={1: [1, 2]})
+    (line, *_) = errors(checked(data))
+    assert "have the label 7; allowed are 0, 1, 2; relabel them, or add 'data.label_map={0:[0,7],1:[1,2]}'" in line
+    assert errors(checked(replace(data, label_map={0: [0, 7], 1: [1, 2]}))) == []
+
+
+def test_what_is_no_class_gets_no_proposal() -> None:
+    assert proposal({-1, 1}, 2) == proposal(range(1, 200), 2) == proposal({70000}, 2) == proposal({1}, 2) == ""
+    assert numbered([0]) == numbered([0, -3]) == numbered([0, 99999]) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ({}, "give each new label those of the files"),
+        ([1, 2], "give each new label those of the files"),
+        ({0: 3}, "number the new labels 1, 2, 3 ... without a gap"),
+        ({1: 1, 3: 2}, "number the new labels 1, 2, 3 ... without a gap"),
+        ({1: []}, "a new label has none of the files"),
+        ({1: [1, 2], 2: 2}, "2 is there twice; it can become one label only"),
+        ({1: 1.5}, "labels are whole numbers from 0 to 65535"),
+        ({1: True}, "labels are whole numbers from 0 to 65535"),
+        ({1: [[1]]}, "labels are whole numbers from 0 to 65535"),
+        ({1: -1}, "labels are whole numbers from 0 to 65535"),
+        ({1: 65536}, "labels are whole numbers from 0 to 65535"),
+        ({1: "x"}, "labels are whole numbers from 0 to 65535"),
+    ],
+)
+def test_a_map_that_is_none_is_refused_from_a_command_line_and_from_a_file(value: Any, what: str) -> None:
+    with pytest.raises(UserError, match=f"data.label_map=.*{what}"):
+        label_sources(value)
+    with pytest.raises(UserError, match=what):
+        compose.from_plain({"data": {"label_map": value}})
+
+
+def test_names_of_a_map(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    with pytest.raises(
+        UserError, match=r"dataset.json names no label 9, only 0, 1, 2; name the new classes in data.cl"
+    ):
+        read_dataset(replace(data, label_map={1: [1, 9]}))
+    assert read_dataset(replace(data, label_map={1: [1, 9]}, classes=["a", "b"])).classes == ("a", "b")
+    with pytest.raises(UserError, match=r"makes 2 classes, background with them, but data.classes has 3 names"):
+        compose.compose(["data.label_map={1:[1,2]}", "data.classes=[a,b,c]"])
+
+
+def test_the_map_goes_through_yaml_json_and_a_snapshot_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
+    words = ["data.label_map={1:[1,2],2:4}"]
+    config = compose.compose(words)
+    assert config.data.label_map == {1: [1, 2], 2: 4}
+    plain = compose.to_plain(config)
+    for values in (plain, json.loads(json.dumps(plain)), yaml.safe_load(compose.to_yaml(config))):
+        assert compose.from_plain(values) == config
+    values = json.loads(json.dumps(plain))
+    assert compose.resumed(values, ["optim.lr=0.1"]).data == compose.resumed(plain, words).data == config.data
+    for other in ("{1:[1,2]}", "null"):
+        with pytest.raises(UserError, match=r"start a new one to change data.label_map: .*2: 4"):
+            compose.resumed(plain, [f"data.label_map={other}"])
+
+
+def test_what_is_cached_and_what_a_run_rests_on_differ_by_the_map(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    keys, grounds = set(), []
+    for label_map in (None, {1: [1, 2]}, {1: 1, 2: 2}, {1: 2, 2: 1}):
+        found = build.data(
+            Config(data=replace(data, label_map=label_map, cache="disk", cache_root=str(tmp_path / "c")))
+        )
+        keys.add(found.read.key(found.train[0]))
+        grounds.append(fingerprint(found, None)["classes"])
+    assert len(keys) == 4
+    assert grounds[1:] == [
+        ["background", "organ+tumour"],
+        ["background", "organ", "tumour"],
+        ["background", "tumour", "organ"],
+    ]

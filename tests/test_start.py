@@ -1,0 +1,287 @@
+"""init=net.pt: what is loaded, what is new, at what rate; and that a resumed run loads nothing again."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from ranked import train_ranks
+from training import TINY, train
+
+from unet3d import build, compose
+from unet3d.config import Config
+from unet3d.errors import SnapshotError, UserError
+from unet3d.memory.meter import ENOUGH, LedgerMeter
+from unet3d.memory.preflight import estimate
+from unet3d.memory.segments import choose_segments
+from unet3d.memory.simulate import simulate
+from unet3d.report.wandb_logger import without_paths
+from unet3d.run import publish
+from unet3d.run.start import Start, class_sources, heads, open_start, with_names
+from unet3d.train import checkpoint, optim
+from unet3d.train.step import train_step
+from unet3d.types import Batch
+
+Capture = pytest.CaptureFixture[str]
+HEAD = ["outc.conv.weight", "outc.conv.bias"]
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The snapshot of a run with averaged weights, beside its data."""
+    place = tmp_path_factory.mktemp("net")
+    ended = train(place, *TINY, "optim.average=0.5", f"hydra.run.dir={place / 'run'}")
+    assert ended.code == 0, ended.err
+    return place / "run" / "checkpoints" / "last.pt"
+
+
+def words(net: Path, *more: str) -> list[str]:
+    return [*TINY, f"data.root={net.parents[2] / 'data' / 'phantom'}", f"init={net}", *more]
+
+
+def opened(net: Path, *more: str) -> Start:
+    config = compose.compose(words(net, *more))
+    data = build.data(config)
+    return open_start(config, build.model_options(config, data.dataset, data.train[0]), data)
+
+
+def test_all_is_loaded_where_all_fits_averaged_weights_first(net: Path, capsys: Capture) -> None:
+    found, state = opened(net), checkpoint.load_snapshot(net)
+    assert found.new == [] and found.weights.keys() == state["model"].keys()
+    assert all(torch.equal(found.weights[name], state["average"][name]) for name in state["average"])
+    count = len(state["model"])
+    printed = capsys.readouterr()
+    assert f"init={net}: {count} of {count} tensors loaded; nothing is new" in printed.out and printed.err == ""
+
+
+def test_heads_begin_with_the_rows_of_their_classes(net: Path, capsys: Capture) -> None:
+    state = checkpoint.load_snapshot(net)
+    background, one, two, three = state["classes"]
+    for label_map, sources, line in (
+        ("{1:2,2:1}", [[0], [2], [1]], f"{background} from {background}; {two} from {two}; {one} from {one}"),
+        ("{1:[1,3]}", [[0], [1, 3]], f"{background} from {background}; {one}+{three} from {one} and {three}"),
+    ):
+        found = opened(net, f"data.label_map={label_map}")
+        assert found.new == [] and not {*HEAD} & found.weights.keys()
+        assert f"heads, as the classes differ: {line}" in capsys.readouterr().out
+        model = build.model(
+            dataclasses.replace(compose.from_plain(state["config"]).model, in_channels=1, classes=len(sources)), 0
+        )
+        found.load(model)
+        for name in HEAD:
+            wanted = torch.stack([state["average"][name][olds].mean(0) for olds in sources])
+            assert torch.equal(model.state_dict()[name], wanted)
+
+
+def test_heads_are_new_where_no_class_has_a_name_in_common(net: Path, capsys: Capture) -> None:
+    found = opened(net, "data.label_map={1:1,2:2}", "data.classes=[air,x,y]")
+    assert (found.new, found.rows) == (HEAD, {})
+    there = ", ".join(checkpoint.load_snapshot(net)["classes"])
+    assert f"heads, as the classes differ: new, of air, x, y, there {there}" in capsys.readouterr().out
+
+
+def test_a_class_without_a_source_has_a_new_row() -> None:
+    assert class_sources(("b", "x", "y", "z"), ("air", "y", "w", "x+z")) == {0: [0], 1: [2], 3: [1, 3]}
+    assert class_sources(("b", "x"), ("b", "x+w")) == class_sources(("b", "x"), ("b", "b", "w")) == {}
+
+
+def test_heads_of_deep_supervision_are_found_by_their_size() -> None:
+    options = compose.compose(
+        ["model.deep_supervision=true", "model.features=[4,8,16,32]", "model.in_channels=1"]
+    ).model
+    options = dataclasses.replace(options, classes=3)
+    stages = [name for name in heads(options) if name.startswith("up")]
+    assert len(heads(options)) == 6 and {name.split(".")[0] for name in stages} == {"up1", "up2"}
+
+
+def test_another_number_of_channels_has_a_new_first_layer(net: Path) -> None:
+    config = compose.compose(words(net))
+    options = build.outlined_options(config)
+    found = open_start(config, dataclasses.replace(options, in_channels=2), None)
+    assert len(found.new) == 1 and found.new[0].startswith("inc.") and found.new[0].endswith("weight")
+
+
+def test_a_published_file_of_several_networks_gives_the_first(net: Path, tmp_path: Path, capsys: Capture) -> None:
+    publish.publish([net, net], tmp_path / "both.pt")
+    found = opened(net, f"init={tmp_path / 'both.pt'}")
+    assert found.new == [] and "both.pt (the first of its networks): " in capsys.readouterr().out
+
+
+def test_other_images_and_another_network_are_warned_of(net: Path, tmp_path: Path, capsys: Capture) -> None:
+    state = checkpoint.load_snapshot(net)
+    state["intensity"] = [{"kind": "ct", "low": -100.0, "high": 300.0, "mean": 40.0, "std": 30.0}]
+    state["config"]["data"]["spacing"] = [1.0, 1.0, 2.0]
+    checkpoint.save_snapshot(tmp_path / "ct.pt", state)
+    opened(net, f"init={tmp_path / 'ct.pt'}", "model.activation=silu")
+    first, second = capsys.readouterr().err.splitlines()
+    assert "its network differs: model.activation relu there, silu here" in first
+    assert "intensity ct -100 to 300 there, zscore here; data.spacing [1.0, 1.0, 2.0] mm there, None here" in second
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        (
+            ["model.features=[5,7]"],
+            r"none of its weights fits this network \(model.features \[4, 8\] there, \[5, 7\] her",
+        ),
+        (["optim.init_lr=0"], "all that the network has is loaded and frozen; give a factor above 0"),
+        (
+            ["optim.init_lr=0.1", "optim.init_names=[down9]"],
+            "init has loaded no down9; name parts of what it has, as inc.",
+        ),
+        (
+            ["optim.init_lr=0.1", "optim.init_names=[outc]", "data.label_map={1:[1,2]}"],
+            "init has loaded no outc",
+        ),
+    ],
+)
+def test_what_cannot_be_a_start_is_refused(net: Path, more: list[str], what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        opened(net, *more)
+
+
+def test_files_that_are_no_snapshot_of_this_network_are_refused(net: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_text("no snapshot")
+    with pytest.raises(SnapshotError, match="not a readable snapshot"):
+        opened(net, f"init={tmp_path / 'text.pt'}")
+    with pytest.raises(UserError, match=r"init=nowhere.pt: no such file; give RUN/checkpoints/best.pt"):
+        compose.compose(["init=nowhere.pt"])
+    state = checkpoint.load_snapshot(net)
+    checkpoint.save_snapshot(
+        tmp_path / "own.pt", state | {"model_options": state["model_options"] | {"path": "evil:net"}}
+    )
+    with pytest.raises(UserError, match=r"its network is model.path=evil:net, this run's the package's own U-Net"):
+        opened(net, f"init={tmp_path / 'own.pt'}")
+    name = next(iter(state["average"]))
+    state["average"][name] = state["average"][name] * float("nan")
+    checkpoint.save_snapshot(tmp_path / "nan.pt", state)
+    with pytest.raises(SnapshotError, match="holds NaN"):
+        opened(net, f"init={tmp_path / 'nan.pt'}")
+
+
+@pytest.mark.parametrize("way", ["lean=true", "slab=auto"])
+def test_slabs_refuse_a_frozen_tensor(net: Path, way: str) -> None:
+    with pytest.raises(UserError, match=f"{way} and optim.init_lr=0: slabs take the gradients of all tensors"):
+        compose.compose(words(net, "optim.init_lr=0", way))
+
+
+FROZEN = ["optim.init_lr=0", "optim.init_names=[inc,down1,up1.block]"]
+
+
+def stepped(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer, LedgerMeter]:
+    """A network after two steps, its optimizer, and what the steps held."""
+    assert config.model.in_channels and config.model.classes
+    model, loss = build.model(config.model, 0), build.loss(config, config.model.classes)
+    policy = build.policy(config, "cpu", choose_segments(config, config.model).segment_starts)
+    optimizer = optim.optimizer(config.optim, model)
+    meter, scaler = LedgerMeter(model, optimizer), policy.scaler()
+    size = config.batch, config.model.in_channels, *config.data.patch
+    for _ in range(ENOUGH):
+        batch = Batch(torch.randn(size), torch.ones(size[0], *size[2:], dtype=torch.int16))
+        train_step(model, loss, optimizer, scaler, policy, [batch], meter.mark, config.optim.clip)
+    return model, optimizer, meter
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *([], ["ckpt=2"], ["ckpt=auto"], ["amp=true"], ["model.deep_supervision=true", "model.features=[4,8,8]"]),
+        *(["optim.average=0.5"], ["optim.init_lr=0.1"]),
+    ],
+    ids=" ".join,
+)
+def test_the_ledger_of_frozen_tensors_is_predicted_to_the_byte_and_they_have_no_state(more: list[str]) -> None:
+    config = compose.compose([*TINY, *FROZEN, "init=null", "model.in_channels=1", "model.classes=3", *more])
+    before = build.model(config.model, 0).state_dict()
+    model, optimizer, meter = stepped(config)
+    starts = choose_segments(config, config.model).segment_starts
+    predicted = simulate(config, config.model, starts, steps=ENOUGH)
+    assert predicted.ledger.phase_peaks() == meter.ledger.phase_peaks()
+    assert predicted.summary()["state"] == meter.summary()["state"]
+    slow = {n: p for n, p in model.named_parameters() if optim.is_named(n, config.optim.init_names or ())}
+    assert slow and len(slow) < len(list(model.parameters()))
+    if config.optim.init_lr:
+        assert [group.get(optim.FACTOR) for group in optimizer.param_groups] == [None, 0.1]
+        assert all(parameter in optimizer.state for parameter in slow.values())
+        return
+    assert all(p not in optimizer.state and not p.requires_grad and torch.equal(p, before[n]) for n, p in slow.items())
+    learned = {n: p for n, p in model.named_parameters() if n not in slow}
+    assert all(p in optimizer.state and not torch.equal(p, before[n]) for n, p in learned.items())
+    assert predicted.summary()["state"]["grads"] == sum(p.nbytes for p in learned.values())
+
+
+def test_schedules_scale_both_groups() -> None:
+    config = compose.compose(
+        [*TINY, "optim.init_lr=0.1", "optim.init_names=[inc]", "model.in_channels=1", "model.classes=2"]
+    )
+    optimizer = optim.optimizer(config.optim, build.model(config.model, 0))
+    optim.set_rate(optimizer, optim.learning_rate(config.optim, 4, 2))
+    new, loaded = (group["lr"] for group in optimizer.param_groups)
+    assert new == optim.learning_rate(config.optim, 4, 2) and loaded == pytest.approx(new / 10)
+
+
+@pytest.fixture(scope="module")
+def transferred(net: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+    """A run of two of its four steps from a frozen start, and its words."""
+    place = tmp_path_factory.mktemp("transferred")
+    started = shutil.copy(net, place / "net.pt")
+    given = words(Path(started), f"data.root={net.parents[2] / 'data' / 'phantom'}", "data.label_map={1:[1,2]}")
+    given += ["optim.init_lr=0", f"hydra.run.dir={place / 'run'}"]
+    ended = train(place, *given, "steps=2")
+    assert ended.code == 0, ended.err
+    assert "tensors loaded, frozen, 2 by class; nothing is new" in ended.out
+    yield place / "run", given
+
+
+def test_a_run_records_its_start_and_measures_what_it_predicted(net: Path, transferred: tuple[Path, list[str]]) -> None:
+    folder, _ = transferred
+    record, memory = (json.loads((folder / name).read_text()) for name in ("init.json", "memory.json"))
+    state, before = checkpoint.load_snapshot(folder / "checkpoints/last.pt"), checkpoint.load_snapshot(net)
+    assert record["new"] == [] and [*record["by class"]] == HEAD
+    assert {*record["loaded"], *HEAD} == state["model"].keys()
+    values = yaml.safe_load((folder / "config.yaml").read_text())
+    config = compose.from_plain(values | {"model": state["model_options"]})
+    assert memory["measured"]["peak_bytes"] == simulate(config, config.model, ()).ledger.peak_bytes()
+    assert all(torch.equal(state["model"][name], before["average"][name]) for name in record["loaded"])
+    assert len(state["optimizer"]["state"]) == 2  # of the head's weight and bias
+    assert values["optim"]["init_names"] == record["loaded"]
+
+
+def test_a_resumed_run_needs_the_file_no_more(net: Path, transferred: tuple[Path, list[str]], tmp_path: Path) -> None:
+    folder, given = transferred
+    with pytest.raises(UserError, match="start a new one to change init: "):
+        compose.resumed(yaml.safe_load((folder / "config.yaml").read_text()), [f"resume={folder}", f"init={net}"])
+    (folder.parent / "net.pt").unlink()
+    ended = train(folder.parent, *given, "resume=auto", "steps=4", "eval_every=0")
+    assert ended.code == 0, ended.err
+    state, before = checkpoint.load_snapshot(folder / "checkpoints/last.pt"), checkpoint.load_snapshot(net)
+    assert state["step"] == 4 and "tensors loaded" not in ended.out
+    loaded = json.loads((folder / "init.json").read_text())["loaded"]
+    assert all(torch.equal(state["model"][name], before["average"][name]) for name in loaded)
+    publish.publish([folder / "checkpoints/last.pt"], tmp_path / "out.pt")
+    assert b"net.pt" not in (tmp_path / "out.pt").read_bytes()
+
+
+def test_memory_of_a_frozen_start_is_predicted_without_a_run(net: Path) -> None:
+    given = words(net, "data.label_map={1:[1,2]}", "optim.init_lr=0")
+    found = estimate(with_names(given), half=False)
+    head = 4 * (found.options.features[0] * 2 + 2)  # bytes: a weight for each channel and class, a bias for each class
+    assert found.entry["state"]["grads"] == head and with_names(given[:-1]) == given[:-1]
+
+
+def test_wandb_does_not_record_where_the_weights_come_from() -> None:
+    assert without_paths({"init": "patient.pt", "seed": 0}) == {"seed": 0}
+
+
+def test_ranks_begin_with_the_same_weights_which_the_first_alone_reads(net: Path, tmp_path: Path) -> None:
+    given = [*TINY, f"init={net}", "optim.init_lr=0", "data.label_map={1:[1,2]}", "batch=2", "steps=2", "eval_every=0"]
+    first, other = train_ranks(tmp_path, *given)
+    assert (first.code, other.code) == (0, 0), first.err
+    assert ", frozen, 2 by class; nothing is new" in first.out and "tensors" not in other.out
+    state, before = checkpoint.load_snapshot(tmp_path / "run/checkpoints/last.pt"), checkpoint.load_snapshot(net)
+    assert all(torch.equal(state["model"][n], before["average"][n]) for n in before["average"].keys() - {*HEAD})
