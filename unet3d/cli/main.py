@@ -155,7 +155,7 @@ def _memory(arguments: argparse.Namespace) -> None:
     elif len(jobs) > 1:
         memory.print_peaks(jobs, arguments.half, out)
     else:
-        memory.explain(jobs[0], arguments.half, out)
+        memory.print_explanation(jobs[0], arguments.half, out)
 
 
 def _predict(arguments: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ WHERE = "Parameters live at the bottom of the U, activations at the top."
 SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # of the patch's sides
 
 
-def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
+def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) -> None:
     """Print where the memory of a step goes; with `out`, also write it there, with report, figures and tables."""
     subject = estimate(overrides, half)
     narrower, relatives = narrowed(subject), family(subject, overrides)

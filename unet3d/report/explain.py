@@ -1,4 +1,4 @@
-"""The memory of a training step of any network: `unet3d.memory.explain` measures it, `unet3d.memory.predict` predicts it.
+"""The memory of a training step of any network, measured (`unet3d.memory.explain`) or predicted (`.predict`).
 
 Both run the package's one training step, on the user's own module. A prediction runs it on fake tensors, which have
 shapes and no data: it makes nothing as large as a map.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_leaves
 
 from unet3d.errors import UserError
 from unet3d.files import write_json, write_text
@@ -84,8 +85,8 @@ class Explanation:
 
     def _parts(self) -> Iterator[str | tuple[str, Table]]:
         yield f"{self.name}: {self.parameters:,} parameters; {self.about}"
-        peak = f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({self.entry['kind']})"
-        yield f"{peak}, {tables.moment(self.ledger)}"
+        yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({self.entry['kind']})"
+        yield f"at its highest in {tables.moment(self.ledger)}"
         yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
         yield "At the peak, by category", tables.categories(self.ledger)
         largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LARGEST]
@@ -236,8 +237,9 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 def _on_fake_tensors(model: nn.Module) -> nn.Module:
-    """A copy whose weights and buffers have shapes and no data, within `fake_mode`."""
-    copies: dict[int, Any] = {}
+    """A copy whose weights and buffers have shapes and no data, within `fake_mode`; other tensors are shared."""
+    attributes = tree_leaves([list(vars(module).values()) for module in model.modules()])
+    copies: dict[int, Any] = {id(tensor): tensor for tensor in attributes if isinstance(tensor, Tensor)}
     for tensor in (*model.parameters(), *model.buffers()):
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         is_weight = isinstance(tensor, nn.Parameter)
