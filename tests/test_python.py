@@ -13,7 +13,7 @@ from training import TINY, face
 
 import unet3d
 from unet3d.cli.train import TrainedRun
-from unet3d.errors import NonFiniteLoss, UserError
+from unet3d.errors import UserError
 
 OBLIQUE = np.array([[0, -1.1, 0.1, 7], [-0.9, 0, 0, 3], [0, 0.1, -2.2, 5], [0, 0, 0, 1]])  # neither RAS nor straight
 
@@ -50,9 +50,9 @@ def test_what_would_end_the_command_is_raised(tmp_path: Path, monkeypatch: pytes
     }.items():
         with pytest.raises(UserError, match=f"^{line}$"):
             unet3d.train(words)
-    with pytest.raises(NonFiniteLoss):
-        unet3d.train([*TINY, "optim=sgd", "optim.lr=100", "optim.clip=null", "steps=40", "hydra.run.dir=run"])
-    assert (tmp_path / "run" / "STATUS").read_text().endswith("exit code 4\n")
+    with pytest.raises(UserError, match=r"^budget=0\.1MiB: the step does not fit"):
+        unet3d.train([*TINY, "budget=0.1MiB", "hydra.run.dir=run"])
+    assert (tmp_path / "run" / "STATUS").read_text().endswith("exit code 2\n")
 
 
 def image() -> nib.Nifti1Image:

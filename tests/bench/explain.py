@@ -118,7 +118,7 @@ def blocks_of(events: list[dict[str, Any]]) -> Iterator[tuple[float, float, int,
 
 
 def operations(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Begin and end of each operation as a dispatch mode sees it: what torch composes of other operations counts as these."""
+    """Begin and end of each operation that a dispatch mode would see: those that torch composes are seen as parts."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = {f"{s.name}.{s.overload_name}".rstrip(".") for s in torch._C._jit_get_all_schemas() if s.name[:4] == "aten"}
     known = [name for name in names if torch._C._dispatch_has_kernel(name)]

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -13,7 +14,7 @@ from unet3d.data.cases import Case
 from unet3d.data.nifti import labels_like, open_image, stem
 from unet3d.errors import UserError
 
-Given = np.ndarray | nib.Nifti1Image | str | PathLike[str] | Sequence[str | PathLike[str]]
+Given = Any  # an array, an image of nibabel, a path, or a list of paths, one a channel
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def as_case(image: Given, spacing: Sequence[float] | None) -> Iterator[Case]:
             raise UserError(str(error).replace(str(path), "as it was given")) from error
 
 
-def _as_nifti(image: np.ndarray | nib.Nifti1Image, spacing: Sequence[float] | None) -> nib.Nifti1Image:
+def _as_nifti(image: Given, spacing: Sequence[float] | None) -> nib.Nifti1Image:
     if isinstance(image, np.ndarray):
         if image.ndim not in (3, 4) or image.dtype.kind not in "buif":
             raise UserError(f"segment: give numbers X Y Z, or C X Y Z, not {image.dtype} of shape {image.shape}")
