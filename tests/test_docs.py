@@ -1,5 +1,6 @@
 """README and docs: commands that are shown run, answers that are shown are given, links lead somewhere."""
 
+import json
 import re
 import shlex
 import shutil
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from pages import check_named_tests, named_tests
@@ -179,3 +181,24 @@ def test_the_prediction_of_the_main_job_is_the_one_shown(tmp_path: Path) -> None
     assert done.code == 0, done.err
     predicted = [line for line in shown("README.md", "16 cases kept")[1:] if not line.startswith(" ")][:4]
     assert done.out.splitlines()[-4:] == predicted
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cells in order, on fewer and smaller volumes; it is kept with its outputs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    small = '"data.phantom.cases=4", "data.phantom.shape=[32,32,16]", "steps=4", "eval_every=2"'
+    assert code[0].count('"steps=60", "eval_every=30"') == 1
+    code[0] = code[0].replace('"steps=60", "eval_every=30"', small)
+    names: dict[str, Any] = {}
+    for cell in code:
+        exec(compile(cell, "docs/tour.ipynb", "exec"), names)
+    assert names["labels"].shape == (32, 32, 16) and (tmp_path / "layers.png").stat().st_size > 5000
+    assert "SegResNet: " in capsys.readouterr().out and names["predicted"] == names["measured"]
+    assert all(cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+    plt.close("all")
