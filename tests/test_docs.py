@@ -1,13 +1,18 @@
 """README and docs: commands that are shown run, answers that are shown are given, links lead somewhere."""
 
+import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 from pages import check_named_tests, named_tests
-from training import face, train
+from training import TINY, face, train
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
@@ -111,11 +116,27 @@ def test_the_readme_is_short() -> None:
     assert len(TEXTS["README.md"].encode()) <= 8_000
 
 
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXTS["docs/python.md"], re.DOTALL)[1:])
-def test_python_examples_run(block: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each prints one number: bytes, or a loss."""
-    exec(compile(block, "docs/python.md", "exec"), {})
-    assert float(capsys.readouterr().out) > 0
+def test_the_python_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Block by block, as a reader would; what is trained is tiny, and then takes the place of net.pt."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    segment, train_it, explain, step, config = re.findall(r"```python\n(.*?)```", TEXTS["docs/python.md"], re.DOTALL)
+    names: dict[str, Any] = {"array": np.random.default_rng(0).random((20, 20, 16), np.float32)}
+    small = train_it.replace('"steps=20", "eval_every=10"', ", ".join(f'"{word}"' for word in TINY[1:]))
+    assert small != train_it
+    exec(f"import unet3d\n{small}", names)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("best.pt")
+    shutil.copy(names["run"].snapshot, "net.pt")
+    shutil.copy(next(tmp_path.glob("data/phantom/*/imagesTr/*.nii.gz")), "case.nii.gz")
+    exec(segment, names)
+    assert names["labels"].shape == names["image"].shape == (20, 20, 16)
+    exec(explain, names)
+    assert capsys.readouterr().out.startswith("SegResNet: ")
+    for block in (step, config):  # each prints a number: a loss, or bytes
+        exec(block, {})
+        assert float(capsys.readouterr().out) > 0
 
 
 def shown(page: str, first_words: str) -> list[str]:
@@ -160,3 +181,24 @@ def test_the_prediction_of_the_main_job_is_the_one_shown(tmp_path: Path) -> None
     assert done.code == 0, done.err
     predicted = [line for line in shown("README.md", "16 cases kept")[1:] if not line.startswith(" ")][:4]
     assert done.out.splitlines()[-4:] == predicted
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cells in order, on fewer and smaller volumes; it is kept with its outputs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    small = '"data.phantom.cases=4", "data.phantom.shape=[32,32,16]", "steps=4", "eval_every=2"'
+    assert code[0].count('"steps=60", "eval_every=30"') == 1
+    code[0] = code[0].replace('"steps=60", "eval_every=30"', small)
+    names: dict[str, Any] = {}
+    for cell in code:
+        exec(compile(cell, "docs/tour.ipynb", "exec"), names)
+    assert names["labels"].shape == (32, 32, 16) and (tmp_path / "layers.png").stat().st_size > 5000
+    assert "SegResNet: " in capsys.readouterr().out and names["predicted"] == names["measured"]
+    assert all(cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+    plt.close("all")

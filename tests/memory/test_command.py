@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -142,3 +143,43 @@ def test_a_config_for_a_gpu_has_the_allocators_rows(capsys: pytest.CaptureFixtur
     assert memory("model=unet_tiny", "model.features=[4,8]", *NET, "device=cuda") == 0
     said = capsys.readouterr().out
     assert "allocated: blocks given out" in said and "reserved by the allocator" in said
+
+
+MODULE = ("--module", "monai.networks.nets:SegResNet", "--input", "1x1x16x16x16")
+
+
+def test_any_network_is_explained_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--args", '{"init_filters": 8, "blocks_down": [1, 1], "blocks_up": [1]}', "amp=true", "--measure")
+    assert face("memory", *MODULE, *words, "-o", tmp_path / "out") == 0
+    predicted, measured = re.findall(r"(\w+) peak of a step: ([\d.]+) MiB", capsys.readouterr().out)
+    assert (predicted[0], measured[0]) == ("predicted", "measured") and predicted[1] == measured[1]
+    memory = json.loads((tmp_path / "out" / "memory.json").read_text())
+    assert f"{memory['measured']['peak_bytes'] / 2**20:.1f}" == measured[1]
+    assert "SegResNet: input 1x1x16x16x16" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((*MODULE, "--args", '{"nope": 1}'), "--module monai.networks.nets:SegResNet: cannot be made with --args "),
+        ((*MODULE, "--args", "{"), "--args: is not JSON (Expecting property name"),
+        ((*MODULE, "--args", "[1]"), "--args [1]: give keywords, such as "),
+        ((*MODULE, "batch=3"), "batch=3: with --module only amp, amp_dtype and device count"),
+        ((*MODULE, "--half"), "--half and --curves are for the package's own networks"),
+        (
+            (*MODULE[:3], "1x3x16x16x16"),
+            "--module monai.networks.nets:SegResNet: a step with --input 1x3x16x16x16 fails",
+        ),
+        ((*MODULE[:3], "16"), "--input 16: give the sizes N, C, D, H, W of the input, such as 1x1x96x96x96"),
+        (("--module", "json:loads", *MODULE[2:]), "--module json:loads: cannot be made with --args {}: TypeError"),
+        (("--module", "builtins:dict", *MODULE[2:]), "--module builtins:dict: made dict, not a torch.nn.Module"),
+        (("--measure",), "--args, --input and --measure are of --module; name it"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, tuple) else "",
+)
+def test_a_network_that_cannot_be_explained_is_one_line(
+    words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert face("memory", *words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {line}") and captured.err.count("\n") == 1 and not captured.out

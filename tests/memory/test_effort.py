@@ -89,7 +89,7 @@ def test_fit_simulates_each_way_once(steps: dict[str, list[int]]) -> None:
 
 
 def test_the_memory_command_simulates_each_network_and_way_once(steps: dict[str, list[int]]) -> None:
-    memory.explain(WORDS, half=False, out=None)
+    memory.print_explanation(WORDS, half=False, out=None)
     assert sorted(steps.values()) == [*[[2]] * 6, [3, 2]], "two of half the width, four ways; for prices, what is asked"
 
 
@@ -103,7 +103,7 @@ def choose_segments() -> None:
 
 
 LONG: dict[str, tuple[Callable[[], object], list[str]]] = {
-    "memory": (lambda: memory.explain([*WORDS, "seed=1"], half=False, out=None), ["networks"]),
+    "memory": (lambda: memory.print_explanation([*WORDS, "seed=1"], half=False, out=None), ["networks"]),
     "peaks": (lambda: memory.print_peaks([[*WORDS, "batch=1"], [*WORDS, "batch=2"]], False, None), ["networks"]),
     "fit": (
         lambda: memory.print_fit([*WORDS, "budget=0.9MiB"]),

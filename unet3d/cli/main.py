@@ -1,7 +1,9 @@
 """The commands of `python -m unet3d`, with exit codes and one line for a mistake."""
 
 import argparse
+import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +93,10 @@ def command_parser() -> argparse.ArgumentParser:
     _add_overrides(memory, "model=forum_mid amp=true; before them, fit: find what fits budget=8GiB")
     memory.add_argument("--half", action="store_true", help="weights and images in float16, instead of amp")
     memory.add_argument("--curves", action="store_true", help="with -o: peak against batch size, width and patch")
+    memory.add_argument("--module", help="any network instead, package.module:name; with it amp=true, device=cuda")
+    memory.add_argument("--args", default="{}", metavar="JSON", help="of --module: keywords that make the network")
+    memory.add_argument("--input", metavar="SHAPE", help="of --module: N, C, D, H, W of its input, 1x1x96x96x96")
+    memory.add_argument("--measure", action="store_true", help="of --module: run the step, too")
     about = "segment NIfTI files with a run's snapshot"
     predict = command("predict", _predict, about, required=True, help="folder for the label maps")
     predict.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt")
@@ -137,6 +143,12 @@ def _composed(overrides: list[str]) -> Config:
 def _memory(arguments: argparse.Namespace) -> None:
     """Explain one config; set several, as `batch=1,2,4`, side by side."""
     is_fit, out = arguments.overrides[:1] == ["fit"], arguments.out
+    if out is not None and any((out / name).exists() for name in ("STATUS", "metrics.jsonl")):
+        raise UserError(f"{out}: holds a run; -o needs a folder of its own")
+    if arguments.module is not None:
+        return _memory_of_module(arguments)
+    if arguments.input or arguments.measure or arguments.args != "{}":
+        raise UserError("--args, --input and --measure are of --module; name it")
     jobs = compose.sweep(arguments.overrides[is_fit:])
     for job in jobs:
         _composed(job)  # a mistake is answered before torch loads
@@ -144,8 +156,6 @@ def _memory(arguments: argparse.Namespace) -> None:
         raise UserError("memory fit prints one command for train.py; remove -o, --curves, --half and commas")
     if arguments.curves and out is None:
         raise UserError("--curves writes a picture and a table; add -o FOLDER")
-    if out is not None and any((out / name).exists() for name in ("STATUS", "metrics.jsonl")):
-        raise UserError(f"{out}: holds a run; -o needs a folder of its own")
     from unet3d.cli import memory
     from unet3d.run.start import with_names
 
@@ -157,7 +167,29 @@ def _memory(arguments: argparse.Namespace) -> None:
     elif len(jobs) > 1:
         memory.print_peaks(jobs, arguments.half, out)
     else:
-        memory.explain(jobs[0], arguments.half, out)
+        memory.print_explanation(jobs[0], arguments.half, out)
+
+
+def _memory_of_module(arguments: argparse.Namespace) -> None:
+    """Explain any network that can be imported."""
+    words = arguments.overrides
+    if others := [word for word in words if word.partition("=")[0] not in ("amp", "amp_dtype", "device")]:
+        raise UserError(f"{others[0]}: with --module only amp, amp_dtype and device count")
+    if arguments.half or arguments.curves:
+        raise UserError("--half and --curves are for the package's own networks; remove them")
+    config, shape = _composed(words), re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){2,4}", arguments.input or "")
+    if shape is None:
+        raise UserError(f"--input {arguments.input}: give the sizes N, C, D, H, W of the input, such as 1x1x96x96x96")
+    try:
+        keywords = json.loads(arguments.args)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--args: is not JSON ({error}); give keywords, such as '{{\"in_channels\": 1}}'") from error
+    if not isinstance(keywords, dict):
+        raise UserError(f"--args {arguments.args}: give keywords, such as '{{\"in_channels\": 1}}'")
+    from unet3d.cli import memory
+
+    sizes = [int(size) for size in shape[0].split("x")]
+    memory.print_module(arguments.module, keywords, sizes, config, arguments.measure, arguments.out)
 
 
 def _predict(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """`unet3d memory`: one config explained, several side by side, curves, or what fits a budget; from simulated steps."""
 
+import json
 import math
 import shlex
 from collections import Counter, defaultdict
@@ -8,18 +9,21 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from unet3d import build, compose
-from unet3d.errors import UserError, escaped
+from unet3d.config import Config
+from unet3d.errors import UserError, escaped, is_out_of_memory, reason
 from unet3d.files import write_csv, write_json, write_text
 from unet3d.memory import analysis, budget, export, tables
 from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import ENOUGH, STEADY
 from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
 from unet3d.progress import track
-from unet3d.report import memory_plots, report
+from unet3d.report import explain, memory_plots, report
 from unet3d.report.loggers import WIDE, paper, plain_text, terminal_table
 from unet3d.types import Table, budget_bytes, mib, percent
 
@@ -31,7 +35,7 @@ WHERE = "Parameters live at the bottom of the U, activations at the top."
 SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # of the patch's sides
 
 
-def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
+def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) -> None:
     """Print where the memory of a step goes; with `out`, also write it there, with report, figures and tables."""
     subject = estimate(overrides, half)
     narrower, relatives = narrowed(subject), family(subject, overrides)
@@ -51,6 +55,35 @@ def explain(overrides: Sequence[str], half: bool, out: Path | None) -> None:
         write_json(out / "memory.json", simulated | {"advice": found, "without": without})
         memory_plots.write_ledger_files(subject.ledger, subject.name, out)
         print(escaped(report.write_report(out)))
+
+
+def print_module(
+    path: str, keywords: Mapping[str, Any], shape: Sequence[int], config: Config, measures: bool, out: Path | None
+) -> None:
+    """Print where the memory of a step of any network goes; with `out`, also write it there. Raises UserError."""
+    make = build.import_object("--module", path)
+    try:
+        network = make(**keywords)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(
+            f"--module {path}: cannot be made with --args {json.dumps(keywords)}: {reason(error)}"
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise UserError(f"--module {path}: made {type(network).__name__}, not a torch.nn.Module")
+    target = build.target(config)
+    amp = config.amp and (config.amp_dtype if config.amp_dtype != "auto" else True)
+    try:
+        found = [explain.predict(network, shape, amp=amp, device=target)]
+        if measures:
+            found.append(explain.explain(network.to(build.device(config)), shape, amp=amp))
+    except (RuntimeError, ValueError, TypeError) as error:
+        if isinstance(error, UserError) or is_out_of_memory(error):
+            raise
+        sizes = "x".join(map(str, shape))
+        raise UserError(f"--module {path}: a step with --input {sizes} fails: {reason(error)}") from error
+    print(*found, sep="\n\n")
+    if out is not None:
+        print(escaped(found[-1].report(out)))
 
 
 def simulate_all(estimates: Sequence[MemoryEstimate]) -> None:

@@ -2,10 +2,11 @@
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser  # the only place that knows which flags take a value
@@ -18,6 +19,9 @@ from unet3d.config import Config
 from unet3d.errors import UserError, escaped, is_disk_full, make_room
 from unet3d.files import read_yaml, refuse_links_out
 from unet3d.signals import Stop
+
+if TYPE_CHECKING:
+    from unet3d.report.run_folder import RunFolder
 
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # options that would else mean the current folder
 SEARCHED = "hydra.searchpath="  # folders of the user's own YAML files
@@ -63,6 +67,68 @@ def single_job(tree: DictConfig) -> None:
     folder = Path(asked.runtime.output_dir)
     with lifecycle.guarded(config, folder, list(asked.overrides.task)) as stop:
         job(config, folder, stop)
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run that has ended well, in its `folder`; all figures come from its files."""
+
+    folder: Path
+
+    @property
+    def scores(self) -> list[dict[str, str]]:
+        """scores.csv: a row a held-out case, such as {"case": "a", "dice/organ": "0.93", ...}."""
+        return self._files().scores
+
+    @property
+    def dice(self) -> float | None:
+        """Mean Dice of the last validation; None without one."""
+        value: float | None = self._files().last_validation.get("val/dice_mean")
+        return value
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        """memory.json: "predicted" and "measured", each with "peak_bytes", "phases", "layers" and more, in bytes."""
+        return self._files().memory
+
+    @property
+    def snapshot(self) -> Path:
+        """The weights with the best mean Dice."""
+        return self.folder / "checkpoints" / "best.pt"
+
+    def _files(self) -> "RunFolder":
+        from unet3d.report.run_folder import read_run
+
+        return read_run(self.folder)
+
+
+def from_python(overrides: Sequence[str] = ()) -> TrainedRun:
+    """Train in this process as `python train.py OVERRIDES` does; `unet3d.train` calls it.
+
+    Prints and writes what the command does. Raises UserError and the errors that would end the command.
+    """
+    if isinstance(overrides, str):
+        raise UserError(f"unet3d.train: give a list of options, such as [{overrides!r}]")
+    words = checked_arguments([str(word) for word in overrides])
+    if flags := [word for word in words if word.startswith("-")]:
+        raise UserError(f"{flags[0]}: unet3d.train runs one training; a sweep is for the command line")
+    refuse_unwritable(words)
+    folders: list[Path] = []
+
+    def task(tree: DictConfig) -> None:
+        folders.append(Path(HydraConfig.get().runtime.output_dir))
+        single_job(tree)
+
+    before, sys.argv = sys.argv, ["unet3d", *words]  # where Hydra looks for them
+    try:
+        _with_hydra(task)()
+    except SystemExit as end:
+        if end.__cause__ is not None:
+            raise end.__cause__ from None
+        raise
+    finally:
+        sys.argv = before
+    return TrainedRun(folders[0])
 
 
 def job(config: Config, folder: Path, stop: Stop) -> None:

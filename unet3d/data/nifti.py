@@ -246,10 +246,14 @@ def _unknown_labels(
 
 def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
     """Write integer labels (X, Y, Z) on the grid of the image `like`, as uint8 or uint16. Raises UserError, OSError."""
-    source = open_image(stem(path), like)
+    save_image(path, labels_like(labels, open_image(stem(path), like)))
+
+
+def labels_like(labels: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
+    """Integer labels (X, Y, Z) as an image on the grid of `source`, uint8 or uint16."""
     assert labels.shape == source.shape[:3], f"{labels.shape} labels for an image of {source.shape}"
     kind = np.min_scalar_type(int(labels.max()))
-    save_image(path, type(source)(labels.astype(kind), None, _header_like(source, kind)))
+    return type(source)(labels.astype(kind), None, _header_like(source, kind))
 
 
 def _header_like(source: nib.Nifti1Image, kind: np.dtype | type) -> nib.Nifti1Header:

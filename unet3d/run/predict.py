@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -108,13 +109,23 @@ class Segmenter:
 
     def to_file(self, case: Case, path: Path, scores: Path | None = None) -> Volume:
         """Segment one case; class probabilities go to `scores`. Returns it on the network's grid. Raises UserError."""
+        volume = self._read(case)
+        save_prediction(path, self._strips(volume), case, self.spacing, scores)
+        return volume
+
+    def labels(self, case: Case) -> np.ndarray:
+        """Labels (X, Y, Z) of a case in the axes of its first file. Raises UserError."""
+        return to_original(self._strips(self._read(case)), case, self.spacing)
+
+    def _read(self, case: Case) -> Volume:
         volume = read_volume(case._replace(label=None), 0, None, self.spacing, self.rules)
         found, wanted = len(volume.image), len(self.intensity)
         if found != wanted:
             raise UserError(f"{case.id}: {case.images[0]} has {found} channels; this network takes {wanted}")
-        image = torch.from_numpy(normalise(volume.image, self.intensity))
-        save_prediction(path, self.predictor.strips(image), case, self.spacing, scores)
         return volume
+
+    def _strips(self, volume: Volume) -> Iterator[Strip]:
+        return self.predictor.strips(torch.from_numpy(normalise(volume.image, self.intensity)))
 
 
 def save_prediction(

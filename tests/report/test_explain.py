@@ -1,0 +1,167 @@
+"""The memory of a step of any network: what is measured is what is predicted, and the model stays as it was."""
+
+import copy
+import importlib.util
+import json
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unet3d.memory
+from unet3d import compose
+from unet3d.errors import UserError
+from unet3d.memory.segments import predict
+from unet3d.train import optim
+
+SHAPE = (1, 1, 16, 16, 16)
+
+
+class Own(nn.Module):
+    """All that a step could change: weights, statistics, random numbers, tensors in a list; an output a level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8), nn.Dropout3d(0.5)
+        self.head = nn.Conv3d(8, 3, 1)
+        self.seen = [torch.rand(1)]
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        self.seen[0] = image.mean()
+        return [self.head(self.drop(self.norm(self.conv(image)).relu()))]
+
+
+WAYS: list[dict[str, Any]] = [{}, {"amp": True}, {"amp": "fp16", "optimizer": partial(torch.optim.SGD, lr=0.1)}]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["float32", "bf16", "fp16, sgd"])
+def test_what_is_predicted_is_measured(way: dict[str, Any]) -> None:
+    predicted, measured = (act(Own(), SHAPE, **way) for act in (unet3d.memory.predict, unet3d.memory.explain))
+    assert (predicted.kind, measured.kind) == ("predicted", "measured")
+    assert predicted.peak_bytes == measured.peak_bytes == max(p["steady"] for p in measured.phases.values())
+    assert (predicted.categories, predicted.phases) == (measured.categories, measured.phases)
+    assert sum(row["bytes"] for row in measured.layers) == sum(measured.categories.values()) == measured.peak_bytes
+    assert measured.categories["params"] == sum(t.nbytes for t in (*Own().parameters(), *Own().buffers()))
+
+
+def test_of_the_packages_own_network_it_says_what_a_run_is_predicted_to_need() -> None:
+    config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", "batch=1", "optim.clip=null", "workers=0"])
+    config.model.in_channels, config.model.classes = 1, 3
+    from unet3d import build
+
+    made = partial(optim.optimizer, config.optim)
+    model = build.model(config.model, 0)
+    label = torch.zeros(1, 16, 16, 16, dtype=torch.int16)
+    found = unet3d.memory.explain(model, SHAPE, build.loss(config, 3), lambda weights: made(model), label=label)
+    assert found.peak_bytes == predict(config, config.model)["peak_bytes"]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Own().eval()
+    model.conv.weight.grad = torch.ones_like(model.conv.weight)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    for act in (unet3d.memory.predict, unet3d.memory.explain):
+        act(model, torch.randn(SHAPE, generator=torch.Generator()), optimizer=partial(torch.optim.SGD, lr=1.0))
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert not any(module.training or module._forward_hooks for module in model.modules())
+        assert torch.equal(torch.get_rng_state(), state)
+        assert [p.grad is None for p in model.parameters()] == [False, *[True] * 5]
+        assert float(model.conv.weight.grad.sum()) == 8 * 27
+
+
+def test_an_example_and_labels_are_taken_as_they_are() -> None:
+    """The loss sees the very voxels; where they are predicted, their shapes and types."""
+    image, label, seen = torch.rand(SHAPE), torch.ones(1, 4, dtype=torch.int32), []
+
+    def loss(output: list[Tensor], given: Tensor) -> Tensor:
+        seen.append((type(given), given.shape, given.dtype))
+        return output[0].mean()
+
+    model = Own()
+    unet3d.memory.explain(model, image, loss, label=label)
+    assert model.seen[0] == image.mean() and seen[-1] == (Tensor, (1, 4), torch.int32)
+    unet3d.memory.predict(model, image, loss, label=label)
+    assert seen[-1][1:] == ((1, 4), torch.int32) and seen[-1][0] is not Tensor
+
+
+def test_it_prints_draws_and_reports(tmp_path: Path) -> None:
+    found = unet3d.memory.predict(Own(), SHAPE)
+    text = str(found)
+    assert text.startswith("Own: 267 parameters; input 1x1x16x16x16, float32, on cpu\npredicted peak of a step: ")
+    assert max(map(len, text.splitlines())) <= 80 and "backward" in text and "conv" in text
+    assert found.figure(tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
+    page = found.report(tmp_path / "report").read_text()
+    assert "Own: input 1x1x16x16x16" in page and f"{found.peak_bytes / 2**20:,.1f} MiB" in page
+    memory = json.loads((tmp_path / "report" / "memory.json").read_text())
+    assert memory["predicted"]["peak_bytes"] == found.peak_bytes and memory["parameters"] == 267
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STATUS").touch()
+    with pytest.raises(UserError, match="holds a run; give a folder of its own"):
+        found.report(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ({"model": nn.ReLU()}, "ReLU: has no weights to train"),
+        ({"example": (16, 16)}, r"example: give an image N C D H W, or its shape, .* not \(16, 16\)"),
+        ({"amp": "fp8"}, "amp=fp8: give true, false, bf16 or fp16"),
+        ({"device": "tpu"}, "device=tpu: give cpu or cuda"),
+    ],
+    ids=["weights", "example", "amp", "device"],
+)
+def test_what_cannot_be_is_one_line(words: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=f"^{line}$"):
+        unet3d.memory.predict(**({"model": Own(), "example": SHAPE} | words))
+
+
+def test_on_cuda_it_is_predicted_without_a_gpu() -> None:
+    """A batch in host memory takes nothing of a GPU, and each part lives until it is read."""
+    host, gpu = (unet3d.memory.predict(Own(), SHAPE, device=device) for device in ("cpu", "cuda"))
+    assert host.entry["kind"] == gpu.entry["kind"] == "ledger" and gpu.about.endswith("on cuda")
+    assert gpu.phases["data"]["first"] <= host.phases["data"]["first"]
+
+
+def test_a_failing_step_restores_the_model_too() -> None:
+    model = Own()
+    before = copy.deepcopy(model.state_dict())
+
+    def loss(output: list[Tensor], label: Tensor) -> Tensor:
+        raise KeyError("of the loss")
+
+    for act in (unet3d.memory.explain, unet3d.memory.predict):
+        with pytest.raises(KeyError, match="of the loss"):
+            act(model, SHAPE, loss)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("explain_bench", Path(__file__).parents[1] / "bench" / "explain.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tiny(name: str) -> nn.Module:
+    """As narrow as it can be."""
+    from monai.networks import nets
+
+    return {
+        "SegResNet": lambda: nets.SegResNet(3, 8, 1, 3, blocks_down=(1, 1), blocks_up=(1,)),
+        "UNETR": lambda: nets.UNETR(1, 3, (32, 32, 32), feature_size=4, hidden_size=24, mlp_dim=48, num_heads=2),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", ["SegResNet", "UNETR"])
+def test_networks_of_monai_are_explained_as_the_allocator_has_them(name: str) -> None:
+    """Within 1 %, without what one kernel takes and gives back; `tests/bench/explain.py` has them in their sizes."""
+    shape = (1, 1, 32, 32, 32)
+    tensors, _ = bench().unobserved(partial(tiny, name), shape)
+    for act in (unet3d.memory.predict, unet3d.memory.explain):
+        assert act(tiny(name), shape).peak_bytes == pytest.approx(tensors, rel=0.01)

@@ -1,0 +1,110 @@
+"""The package from Python: train, load, segment; equal to what the commands write."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from training import TINY, face
+
+import unet3d
+from unet3d.cli.train import TrainedRun
+from unet3d.errors import UserError
+
+OBLIQUE = np.array([[0, -1.1, 0.1, 7], [-0.9, 0, 0, 3], [0, 0.1, -2.2, 5], [0, 0, 0, 1]])  # neither RAS nor straight
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
+    """Trained in this process, on a grid of its own."""
+    place = tmp_path_factory.mktemp("trained")
+    before, handlers = list(sys.argv), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("WANDB_MODE", "disabled")
+        yield unet3d.train([*TINY, "data.spacing=[1.5,1.5,2.5]", "optim.lr=0.01", "steps=6"])
+    assert sys.argv == before and [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_a_run_is_trained_in_this_process(trained: TrainedRun) -> None:
+    assert trained.folder.parent.parent.name == "outputs" and (trained.folder / "STATUS").read_text()[:5] == "done\n"
+    assert trained.snapshot.is_file() and trained.memory["predicted"]["peak_bytes"] > 0
+    assert trained.memory["measured"]["peak_bytes"] == trained.memory["predicted"]["peak_bytes"]
+    assert len(trained.scores) == 1 and trained.dice == pytest.approx(
+        np.mean([float(v) for k, v in trained.scores[0].items() if k.startswith("dice/")])
+    )
+
+
+def test_what_would_end_the_command_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    for words, line in {
+        ("chkpt=2",): "chkpt: no such option; did you mean ckpt[?]",
+        ("seed=0,1", "-m"): "-m: unet3d.train runs one training; a sweep is for the command line",
+        "amp=true": r"unet3d.train: give a list of options, such as \['amp=true'\]",
+        ("data=decathlon", f"data.root={tmp_path}"): r".*dataset.json.*",
+    }.items():
+        with pytest.raises(UserError, match=f"^{line}$"):
+            unet3d.train(words)
+    with pytest.raises(UserError, match=r"^budget=0\.1MiB: the step does not fit"):
+        unet3d.train([*TINY, "budget=0.1MiB", "hydra.run.dir=run"])
+    assert (tmp_path / "run" / "STATUS").read_text().endswith("exit code 2\n")
+
+
+def image() -> nib.Nifti1Image:
+    voxels = np.random.default_rng(0).normal(100, 20, (22, 18, 17)).astype(np.float32)
+    voxels[6:14, 5:12, 4:11] += 150
+    return nib.Nifti1Image(voxels, OBLIQUE)
+
+
+@pytest.fixture
+def predicted(trained: TrainedRun, tmp_path: Path) -> nib.Nifti1Image:
+    """What the command writes for this image."""
+    nib.save(image(), tmp_path / "a.nii.gz")
+    assert face("predict", trained.snapshot, tmp_path / "a.nii.gz", "-o", tmp_path / "maps", "--device", "cpu") == 0
+    return nib.load(tmp_path / "maps" / "a.nii.gz")
+
+
+def test_images_and_files_are_segmented_as_by_the_command(
+    trained: TrainedRun, predicted: nib.Nifti1Image, tmp_path: Path
+) -> None:
+    network = unet3d.load(str(trained.snapshot), device="cpu")
+    assert network.classes == ("background", "organ", "vessel", "lesion") and network.channels == ("MRI",)
+    assert network.module(torch.zeros(1, 1, 16, 16, 16)).shape == (1, 4, 16, 16, 16)
+    expected = np.asanyarray(predicted.dataobj)
+    assert len(np.unique(expected)) > 1
+    for given in (image(), tmp_path / "a.nii.gz", [str(tmp_path / "a.nii.gz")]):
+        found = network.segment(given)
+        assert np.array_equal(np.asanyarray(found.dataobj), expected) and found.get_data_dtype() == np.uint8
+        assert np.allclose(found.affine, predicted.affine)
+
+
+def test_an_array_is_segmented_as_an_image_with_its_spacing(trained: TrainedRun) -> None:
+    network, voxels = unet3d.load(trained.snapshot), image().get_fdata(dtype=np.float32)
+    straight = nib.Nifti1Image(voxels, np.diag([1.1, 0.9, 2.2, 1]))
+    labels = network.segment(voxels, (1.1, 0.9, 2.2))
+    assert isinstance(labels, np.ndarray) and labels.dtype == np.uint8 and labels.any()
+    assert np.array_equal(labels, np.asanyarray(network.segment(straight).dataobj))
+    assert np.array_equal(labels, network.segment(voxels[None], (1.1, 0.9, 2.2)))
+
+
+def test_an_image_that_does_not_suit_is_one_line(trained: TrainedRun, tmp_path: Path) -> None:
+    network, voxels = unet3d.load(trained.snapshot), image().get_fdata()
+    bad = voxels.copy()
+    bad[0, 0, 0] = np.nan
+    for given, spacing, line in (
+        (voxels, None, r"segment: an array needs its spacing in mm, three lengths above 0, not None"),
+        (voxels, (1, 0, 1), r"segment: an array needs its spacing .*"),
+        (voxels[0], (1, 1, 1), r"segment: give numbers X Y Z, or C X Y Z, not float64 of shape \(18, 17\)"),
+        (np.stack([voxels] * 2), (1, 1, 1), r"image: as it was given has 2 channels; this network takes 1"),
+        (bad, (1, 1, 1), r"image: as it was given.* NaN .*"),
+        (image(), (1, 1, 1), r"segment: an image of nibabel has a spacing of its own; leave out spacing"),
+        (tmp_path / "none.nii", None, r"none: .*none.nii.*"),
+        (3, None, r"segment: give an array, an image of nibabel or the paths of files, not int"),
+    ):
+        with pytest.raises(UserError, match=f"^{line}$"):
+            network.segment(given, spacing)

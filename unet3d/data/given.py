@@ -1,0 +1,68 @@
+"""Images that Python code holds, as cases, and label maps as it expects them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+
+from unet3d.data.cases import Case
+from unet3d.data.nifti import labels_like, open_image, stem
+from unet3d.errors import UserError
+
+Given = Any  # an array, an image of nibabel, a path, or a list of paths, one a channel
+
+
+@contextmanager
+def as_case(image: Given, spacing: Sequence[float] | None) -> Iterator[Case]:
+    """A case of files: the given ones, or temporary ones of an array or image. Raises UserError, in its own words."""
+    if isinstance(image, str | PathLike | list | tuple):
+        if spacing is not None:
+            raise UserError("segment: a file has a spacing of its own; leave out spacing")
+        paths = [Path(image)] if isinstance(image, str | PathLike) else [Path(path) for path in image]
+        if not paths:
+            raise UserError("segment: no file is given")
+        yield Case(stem(paths[0]), tuple(paths), None)
+        return
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "image.nii")
+        nib.save(_as_nifti(image, spacing), path)
+        try:
+            yield Case("image", (path,), None)
+        except UserError as error:
+            raise UserError(str(error).replace(str(path), "as it was given")) from error
+
+
+def _as_nifti(image: Given, spacing: Sequence[float] | None) -> nib.Nifti1Image:
+    if isinstance(image, np.ndarray):
+        if image.ndim not in (3, 4) or image.dtype.kind not in "buif":
+            raise UserError(f"segment: give numbers X Y Z, or C X Y Z, not {image.dtype} of shape {image.shape}")
+        if spacing is None or len(spacing) != 3 or not all(0 < length < np.inf for length in spacing):
+            raise UserError(f"segment: an array needs its spacing in mm, three lengths above 0, not {spacing}")
+        voxels = image if image.ndim == 3 else np.moveaxis(image, 0, -1)
+        return nib.Nifti1Image(voxels.astype(_stored(image.dtype)), np.diag([*map(float, spacing), 1.0]))
+    if not isinstance(image, nib.spatialimages.SpatialImage):
+        raise UserError(
+            f"segment: give an array, an image of nibabel or the paths of files, not {type(image).__name__}"
+        )
+    if spacing is not None:
+        raise UserError("segment: an image of nibabel has a spacing of its own; leave out spacing")
+    return image if isinstance(image, nib.Nifti1Image) else nib.Nifti1Image(np.asanyarray(image.dataobj), image.affine)
+
+
+def _stored(kind: np.dtype) -> np.dtype:
+    """A type of NIfTI that holds all values of this one."""
+    return np.dtype(np.uint8 if kind.kind == "b" else np.float32 if kind == np.float16 else kind)
+
+
+def returned(image: Given, labels: np.ndarray, case: Case) -> np.ndarray | nib.Nifti1Image:
+    """Labels (X, Y, Z) of a case as an array where an array was given, else on the grid of its first file."""
+    if isinstance(image, np.ndarray):
+        return labels
+    source = open_image(case.id, case.images[0])
+    found = labels_like(labels, source)
+    return type(found)(found.dataobj, source.affine, found.header)

@@ -1,0 +1,247 @@
+"""The memory of a training step of any network, measured (`unet3d.memory.explain`) or predicted (`.predict`).
+
+Both run the package's one training step, on the user's own module. A prediction runs it on fake tensors, which have
+shapes and no data: it makes nothing as large as a map.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_leaves
+
+from unet3d.errors import UserError
+from unet3d.files import write_json, write_text
+from unet3d.memory import tables
+from unet3d.memory.meter import STEADY, LedgerMeter, open_meter
+from unet3d.memory.simulate import BatchInTransit, fake_mode
+from unet3d.report import memory_plots, report
+from unet3d.report.loggers import NARROW, plain_text
+from unet3d.train.losses import SegmentationLoss, dice_ce
+from unet3d.train.policy import MemoryPolicy, amp_dtype
+from unet3d.train.step import LossFunction, train_step
+from unet3d.types import Batch, Table, mib
+
+Example = Tensor | Sequence[int]  # an image N C D H W, or its shape
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+LARGEST = 8  # layers printed
+UNOBSERVED = 2  # steps on a GPU after those of the ledger: the allocator's peaks are theirs
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where the memory of a training step goes. `print` shows it; sizes are bytes, of all tensors of the step."""
+
+    name: str  # of the network's class
+    kind: str  # "measured" or "predicted"
+    about: str  # the step in a line
+    meter: LedgerMeter
+
+    @cached_property
+    def entry(self) -> dict[str, Any]:
+        """All figures, as memory.json of a run has them."""
+        return self.meter.summary()
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        """Those of the ledger, which knows layers; on a GPU `entry` is the allocator's."""
+        found: dict[str, Any] = self.entry.get("ledger", self.entry)
+        return found
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes at once."""
+        return int(self.entry["peak_bytes"])
+
+    @property
+    def phases(self) -> dict[str, dict[str, int]]:
+        """Of data, forward, loss, backward and step: the peak of the "first" step, where known, and of later ones."""
+        return dict(self.entry["phases"])
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """Bytes at the peak: params, grads, optimizer, activations, temporaries, inputs."""
+        return dict(self.ledger["categories"])
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """Bytes at the peak by layer, in the order of work."""
+        return list(self.ledger["layers"])
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return sum(p.numel() for p in self.meter.model.parameters())
+
+    def __str__(self) -> str:
+        return plain_text(self._parts(), NARROW).rstrip()
+
+    def _parts(self) -> Iterator[str | tuple[str, Table]]:
+        yield f"{self.name}: {self.parameters:,} parameters; {self.about}"
+        yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({self.entry['kind']})"
+        yield f"at its highest in {tables.moment(self.ledger)}"
+        yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
+        yield "At the peak, by category", tables.categories(self.ledger)
+        largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LARGEST]
+        kept = [row for row in self.layers if row in largest]
+        rows = [[row["module"], mib(row["bytes"]), f"{row['bytes'] / self.ledger['peak_bytes']:.1%}"] for row in kept]
+        yield f"At the peak, the {len(rows)} largest layers in order", Table(["layer", "MiB", "share"], rows)
+
+    def figure(self, path: str | Path) -> Path:
+        """Draw memory at the peak by layer, as PNG, SVG or PDF by the name's ending. Returns the path."""
+        memory_plots.layer_plot(self.ledger, Path(path))
+        return Path(path)
+
+    def report(self, folder: str | Path) -> Path:
+        """Write report.html, figures and memory/ with each allocation into a folder. Returns the page's path."""
+        folder = Path(folder)
+        if any((folder / name).exists() for name in ("STATUS", "metrics.jsonl")):
+            raise UserError(f"{folder}: holds a run; give a folder of its own")
+        folder.mkdir(parents=True, exist_ok=True)
+        words = f"{self.name}: {self.about}"
+        write_json(folder / "memory.json", {"rehearsed": words, "parameters": self.parameters, self.kind: self.entry})
+        write_text(folder / "explained.txt", f"{self}\n")
+        memory_plots.write_ledger_files(self.meter.ledger, self.name, folder)
+        return report.write_report(folder)
+
+
+def explain(
+    model: nn.Module,
+    example: Example,
+    loss: LossFunction | None = None,
+    optimizer: MakeOptimizer = AdamW,
+    amp: bool | str = False,
+    label: Tensor | None = None,
+) -> Explanation:
+    """Measure training steps of `model` where its weights are, and leave it as it was.
+
+    `example`: an image N C D H W, or its shape. `loss`: called with the model's output and `label`; None: Dice and
+    cross-entropy. `optimizer`: called with the weights, such as `torch.optim.SGD`, or a partial. `amp`: mixed
+    precision; true, "bf16" or "fp16". `label`: integers N D H W; None: background. On the CPU all tensors are counted,
+    without scratch memory within kernels; on a GPU the allocator's peaks are those of steps that nothing observes.
+    Raises UserError, and what the model raises.
+    """
+    device = _device(model)
+    batch = _batch(example, label, lambda shape: torch.randn(shape, device=device), device)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _restored(model):
+        made = optimizer(model.parameters())
+        meter = open_meter(model.train(), made)
+        try:
+            for _ in range(STEADY + UNOBSERVED * (device.type == "cuda")):
+                _step(model, made, loss, _policy(amp, device.type, device.type), batch, meter)
+        finally:
+            meter.close()
+        found = Explanation(type(model).__name__, "measured", _about(batch, amp, device.type), meter)
+        _ = found.entry  # reads the allocator's counters now
+    return found
+
+
+def predict(
+    model: nn.Module,
+    example: Example,
+    loss: LossFunction | None = None,
+    optimizer: MakeOptimizer = AdamW,
+    amp: bool | str = False,
+    label: Tensor | None = None,
+    device: str | None = None,
+) -> Explanation:
+    """Predict what `explain` would measure, without data; arguments are its own. Allocates no map.
+
+    `device`: "cpu" or "cuda", also where there is no GPU; None: where the weights are. On CUDA the prediction is of
+    tensors, without workspaces of convolutions, and is not yet verified.
+    """
+    target = device or _device(model).type
+    if target not in ("cpu", "cuda"):
+        raise UserError(f"device={device}: give cpu or cuda")
+    with torch.random.fork_rng([]), fake_mode(target):
+        fake = _on_fake_tensors(model).train()
+        batch = _batch(example, label, torch.empty, torch.device("cpu"))
+        made = optimizer(fake.parameters())
+        meter = LedgerMeter(fake, made, for_gpu=target == "cuda")
+        for _ in range(STEADY):
+            given: Any = BatchInTransit(batch) if target == "cuda" else batch
+            _step(fake, made, loss, _policy(amp, "cpu", target), given, meter)
+    return Explanation(type(model).__name__, "predicted", _about(batch, amp, target), meter)
+
+
+def _step(
+    model: nn.Module, made: Optimizer, loss: LossFunction | None, policy: MemoryPolicy, batch: Batch, meter: LedgerMeter
+) -> None:
+    train_step(model, loss or segmentation_loss, made, policy.scaler(), policy, [batch], meter.mark)
+
+
+def segmentation_loss(output: Any, label: Tensor) -> Tensor:
+    """Dice and cross-entropy of logits N K D H W, or of several, finest first, as with deep supervision."""
+    if isinstance(output, dict):
+        raise UserError("the network returns a dict; give a loss that is called with it and the label")
+    return SegmentationLoss(dice_ce)(tuple(output) if isinstance(output, list) else output, label)
+
+
+def _policy(amp: bool | str, device_type: str, target: str) -> MemoryPolicy:
+    if not isinstance(amp, bool) and amp not in ("bf16", "fp16"):
+        raise UserError(f"amp={amp}: give true, false, bf16 or fp16")
+    return MemoryPolicy(device_type, amp_dtype("auto" if amp is True else str(amp), target) if amp else None)
+
+
+def _device(model: nn.Module) -> torch.device:
+    found = next(model.parameters(), None)
+    if found is None:
+        raise UserError(f"{type(model).__name__}: has no weights to train")
+    return found.device
+
+
+def _batch(example: Example, label: Tensor | None, make: Callable[..., Tensor], device: torch.device) -> Batch:
+    """The example and its labels; `make` makes an image of a shape, and also stands in for a given one if fake."""
+    shape = tuple(example.shape) if isinstance(example, Tensor) else tuple(example)
+    if len(shape) < 3 or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise UserError(f"example: give an image N C D H W, or its shape, such as (1, 1, 96, 96, 96), not {shape}")
+    is_real = isinstance(example, Tensor) and make is not torch.empty
+    image = example.to(device) if is_real else make(shape)  # type: ignore[union-attr]
+    size, dtype = ((shape[0], *shape[2:]), torch.int64) if label is None else (tuple(label.shape), label.dtype)
+    is_given = label is not None and make is not torch.empty
+    return Batch(image, label.to(device) if is_given else torch.zeros(size, dtype=dtype, device=device))  # type: ignore[union-attr]
+
+
+def _about(batch: Batch, amp: bool | str, device_type: str) -> str:
+    precision = "float32" if not amp else f"amp {'auto' if amp is True else amp}"
+    return f"input {'x'.join(map(str, batch.image.shape))}, {precision}, on {device_type}"
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards the model has its weights, buffers, gradients and modes of before; copies wait in host memory."""
+    tensors = [*model.parameters(), *model.buffers()]
+    kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    modes = {module: module.training for module in model.modules()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _on_fake_tensors(model: nn.Module) -> nn.Module:
+    """A copy whose weights and buffers have shapes and no data, within `fake_mode`; other tensors are shared."""
+    attributes = tree_leaves([list(vars(module).values()) for module in model.modules()])
+    copies: dict[int, Any] = {id(tensor): tensor for tensor in attributes if isinstance(tensor, Tensor)}
+    for tensor in (*model.parameters(), *model.buffers()):
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        is_weight = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_weight else fake
+    return copy.deepcopy(model, copies)
