@@ -22,6 +22,7 @@ LAYERS = (  # lowest first; `model.geometry` holds plain integers, `data` and `t
 LIBRARIES = {
     "hydra": {"compose", "cli.train"},
     "wandb": {"report.wandb_logger"},
+    "tensorboard": {"report.tensorboard_logger"},
     "nibabel": {"data"},
     "nilearn": {"data.synthetic"},
     "monai": {"train.metrics", "data.augment"},

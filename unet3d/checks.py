@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ def check(config: Config, here: bool = True) -> None:
     _check_data(config.data)
     if config.budget is not None:
         budget_bytes(config.budget)
+    if here and config.tensorboard and find_spec("tensorboard") is None:
+        command = 'python -m pip install -c constraints.txt -e ".[tensorboard]"'
+        raise UserError(f"tensorboard=true: the package tensorboard is not installed; install it: {command}")
     root = config.data.root
     if here and config.data.format not in ("phantom", "mni152"):
         if root is None:
