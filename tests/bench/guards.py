@@ -575,7 +575,7 @@ STRANGERS = (
         ["test_security.py::test_a_snapshot_that_names_a_huge_window_takes_no_memory"]),
     Mutation([("report/html.py", 'return f"<{tag}>{escape(text)}</{tag}>"', 'return f"<{tag}>{text}</{tag}>"')],
         ["report/test_report.py::test_everything_that_is_shown_is_escaped"]),
-    Mutation([("report/run_folder.py", 'return said if re.fullmatch("[0-9a-f]{40,64}", said) else None', "return said")],
+    Mutation([("report/run_folder.py", ' if re.fullmatch("[0-9a-f]{40,64}", said) else None', "")],
         ["report/test_report.py::test_the_commit_is_that_of_the_tree_and_nothing_runs"]),
     Mutation([("report/run_folder.py", "if is_sound.get(key, True)}", "}")],
         ["report/test_report.py::test_a_damaged_memory_json_ends_no_report"]),
