@@ -155,9 +155,9 @@ def test_wandb_has_the_tables_and_pictures_of_memory(finished: Path) -> None:
     assert sum(row[2] for row in table["data"]) == memory["measured"]["peak_bytes"]
     (path,) = finished.glob("wandb/*run-*/files/media/table/memory/all_*.table.json")
     rest = dict(json.loads(path.read_text())["data"])
-    assert rest["advice/level"] == memory["advice"]["level"]
-    assert rest["measured/moment/words"] == memory["measured"]["moment"]["words"]
-    assert rest["predicted/phases/backward/steady"] > 0
+    assert rest["advice.level"] == memory["advice"]["level"]
+    assert rest["measured.moment.words"] == memory["measured"]["moment"]["words"]
+    assert rest["predicted.phases.backward.steady"] > 0
 
 
 def test_the_offline_wandb_run_holds_config_scalars_memory_and_the_picture(finished: Path) -> None:

@@ -287,7 +287,7 @@ class Run:
             head = [key if key in ("level", "module", "bytes") else f"{key} (bytes)" for key in ledger[name][0]]
             self.loggers.table(f"memory/{name}", head, [list(row.values()) for row in ledger[name]])
         self.loggers.scalars({"memory/peak_allocated_bytes": measured["peak_bytes"]}, self.trainer.step)
-        found = [[key, value] for key, value in flat(memory, "/", "").items() if not isinstance(value, list)]
+        found = [[key, value] for key, value in flat(memory, ".").items() if not isinstance(value, list)]
         self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], found)
 
 
