@@ -153,21 +153,41 @@ def test_wandb_has_the_tables_and_pictures_of_memory(finished: Path) -> None:
     table = json.loads(path.read_text())
     assert table["columns"][:3] == ["module", "level", "bytes"]
     assert sum(row[2] for row in table["data"]) == memory["measured"]["peak_bytes"]
-    assert found.summary["memory/advice/level"] == memory["advice"]["level"]
-    assert found.summary["memory/measured/moment/words"] == memory["measured"]["moment"]["words"]
+    (path,) = finished.glob("wandb/*run-*/files/media/table/memory/all_*.table.json")
+    rest = dict(json.loads(path.read_text())["data"])
+    assert rest["advice.level"] == memory["advice"]["level"]
+    assert rest["measured.moment.words"] == memory["measured"]["moment"]["words"]
+    assert rest["predicted.phases.backward.steady"] > 0
 
 
 def test_the_offline_wandb_run_holds_config_scalars_memory_and_the_picture(finished: Path) -> None:
     found = read_run(finished)
-    memory = json.loads((finished / "memory.json").read_text())
     assert found.config["model"]["features"] == [4, 8] and found.config["ckpt"] == 2
     losses = [record["train/loss"].hex() for record in found.history if "train/loss" in record]
     assert losses == [record["train/loss"] for record in records(finished) if "train/loss" in record]
-    assert found.summary["memory/measured/peak_bytes"] == memory["measured"]["peak_bytes"]
-    assert found.summary["memory/predicted/phases/backward/steady"] > 0
     assert any("val/prediction._type" in record for record in found.history)
     assert any("prediction" in name and name.endswith(".png") for name in found.files)
     assert found.exit_code == 0
+
+
+def test_the_wandb_run_has_a_name_a_short_summary_the_cases_and_a_picture_a_validation(finished: Path) -> None:
+    found, memory = read_run(finished), json.loads((finished / "memory.json").read_text())
+    assert (found.run.display_name, found.run.run_group, found.run.project) == ("run", "", "unet3d")
+    assert len(found.summary) <= 25 and found.unsummarised == {"trainer/step", "*"}
+    peaks = [found.summary[f"memory/peak_{kind}_bytes"] for kind in ("predicted", "measured")]
+    assert peaks == [memory[kind]["peak_bytes"] for kind in ("predicted", "measured")]
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    validated = [record for record in map(json.loads, lines) if "val/dice_mean" in record]
+    dice = {record["step"]: record["val/dice_mean"] for record in validated}
+    assert found.summary["val/dice_mean"] == dice[4] and found.summary["val/dice_mean_best"] == max(dice.values())
+    assert dice[found.summary["val/best_step"]] == max(dice.values()) and found.summary["time/step_s_median"] > 0
+    assert [r["trainer/step"] for r in found.history if "val/prediction._type" in r] == [2, 4]
+    (path,) = finished.glob("wandb/*run-*/files/media/table/val/cases_*.table.json")
+    with (finished / "scores.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    table = json.loads(path.read_text())
+    assert table["columns"] == list(rows[0]) and [row[0] for row in table["data"]] == [row["case"] for row in rows]
+    assert table["data"][0][1] == float(rows[0][table["columns"][1]])
 
 
 def test_memory_that_runs_out_is_one_message_with_remedies_and_the_snapshot_is_kept(tmp_path: Path) -> None:

@@ -184,9 +184,7 @@ def test_the_prediction_of_the_main_job_is_the_one_shown(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its cells in order, on fewer and smaller volumes; it is kept with its outputs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")

@@ -22,6 +22,7 @@ LAYERS = (  # lowest first; `model.geometry` holds plain integers, `data` and `t
 LIBRARIES = {
     "hydra": {"compose", "cli.train"},
     "wandb": {"report.wandb_logger"},
+    "tensorboard": {"report.tensorboard_logger"},
     "nibabel": {"data"},
     "nilearn": {"data.synthetic"},
     "monai": {"train.metrics", "data.augment"},
@@ -79,8 +80,8 @@ def test_no_import_circle() -> None:
 def test_the_house_stays_small() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py"))
     assert sum("." not in name for name in modules()) <= 11
-    assert len(modules()) <= 67
-    assert lines <= 12_700
+    assert len(modules()) <= 73
+    assert lines <= 14_200
 
 
 def test_no_public_name_is_defined_in_more_than_two_modules() -> None:

@@ -65,7 +65,8 @@ def test_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: tuple
     peak = json.loads((folder / "1" / "memory.json").read_text())["measured"]["peak_bytes"]
     assert int(rows[1]["peak_measured_bytes"]) == peak
     assert {path.name for path in folder.iterdir()} == {
-        *("0", "1", "compare.csv", "compare.html", "compare.png", "multirun.yaml", "wandb")
+        *("0", "1", "compare.csv", "compare.html", "multirun.yaml", "wandb"),
+        *(f"{name}.{kind}" for name in ("compare", "curves") for kind in ("png", "svg")),
     }
 
 

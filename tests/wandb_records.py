@@ -28,6 +28,9 @@ class Recorded:
     summary: dict[str, Any]
     files: set[str]
     step_metrics: dict[str, str]
+    unsummarised: set[str]  # metrics that the summary leaves out
+    artifacts: list[Any]
+    run: Any  # its name, group, project and so on, as wandb's message
     exit_code: int | None
 
 
@@ -44,6 +47,10 @@ def read_run(folder: Path) -> Recorded:
         summary=_values(item for record in records for item in record.summary.update),
         files={file.path for record in records for file in record.files.files},
         step_metrics={metric.name or metric.glob_name: metric.step_metric for metric in metrics},
+        unsummarised={metric.name or metric.glob_name for metric in metrics if metric.summary.none},
+        artifacts=[record.artifact for record in records if record.HasField("artifact")]
+        + [record.request.log_artifact.artifact for record in records if record.HasField("request")],
+        run=runs[0],
         exit_code=next((record.exit.exit_code for record in records if record.HasField("exit")), None),
     )
 

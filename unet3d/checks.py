@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,9 @@ def check(config: Config, here: bool = True) -> None:
         budget_bytes(config.budget)
     if here and config.init is not None and config.resume is None and not Path(config.init).is_file():
         raise UserError(f"init={config.init}: no such file; give RUN/checkpoints/best.pt, or a published one")
+    if here and config.tensorboard and find_spec("tensorboard") is None:
+        command = 'python -m pip install -c constraints.txt -e ".[tensorboard]"'
+        raise UserError(f"tensorboard=true: the package tensorboard is not installed; install it: {command}")
     root = config.data.root
     if here and config.data.format not in ("phantom", "mni152"):
         if root is None:

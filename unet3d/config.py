@@ -166,7 +166,14 @@ class Wandb:
     """Tracking. Offline by default: no account, no network."""
 
     mode: str = option("offline", "online needs an account", among=("offline", "online", "disabled"))
-    project: str = option("unet3d", "project name")
+    project: str = option("unet3d", "project; unless set, WANDB_PROJECT comes first")
+    entity: str | None = option(None, "user or team; null: the account's, or WANDB_ENTITY")
+    name: str | None = option(None, "of the run; null: the run folder's, or WANDB_NAME")
+    group: str | None = option(None, "of runs; null: the sweep's folder, or WANDB_RUN_GROUP")
+    job_type: str | None = option(None, "of the run, for filters; null: none, or WANDB_JOB_TYPE")
+    tags: list[str] = option([], "of the run, for filters")
+    notes: str | None = option(None, "a text with the run; null: none, or WANDB_NOTES")
+    artifact: bool = option(False, "also record the best snapshot, as an artifact")
     private: bool = option(True, "record nothing about this machine: host, program path, console, packages")
 
 
@@ -198,6 +205,7 @@ class Config:
     rank_timeout: float = option(600.0, "under torchrun: seconds that a process waits for another", low=1, high=1e6)
     init: str | None = option(None, "snapshot of a run, or a published one, to begin with the weights of")
     resume: str | None = option(None, "run folder to continue; auto: that of hydra.run.dir, or a new run there")
+    tensorboard: bool = option(False, "also record for TensorBoard, in the run folder; needs the extra tensorboard")
     loggers: list[str] = option([], "your own, package.module:name, called with the config and the run folder")
     sweep: list[str] | None = option(None, "of an experiment: overrides with several values, one job each, as for -m")
     requeue: bool = option(False, "under Slurm: put the job back in the queue once a signal has stopped it")

@@ -71,9 +71,9 @@ class Counter:
     def _line(self, finished: float) -> str:
         elapsed = self._clock() - self._started
         if self.total is None:
-            return f"{self.what}: {self.done} done in {_duration(elapsed)}"
+            return f"{self.what}: {self.done} done in {duration(elapsed)}"
         left = elapsed / finished * (self.total - finished)
-        return f"{self.what}: {self.done} of {self.total}, about {_duration(left)} left"
+        return f"{self.what}: {self.done} of {self.total}, about {duration(left)} left"
 
 
 def _shared(terminal: Terminal) -> Progress:
@@ -112,5 +112,6 @@ def _is_terminal(stream: Any) -> bool:
     return stream is not None and bool(stream.isatty())
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """`48 s`, `0:05:42`."""
     return f"{seconds:.0f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))

@@ -19,10 +19,12 @@ import pytest
 from rich.console import Console as Terminal
 from wandb_records import read_run
 
-from unet3d.config import Config
-from unet3d.errors import reason
+from unet3d import checks, progress
+from unet3d.config import Config, Wandb
+from unet3d.errors import UserError, reason
 from unet3d.report import loggers, wandb_logger
 from unet3d.report.loggers import JsonLines, Loggers, TerminalLogger, open_loggers
+from unet3d.report.tensorboard_logger import TensorBoardLogger
 from unet3d.types import Table
 
 SOURCE = str(Path(loggers.__file__).parents[2])
@@ -175,7 +177,8 @@ def test_an_interrupt_is_not_taken_for_a_failing_logger() -> None:
 
 SESSION = """
 import pathlib, socket, sys
-from unet3d.config import Config
+from unet3d import checks, progress
+from unet3d.config import Config, Wandb
 from unet3d.report.loggers import open_loggers
 
 socket.gethostname = lambda: "radiology-pc-12"
@@ -235,6 +238,7 @@ def test_wandb_records_scalars_at_their_own_step_and_loses_none_of_a_step_logged
     assert rows == [(10, 1.5), (20, 0.5), (20, 0.7)]
     assert recorded.history[0]["val/dice/left"] is None
     assert recorded.step_metrics == {"trainer/step": "", "*": "trainer/step"}
+    assert recorded.unsummarised == {"trainer/step", "*"}, "only what `summary` gets is in the summary"
 
 
 def test_wandb_records_pictures_tables_summary_and_exit_code(private: Path) -> None:
@@ -251,6 +255,40 @@ def test_wandb_records_pictures_tables_summary_and_exit_code(private: Path) -> N
         "columns": ["case", "dice/left", "from"],
         "data": [["a", None, None], ["b", 1, None], ["c", "low", None]],
     }
+
+
+def test_wandb_names_a_run_as_its_options_and_its_own_variables_say(
+    tmp_path: Path, starts: list[dict[str, Any]], monkeypatch: Patch
+) -> None:
+    for name in ("NAME", "RUN_GROUP", "PROJECT"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    names = ("project", "entity", "name", "group", "job_type", "tags", "notes")
+    job = tmp_path / "seeds" / "3"
+    job.mkdir(parents=True)
+
+    def started(config: Config, folder: Path) -> list[Any]:
+        wandb_logger.WandbLogger(config, folder)
+        return [starts[-1][name] for name in names]
+
+    assert started(Config(), tmp_path) == ["unet3d", None, tmp_path.name, None, None, None, None]
+    (tmp_path / "seeds" / "multirun.yaml").touch()
+    assert started(Config(), job)[2:4] == ["seeds-3", "seeds"]
+    assert started(Config(), tmp_path / "seeds")[2:4] == ["seeds", "seeds"], "the comparison at its end"
+    chosen = Config(wandb=Wandb(entity="lab", name="a/b", group="g", project="p", job_type="j", tags=["t"], notes="n"))
+    for name in ("NAME", "RUN_GROUP", "PROJECT"):
+        monkeypatch.setenv(f"WANDB_{name}", "of the environment")
+    assert started(chosen, job) == ["p", "lab", "a/b", "g", "j", ["t"], "n"]
+    assert started(Config(), job)[:4] == ["of the environment", None, None, None]
+
+
+def test_the_best_snapshot_is_an_artifact_where_that_is_asked(tmp_path: Path) -> None:
+    code = SESSION.replace("loggers.close(3)", "loggers.snapshot(pathlib.Path('picture.png'))\nloggers.close(3)")
+    folder, warnings = session(tmp_path, code=code)
+    assert warnings == []
+    found = read_run(folder)
+    (artifact,) = found.artifacts
+    assert (artifact.type, artifact.name) == ("model", f"run-{found.run.run_id}-best")
+    assert [entry.path for entry in artifact.manifest.contents] == ["picture.png"]
 
 
 def everything(folder: Path) -> bytes:
@@ -308,7 +346,7 @@ def test_a_resumed_folder_continues_its_wandb_run(tmp_path: Path) -> None:
 def starts(monkeypatch: Patch) -> list[dict[str, Any]]:
     """What wandb is asked to start from now on, in place of wandb: an older one, which knows few settings."""
     asked: list[dict[str, Any]] = []
-    run = SimpleNamespace(define_metric=lambda name, step_metric=None: None)
+    run = SimpleNamespace(define_metric=lambda name, step_metric=None, summary=None: None)
     settings = type("Settings", (SimpleNamespace,), {"model_fields": {"console": None}})
     init = lambda **options: asked.append(options) or run  # noqa: E731
     wandb = SimpleNamespace(Settings=settings, Error=OSError, setup=lambda settings: None, init=init)
@@ -372,7 +410,8 @@ def test_without_network_an_online_run_goes_on_offline_with_one_line_and_the_sam
 
 KILLED = """
 import os, pathlib
-from unet3d.config import Config
+from unet3d import checks, progress
+from unet3d.config import Config, Wandb
 from unet3d.report.loggers import open_loggers
 
 loggers = open_loggers(Config(), pathlib.Path())
@@ -426,6 +465,62 @@ def test_disabled_wandb_is_not_even_loaded(
     out.close(0)
     assert capsys.readouterr().err == ""
     assert not (tmp_path / "wandb").exists()
+
+
+def test_tensorboard_has_scalars_pictures_tables_and_the_config_and_hides_what_is_repeated(tmp_path: Path) -> None:
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    Image.new("RGB", (8, 6), (250, 0, 0)).save(tmp_path / "picture.png")
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2)))
+    first, resumed = Config(tensorboard=True), Config(tensorboard=True, resume="run")
+    for config, steps in ((first, (1, 2, 3)), (resumed, (3, 4))):
+        logger = TensorBoardLogger(config, tmp_path)
+        for step in steps:
+            logger.scalars({"train/loss": step / (2 if config.resume else 1), "val/dice/left": None}, step)
+        logger.image("val/prediction", tmp_path / "picture.png", 3)
+        logger.table("val/cases", ["case", "dice/left"], [["a", None], ["b", 0.5]])
+        logger.summary({"val/dice_mean": 0.75})
+        logger.close(0)
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 1.5), (4, 2)]
+    assert found.Tags()["scalars"] == ["train/loss"]
+    (image, *_) = found.Images("val/prediction")
+    assert (image.width, image.height, image.step) == (8, 6, 3)
+    texts = {tag: found.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]}
+    assert "| b | 0.5 |" in texts["val/cases/text_summary"] and "val/dice_mean | 0.75" in texts["summary/text_summary"]
+    assert "tensorboard: true" in texts["config/text_summary"]
+
+
+def test_tensorboard_that_is_not_installed_is_one_line(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=r'^tensorboard=true: the package tensorboard is not installed; .*\[tensorboard\]"$'
+    ):
+        checks.check(Config(tensorboard=True))
+    checks.check(Config())
+
+
+def test_the_terminal_shows_dice_so_far_and_the_time_left(terminal: io.StringIO, monkeypatch: Patch) -> None:
+    plain, now = io.StringIO(), [100.0]
+    monkeypatch.setattr(loggers.time, "perf_counter", lambda: now[0])
+    lines_of = TerminalLogger(40, Terminal(file=plain, width=80))
+    for step in (21, 22, 23, 24):  # resumed at 20
+        now[0] += 3
+        lines_of.scalars({"train/loss": 0.5, "time/step_s": 2.5}, step)
+    lines_of.close(0)
+    assert plain.getvalue().splitlines() == [
+        "     6 s  step    22/40  loss 0.5000  2.50 s/step  54 s left",
+        "    12 s  step    24/40  loss 0.5000  2.50 s/step  48 s left",
+    ]
+    bar = TerminalLogger(40, Terminal(file=terminal, width=120))
+    for values in ({"val/dice_mean": 0.5}, {"val/dice_mean": 0.25}, {"train/loss": 0.75, "time/step_s": 1.0}):
+        bar.scalars(values, 30)
+    with progress.counting("more"):  # draws all bars
+        pass
+    bar.close(0)
+    assert "loss 0.7500  Dice 0.250, best 0.500" in terminal.getvalue()
 
 
 def test_the_name_of_a_class_is_no_markup_and_no_command() -> None:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from unet3d.config import Config
 from unet3d.errors import escaped, is_disk_full, reason
-from unet3d.progress import Counter
+from unet3d.progress import Counter, duration
 from unet3d.report.wandb_logger import WandbLogger, wandb_mode
 from unet3d.types import Table
 
@@ -29,7 +29,10 @@ Scalar = float | int | str | None
 
 
 class Logger(Protocol):
-    """Receives a run's numbers after `step` optimizer steps; may also have `image`, `table`, `summary` and `close`."""
+    """Receives a run's numbers after `step` optimizer steps.
+
+    May also have `image`, `table`, `summary`, `snapshot` and `close`.
+    """
 
     def scalars(self, values: Mapping[str, Scalar], step: int) -> None: ...
 
@@ -55,6 +58,14 @@ class Loggers:
     def summary(self, values: Mapping[str, object]) -> None:
         self._call("summary", values)
 
+    def snapshot(self, path: Path) -> None:
+        self._call("snapshot", path)
+
+    @property
+    def take_images(self) -> bool:
+        """Whether any of them would record a picture."""
+        return any(hasattr(logger, "image") for logger in self._loggers)
+
     def close(self, exit_code: int) -> None:
         self._call("close", exit_code)
 
@@ -72,6 +83,10 @@ def open_loggers(config: Config, folder: Path) -> Loggers:
     from unet3d import build  # loads torch, which reading a report does not need
 
     found: list[Logger] = [JsonLines(folder / "metrics.jsonl"), *wandb_loggers(config, folder)]
+    if config.tensorboard:
+        from unet3d.report.tensorboard_logger import TensorBoardLogger
+
+        _succeeds("TensorBoard does not start", lambda: found.append(TensorBoardLogger(config, folder)))
     for make in build.import_all(config)["loggers"]:  # the user's own
         _succeeds(f"{make} does not start", lambda make=make: found.append(make(config, folder)))
     return Loggers(found)
@@ -150,18 +165,30 @@ class TerminalLogger:
         self.steps, self.terminal = steps, terminal or Console()
         self.every = max(1, steps // 20)  # about 20 plain lines per run
         self.started = time.perf_counter()
+        self.first: int | None = None  # step of this process, which may have resumed
+        self.dice: list[float] = []
         self.bar = Counter("training", steps, self.terminal, plain_lines=False)
 
     def scalars(self, values: Mapping[str, Scalar], step: int) -> None:
         if "train/loss" in values:
             loss = f"loss {values['train/loss']:.4f}"
-            self.bar.reach(step, loss)
+            self.first = step if self.first is None else self.first
+            best = f"  Dice {self.dice[-1]:.3f}, best {max(self.dice):.3f}" if self.dice else ""
+            self.bar.reach(step, f"{loss}{best}")
             if not self.bar.has_bar and (step % self.every == 0 or step == 1):
-                self._line(step, f"{loss}  {values['time/step_s']:.2f} s/step")
+                self._line(step, f"{loss}  {values['time/step_s']:.2f} s/step{self._left(step)}")
         elif "val/dice_mean" in values:
+            if isinstance(values["val/dice_mean"], float):
+                self.dice.append(values["val/dice_mean"])
             dice = {key.removeprefix("val/"): value for key, value in values.items() if key.startswith("val/dice")}
             shown = {name: f"{value:.4f}" if isinstance(value, float) else "n/a" for name, value in dice.items()}
             self._line(step, "  ".join(f"{name} {value}" for name, value in shown.items()))
+
+    def _left(self, step: int) -> str:
+        """The time that the other steps will take, validations so far included."""
+        assert self.first is not None
+        elapsed, left = time.perf_counter() - self.started, self.steps - step
+        return f"  {duration(elapsed / (step - self.first + 1) * left)} left" if left else ""
 
     def _line(self, step: int, text: str) -> None:
         elapsed = time.perf_counter() - self.started

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from unet3d import compose
@@ -225,6 +226,34 @@ def best_of(records: Sequence[Record]) -> Record:
     scored = [(dice, record) for record in records if (dice := as_number(record.get("val/dice_mean"))) is not None]
     scored = [pair for pair in scored if not math.isnan(pair[0])]
     return max(scored, key=lambda pair: pair[0], default=(None, {}))[1]
+
+
+def headline(run: RunFolder) -> dict[str, Any]:
+    """The few numbers of a run that dashboards sort by; bytes are of a step, all of tensors unless `kind` says more."""
+    dice = [(record["step"], as_number(record.get("val/dice_mean"))) for record in run.records]
+    scored = [(step, value) for step, value in dice if value is not None]
+    best = max(scored, key=lambda pair: pair[1], default=(None, None))  # the first of equals, as best.pt
+    found = {
+        "val/dice_mean": scored[-1][1] if scored else None,
+        "val/dice_mean_best": best[1],
+        "val/best_step": best[0],
+        "train/loss": next(reversed(run.values("train/loss")), None),
+        "steps": max((record["step"] for record in run.records), default=None),
+        "parameters": run.memory.get("parameters"),
+        "memory/error_bytes": run.memory.get("error_bytes"),
+    }
+    found |= {f"memory/peak_{kind}_bytes": run.memory[kind]["peak_bytes"] for kind in KINDS if kind in run.memory}
+    found |= {"memory/peak_kind": run.memory_entry["kind"]} if run.memory else {}
+    times = {name: run.values(f"time/{name}") for name in ("step_s", "val_s")}
+    found |= {f"time/{name}_median": median(values) for name, values in times.items() if values}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def case_table(run: RunFolder) -> tuple[list[str], list[list[Any]]]:
+    """scores.csv as columns and rows, with numbers as numbers; the first column names the case."""
+    columns = list(run.scores[0]) if run.scores else ["case"]
+    numbers = [[as_number(row.get(name)) for name in columns[1:]] for row in run.scores]
+    return columns, [[row.get("case"), *cells] for row, cells in zip(run.scores, numbers, strict=True)]
 
 
 def as_number(cell: Any) -> float | None:

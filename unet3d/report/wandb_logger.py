@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unet3d.config import Config
+from unet3d.config import Config, Wandb
 from unet3d.errors import reason
 
 STEP = "trainer/step"
+SWEEP_FILE = "multirun.yaml"  # Hydra writes it into the folder of a sweep
 PATHS = frozenset(
     {"data.root", "data.images", "data.labels", "data.split", "data.cache_root", "init", "resume"}
 )  # options
@@ -50,8 +51,8 @@ class WandbLogger:
         finally:
             for logs in folder.glob("wandb/*/logs") if self._private else ():
                 shutil.rmtree(logs, ignore_errors=True)  # wandb's own, full of paths
-        self._run.define_metric(STEP)
-        self._run.define_metric("*", step_metric=STEP)
+        self._run.define_metric(STEP, summary="none")
+        self._run.define_metric("*", step_metric=STEP, summary="none")  # the summary holds what `summary` gets
 
     def _start(self, mode: str, config: Config, folder: Path, earlier: str | None) -> Any:
         """The wandb run, which continues the `earlier` one; offline if online fails."""
@@ -61,8 +62,8 @@ class WandbLogger:
             self._wandb.setup(settings)  # before init, which else prints, or asks for a key
             return self._wandb.init(
                 mode=mode,  # for wandb it wins over WANDB_MODE
-                project=config.wandb.project,
                 dir=str(folder),
+                **identity(config.wandb, folder),
                 id=earlier,
                 resume="allow" if earlier else None,
                 config=self._allowed(dataclasses.asdict(config)),
@@ -93,11 +94,39 @@ class WandbLogger:
     def summary(self, values: Mapping[str, object]) -> None:
         self._run.summary.update(self._allowed(values))
 
+    def snapshot(self, path: Path) -> None:
+        """Record a snapshot as an artifact. It is copied; its name in wandb has no path."""
+        artifact = self._wandb.Artifact(f"run-{self._run.id}-best", type="model")
+        artifact.add_file(str(path), name=path.name)
+        self._run.log_artifact(artifact)
+
     def close(self, exit_code: int) -> None:
         try:
             self._run.finish(exit_code=exit_code)
         finally:
             self._wandb.teardown(exit_code)  # else a wandb-core that died prints at exit
+
+
+def identity(options: Wandb, folder: Path) -> dict[str, Any]:
+    """What names a run among others, as `wandb.init` takes it; None leaves it to wandb's environment variables.
+
+    By default its name is the run folder's, and its group the folder of the sweep that it belongs to.
+    """
+    parent = folder.resolve().parent
+    is_job = (parent / SWEEP_FILE).is_file()
+    name, group = (f"{parent.name}-{folder.name}", parent.name) if is_job else (folder.resolve().name, None)
+    if (folder / SWEEP_FILE).is_file():  # the comparison at a sweep's end
+        group = name
+    project = os.environ.get("WANDB_PROJECT") if options.project == Wandb().project else None
+    return {
+        "project": project or options.project,
+        "entity": options.entity,
+        "name": options.name or (None if os.environ.get("WANDB_NAME") else name),
+        "group": options.group or (None if os.environ.get("WANDB_RUN_GROUP") else group),
+        "job_type": options.job_type,
+        "tags": options.tags or None,
+        "notes": options.notes,
+    }
 
 
 def wandb_mode(config: Config) -> str:

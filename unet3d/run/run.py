@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 
 from unet3d import build, ranks
@@ -18,14 +19,15 @@ from unet3d.config import Config, Model
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
+from unet3d.data.volume import LabelMap
 from unet3d.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory, not_saved
 from unet3d.files import write_json, write_text
 from unet3d.memory import budget
 from unet3d.memory.meter import open_meter
 from unet3d.model import geometry
 from unet3d.report import memory_plots, run_folder
-from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers
-from unet3d.run.resume import Checkpoints, TrainingState, draw_apart, fingerprint
+from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers, warn
+from unet3d.run.resume import BEST, Checkpoints, TrainingState, draw_apart, fingerprint
 from unet3d.run.start import Start
 from unet3d.run.validate import Predictions, evaluate
 from unet3d.signals import Stop
@@ -75,6 +77,7 @@ class Run:
         self.has_all_measured = False  # memory.json and memory/ have the last step
         self.is_done = self.first >= config.steps and ranks.on_first(lambda: run_folder.is_done(folder))
         self.meter = open_meter(self.model, self.optimizer)
+        self.first_case: LabelMap | None = None  # of the validation that runs
         self.loggers = Loggers([])
         if not self.is_done and ranks.RANK == 0:  # else its folder stays as it is
             run_folder.start_folder(folder, config, device, start.record() if start else None)
@@ -173,10 +176,16 @@ class Run:
         # logged before it is saved: a run killed in between repeats this validation, and its record is replaced
         self.loggers.scalars({**values, "time/val_s": time.perf_counter() - started}, step)
         self.trainer.last_validation = step
+        if ranks.RANK == 0 and self.first_case is not None:
+            self._show_first(self.first_case.whole(), values["val/dice_mean"])
+        self.first_case = None
         try:
             # the snapshot last: a run that goes on from it does not repeat this validation
             ranks.on_first(lambda: write_text(self.folder / "scores.csv", metrics.csv_text(scores, classes)))
             self.checkpoints.keep(values["val/dice_mean"])
+            self.loggers.summary(
+                {"val/dice_mean": values["val/dice_mean"], "val/dice_mean_best": self.checkpoints.best}
+            )
         except (NotSaved, OSError) as error:
             problem = error if isinstance(error, NotSaved) else not_saved(self.folder / "scores.csv", error)
             if is_last:
@@ -185,7 +194,7 @@ class Run:
 
     def _scores(self, is_last: bool) -> list[CaseScore]:
         """Of the held-out cases. Raises OutOfMemory."""
-        data, classes, keep = self.data, len(self.data.dataset.classes), self.predictions.try_add if is_last else None
+        data, classes, keep = self.data, len(self.data.dataset.classes), functools.partial(self._keep_strips, is_last)
         hd95 = is_last and not self.config.data.semi  # slices have no surface
         if is_last:
             ranks.on_first(self.predictions.clear)
@@ -198,6 +207,24 @@ class Run:
                 raise
             lines = [str(error).partition("\n")[0], *budget.oom_in_validation(self.config, self.trainer.step)]
             raise OutOfMemory("\n".join(lines)) from None
+
+    def _keep_strips(self, is_last: bool, case: Case, strips: LabelMap) -> None:
+        """Write the last label maps; note the first case's of each validation, where a logger takes its picture."""
+        if case == self.data.val[0] and self.loggers.take_images:
+            self.first_case = strips
+        if is_last:
+            self.predictions.try_add(case, strips)
+
+    def _show_first(self, prediction: np.ndarray, dice: float | None) -> None:
+        """Log a picture of the first held-out case; the disk may be full, which ends no run here."""
+        path, step = self.folder / "figures" / "validation.png", self.trainer.step
+        mean = "" if dice is None else f", mean Dice of all {dice:.3f}"
+        try:
+            self.predictions.draw(self.data.val[0], prediction, path, f"{self.data.val[0].id}, step {step}{mean}")
+        except OSError as error:
+            warn(not_saved(path, error))
+        else:
+            self.loggers.image("val/prediction", path, step)
 
     def _in_turns(self, own: Iterator[CaseScore]) -> Iterator[CaseScore]:
         """The scores of all ranks' cases. Raises Preempted where a signal ends the validation of any."""
@@ -242,12 +269,19 @@ class Run:
         with optim.averaged(self.model, self.optimizer):
             self.predictions.complete(self.predictor)
         for path in self.predictions.pictures:
-            self.loggers.image(f"val/{path.stem}", path, self.trainer.step)
+            if path.stem != "prediction":  # of the only case, whose picture the last validation has logged
+                self.loggers.image(f"val/{path.stem}", path, self.trainer.step)
+        found = run_folder.read_run(self.folder)
+        self.loggers.table("val/cases", *run_folder.case_table(found))
+        self.loggers.summary(run_folder.headline(found))
+        best = self.folder / "checkpoints" / BEST
+        if self.config.wandb.artifact and best.is_file():
+            self.loggers.snapshot(best)
         (self.folder / "report.html").unlink(missing_ok=True)  # of an earlier end; one is written next
         run_folder.write_status(self.folder, "done", 0)
 
     def _log_memory(self, memory: Mapping[str, Any]) -> None:
-        """Draw the measured steps; log them as pictures, tables and a summary."""
+        """Draw the measured steps; log them as pictures and tables."""
         measured, pictures = memory["measured"], self.folder / "figures"
         ledger = measured.get("ledger", measured)
         memory_plots.phase_plot(measured, pictures / "memory_phases.png")
@@ -261,8 +295,8 @@ class Run:
             head = [key if key in ("level", "module", "bytes") else f"{key} (bytes)" for key in ledger[name][0]]
             self.loggers.table(f"memory/{name}", head, [list(row.values()) for row in ledger[name]])
         self.loggers.scalars({"memory/peak_allocated_bytes": measured["peak_bytes"]}, self.trainer.step)
-        flattened = flat(memory, "/", "memory/")
-        self.loggers.summary({key: value for key, value in flattened.items() if not isinstance(value, list)})
+        found = [[key, value] for key, value in flat(memory, ".").items() if not isinstance(value, list)]
+        self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], found)
 
 
 def _read_nth(read: build.Read, cases: tuple[Case, ...], index: int) -> PreparedCase:

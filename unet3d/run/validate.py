@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from unet3d import progress
 from unet3d.build import Data, Read
 from unet3d.config import Data as Options
@@ -81,7 +83,10 @@ class Predictions:
         for role, (case, title) in self._shown().items():
             if not (path := self._picture(role)).exists():
                 with _saving(path):
-                    self._draw(case, path, title)
+                    prediction = read_label_map(
+                        case, self._path(case), len(self.data.dataset.classes), self.options.spacing
+                    )
+                    self.draw(case, prediction, path, title)
 
     def _add(self, case: Case, strips: LabelMap) -> None:
         if not (path := self._path(case)).exists():
@@ -106,13 +111,9 @@ class Predictions:
             found[role] = cases[case.name], f"{case.name}, {rank}: {mean}"
         return found
 
-    def _draw(self, case: Case, path: Path, title: str) -> None:
-        """Where slices were learned and others scored, with the former and through the latter.
-
-        The prediction is read from its file: no case is in memory but this one.
-        """
+    def draw(self, case: Case, prediction: np.ndarray, path: Path, title: str) -> None:
+        """A case with its label map X Y Z; where slices were learned and others scored, with those, through these."""
         found, where, classes = self.data.read(case), None, self.data.dataset.classes
-        prediction = read_label_map(case, self._path(case), len(classes), self.options.spacing)
         layers = {"truth": found.label.numpy(), "prediction": prediction}
         if self.options.semi:
             layers = {"learned": self.data.read_train(case).label.numpy()} | layers
