@@ -80,8 +80,8 @@ def test_no_import_circle() -> None:
 def test_the_house_stays_small() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py"))
     assert sum("." not in name for name in modules()) <= 11
-    assert len(modules()) <= 73
-    assert lines <= 14_200
+    assert len(modules()) <= 75
+    assert lines <= 14_600
 
 
 def test_no_public_name_is_defined_in_more_than_two_modules() -> None:

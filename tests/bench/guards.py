@@ -151,7 +151,7 @@ SNAPSHOTS = (
         ["train/test_checkpoint.py::test_a_missing_file_and_a_folder_are_refused"]),
     Mutation([("train/checkpoint.py", "except (OSError, RuntimeError) as error:", "except KeyError as error:")],
         ["train/test_faults_snapshot.py::test_a_place_that_cannot_be_written_to_is_one_line"]),
-    Mutation([("cli/train.py", "refuse_unwritable(words)", "pass")],
+    Mutation([("cli/train.py", "refuse_unwritable(words)\n            planned", "planned")],
         ["train/test_faults_snapshot.py::test_a_run_folder_that_cannot_be_made_is_one_line"]),
     Mutation([("train/checkpoint.py", "if found != FORMAT:", "if False:")],
         ["train/test_checkpoint.py::test_another_format_or_a_strangers_file_is_refused_but_not_called_damaged",
