@@ -16,7 +16,7 @@ from training import ROOT, TINY, records, run, status
 from unet3d.cli import lifecycle, sweep
 from unet3d.errors import UserError
 
-FOUR = [*TINY, "data.root=../a,../file,../b,../c"]  # job 1 cannot make its phantoms
+THREE = [*TINY, "data.root=../a,../file,../b"]  # job 1 cannot make its phantoms
 QUICK = f"""
 import os, signal, sys
 if any("hydra.run.dir" in word for word in sys.orig_argv):
@@ -73,22 +73,22 @@ def swept(place: Path, *words: str, hook: str = "") -> subprocess.CompletedProce
         return run("-m", *words, "hydra.sweep.dir=sweep", cwd=place, patience=500)
 
 
-def check_four(done: subprocess.CompletedProcess[str], folder: Path) -> None:
-    """One table, four STATUS, the exit code of the job that failed."""
+def check_three(done: subprocess.CompletedProcess[str], folder: Path) -> None:
+    """One table, three STATUS, the exit code of the job that failed."""
     assert done.returncode == 2, done.stderr
-    assert done.stdout.count("Comparison of 4 runs") == 1
+    assert done.stdout.count("Comparison of 3 runs") == 1
     with (folder / "compare.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["run"], row["status"].partition(":")[0]) for row in rows] == [
-        *(("0", "done"), ("1", "failed"), ("2", "done"), ("3", "done"))
+        *(("0", "done"), ("1", "failed"), ("2", "done"))
     ]
-    ends = [status(folder / str(job)).splitlines()[-1] for job in range(4)]
-    assert ends == ["exit code 0", "exit code 2", "exit code 0", "exit code 0"]
+    ends = [status(folder / str(job)).splitlines()[-1] for job in range(3)]
+    assert ends == ["exit code 0", "exit code 2", "exit code 0"]
 
 
 def check_requeued(done: subprocess.CompletedProcess[str], folder: Path, name: str) -> None:
-    """As `check_four`; job 2 was stopped once, and took each step once."""
-    check_four(done, folder)
+    """As `check_three`; job 2 was stopped once, and took each step once."""
+    check_three(done, folder)
     assert [record["step"] for record in records(folder / "2") if "train/loss" in record] == [1, 2, 3, 4]
     logs = "".join(path.read_text() for path in folder.glob(".submitit/*/*_log.*"))
     assert logs.count(f"stopped by {name} after step 2 of 4; to go on") == logs.count("Requeued job") == 1
@@ -96,8 +96,8 @@ def check_requeued(done: subprocess.CompletedProcess[str], folder: Path, name: s
 
 @installed("joblib")
 def test_joblib_runs_every_job_whatever_becomes_of_one(tmp_path: Path) -> None:
-    done = swept(tmp_path / "place", *FOUR, "steps=2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    check_four(done, tmp_path / "place" / "sweep")
+    done = swept(tmp_path / "place", *THREE, "steps=2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    check_three(done, tmp_path / "place" / "sweep")
 
 
 @installed("submitit")
@@ -105,7 +105,7 @@ def test_submitit_runs_every_job_and_one_that_it_requeues_goes_on_in_its_folder(
     """Job 2 and the process that started it get SIGUSR2 in its second step; it is saved, requeued and completed."""
     act = "for process in (os.getpid(), os.getppid()): os.kill(process, signal.SIGUSR2)"
     hook = ONCE.format(act, JOB_2)
-    done = swept(tmp_path / "place", *FOUR, "hydra/launcher=submitit_local", hook=hook)
+    done = swept(tmp_path / "place", *THREE, "hydra/launcher=submitit_local", hook=hook)
     check_requeued(done, tmp_path / "place" / "sweep", "SIGUSR2")
 
 
@@ -130,7 +130,7 @@ def test_slurm_runs_every_job_and_one_that_it_requeues_goes_on_in_its_folder(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in slurm.items():
             patch.setenv(name, value)
-        done = swept(tmp_path / "place", *FOUR, *words, hook=ONCE.format(SLURM.format("USR2"), JOB_2))
+        done = swept(tmp_path / "place", *THREE, *words, hook=ONCE.format(SLURM.format("USR2"), JOB_2))
     check_requeued(done, tmp_path / "place" / "sweep", "SIGUSR2")
 
 

@@ -1,0 +1,92 @@
+"""Every command of the pages is run, in the order in which a page shows them, on volumes of a few voxels."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from test_docs import TEXTS
+from training import TINY, face, train
+
+SMALL = {word.partition("=")[0]: word for word in (*TINY[1:], "model.decoder=null", "model.classes=null")}  # takes the place of what a page shows
+FREE = ("model.features", "model.decoder")  # not of a network that brings its own
+ELSEWHERE = {  # what part of a command says that another test runs it: which
+    "chkpt=2": "test_docs.py",
+    "-m pytest": "CI",
+    "pip install": "CI",
+    "torchrun": "test_ranks.py",
+    "hydra/launcher=": "test_launchers.py",
+    "experiment=cicek2016": "test_docs.py composes it, docs/experiments.md has its results",
+    "tests/bench/": "by hand",
+    "tensorboard --logdir": "test_loggers.py reads what is written",
+}
+PAGES = [page for page, text in TEXTS.items() if re.search(r"^    .*(train\.py|-m unet3d)", text, re.MULTILINE)]
+
+
+def shown(page: str) -> list[str]:
+    """The commands of a page, one a line, without the set-up before `&&`."""
+    lines = [line.strip() for line in TEXTS[page].splitlines() if re.match(r"    \S.*(train\.py|-m unet3d)", line)]
+    return [line.split(" && ")[-1].removeprefix("$ ") for line in lines]
+
+
+def to_run(page: str) -> list[str]:
+    return [line for line in shown(page) if not any(part in line for part in ELSEWHERE)]
+
+
+def words_of(line: str, place: Path) -> list[str]:
+    """The words behind the program, with this machine's paths."""
+    words = shlex.split(line.partition("python ")[2])
+    newest = {name: str(max(place.glob(f"{name}/*/*"), default="", key=str)) for name in ("outputs", "multirun")}
+    for name, path in newest.items():
+        words = [word.replace(f"{name}/DATE/TIME-ID", path) for word in words]
+    words = ["data=decathlon" if word == "data=nnunet" else word for word in words]
+    return [word.replace("PATH/Task04_Hippocampus", "PATH").replace("PATH", str(place / "data")) for word in words]
+
+
+def small(words: list[str]) -> list[str]:
+    kept = [word for word in words if word.partition("=")[0] not in SMALL]
+    own = any(word.startswith(("model.path=", "resume=")) for word in words)
+    added = [] if any(word.startswith("resume=outputs") for word in words) else SMALL.items()
+    return kept + [word for name, word in added if not (own and name in FREE)]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Data in the layouts that pages name, and the files that they show."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert train(tmp_path, *TINY, "data.root=phantom").code == 0
+    (made,) = (tmp_path / "phantom").iterdir()
+    shutil.copytree(made, tmp_path / "data")
+    shutil.copytree(made / "imagesTr", tmp_path / "data" / "imagesTs")
+    shutil.copy(next(tmp_path.glob("outputs/*/*/checkpoints/best.pt")), "net.pt")
+    blocks = re.findall(r"```python\n# mine.py\n(.*?)```", TEXTS["docs/extending.md"], re.DOTALL)
+    (tmp_path / "mine.py").write_text("\n".join(blocks))
+    (tmp_path / "my_configs" / "loss").mkdir(parents=True)
+    (tmp_path / "my_configs" / "loss" / "mine.yaml").write_text("path: mine:focal\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run(page: str, place: Path) -> None:
+    for line in to_run(page):
+        program, *words = words_of(line, place)
+        if program == "-m":
+            arguments = small(words[1:]) if words[1] == "memory" and "--module" not in words else words[1:]
+            assert face(*arguments) == 0, line
+            continue
+        folder = "" if "data.root=" in line or "init=" in line else f"data.root={place / 'phantom'}"
+        extra = ["dry_run=true"] if "-m" in words and "seed=" not in line else []
+        given = small(words) if not words[0].startswith("resume=") else words
+        added = [folder] * bool(folder and not words[0].startswith("resume="))
+        done = train(place, *given, *added, *extra)
+        assert done.code == 0, (line, done.err)
+
+
+def test_each_command_that_is_not_run_here_is_run_elsewhere() -> None:
+    left = [line for page in PAGES for line in shown(page) if line not in to_run(page)]
+    assert {part for part in ELSEWHERE if any(part in line for line in left)} >= {"torchrun", "hydra/launcher="}
+    assert sum(len(to_run(page)) for page in PAGES) >= 22
