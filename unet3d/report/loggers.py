@@ -220,7 +220,8 @@ def narrow_tables(title: str, table: Table, width: int) -> Group:
     tables = []
     for part in parts:
         rows = [[row[index] for index in part] for row in table.rows]
-        tables.append(_rich_table(Table([table.columns[index] for index in part], rows), first - GAP))
+        exact = [first - GAP, *(min(widths[index], room) - GAP for index in part[1:])]
+        tables.append(_rich_table(Table([table.columns[index] for index in part], rows), exact, width))
     return Group(Text(escaped(title), "bold"), *tables)
 
 
@@ -245,11 +246,13 @@ def terminal_table(title: str, table: Table) -> Group:
     return Group(Text(escaped(title), "bold"), _rich_table(table))
 
 
-def _rich_table(table: Table, first: int | None = None) -> RichTable:
-    """`first`: the width of the first column, in characters."""
+def _rich_table(table: Table, exact: Sequence[int] = (), room: int = 0) -> RichTable:
+    """`exact`: the width of the first column, and of all where the table would else be wider than `room`."""
     made = RichTable(box=box.SIMPLE_HEAD)
+    whole = [max(cell_len(escaped(text)) for text in column) for column in zip(table.columns, *table.rows, strict=True)]
+    is_narrow = sum(whole) + GAP * len(whole) + 1 > room
     for index, column in enumerate(table.columns):
-        width = None if index else first
+        width = exact[index] if exact and (is_narrow or not index) else None
         made.add_column(escaped(column), justify="right" if index else "left", overflow="fold", width=width)
     for row in table.rows:
         made.add_row(*map(escaped, row))
