@@ -76,10 +76,10 @@ def network(options: Callable[..., Model]) -> Callable[..., UNet3D]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Of 4 MiB."""
+    """Of 8 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
     if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("only root can mount a disk")
     yield folder

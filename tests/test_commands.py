@@ -9,7 +9,9 @@ import pytest
 from test_docs import TEXTS
 from training import TINY, face, train
 
-SMALL = {word.partition("=")[0]: word for word in (*TINY[1:], "model.decoder=null", "model.classes=null")}  # takes the place of what a page shows
+SMALL = {
+    word.partition("=")[0]: word for word in (*TINY[1:], "model.decoder=null", "model.classes=null")
+}  # takes the place of what a page shows
 FREE = ("model.features", "model.decoder")  # not of a network that brings its own
 ELSEWHERE = {  # what part of a command says that another test runs it: which
     "chkpt=2": "test_docs.py",

@@ -1,6 +1,7 @@
 """The package from Python: train, load, segment; equal to what the commands write."""
 
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,3 +109,10 @@ def test_an_image_that_does_not_suit_is_one_line(trained: TrainedRun, tmp_path: 
     ):
         with pytest.raises(UserError, match=f"^{line}$"):
             network.segment(given, spacing)
+
+
+def test_each_face_is_there_as_soon_as_the_package_is_imported() -> None:
+    program = "import unet3d; print(callable(unet3d.train), callable(unet3d.memory.predict), callable(unet3d.load))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "True True True\n", done.stderr[-300:]
+    assert not hasattr(unet3d, "nothing") and not hasattr(unet3d.memory, "nothing")

@@ -16,10 +16,16 @@ __all__ = ["load", "memory", "train"]
 
 
 def __getattr__(name: str) -> "Any":
-    from importlib import import_module
-
     if name == "load":
-        return import_module("unet3d.run.segment").load
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"unet3d.{name}")
+        from unet3d.run.segment import load
+
+        return load
+    if name == "memory":
+        import unet3d.memory as memory
+
+        return memory
+    if name == "train":
+        import unet3d.train as train
+
+        return train
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -173,5 +173,5 @@ def test_a_cell_of_runs_that_differ_in_more_than_their_seed_is_not_comparable(tm
 
 
 def test_folds_are_in_the_order_of_their_numbers() -> None:
-    rows = [Row(str(n), {"data.fold": str(n)}, True, {}, None, {}) for n in (10, 2, 0)]  # type: ignore[arg-type]
+    rows = [Row(str(n), {"data.fold": str(n)}, True, {}, None, {}, {}) for n in (10, 2, 0)]  # type: ignore[arg-type]
     assert compare.published_tables()["cicek2016_full"].columns(rows) == ["0", "2", "10"]
