@@ -1,6 +1,6 @@
 """Transfer measured by hand: from a hippocampus snapshot to merged and to swapped classes, against from scratch.
 
-    python tests/bench/transfer.py DATA OUT    DATA: Task04_Hippocampus; what is in OUT already is not trained again
+    python tests/bench/transfer.py DATA OUT SEED   DATA: Task04_Hippocampus; what is in OUT is not trained again
 
 A base network learns 400 steps on both classes. From it, 100 steps learn one class of both ("merged") and the classes
 with their labels swapped; from scratch, 100, 200 and 400 steps do, each with a schedule of its own length. All hold out
@@ -28,21 +28,21 @@ def trained(data: Path, folder: Path, steps: int, *words: str) -> float:
         return float(next(row["val/dice_mean"] for row in reversed(list(csv.DictReader(file))) if row["val/dice_mean"]))
 
 
-def main(data: Path, out: Path) -> None:
+def main(data: Path, out: Path, seed: str) -> None:
     """Train what is missing, and print the table."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     base = out / "base"
-    print(f"base, both classes, 400 steps: {trained(data, base, 400):.4f}", flush=True)
+    print(f"base, both classes, 400 steps: {trained(data, base, 400, seed):.4f}", flush=True)
     start = f"init={base / 'checkpoints' / 'last.pt'}"
     for name, label_map in TASKS.items():
         for steps in STEPS:
-            found = trained(data, out / f"{name}-{steps}", steps, label_map)
+            found = trained(data, out / f"{name}-{steps}", steps, label_map, seed)
             print(f"{name}, from scratch, {steps} steps: {found:.4f}", flush=True)
         for factor in (1, 0.1):
-            words = label_map, start, f"optim.init_lr={factor}"
+            words = label_map, start, f"optim.init_lr={factor}", seed
             found = trained(data, out / f"{name}-init-{factor}", 100, *words)
             print(f"{name}, from the base at {factor} times the rate, 100 steps: {found:.4f}", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve())
+    main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), f"seed={int(sys.argv[3])}")
