@@ -1,5 +1,6 @@
 """The command line without a process: what is read from it, and what is printed to be pasted into one."""
 
+import dataclasses
 import errno
 import io
 import os
@@ -118,10 +119,10 @@ def test_what_leaves_it_the_same_run_is_not(killed: Path, word: str) -> None:
     assert found.model == config.model and found.data == config.data
 
 
-@pytest.mark.parametrize("word", ["experiment=hippocampus", "~data.fold", "optim=null", "nothing=1"])
+@pytest.mark.parametrize("word", ["experiment=hipocampus", "~experiment", "~data.fold", "optim=null", "nothing=1"])
 def test_a_word_that_names_no_option_of_the_run_is_one_line(killed: Path, word: str) -> None:
     with pytest.raises(
-        UserError, match=r"name the options that change|no such option|does not exist|must be a string|Could not"
+        UserError, match=r"no such (option|config)|cannot be removed|does not exist|must be a string|Could not"
     ):
         train.checked_arguments([f"resume={killed}", word])
 
@@ -134,6 +135,16 @@ def test_a_job_that_may_have_begun_goes_on_or_begins(killed: Path, tmp_path: Pat
     for words in (["resume=auto"], ["resume=auto", "hydra.run.dir=${now:%Y}"]):
         with pytest.raises(UserError, match=r"^resume=auto: .* name it: hydra.run.dir=runs/a$"):
             train.checked_arguments(words)
+
+
+def test_a_job_of_an_experiment_goes_on_with_the_words_that_began_it(killed: Path) -> None:
+    """Its experiment and its network set the same options, in one order."""
+    words = ["experiment=cicek2016_semi", "model=cicek2016_2d", "data.sparse_fold=1", "optim.lr=0.5"]
+    config = compose.compose(words)
+    assert config.model.features != compose.compose(["model=cicek2016_2d", "data.patch=[108,108,108]"]).model.features
+    (killed / "config.yaml").write_text(compose.to_yaml(config))
+    found = train.resumed_config(killed, train.checked_arguments([*words, "resume=auto", f"hydra.run.dir={killed}"]))
+    assert dataclasses.replace(found, resume=None) == config
 
 
 def test_what_resuming_would_resolve_once_more_is_refused() -> None:

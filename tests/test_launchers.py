@@ -14,6 +14,7 @@ from slurm import one_node
 from training import ROOT, TINY, records, run, status
 
 from unet3d.cli import lifecycle, sweep
+from unet3d.cli import train as cli_train
 from unet3d.errors import UserError
 
 THREE = [*TINY, "data.root=../a,../file,../b"]  # job 1 cannot make its phantoms
@@ -183,6 +184,17 @@ def test_a_sweep_goes_on_only_when_asked(tmp_path: Path, monkeypatch: pytest.Mon
     assert sweep.arguments([*words, "resume=auto"], jobs) == [*words[:-1], f"hydra.sweep.dir={tmp_path}/sweep", "-m"]
 
 
+@pytest.mark.parametrize("flags", [[], ["-m"]], ids=["as it was begun", "-m"])
+def test_the_sweep_of_an_experiment_goes_on_with_all_its_jobs(flags: list[str], tmp_path: Path) -> None:
+    words = cli_train.checked_arguments(
+        ["experiment=cicek2016_semi", "resume=auto", f"hydra.sweep.dir={tmp_path}", *flags]
+    )
+    jobs = sweep.plan(words)
+    assert [job.folder for job in jobs] == [tmp_path / str(number) for number in range(9)]
+    asked = {(job.config.model.norm, str(job.config.model.kernels), job.config.data.sparse_fold) for job in jobs}
+    assert len(asked) == 9
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -213,19 +225,6 @@ def test_a_launcher_that_is_not_installed_is_one_line(launcher: str, package: st
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.endswith(f": is not installed; pip install hydra-{package}-launcher\n")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_job_goes_on_without_the_experiment_that_its_config_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[list[str]] = []
-    monkeypatch.setattr(lifecycle, "run_process", lambda command: (asked.append(command[3:]), (0, False))[1])
-    for _ in range(2):
-        sweep.run_job(tmp_path, ["experiment=hippocampus", "seed=1"], [])
-        (tmp_path / "checkpoints").mkdir(exist_ok=True)
-        (tmp_path / "checkpoints" / "last.pt").touch()
-    last = ["seed=1", "resume=auto", f"hydra.run.dir={tmp_path}"]
-    assert asked == [["experiment=hippocampus", *last], last]
 
 
 def test_a_job_that_never_began_is_a_row_that_says_so(

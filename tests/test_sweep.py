@@ -95,6 +95,8 @@ def test_the_sweeps_wandb_run_holds_the_table(swept: tuple) -> None:
         assert table["columns"] == next(csv.reader(file))
     assert [row[0] for row in table["data"]] == ["0", "1"] and found.exit_code == 0
     assert str(folder.parent) not in path.read_text()
+    named = [(run.display_name, run.run_group) for run in (found.run, read_run(folder / "1").run)]
+    assert named == [("sweep", "sweep"), ("sweep-1", "sweep")], "one group for a sweep's jobs and its table"
 
 
 def test_the_runs_of_a_sweep_can_be_compared_later(

@@ -157,14 +157,18 @@ def _options(tree: DictConfig) -> dict[str, Any]:
 
 
 def _set_by(overrides: Sequence[str]) -> Iterator[str]:
-    """The options that a command line sets, by name or by a file of a config group. Raises UserError."""
+    """The options that a command line sets, by name, by a file of a config group or an experiment. Raises UserError."""
     found = [word for word in _parsed(overrides) if not word.key_or_group.startswith("hydra")]
     searched = [word for word in overrides if word.startswith("hydra.searchpath=")]
     for word in found:
         key = word.key_or_group
         if key in ABOUT and not word.is_delete():
             yield key
-        elif (config_folder() / key).is_dir() and key != "experiment" and isinstance(choice := word.value(), str):
+        elif key == "experiment" and not word.is_delete():
+            others = [other for other in overrides if other != word.input_line]
+            after, before = (_options(_tree(words)) for words in (overrides, others))
+            yield from (name for name in after.keys() & ABOUT.keys() if after[name] != before.get(name))
+        elif (config_folder() / key).is_dir() and isinstance(choice := word.value(), str):
             yield from _options(_tree(searched, name=f"{key}/{choice}")).keys() & ABOUT.keys()
         else:
             raise UserError(f"resume: {word.input_line}: name the options that change, as in optim.lr=0.001")
@@ -215,7 +219,7 @@ def added_sweep(overrides: Sequence[str]) -> list[str]:
     first, *others = (compose(job) for job in sweep(overrides))
     if any(other.sweep != first.sweep for other in others):
         raise UserError("these experiments are sweeps of different options; give one command to each")
-    if first.resume is not None:
+    if first.resume not in (None, "auto"):
         return []
     named = {override.partition("=")[0].lstrip("+~") for override in overrides}
     return [override for override in first.sweep or [] if override.partition("=")[0] not in named]

@@ -132,9 +132,7 @@ def _exit_code(job: Job, before: int) -> int:
 def run_job(folder: Path, overrides: list[str], searched: list[str]) -> int:
     """Run a job in a process of its own, which goes on where its folder has a snapshot. Returns its exit code."""
     before, _ = lifecycle.status(folder)
-    # A job that was requeued has its experiment's options in its config.
-    words = [word for word in overrides if not (lifecycle.snapshots(folder) and word.startswith("experiment="))]
-    words += [*searched, GOES_ON, lifecycle.path_option("hydra.run.dir", folder.resolve())]
+    words = [*overrides, *searched, GOES_ON, lifecycle.path_option("hydra.run.dir", folder.resolve())]
     code, is_asked = lifecycle.run_process([sys.executable, "-m", "unet3d.cli.train", *words])
     if is_asked:
         stopped.set()

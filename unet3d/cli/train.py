@@ -220,13 +220,14 @@ def checked_arguments(arguments: list[str]) -> list[str]:
         flags.overrides.insert(0, compose.search_path(flags.config_dir))
     only_shows = flags.cfg or flags.info
     asked = [word for word in flags.overrides if word.startswith("resume=")]
-    if asked and not (only_shows or flags.multirun) and (folder := compose.compose(asked).resume) is not None:
-        if folder != "auto":
-            return resumed(Path(folder), flags.overrides)
+    folder = compose.compose(asked).resume if asked and not (only_shows or flags.multirun) else None
+    if folder not in (None, "auto"):
+        return resumed(Path(folder), flags.overrides)
+    added = compose.added_sweep(flags.overrides) * (not only_shows)  # composes each job, and so checks it
+    if folder == "auto" and not added:  # a sweep's jobs are resumed one by one
         place, flags.overrides = compose.run_folder(flags.overrides), [w for w in flags.overrides if w not in asked]
         if lifecycle.snapshots(place):
             return resumed(place, [*flags.overrides, lifecycle.path_option("resume", place)])
-    added = compose.added_sweep(flags.overrides) * (not only_shows)  # composes each job, and so checks it
     if (flags.multirun or added) and ranks.SIZE > 1:
         raise UserError("torchrun starts one run, a sweep several; leave out one of them")
     if flags.multirun or added:

@@ -130,16 +130,16 @@ def explain(
     """
     device = _device(model)
     batch = _batch(example, label, lambda shape: torch.randn(shape, device=device), device)
-    devices = [device] if device.type == "cuda" else []
+    devices, policy = [device] if device.type == "cuda" else [], _policy(amp, device.type, device.type)
     with torch.random.fork_rng(devices), _restored(model):
         made = optimizer(model.parameters())
         meter = open_meter(model.train(), made)
         try:
             for _ in range(STEADY + UNOBSERVED * (device.type == "cuda")):
-                _step(model, made, loss, _policy(amp, device.type, device.type), batch, meter)
+                _step(model, made, loss, policy, batch, meter)
         finally:
             meter.close()
-        found = Explanation(type(model).__name__, "measured", _about(batch, amp, device.type), meter)
+        found = Explanation(type(model).__name__, "measured", _about(batch, policy, device.type), meter)
         _ = found.entry  # reads the allocator's counters now
     return found
 
@@ -161,6 +161,7 @@ def predict(
     target = device or _device(model).type
     if target not in ("cpu", "cuda"):
         raise UserError(f"device={device}: give cpu or cuda")
+    policy = _policy(amp, "cpu", target)
     with torch.random.fork_rng([]), fake_mode(target):
         fake = _on_fake_tensors(model).train()
         batch = _batch(example, label, torch.empty, torch.device("cpu"))
@@ -168,8 +169,8 @@ def predict(
         meter = LedgerMeter(fake, made, for_gpu=target == "cuda")
         for _ in range(STEADY):
             given: Any = BatchInTransit(batch) if target == "cuda" else batch
-            _step(fake, made, loss, _policy(amp, "cpu", target), given, meter)
-    return Explanation(type(model).__name__, "predicted", _about(batch, amp, target), meter)
+            _step(fake, made, loss, policy, given, meter)
+    return Explanation(type(model).__name__, "predicted", _about(batch, policy, target), meter)
 
 
 def _step(
@@ -210,8 +211,8 @@ def _batch(example: Example, label: Tensor | None, make: Callable[..., Tensor], 
     return Batch(image, label.to(device) if is_given else torch.zeros(size, dtype=dtype, device=device))  # type: ignore[union-attr]
 
 
-def _about(batch: Batch, amp: bool | str, device_type: str) -> str:
-    precision = "float32" if not amp else f"amp {'auto' if amp is True else amp}"
+def _about(batch: Batch, policy: MemoryPolicy, device_type: str) -> str:
+    precision = f"amp {str(policy.dtype).removeprefix('torch.')}" if policy.dtype else "float32"
     return f"input {'x'.join(map(str, batch.image.shape))}, {precision}, on {device_type}"
 
 
