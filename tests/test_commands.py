@@ -36,10 +36,15 @@ def to_run(page: str) -> list[str]:
     return [line for line in shown(page) if not any(part in line for part in ELSEWHERE)]
 
 
+def age(folder: Path) -> tuple[bool, int]:
+    """Puts runs that trained last; of two in one second, the name does not say which began first."""
+    return any(folder.glob("**/*.pt")), folder.stat().st_mtime_ns
+
+
 def words_of(line: str, place: Path) -> list[str]:
     """The words behind the program, with this machine's paths."""
     words = shlex.split(line.partition("python ")[2])
-    newest = {name: str(max(place.glob(f"{name}/*/*"), default="", key=str)) for name in ("outputs", "multirun")}
+    newest = {name: str(max(place.glob(f"{name}/*/*"), default="", key=age)) for name in ("outputs", "multirun")}
     for name, path in newest.items():
         words = [word.replace(f"{name}/DATE/TIME-ID", path) for word in words]
     words = ["data=decathlon" if word == "data=nnunet" else word for word in words]

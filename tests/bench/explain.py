@@ -9,18 +9,19 @@ scratch, "allocator" with it. Exits with an error where predicted or measured is
 """
 
 import argparse
-import json
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW
-from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from allocator import Events, recorded
 
 import unet3d.memory
 from unet3d.report.explain import segmentation_loss
@@ -83,21 +84,19 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 def unobserved(make: Callable[[], nn.Module], shape: Shape) -> tuple[int, int]:
     """The allocator's peak in bytes without scratch, and with it, of the same steps, with no mode and no hook."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def steps() -> None:
         model, policy = make().train(), MemoryPolicy()
         batch = Batch(torch.randn(shape), torch.zeros(shape[0], *shape[2:], dtype=torch.int64))
         optimizer = AdamW(model.parameters())
         for _ in range(STEPS):
             train_step(model, segmentation_loss, optimizer, policy.scaler(), policy, [batch])
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    blocks = list(blocks_of(events))
+
+    blocks = list(blocks_of(recorded(steps)))
     return peak(block for block in blocks if not block[3]), peak(blocks)
 
 
-def blocks_of(events: list[dict[str, Any]]) -> Iterator[tuple[float, float, int, bool]]:
+def blocks_of(events: Events) -> Iterator[tuple[float, float, int, bool]]:
     """Of each block: when it was taken and given back, its bytes, and whether it is scratch of one operation."""
     calls, births = operations(events), dict[int, tuple[float, int]]()
     begins = [begun for begun, _ in calls]
@@ -117,7 +116,7 @@ def blocks_of(events: list[dict[str, Any]]) -> Iterator[tuple[float, float, int,
         yield begun, float("inf"), size, False
 
 
-def operations(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
+def operations(events: Events) -> list[tuple[float, float]]:
     """Begin and end of each operation that a dispatch mode would see: those that torch composes are seen as parts."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = {f"{s.name}.{s.overload_name}".rstrip(".") for s in torch._C._jit_get_all_schemas() if s.name[:4] == "aten"}

@@ -7,17 +7,18 @@ The second line restricts torch and oneDNN to AVX2, as a CPU without AVX512 has 
 in one process, so that both meet the same machine; peaks are taken in a process each, without an observer.
 """
 
-import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from allocator import recorded
 
 from unet3d import build, compose
 from unet3d.config import Config
@@ -75,15 +76,14 @@ def resident_peak(overrides: Sequence[str]) -> int:
 
 def allocator_peak(overrides: Sequence[str]) -> int:
     """Most bytes that torch's CPU allocator had given out, from its own events, no dispatch mode on."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def steps() -> None:
         training = Training(overrides)
         training.step()
         training.step()
-    with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(str(Path(folder, "trace.json")))
-        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+
     alive = most = 0
-    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
+    for event in sorted((e for e in recorded(steps) if e["name"] == "[memory]"), key=lambda e: e["ts"]):
         alive += event["args"]["Bytes"]
         most = max(most, alive)
     return most
