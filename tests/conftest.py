@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from allocator import dispatch_modes
 from rich.console import Console as Terminal
 
 from unet3d import compose, progress
@@ -72,6 +73,13 @@ def network(options: Callable[..., Model]) -> Callable[..., UNet3D]:
         return UNet3D(options(*overrides, in_channels=in_channels, classes=classes))
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def observers_are_off() -> Iterator[None]:
+    """After each test: one left on would hold tensors of all later tests, and be seen by those that look for none."""
+    yield
+    assert not dispatch_modes()
 
 
 @pytest.fixture

@@ -183,3 +183,18 @@ def test_a_network_that_cannot_be_explained_is_one_line(
     assert face("memory", *words) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {line}") and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize("method", ["__init__", "forward"])
+def test_a_network_whose_package_is_not_installed_says_which(
+    method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MONAI imports some only when a network is made or run, and explains at length."""
+
+    def fails(*arguments: object) -> None:
+        raise ImportError("from einops import rearrange (No module named 'einops').\n\nFor details\nTraceback ...")
+
+    monkeypatch.setattr(f"monai.networks.nets.SegResNet.{method}", fails)
+    assert face("memory", *MODULE) == 2
+    missing = "from einops import rearrange (No module named 'einops')."
+    assert capsys.readouterr().err == f"error: --module {MODULE[1]}: needs a package that is not installed: {missing}\n"

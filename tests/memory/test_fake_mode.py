@@ -1,6 +1,8 @@
 """Tensors without data behave as real ones."""
 
+import pytest
 import torch
+from allocator import dispatch_modes
 
 from unet3d import build, compose
 from unet3d.config import Config
@@ -45,6 +47,21 @@ def measured(options: Config, starts: tuple[int, ...]) -> Ledger:
         batch = Batch(torch.rand(options.batch, 1, *options.data.patch), torch.zeros(size, dtype=torch.int16))
         train_step(model, loss, optimizer, policy.scaler(), policy, [batch], meter.mark)
     return meter.ledger
+
+
+def test_a_simulation_that_fails_leaves_no_observer_on_and_random_numbers_as_they_were() -> None:
+    options = compose.compose(["model=unet_tiny", "model.in_channels=1", "model.classes=4", "data.patch=[16,16,8]"])
+
+    def watch(model: torch.nn.Module, ledger: Ledger) -> None:
+        model.register_forward_hook(fail)
+
+    def fail(*arguments: object) -> None:
+        raise KeyError("in a step")
+
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError, match="in a step"):
+        simulate(options, options.model, (), watch=watch)
+    assert not dispatch_modes() and torch.equal(torch.get_rng_state(), state)
 
 
 def test_modules_are_entered_and_left_in_the_order_of_a_real_step() -> None:

@@ -17,13 +17,10 @@ every peak lies in a convolution.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
-from unittest import SkipTest
 
-import allocator
 import pytest
 import torch
 from allocator import Events, recorded
@@ -139,17 +136,6 @@ def peak(record: list[Change], without: Sequence[str] = ()) -> tuple[int, str]:
 
 def random_states(record: list[Change]) -> int:
     return sum(change.bytes == RNG_STATE for change in record)
-
-
-@pytest.mark.parametrize(("begin", "known"), [(3.0, True), (1.5, True), (1.75, False)], ids=["after", "in", "across"])
-def test_a_record_counts_only_where_operations_are_nested_as_calls_are(begin: float, known: bool) -> None:
-    times = [(1.0, 1.0), (begin, 0.5), (5.0, 1.0)]
-    events = [{"ph": "X", "cat": "cpu_op", "tid": 1, "ts": begin, "dur": length} for begin, length in times]
-    assert allocator.are_nested(events) == known
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator, "are_nested", lambda events: known)
-        with nullcontext() if known else pytest.raises(SkipTest, match="clocks of this machine's CPUs disagree"):
-            assert any(event["name"] == "[memory]" for event in recorded(lambda: torch.zeros(9)))
 
 
 @pytest.mark.parametrize(

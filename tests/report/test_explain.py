@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocator import dispatch_modes
 from torch import Tensor, nn
 
 import unet3d.memory
@@ -126,7 +127,7 @@ def test_on_cuda_it_is_predicted_without_a_gpu() -> None:
     assert gpu.phases["data"]["first"] <= host.phases["data"]["first"]
 
 
-def test_a_failing_step_restores_the_model_too() -> None:
+def test_a_failing_step_restores_the_model_too_and_leaves_no_observer_on() -> None:
     model = Own()
     before = copy.deepcopy(model.state_dict())
 
@@ -136,6 +137,7 @@ def test_a_failing_step_restores_the_model_too() -> None:
     for act in (unet3d.memory.explain, unet3d.memory.predict):
         with pytest.raises(KeyError, match="of the loss"):
             act(model, SHAPE, loss)
+        assert not dispatch_modes()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

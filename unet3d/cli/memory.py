@@ -64,10 +64,8 @@ def print_module(
     make = build.import_object("--module", path)
     try:
         network = make(**keywords)
-    except (TypeError, ValueError, KeyError) as error:
-        raise UserError(
-            f"--module {path}: cannot be made with --args {json.dumps(keywords)}: {reason(error)}"
-        ) from error
+    except (TypeError, ValueError, KeyError, ImportError) as error:
+        raise _refused(path, f"cannot be made with --args {json.dumps(keywords)}", error) from error
     if not isinstance(network, nn.Module):
         raise UserError(f"--module {path}: made {type(network).__name__}, not a torch.nn.Module")
     target = build.target(config)
@@ -76,14 +74,20 @@ def print_module(
         found = [explain.predict(network, shape, amp=amp, device=target)]
         if measures:
             found.append(explain.explain(network.to(build.device(config)), shape, amp=amp))
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, ImportError) as error:
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise
-        sizes = "x".join(map(str, shape))
-        raise UserError(f"--module {path}: a step with --input {sizes} fails: {reason(error)}") from error
+        raise _refused(path, f"a step with --input {'x'.join(map(str, shape))} fails", error) from error
     print(*found, sep="\n\n")
     if out is not None:
         print(escaped(found[-1].report(out)))
+
+
+def _refused(path: str, what: str, error: Exception) -> UserError:
+    if isinstance(error, ImportError):
+        missing = escaped(str(error).partition("\n")[0])  # MONAI goes on with advice and a trace
+        return UserError(f"--module {path}: needs a package that is not installed: {missing}")
+    return UserError(f"--module {path}: {what}: {reason(error)}")
 
 
 def simulate_all(estimates: Sequence[MemoryEstimate]) -> None:

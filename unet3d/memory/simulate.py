@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -48,20 +48,20 @@ def simulate(
     `options` leave nothing open; `dtype` is that of weights and images; `watch` may add hooks. No step needs a GPU.
     """
     assert options.in_channels is not None and options.classes is not None
-    random_state, on_gpu = torch.get_rng_state(), build.target(config) == "cuda"
-    with fake_mode(build.target(config)):
+    on_gpu = build.target(config) == "cuda"
+    with torch.random.fork_rng([]), fake_mode(build.target(config)):
         model = fake_model(config, options, dtype)
         loss, policy = build.loss(config, options.classes), build.policy(config, "cpu", segment_starts)
         optimizer = optim.optimizer(config.optim, model, foreach=True if on_gpu else None)
         scaler, meter = policy.scaler(), LedgerMeter(model, optimizer, for_gpu=on_gpu)
         if watch is not None:
             watch(model, meter.ledger)
-        for _ in parts(range(steps)):
-            batches: list[Any] = [fake_batch(config, options, dtype) for _ in range(config.accumulate)]
-            if on_gpu:
-                batches = list(map(BatchInTransit, batches))
-            train_step(model, loss, optimizer, scaler, policy, batches, meter.mark, config.optim.clip)
-    torch.set_rng_state(random_state)
+        with closing(meter):
+            for _ in parts(range(steps)):
+                batches: list[Any] = [fake_batch(config, options, dtype) for _ in range(config.accumulate)]
+                if on_gpu:
+                    batches = list(map(BatchInTransit, batches))
+                train_step(model, loss, optimizer, scaler, policy, batches, meter.mark, config.optim.clip)
     return meter
 
 

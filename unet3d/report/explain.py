@@ -6,7 +6,7 @@ shapes and no data: it makes nothing as large as a map.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -134,11 +134,9 @@ def explain(
     with torch.random.fork_rng(devices), _restored(model):
         made = optimizer(model.parameters())
         meter = open_meter(model.train(), made)
-        try:
+        with closing(meter):
             for _ in range(STEADY + UNOBSERVED * (device.type == "cuda")):
                 _step(model, made, loss, policy, batch, meter)
-        finally:
-            meter.close()
         found = Explanation(type(model).__name__, "measured", _about(batch, policy, device.type), meter)
         _ = found.entry  # reads the allocator's counters now
     return found
@@ -167,9 +165,10 @@ def predict(
         batch = _batch(example, label, torch.empty, torch.device("cpu"))
         made = optimizer(fake.parameters())
         meter = LedgerMeter(fake, made, for_gpu=target == "cuda")
-        for _ in range(STEADY):
-            given: Any = BatchInTransit(batch) if target == "cuda" else batch
-            _step(fake, made, loss, policy, given, meter)
+        with closing(meter):
+            for _ in range(STEADY):
+                given: Any = BatchInTransit(batch) if target == "cuda" else batch
+                _step(fake, made, loss, policy, given, meter)
     return Explanation(type(model).__name__, "predicted", _about(batch, policy, target), meter)
 
 
