@@ -14,7 +14,9 @@ from training import TINY, face
 
 import unet3d
 from unet3d.cli.train import TrainedRun
+from unet3d.data.cases import Case
 from unet3d.errors import UserError
+from unet3d.run.validate import Predictions
 
 OBLIQUE = np.array([[0, -1.1, 0.1, 7], [-0.9, 0, 0, 3], [0, 0.1, -2.2, 5], [0, 0, 0, 1]])  # neither RAS nor straight
 
@@ -93,6 +95,49 @@ def test_an_array_is_segmented_as_an_image_with_its_spacing(trained: TrainedRun)
     assert np.array_equal(labels, network.segment(voxels[None], (1.1, 0.9, 2.2)))
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.uint64, np.longdouble, np.float16, np.bool_, np.int8, np.uint32])
+def test_an_array_of_any_numbers_is_segmented(trained: TrainedRun, kind: type) -> None:
+    network, voxels = unet3d.load(trained.snapshot), (image().get_fdata() > 150).astype(np.float32)
+    wanted = network.segment(voxels, (1, 1, 2))
+    assert np.array_equal(network.segment(voxels.astype(kind), (1, 1, 2)), wanted) and wanted.any()
+    other = nib.MGHImage(voxels, np.diag([1, 1, 2, 1]))
+    assert np.array_equal(np.asanyarray(network.segment(other).dataobj), wanted)
+
+
+def test_a_device_of_another_name_is_refused(trained: TrainedRun) -> None:
+    for name in ("gpu", "cuda:0"):
+        with pytest.raises(UserError, match=f"^device={name}: .*auto, cpu, cuda"):
+            unet3d.load(trained.snapshot, device=name)
+
+
+def test_a_picture_that_memory_has_no_room_for_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    draw = Predictions.draw
+
+    def drawn(self: Predictions, case: Case, prediction: np.ndarray, path: Path, title: str) -> None:
+        if path.name == "validation.png":
+            raise MemoryError("no room")
+        draw(self, case, prediction, path, title)
+
+    monkeypatch.setattr(Predictions, "draw", drawn)
+    run = unet3d.train([*TINY, "tensorboard=true"])
+    assert (
+        f"warning: {run.folder / 'figures' / 'validation.png'}: not drawn (MemoryError: no room)"
+        in capsys.readouterr().err
+    )
+    assert (run.folder / "STATUS").read_text()[:5] == "done\n"
+
+
+def test_a_training_outside_of_the_main_thread_is_one_line() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match=r"^unet3d\.train: runs in a program's main thr"):
+        pool.submit(unet3d.train, [*TINY]).result()
+
+
 def test_an_image_that_does_not_suit_is_one_line(trained: TrainedRun, tmp_path: Path) -> None:
     network, voxels = unet3d.load(trained.snapshot), image().get_fdata()
     bad = voxels.copy()
@@ -105,6 +150,7 @@ def test_an_image_that_does_not_suit_is_one_line(trained: TrainedRun, tmp_path: 
         (bad, (1, 1, 1), r"image: as it was given.* NaN .*"),
         (image(), (1, 1, 1), r"segment: an image of nibabel has a spacing of its own; leave out spacing"),
         (tmp_path / "none.nii", None, r"none: .*none.nii.*"),
+        ([voxels, voxels], None, r"segment: a list holds the paths of files, one a channel; stack arrays as C X Y Z"),
         (3, None, r"segment: give an array, an image of nibabel or the paths of files, not int"),
     ):
         with pytest.raises(UserError, match=f"^{line}$"):

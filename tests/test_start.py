@@ -145,6 +145,30 @@ def test_what_cannot_be_a_start_is_refused(net: Path, more: list[str], what: str
         opened(net, *more)
 
 
+@pytest.mark.parametrize("word", ["optim.init_lr=0", "optim.init_names=[inc]"])
+def test_what_is_for_a_start_is_refused_without_one(word: str) -> None:
+    """Else what has random weights would be frozen."""
+    with pytest.raises(UserError, match=f"^{word.partition('=')[0]}: is for what init has loaded; give init=net.pt"):
+        compose.compose([*TINY, word])
+
+
+def test_heads_of_another_type_are_new(net: Path, tmp_path: Path) -> None:
+    state = checkpoint.load_snapshot(net)
+    for weights in (state["average"], state["model"]):
+        weights |= {name: weights[name].to(torch.int64) for name in HEAD}
+    checkpoint.save_snapshot(tmp_path / "whole.pt", state)
+    found = opened(net, f"init={tmp_path / 'whole.pt'}", "data.label_map={1:[1,2]}")
+    assert found.rows == {} and {*HEAD} <= {*found.new}
+
+
+def test_sizes_that_are_written_in_another_way_are_no_difference(net: Path, tmp_path: Path, capsys: Capture) -> None:
+    state = checkpoint.load_snapshot(net)
+    state["model_options"]["kernels"] = [[3, 3, 3], 3]
+    checkpoint.save_snapshot(tmp_path / "same.pt", state)
+    opened(net, f"init={tmp_path / 'same.pt'}")
+    assert capsys.readouterr().err == ""
+
+
 def test_files_that_are_no_snapshot_of_this_network_are_refused(net: Path, tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("no snapshot")
     with pytest.raises(SnapshotError, match="not a readable snapshot"):
@@ -196,7 +220,7 @@ def stepped(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer, Led
     ids=" ".join,
 )
 def test_the_ledger_of_frozen_tensors_is_predicted_to_the_byte_and_they_have_no_state(more: list[str]) -> None:
-    config = compose.compose([*TINY, *FROZEN, "init=null", "model.in_channels=1", "model.classes=3", *more])
+    config = compose.compose([*TINY, *FROZEN, f"init={__file__}", "model.in_channels=1", "model.classes=3", *more])
     before = build.model(config.model, 0).state_dict()
     model, optimizer, meter = stepped(config)
     starts = choose_segments(config, config.model).segment_starts
@@ -216,9 +240,8 @@ def test_the_ledger_of_frozen_tensors_is_predicted_to_the_byte_and_they_have_no_
 
 
 def test_schedules_scale_both_groups() -> None:
-    config = compose.compose(
-        [*TINY, "optim.init_lr=0.1", "optim.init_names=[inc]", "model.in_channels=1", "model.classes=2"]
-    )
+    given = [f"init={__file__}", "optim.init_lr=0.1", "optim.init_names=[inc]"]
+    config = compose.compose([*TINY, *given, "model.in_channels=1", "model.classes=2"])
     optimizer = optim.optimizer(config.optim, build.model(config.model, 0))
     optim.set_rate(optimizer, optim.learning_rate(config.optim, 4, 2))
     new, loaded = (group["lr"] for group in optimizer.param_groups)

@@ -37,8 +37,7 @@ IDLE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (  # option, when 
     ("data.fold", lambda c: c.data.split is not None, "beside data.split"),
     ("data.val_fraction", lambda c: (c.data.fold, c.data.split) != (None, None), "beside data.fold or data.split"),
     ("data.val_fraction", lambda c: c.data.semi, "with data.semi=true, which holds no case out"),
-    ("optim.init_lr", lambda c: c.init is None, "without init"),
-    ("optim.init_names", lambda c: c.init is None or c.optim.init_lr == 1, "without init and optim.init_lr"),
+    ("optim.init_names", lambda c: c.optim.init_lr == 1, "without optim.init_lr"),
     ("data.scored", lambda c: not c.data.semi, "without data.semi=true"),
     ("data.scored", lambda c: c.data.sparse_fold is not None, "beside data.sparse_fold, which scores that part"),
     ("data.sparse_folds", lambda c: c.data.sparse_fold is None, "without data.sparse_fold"),
@@ -76,6 +75,9 @@ def check(config: Config, here: bool = True) -> None:
     _check_data(config.data)
     if config.budget is not None:
         budget_bytes(config.budget)
+    if here and config.init is None and (config.optim.init_lr != 1 or config.optim.init_names):
+        name = "init_names" if config.optim.init_names else "init_lr"
+        raise UserError(f"optim.{name}: is for what init has loaded; give init=net.pt, or leave it out")
     if here and config.init is not None and config.resume is None and not Path(config.init).is_file():
         raise UserError(f"init={config.init}: no such file; give RUN/checkpoints/best.pt, or a published one")
     if here and config.tensorboard and find_spec("tensorboard") is None:

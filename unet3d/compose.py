@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from unet3d.checks import IMPORTS, check, options
-from unet3d.config import Config, losses
+from unet3d.config import Config, losses, with_numbers
 from unet3d.errors import UserError
 
 VERSION_BASE = "1.3"
@@ -84,7 +84,19 @@ def choice(group: str, overrides: Sequence[str]) -> str:
 def _tree(overrides: Sequence[str], with_hydra: bool = False, name: str = CONFIG_NAME) -> DictConfig:
     GlobalHydra.instance().clear()
     with _explained(), hydra.initialize_config_dir(str(config_folder()), version_base=VERSION_BASE):
-        return hydra.compose(name, list(overrides), return_hydra_config=with_hydra)
+        tree = hydra.compose(name, list(overrides), return_hydra_config=with_hydra)
+    _refuse_merged(tree, overrides)
+    return tree
+
+
+def _refuse_merged(tree: DictConfig, overrides: Sequence[str]) -> None:
+    """Raise UserError where a map of labels is another one than the command line's, as Hydra adds to a file's."""
+    for word in overrides if "data" in tree and "label_map" in tree.data else ():
+        if word.startswith("data.label_map={") and isinstance(asked := _parsed([word])[0].value(), dict):
+            found = tree.data.label_map or {}
+            if {str(key) for key in asked} != {str(key) for key in found}:
+                what = f"is added to a config file's, which makes {found}"
+                raise UserError(f"{word}: {what}; to have it alone, write data.label_map=null before it")
 
 
 @contextmanager
@@ -304,8 +316,8 @@ def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str,
     """`{a: {b: 1}}` as `{a<separator>b: 1}`; a map of labels is a value, whose keys JSON makes texts."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value and all(str(label).isdecimal() for label in value):
-            values[f"{prefix}{key}"] = {int(label): others for label, others in value.items()}
+        if isinstance(value, Mapping) and key == "label_map":
+            values[f"{prefix}{key}"] = with_numbers(value)
             continue
         nested = isinstance(value, Mapping)
         values |= flat(value, separator, f"{prefix}{key}{separator}") if nested else {f"{prefix}{key}": value}

@@ -1,6 +1,7 @@
 """Every option of a run: its type, range and meaning; Hydra's schema. `checks` has the rules for several. No torch."""
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ def option(default: Any, about: str, *, low: Any = None, high: Any = None, among
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A map of labels with integers as keys, where JSON has made them texts."""
+    is_number = {key: isinstance(key, str) and key.isdecimal() for key in label_map}
+    return {int(key) if is_number[key] else key: olds for key, olds in label_map.items()}
 
 
 def losses() -> tuple[str, ...]:
@@ -121,9 +128,8 @@ class Data:
     def __post_init__(self) -> None:
         """Runs of older versions, and their commands, say whether cases are kept in memory; YAML reads off as false."""
         self.cache = {"True": "memory", "False": "off"}.get(str(self.cache), self.cache)
-        if isinstance(self.label_map, dict):  # JSON has texts as keys
-            is_number = {key: isinstance(key, str) and key.isdecimal() for key in self.label_map}
-            self.label_map = {int(key) if is_number[key] else key: olds for key, olds in self.label_map.items()}
+        if isinstance(self.label_map, dict):
+            self.label_map = with_numbers(self.label_map)
 
 
 @dataclass

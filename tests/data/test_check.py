@@ -452,6 +452,13 @@ def test_the_summary_survives_files_that_cannot_be_read(tmp_path: Path) -> None:
         ),
         ((300, 300, 9), ["data.patch=[64,64,32]"], "28% of it, the rest is padding; data.patch=[88,88,16] suits them"),
         ((35, 51, 35), ["data.patch=[64,64,64]"], "24% of it, the rest is padding; data.patch=[40,56,40] suits them"),
+        ((17, 17, 17), ["data.patch=[64,64,64]"], "2% of it, the rest is padding; data.patch=[16,16,16] suits them"),
+        (
+            (35, 51, 35),
+            ["data.patch=[96,96,96]", "model.features=[2,4,8,16,32]"],
+            "7% of it, the rest is padding; data.patch=[32,48,32] suits them",
+        ),
+        ((64, 64, 32), ["model=cicek2016", "data.patch=[108,108,108]"], None),
         ((35, 51, 35), ["data.patch=[40,56,40]"], None),
         (
             (80, 72, 5),
@@ -461,7 +468,7 @@ def test_the_summary_survives_files_that_cannot_be_read(tmp_path: Path) -> None:
         (
             (40, 40, 8),
             ["data.patch=[116,116,116]", "model.padding=valid", "model.features=[4,8,16]"],
-            "padding; give a smaller one",
+            "fill 3% of its output of 76x76x76, the rest is padding; give a smaller one",
         ),
         ((40, 40, 8), ["data.patch=[64,64,64]", "model.path=own.nets:mine"], "the rest is padding; give a smaller one"),
         ((80, 72, 8), ["data.patch=[64,64,32]", "data.spacing=[1,1,0.25]"], None),

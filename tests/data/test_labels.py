@@ -89,6 +89,13 @@ def test_an_ignored_label_stays_ignored(tmp_path: Path) -> None:
         read_dataset(replace(data, label_map={1: [1, 255]}))
 
 
+def test_an_ignored_label_that_a_new_one_would_be_taken_for_is_refused(tmp_path: Path) -> None:
+    data = folders(tmp_path, (0, 1, 2, 3, 4), ["air", "a", "b", "c"])
+    read_dataset(replace(data, label_map={1: 1, 2: [2, 3]}, ignore=4, classes=["air", "a", "b"]))
+    with pytest.raises(UserError, match="the label to ignore, 3, must be above the new labels, which run to 3"):
+        read_dataset(replace(data, label_map={1: 1, 2: 2, 3: 4}, ignore=3))
+
+
 def test_brats_labels_of_every_layout(tmp_path: Path) -> None:
     data = nnunet(tmp_path / "n", background=0, core=1, edema=2, enhancing=4)
     with pytest.raises(UserError) as caught:
@@ -167,6 +174,39 @@ def test_labels_that_neither_map_nor_names_know_are_an_error(tmp_path: Path) -> 
 def test_what_is_no_class_gets_no_proposal() -> None:
     assert proposal({-1, 1}, 2) == proposal(range(1, 200), 2) == proposal({70000}, 2) == proposal({1}, 2) == ""
     assert numbered([0]) == numbered([0, -3]) == numbered([0, 99999]) == ""
+    assert proposal({*range(1, 15), *range(20, 28)}, 15) == "" != proposal({*range(1, 15), 20}, 15), "too many to list"
+
+
+def test_a_proposal_holds_all_labels_of_a_file(tmp_path: Path) -> None:
+    data = folders(tmp_path, (0, 1), ["air", *(f"c{n}" for n in range(1, 22))])
+    write(tmp_path / "labels" / "a.nii.gz", (np.arange(5 * 6 * 4) % 27).reshape(6, 5, 4).astype(np.uint8))
+    lines = checked(data)
+    assert not any("data.label_map" in line and "24" in line and "26" not in line for line in lines)
+
+
+@pytest.mark.parametrize("key", ["organ", "-1"])
+def test_a_key_that_is_no_label_is_said_so(key: str) -> None:
+    with pytest.raises(UserError, match=r"^data.label_map=.*: labels are whole numbers from 0 to 65535"):
+        compose.compose([f"data.label_map={{{key}:1}}"])
+
+
+def test_a_map_is_not_added_to_that_of_a_file(tmp_path: Path) -> None:
+    """Hydra adds the keys of a command line to those of a YAML file."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text("# @package _global_\ndata:\n  label_map: {1: [1, 2], 2: 4}\n")
+    given = [compose.search_path(str(tmp_path)), "experiment=own"]
+    assert compose.compose(given).data.label_map == {1: [1, 2], 2: 4}
+    assert compose.compose([*given, "data.label_map={1:1,2:2}"]).data.label_map == {1: 1, 2: 2}
+    with pytest.raises(UserError, match=r"^data.label_map=\{1:1\}: is added to a config file's.*data.label_map=null"):
+        compose.compose([*given, "data.label_map={1:1}"])
+    assert compose.compose([*given, "data.label_map=null", "data.label_map={1:1}"]).data.label_map == {1: 1}
+
+
+def test_names_that_are_to_be_joined_are_text(tmp_path: Path) -> None:
+    rewrite(tmp_path, labels={"0": "air", "1": 5}) if decathlon(tmp_path) else None
+    data = Data(format="decathlon", root=str(tmp_path), label_map={1: [1, 0]})
+    with pytest.raises(UserError, match="labels: 5 is not a name; give one line of text"):
+        read_dataset(data)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,14 @@ import pytest
 import torch
 from allocator import dispatch_modes
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 import unet3d.memory
-from unet3d import compose
+from unet3d import build, compose
 from unet3d.errors import UserError
 from unet3d.memory.segments import predict
+from unet3d.memory.simulate import simulate
+from unet3d.report.run_folder import MOST_ITEMS
 from unet3d.train import optim
 
 SHAPE = (1, 1, 16, 16, 16)
@@ -52,8 +55,6 @@ def test_what_is_predicted_is_measured(way: dict[str, Any]) -> None:
 def test_of_the_packages_own_network_it_says_what_a_run_is_predicted_to_need() -> None:
     config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", "batch=1", "optim.clip=null", "workers=0"])
     config.model.in_channels, config.model.classes = 1, 3
-    from unet3d import build
-
     made = partial(optim.optimizer, config.optim)
     model = build.model(config.model, 0)
     label = torch.zeros(1, 16, 16, 16, dtype=torch.int16)
@@ -124,7 +125,59 @@ def test_on_cuda_it_is_predicted_without_a_gpu() -> None:
     """A batch in host memory takes nothing of a GPU, and each part lives until it is read."""
     host, gpu = (unet3d.memory.predict(Own(), SHAPE, device=device) for device in ("cpu", "cuda"))
     assert host.entry["kind"] == gpu.entry["kind"] == "ledger" and gpu.about.endswith("on cuda")
-    assert gpu.phases["data"]["first"] <= host.phases["data"]["first"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_of_the_packages_own_network_it_predicts_what_a_run_is_predicted_to_need(device: str) -> None:
+    """On CUDA a run's step lets go of its batch, which here is the caller's."""
+    words = ["model=unet_tiny", "data.patch=[16,16,16]", "batch=1", "optim.clip=null", f"device={device}"]
+    config = compose.compose([*words, "amp=true", "amp_dtype=bf16"])
+    config.model.in_channels, config.model.classes = 1, 3
+    model, label = build.model(config.model, 0), torch.zeros(1, 16, 16, 16, dtype=torch.int16)
+    found = unet3d.memory.predict(model, SHAPE, build.loss(config, 3), AdamW, "bf16", label, device).phases
+    wanted, kept = simulate(config, config.model, ()).summary()["phases"], 16**3 * (4 + 2) * (device == "cuda")
+    for name, peaks in found.items():
+        less = kept * (name in ("backward", "step"))
+        assert {when: size - less for when, size in peaks.items()} == wanted[name], name
+
+
+class Running(nn.Module):
+    """Puts another tensor in the place of its buffer at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Conv3d(1, 3, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        self.seen = 0.9 * self.seen + image.detach().mean()
+        return self.head(image)
+
+
+def test_a_buffer_that_a_step_replaces_is_put_back() -> None:
+    model = Running()
+    before = model.seen
+    unet3d.memory.explain(model, torch.ones(SHAPE))
+    assert model.seen is before and float(before) == 0
+
+
+def test_weights_and_images_of_another_type_are_predicted_and_measured() -> None:
+    model = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 1)).bfloat16()
+    peaks = set()
+    for example in (SHAPE, torch.randn(SHAPE, dtype=torch.bfloat16)):
+        peaks |= {act(model, example).peak_bytes for act in (unet3d.memory.predict, unet3d.memory.explain)}
+    assert len(peaks) == 1
+
+
+def test_a_network_of_very_many_layers_is_reported(tmp_path: Path) -> None:
+    layers = [nn.Conv3d(1, 1, 1) for _ in range(MOST_ITEMS + 20)]
+    found = unet3d.memory.predict(
+        nn.Sequential(*layers), (1, 1, 4, 4, 4), torch.nn.functional.mse_loss, label=torch.zeros(1, 1, 4, 4, 4)
+    )
+    assert len(found.layers) > MOST_ITEMS
+    assert "smaller layers" in found.report(tmp_path).read_text()
+    rows = json.loads((tmp_path / "memory.json").read_text())["predicted"]["layers"]
+    assert len(rows) == MOST_ITEMS and sum(row["bytes"] for row in rows) == found.peak_bytes
 
 
 def test_a_failing_step_restores_the_model_too_and_leaves_no_observer_on() -> None:

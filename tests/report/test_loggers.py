@@ -177,8 +177,7 @@ def test_an_interrupt_is_not_taken_for_a_failing_logger() -> None:
 
 SESSION = """
 import pathlib, socket, sys
-from unet3d import checks, progress
-from unet3d.config import Config, Wandb
+from unet3d.config import Config
 from unet3d.report.loggers import open_loggers
 
 socket.gethostname = lambda: "radiology-pc-12"
@@ -288,7 +287,10 @@ def test_the_best_snapshot_is_an_artifact_where_that_is_asked(tmp_path: Path) ->
     found = read_run(folder)
     (artifact,) = found.artifacts
     assert (artifact.type, artifact.name) == ("model", f"run-{found.run.run_id}-best")
-    assert [entry.path for entry in artifact.manifest.contents] == ["picture.png"]
+    (entry,) = artifact.manifest.contents
+    assert entry.path == "picture.png" and Path(entry.local_path).is_relative_to(folder.resolve())
+    assert Path(entry.local_path).read_bytes() == Path(folder, "..", "picture.png").read_bytes()
+    assert not [p for p in (tmp_path / "marie.curie").rglob("*") if p.is_file() and "artifacts" in p.parts], "copies"
 
 
 def everything(folder: Path) -> bytes:
@@ -410,8 +412,7 @@ def test_without_network_an_online_run_goes_on_offline_with_one_line_and_the_sam
 
 KILLED = """
 import os, pathlib
-from unet3d import checks, progress
-from unet3d.config import Config, Wandb
+from unet3d.config import Config
 from unet3d.report.loggers import open_loggers
 
 loggers = open_loggers(Config(), pathlib.Path())

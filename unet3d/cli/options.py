@@ -26,8 +26,8 @@ def groups(node: Any, prefix: str = "") -> dict[str, list[Row]]:
         kind = item.type.__name__ if isinstance(item.type, type) else str(item.type).removeprefix("typing.")
         size = f"{about['size']} items" if about["size"] else ""
         allowed = ", ".join(filter(None, (*about["among"], checks.bounds(about), size)))
-        free = "int or auto" if item.name in ("ckpt", "slab") else "int, list or auto"
-        kind = kind.replace("Any", free).replace(" | None", " or null")
+        free = {"ckpt": "int or auto", "slab": "int or auto", "label_map": "map or null"}
+        kind = kind.replace("Any", free.get(item.name, "int, list or auto")).replace(" | None", " or null")
         own.append((prefix + item.name, kind, allowed, plain(value), about["about"]))
     return found
 

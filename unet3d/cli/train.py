@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -107,6 +108,10 @@ def from_python(overrides: Sequence[str] = ()) -> TrainedRun:
 
     Prints and writes what the command does. Raises UserError and the errors that would end the command.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError(
+            "unet3d.train: runs in a program's main thread, which alone gets signals; start a process for it"
+        )
     if isinstance(overrides, str):
         raise UserError(f"unet3d.train: give a list of options, such as [{overrides!r}]")
     words = checked_arguments([str(word) for word in overrides])
@@ -123,8 +128,8 @@ def from_python(overrides: Sequence[str] = ()) -> TrainedRun:
     try:
         _with_hydra(task)()
     except SystemExit as end:
-        if end.__cause__ is not None:
-            raise end.__cause__ from None
+        if (error := end.__cause__ or end.__context__) is not None:
+            raise error from None
         raise
     finally:
         sys.argv = before

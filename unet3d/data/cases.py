@@ -13,7 +13,7 @@ import numpy as np
 
 from unet3d.config import Data
 from unet3d.data import dataset_json, nifti, synthetic
-from unet3d.data.dataset_json import DatasetJson, class_names, in_sequence, is_plain, read_json, shown
+from unet3d.data.dataset_json import DatasetJson, class_names, in_sequence, is_plain, read_json, refuse_odd_names, shown
 from unet3d.data.labels import Relabel, relabelling
 from unet3d.errors import UserError
 
@@ -94,6 +94,8 @@ def _nnunet(root: Path, data: Data) -> DatasetInfo:
 
 def _classes(names: dict[int, str], ignore: int | None, data: Data, where: object) -> tuple[tuple[str, ...], Relabel]:
     """The class names, and what becomes of the files' labels, which `names` are of."""
+    if data.label_map is not None:
+        refuse_odd_names(names, "labels", str(where))  # they are joined
     new_names, relabel = relabelling(names, ignore, data)
     return class_names(new_names, ignore, str(where)), relabel
 

@@ -204,25 +204,34 @@ def unsuitable_patch(config: Config, cases: Sequence[Case]) -> str | None:
     """
     grids = list(_grids(cases[:: -(-len(cases) // SAMPLED) or 1], config.data.spacing))
     patch, model = config.data.patch, network(config.model)
-    shares = [prod(min(p, n) / p for p, n in zip(patch, grid.shape, strict=True)) for grid in grids]
-    if not grids or np.median(shares) >= MOST:
+    given = geometry.output_size(patch, model)  # valid convolutions give less than they take, which may be padding
+    share = float(np.median([filled(given, grid.shape) for grid in grids] or [1]))
+    if share >= MOST:
         return None
     x, y, z = (int(n) for n in np.median([grid.shape for grid in grids], axis=0))
-    what = f"data.patch={patch}: volumes of {x}x{y}x{z} voxels, the median, fill {100 * np.median(shares):.0f}% of it"
-    other = suitable_patch(config, model, (x, y, z), grids[0].spacing) if model.features else None
+    part = "it" if given == tuple(patch) else f"its output of {'x'.join(map(str, given))}"
+    what = f"data.patch={patch}: volumes of {x}x{y}x{z} voxels, the median, fill {100 * share:.0f}% of {part}"
+    other = suitable_patch(config, model, (x, y, z), grids[0].spacing) if model.features and part == "it" else None
     remedy = f"data.patch={other} suits them".replace(", ", ",") if other else "give a smaller one"
     return f"{what}, the rest is padding; {remedy}"
 
 
-def suitable_patch(config: Config, model: Model, sizes: Triple, spacing: Sequence[float]) -> list[int] | None:
-    """A patch within volumes of these sizes (voxels), of no more voxels than the config's, whose maps strides divide.
+def filled(patch: Sequence[int], sizes: Sequence[int]) -> float:
+    """How much of a patch a volume of these sizes (voxels) fills."""
+    return prod(min(p, n) / p for p, n in zip(patch, sizes, strict=True))
 
-    None where the network takes none, as one with valid convolutions may not.
+
+def suitable_patch(config: Config, model: Model, sizes: Triple, spacing: Sequence[float]) -> list[int] | None:
+    """A patch for volumes of these sizes (voxels), of no more voxels than the config's, whose maps strides divide.
+
+    None where the network takes none that they fill.
     """
     automatic = geometry.from_spacing(spacing, sizes, len(model.features))[1]
     strides = automatic if model.strides == "auto" else geometry.strides(model)
     units = [_unit([stride[axis] for stride in strides], n) for axis, n in enumerate(sizes)]
     patch = [-(-n // unit) * unit for n, unit in zip(sizes, units, strict=True)]
+    if filled(patch, sizes) < MOST:
+        patch = [n // unit * unit for n, unit in zip(sizes, units, strict=True)]
     while prod(patch) > prod(config.data.patch):
         axis = max((a for a in range(3) if patch[a] > units[a]), key=patch.__getitem__, default=None)
         if axis is None:

@@ -130,10 +130,15 @@ def in_sequence(names: Mapping[int, str], what: str, where: Path | str, option: 
     if not names or sorted(names) != list(range(len(names))):
         remedy = "number them 0, 1, 2 ... without a gap" + f", or add {option}" * bool(option)
         raise UserError(f"{where}: {what} are numbered {shown(sorted(names))}; {remedy}")
+    refuse_odd_names(names, what, where)
+    return tuple(names[number] for number in sorted(names))
+
+
+def refuse_odd_names(names: Mapping[int, Any], what: str, where: Path | str) -> None:
+    """Raise UserError for a name that is not one line of text."""
     for name in names.values():
         if not is_plain(name):
             raise UserError(f"{where}: {what}: {shown(name)} is not a name; give one line of text")
-    return tuple(names[number] for number in sorted(names))
 
 
 def shown(value: Any) -> str:

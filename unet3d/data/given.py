@@ -23,9 +23,10 @@ def as_case(image: Given, spacing: Sequence[float] | None) -> Iterator[Case]:
     if isinstance(image, str | PathLike | list | tuple):
         if spacing is not None:
             raise UserError("segment: a file has a spacing of its own; leave out spacing")
-        paths = [Path(image)] if isinstance(image, str | PathLike) else [Path(path) for path in image]
-        if not paths:
-            raise UserError("segment: no file is given")
+        given = [image] if isinstance(image, str | PathLike) else image
+        if not given or not all(isinstance(path, str | PathLike) for path in given):
+            raise UserError("segment: a list holds the paths of files, one a channel; stack arrays as C X Y Z")
+        paths = [Path(path) for path in given]
         yield Case(stem(paths[0]), tuple(paths), None)
         return
     with TemporaryDirectory() as folder:
@@ -44,19 +45,21 @@ def _as_nifti(image: Given, spacing: Sequence[float] | None) -> nib.Nifti1Image:
         if spacing is None or len(spacing) != 3 or not all(0 < length < np.inf for length in spacing):
             raise UserError(f"segment: an array needs its spacing in mm, three lengths above 0, not {spacing}")
         voxels = image if image.ndim == 3 else np.moveaxis(image, 0, -1)
-        return nib.Nifti1Image(voxels.astype(_stored(image.dtype)), np.diag([*map(float, spacing), 1.0]))
+        return _nifti(voxels, np.diag([*map(float, spacing), 1.0]))
     if not isinstance(image, nib.spatialimages.SpatialImage):
         raise UserError(
             f"segment: give an array, an image of nibabel or the paths of files, not {type(image).__name__}"
         )
     if spacing is not None:
         raise UserError("segment: an image of nibabel has a spacing of its own; leave out spacing")
-    return image if isinstance(image, nib.Nifti1Image) else nib.Nifti1Image(np.asanyarray(image.dataobj), image.affine)
+    return image if isinstance(image, nib.Nifti1Image) else _nifti(np.asanyarray(image.dataobj), image.affine)
 
 
-def _stored(kind: np.dtype) -> np.dtype:
-    """A type of NIfTI that holds all values of this one."""
-    return np.dtype(np.uint8 if kind.kind == "b" else np.float32 if kind == np.float16 else kind)
+def _nifti(voxels: np.ndarray, affine: np.ndarray) -> nib.Nifti1Image:
+    """An image of these voxels; where NIfTI has no such type, in one that holds their values."""
+    other: dict[Any, Any] = {np.dtype(np.bool_): np.uint8, np.dtype(np.float16): np.float32}
+    kind = np.dtype(other.get(voxels.dtype, np.float64 if voxels.dtype.itemsize > 8 else voxels.dtype))
+    return nib.Nifti1Image(voxels.astype(kind), affine, dtype=kind)  # named, nibabel takes 64-bit integers, too
 
 
 def returned(image: Given, labels: np.ndarray, case: Case) -> np.ndarray | nib.Nifti1Image:

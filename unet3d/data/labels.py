@@ -21,6 +21,9 @@ def relabelling(names: Mapping[int, str], ignore: int | None, data: Data) -> tup
     relabel = {old: new for new, olds in sources.items() for old in olds}
     if ignore in relabel:
         raise UserError(f"data.label_map={data.label_map}: {ignore} is the label to ignore, which stays as it is")
+    if ignore is not None and ignore <= max(sources):
+        what = f"the label to ignore, {ignore}, must be above the new labels, which run to {max(sources)}"
+        raise UserError(f"data.label_map={data.label_map}: {what}; store it as a higher one")
     if data.classes:
         new_names = dict(enumerate(data.classes))
     else:
@@ -42,8 +45,8 @@ def proposal(found: Collection[int], classes: int, relabel: Relabel = None) -> s
         return as_option(olds | {0: sorted([*olds[0], *others])})
     absent = [label for label in range(1, classes) if label not in found]
     if len(others) > len(absent):  # more labels than classes
-        everything = {*range(1, classes), *others}
-        return f"{numbered(everything)} and {len(everything) + 1} names in data.classes"
+        option = numbered(everything := {*range(1, classes), *others})
+        return option and f"{option} and {len(everything) + 1} names in data.classes"
     return as_option(
         {label: label for label in range(1, classes)} | dict(zip(absent[-len(others) :], others, strict=True))
     )

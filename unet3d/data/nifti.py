@@ -19,7 +19,7 @@ from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
 from unet3d.config import Data
-from unet3d.data.labels import LISTED, Relabel, proposal
+from unet3d.data.labels import Relabel, proposal
 from unet3d.errors import UserError
 from unet3d.files import replacing
 
@@ -237,7 +237,7 @@ def _unknown_labels(
     allowed = known + ("" if ignore is None else f" and {ignore} (ignored)")
     listed = ", ".join(f"{value:g}" for value in wrong[:5].tolist())
     are_whole = bool(np.isfinite(wrong).all() and (wrong == np.rint(wrong)).all())
-    found = frozenset(int(value) for value in values[: LISTED + 3] if are_whole and value not in (0, ignore))
+    found = frozenset(int(value) for value in values if are_whole and value not in (0, ignore))
     option = proposal(found, classes, relabel)
     remedy = "relabel them" + f", or add {option}" * bool(option)
     what = f"{bad.sum()} voxels have the label {listed}; allowed are {allowed}; {remedy}"

@@ -23,6 +23,7 @@ from unet3d.progress import parts
 from unet3d.train import optim
 from unet3d.train.inference import Predictor
 from unet3d.train.step import train_step
+from unet3d.train.trainer import Learner
 from unet3d.types import Batch, mib
 
 SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing
@@ -48,20 +49,40 @@ def simulate(
     `options` leave nothing open; `dtype` is that of weights and images; `watch` may add hooks. No step needs a GPU.
     """
     assert options.in_channels is not None and options.classes is not None
-    on_gpu = build.target(config) == "cuda"
-    with torch.random.fork_rng([]), fake_mode(build.target(config)):
+    target = build.target(config)
+    with torch.random.fork_rng([]), fake_mode(target):
         model = fake_model(config, options, dtype)
         loss, policy = build.loss(config, options.classes), build.policy(config, "cpu", segment_starts)
-        optimizer = optim.optimizer(config.optim, model, foreach=True if on_gpu else None)
-        scaler, meter = policy.scaler(), LedgerMeter(model, optimizer, for_gpu=on_gpu)
-        if watch is not None:
-            watch(model, meter.ledger)
-        with closing(meter):
-            for _ in parts(range(steps)):
-                batches: list[Any] = [fake_batch(config, options, dtype) for _ in range(config.accumulate)]
-                if on_gpu:
-                    batches = list(map(BatchInTransit, batches))
-                train_step(model, loss, optimizer, scaler, policy, batches, meter.mark, config.optim.clip)
+        learner = Learner(model, loss, optim.optimizer(config.optim, model), policy.scaler(), policy)
+
+        def make() -> list[Batch]:
+            return [fake_batch(config, options, dtype) for _ in range(config.accumulate)]
+
+        return fake_steps(learner, make, target, config.optim.clip, watch, steps)
+
+
+def fake_steps(
+    learner: Learner,
+    make: Callable[[], list[Batch]],
+    target: str,
+    clip: float | None = None,
+    watch: Callable[[nn.Module, Ledger], None] | None = None,
+    steps: int = STEADY,
+) -> LedgerMeter:
+    """Training steps as on a `target`, "cpu" or "cuda", within `fake_mode`; `make` gives each its micro-batches."""
+    on_gpu = target == "cuda"
+    for group in learner.optimizer.param_groups if on_gpu else ():
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True  # all weights at once, as torch chooses where they are on CUDA
+    meter = LedgerMeter(learner.model, learner.optimizer, for_gpu=on_gpu)
+    if watch is not None:
+        watch(learner.model, meter.ledger)
+    with closing(meter):
+        for _ in parts(range(steps)):
+            batches: list[Any] = make()
+            if on_gpu:
+                batches = list(map(BatchInTransit, batches))
+            train_step(*learner, batches, meter.mark, clip)
     return meter
 
 

@@ -21,12 +21,14 @@ from unet3d.errors import UserError
 from unet3d.files import write_json, write_text
 from unet3d.memory import tables
 from unet3d.memory.meter import STEADY, LedgerMeter, open_meter
-from unet3d.memory.simulate import BatchInTransit, fake_mode
+from unet3d.memory.simulate import fake_mode, fake_steps
 from unet3d.report import memory_plots, report
 from unet3d.report.loggers import NARROW, plain_text
+from unet3d.report.run_folder import MOST_ITEMS
 from unet3d.train.losses import SegmentationLoss, dice_ce
 from unet3d.train.policy import MemoryPolicy, amp_dtype
 from unet3d.train.step import LossFunction, train_step
+from unet3d.train.trainer import Learner
 from unet3d.types import Batch, Table, mib
 
 Example = Tensor | Sequence[int]  # an image N C D H W, or its shape
@@ -106,10 +108,21 @@ class Explanation:
             raise UserError(f"{folder}: holds a run; give a folder of its own")
         folder.mkdir(parents=True, exist_ok=True)
         words = f"{self.name}: {self.about}"
-        write_json(folder / "memory.json", {"rehearsed": words, "parameters": self.parameters, self.kind: self.entry})
+        entry = {**self.entry, "ledger": _readable(self.ledger)} if "ledger" in self.entry else _readable(self.entry)
+        write_json(folder / "memory.json", {"rehearsed": words, "parameters": self.parameters, self.kind: entry})
         write_text(folder / "explained.txt", f"{self}\n")
         memory_plots.write_ledger_files(self.meter.ledger, self.name, folder)
         return report.write_report(folder)
+
+
+def _readable(ledger: dict[str, Any]) -> dict[str, Any]:
+    """The figures with no more layers than a report shows: the largest, and the sum of the others."""
+    rows = ledger["layers"]
+    others = sorted(rows, key=lambda row: -row["bytes"])[MOST_ITEMS - 1 :] if len(rows) > MOST_ITEMS else []
+    kept = [row for row in rows if row not in others]
+    sums = {name: sum(row[name] for row in others) for name in rows[0] if name not in ("module", "level")}
+    rest = {"module": f"{len(others)} smaller layers", "level": None, **sums}
+    return {**ledger, "layers": [*kept, *[rest] * bool(others)]}
 
 
 def explain(
@@ -129,14 +142,14 @@ def explain(
     Raises UserError, and what the model raises.
     """
     device = _device(model)
-    batch = _batch(example, label, lambda shape: torch.randn(shape, device=device), device)
     devices, policy = [device] if device.type == "cuda" else [], _policy(amp, device.type, device.type)
     with torch.random.fork_rng(devices), _restored(model):
-        made = optimizer(model.parameters())
-        meter = open_meter(model.train(), made)
+        batch = _batch(model, example, label, device)
+        learner = _learner(model, loss, optimizer, policy)
+        meter = open_meter(model, learner.optimizer)
         with closing(meter):
             for _ in range(STEADY + UNOBSERVED * (device.type == "cuda")):
-                _step(model, made, loss, policy, batch, meter)
+                train_step(*learner, [batch], meter.mark)
         found = Explanation(type(model).__name__, "measured", _about(batch, policy, device.type), meter)
         _ = found.entry  # reads the allocator's counters now
     return found
@@ -161,21 +174,14 @@ def predict(
         raise UserError(f"device={device}: give cpu or cuda")
     policy = _policy(amp, "cpu", target)
     with torch.random.fork_rng([]), fake_mode(target):
-        fake = _on_fake_tensors(model).train()
-        batch = _batch(example, label, torch.empty, torch.device("cpu"))
-        made = optimizer(fake.parameters())
-        meter = LedgerMeter(fake, made, for_gpu=target == "cuda")
-        with closing(meter):
-            for _ in range(STEADY):
-                given: Any = BatchInTransit(batch) if target == "cuda" else batch
-                _step(fake, made, loss, policy, given, meter)
+        batch = _batch(model, example, label, None)
+        meter = fake_steps(_learner(_on_fake_tensors(model), loss, optimizer, policy), lambda: [batch], target)
     return Explanation(type(model).__name__, "predicted", _about(batch, policy, target), meter)
 
 
-def _step(
-    model: nn.Module, made: Optimizer, loss: LossFunction | None, policy: MemoryPolicy, batch: Batch, meter: LedgerMeter
-) -> None:
-    train_step(model, loss or segmentation_loss, made, policy.scaler(), policy, [batch], meter.mark)
+def _learner(model: nn.Module, loss: LossFunction | None, optimizer: MakeOptimizer, policy: MemoryPolicy) -> Learner:
+    made = optimizer(model.train().parameters())
+    return Learner(model, loss or segmentation_loss, made, policy.scaler(), policy)
 
 
 def segmentation_loss(output: Any, label: Tensor) -> Tensor:
@@ -198,16 +204,23 @@ def _device(model: nn.Module) -> torch.device:
     return found.device
 
 
-def _batch(example: Example, label: Tensor | None, make: Callable[..., Tensor], device: torch.device) -> Batch:
-    """The example and its labels; `make` makes an image of a shape, and also stands in for a given one if fake."""
+def _batch(model: nn.Module, example: Example, label: Tensor | None, device: torch.device | None) -> Batch:
+    """The example and its labels on a device; None: tensors of their shapes and types, within `fake_mode`.
+
+    An image of a shape is noise of the weights' type.
+    """
     shape = tuple(example.shape) if isinstance(example, Tensor) else tuple(example)
     if len(shape) < 3 or not all(isinstance(n, int) and n > 0 for n in shape):
         raise UserError(f"example: give an image N C D H W, or its shape, such as (1, 1, 96, 96, 96), not {shape}")
-    is_real = isinstance(example, Tensor) and make is not torch.empty
-    image = example.to(device) if is_real else make(shape)  # type: ignore[union-attr]
-    size, dtype = ((shape[0], *shape[2:]), torch.int64) if label is None else (tuple(label.shape), label.dtype)
-    is_given = label is not None and make is not torch.empty
-    return Batch(image, label.to(device) if is_given else torch.zeros(size, dtype=dtype, device=device))  # type: ignore[union-attr]
+    if not isinstance(example, Tensor):
+        example = torch.randn(shape, dtype=next(model.parameters()).dtype, device=device)
+    elif device is None:
+        example = torch.empty(shape, dtype=example.dtype)
+    if label is None:
+        label = torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
+    elif device is None:
+        label = torch.zeros(label.shape, dtype=label.dtype)
+    return Batch(example.to(device or "cpu"), label.to(device or "cpu"))
 
 
 def _about(batch: Batch, policy: MemoryPolicy, device_type: str) -> str:
@@ -222,11 +235,16 @@ def _restored(model: nn.Module) -> Iterator[None]:
     kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     gradients = [parameter.grad for parameter in model.parameters()]
     modes = {module: module.training for module in model.modules()}
+    places: list[Any] = [place for module in modes for place in (module._parameters, module._buffers)]
+    registered = [(place, dict(place)) for place in places]
     for parameter in model.parameters():
         parameter.grad = None
     try:
         yield
     finally:
+        for place, before in registered:  # a step may have put another tensor there
+            place.clear()
+            place.update(before)
         with torch.no_grad():
             for tensor, value in zip(tensors, kept, strict=True):
                 tensor.copy_(value)

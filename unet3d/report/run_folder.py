@@ -230,13 +230,11 @@ def best_of(records: Sequence[Record]) -> Record:
 
 def headline(run: RunFolder) -> dict[str, Any]:
     """The few numbers of a run that dashboards sort by; bytes are of a step, all of tensors unless `kind` says more."""
-    dice = [(record["step"], as_number(record.get("val/dice_mean"))) for record in run.records]
-    scored = [(step, value) for step, value in dice if value is not None]
-    best = max(scored, key=lambda pair: pair[1], default=(None, None))  # the first of equals, as best.pt
+    best = run.best_validation
     found = {
-        "val/dice_mean": scored[-1][1] if scored else None,
-        "val/dice_mean_best": best[1],
-        "val/best_step": best[0],
+        "val/dice_mean": as_number(run.last_validation.get("val/dice_mean")),
+        "val/dice_mean_best": as_number(best.get("val/dice_mean")),
+        "val/best_step": best.get("step"),
         "train/loss": next(reversed(run.values("train/loss")), None),
         "steps": max((record["step"] for record in run.records), default=None),
         "parameters": run.memory.get("parameters"),

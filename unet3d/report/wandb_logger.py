@@ -13,6 +13,7 @@ from unet3d.config import Config, Wandb
 from unet3d.errors import reason
 
 STEP = "trainer/step"
+DATA_DIR = "WANDB_DATA_DIR"  # where wandb keeps copies of what it is to upload
 SWEEP_FILE = "multirun.yaml"  # Hydra writes it into the folder of a sweep
 PATHS = frozenset(
     {"data.root", "data.images", "data.labels", "data.split", "data.cache_root", "init", "resume"}
@@ -35,7 +36,7 @@ class WandbLogger:
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self._private = config.wandb.private
+        self._private, self._folder = config.wandb.private, folder
         self._allowed: Callable[[Mapping[str, Any]], dict[str, Any]] = without_paths if self._private else dict
         if self._private:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb sends its tracebacks home
@@ -95,10 +96,15 @@ class WandbLogger:
         self._run.summary.update(self._allowed(values))
 
     def snapshot(self, path: Path) -> None:
-        """Record a snapshot as an artifact. It is copied; its name in wandb has no path."""
-        artifact = self._wandb.Artifact(f"run-{self._run.id}-best", type="model")
-        artifact.add_file(str(path), name=path.name)
-        self._run.log_artifact(artifact)
+        """Record a snapshot as an artifact: a copy in the run folder, whose path wandb notes, in a private run too."""
+        artifact, place = self._wandb.Artifact(f"run-{self._run.id}-best", type="model"), os.environ.get(DATA_DIR)
+        os.environ[DATA_DIR] = place or str(self._folder / "wandb")  # else copies gather in the home folder
+        try:
+            artifact.add_file(str(path), name=path.name)
+            self._run.log_artifact(artifact)
+        finally:
+            if place is None:
+                del os.environ[DATA_DIR]
 
     def close(self, exit_code: int) -> None:
         try:

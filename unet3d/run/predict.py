@@ -151,9 +151,9 @@ def segmenter(found: TrainedNetworks, device: str, mirror: bool | None) -> Segme
     config = dataclasses.replace(found.config, device=device)
     if mirror is not None:
         config.inference = dataclasses.replace(config.inference, mirror=mirror)
-        checks.check(config, here=False)  # not every network can be mirrored
-        if mirror and not config.data.augment.mirror:
-            print("warning: mirroring does nothing: this network has data.augment.mirror=[]", file=sys.stderr)
+    checks.check(config, here=False)  # the device's name; and not every network can be mirrored
+    if mirror and not config.data.augment.mirror:
+        print("warning: mirroring does nothing: this network has data.augment.mirror=[]", file=sys.stderr)
     where = build.device(config)
     loaded = networks(found, where)
     predictor = build.predictor(config, loaded, config.model, build.policy(config, where.type, ()))

@@ -20,7 +20,16 @@ from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
 from unet3d.data.volume import LabelMap
-from unet3d.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory, not_saved
+from unet3d.errors import (
+    NonFiniteLoss,
+    NotSaved,
+    OutOfMemory,
+    Preempted,
+    UserError,
+    is_out_of_memory,
+    not_saved,
+    reason,
+)
 from unet3d.files import write_json, write_text
 from unet3d.memory import budget
 from unet3d.memory.meter import open_meter
@@ -216,13 +225,17 @@ class Run:
             self.predictions.try_add(case, strips)
 
     def _show_first(self, prediction: np.ndarray, dice: float | None) -> None:
-        """Log a picture of the first held-out case; the disk may be full, which ends no run here."""
+        """Log a picture of the first held-out case, where disk and memory have room for it."""
         path, step = self.folder / "figures" / "validation.png", self.trainer.step
         mean = "" if dice is None else f", mean Dice of all {dice:.3f}"
         try:
             self.predictions.draw(self.data.val[0], prediction, path, f"{self.data.val[0].id}, step {step}{mean}")
         except OSError as error:
             warn(not_saved(path, error))
+        except (UserError, RuntimeError, MemoryError) as error:
+            if not (isinstance(error, UserError) or is_out_of_memory(error)):
+                raise
+            warn(f"{path}: not drawn ({reason(error)})")
         else:
             self.loggers.image("val/prediction", path, step)
 

@@ -14,6 +14,7 @@ from unet3d.config import Config, Model
 from unet3d.data.cases import DatasetInfo, read_dataset
 from unet3d.data.preprocess import Intensity
 from unet3d.errors import UserError, escaped
+from unet3d.model import geometry
 from unet3d.report.loggers import warn
 from unet3d.run import predict
 from unet3d.run.predict import TrainedNetworks
@@ -107,7 +108,8 @@ def _rows(
     fits = {}
     for name in names if sources else ():
         theirs = found.weights[0].get(name)
-        if theirs is not None and theirs.shape == (len(found.classes), *own[name].shape[1:]):
+        shape = (len(found.classes), *own[name].shape[1:])
+        if theirs is not None and (theirs.shape, theirs.dtype) == (shape, own[name].dtype):
             fits[name] = theirs
     checkpoint.refuse_non_finite(fits, found.path)
     return {name: {new: value[olds].mean(0) for new, olds in sources.items()} for name, value in fits.items()}
@@ -140,10 +142,13 @@ def _refuse_nothing(found: TrainedNetworks, options: Model, outline: nn.Module, 
 
 def _options(theirs: Model, own: Model) -> Iterator[str]:
     """The options in which two networks differ, besides channels and classes, which are those of the data."""
+    sizes = {"kernels": geometry.kernels, "strides": geometry.strides}  # may be written in several ways
     for item in dataclasses.fields(Model):
         before, now = getattr(theirs, item.name), getattr(own, item.name)
+        if item.name in sizes and "auto" not in (before, now) and len(theirs.features) == len(own.features):
+            before, now = sizes[item.name](theirs), sizes[item.name](own)
         if before != now and item.name not in ("in_channels", "classes", "inplace"):
-            yield f"model.{item.name} {before} there, {now} here"
+            yield f"model.{item.name} {getattr(theirs, item.name)} there, {getattr(own, item.name)} here"
 
 
 def _with_names(config: Config, parameters: Sequence[str], weights: dict[str, Tensor]) -> Config:

@@ -22,12 +22,12 @@ COUNT = "averaged"  # updates so far, in the parameter group
 FACTOR = "factor"  # on the learning rate, in the parameter group
 
 
-def optimizer(options: Optim, network: nn.Module, foreach: bool | None = None) -> torch.optim.Optimizer:
+def optimizer(options: Optim, network: nn.Module) -> torch.optim.Optimizer:
     """The optimizer over all of the network's parameters, with their running average where the options ask for it.
 
     Parameters of `init_names` have `init_lr` times the rate of the others; where that is 0 they are frozen: they
     require no gradient from here on, and the optimizer has no state for them.
-    `foreach` None: all parameters at once on CUDA, one by one on the CPU, as torch does.
+    It updates all parameters at once on CUDA, one by one on the CPU, as torch chooses.
     """
     betas = options.betas[0], options.betas[1]
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -35,9 +35,7 @@ def optimizer(options: Optim, network: nn.Module, foreach: bool | None = None) -
         "adam": partial(torch.optim.Adam, betas=betas),
         "adamw": partial(torch.optim.AdamW, betas=betas),
     }
-    made = kinds[options.name](
-        _groups(options, network), lr=options.lr, weight_decay=options.weight_decay, foreach=foreach
-    )
+    made = kinds[options.name](_groups(options, network), lr=options.lr, weight_decay=options.weight_decay)
     if options.average is not None:
         made.register_step_post_hook(partial(_update_average, options.average))
     return made
