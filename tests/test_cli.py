@@ -1,6 +1,7 @@
 """The command face in real processes: exit codes, one line, no torch for a typo, no litter."""
 
 import csv
+import dataclasses
 import errno
 import json
 import os
@@ -23,6 +24,7 @@ from unet3d import build, compose
 from unet3d.cli import lifecycle
 from unet3d.config import Config
 from unet3d.data import nifti
+from unet3d.data.cases import read_dataset, split
 from unet3d.train import checkpoint
 
 CODES = "\x1b[2J\x07\x9b\u202e"  # they clear a terminal, ring, begin another command, reverse what follows
@@ -106,6 +108,13 @@ def test_a_run_leaves_the_folder_of_the_design(finished: Path) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One finished run for the tests that only read it."""
     return train(tmp_path_factory.mktemp("finished"), "amp=true", "ckpt=2")
+
+
+def test_the_split_of_a_run_is_that_of_another(finished: Path) -> None:
+    data = compose.compose([*TINY, f"data.root={next(finished.parent.glob('**/phantom'))}"]).data
+    dataset = read_dataset(data)
+    again = dataclasses.replace(data, split=str(finished / "split.json"))
+    assert split(dataset, again) == split(dataset, data)
 
 
 def test_a_folder_holds_one_run(finished: Path, tmp_path: Path) -> None:
@@ -307,7 +316,9 @@ def test_names_of_files_neither_command_a_terminal_nor_end_the_work(
     again = capsys.readouterr()
     assert again.err == done.stderr and again.out.count(": exists, left alone") == 2
     assert [line[:13] for line in done.stderr.splitlines()] == ["error: broken"] * 2
-    assert done.stdout.count("\n") == again.out.count("\n") == 2
+    assert done.stdout.count("\n") == again.out.count("\n") == 3
+    assert done.stdout.endswith("\n2 label maps written, 2 not segmented\n")
+    assert again.out.endswith("\nno label maps written, 2 left alone, 2 not segmented\n")
     refuse_codes(done.stdout + done.stderr + again.out)
     assert {path.name for path in out.iterdir()} == {f"{name}.gz" for name in names}
 

@@ -73,7 +73,9 @@ WRONG = {
     "+chkpt=2": r"^chkpt: no such option; did you mean ckpt\?",
     "+model.depth=2": r"^model.depth: no such option",
     "model=foo": r"^model=foo: no such config; choose from cicek2016",
-    "amp": r"^Error parsing override 'amp'",
+    "amp": "^amp: is no option=value; write amp=VALUE$",
+    "/data/brats": "^/data/brats: is no option=value; did you mean data.root=/data/brats[?]$",
+    "data.patch=64": r"^data.patch: is a list; write it in brackets, as in data.patch=\[1,2,3\]",
     "amp=true,false": r"amp=true,false",
 }
 CONFLICTS = {

@@ -81,7 +81,7 @@ def test_the_house_stays_small() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py"))
     assert sum("." not in name for name in modules()) <= 11
     assert len(modules()) <= 75
-    assert lines <= 14_600
+    assert lines <= 14_700
 
 
 def test_no_public_name_is_defined_in_more_than_two_modules() -> None:

@@ -300,7 +300,7 @@ def test_predict_writes_probabilities_on_request_and_replaces_neither_file_unask
     assert np.allclose(found.sum(-1), 1, atol=1e-5) and np.array_equal(found.argmax(-1), stored.dataobj)
     (tmp_path / "out" / path.name).unlink()
     capsys.readouterr()
-    assert face(*words) == 0 and capsys.readouterr().out == f"{tmp_path / 'out' / path.name}\n"  # what is missing
+    assert face(*words) == 0 and capsys.readouterr().out == f"{tmp_path / 'out' / path.name}\n1 label map written\n"
     assert face(*words) == 0 and ".nii.gz: exists, left alone" in capsys.readouterr().out
     assert face(*words, "--overwrite") == 0 and (tmp_path / "out" / path.name).read_bytes() == maps(whole)[path.name]
 

@@ -250,12 +250,17 @@ def explain(error: Exception) -> str:
             return f"{link.full_key}: no such option{_nearest(str(link.full_key))}"
         if isinstance(link, OmegaConfBaseException):
             about = f" ({link.full_key}: {ABOUT[link.full_key]})" if link.full_key in ABOUT else ""
+            if "ListConfig" in str(link.msg):
+                return f"{link.full_key}: is a list; write it in brackets, as in {link.full_key}=[1,2,3]{about}"
             where = f"{link.full_key}: " if link.full_key else ""
             return f"{where}{str(link.msg or link).splitlines()[0]}{about}"
     text = " ".join(line.strip() for line in str(chain[-1]).splitlines()[:2])
     if not isinstance(chain[-1], OverrideParseException):
         return text
-    key, _, value = chain[-1].override.partition("=")
+    key, sign, value = chain[-1].override.partition("=")
+    if not sign:
+        meant = f"; did you mean data.root={key}?" if "/" in key else f"; write {key}=VALUE" * (key in ABOUT)
+        return f"{key}: is no option=value{meant}"
     if value == "~" or value.startswith("~/"):
         return f"{key}={value}: a shell replaces ~ only where a word begins; write {key}=$HOME{value[1:]}"
     return f"{text}; write key=value, in quotes if it has spaces or brackets: \"key='a (b)'\""

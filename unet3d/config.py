@@ -108,7 +108,9 @@ class Data:
     cache: str = option("memory", "what keeps prepared cases; off: nothing", among=("memory", "disk", "off"))
     cache_root: str | None = option(None, "folder of cache=disk; null: unet3d in $XDG_CACHE_HOME, or in ~/.cache")
     fingerprint: str = option("sample", "what resume compares of each file; full: all bytes", among=("sample", "full"))
-    patch: list[int] = option([64, 64, 32], "patch and inference window D,H,W (voxels)", low=1, high=2048, size=3)
+    patch: list[int] = option(
+        [64, 64, 32], "patch and window D,H,W (voxels): right, anterior, superior", low=1, high=2048, size=3
+    )
     spacing: list[float] | None = option(None, "resample to this (mm); null: as stored", low=0.01, high=100, size=3)
     intensity: str = option("auto", "auto: CT channels as ct, others zscore; data=folders: say ct", among=INTENSITIES)
     val_fraction: float = option(0.2, "share of the cases held out", low=0.01, high=0.9)

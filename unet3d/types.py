@@ -1,5 +1,6 @@
 """Small types that all packages share: batches, strips of a volume, tables of text, sizes."""
 
+import os
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +20,11 @@ def budget_bytes(text: str) -> int:
     if not found or not float(found[1]):
         raise UserError(f"budget={text}: give an amount and a unit, MiB or GiB, e.g. budget=8GiB")
     return int(float(found[1]) * units[found[2].upper()])
+
+
+def host_bytes() -> int:
+    """All memory of this machine; a container or a scheduler may allow less."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Table(NamedTuple):

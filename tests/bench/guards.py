@@ -611,7 +611,7 @@ STRANGERS = (
         ["test_cli.py::test_names_in_a_snapshot_cannot_command_a_terminal"]),
     Mutation([("cli/main.py", "print(*map(escaped, paths)", "print(*paths")],
         ["test_cli.py::test_names_of_files_neither_command_a_terminal_nor_end_the_work"]),
-    Mutation([("cli/main.py", "print(*map(escaped, [*check.summary", "print(*map(str, [*check.summary")],
+    Mutation([("cli/main.py", "print(*map(escaped, [*lines, *found])", "print(*map(str, [*lines, *found])")],
         ["test_cli.py::test_names_in_a_data_set_cannot_command_a_terminal"]),
     # two layers: the error's text, and what prints it
     Mutation([("errors.py", 'return escaped(super().__str__(), keep="\\n")', "return super().__str__()"),

@@ -117,6 +117,16 @@ def test_a_run_over_its_budget_stops_and_one_within_goes_on() -> None:
     assert preflight(options, options.model).memory["predicted"]["peak_bytes"] == peak
 
 
+def test_a_step_that_the_machine_cannot_hold_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = config()
+    for size, is_said in ((2**40, False), (2**18, True)):
+        monkeypatch.setattr("unet3d.memory.preflight.host_bytes", lambda size=size: size)
+        preflight(options, options.model)
+        assert ("this machine has 0.2 MiB of memory, which is less" in capsys.readouterr().out) == is_said
+
+
 def test_predicting_leaves_the_random_state_alone() -> None:
     before, options = torch.get_rng_state(), config()
     simulate(options, options.model, (), steps=1)

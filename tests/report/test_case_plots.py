@@ -73,10 +73,13 @@ def test_the_table_has_a_row_a_case_the_worst_first_and_is_bounded() -> None:
 def test_dice_of_all_cases_is_points_and_of_many_a_box(draw: Drawn) -> None:
     found = case_scores.dice_by_class(rows(p=(0.9, None), q=(0.1, 0.5), r=(0.2, 0.4), s=(0.5, 0.5)))
     assert found == {"a": [0.9, 0.1, 0.2, 0.5], "b": [0.5, 0.4, 0.5]}
-    (axes,) = draw(case_plots.score_plot, found).axes
+    (axes,) = draw(case_plots.score_plot, found | {"c": [0.4] * 5 + [0.6] * 4}).axes
     points = [line.get_ydata().tolist() for line in axes.lines if line.get_marker() == "o"]
-    assert points == [[0.1, 0.2, 0.5, 0.9], [0.4, 0.5, 0.5]]
-    assert [list(line.get_ydata()) for line in axes.lines if line.get_linewidth() == 2.2] == [[0.35, 0.35]], "one box"
+    assert points[:2] == [[0.1, 0.2, 0.5, 0.9], [0.4, 0.5, 0.5]]
+    assert [list(line.get_ydata()) for line in axes.lines if line.get_linewidth() == 2.2] == [[0.4, 0.4]], "one box"
+    assert axes.get_ylim() == (-0.02, 1.02)
+    (near,) = draw(case_plots.score_plot, {"a": [0.85, 0.95]}).axes
+    assert near.get_ylim() == pytest.approx((0.78, 1.02)), "close values are apart"
 
 
 @pytest.mark.parametrize("count", [1, 30])

@@ -164,6 +164,13 @@ def test_the_scores_are_named_after_their_weights(
     assert capsys.readouterr().out.startswith(f"Scores on the held-out cases, {said}\n")
 
 
+def test_scores_name_the_grid_that_they_are_of(folder: Path) -> None:
+    (folder / "config.yaml").write_text(yaml_of("model=unet_tiny", "data.spacing=[1.5,1.5,3.75]"))
+    text = written(folder).text
+    weights = "last weights (step 2), also the best, at 1.5x1.5x3.75 mm"
+    assert f"Scores on the held-out cases, {weights}" in text and f"Cases, {weights}" in text
+
+
 def test_an_average_of_the_weights_is_named(folder: Path) -> None:
     (folder / "config.yaml").write_text(yaml_of("model=unet_tiny", "optim.average=0.9"))
     assert "Scores on the held-out cases, average of the weights (step 2), also the best" in written(folder).text

@@ -204,7 +204,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     images = set(map(os.path.realpath, predict.files_in(arguments.inputs)[0]))  # Path.resolve raises for a circle
     for problem in problems:
         lifecycle.say(f"error: {escaped(problem)}")
-    failed = len(problems)
+    failed, written, left = len(problems), 0, 0
     with progress.counting("predicting", len(cases)) as counter:
         for case in cases:
             names = [f"{case.id}.nii.gz", *[f"{case.id}_probabilities.nii"] * arguments.probabilities]
@@ -213,10 +213,14 @@ def _predict(arguments: argparse.Namespace) -> int:
                 raise UserError(f"{taken[0]}: is an image to segment; give another folder for the label maps")
             missing = [path for path in paths if arguments.overwrite or not path.exists()]
             if paths[0] in missing:
-                failed += not _segment(segmenter, case, *missing)
+                is_written = _segment(segmenter, case, *missing)
+                written, failed = written + is_written, failed + (not is_written)
             else:
+                left += 1
                 print(f"{escaped(paths[0])}: exists, left alone (--overwrite replaces it)")
             counter.advance()
+    ends = f"{left} left alone" * bool(left), f"{failed} not segmented" * bool(failed)
+    print(", ".join(filter(None, (f"{_count(written, 'label map')} written", *ends))))
     return UserError.exit_code if failed else 0
 
 
@@ -285,9 +289,17 @@ def _check_data(arguments: argparse.Namespace) -> int:
     if line := check.unsuitable_patch(config, train):
         found.append(f"{check.WARNING}{line}")
     problems = [line for line in found if not line.startswith(check.WARNING)]
-    print(*map(escaped, [*check.summary(dataset, train, val), *found]), sep="\n")
-    print(f"{len(problems) or 'no'} problems, {len(found) - len(problems)} warnings")
+    lines = check.summary(dataset, train, val)
+    if options := check.suitable_options(config, dataset.cases):
+        lines.append(f"options that suit it: {' '.join(options)}")
+    print(*map(escaped, [*lines, *found]), sep="\n")
+    print(f"{_count(len(problems), 'problem')}, {_count(len(found) - len(problems), 'warning')}")
     return UserError.exit_code if problems else 0
+
+
+def _count(number: int, what: str) -> str:
+    """`no problems`, `1 problem`, `2 problems`."""
+    return f"{number or 'no'} {what}{'s' * (number != 1)}"
 
 
 def _report(arguments: argparse.Namespace) -> None:

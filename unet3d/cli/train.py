@@ -22,6 +22,7 @@ from unet3d.files import read_yaml, refuse_links_out
 from unet3d.signals import Stop
 
 if TYPE_CHECKING:
+    from unet3d.data.cases import Case
     from unet3d.report.run_folder import RunFolder
 
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # options that would else mean the current folder
@@ -155,7 +156,9 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
             network = ranks.on_first(lambda: build.outlined_options(config))
         else:
             network = build.model_options(config, data.dataset, data.train[0])
-        first = data.train if data is not None and config.resume is None and ranks.RANK == 0 else ()
+        first = data.train if data is not None else _listed_cases(config)
+        if config.resume is not None or ranks.RANK:
+            first = ()
         if advice := unsuitable_patch(config, first):
             lifecycle.say(f"warning: {escaped(advice)}")
         start = None
@@ -181,6 +184,16 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
                 run.finish()
         report.write_report(folder)
         report.print_summary(folder)
+
+
+def _listed_cases(config: Config) -> "tuple[Case, ...]":
+    """The training cases of a data set on disk, for a dry run, which reads no volume; () without any."""
+    from unet3d.data.cases import read_dataset, split
+
+    if config.data.format not in ("phantom", "mni152"):
+        with suppress(UserError):
+            return split(read_dataset(config.data), config.data)[0]
+    return ()
 
 
 def job_of_sweep(tree: DictConfig) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -27,6 +28,7 @@ from unet3d.model.geometry import Triple
 
 WARNING = "warning: "  # a run starts despite lines that begin so
 SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
+VARIES, FLAT = 1.1, 2  # ratios of spacings: between cases, and along a case's axes
 MOST, SAMPLED = 0.5, 200  # of a patch, at least, is not to be padding; cases whose sizes are compared with it
 BLOCK, BLOCKS = 2**12, 16  # bytes, and how many blocks of a file are sampled: all of its bytes up to 64 KiB
 
@@ -120,8 +122,11 @@ def _content(
                 if replaced:
                     warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(replaced)}")
         except UserError as error:
-            errors.append(str(error))
-            unknown |= error.found if isinstance(error, nifti.UnknownLabels) else frozenset()
+            if not isinstance(error, nifti.UnknownLabels):
+                errors.append(str(error))
+                continue
+            errors.append(error.alone)  # the map that would help is proposed once, for all files
+            unknown |= error.found
     if errors or len(opened) < len(case.images) + bool(case.label):
         return {}, [*errors, *warnings], unknown
     if case.label and labels <= {0, dataset.ignore}:
@@ -210,10 +215,35 @@ def unsuitable_patch(config: Config, cases: Sequence[Case]) -> str | None:
         return None
     x, y, z = (int(n) for n in np.median([grid.shape for grid in grids], axis=0))
     part = "it" if given == tuple(patch) else f"its output of {'x'.join(map(str, given))}"
-    what = f"data.patch={patch}: volumes of {x}x{y}x{z} voxels, the median, fill {100 * share:.0f}% of {part}"
+    what = (
+        f"data.patch={patch}: volumes of {x}x{y}x{z} voxels, the median in training, fill {100 * share:.0f}% of {part}"
+    )
     other = suitable_patch(config, model, (x, y, z), grids[0].spacing) if model.features and part == "it" else None
     remedy = f"data.patch={other} suits them".replace(", ", ",") if other else "give a smaller one"
     return f"{what}, the rest is padding; {remedy}"
+
+
+def suitable_options(config: Config, cases: Sequence[Case]) -> list[str]:
+    """Options that suit these cases better than the config's: their median spacing for all, levels and patch for it.
+
+    As nnU-Net plans (arXiv:1809.10486, 2.2), but a patch of no more voxels than the config's. Reads headers alone.
+    """
+    grids = list(_grids(cases[:: -(-len(cases) // SAMPLED) or 1], None))
+    model, own, spacings = network(config.model), config.data.spacing, np.array([grid.spacing for grid in grids])
+    if not grids or not model.features or model.padding == "valid":
+        return []
+    varies = own is None and (spacings.max(0) > VARIES * spacings.min(0)).any()
+    median = np.quantile(spacings, 0.5, axis=0, method="nearest")
+    spacing = [float(f"{mm:.3g}") for mm in median] if varies else own or list(grids[0].spacing)
+    found: dict[str, object] = {"data.spacing": spacing} if varies else {}
+    if max(spacing) > FLAT * min(spacing) and "auto" not in (model.kernels, model.strides):
+        found |= {"model.kernels": "auto", "model.strides": "auto"}
+        config = replace(config, model=replace(config.model, kernels="auto", strides="auto"))
+    x, y, z = (round(n) for n in np.median([np.multiply(g.shape, g.spacing) / spacing for g in grids], axis=0))
+    patch = suitable_patch(config, network(config.model), (x, y, z), spacing)
+    if patch and found and patch != config.data.patch:
+        found["data.patch"] = patch
+    return [f"{name}={value}".replace(" ", "") for name, value in found.items()]
 
 
 def filled(patch: Sequence[int], sizes: Sequence[int]) -> float:
@@ -256,18 +286,22 @@ def _grids(cases: Sequence[Case], spacing: Sequence[float] | None) -> Iterator[v
 
 def summary(dataset: DatasetInfo, train: Sequence[Case], val: Sequence[Case]) -> list[str]:
     """A few plain lines about a data set; sizes are those of the images that can be read."""
-    grids = []
+    grids, orientations = list[volume.Grid](), Counter[str]()
     for case in dataset.cases:
         with contextlib.suppress(UserError):  # `check_cases` reports it
-            grids.append(volume.canonical_grid(nifti.open_image(case.id, case.images[0])))
+            image = nifti.open_image(case.id, case.images[0])
+            grids.append(volume.canonical_grid(image))
+            orientations["".join(nib.aff2axcodes(image.affine))] += 1
+    turned = ", ".join(f"{count} {codes}" for codes, count in sorted(orientations.items())) or "unknown"
     unlabelled = sum(case.label is None for case in dataset.cases)
     return [
         f"{dataset.name}: {len(dataset.cases)} cases: {len(train)} train, {len(val)} val, {unlabelled} without labels",
         f"channels: {', '.join(dataset.channels)}",
         f"classes: {', '.join(f'{value} {name}' for value, name in enumerate(dataset.classes))}"
         + ("" if dataset.ignore is None else f"; {dataset.ignore} is ignored"),
-        f"size (voxels): {_range([grid.shape for grid in grids])}",
-        f"spacing (mm): {_range([grid.spacing for grid in grids])}",
+        f"orientation: {turned}; the axes x, y, z of size, spacing and data.patch run right, anterior, superior (RAS)",
+        f"size x, y, z (voxels): {_range([grid.shape for grid in grids])}",
+        f"spacing x, y, z (mm): {_range([grid.spacing for grid in grids])}",
     ]
 
 

@@ -54,11 +54,14 @@ STRICT = ValidationRules()
 
 
 class UnknownLabels(UserError):
-    """A label map holds values that are no class. `found` are its labels but 0, where they are whole numbers."""
+    """A label map holds values that are no class. `found` are its labels but 0, where they are whole numbers.
 
-    def __init__(self, message: str, found: frozenset[int] = frozenset()) -> None:
-        super().__init__(message)
-        self.found = found
+    `alone` is the message without the `option` that would suit this file.
+    """
+
+    def __init__(self, message: str, found: frozenset[int] = frozenset(), option: str = "") -> None:
+        super().__init__(message + f", or add {option}" * bool(option))
+        self.found, self.alone = found, message
 
 
 def problem(case: str, path: Path, what: str) -> UserError:
@@ -238,10 +241,8 @@ def _unknown_labels(
     listed = ", ".join(f"{value:g}" for value in wrong[:5].tolist())
     are_whole = bool(np.isfinite(wrong).all() and (wrong == np.rint(wrong)).all())
     found = frozenset(int(value) for value in values if are_whole and value not in (0, ignore))
-    option = proposal(found, classes, relabel)
-    remedy = "relabel them" + f", or add {option}" * bool(option)
-    what = f"{bad.sum()} voxels have the label {listed}; allowed are {allowed}; {remedy}"
-    return UnknownLabels(f"{case}: {path}: {what}", found)
+    what = f"{bad.sum()} voxels have the label {listed}; allowed are {allowed}; relabel them"
+    return UnknownLabels(f"{case}: {path}: {what}", found, proposal(found, classes, relabel))
 
 
 def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:

@@ -1,6 +1,5 @@
 """From a case on disk to tensors ready for the network: a cache, normalised intensities, sparse annotation."""
 
-import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from unet3d.data.nifti import STRICT, ValidationRules, open_image, problem, repl
 from unet3d.data.patches import PreparedCase, cached, foreground, prepare, subsample_indices
 from unet3d.data.volume import Volume, read_volume, target_grid
 from unet3d.errors import UserError, escaped
-from unet3d.types import IGNORE, mib
+from unet3d.types import IGNORE, host_bytes, mib
 
 T = TypeVar("T")
 SAMPLED_VOXELS = 10_000  # foreground voxels a case, enough to settle the scale of CT
@@ -67,7 +66,7 @@ class CaseReader:
     def refuse_more_than_memory(self, maps: Mapping[Case, int]) -> None:
         """Print the predicted size of these cases, each with so many label maps. Raises UserError if too large."""
         needed = sum(self._bytes(case, maps[case]) for case in maps) * ranks.LOCAL_SIZE
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        available = host_bytes()
         each = f" by each of {ranks.LOCAL_SIZE} ranks" if ranks.LOCAL_SIZE > 1 else ""
         size = f"{len(maps)} cases kept in memory{each}: {mib(needed)} MiB (predicted)"
         if needed >= available:

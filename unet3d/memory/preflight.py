@@ -21,7 +21,7 @@ from unet3d.memory.segments import choose_segments, predicted
 from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_mode, fake_model, simulate, validation_peak
 from unet3d.memory.tables import moment, peak_location, sentence
 from unet3d.progress import counting
-from unet3d.types import mib
+from unet3d.types import host_bytes, mib
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,8 @@ def preflight(config: Config, options: Model) -> Preflight:
         if validation > peak:
             lines.append(f"validation needs more than a step: {mib(validation)} MiB (ledger, predicted)")
         print(*lines, sep="\n", flush=True)
+        if not is_cuda and max(peak, validation) > host_bytes():
+            print(f"this machine has {mib(host_bytes())} MiB of memory, which is less", flush=True)
         counter.advance()
     memory: dict[str, Any] = {"parameters": parameters, "predicted": found, "advice": location}
     memory |= {"predicted_validation_bytes": validation, "without": others}

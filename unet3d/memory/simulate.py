@@ -1,6 +1,5 @@
 """The real training step on fake tensors, which have shapes and no data: its ledger without its memory."""
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -24,7 +23,7 @@ from unet3d.train import optim
 from unet3d.train.inference import Predictor
 from unet3d.train.step import train_step
 from unet3d.train.trainer import Learner
-from unet3d.types import Batch, mib
+from unet3d.types import Batch, host_bytes, mib
 
 SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing
 P = ParamSpec("P")
@@ -145,8 +144,7 @@ def refuse_large_window(predictor: Predictor, path: Path) -> None:
         models = tuple(build.model(predictor.options, seed=0).eval() for _ in predictor.models)
         policy = replace(predictor.policy, device_type="cpu", segment_starts=())
         needed = _window_peak(replace(predictor, models=models, policy=policy))
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # a container or a scheduler may allow less
-    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
     if needed > memory:
         window = "x".join(map(str, predictor.window))
         held = f"its window of {window} voxels would hold {mib(needed)} MiB in tensors (predicted, ledger)"

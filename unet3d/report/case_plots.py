@@ -165,14 +165,17 @@ def centre(mask: NDArray[np.bool_]) -> list[int]:
 
 
 def score_plot(dice: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Dice of the cases, a point each, by class; of four cases and more with a box from quartile to quartile."""
+    """Dice of the cases, a point each, by class; of eight cases and more with a box from quartile to quartile.
+
+    The axis begins at a tenth below the lowest.
+    """
     figure = blank(max(4.8, 0.55 * len(dice) + 2.0), 3.6)
     axes = figure.subplots()
     for place, (colour, values) in enumerate(zip(colours(len(dice)), dice.values(), strict=True)):
         ordered = np.sort(np.array(values, float))
         aside = 0.16 * (np.arange(len(ordered)) * 0.618 % 1 - 0.5)  # equal values lie beside each other
         axes.plot(place + aside, ordered, "o", color=colour, mec="black", mew=0.4, ms=4, alpha=0.8, zorder=3)
-        if len(ordered) > 3:
+        if len(ordered) > 7:
             thin: dict[str, Any] = {"color": DARK, "linewidth": 1.1}
             box: dict[str, Any] = dict.fromkeys(("boxprops", "whiskerprops", "capprops"), thin)
             box["medianprops"] = thin | {"linewidth": 2.2}
@@ -180,7 +183,11 @@ def score_plot(dice: Mapping[str, Sequence[float]], path: Path) -> None:
     names = [short_name(name) for name in dice]
     is_long = max(map(len, names), default=0) * len(names) > 50
     axes.set_xticks(range(len(dice)), names, rotation=90 if is_long else 0)
-    axes.set(xlim=(-0.6, len(dice) - 0.4), ylim=(-0.02, 1.02), ylabel="Dice", title="Dice of each held-out case")
+    lowest = min((value for values in dice.values() for value in values), default=0.0)
+    bottom = max(0.0, np.floor(10 * lowest - 0.5) / 10)
+    axes.set(
+        xlim=(-0.6, len(dice) - 0.4), ylim=(bottom - 0.02, 1.02), ylabel="Dice", title="Dice of each held-out case"
+    )
     axes.grid(axis="y", color=PALE)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -71,14 +71,23 @@ def print_scores(run: RunFolder, title: str) -> None:
 
 def score_title(run: RunFolder) -> str:
     """The title of the table of scores: which weights, and whether they are also the best."""
+    weights = validated_weights(run)
+    return f"{SCORES_TITLE}, {weights}" if weights else SCORES_TITLE
+
+
+def validated_weights(run: RunFolder) -> str:
+    """Which weights the last validation scored, and on which grid; "" without a validation."""
     if not run.last_validation:
-        return SCORES_TITLE
+        return ""
     step, optim = run.last_validation["step"], run.settings.get("optim")
     is_last = step == max(record["step"] for record in run.records)
     weights = "last weights" if is_last else "weights"
     if isinstance(optim, dict) and optim.get("average") is not None:
         weights = "average of the weights"
-    return f"{SCORES_TITLE}, {weights} (step {step}){', also the best' * (run.best_validation.get('step') == step)}"
+    data, is_best = run.settings.get("data"), run.best_validation.get("step") == step
+    spacing = data.get("spacing") if isinstance(data, dict) else None
+    grid = f", at {'x'.join(map(str, spacing))} mm" if isinstance(spacing, list) else ""
+    return f"{weights} (step {step}){', also the best' * is_best}{grid}"
 
 
 def best_scores(run: RunFolder) -> tuple[str, Table] | None:
@@ -132,7 +141,7 @@ def _html(run: RunFolder) -> str:
         *(element("p", line) for line in about),
         facts(_highlights(run)),
         section(score_title(run), *scores),
-        section("Cases", *_cases(run)),
+        section(f"Cases, {weights}" if (weights := validated_weights(run)) else "Cases", *_cases(run)),
         section("Training", picture(pictures / "curves.png", "loss, Dice, learning rate, gradient norm, step time")),
         section("Memory", *(_memory(run) if run.memory else ())),
         section("Time", facts(_timing(run))),
@@ -162,7 +171,8 @@ def _made(run: RunFolder) -> list[str]:
     """The command line, the split and the versions."""
     command = "python train.py " + shlex.join(run.overrides) if run.overrides is not None else ""
     versions = [f"{name} {run.environment[name]}" for name in VERSIONS if name in run.environment]
-    split = {f"{len(names)} cases for {what}": names for what, names in run.split.items()}
+    parts = {"train": "training", "val": "validation"}  # older runs have the long words
+    split = {f"{len(names)} cases for {parts.get(what, what)}": names for what, names in run.split.items()}
     return [
         element("pre", command),
         *(folded(title, element("p", ", ".join(names[:MOST_NAMES]))) for title, names in split.items()),

@@ -54,6 +54,7 @@ def start_folder(folder: Path, config: Config, device: "torch.device", start: Ma
             (folder / name).unlink(missing_ok=True)  # of a run that ended before its first snapshot
     if start is not None:
         write_json(folder / "init.json", start)
+    (folder / "report.html").unlink(missing_ok=True)  # of an earlier end; the next one writes it again
     write_text(folder / "config.yaml", compose.to_yaml(config))
     write_json(folder / "env.json", environment(device))
     write_text(folder / "STATUS", "running\n")

@@ -240,7 +240,9 @@ class Checkpoints:
         else:
             self.saved = step, validated
         if changes:
-            print(f"from step {step} on with other options: {escaped('; '.join(changes))}", flush=True)
+            is_longer = any(change.startswith("steps: ") for change in changes)
+            rate = "; the learning rate goes on as if these had been the steps from the beginning" * is_longer
+            print(f"from step {step} on with other options: {escaped('; '.join(changes))}{rate}", flush=True)
         return step, validated
 
     def _forget_after(self, step: int, validated: int) -> int:

@@ -90,7 +90,7 @@ class Run:
         self.loggers = Loggers([])
         if not self.is_done and ranks.RANK == 0:  # else its folder stays as it is
             run_folder.start_folder(folder, config, device, start.record() if start else None)
-            split = {"training": data.train, "validation": data.val}
+            split = {"train": data.train, "val": data.val}  # as data.split reads it
             write_json(folder / "split.json", {use: [case.id for case in cases] for use, cases in split.items()})
             self.loggers = open_loggers(config, folder)
             self.loggers.add(TerminalLogger(config.steps))
@@ -290,7 +290,6 @@ class Run:
         best = self.folder / "checkpoints" / BEST
         if self.config.wandb.artifact and best.is_file():
             self.loggers.snapshot(best)
-        (self.folder / "report.html").unlink(missing_ok=True)  # of an earlier end; one is written next
         run_folder.write_status(self.folder, "done", 0)
 
     def _log_memory(self, memory: Mapping[str, Any]) -> None:

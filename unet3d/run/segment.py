@@ -1,7 +1,7 @@
 """A trained network from Python: `unet3d.load("net.pt").segment(image)`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ class Network:
 
     classes: tuple[str, ...]
     channels: tuple[str, ...]
-    segmenter: Segmenter
+    segmenter: Segmenter = field(repr=False)  # with all layers
 
     @property
     def module(self) -> Any:
