@@ -49,6 +49,23 @@ def test_too_little_address_space_is_exit_5_of_every_command(tmp_path: Path, com
     assert done.returncode == 5 and done.stderr.count("\n") == 2, done.stderr
 
 
+@pytest.mark.parametrize("program", ["train.py", "-m unet3d memory"])
+def test_threads_let_other_programs_have_the_cores_unless_the_environment_says_how_they_wait(program: str) -> None:
+    """It is said before torch loads, which reads it then."""
+    code = (
+        "import atexit, os, runpy, sys; sys.argv = {words!r}; "
+        "atexit.register(lambda: print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)); "
+        "runpy.run_{how}({name!r}, run_name='__main__')"
+    )
+    words = [*program.split()[-1:], "chkpt=2"]  # a mistake, which is answered before torch loads
+    how, name = ("path", str(ROOT / "train.py")) if program == "train.py" else ("module", "unet3d")
+    for given, wanted in (({}, libraries.SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)):
+        clean = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+        command = [sys.executable, "-c", code.format(words=["unet3d", *words][-3:], how=how, name=name)]
+        done = subprocess.run(command, env=clean | given, capture_output=True, text=True, cwd=ROOT)
+        assert done.stdout == f"{wanted} False\n", done.stderr
+
+
 def test_help_needs_little_address_space(tmp_path: Path) -> None:
     assert run("300", "--help", cwd=tmp_path, code=LIMITED).returncode == 0
 

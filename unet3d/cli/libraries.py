@@ -1,4 +1,4 @@
-"""Libraries loaded while there is room: where the address space is limited, one of them may wait without end."""
+"""How libraries are loaded: their threads let others have the cores, and they load while there is room."""
 
 import mmap
 import os
@@ -10,7 +10,18 @@ from unet3d.errors import OutOfMemory, address_limit
 from unet3d.types import mib
 
 THREAD = 48 * 2**20  # bytes of address space that OpenBLAS takes for each of its threads, with the thread's stack
+SPINS = "10000"  # of a waiting thread before it sleeps: half a millisecond; libgomp's own number is thirty times that
 HEAP = 160 * 2**20  # bytes, of Python's objects and code beside shared objects, that a library takes at most
+
+
+def share_cores() -> None:
+    """Let threads that wait for each other sleep soon, unless the environment says how they are to wait.
+
+    Threads that do not sleep keep the cores from other programs, for which the own ones then wait: steps take six times
+    as long. On idle cores it costs a hundredth: `tests/bench/busy_cores.py`. Call it before torch loads.
+    """
+    if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def load_libraries() -> None:

@@ -34,6 +34,7 @@ LISTS = ("overrides", "inputs", "snapshots", "runs")  # arguments that take any 
 
 def main() -> int:
     """Run the command that the arguments name. Returns its exit code."""
+    libraries.share_cores()
     if sys.argv[1:2] == ["train"]:
         del sys.argv[1]  # the rest is Hydra's
         return train.main()

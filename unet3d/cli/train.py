@@ -32,6 +32,7 @@ FIRST_FILES = 2**16  # bytes, generously, of those that a run writes before it t
 
 def main() -> int:
     """Check what every job of the command line asks for, then run them. Returns the highest exit code of a sweep."""
+    libraries.share_cores()
     lifecycle.install_safe_streams()
     if ranks.RANK:
         return lifecycle.follow(job)

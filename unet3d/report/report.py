@@ -60,7 +60,7 @@ def print_summary(folder: Path) -> None:
     here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     console.print(f"run folder: {escaped(here)}", soft_wrap=True)
     if found := [name for name in PAGES if (folder / name).is_file() or any(folder.glob(f"{name}/*.*"))]:
-        console.print(f"in it: {', '.join(found)}")
+        console.print(f"in it: {', '.join(found)}", soft_wrap=True)
 
 
 def print_scores(run: RunFolder, title: str) -> None:
