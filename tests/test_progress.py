@@ -176,7 +176,8 @@ def test_the_commands_show_progress_beside_what_they_print(
         nib.save(nib.Nifti1Image(np.zeros((9, 9, 20), np.float32), np.eye(4)), tmp_path / f"{name}.nii")
     assert face("predict", snapshot, tmp_path / "a.nii", tmp_path / "b.nii", "-o", tmp_path / "made") == 0
     shown = capsys.readouterr()
-    assert shown.out == "".join(f"{tmp_path / 'made' / name}.nii.gz\n" for name in "ab")
+    maps = "".join(f"{tmp_path / 'made' / name}.nii.gz\n" for name in "ab")
+    assert shown.out == f"{maps}2 label maps written\n"
     assert {"predicting: 0 of 2", "predicting: 1 of 2"} == {*lines(shown.err)}
     assert face("score", snapshot, *TINY, root, "data.val_fraction=0.5", "-o", tmp_path / "scores") == 0
     assert "scoring: 1 of 2" in lines(capsys.readouterr().err)
