@@ -88,6 +88,14 @@ def test_a_groups_name_stands_for_its_options_but_not_for_those_changed_besides(
     assert setting_columns(unnamed) == ["model", "model.features"], "run 3 has no name for it"
 
 
+def test_an_experiments_name_stands_for_all_that_it_sets(make: Make) -> None:
+    words = [("hippocampus", 1), ("hippocampus", 2), ("hippocampus_full", 1)]
+    given = [(f"experiment={name}", "data.root=.", f"seed={seed}") for name, seed in words]
+    rows = read_rows([make(str(number), *options) for number, options in enumerate(given)])
+    assert setting_columns(rows) == ["experiment", "seed"]
+    assert {"model.features", "steps", "optim.average"} <= {*differing(rows)}
+
+
 def test_runs_that_only_predict_have_the_same_columns_as_runs_that_ran(make: Make) -> None:
     rows = read_rows([make("0", "ckpt=2", predicts=True), make("1", "amp=true"), make("2", predicts=True)])
     assert setting_columns(rows) == ["amp", "ckpt"]

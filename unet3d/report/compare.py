@@ -188,11 +188,12 @@ def differing(rows: Sequence[Row]) -> list[str]:
 
 
 def setting_columns(rows: Sequence[Row]) -> list[str]:
-    """What differs, without options that follow from the name in a config group: model.features from model=unet."""
+    """What differs, without options that follow from a name: model.features from model=unet, any from an experiment."""
 
     def follows(key: str, group: str) -> bool:
         pairs = {(row.settings[group], row.settings.get(key)) for row in rows}
-        return key.startswith(f"{group}.") and len(pairs) == len({name for name, _ in pairs})
+        is_of = key.startswith(f"{group}.") or group == "experiment" != key
+        return is_of and len(pairs) == len({name for name, _ in pairs})
 
     keys = differing(rows)
     groups = [key for key in keys if "." not in key and all(key in row.settings for row in rows)]
