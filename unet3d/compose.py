@@ -91,12 +91,14 @@ def _tree(overrides: Sequence[str], with_hydra: bool = False, name: str = CONFIG
 
 def _refuse_merged(tree: DictConfig, overrides: Sequence[str]) -> None:
     """Raise UserError where a map of labels is another one than the command line's, as Hydra adds to a file's."""
-    for word in overrides if "data" in tree and "label_map" in tree.data else ():
-        if word.startswith("data.label_map={") and isinstance(asked := _parsed([word])[0].value(), dict):
-            found = tree.data.label_map or {}
-            if {str(key) for key in asked} != {str(key) for key in found}:
-                what = f"is added to a config file's, which makes {found}"
-                raise UserError(f"{word}: {what}; to have it alone, write data.label_map=null before it")
+    words = [word for word in overrides if word.lstrip("+").startswith("data.label_map")]
+    if "data" not in tree or "label_map" not in tree.data or not words or "=" not in words[-1]:
+        return
+    word, found = _parsed(words[-1:])[0], tree.data.label_map or {}
+    asked = word.value() if word.key_or_group == "data.label_map" else None
+    if isinstance(asked, dict) and {str(key) for key in asked} != {str(key) for key in found}:
+        what = f"is added to an earlier one, or to a file's, which makes {found}"
+        raise UserError(f"{words[-1]}: {what}; to have it alone, write data.label_map=null before it")
 
 
 @contextmanager

@@ -203,9 +203,12 @@ def test_a_map_is_not_added_to_that_of_a_file(tmp_path: Path) -> None:
     given = [compose.search_path(str(tmp_path)), "experiment=own"]
     assert compose.compose(given).data.label_map == {1: [1, 2], 2: 4}
     assert compose.compose([*given, "data.label_map={1:1,2:2}"]).data.label_map == {1: 1, 2: 2}
-    with pytest.raises(UserError, match=r"^data.label_map=\{1:1\}: is added to a config file's.*data.label_map=null"):
+    with pytest.raises(
+        UserError, match=r"^data.label_map=\{1:1\}: is added to an earlier one, or to a file's.*data.label_map=null"
+    ):
         compose.compose([*given, "data.label_map={1:1}"])
-    assert compose.compose([*given, "data.label_map=null", "data.label_map={1:1}"]).data.label_map == {1: 1}
+    last = ["data.label_map={1:1,2:2}", "data.label_map=null", "data.label_map={1:1}"]
+    assert compose.compose([*given, *last]).data.label_map == {1: 1}
 
 
 def test_names_that_are_to_be_joined_are_text(tmp_path: Path) -> None:

@@ -94,6 +94,10 @@ def test_an_experiments_name_stands_for_all_that_it_sets(make: Make) -> None:
     rows = read_rows([make(str(number), *options) for number, options in enumerate(given)])
     assert setting_columns(rows) == ["experiment", "seed"]
     assert {"model.features", "steps", "optim.average"} <= {*differing(rows)}
+    own = read_rows([make("3", *given[0], "optim.lr=0.1"), make("4", *given[2], "optim.lr=0.2")])
+    assert setting_columns(own) == ["experiment", "optim.lr"], "what a command line sets follows from no name"
+    without = read_rows([make("5", "model=unet_tiny"), make("6", *given[0])])
+    assert {"data.patch", "model.features"} <= {*setting_columns(without)}
 
 
 def test_runs_that_only_predict_have_the_same_columns_as_runs_that_ran(make: Make) -> None:

@@ -510,14 +510,16 @@ def test_the_terminal_shows_dice_so_far_and_the_time_left(terminal: io.StringIO,
     for step in (21, 22, 23, 24):  # resumed at 20
         now[0] += 3
         lines_of.scalars({"train/loss": 0.5, "time/step_s": 2.5}, step)
+    lines_of.scalars({"val/dice_mean": 0.5, "time/val_s": 12.0}, 24)
     for step in (25, 26):  # the machine is free again
         now[0] += 1
         lines_of.scalars({"train/loss": 0.5, "time/step_s": step - 24.5}, step)
     lines_of.close(0)
     assert plain.getvalue().splitlines() == [
-        "     6 s  step    22/40  loss 0.5000  2.50 s/step  54 s left",
-        "    12 s  step    24/40  loss 0.5000  2.50 s/step  48 s left",
-        "    14 s  step    26/40  loss 0.5000  1.00 s/step  14 s left",
+        "     6 s  step    22/40  loss 0.5000  2.50 s/step  45 s left",
+        "    12 s  step    24/40  loss 0.5000  2.50 s/step  40 s left",
+        "    12 s  step    24/40  dice_mean 0.5000",
+        "    14 s  step    26/40  loss 0.5000  1.00 s/step  42 s left",
     ]
     bar = TerminalLogger(40, Terminal(file=terminal, width=120))
     for values in ({"val/dice_mean": 0.5}, {"val/dice_mean": 0.25}, {"train/loss": 0.75, "time/step_s": 1.0}):

@@ -17,8 +17,8 @@ HEAP = 160 * 2**20  # bytes, of Python's objects and code beside shared objects,
 def share_cores() -> None:
     """Let threads that wait for each other sleep soon, unless the environment says how they are to wait.
 
-    Threads that do not sleep keep the cores from other programs, for which the own ones then wait: steps take six times
-    as long. On idle cores it costs a hundredth: `tests/bench/busy_cores.py`. Call it before torch loads.
+    A thread that waits awake keeps its core busy. Where two programs share the cores, steps then take six times as
+    long. On idle cores sleeping costs a hundredth: `tests/bench/busy_cores.py`. Call it before torch loads.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         os.environ["GOMP_SPINCOUNT"] = SPINS

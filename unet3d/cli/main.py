@@ -287,11 +287,13 @@ def _check_data(arguments: argparse.Namespace) -> int:
     except UserError:  # check_cases lists it too
         train, val = (), ()
     found = check.check_cases(dataset, dataset.cases, config.data, full=True)
+    options = check.suitable_options(config, dataset.cases)
     if line := check.unsuitable_patch(config, train):
+        line = line.partition("; ")[0] if "data.patch=" in " ".join(options) else line  # one patch is named, not two
         found.append(f"{check.WARNING}{line}")
     problems = [line for line in found if not line.startswith(check.WARNING)]
     lines = check.summary(dataset, train, val)
-    if options := check.suitable_options(config, dataset.cases):
+    if options:
         lines.append(f"options that suit it: {' '.join(options)}")
     print(*map(escaped, [*lines, *found]), sep="\n")
     print(f"{_count(len(problems), 'problem')}, {_count(len(found) - len(problems), 'warning')}")

@@ -126,11 +126,13 @@ def from_python(overrides: Sequence[str] = ()) -> TrainedRun:
         folders.append(Path(HydraConfig.get().runtime.output_dir))
         single_job(tree)
 
+    around = sys.exception()  # that the caller handles
     before, sys.argv = sys.argv, ["unet3d", *words]  # where Hydra looks for them
     try:
         _with_hydra(task)()
     except SystemExit as end:
-        if (error := end.__cause__ or end.__context__) is not None:
+        error = end.__cause__ or end.__context__
+        if error is not None and error is not around:
             raise error from None
         raise
     finally:
@@ -157,9 +159,9 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
             network = ranks.on_first(lambda: build.outlined_options(config))
         else:
             network = build.model_options(config, data.dataset, data.train[0])
-        first = data.train if data is not None else _listed_cases(config)
-        if config.resume is not None or ranks.RANK:
-            first = ()
+        first: Sequence[Case] = ()
+        if config.resume is None and not ranks.RANK:
+            first = data.train if data is not None else _listed_cases(config)
         if advice := unsuitable_patch(config, first):
             lifecycle.say(f"warning: {escaped(advice)}")
         start = None

@@ -236,7 +236,8 @@ def suitable_options(config: Config, cases: Sequence[Case]) -> list[str]:
     median = np.quantile(spacings, 0.5, axis=0, method="nearest")
     spacing = [float(f"{mm:.3g}") for mm in median] if varies else own or list(grids[0].spacing)
     found: dict[str, object] = {"data.spacing": spacing} if varies else {}
-    if max(spacing) > FLAT * min(spacing) and "auto" not in (model.kernels, model.strides):
+    sizes = () if "auto" in (model.kernels, model.strides) else (*geometry.kernels(model), *geometry.strides(model))
+    if max(spacing) > FLAT * min(spacing) and sizes and all(len({*size}) == 1 for size in sizes):  # equal along axes
         found |= {"model.kernels": "auto", "model.strides": "auto"}
         config = replace(config, model=replace(config.model, kernels="auto", strides="auto"))
     x, y, z = (round(n) for n in np.median([np.multiply(g.shape, g.spacing) / spacing for g in grids], axis=0))
@@ -254,7 +255,7 @@ def filled(patch: Sequence[int], sizes: Sequence[int]) -> float:
 def suitable_patch(config: Config, model: Model, sizes: Triple, spacing: Sequence[float]) -> list[int] | None:
     """A patch for volumes of these sizes (voxels), of no more voxels than the config's, whose maps strides divide.
 
-    None where the network takes none that they fill.
+    None if there is no such patch.
     """
     automatic = geometry.from_spacing(spacing, sizes, len(model.features))[1]
     strides = automatic if model.strides == "auto" else geometry.strides(model)

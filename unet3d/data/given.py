@@ -50,6 +50,8 @@ def _as_nifti(image: Given, spacing: Sequence[float] | None) -> nib.Nifti1Image:
         raise UserError(
             f"segment: give an array, an image of nibabel or the paths of files, not {type(image).__name__}"
         )
+    if image.get_data_dtype().kind not in "buif":
+        raise UserError(f"segment: give an image of numbers, not of {image.get_data_dtype()}")
     if spacing is not None:
         raise UserError("segment: an image of nibabel has a spacing of its own; leave out spacing")
     return image if isinstance(image, nib.Nifti1Image) else _nifti(np.asanyarray(image.dataobj), image.affine)
@@ -58,7 +60,8 @@ def _as_nifti(image: Given, spacing: Sequence[float] | None) -> nib.Nifti1Image:
 def _nifti(voxels: np.ndarray, affine: np.ndarray) -> nib.Nifti1Image:
     """An image of these voxels; where NIfTI has no such type, in one that holds their values."""
     other: dict[Any, Any] = {np.dtype(np.bool_): np.uint8, np.dtype(np.float16): np.float32}
-    kind = np.dtype(other.get(voxels.dtype, np.float64 if voxels.dtype.itemsize > 8 else voxels.dtype))
+    own = voxels.dtype.newbyteorder("=")
+    kind = np.dtype(other.get(own, np.float64 if own.itemsize > 8 else own))
     return nib.Nifti1Image(voxels.astype(kind), affine, dtype=kind)  # named, nibabel takes 64-bit integers, too
 
 

@@ -70,7 +70,8 @@ def fake_steps(
 ) -> LedgerMeter:
     """Training steps as on a `target`, "cpu" or "cuda", within `fake_mode`; `make` gives each its micro-batches."""
     on_gpu = target == "cuda"
-    for group in learner.optimizer.param_groups if on_gpu else ():
+    is_alone = isinstance(learner.optimizer, torch.optim.Adafactor)  # which takes weights one by one everywhere
+    for group in learner.optimizer.param_groups if on_gpu and not is_alone else ():
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True  # all weights at once, as torch chooses where they are on CUDA
     meter = LedgerMeter(learner.model, learner.optimizer, for_gpu=on_gpu)

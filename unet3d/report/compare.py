@@ -81,6 +81,7 @@ class Row:
     numbers: Mapping[str, Any]  # with the names, order and units of compare.csv; None if there is no such number
     iou: Mapping[str, float]  # of each scored case, the mean over its foreground classes
     curves: Mapping[str, Curve]  # by their keys in metrics.jsonl
+    named: frozenset[str] = frozenset()  # options on its command line
 
     @property
     def basis(self) -> str | None:
@@ -143,7 +144,8 @@ def _row(name: str, run: RunFolder) -> Row:
         mean = mean_of(as_number(cell) for key, cell in case.items() if str(key).startswith("iou/"))
         iou |= {} if mean is None else {case.get("case", ""): mean}
     curves = {key: found for key in OVERLAID if (found := curve(run.records, key)) is not None}
-    return Row(name, settings, bool(config), run.environment, _numbers(run), iou, curves)
+    named = frozenset(word.partition("=")[0].lstrip("+~") for word in run.overrides or ())
+    return Row(name, settings, bool(config), run.environment, _numbers(run), iou, curves, named)
 
 
 def _as_text(key: str, value: Any) -> str:
@@ -192,7 +194,8 @@ def setting_columns(rows: Sequence[Row]) -> list[str]:
 
     def follows(key: str, group: str) -> bool:
         pairs = {(row.settings[group], row.settings.get(key)) for row in rows}
-        is_of = key.startswith(f"{group}.") or group == "experiment" != key
+        is_set = any(key in row.named for row in rows) or any(row.settings[group] in ("null", "None") for row in rows)
+        is_of = key.startswith(f"{group}.") or (group == "experiment" != key and not is_set)
         return is_of and len(pairs) == len({name for name, _ in pairs})
 
     keys = differing(rows)

@@ -245,13 +245,14 @@ def _restored(model: nn.Module) -> Iterator[None]:
         for place, before in registered:  # a step may have put another tensor there
             place.clear()
             place.update(before)
-        with torch.no_grad():
-            for tensor, value in zip(tensors, kept, strict=True):
-                tensor.copy_(value)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         for module, mode in modes.items():
             module.training = mode
+        with torch.no_grad():
+            for tensor, value in zip(tensors, kept, strict=True):
+                if not torch.equal(tensor.to("cpu"), value):  # what is expanded cannot be written to, and is not
+                    tensor.copy_(value)
 
 
 def _on_fake_tensors(model: nn.Module) -> nn.Module:

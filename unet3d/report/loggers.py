@@ -166,8 +166,9 @@ class TerminalLogger:
         self.steps, self.terminal = steps, terminal or Console()
         self.every = max(1, steps // 20)  # about 20 plain lines per run
         self.started = time.perf_counter()
-        self.line = self.started, -1  # when the last plain line was printed, and the step
-        self.seconds: list[float] = []  # of each step since then
+        self.first: int | None = None  # step of this process, which may have resumed
+        self.seconds: list[float] = []  # of each step since the last plain line
+        self.validating = 0.0  # seconds so far
         self.dice: list[float] = []
         self.bar = Counter("training", steps, self.terminal, plain_lines=False)
 
@@ -175,15 +176,14 @@ class TerminalLogger:
         if "train/loss" in values:
             loss = f"loss {values['train/loss']:.4f}"
             self.seconds.append(float(values["time/step_s"] or 0))
-            if self.line[1] < 0:
-                self.line = self.started, step - 1  # of this process, which may have resumed
+            self.first = step if self.first is None else self.first
             best = f"  Dice {self.dice[-1]:.3f}, best {max(self.dice):.3f}" if self.dice else ""
             self.bar.reach(step, f"{loss}{best}")
             if not self.bar.has_bar and (step % self.every == 0 or step == 1):
                 self._line(step, f"{loss}  {fmean(self.seconds):.2f} s/step{self._left(step)}")
-                self.line = time.perf_counter(), step
                 self.seconds.clear()
         elif "val/dice_mean" in values:
+            self.validating += float(values.get("time/val_s") or 0)
             if isinstance(values["val/dice_mean"], float):
                 self.dice.append(values["val/dice_mean"])
             dice = {key.removeprefix("val/"): value for key, value in values.items() if key.startswith("val/dice")}
@@ -191,9 +191,10 @@ class TerminalLogger:
             self._line(step, "  ".join(f"{name} {value}" for name, value in shown.items()))
 
     def _left(self, step: int) -> str:
-        """The time that the other steps will take, as those since the last line did, with a validation among them."""
-        elapsed, left = time.perf_counter() - self.line[0], self.steps - step
-        return f"  {duration(elapsed / (step - self.line[1]) * left)} left" if left else ""
+        """The time that the other steps will take, as those since the last line did, and validations as all so far."""
+        assert self.first is not None
+        each, left = fmean(self.seconds) + self.validating / (step - self.first + 1), self.steps - step
+        return f"  {duration(each * left)} left" if left else ""
 
     def _line(self, step: int, text: str) -> None:
         elapsed = time.perf_counter() - self.started

@@ -103,8 +103,8 @@ class WandbLogger:
             artifact.add_file(str(path), name=path.name)
             self._run.log_artifact(artifact)
         finally:
-            if place is None:
-                del os.environ[DATA_DIR]
+            os.environ.pop(DATA_DIR)
+            os.environ |= {} if place is None else {DATA_DIR: place}
 
     def close(self, exit_code: int) -> None:
         try:

@@ -241,7 +241,7 @@ class Checkpoints:
             self.saved = step, validated
         if changes:
             is_longer = any(change.startswith("steps: ") for change in changes)
-            rate = "; the learning rate goes on as if these had been the steps from the beginning" * is_longer
+            rate = "; the learning rate follows the new number of steps" * is_longer
             print(f"from step {step} on with other options: {escaped('; '.join(changes))}{rate}", flush=True)
         return step, validated
 
