@@ -161,6 +161,28 @@ def test_a_buffer_that_a_step_replaces_is_put_back() -> None:
     assert model.seen is before and float(before) == 0
 
 
+def test_a_buffer_that_cannot_be_written_to_is_left_alone() -> None:
+    model = Running()
+    model.register_buffer("wide", torch.zeros(1).expand(2))
+    model.eval()
+    unet3d.memory.explain(model, torch.ones(SHAPE))
+    assert not model.training and model.wide.tolist() == [0, 0]
+
+
+def test_adafactor_takes_weights_one_by_one_on_cuda_too() -> None:
+    model = nn.Sequential(*(nn.Conv3d(8, 8, 3, padding=1) for _ in range(4)))
+    given: dict[str, Any] = {
+        "loss": torch.nn.functional.mse_loss,
+        "label": torch.zeros(1, 8, 4, 4, 4),
+        "device": "cuda",
+    }
+    alone, together, default = (
+        unet3d.memory.predict(model, (1, 8, 4, 4, 4), optimizer=partial(torch.optim.Adafactor, foreach=way), **given)
+        for way in (False, True, None)
+    )
+    assert default.peak_bytes == alone.peak_bytes < together.peak_bytes
+
+
 def test_weights_and_images_of_another_type_are_predicted_and_measured() -> None:
     model = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 1)).bfloat16()
     peaks = set()
