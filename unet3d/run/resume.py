@@ -240,8 +240,8 @@ class Checkpoints:
         else:
             self.saved = step, validated
         if changes:
-            is_longer = any(change.startswith("steps: ") for change in changes)
-            rate = "; the learning rate follows the new number of steps" * is_longer
+            has_others = any(change.startswith("steps: ") for change in changes)
+            rate = "; the learning rate follows the new number of steps" * has_others
             print(f"from step {step} on with other options: {escaped('; '.join(changes))}{rate}", flush=True)
         return step, validated
 
