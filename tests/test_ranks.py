@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,21 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, counts: tupl
 def stop() -> dict:
     """Of the first rank alone: SIGTERM as it logs step 2."""
     return {0: functools.partial(at_step, 2, signal.SIGTERM)}
+
+
+def test_a_signal_to_a_rank_that_is_ending_leaves_its_exit_code(tmp_path: Path) -> None:
+    """From torchrun, as the first of the others has ended."""
+    ended = train_ranks(tmp_path, *PAIRED, *SGD, hooks={0: stop_twice, 1: signalled_at_exit})
+    assert [rank.code for rank in ended] == [75, 75], ended[0].err
+
+
+def stop_twice() -> None:
+    at_step(2, signal.SIGTERM)
+    signalled_at_exit()
+
+
+def signalled_at_exit() -> None:
+    Finalize(None, functools.partial(send, signal.SIGTERM), exitpriority=0)
 
 
 def in_step(number: int, act: functools.partial) -> None:

@@ -61,17 +61,18 @@ class Stop:
 
 
 @contextmanager
-def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[dict[int, Any]]:
-    """Within, `handler` gets the signals that ask to stop; yields their earlier handlers.
+def handled(handler: Callable[[int, FrameType | None], None], is_last: bool = False) -> Iterator[dict[int, Any]]:
+    """Within, `handler` gets the signals that ask to stop; yields their earlier handlers, which then get them again.
 
-    A signal that was ignored, as under nohup, stays ignored.
+    A signal that was ignored, as under nohup, stays ignored. So do all after the `is_last` work of a rank: torchrun
+    ends by a signal those that are left of a run, whose exit codes are to say why it ended.
     """
     before: dict[int, Any] = {n: signal.signal(n, handler) for n in ASKING if signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield before
     finally:
         for number, earlier in before.items():
-            signal.signal(number, earlier)
+            signal.signal(number, signal.SIG_IGN if is_last and ranks.SIZE > 1 else earlier)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
     save_overrides(folder, [*earlier, *(override for override in overrides if not override.startswith("resume="))])
     if config.resume is None:
         write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
-    with nullcontext() if config.dry_run else signals.handled(_finish):
+    with nullcontext() if config.dry_run else signals.handled(_finish, is_last=True):
         try:
             with nullcontext(signals.Stop()) if config.dry_run else signals.stopping() as stop:
                 yield stop
@@ -85,7 +85,7 @@ def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
 
 
 def _finish(*_: object) -> None:
-    """For signals that come while STATUS is written: torchrun ends what is left of a run by one."""
+    """For signals that come while a job says how it ended."""
 
 
 @contextmanager
@@ -97,16 +97,17 @@ def _silent() -> Iterator[None]:
 def follow(job: Callable[[Config, Path, signals.Stop], None]) -> int:
     """Take part in the run of the first rank, which alone reads options, prints and writes. Returns the exit code."""
     folder = Path()
-    try:
-        with _silent(), signals.stopping() as stop:
-            if (run := ranks.received(stop)) is not None:
-                folder = Path(run[1])
-                job(compose.from_plain(run[0]), folder, stop)
-        return 0
-    except (Exception, KeyboardInterrupt, Preempted) as error:
-        ranks.say_end(error)
-        line, code = _outcome(error, folder)
-    return say(f"rank {ranks.RANK}: {line}", code)
+    with signals.handled(_finish, is_last=True):
+        try:
+            with _silent(), signals.stopping() as stop:
+                if (run := ranks.received(stop)) is not None:
+                    folder = Path(run[1])
+                    job(compose.from_plain(run[0]), folder, stop)
+            return 0
+        except (Exception, KeyboardInterrupt, Preempted) as error:
+            ranks.say_end(error)
+            line, code = _outcome(error, folder)
+        return say(f"rank {ranks.RANK}: {line}", code)
 
 
 def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
