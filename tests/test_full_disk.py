@@ -42,7 +42,7 @@ def command(name: str, place: Path) -> Act:
 
 
 # of each command, KiB that are free: from none to nearly enough
-ROOM = {"publish": (0, 8, 24), "predict": (0, 4), "score": (0,), "compare": (0, 8, 32), "memory": (0, 128, 640)}
+ROOM = {"publish": (0, 8, 24), "predict": (0, 4), "score": (0,), "compare": (0, 8, 32), "memory": (0, 640)}
 ROOM |= {"report": (0, 16, 64, 320), "predict --probabilities": (0, 8, 80)}
 
 

@@ -29,15 +29,13 @@ def config(*overrides: str) -> Config:
     return compose.compose([*WORDS, *overrides])
 
 
-@pytest.fixture(autouse=True)
-def from_the_start() -> None:
-    """What other tests of this process simulated is simulated once more."""
-    memo.clear()
-
-
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """For each simulated network, policy and batch: the number of steps, each time that it is simulated."""
+    """For each simulated network, policy and batch: the number of steps, each time that it is simulated.
+
+    What other tests of this process simulated is simulated once more.
+    """
+    memo.clear()
     found: dict[str, list[int]] = defaultdict(list)
     models, step = [], simulate.train_step
 
@@ -94,16 +92,16 @@ def test_the_memory_command_simulates_each_network_and_way_once(steps: dict[str,
 
 
 def out_of_memory() -> None:
-    list(oom_suggestions(config("seed=6"), config().model))
+    list(oom_suggestions(config(), config().model))
 
 
 def choose_segments() -> None:
-    asked = config("ckpt=auto", "seed=5")
+    asked = config("ckpt=auto")
     preflight(asked, asked.model)
 
 
 LONG: dict[str, tuple[Callable[[], object], list[str]]] = {
-    "memory": (lambda: memory.print_explanation([*WORDS, "seed=1"], half=False, out=None), ["networks"]),
+    "memory": (lambda: memory.print_explanation(WORDS, half=False, out=None), ["networks"]),
     "peaks": (lambda: memory.print_peaks([[*WORDS, "batch=1"], [*WORDS, "batch=2"]], False, None), ["networks"]),
     "fit": (
         lambda: memory.print_fit([*WORDS, "budget=0.9MiB"]),

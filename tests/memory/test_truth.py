@@ -188,18 +188,18 @@ def test_where_it_lies_in_a_convolution_all_that_the_ledger_lacks_is_scratch(ove
 ODD = {
     "odd sizes, deep supervision, seven classes, accumulated, checkpointed, averaged": "model.features=[8,12,20] "
     "model.classes=7 model.activation=silu model.deep_supervision=true model.strides=[[1,2,2],[2,2,2]] "
-    "model.kernels=[[1,3,3],3,3] optim.average=0.99 data.patch=[9,28,44] ckpt=3 batch=1 accumulate=3",
+    "model.kernels=[[1,3,3],3,3] optim.average=0.99 data.patch=[9,28,44] ckpt=3 batch=1 accumulate=2",
     "batch norm, in place, accumulated, checkpointed": "model.features=[6,10,14,22] model.classes=4 model.norm=batch "
-    "model.activation=leaky_relu model.inplace=true optim=sgd data.patch=[27,33,19] ckpt=3 accumulate=3",
+    "model.activation=leaky_relu model.inplace=true optim=sgd data.patch=[27,33,19] ckpt=3 accumulate=2",
     "group norm, trilinear, residual, prelu, two channels": "model.features=[8,16,24] model.groups=4 model.norm=group "
     "model.activation=prelu model.upsampling=trilinear model.residual=true model.in_channels=2 data.patch=[31,23,37]",
     "valid, dropout, class weights, ckpt=auto": "model.features=[4,8,16] model.norm=batch_current model.padding=valid "
     "model.widen=second model.dropout=0.3 model.classes=7 model.up_reduce=false optim.average=0.9 optim.clip=null "
-    "loss.weights=[1,2,3,4,5,6,7] data.patch=[52,44,60] ckpt=auto batch=1 accumulate=3",
+    "loss.weights=[1,2,3,4,5,6,7] data.patch=[52,44,44] ckpt=auto batch=1 accumulate=2",
     "anisotropic, strided, deep supervision": "model.features=[8,16,32,32] model.kernels=[[1,3,3],3,3,3] "
     "model.strides=[[1,2,2],[2,2,2],[1,2,2]] model.activation=leaky_relu model.inplace=true optim=sgd "
     "model.downsampling=strided_conv model.deep_supervision=true model.classes=7 optim.average=0.999 "
-    "data.patch=[10,40,56] ckpt=3 accumulate=3",
+    "data.patch=[10,40,24] ckpt=3 accumulate=2",
     "no norm, nearest, cross-entropy": "model.features=[5,9] model.norm=none model.activation=silu model.classes=2 "
     "model.upsampling=nearest model.conv_bias=false model.strides=[[3,2,1]] model.kernels=[[3,5,1],[3,3,3]] "
     "optim=adamw optim.average=0.5 loss=ce data.patch=[17,21,29] ckpt=2 batch=3 accumulate=2",
@@ -215,15 +215,15 @@ ODD = {
     "data.patch=[32,24,40] batch=1",
     "lean, odd sizes, deep supervision, seven classes, accumulated, averaged": "model.features=[8,12,20] "
     "model.classes=7 model.activation=silu model.deep_supervision=true model.strides=[[1,2,2],[2,2,2]] "
-    "model.kernels=[[1,3,3],3,3] optim.average=0.99 data.patch=[9,28,44] lean=true batch=1 accumulate=3",
+    "model.kernels=[[1,3,3],3,3] optim.average=0.99 data.patch=[9,28,28] lean=true batch=1 accumulate=2",
     "lean, batch norm, bf16": "model.features=[8,16,24] model.norm=batch optim=sgd data.patch=[24,32,24] lean=true "
     "amp=true",
     "slab, group norm, residual, trilinear, accumulated": "model.features=[8,16,24] model.groups=4 model.norm=group "
-    "model.residual=true model.upsampling=trilinear data.patch=[40,24,32] slab=4 batch=1 accumulate=2",
+    "model.residual=true model.upsampling=trilinear data.patch=[24,20,32] slab=8 batch=1 accumulate=2",
     "slab, batch norm, strided, fp16, dropout": "model.features=[8,16,24,32] model.norm=batch model.dropout=0.2 "
-    "model.downsampling=strided_conv optim=sgd data.patch=[17,15,28] slab=auto amp=true amp_dtype=fp16",
+    "model.downsampling=strided_conv optim=sgd data.patch=[17,15,20] slab=8 amp=true amp_dtype=fp16",
     "slab, deep supervision, forty classes": "model.features=[8,16,24] model.classes=40 model.deep_supervision=true "
-    "optim=sgd data.patch=[32,24,40] slab=auto batch=1",
+    "optim=sgd data.patch=[24,24,32] slab=auto batch=1",
     "residual, strided, Dice per case": "model.features=[8,16,24] model.residual=true loss.batch_dice=false "
     "model.downsampling=strided_conv data.patch=[24,32,24]",
 }

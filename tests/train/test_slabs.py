@@ -217,7 +217,7 @@ def test_every_named_network_takes_them(name: str) -> None:
     patch = "data.patch=[108,108,12]" if name == "cicek2016_2d" else patch
     config = compose.compose([f"model={name}", patch, "batch=1"])
     config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 3
-    ways = [config, *(dataclasses.replace(config, **way) for way in ({"lean": True}, {"slab": "auto"}))]
+    ways = [config, *(dataclasses.replace(config, **way) for way in ({"lean": True}, {"slab": 16}))]
     plain, lean, slab = (dict(simulate(way, config.model, (), steps=1).ledger.phase_peaks()) for way in ways)
     assert slab["backward"] < lean["backward"] < plain["backward"]
 

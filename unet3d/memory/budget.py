@@ -1,5 +1,6 @@
 """What fits a memory budget: one search, for `budget=`, for `memory fit`, and for a run that ran out of memory."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -90,13 +91,15 @@ def levers(asked: Option) -> list[Option]:
     return found
 
 
-def search(asked: Option) -> list[Option]:
+def search(asked: Option, enough: int = 0) -> list[Option]:
     """Mixed precision x batch in parts x (slabs, or thriftier operations x segments), the cheapest first.
 
-    Peaks of slabs and segments are estimated.
+    Peaks of slabs and segments are estimated. What can only cost more than one that fits `enough` bytes is left out.
     """
-    found, ways, ckpt = list[Option](), list(_unsegmented(asked)), asked.config.ckpt
-    for way in track(ways, "ways to take the step", len(ways)):
+    found, ways, ckpt = list[Option](), sorted(_unsegmented(asked), key=_least_cost), asked.config.ckpt
+    for way in track(ways, "ways to take the step, at most", len(ways)):
+        if any(option.cost()[:2] < _least_cost(way) for option in found if option.peak_bytes <= enough):
+            break
         if way.config.lean or way.config.slab:
             peak, again = segments.estimated_in_slabs(way.config, way.model)
             found.append(way._replace(peak_bytes=peak, recompute_fraction=again / PASSES, is_simulated=False))
@@ -108,6 +111,11 @@ def search(asked: Option) -> list[Option]:
             peak, fraction = segments.estimated_peak(profile, choice), segments.recompute_fraction(profile, choice)
             found.append(Option(words, way.changes, config, way.model, peak, fraction / PASSES, len(choice), False))
     return sorted(found, key=Option.cost)
+
+
+def _least_cost(way: Option) -> tuple[int, float]:
+    """What a way costs at least, as `Option.cost` begins: slabs compute their seams again."""
+    return CHANGES[way.changes], sys.float_info.min * bool(way.config.slab)
 
 
 def _unsegmented(asked: Option) -> Iterator[Option]:
@@ -137,15 +145,20 @@ def front(found: Iterable[Option]) -> list[Option]:
     return kept
 
 
-def find_fit(asked: Option, budget: int) -> tuple[list[Option], Option]:
-    """The front of options, and the cheapest that fits the bytes, or that with the smallest peak, simulated."""
-    found = search(asked)
+def find_fit(asked: Option, budget: int, thorough: bool = True) -> tuple[list[Option], Option]:
+    """The front of options, and the cheapest that fits the bytes, or that with the smallest peak, simulated.
+
+    Unless `thorough`, the front ends with what fits.
+    """
+    found = search(asked, 0 if thorough else budget)
     likely = {o.overrides: o for o in reversed(found) if o.peak_bytes <= segments.SLACK * budget}
     for option in track(sorted(likely.values(), key=Option.cost), "options that may fit, at most", len(likely)):
         best = simulated(option)
         if best.peak_bytes <= budget:
             return front(found), best
         found = sorted([*(o for o in found if o.overrides != best.overrides), best], key=Option.cost)
+    if not thorough:
+        return find_fit(asked, budget)
     rows = front(found)
     for best in smaller(found):
         rows.append(best)
@@ -228,7 +241,7 @@ def refuse_over_budget(asked: Option) -> None:
     """Raise UserError if the step, whose peak is known, does not fit `budget`, with what would need less."""
     if (given := asked.config.budget) is None or asked.peak_bytes <= (budget := budget_bytes(given)):
         return
-    found, best = find_fit(asked, budget)
+    found, best = find_fit(asked, budget, thorough=False)
     cheaper = {row.overrides: row for row in found if row.cost() < best.cost() and row.overrides != best.overrides}
     rows = [asked, *(row for row in (*cheaper.values(), best) if row.peak_bytes < asked.peak_bytes)]
     none = f"\nnone of these fits; the smallest peak is {mib(best.peak_bytes)} MiB"
