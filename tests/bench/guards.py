@@ -688,8 +688,10 @@ RANKS = (
         [("run/run.py", "ranks.agreed(self.stop.asked or 0)", "ranks.gather(self.stop.asked or 0)[0]")],
         ["test_ranks.py::test_a_signal_within_a_validation_ends_it_on_all_ranks"],
     ),
-    Mutation([("signals.py", "signal.SIG_IGN if is_last and ranks.SIZE > 1 else earlier", "earlier")],
-        ["test_ranks.py::test_a_signal_to_a_rank_that_is_ending_leaves_its_exit_code"]),
+    Mutation(
+        [("signals.py", "signal.SIG_IGN if is_last and ranks.SIZE > 1 else earlier", "earlier")],
+        ["test_ranks.py::test_a_signal_to_a_rank_that_is_ending_leaves_its_exit_code"],
+    ),
     Mutation(
         [("run/run.py", "for own in ranks.gather(error.batches)", "for own in [error.batches]")],
         ["test_ranks.py::test_a_loss_that_is_not_finite_names_and_keeps_the_patches_of_all_ranks"],

@@ -75,6 +75,14 @@ def test_a_budget_simulates_nothing_more_than_twice(steps: dict[str, list[int]])
     assert sum(times == [2, 2] for times in steps.values()) <= 1, "the network as asked"
 
 
+def test_a_budget_tries_no_way_that_can_only_cost_more_than_one_that_fits(steps: dict[str, list[int]]) -> None:
+    """Mixed precision fits: no batch in parts. `memory fit` shows the price of all."""
+    refused("budget=0.7MiB")
+    assert not any("Size([1," in way for way in steps)
+    memory.print_fit([*WORDS, "budget=0.7MiB"])
+    assert any("Size([1," in way for way in steps)
+
+
 def test_an_option_is_simulated_once(steps: dict[str, list[int]]) -> None:
     asked = config("ckpt=auto", "optim.lr=0.007")
     found, before = simulated(Option((), "nothing", asked, asked.model)), dict(steps)

@@ -112,6 +112,7 @@ def test_the_cheapest_that_fits_is_found() -> None:
     for row in found[:: len(found) // 3]:
         _, best = find_fit(asked, row.peak_bytes)
         assert best.peak_bytes <= row.peak_bytes and best.cost()[:2] <= row.cost()[:2]
+        assert find_fit(asked, row.peak_bytes, thorough=False)[1] == best
 
 
 def test_the_front_holds_what_nothing_cheaper_beats() -> None:
