@@ -62,7 +62,7 @@ def run_trials(place: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, count: int)
 
 
 def test_a_damaged_run_folder_is_refused_or_harmless(tmp_path: Path, watch: fuzz.Watch, sound: fuzz.SoundRun) -> None:
-    found = run_trials(tmp_path, watch, sound, 25)
+    found = run_trials(tmp_path, watch, sound, 16)
     assert not [line for line in found if line[1].startswith("FAILED")]
     assert {outcome for _, outcome in found} == {"refused", "read"}
 

@@ -1,5 +1,6 @@
 """From a command line to a checked `Config`, or to one line that says what is wrong."""
 
+import dataclasses
 import difflib
 import itertools
 import secrets
@@ -204,7 +205,7 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
 
 def to_plain(config: Config) -> dict:
     """The config as dicts, lists and scalars."""
-    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)  # type: ignore[return-value]
+    return dataclasses.asdict(config)
 
 
 def to_yaml(config: Config) -> str:

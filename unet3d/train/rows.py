@@ -190,7 +190,7 @@ def _as_one(x: Tensor) -> Tensor:
 
 def _by_channel(values: Tensor, x: Tensor) -> Tensor:
     """Values N or 1, C 1 1 1 as those of `_as_one(x)`."""
-    return values.expand(*x.shape[:2], 1, 1, 1).reshape(-1)
+    return (values if len(values) == len(x) else torch.cat([values] * len(x))).reshape(-1)
 
 
 def spread(values: Tensor, channels: int) -> Tensor:
