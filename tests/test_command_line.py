@@ -147,9 +147,13 @@ def test_a_job_of_an_experiment_goes_on_with_the_words_that_began_it(killed: Pat
     assert dataclasses.replace(found, resume=None) == config
 
 
-def test_what_resuming_would_resolve_once_more_is_refused() -> None:
+def test_what_resuming_would_resolve_once_more_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data.root=\$\{oc.env:HOME\}: .* let the shell replace it"):
         train.checked_arguments(["data.root=${oc.env:HOME}"])
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text('# @package _global_\nwandb: {notes: "costs \\\\${USD} 5"}\n')
+    with pytest.raises(UserError, match=r"^wandb.notes=costs \$\{USD\} 5: write it without \$\{...\}"):
+        compose.compose([compose.search_path(str(tmp_path)), "optim=mine"])
     words = ["seed=0,1", "hydra.sweep.subdir=${hydra.job.override_dirname}"]
     assert train.checked_arguments(words[1:]) == words[1:]
 

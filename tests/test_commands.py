@@ -79,6 +79,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_run(page: str, place: Path) -> None:
+    """Sweeps only predict here; test_sweep.py and test_launchers.py train some."""
     for line in to_run(page):
         program, *words = words_of(line, place)
         if program == "-m":

@@ -14,6 +14,7 @@ import torch
 from training import TINY, face
 
 import unet3d
+from unet3d import ranks
 from unet3d.cli.train import TrainedRun
 from unet3d.data.cases import Case
 from unet3d.errors import UserError
@@ -41,6 +42,12 @@ def test_a_run_is_trained_in_this_process(trained: TrainedRun) -> None:
     assert len(trained.scores) == 1 and trained.dice == pytest.approx(
         np.mean([float(v) for k, v in trained.scores[0].items() if k.startswith("dice/")])
     )
+
+
+def test_of_several_ranks_it_trains_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "SIZE", 2)
+    with pytest.raises(UserError, match="trains in one process; for several ranks: torchrun train"):
+        unet3d.train([])
 
 
 def test_what_would_end_the_command_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

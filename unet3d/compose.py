@@ -134,6 +134,9 @@ def load(tree: DictConfig, here: bool = True) -> Config:
     if added := flat(values, ".").keys() - ABOUT.keys():  # by `+key=value`, which Hydra allows
         raise UserError(f"{min(added)}: no such option{_nearest(min(added))}")
     assert isinstance(config, Config)
+    for name, value in flat(to_plain(config), ".").items():
+        if "${" in str(value):  # from `\${...}` in a file: a snapshot that holds it cannot be read
+            raise UserError(f"{name}={value}: write it without ${{...}}, which a run's files do not hold")
     check(config, here)
     return config
 

@@ -9,6 +9,7 @@ from typing import Any
 from unet3d import ranks
 from unet3d.errors import Preempted
 
+Handler = Callable[[int, FrameType | None], None]
 # from schedulers (SIGTERM, SIGUSR1, submitit's SIGUSR2), Ctrl-C and a closed terminal
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
@@ -61,13 +62,16 @@ class Stop:
 
 
 @contextmanager
-def handled(handler: Callable[[int, FrameType | None], None], is_last: bool = False) -> Iterator[dict[int, Any]]:
-    """Within, `handler` gets the signals that ask to stop; yields their earlier handlers, which then get them again.
+def handled(handler: Handler | None, is_last: bool = False) -> Iterator[dict[int, Any]]:
+    """Within, `handler` gets the signals that ask to stop, None: who has got them; yields their earlier handlers.
 
-    A signal that was ignored, as under nohup, stays ignored. So do all after the `is_last` work of a rank: torchrun
-    ends by a signal those that are left of a run, whose exit codes are to say why it ended.
+    A signal that was ignored, as under nohup, stays ignored. After what is the `is_last` work of a rank, all are
+    ignored until its process ends: torchrun ends by a signal those that are left of a run, whose exit codes are to say
+    why it ended. Elsewhere the earlier handlers get them again.
     """
-    before: dict[int, Any] = {n: signal.signal(n, handler) for n in ASKING if signal.getsignal(n) != signal.SIG_IGN}
+    before: dict[int, Any] = {n: found for n in ASKING if (found := signal.getsignal(n)) != signal.SIG_IGN}
+    for number in before if handler else ():
+        signal.signal(number, handler)
     try:
         yield before
     finally:

@@ -689,6 +689,24 @@ RANKS = (
         ["test_ranks.py::test_a_signal_within_a_validation_ends_it_on_all_ranks"],
     ),
     Mutation(
+        [
+            (
+                "cli/lifecycle.py",
+                "with signals.handled(None if config.dry_run else _finish, is_last=True):",
+                "with nullcontext() if config.dry_run else signals.handled(_finish, is_last=True):",
+            )
+        ],
+        ["test_ranks.py::test_so_does_one_to_a_rank_that_predicts"],
+    ),
+    Mutation(
+        [("memory/budget.py", "way.config.slab and len(way.model.features) > 1", "way.config.slab")],
+        ["memory/test_plan.py::test_a_refusal_is_the_one_of_a_search_of_all_ways"],
+    ),
+    Mutation(
+        [("compose.py", """if "${" in str(value):""", "if False:")],
+        ["test_command_line.py::test_what_resuming_would_resolve_once_more_is_refused"],
+    ),
+    Mutation(
         [("signals.py", "signal.SIG_IGN if is_last and ranks.SIZE > 1 else earlier", "earlier")],
         ["test_ranks.py::test_a_signal_to_a_rank_that_is_ending_leaves_its_exit_code"],
     ),

@@ -1,5 +1,6 @@
 """How much is simulated for an answer, and the bar that shows how far it is."""
 
+import copy
 import io
 from collections import defaultdict
 from collections.abc import Callable
@@ -85,7 +86,7 @@ def test_a_budget_tries_no_way_that_can_only_cost_more_than_one_that_fits(steps:
 
 def test_an_option_is_simulated_once(steps: dict[str, list[int]]) -> None:
     asked = config("ckpt=auto", "optim.lr=0.007")
-    found, before = simulated(Option((), "nothing", asked, asked.model)), dict(steps)
+    found, before = simulated(Option((), "nothing", asked, asked.model)), copy.deepcopy(steps)
     assert simulated(Option((), "nothing", asked, asked.model)) == found and steps == before
 
 
@@ -109,7 +110,7 @@ def choose_segments() -> None:
 
 
 LONG: dict[str, tuple[Callable[[], object], list[str]]] = {
-    "memory": (lambda: memory.print_explanation(WORDS, half=False, out=None), ["networks"]),
+    "memory": (lambda: memory.print_explanation([*WORDS, "seed=1"], half=False, out=None), ["networks"]),
     "peaks": (lambda: memory.print_peaks([[*WORDS, "batch=1"], [*WORDS, "batch=2"]], False, None), ["networks"]),
     "fit": (
         lambda: memory.print_fit([*WORDS, "budget=0.9MiB"]),

@@ -112,7 +112,16 @@ def test_the_cheapest_that_fits_is_found() -> None:
     for row in found[:: len(found) // 3]:
         _, best = find_fit(asked, row.peak_bytes)
         assert best.peak_bytes <= row.peak_bytes and best.cost()[:2] <= row.cost()[:2]
-        assert find_fit(asked, row.peak_bytes, thorough=False)[1] == best
+
+
+@pytest.mark.parametrize("words", [["ckpt=3"], ["model.features=[16]", "slab=4"]], ids=" ".join)
+def test_a_refusal_is_the_one_of_a_search_of_all_ways(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one level, a pass in slabs computes nothing twice."""
+    asked = simulated(option(*words))
+    budgets = [f"budget={share * asked.peak_bytes / MIB:.4f}MiB" for share in (0.001, 0.4, 0.6, 0.8)]
+    found = [refusal(*words, budget) for budget in budgets]
+    monkeypatch.setattr("unet3d.memory.budget.find_fit", lambda asked, limit, thorough: find_fit(asked, limit))
+    assert [refusal(*words, budget) for budget in budgets] == found
 
 
 def test_the_front_holds_what_nothing_cheaper_beats() -> None:

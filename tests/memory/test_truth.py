@@ -188,7 +188,7 @@ def test_where_it_lies_in_a_convolution_all_that_the_ledger_lacks_is_scratch(ove
 ODD = {
     "odd sizes, deep supervision, seven classes, accumulated, checkpointed, averaged": "model.features=[8,12,20] "
     "model.classes=7 model.activation=silu model.deep_supervision=true model.strides=[[1,2,2],[2,2,2]] "
-    "model.kernels=[[1,3,3],3,3] optim.average=0.99 data.patch=[9,28,44] ckpt=3 batch=1 accumulate=2",
+    "model.kernels=[[1,3,3],3,3] optim.average=0.99 data.patch=[9,28,44] ckpt=3 batch=1 accumulate=3",
     "batch norm, in place, accumulated, checkpointed": "model.features=[6,10,14,22] model.classes=4 model.norm=batch "
     "model.activation=leaky_relu model.inplace=true optim=sgd data.patch=[27,33,19] ckpt=3 accumulate=2",
     "group norm, trilinear, residual, prelu, two channels": "model.features=[8,16,24] model.groups=4 model.norm=group "
@@ -219,7 +219,7 @@ ODD = {
     "lean, batch norm, bf16": "model.features=[8,16,24] model.norm=batch optim=sgd data.patch=[24,32,24] lean=true "
     "amp=true",
     "slab, group norm, residual, trilinear, accumulated": "model.features=[8,16,24] model.groups=4 model.norm=group "
-    "model.residual=true model.upsampling=trilinear data.patch=[24,20,32] slab=8 batch=1 accumulate=2",
+    "model.residual=true model.upsampling=trilinear data.patch=[32,20,24] slab=8 batch=1 accumulate=2",
     "slab, batch norm, strided, fp16, dropout": "model.features=[8,16,24,32] model.norm=batch model.dropout=0.2 "
     "model.downsampling=strided_conv optim=sgd data.patch=[17,15,20] slab=8 amp=true amp_dtype=fp16",
     "slab, deep supervision, forty classes": "model.features=[8,16,24] model.classes=40 model.deep_supervision=true "

@@ -66,7 +66,7 @@ def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
     save_overrides(folder, [*earlier, *(override for override in overrides if not override.startswith("resume="))])
     if config.resume is None:
         write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
-    with nullcontext() if config.dry_run else signals.handled(_finish, is_last=True):
+    with signals.handled(None if config.dry_run else _finish, is_last=True):
         try:
             with nullcontext(signals.Stop()) if config.dry_run else signals.stopping() as stop:
                 yield stop

@@ -114,6 +114,8 @@ def from_python(overrides: Sequence[str] = ()) -> TrainedRun:
         raise UserError(
             "unet3d.train: runs in a program's main thread, which alone gets signals; start a process for it"
         )
+    if ranks.SIZE > 1:
+        raise UserError("unet3d.train: trains in one process; for several ranks: torchrun train.py")
     if isinstance(overrides, str):
         raise UserError(f"unet3d.train: give a list of options, such as [{overrides!r}]")
     words = checked_arguments([str(word) for word in overrides])

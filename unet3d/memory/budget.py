@@ -94,10 +94,10 @@ def levers(asked: Option) -> list[Option]:
 def search(asked: Option, enough: int = 0) -> list[Option]:
     """Mixed precision x batch in parts x (slabs, or thriftier operations x segments), the cheapest first.
 
-    Peaks of slabs and segments are estimated. What can only cost more than one that fits `enough` bytes is left out.
+    Peaks of slabs and segments are estimated. Once one fits `enough` bytes, what can only cost more is left out.
     """
     found, ways, ckpt = list[Option](), sorted(_unsegmented(asked), key=_least_cost), asked.config.ckpt
-    for way in track(ways, "ways to take the step, at most", len(ways)):
+    for way in track(ways, "ways to take the step", len(ways)):
         if any(option.cost()[:2] < _least_cost(way) for option in found if option.peak_bytes <= enough):
             break
         if way.config.lean or way.config.slab:
@@ -114,8 +114,8 @@ def search(asked: Option, enough: int = 0) -> list[Option]:
 
 
 def _least_cost(way: Option) -> tuple[int, float]:
-    """What a way costs at least, as `Option.cost` begins: slabs compute their seams again."""
-    return CHANGES[way.changes], sys.float_info.min * bool(way.config.slab)
+    """What a way costs at least, as `Option.cost` begins: in slabs, levels above the lowest are computed again."""
+    return CHANGES[way.changes], sys.float_info.min * bool(way.config.slab and len(way.model.features) > 1)
 
 
 def _unsegmented(asked: Option) -> Iterator[Option]:
@@ -148,16 +148,17 @@ def front(found: Iterable[Option]) -> list[Option]:
 def find_fit(asked: Option, budget: int, thorough: bool = True) -> tuple[list[Option], Option]:
     """The front of options, and the cheapest that fits the bytes, or that with the smallest peak, simulated.
 
-    Unless `thorough`, the front ends with what fits.
+    Unless `thorough`, options that cost more than what fits may be missing.
     """
     found = search(asked, 0 if thorough else budget)
+    may_lack = not thorough and any(option.peak_bytes <= budget for option in found)
     likely = {o.overrides: o for o in reversed(found) if o.peak_bytes <= segments.SLACK * budget}
     for option in track(sorted(likely.values(), key=Option.cost), "options that may fit, at most", len(likely)):
         best = simulated(option)
         if best.peak_bytes <= budget:
             return front(found), best
         found = sorted([*(o for o in found if o.overrides != best.overrides), best], key=Option.cost)
-    if not thorough:
+    if may_lack:  # and no estimate was right
         return find_fit(asked, budget)
     rows = front(found)
     for best in smaller(found):
