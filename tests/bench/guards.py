@@ -699,10 +699,6 @@ RANKS = (
         ["test_ranks.py::test_so_does_one_to_a_rank_that_predicts"],
     ),
     Mutation(
-        [("memory/budget.py", "way.config.slab and len(way.model.features) > 1", "way.config.slab")],
-        ["memory/test_plan.py::test_a_refusal_is_the_one_of_a_search_of_all_ways"],
-    ),
-    Mutation(
         [("compose.py", """if "${" in str(value):""", "if False:")],
         ["test_command_line.py::test_what_resuming_would_resolve_once_more_is_refused"],
     ),
