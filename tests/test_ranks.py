@@ -122,7 +122,7 @@ def test_a_signal_to_a_rank_that_is_ending_leaves_its_exit_code(tmp_path: Path) 
     assert [rank.code for rank in ended] == [75, 75], ended[0].err
 
 
-def test_so_does_one_to_a_rank_that_predicts(tmp_path: Path) -> None:
+def test_a_signal_to_a_rank_that_has_predicted_leaves_its_exit_code(tmp_path: Path) -> None:
     hooks = dict.fromkeys(range(2), signalled_at_exit)
     ended = train_ranks(tmp_path, *PAIRED, "dry_run=true", "budget=0.5MiB", hooks=hooks, frills=True)
     assert [rank.code for rank in ended] == [2, 2], ended[0].err

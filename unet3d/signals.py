@@ -63,11 +63,11 @@ class Stop:
 
 @contextmanager
 def handled(handler: Handler | None, is_last: bool = False) -> Iterator[dict[int, Any]]:
-    """Within, `handler` gets the signals that ask to stop, None: who has got them; yields their earlier handlers.
+    """Within, `handler` gets the signals that ask to stop, or with None the earlier handlers do; yields these.
 
-    A signal that was ignored, as under nohup, stays ignored. After what is the `is_last` work of a rank, all are
-    ignored until its process ends: torchrun ends by a signal those that are left of a run, whose exit codes are to say
-    why it ended. Elsewhere the earlier handlers get them again.
+    A signal that was ignored, as under nohup, stays ignored. Afterwards the earlier handlers get the others again. But
+    a rank whose `is_last` work is done ignores all of them until its process ends: torchrun signals the ranks that are
+    left of a run, and their exit codes are to say why it ended.
     """
     before: dict[int, Any] = {n: found for n in ASKING if (found := signal.getsignal(n)) != signal.SIG_IGN}
     for number in before if handler else ():

@@ -465,6 +465,8 @@ CONFIG = (
         ["test_docs.py::test_training_commands_compose"]),
     Mutation([("cli/main.py", 'command("check-data", _check_data', 'command("check", _check_data')],
         ["test_docs.py::test_other_commands_parse"]),
+    Mutation([("compose.py", 'if "${" in str(value):', "if False:")],
+        ["test_command_line.py::test_what_resuming_would_resolve_once_more_is_refused"]),
     Mutation([("compose.py", "hydra.compose(name, list(overrides),", "hydra.compose(name, [*overrides][::2],")],
         ["test_compose.py::test_the_command_line_overrides_an_experiment"]),
     Mutation([("compose.py", "OmegaConf.merge(OmegaConf.structured(Config), values)", "OmegaConf.structured(Config)")],
@@ -696,11 +698,7 @@ RANKS = (
                 "with nullcontext() if config.dry_run else signals.handled(_finish, is_last=True):",
             )
         ],
-        ["test_ranks.py::test_so_does_one_to_a_rank_that_predicts"],
-    ),
-    Mutation(
-        [("compose.py", """if "${" in str(value):""", "if False:")],
-        ["test_command_line.py::test_what_resuming_would_resolve_once_more_is_refused"],
+        ["test_ranks.py::test_a_signal_to_a_rank_that_has_predicted_leaves_its_exit_code"],
     ),
     Mutation(
         [("signals.py", "signal.SIG_IGN if is_last and ranks.SIZE > 1 else earlier", "earlier")],

@@ -94,7 +94,7 @@ def levers(asked: Option) -> list[Option]:
 def search(asked: Option, enough: int = 0) -> list[Option]:
     """Mixed precision x batch in parts x (slabs, or thriftier operations x segments), the cheapest first.
 
-    Peaks of slabs and segments are estimated. Once one fits `enough` bytes, what can only cost more is left out.
+    Peaks of slabs and segments are estimated. Once one is at most `enough` bytes, what can only cost more is left out.
     """
     found, ways, ckpt = list[Option](), sorted(_unsegmented(asked), key=_least_cost), asked.config.ckpt
     for way in track(ways, "ways to take the step", len(ways)):
@@ -114,7 +114,10 @@ def search(asked: Option, enough: int = 0) -> list[Option]:
 
 
 def _least_cost(way: Option) -> tuple[int, float]:
-    """What a way costs at least, as `Option.cost` begins: in slabs, levels above the lowest are computed again."""
+    """The least that the first two parts of a way's `cost` can be.
+
+    In slabs, a network of several levels computes some of them again, which costs more than 0.
+    """
     return CHANGES[way.changes], sys.float_info.min * bool(way.config.slab and len(way.model.features) > 1)
 
 
