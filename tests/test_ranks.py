@@ -16,6 +16,7 @@ from ranked import train_ranks
 from training import ROOT, TINY, at_step, records, run, same, send, status, train, weights
 
 from unet3d import checks, compose, ranks
+from unet3d.cli import lifecycle
 from unet3d.errors import NotSaved, OutOfMemory, UserError
 from unet3d.train import checkpoint, step, trainer
 from unet3d.train.inference import Predictor
@@ -123,13 +124,24 @@ def test_a_signal_to_a_rank_that_is_ending_leaves_its_exit_code(tmp_path: Path) 
 
 
 def test_a_signal_to_a_rank_that_has_predicted_leaves_its_exit_code(tmp_path: Path) -> None:
-    hooks = dict.fromkeys(range(2), signalled_at_exit)
+    hooks = {0: signalled_as_it_says_why, 1: signalled_at_exit}
     ended = train_ranks(tmp_path, *PAIRED, "dry_run=true", "budget=0.5MiB", hooks=hooks, frills=True)
     assert [rank.code for rank in ended] == [2, 2], ended[0].err
 
 
 def stop_twice() -> None:
     at_step(2, signal.SIGTERM)
+    signalled_at_exit()
+
+
+def signalled_as_it_says_why() -> None:
+    outcome = lifecycle._outcome
+
+    def after_a_signal(error: BaseException, folder: Path) -> tuple[str, int]:
+        send(signal.SIGTERM)
+        return outcome(error, folder)
+
+    lifecycle._outcome = after_a_signal
     signalled_at_exit()
 
 

@@ -62,15 +62,15 @@ class Stop:
 
 
 @contextmanager
-def handled(handler: Handler | None, is_last: bool = False) -> Iterator[dict[int, Any]]:
-    """Within, `handler` gets the signals that ask to stop, or with None the earlier handlers do; yields these.
+def handled(handler: Handler, is_last: bool = False) -> Iterator[dict[int, Any]]:
+    """Within, `handler` gets the signals that ask to stop; yields the earlier handlers.
 
     A signal that was ignored, as under nohup, stays ignored. Afterwards the earlier handlers get the others again. But
     a rank whose `is_last` work is done ignores all of them until its process ends: torchrun signals the ranks that are
     left of a run, and their exit codes are to say why it ended.
     """
     before: dict[int, Any] = {n: found for n in ASKING if (found := signal.getsignal(n)) != signal.SIG_IGN}
-    for number in before if handler else ():
+    for number in before:
         signal.signal(number, handler)
     try:
         yield before

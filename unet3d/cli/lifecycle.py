@@ -66,9 +66,10 @@ def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
     save_overrides(folder, [*earlier, *(override for override in overrides if not override.startswith("resume="))])
     if config.resume is None:
         write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
-    with signals.handled(None if config.dry_run else _finish, is_last=True):
+    ends_at_once = config.dry_run and ranks.SIZE == 1  # by a signal; it has nothing to keep, and nobody waits for it
+    with nullcontext() if ends_at_once else signals.handled(_finish, is_last=True):
         try:
-            with nullcontext(signals.Stop()) if config.dry_run else signals.stopping() as stop:
+            with nullcontext(signals.Stop()) if ends_at_once else signals.stopping() as stop:
                 yield stop
         except (Exception, KeyboardInterrupt, Preempted) as error:
             reserve.close()
