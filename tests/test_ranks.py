@@ -261,7 +261,10 @@ def torchrun(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_by_itself(tmp_path: Path) -> None:
-    """`--max-restarts` repeats the command; with resume=auto, ranks go on from the last snapshot."""
+    """`--max-restarts` repeats the command; with resume=auto, ranks go on from the last snapshot.
+
+    Nor does a thread of the group outlive Python's end, where it would abort a rank that is done.
+    """
     (tmp_path / "sitecustomize.py").write_text(KILLED_ONCE)
     words = [*PAIRED, *SGD, "resume=auto", "hydra.run.dir=run", "wandb.mode=disabled"]
     with pytest.MonkeyPatch.context() as patch:
@@ -271,10 +274,17 @@ def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_by_itself(tmp_p
     assert (tmp_path / "killed").exists() and status(tmp_path / "run").startswith("done")
     assert len(losses(tmp_path / "run")) == 4 and "going on" not in done.stdout
     assert done.stdout.count("Scores on the held-out cases") == 1
+    left = [(tmp_path / f"threads{rank}").read_text() for rank in range(2)]
+    assert all("python" in names and "gloo" not in names for names in left), left
 
 
 KILLED_ONCE = """
-import os, pathlib, signal, sys
+import atexit, os, pathlib, signal, sys
+if rank := os.environ.get("RANK"):
+    def list_threads():
+        names = [path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+        pathlib.Path(f"threads{rank}").write_text(" ".join(names))
+    atexit.register(list_threads)
 if os.environ.get("RANK") == "1" and not pathlib.Path("killed").exists():
     class Finder:
         def find_spec(self, name, *_):

@@ -57,6 +57,9 @@ def joined(device_type: str, timeout: float) -> Iterator[None]:
         return
     import torch.distributed as dist
 
+    # loaded once there is a group, its functions would keep it: threads that outlive Python, which may abort for them
+    import torch.distributed.nn  # noqa: F401
+
     backend, limit = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout)
     _store().set(f"process {RANK}", f"{os.getpid()} {platform.node()}")
     try:

@@ -701,6 +701,10 @@ RANKS = (
         ["test_ranks.py::test_a_signal_to_a_rank_that_has_predicted_leaves_its_exit_code"],
     ),
     Mutation(
+        [("ranks.py", "    import torch.distributed.nn  #", "    #")],
+        ["test_ranks.py::test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_by_itself"],
+    ),
+    Mutation(
         [("signals.py", "signal.SIG_IGN if is_last and ranks.SIZE > 1 else earlier", "earlier")],
         ["test_ranks.py::test_a_signal_to_a_rank_that_is_ending_leaves_its_exit_code"],
     ),
