@@ -275,7 +275,7 @@ def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_by_itself(tmp_p
     assert len(losses(tmp_path / "run")) == 4 and "going on" not in done.stdout
     assert done.stdout.count("Scores on the held-out cases") == 1
     left = [(tmp_path / f"threads{rank}").read_text() for rank in range(2)]
-    assert all("python" in names and "gloo" not in names for names in left), left
+    assert all(names and "gloo" not in names for names in left), left
 
 
 KILLED_ONCE = """
