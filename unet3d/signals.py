@@ -9,7 +9,6 @@ from typing import Any
 from unet3d import ranks
 from unet3d.errors import Preempted
 
-Handler = Callable[[int, FrameType | None], None]
 # from schedulers (SIGTERM, SIGUSR1, submitit's SIGUSR2), Ctrl-C and a closed terminal
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
@@ -62,16 +61,14 @@ class Stop:
 
 
 @contextmanager
-def handled(handler: Handler, is_last: bool = False) -> Iterator[dict[int, Any]]:
+def handled(handler: Callable[[int, FrameType | None], None], is_last: bool = False) -> Iterator[dict[int, Any]]:
     """Within, `handler` gets the signals that ask to stop; yields the earlier handlers.
 
     A signal that was ignored, as under nohup, stays ignored. Afterwards the earlier handlers get the others again. But
     a rank whose `is_last` work is done ignores all of them until its process ends: torchrun signals the ranks that are
     left of a run, and their exit codes are to say why it ended.
     """
-    before: dict[int, Any] = {n: found for n in ASKING if (found := signal.getsignal(n)) != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, handler)
+    before: dict[int, Any] = {n: signal.signal(n, handler) for n in ASKING if signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield before
     finally:

@@ -691,13 +691,7 @@ RANKS = (
         ["test_ranks.py::test_a_signal_within_a_validation_ends_it_on_all_ranks"],
     ),
     Mutation(
-        [
-            (
-                "cli/lifecycle.py",
-                "ends_at_once = config.dry_run and ranks.SIZE == 1",
-                "ends_at_once = config.dry_run",
-            )
-        ],
+        [("cli/lifecycle.py", "ends_at_once = config.dry_run and ranks.SIZE == 1", "ends_at_once = config.dry_run")],
         ["test_ranks.py::test_a_signal_to_a_rank_that_has_predicted_leaves_its_exit_code"],
     ),
     Mutation(
