@@ -4,7 +4,7 @@ import io
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from allocator import dispatch_modes
+from guards import Guard, taken_out
 from rich.console import Console as Terminal
+from training import TINY, train
 
 from unet3d import compose, progress
 from unet3d.config import Model
@@ -29,26 +31,61 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-FIRST = (
-    *(
-        "test_sweep.py",
-        "test_launchers.py",
-        "test_predict.py",
-        "test_faults_resume.py",
-        "test_faults_run.py",
-        "test_plan.py",
-    ),
-    *("test_segments.py", "test_cli.py", "test_command.py", "test_docs.py", "test_own_parts.py", "test_loggers.py"),
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test marked by `guards.without` with its guards, and then without each."""
+    guards = [mark.args[0] for mark in metafunc.definition.iter_markers("without")]
+    if guards:
+        names = [f"without {guard.target.removeprefix('unet3d.')}" for guard in guards]
+        metafunc.parametrize("guard", [None, *guards], ids=[pytest.HIDDEN_PARAM, *names], indirect=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest first: one that begins last would keep one worker busy, and the other idle."""
-    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+def guard_of(item: pytest.Item) -> Guard | None:
+    """The guard without which this item runs."""
+    return item.callspec.params.get("guard") if hasattr(item, "callspec") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a guard, leave only the parameters for which it matters."""
+    left = [item for item in items if (guard := guard_of(item)) is None or guard.only in item.callspec.id]
+    if gone := [item for item in items if item not in left]:
+        config.hook.pytest_deselected(items=gone)
+        items[:] = left
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Expect a test to fail without its guard. It may skip; what fails in a fixture is an error as ever."""
+    guard = guard_of(pyfuncitem)
+    if guard is None:
+        return (yield)
+    with taken_out(guard):
+        try:
+            yield
+        except (Exception, pytest.fail.Exception):
+            return True
+    return pytest.fail(f"passes without its guard, {guard.target}")
 
 
 composed = cache(compose.compose)
 torch.set_num_threads(1)  # these nets are too small to share; threads that wait for each other take minutes
+
+
+@pytest.fixture(autouse=True)
+def guard(request: pytest.FixtureRequest) -> Guard | None:
+    """The guard without which this test runs."""
+    return getattr(request, "param", None)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run, with all that a run writes, for all tests that read it: copy it to change it.
+
+    Its volumes are in `data/phantom` beside it.
+    """
+    place = tmp_path_factory.mktemp("finished")
+    done = train(place, *TINY, "amp=true", "ckpt=2", "hydra.run.dir=run", wandb="offline", frills=True)
+    assert done.code == 0, done.err
+    return place / "run"
 
 
 @pytest.fixture

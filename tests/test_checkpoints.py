@@ -9,7 +9,7 @@ import torch
 from unet3d import build, compose
 from unet3d.errors import NotSaved, SnapshotError
 from unet3d.run.resume import Checkpoints, TrainingState
-from unet3d.train import checkpoint, optim
+from unet3d.training import checkpoint, optim
 
 
 class Steps:

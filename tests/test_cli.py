@@ -25,7 +25,7 @@ from unet3d.cli import lifecycle
 from unet3d.config import Config
 from unet3d.data import nifti
 from unet3d.data.cases import read_dataset, split
-from unet3d.train import checkpoint
+from unet3d.training import checkpoint
 
 CODES = "\x1b[2J\x07\x9b\u202e"  # they clear a terminal, ring, begin another command, reverse what follows
 FOREIGN = os.fsdecode(b"\xff")  # of a file's name that is not UTF-8

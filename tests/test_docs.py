@@ -4,19 +4,15 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from bench import docs_outputs
 from pages import check_named_tests, named_tests
-from training import TINY, face, train
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
-
-import guards
+from training import TINY
 
 from unet3d import compose
 from unet3d.cli.main import command_parser
@@ -66,12 +62,6 @@ def test_other_commands_parse(tmp_path: Path) -> None:
             compose.compose(job)
 
 
-def test_the_mistake_shown_gets_the_answer_shown() -> None:
-    with pytest.raises(compose.UserError) as caught:
-        compose.compose(["chkpt=2"])
-    assert f"    error: {caught.value}\n" in TEXTS["README.md"]
-
-
 def test_every_named_choice_exists() -> None:
     rows = re.findall(r"`(model|loss|optim)=` ((?:`\w+` ?)+)", TEXTS["docs/running.md"])
     assert {group for group, _ in rows} == {"model", "loss", "optim"}
@@ -103,19 +93,6 @@ def test_every_fault_names_tests_that_exist() -> None:
     check_named_tests("docs/faults.md")
 
 
-def test_every_named_test_has_a_mutation_of_the_package_as_it_is() -> None:
-    """`python tests/bench/guards.py` runs them, by hand: it takes half an hour."""
-    named = {*named_tests("SECURITY.md"), *named_tests("docs/faults.md")}
-    assert {f"tests/{test}" for mutation in guards.MUTATIONS for test in mutation.tests} == named
-    changes = [change for mutation in guards.MUTATIONS for change in mutation.changes]
-    texts = {name: (ROOT / "unet3d" / name).read_text() for name, *_ in changes}
-    assert not [(name, old) for name, old, new in changes if texts[name].count(old) != 1 or old == new]
-
-
-def test_the_readme_is_short() -> None:
-    assert len(TEXTS["README.md"].encode()) <= 8_000
-
-
 def test_the_python_of_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,48 +116,11 @@ def test_the_python_of_the_page_runs(
         assert float(capsys.readouterr().out) > 0
 
 
-def shown(page: str, first_words: str) -> list[str]:
-    """The lines of the code block that begins with these words."""
-    (block,) = [text for text in re.findall(r"```\n(.*?)\n```", TEXTS[page], re.DOTALL) if text.startswith(first_words)]
-    return block.splitlines()
-
-
-@pytest.mark.slow
-def test_the_answer_to_the_forum_is_the_one_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Line by line: the page shows a part."""
-    (command,) = [words for words in commands() if "where" in words]
-    monkeypatch.chdir(tmp_path)
-    assert face(*command[3:]) == 0
-    given = iter([line.rstrip() for line in capsys.readouterr().out.splitlines()])
-    assert all(line in given for line in shown("docs/memory.md", "forum_mid: "))
-    assert (tmp_path / "where" / "report.html").exists()
-
-
-@pytest.mark.slow
-def test_the_answer_to_a_budget_is_the_one_shown(tmp_path: Path) -> None:
-    (command,) = [words for words in commands() if "budget=5GiB" in words]
-    done = train(tmp_path, *command[2:], frills=True)
-    assert done.code == 2
-    assert (done.out + done.err).strip().splitlines() == shown("docs/memory.md", "40,158,853 parameters")
-
-
-@pytest.mark.slow
-def test_the_comparison_of_configs_is_the_one_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    (command,) = [words for words in commands() if "slab=0,auto" in words and "memory" in words]
-    assert face(*command[3:]) == 0
-    given = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert "\n".join(given).strip().splitlines() == shown("README.md", "Predicted peak")
-
-
-@pytest.mark.slow
-def test_the_prediction_of_the_main_job_is_the_one_shown(tmp_path: Path) -> None:
-    command = next(words for words in commands() if "model=unet_small" in words and "ckpt=2" in words)
-    done = train(tmp_path, *command[2:], "dry_run=true", frills=True)
-    assert done.code == 0, done.err
-    predicted = [line for line in shown("README.md", "16 cases kept")[1:] if not line.startswith(" ")][:4]
-    assert done.out.splitlines()[-4:] == predicted
+@pytest.mark.parametrize("output", docs_outputs.OUTPUTS, ids=lambda output: f"{output.page} {output.block}")
+def test_an_output_that_a_script_compares_is_that_of_a_command_in_the_pages(output: docs_outputs.Output) -> None:
+    """`python tests/bench/docs_outputs.py` runs the commands and compares what they print, by hand."""
+    assert docs_outputs.block_of(TEXTS[output.page], output.block)
+    assert " ".join(output.command) in " ".join(TEXTS.values()).replace('"', "")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from unet3d.errors import UserError
 from unet3d.report import run_folder
 from unet3d.run.resume import Checkpoints, refuse_other_data
 from unet3d.run.validate import Predictions
-from unet3d.train import checkpoint
+from unet3d.training import checkpoint
 
 KILL = signal.SIGKILL
 # 3 training cases: steps 4 and 5 are within an epoch

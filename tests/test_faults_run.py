@@ -28,7 +28,7 @@ from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, PreparedCase, prepare
 from unet3d.errors import Preempted
 from unet3d.run import run
-from unet3d.train import checkpoint, trainer
+from unet3d.training import checkpoint, trainer
 
 RUN = [*TINY, "steps=6", "eval_every=2", "model.dropout=0.2", "data.root=../phantom", "hydra.run.dir=run"]
 Patch = pytest.MonkeyPatch

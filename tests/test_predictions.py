@@ -30,9 +30,9 @@ from unet3d.report import case_plots, plots
 from unet3d.run import predict, validate
 from unet3d.run.predict import Segmenter
 from unet3d.run.validate import Predictions, evaluate
-from unet3d.train import checkpoint
-from unet3d.train.inference import Predictor
-from unet3d.train.policy import MemoryPolicy
+from unet3d.training import checkpoint
+from unet3d.training.inference import Predictor
+from unet3d.training.policy import MemoryPolicy
 from unet3d.types import Strip
 
 RUN = [*TINY, "data.val_fraction=0.5", "data.root=../phantom", "hydra.run.dir=run"]

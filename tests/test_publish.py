@@ -19,7 +19,7 @@ from unet3d.data.nifti import stem
 from unet3d.errors import NotSaved, SnapshotError, UserError
 from unet3d.report.report import SCORES_TITLE
 from unet3d.run import predict, publish
-from unet3d.train import checkpoint
+from unet3d.training import checkpoint
 
 Capture = pytest.CaptureFixture[str]
 

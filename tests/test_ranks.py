@@ -18,8 +18,8 @@ from training import ROOT, TINY, at_step, records, run, same, send, status, trai
 from unet3d import checks, compose, ranks
 from unet3d.cli import lifecycle
 from unet3d.errors import NotSaved, OutOfMemory, UserError
-from unet3d.train import checkpoint, step, trainer
-from unet3d.train.inference import Predictor
+from unet3d.training import checkpoint, step, trainer
+from unet3d.training.inference import Predictor
 
 PAIRED = [*TINY, "batch=2", "data.phantom.cases=7", "data.val_fraction=0.4"]  # three cases to validate: not even
 SGD = ("optim=sgd", "optim.lr=0.01")
@@ -288,9 +288,9 @@ if rank := os.environ.get("RANK"):
 if os.environ.get("RANK") == "1" and not pathlib.Path("killed").exists():
     class Finder:
         def find_spec(self, name, *_):
-            if name == "unet3d.train.trainer":
+            if name == "unet3d.training.trainer":
                 sys.meta_path.remove(self)
-                from unet3d.train import step
+                from unet3d.training import step
                 refuse, calls = step._refuse_non_finite, []
                 def killed(*of):
                     calls.append(1)

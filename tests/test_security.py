@@ -31,8 +31,8 @@ from unet3d.config import Config
 from unet3d.errors import SnapshotError, UserError
 from unet3d.report import report
 from unet3d.run import predict
-from unet3d.train import checkpoint
-from unet3d.train.inference import Predictor
+from unet3d.training import checkpoint
+from unet3d.training.inference import Predictor
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [ROOT / "train.py", *sorted((ROOT / "unet3d").rglob("*.py"))]

@@ -22,8 +22,8 @@ from unet3d.memory.simulate import simulate
 from unet3d.report.wandb_logger import without_paths
 from unet3d.run import publish
 from unet3d.run.start import Start, class_sources, heads, open_start, with_names
-from unet3d.train import checkpoint, optim
-from unet3d.train.step import train_step
+from unet3d.training import checkpoint, optim
+from unet3d.training.step import train_step
 from unet3d.types import Batch
 
 Capture = pytest.CaptureFixture[str]

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from training import ROOT, TINY, call, train
 
 from unet3d.signals import Stop
-from unet3d.train.policy import MemoryPolicy
-from unet3d.train.step import ignore_mark
-from unet3d.train.trainer import Learner, Trainer
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.step import ignore_mark
+from unet3d.training.trainer import Learner, Trainer
 from unet3d.types import Batch
 
 

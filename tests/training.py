@@ -10,13 +10,15 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pytest
 import torch
+from guards import Guard, are_out
 from PIL import Image
 
 from unet3d import compose, progress
@@ -101,12 +103,14 @@ def start(
 ) -> tuple[BaseProcess, Path]:
     """The same, not waited for."""
     place.mkdir(exist_ok=True)
-    child = SERVER.Process(target=_train, args=(place, arguments, hook, wandb, frills))
+    child = SERVER.Process(target=_train, args=(place, arguments, hook, wandb, frills, are_out()))
     child.start()
     return child, place
 
 
-def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: str, frills: bool) -> None:
+def _train(
+    place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: str, frills: bool, guards_out: Sequence[Guard]
+) -> None:
     multiprocessing.set_start_method("fork", force=True)  # of data workers, as in a program of its own
     os.setpgid(0, 0)
     os.chdir(place)
@@ -118,6 +122,8 @@ def _train(place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: st
     sys.argv = [str(ROOT / "train.py"), *arguments]
     if not frills:
         without_frills()
+    for guard in guards_out:
+        guard.take_out(pytest.MonkeyPatch())
     if hook:
         hook()
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")

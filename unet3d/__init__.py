@@ -8,7 +8,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from unet3d import memory, train
+    from unet3d import memory
+    from unet3d.cli.train import from_python as train
     from unet3d.run.segment import load
 
 __version__ = "0.1.0"
@@ -25,7 +26,7 @@ def __getattr__(name: str) -> "Any":
 
         return memory
     if name == "train":
-        import unet3d.train as train
+        from unet3d.cli.train import from_python
 
-        return train
+        return from_python
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,10 +26,10 @@ from unet3d.data.volume import target_grid
 from unet3d.errors import UserError
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
-from unet3d.train.inference import Predictor
-from unet3d.train.losses import LOSSES, LossOptions, SegmentationLoss
-from unet3d.train.policy import MemoryPolicy, amp_dtype
-from unet3d.train.slab_run import SlabOptions
+from unet3d.training.inference import Predictor
+from unet3d.training.losses import LOSSES, LossOptions, SegmentationLoss
+from unet3d.training.policy import MemoryPolicy, amp_dtype
+from unet3d.training.slab_run import SlabOptions
 
 Read = Callable[[Case], PreparedCase]
 ROWS = 8  # of a slab at least, unless asked for

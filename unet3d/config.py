@@ -25,8 +25,11 @@ def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def losses() -> tuple[str, ...]:
-    """The functions that train/losses.py decorates with `@loss`; its source is parsed, as importing it loads torch."""
-    tree = ast.parse((Path(__file__).parent / "train" / "losses.py").read_text(encoding="utf-8"))
+    """Return the names of the functions that training/losses.py decorates with `@loss`.
+
+    The source is parsed, because importing it would load torch.
+    """
+    tree = ast.parse((Path(__file__).parent / "training" / "losses.py").read_text(encoding="utf-8"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     return tuple(f.name for f in functions if "loss" in map(ast.unparse, f.decorator_list))
 

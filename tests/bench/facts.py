@@ -19,7 +19,7 @@ from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH, LedgerMeter
 from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.simulate import fake_batch, fake_mode
-from unet3d.report.loggers import WIDE, paper, terminal_table
+from unet3d.terminal import WIDE, paper, terminal_table
 from unet3d.types import MIB, Table
 
 

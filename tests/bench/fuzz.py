@@ -44,7 +44,7 @@ from unet3d.files import read_yaml
 from unet3d.report import compare, memory_plots, plots, report
 from unet3d.run import predict
 from unet3d.run.resume import Checkpoints, TrainingState
-from unet3d.train import checkpoint, optim
+from unet3d.training import checkpoint, optim
 
 RUN = ["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"]
 RUN += ["data.phantom.cases=2", "batch=1", "steps=2", "eval_every=1", "workers=0", "hydra.run.dir=run"]

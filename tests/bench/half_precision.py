@@ -24,9 +24,9 @@ from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.memory.meter import STEADY, LedgerMeter
 from unet3d.memory.segments import choose_segments, predict
-from unet3d.report.loggers import WIDE, paper, terminal_table
-from unet3d.train import half_precision, optim
-from unet3d.train.step import Mark, ignore_mark, train_step
+from unet3d.terminal import WIDE, paper, terminal_table
+from unet3d.training import half_precision, optim
+from unet3d.training.step import Mark, ignore_mark, train_step
 from unet3d.types import Batch, Table, mib
 
 ROUNDS = 12

@@ -33,8 +33,8 @@ from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.meter import STEADY, open_meter
 from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import simulate
-from unet3d.train import optim
-from unet3d.train.step import Mark, ignore_mark, train_step
+from unet3d.training import optim
+from unet3d.training.step import Mark, ignore_mark, train_step
 from unet3d.types import MIB, Batch
 
 TIMED = 5  # steps, after STEADY others

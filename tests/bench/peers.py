@@ -27,9 +27,9 @@ from unet3d.config import Config
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter, open_meter
 from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import fake_mode, simulate
-from unet3d.train.losses import SegmentationLoss, dice_ce
-from unet3d.train.policy import MemoryPolicy, amp_dtype
-from unet3d.train.step import train_step
+from unet3d.training.losses import SegmentationLoss, dice_ce
+from unet3d.training.policy import MemoryPolicy, amp_dtype
+from unet3d.training.step import train_step
 from unet3d.types import Batch
 
 WIDTHS = [32, 64, 128, 256]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from unet3d.config import Model
 from unet3d.data.volume import LabelMap
-from unet3d.train.inference import Predictor
-from unet3d.train.policy import MemoryPolicy
+from unet3d.training.inference import Predictor
+from unet3d.training.policy import MemoryPolicy
 from unet3d.types import mib
 
 WINDOW = (64, 64, 64)

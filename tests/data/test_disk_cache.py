@@ -29,7 +29,7 @@ from unet3d.data.cases import Case
 from unet3d.data.disk_cache import DiskCache, key_of
 from unet3d.data.patches import Patches, PreparedCase, crop
 from unet3d.errors import UserError
-from unet3d.train import checkpoint
+from unet3d.training import checkpoint
 from unet3d.types import Batch
 
 SHAPE = (21, 18, 13)

@@ -23,7 +23,7 @@ from unet3d.config import Augment, Config, Data
 from unet3d.data.loader import batches, lost, micro_batches
 from unet3d.data.patches import MAX_CENTRES, Patches, PatchIndex, PreparedCase, choose_centre, crop, foreground, prepare
 from unet3d.errors import LoaderError, UserError
-from unet3d.train import trainer
+from unet3d.training import trainer
 from unet3d.types import IGNORE, Batch
 
 

@@ -23,8 +23,8 @@ from unet3d.data.patches import Patches, PatchIndex, choose_centre, crop
 from unet3d.data.preprocess import Intensity, checked_intensity, intensity_rules, normalise
 from unet3d.errors import UserError
 from unet3d.run.predict import Segmenter
-from unet3d.train import checkpoint
-from unet3d.train.policy import MemoryPolicy
+from unet3d.training import checkpoint
+from unet3d.training.policy import MemoryPolicy
 from unet3d.types import IGNORE
 
 

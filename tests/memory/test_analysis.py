@@ -18,9 +18,9 @@ from unet3d.memory.ledger import CATEGORIES, Ledger
 from unet3d.memory.meter import ENOUGH, LedgerMeter
 from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.tables import sentence
-from unet3d.train.losses import LOSSES, SegmentationLoss
-from unet3d.train.policy import MemoryPolicy
-from unet3d.train.step import train_step
+from unet3d.training.losses import LOSSES, SegmentationLoss
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.step import train_step
 from unet3d.types import Batch
 
 FORUM = ("model=forum_mid", "data.patch=[320,150,26]", "batch=2", "amp=true")

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.memory.ledger import Crossing, ModuleScope, ModuleTracker
 from unet3d.model.unet import UNet3D
-from unet3d.train import slabs
-from unet3d.train.policy import MemoryPolicy
-from unet3d.train.slab_run import SlabOptions
+from unet3d.training import slabs
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.slab_run import SlabOptions
 
 Network = Callable[..., UNet3D]
 

@@ -22,7 +22,7 @@ from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.simulate import cuda_autocast, fake_mode, simulate
 from unet3d.model.unet import UNet3D
 from unet3d.run.resume import TrainingState
-from unet3d.train import optim
+from unet3d.training import optim
 from unet3d.types import MIB
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -9,8 +9,8 @@ from unet3d.config import Config
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEADY, LedgerMeter
 from unet3d.memory.simulate import fake_mode, simulate
-from unet3d.train import optim
-from unet3d.train.step import train_step
+from unet3d.training import optim
+from unet3d.training.step import train_step
 from unet3d.types import Batch
 
 

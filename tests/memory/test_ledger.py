@@ -11,9 +11,9 @@ from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import LedgerMeter
 from unet3d.memory.simulate import fake_mode
 from unet3d.model.unet import UNet3D
-from unet3d.train.losses import SegmentationLoss, dice_ce
-from unet3d.train.policy import MemoryPolicy
-from unet3d.train.step import Mark, ignore_mark, train_step
+from unet3d.training.losses import SegmentationLoss, dice_ce
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.step import Mark, ignore_mark, train_step
 from unet3d.types import Batch
 
 Network = Callable[..., UNet3D]

@@ -8,9 +8,9 @@ import torch
 from unet3d.memory.analysis import by_phase
 from unet3d.memory.meter import STEADY, CudaMeter, LedgerMeter, open_meter
 from unet3d.model.unet import UNet3D
-from unet3d.train.losses import SegmentationLoss, ce
-from unet3d.train.policy import MemoryPolicy
-from unet3d.train.step import PHASES, train_step
+from unet3d.training.losses import SegmentationLoss, ce
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.step import PHASES, train_step
 from unet3d.types import Batch
 
 Network = Callable[..., UNet3D]

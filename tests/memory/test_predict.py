@@ -16,8 +16,8 @@ from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
 from unet3d.memory.preflight import preflight
 from unet3d.memory.segments import choose_segments, predict
 from unet3d.memory.simulate import SegmentStarts, fake_mode, simulate
-from unet3d.train import optim
-from unet3d.train.step import train_step
+from unet3d.training import optim
+from unet3d.training.step import train_step
 from unet3d.types import IGNORE, Batch
 
 VARIANTS = [

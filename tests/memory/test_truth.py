@@ -29,8 +29,8 @@ from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import simulate
-from unet3d.train import optim
-from unet3d.train.step import train_step
+from unet3d.training import optim
+from unet3d.training.step import train_step
 from unet3d.types import Batch
 
 STEPS = 2  # the optimizer's state appears in the first

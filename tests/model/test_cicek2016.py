@@ -14,7 +14,7 @@ from unet3d.data.patches import prepare
 from unet3d.model import geometry
 from unet3d.model.blocks import crop
 from unet3d.model.unet import UNet3D
-from unet3d.train.losses import LossOptions, SegmentationLoss, ce
+from unet3d.training.losses import LossOptions, SegmentationLoss, ce
 from unet3d.types import IGNORE
 
 PATCH = "data.patch=[132,132,116]"

@@ -19,8 +19,8 @@ from unet3d import build, compose
 from unet3d.errors import UserError
 from unet3d.memory.segments import predict
 from unet3d.memory.simulate import simulate
-from unet3d.report import explain, run_folder
-from unet3d.train import optim
+from unet3d.report import explained, run_folder
+from unet3d.training import optim
 
 SHAPE = (1, 1, 16, 16, 16)
 
@@ -95,15 +95,15 @@ def test_it_prints_draws_and_reports(tmp_path: Path) -> None:
     text = str(found)
     assert text.startswith("Own: 267 parameters; input 1x1x16x16x16, float32, on cpu\npredicted peak of a step: ")
     assert max(map(len, text.splitlines())) <= 80 and "backward" in text and "conv" in text
-    assert found.figure(tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
-    page = found.report(tmp_path / "report").read_text()
+    assert explained.draw_layers(found, tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
+    page = explained.write_page(found, tmp_path / "report").read_text()
     assert "Own: input 1x1x16x16x16" in page and f"{found.peak_bytes / 2**20:,.1f} MiB" in page
     memory = json.loads((tmp_path / "report" / "memory.json").read_text())
     assert memory["predicted"]["peak_bytes"] == found.peak_bytes and memory["parameters"] == 267
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STATUS").touch()
     with pytest.raises(UserError, match="holds a run; give a folder of its own"):
-        found.report(tmp_path / "run")
+        explained.write_page(found, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,14 @@ def test_weights_and_images_of_another_type_are_predicted_and_measured() -> None
 
 def test_a_network_of_very_many_layers_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 40  # not 500, which take long to draw
-    for module in (run_folder, explain):
+    for module in (run_folder, explained):
         monkeypatch.setattr(module, "MOST_ITEMS", most)
     layers = [nn.Conv3d(1, 1, 1) for _ in range(most + 20)]
     found = unet3d.memory.predict(
         nn.Sequential(*layers), (1, 1, 4, 4, 4), torch.nn.functional.mse_loss, label=torch.zeros(1, 1, 4, 4, 4)
     )
     assert len(found.layers) > most
-    assert "smaller layers" in found.report(tmp_path).read_text()
+    assert "smaller layers" in explained.write_page(found, tmp_path).read_text()
     rows = json.loads((tmp_path / "memory.json").read_text())["predicted"]["layers"]
     assert len(rows) == most and sum(row["bytes"] for row in rows) == found.peak_bytes
 

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console as Terminal
 from wandb_records import read_run
 
-from unet3d import checks, progress
+from unet3d import checks, progress, terminal
 from unet3d.config import Config, Wandb
 from unet3d.errors import UserError, reason
 from unet3d.report import loggers, wandb_logger
@@ -540,7 +540,7 @@ def test_the_name_of_a_class_is_no_markup_and_no_command() -> None:
 
 def test_a_table_shows_what_would_command_a_terminal_and_keeps_every_language() -> None:
     table = Table(["class\x1b[2J", "näme\x9b1m"], [["日本語 🧠", "a\tb\r\nc\x07"], ["\udcff", "\u202eesrever\u2028"]])
-    text = loggers.plain_text(["a line\x1b[2J\nübung", ("title\x1b]0;x\x07\n", table)], 100)
+    text = terminal.plain_text(["a line\x1b[2J\nübung", ("title\x1b]0;x\x07\n", table)], 100)
     first, second, title, _, head, _, one, other, *_ = text.splitlines()
     assert (first, second, title) == (r"a line\x1b[2J", "übung", r"title\x1b]0;x\x07\n")
     assert head.split() == [r"class\x1b[2J", r"näme\x9b1m"]

@@ -20,7 +20,7 @@ from training import yaml_of
 from unet3d.report import report, run_folder
 from unet3d.report.html import html_table
 from unet3d.report.run_folder import read_run
-from unet3d.train.metrics import CaseScore, csv_text
+from unet3d.training.metrics import CaseScore, csv_text
 
 MIB = 2**20
 SECTIONS: dict[str, set[str]] = {  # of the report, by the file that they show

@@ -8,7 +8,7 @@ import torch
 from unet3d.compose import SNAPSHOTS
 from unet3d.errors import DamagedSnapshot, SnapshotError
 from unet3d.memory.ledger import Ledger
-from unet3d.train import checkpoint
+from unet3d.training import checkpoint
 
 STATE = {"model": {"w": torch.arange(1000.0)}, "step": 3}
 LAST, PREVIOUS = SNAPSHOTS[:2]

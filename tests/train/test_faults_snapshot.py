@@ -23,7 +23,7 @@ from unet3d.cli.lifecycle import hold_folder
 from unet3d.compose import SNAPSHOTS
 from unet3d.errors import NotSaved, UserError
 from unet3d.report import memory_plots
-from unet3d.train import checkpoint
+from unet3d.training import checkpoint
 
 LAST, PREVIOUS = SNAPSHOTS[:2]
 FULL = Path("/dev/full")

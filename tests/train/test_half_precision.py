@@ -15,9 +15,9 @@ from unet3d import build, compose
 from unet3d.memory.meter import open_meter
 from unet3d.memory.segments import choose_segments, predict
 from unet3d.model.unet import UNet3D
-from unet3d.train import half_precision, optim
-from unet3d.train.half_precision import Options, convolutions, is_served, slabs
-from unet3d.train.step import train_step
+from unet3d.training import half_precision, optim
+from unet3d.training.half_precision import Options, convolutions, is_served, slabs
+from unet3d.training.step import train_step
 from unet3d.types import Batch
 
 aten = torch.ops.aten

@@ -14,8 +14,8 @@ from unet3d.data.volume import LabelMap
 from unet3d.memory.ledger import Ledger
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
-from unet3d.train.inference import Predictor, aligned_corners, even_corners, gaussian
-from unet3d.train.policy import MemoryPolicy
+from unet3d.training.inference import Predictor, aligned_corners, even_corners, gaussian
+from unet3d.training.policy import MemoryPolicy
 from unet3d.types import IGNORE, Strip
 
 Network = Callable[..., UNet3D]

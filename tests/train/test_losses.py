@@ -13,8 +13,8 @@ from torch import Tensor
 from unet3d import build
 from unet3d.config import Config
 from unet3d.memory.ledger import Ledger
-from unet3d.train import losses
-from unet3d.train.losses import LOSSES, LossOptions, LossTerm, SegmentationLoss, ce, dice, dice_ce, subsample
+from unet3d.training import losses
+from unet3d.training.losses import LOSSES, LossOptions, LossTerm, SegmentationLoss, ce, dice, dice_ce, subsample
 from unet3d.types import IGNORE
 
 every_loss = pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from unet3d.train.metrics import CaseScore, Labels, Mask, csv_text, hausdorff95, score_case, summarise
+from unet3d.training.metrics import CaseScore, Labels, Mask, csv_text, hausdorff95, score_case, summarise
 
 NAMES = ("background", "left", "right")
 MM = (1.0, 1.0, 1.0)
@@ -226,7 +226,7 @@ def test_csv_has_a_row_a_case_and_leaves_n_a_empty() -> None:
 
 def test_scores_of_overlap_load_neither_torch_nor_monai() -> None:
     code = (
-        "import sys, numpy as np; from unet3d.train.metrics import score_case; a = np.zeros((2, 2, 2), int);"
+        "import sys, numpy as np; from unet3d.training.metrics import score_case; a = np.zeros((2, 2, 2), int);"
         "score_case('a', a, a, 2, (1, 1, 1)); print({'torch', 'monai'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,10 +9,10 @@ from torch import nn
 
 from unet3d.compose import compose
 from unet3d.config import Optim
-from unet3d.train import checkpoint, optim
-from unet3d.train.optim import learning_rate
-from unet3d.train.policy import MemoryPolicy
-from unet3d.train.step import train_step
+from unet3d.training import checkpoint, optim
+from unet3d.training.optim import learning_rate
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.step import train_step
 from unet3d.types import Batch
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from unet3d.memory.meter import open_meter
 from unet3d.model.unet import UNet3D
-from unet3d.train import policy
-from unet3d.train.losses import SegmentationLoss, ce, dice_ce
-from unet3d.train.policy import MemoryPolicy
-from unet3d.train.step import train_step
+from unet3d.training import policy
+from unet3d.training.losses import SegmentationLoss, ce, dice_ce
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.step import train_step
 from unet3d.types import Batch
 
 NORMS = ("instance", "group", "batch", "batch_current")

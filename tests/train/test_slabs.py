@@ -14,9 +14,9 @@ from unet3d.config import Model
 from unet3d.errors import UserError
 from unet3d.memory.simulate import simulate
 from unet3d.model.unet import UNet3D
-from unet3d.train import rows, slab_run
-from unet3d.train.policy import MemoryPolicy
-from unet3d.train.slab_run import SlabOptions
+from unet3d.training import rows, slab_run
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.slab_run import SlabOptions
 
 EXACT = 1e-12  # relative, in float64
 SIZES = (((12, 8, 8), 2), ((11, 9, 13), 4))  # D H W, and along which axis the rows are

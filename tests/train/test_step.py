@@ -8,9 +8,9 @@ from torch import nn
 
 from unet3d.errors import NonFiniteLoss
 from unet3d.model.unet import UNet3D
-from unet3d.train.losses import SegmentationLoss, ce
-from unet3d.train.policy import MemoryPolicy
-from unet3d.train.step import StepResult, ignore_mark, train_step
+from unet3d.training.losses import SegmentationLoss, ce
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.step import StepResult, ignore_mark, train_step
 from unet3d.types import Batch
 
 Network = Callable[..., UNet3D]

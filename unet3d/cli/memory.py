@@ -18,13 +18,13 @@ from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.errors import UserError, escaped, is_out_of_memory, reason
 from unet3d.files import write_csv, write_json, write_text
-from unet3d.memory import analysis, budget, export, tables
+from unet3d.memory import analysis, budget, export, profile, tables
 from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import ENOUGH, STEADY
 from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
 from unet3d.progress import track
-from unet3d.report import explain, memory_plots, report
-from unet3d.report.loggers import WIDE, paper, plain_text, terminal_table
+from unet3d.report import explained, memory_plots, report
+from unet3d.terminal import WIDE, paper, plain_text, terminal_table
 from unet3d.types import Table, budget_bytes, mib, percent
 
 LARGEST = 10  # groups of tensors shown
@@ -71,16 +71,16 @@ def print_module(
     target = build.target(config)
     amp = config.amp and (config.amp_dtype if config.amp_dtype != "auto" else True)
     try:
-        found = [explain.predict(network, shape, amp=amp, device=target)]
+        found = [profile.predict(network, shape, amp=amp, device=target)]
         if measures:
-            found.append(explain.explain(network.to(build.device(config)), shape, amp=amp))
+            found.append(profile.explain(network.to(build.device(config)), shape, amp=amp))
     except (RuntimeError, ValueError, TypeError, ImportError) as error:
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise
         raise _refused(path, f"a step with --input {'x'.join(map(str, shape))} fails", error) from error
     print(*found, sep="\n\n")
     if out is not None:
-        print(escaped(found[-1].report(out)))
+        print(escaped(explained.write_page(found[-1], out)))
 
 
 def _refused(path: str, what: str, error: Exception) -> UserError:

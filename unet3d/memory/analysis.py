@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from unet3d.memory.ledger import CATEGORIES, Ledger, Storage
-from unet3d.train.step import PHASES
+from unet3d.training.step import PHASES
 
 ADAM = 16  # bytes per parameter in float32: weight 4, gradient 4, two moments 8
 Sizes = dict[int | None, set[int]]  # level -> voxels of the maps that convolutions make there

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count
 
-from unet3d.train import slabs
-from unet3d.train.slabs import Observer
+from unet3d.training import slabs
+from unet3d.training.slabs import Observer
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
 CONVOLUTION = torch.ops.aten.convolution.default

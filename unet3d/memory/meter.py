@@ -8,7 +8,7 @@ from torch import Tensor, default_generator, nn
 
 from unet3d.memory.analysis import by_phase, first_and_steady, summarise_ledger
 from unet3d.memory.ledger import Ledger, ModuleTracker
-from unet3d.train.step import PHASES
+from unet3d.training.step import PHASES
 
 STEADY = 3  # measured steps: gradients and optimizer state appear in the first, the third repeats the second
 ENOUGH = 2  # simulated steps for a peak

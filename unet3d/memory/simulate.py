@@ -19,10 +19,10 @@ from unet3d.errors import UserError
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEADY, LedgerMeter
 from unet3d.progress import parts
-from unet3d.train import optim
-from unet3d.train.inference import Predictor
-from unet3d.train.step import train_step
-from unet3d.train.trainer import Learner
+from unet3d.training import optim
+from unet3d.training.inference import Predictor
+from unet3d.training.step import train_step
+from unet3d.training.trainer import Learner
 from unet3d.types import Batch, host_bytes, mib
 
 SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing

@@ -17,7 +17,7 @@ from unet3d.config import Config
 from unet3d.errors import UserError, escaped
 from unet3d.files import write_csv, write_text
 from unet3d.report.html import element, html_page, html_table, picture, section
-from unet3d.report.loggers import NARROW, Loggers, narrow_tables, paper, wandb_loggers
+from unet3d.report.loggers import Loggers, wandb_loggers
 from unet3d.report.plots import (
     OVERLAID,
     Curve,
@@ -32,7 +32,8 @@ from unet3d.report.plots import (
 )
 from unet3d.report.run_folder import KINDS, RunFolder, as_number, read_run
 from unet3d.report.wandb_logger import PATHS
-from unet3d.train.metrics import mean_of
+from unet3d.terminal import NARROW, narrow_tables, paper
+from unet3d.training.metrics import mean_of
 from unet3d.types import Table, mib
 
 MARKS = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them

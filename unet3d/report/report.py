@@ -12,9 +12,9 @@ from unet3d.memory import tables
 from unet3d.report import case_plots, memory_plots, plots
 from unet3d.report.case_scores import METRICS, ROLES, case_table, dice_by_class, shown
 from unet3d.report.html import element, facts, folded, html_page, html_table, picture, section
-from unet3d.report.loggers import NARROW, paper, terminal_table
 from unet3d.report.run_folder import RunFolder, as_number, read_run
-from unet3d.train.metrics import mean_of
+from unet3d.terminal import NARROW, paper, terminal_table
+from unet3d.training.metrics import mean_of
 from unet3d.types import Table, mib
 
 SCORES_TITLE = "Scores on the held-out cases"

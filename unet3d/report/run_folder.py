@@ -64,7 +64,7 @@ def environment(device: "torch.device") -> dict[str, Any]:
     """Versions and the device; nothing that names the machine or its user."""
     import torch
 
-    from unet3d.train.half_precision import emulates_bf16
+    from unet3d.training.half_precision import emulates_bf16
 
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.system()}
     found |= dict.fromkeys(PACKAGES) | {"commit": commit(SOURCE)}

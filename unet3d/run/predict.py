@@ -21,8 +21,8 @@ from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, sav
 from unet3d.data.preprocess import Intensity, normalise
 from unet3d.data.volume import Volume, contradictions, foreign_units, read_volume, to_original
 from unet3d.errors import SnapshotError, UserError
-from unet3d.train import checkpoint
-from unet3d.train.inference import Predictor
+from unet3d.training import checkpoint
+from unet3d.training.inference import Predictor
 from unet3d.types import Strip
 
 Split = dict[str, Any]

@@ -20,7 +20,7 @@ from unet3d.report.report import SCORES_TITLE
 from unet3d.run import predict
 from unet3d.run.predict import TrainedNetworks, split_of
 from unet3d.run.validate import evaluate
-from unet3d.train import checkpoint, metrics
+from unet3d.training import checkpoint, metrics
 
 KEPT = ("model_options", "classes", "channels", "intensity", "step")  # of a snapshot, besides weights and config
 SAME = ("model.", "inference.", "amp", "data.patch", "data.spacing", "data.augment.mirror")  # how a network sees images

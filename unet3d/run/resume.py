@@ -21,7 +21,7 @@ from unet3d.config import Config, Model
 from unet3d.errors import NotSaved, SnapshotError, UserError, escaped, is_out_of_memory
 from unet3d.report import run_folder
 from unet3d.report.loggers import warn
-from unet3d.train import checkpoint, optim
+from unet3d.training import checkpoint, optim
 from unet3d.types import Batch
 
 DatasetFingerprint = dict[str, Any]

@@ -40,9 +40,9 @@ from unet3d.run.resume import BEST, Checkpoints, TrainingState, draw_apart, fing
 from unet3d.run.start import Start
 from unet3d.run.validate import Predictions, evaluate
 from unet3d.signals import Stop
-from unet3d.train import metrics, optim
-from unet3d.train.metrics import CaseScore
-from unet3d.train.trainer import Learner, Trainer
+from unet3d.training import metrics, optim
+from unet3d.training.metrics import CaseScore
+from unet3d.training.trainer import Learner, Trainer
 from unet3d.types import IGNORE, Batch
 
 

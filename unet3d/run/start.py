@@ -18,7 +18,7 @@ from unet3d.model import geometry
 from unet3d.report.loggers import warn
 from unet3d.run import predict
 from unet3d.run.predict import TrainedNetworks
-from unet3d.train import checkpoint, optim
+from unet3d.training import checkpoint, optim
 
 SHOWN = 6  # names of new tensors on a line; init.json has them all
 

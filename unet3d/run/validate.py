@@ -18,8 +18,8 @@ from unet3d.files import from_csv, read_text
 from unet3d.report import case_plots, case_scores
 from unet3d.report.plots import remove_picture
 from unet3d.run.predict import save_prediction
-from unet3d.train.inference import Predictor
-from unet3d.train.metrics import CaseScore, score_case
+from unet3d.training.inference import Predictor
+from unet3d.training.metrics import CaseScore, score_case
 from unet3d.types import IGNORE
 
 Keep = Callable[[Case, LabelMap], None] | None

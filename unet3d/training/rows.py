@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from unet3d.model.blocks import LeanSwish, Swish, crop
-from unet3d.train.half_precision import ONEDNN
+from unet3d.training.half_precision import ONEDNN
 
 Span = tuple[int, int]  # rows from the first to before the second
 Rows = Mapping["Stored", tuple[int, Tensor]]  # of each stored map, the first row and the rows

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint_sequential
 
-from unet3d.train import half_precision, slab_run
-from unet3d.train.slab_run import SlabOptions
+from unet3d.training import half_precision, slab_run
+from unet3d.training.slab_run import SlabOptions
 
 
 @dataclass(frozen=True)

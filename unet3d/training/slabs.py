@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from unet3d.train.rows import Convolved, Node, Normalised, Rows, Span, Statistics, Stored, spread, stored
+from unet3d.training.rows import Convolved, Node, Normalised, Rows, Span, Statistics, Stored, spread, stored
 
 Completion = Callable[[int, int, Tensor], None]  # of the first row, the one after the last, and the rows: changes them
 OfStatistics = dict[nn.Module, tuple[Statistics, list[Tensor]]]  # gradients of a normalisation's mean and 1 / std

@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 
 from unet3d import ranks
 from unet3d.errors import NonFiniteLoss
-from unet3d.train.policy import MemoryPolicy
+from unet3d.training.policy import MemoryPolicy
 from unet3d.types import Batch
 
 PHASES = ("data", "forward", "loss", "backward", "step")

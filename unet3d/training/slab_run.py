@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from unet3d.model.blocks import DoubleConv
 from unet3d.model.unet import UNet3D
-from unet3d.train import slabs
-from unet3d.train.rows import Node, Stored, added, joined, node_of, stored
-from unet3d.train.slabs import Slabs, statistics
+from unet3d.training import slabs
+from unet3d.training.rows import Node, Stored, added, joined, node_of, stored
+from unet3d.training.slabs import Slabs, statistics
 
 
 @dataclass(frozen=True)

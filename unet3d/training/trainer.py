@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from unet3d.train import optim
-from unet3d.train.policy import MemoryPolicy
-from unet3d.train.step import LossFunction, Mark, train_step
+from unet3d.training import optim
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.step import LossFunction, Mark, train_step
 from unet3d.types import Batch
 
 Action = Callable[[], None]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from unet3d import progress
 from unet3d.config import Model
 from unet3d.model import geometry
-from unet3d.train.policy import MemoryPolicy
+from unet3d.training.policy import MemoryPolicy
 from unet3d.types import Strip
 
 Axes = tuple[int, int, int]  # slabs follow one another along the first, strips of a slab along the second

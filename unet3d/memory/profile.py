@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +17,14 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from unet3d.errors import UserError
-from unet3d.files import write_json, write_text
 from unet3d.memory import tables
 from unet3d.memory.meter import STEADY, LedgerMeter, open_meter
 from unet3d.memory.simulate import fake_mode, fake_steps
-from unet3d.report import memory_plots, report
-from unet3d.report.loggers import NARROW, plain_text
-from unet3d.report.run_folder import MOST_ITEMS
-from unet3d.train.losses import SegmentationLoss, dice_ce
-from unet3d.train.policy import MemoryPolicy, amp_dtype
-from unet3d.train.step import LossFunction, train_step
-from unet3d.train.trainer import Learner
+from unet3d.terminal import NARROW, plain_text
+from unet3d.training.losses import SegmentationLoss, dice_ce
+from unet3d.training.policy import MemoryPolicy, amp_dtype
+from unet3d.training.step import LossFunction, train_step
+from unet3d.training.trainer import Learner
 from unet3d.types import Batch, Table, mib
 
 Example = Tensor | Sequence[int]  # an image N C D H W, or its shape
@@ -95,34 +91,6 @@ class Explanation:
         kept = [row for row in self.layers if row in largest]
         rows = [[row["module"], mib(row["bytes"]), f"{row['bytes'] / self.ledger['peak_bytes']:.1%}"] for row in kept]
         yield f"At the peak, the {len(rows)} largest layers in order", Table(["layer", "MiB", "share"], rows)
-
-    def figure(self, path: str | Path) -> Path:
-        """Draw memory at the peak by layer, as PNG, SVG or PDF by the name's ending. Returns the path."""
-        memory_plots.layer_plot(self.ledger, Path(path))
-        return Path(path)
-
-    def report(self, folder: str | Path) -> Path:
-        """Write report.html, figures and memory/ with each allocation into a folder. Returns the page's path."""
-        folder = Path(folder)
-        if any((folder / name).exists() for name in ("STATUS", "metrics.jsonl")):
-            raise UserError(f"{folder}: holds a run; give a folder of its own")
-        folder.mkdir(parents=True, exist_ok=True)
-        words = f"{self.name}: {self.about}"
-        entry = {**self.entry, "ledger": _readable(self.ledger)} if "ledger" in self.entry else _readable(self.entry)
-        write_json(folder / "memory.json", {"rehearsed": words, "parameters": self.parameters, self.kind: entry})
-        write_text(folder / "explained.txt", f"{self}\n")
-        memory_plots.write_ledger_files(self.meter.ledger, self.name, folder)
-        return report.write_report(folder)
-
-
-def _readable(ledger: dict[str, Any]) -> dict[str, Any]:
-    """The figures with no more layers than a report shows: the largest, and the sum of the others."""
-    rows = ledger["layers"]
-    others = sorted(rows, key=lambda row: -row["bytes"])[MOST_ITEMS - 1 :] if len(rows) > MOST_ITEMS else []
-    kept = [row for row in rows if row not in others]
-    sums = {name: sum(row[name] for row in others) for name in rows[0] if name not in ("module", "level")}
-    rest = {"module": f"{len(others)} smaller layers", "level": None, **sums}
-    return {**ledger, "layers": [*kept, *[rest] * bool(others)]}
 
 
 def explain(

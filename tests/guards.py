@@ -1,0 +1,67 @@
+"""Guards taken out at run time: proof that a test can fail.
+
+`@without(target, by)` runs a test a second time, in which the name `target` means `by`; that run must fail. The target
+is a public name of the package or of a library where the package uses it, such as "unet3d.files.os.fsync". Trainings
+that the test starts by `training.train` run without the guard, too.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+
+
+class Guard(NamedTuple):
+    """A name and what it means while the guard is out; `by` is a function of a module, so that processes can get it."""
+
+    target: str
+    by: object
+    only: str  # part of the ids of those parameters for which the guard matters
+
+    def take_out(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(self.target, self.by)
+
+
+_out: list[Guard] = []
+
+
+def without(target: str, by: object, only: str = "") -> pytest.MarkDecorator:
+    """Mark a test to run again without a guard. `only`: with parameters whose id contains this, and no others."""
+    return pytest.mark.without(Guard(target, by, only))
+
+
+def are_out() -> Sequence[Guard]:
+    """Return the guards that are out now."""
+    return tuple(_out)
+
+
+@contextmanager
+def taken_out(guard: Guard) -> Iterator[None]:
+    """Replace the guard's target within."""
+    with pytest.MonkeyPatch.context() as patch:
+        guard.take_out(patch)
+        _out.append(guard)
+        try:
+            yield
+        finally:
+            _out.remove(guard)
+
+
+def nothing(*_: object, **__: object) -> None:
+    """Do nothing, in place of a function that guards by what it does or raises."""
+
+
+def no(*_: object, **__: object) -> bool:
+    """Return False, in place of a check."""
+    return False
+
+
+def yes(*_: object, **__: object) -> bool:
+    """Return True, in place of a check."""
+    return True
+
+
+def unchanged(value: object, *_: object, **__: object) -> object:
+    """Return the first argument, in place of a function that cleans it."""
+    return value

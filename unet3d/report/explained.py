@@ -1,0 +1,48 @@
+"""Figures and a page of an `Explanation`, which `unet3d.memory.explain` and `unet3d.memory.predict` return."""
+
+from pathlib import Path
+from typing import Any
+
+from unet3d.errors import UserError
+from unet3d.files import write_json, write_text
+from unet3d.memory.profile import Explanation
+from unet3d.report import memory_plots, report
+from unet3d.report.run_folder import MOST_ITEMS
+
+
+def draw_layers(explanation: Explanation, path: str | Path) -> Path:
+    """Draw memory at the peak by layer, as PNG, SVG or PDF by the name's ending. Returns the path."""
+    memory_plots.layer_plot(explanation.ledger, Path(path))
+    return Path(path)
+
+
+def write_page(explanation: Explanation, folder: str | Path) -> Path:
+    """Write report.html, figures and memory/ with each allocation into a folder. Returns the page's path.
+
+    Raises UserError if the folder holds a run.
+    """
+    folder = Path(folder)
+    if any((folder / name).exists() for name in ("STATUS", "metrics.jsonl")):
+        raise UserError(f"{folder}: holds a run; give a folder of its own")
+    folder.mkdir(parents=True, exist_ok=True)
+    readable = _readable(explanation.ledger)
+    entry = {**explanation.entry, "ledger": readable} if "ledger" in explanation.entry else readable
+    memory = {
+        "rehearsed": f"{explanation.name}: {explanation.about}",
+        "parameters": explanation.parameters,
+        explanation.kind: entry,
+    }
+    write_json(folder / "memory.json", memory)
+    write_text(folder / "explained.txt", f"{explanation}\n")
+    memory_plots.write_ledger_files(explanation.meter.ledger, explanation.name, folder)
+    return report.write_report(folder)
+
+
+def _readable(ledger: dict[str, Any]) -> dict[str, Any]:
+    """The figures with no more layers than a report shows: the largest, and the sum of the others."""
+    rows = ledger["layers"]
+    others = sorted(rows, key=lambda row: -row["bytes"])[MOST_ITEMS - 1 :] if len(rows) > MOST_ITEMS else []
+    kept = [row for row in rows if row not in others]
+    sums = {name: sum(row[name] for row in others) for name in rows[0] if name not in ("module", "level")}
+    rest = {"module": f"{len(others)} smaller layers", "level": None, **sums}
+    return {**ledger, "layers": [*kept, *[rest] * bool(others)]}

@@ -1,0 +1,1 @@
+"""The training step, what it trains with, and what saves its memory."""
