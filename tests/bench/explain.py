@@ -22,9 +22,9 @@ from torch.optim import AdamW
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from allocator import Events, recorded
-from unet3d.report.explain import segmentation_loss
 
 import unet3d.memory
+from unet3d.memory.profile import segmentation_loss
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
 from unet3d.types import Batch, mib
