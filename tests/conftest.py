@@ -1,6 +1,7 @@
 """Shared by all tests: small models, and one thread, so that results do not depend on the machine's cores."""
 
 import io
+import math
 import os
 import signal
 import subprocess
@@ -67,6 +68,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 
 composed = cache(compose.compose)
+progress.FIRST_LINE = math.inf  # a slow machine prints no more than a fast one
 torch.set_num_threads(1)  # these nets are too small to share; threads that wait for each other take minutes
 
 

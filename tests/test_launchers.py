@@ -2,59 +2,24 @@
 
 import csv
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
+from guards import nothing, without
+from jobs import SITE, sweep_of
 from slurm import one_node
-from training import ROOT, TINY, records, run, status
+from training import ROOT, TINY, records, status, train
 
 from unet3d.cli import lifecycle, sweep
 from unet3d.cli import train as cli_train
 from unet3d.errors import UserError
 
-THREE = [*TINY, "data.root=../a,../file,../b"]  # job 1 cannot make its phantoms
-QUICK = f"""
-import os, signal, sys
-if any("hydra.run.dir" in word for word in sys.orig_argv):
-    sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-    import training
-    training.without_frills()
-    {{}}
-"""
-WAITING = """
-    import contextlib
-    from pathlib import Path
-    from unet3d import signals
-    stopping = signals.stopping
-    def stop_all():
-        parent = int(Path(f"/proc/{{os.getppid()}}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(parent, signal.SIGTERM)
-    @contextlib.contextmanager
-    def waiting():
-        with stopping() as stop:
-            {}; signal.pause()
-            yield stop
-    signals.stopping = waiting
-"""
-ONCE = """
-    def once():
-        if not os.path.exists("signalled"):
-            open("signalled", "w").close()
-            arrived, wakeup = os.pipe()
-            os.set_blocking(wakeup, False)
-            signal.set_wakeup_fd(wakeup)
-            {}
-            os.read(arrived, 1)  # waits for the signal
-    if {}:
-        training.call(training.Loggers, "scalars", 2, once)
-"""
-JOB_2 = "'data.root=../b' in sys.orig_argv"
-SLURM = "os.system('scancel --signal={} $SLURM_JOB_ID')"  # to all processes of the step
+THREE = [*TINY, "data.root=../a,../file,../b"]  # job 1 fails
 
 
 def installed(launcher: str) -> pytest.MarkDecorator:
@@ -63,51 +28,53 @@ def installed(launcher: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not is_here, reason=f"hydra-{launcher}-launcher is not installed: pip install -e .[test]")
 
 
-def swept(place: Path, *words: str, hook: str = "") -> subprocess.CompletedProcess[str]:
-    """A sweep to `place`/sweep, of jobs that predict and report nothing."""
+def swept(place: Path, *words: str, job: str, environment: dict[str, str] | None = None) -> CompletedProcess[str]:
+    """A sweep to `place`/sweep, beside whose folder are two files."""
     place.mkdir(exist_ok=True)
     (place.parent / "file").touch()
-    (place / "sitecustomize.py").write_text(QUICK.format(hook.strip()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(place))
-        patch.setenv("WANDB_MODE", "disabled")
-        return run("-m", *words, "hydra.sweep.dir=sweep", cwd=place, patience=500)
+    (place.parent / "other_file").touch()
+    return sweep_of(place, *words, job=job, environment=environment)
 
 
-def check_three(done: subprocess.CompletedProcess[str], folder: Path) -> None:
-    """One table, three STATUS, the exit code of the job that failed."""
-    assert done.returncode == 2, done.stderr
-    assert done.stdout.count("Comparison of 3 runs") == 1
+def check_jobs(done: CompletedProcess[str], folder: Path, codes: tuple[int, ...] = (0, 2, 0)) -> None:
+    """One table, each job's STATUS, the exit code of those that failed."""
+    assert done.returncode == max(codes), done.stderr
     with (folder / "compare.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["run"], row["status"].partition(":")[0]) for row in rows] == [
-        *(("0", "done"), ("1", "failed"), ("2", "done"))
-    ]
-    ends = [status(folder / str(job)).splitlines()[-1] for job in range(3)]
-    assert ends == ["exit code 0", "exit code 2", "exit code 0"]
+    ends = ["failed" if code else "done" for code in codes]
+    assert [(row["run"], row["status"].partition(":")[0]) for row in rows] == [*zip("012", ends, strict=True)]
+    lines = [status(folder / str(job)).splitlines()[-1] for job in range(3)]
+    assert lines == [f"exit code {code}" for code in codes]
+    assert done.stdout.count("run 1 failed") == 1, "one table"
 
 
-def check_requeued(done: subprocess.CompletedProcess[str], folder: Path, name: str) -> None:
-    """As `check_three`; job 2 was stopped once, and took each step once."""
-    check_three(done, folder)
+def check_requeued(done: CompletedProcess[str], folder: Path, name: str) -> None:
+    """As `check_jobs`; job 2 was stopped once, and took each step once."""
+    check_jobs(done, folder)
     assert [record["step"] for record in records(folder / "2") if "train/loss" in record] == [1, 2, 3, 4]
     logs = "".join(path.read_text() for path in folder.glob(".submitit/*/*_log.*"))
-    assert logs.count(f"stopped by {name} after step 2 of 4; to go on") == logs.count("Requeued job") == 1
+    assert logs.count(f"resume={folder / '2'}") == logs.count("Requeued job") == 1
+    (said,) = [line for line in logs.splitlines() if f"resume={folder / '2'}" in line]
+    assert name in said
 
 
 @installed("joblib")
 def test_joblib_runs_every_job_whatever_becomes_of_one(tmp_path: Path) -> None:
-    done = swept(tmp_path / "place", *THREE, "steps=2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    check_three(done, tmp_path / "place" / "sweep")
+    """Of two processes each has a job that fails, and then one of them another."""
+    place = tmp_path / "place"
+    place.mkdir()
+    os.mkfifo(place / "meeting")
+    words = [*TINY, "data.root=../file,../other_file,../b", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    check_jobs(swept(place, *words, job="meets_another"), place / "sweep", codes=(2, 2, 0))
 
 
 @installed("submitit")
+@pytest.mark.slow
 def test_submitit_runs_every_job_and_one_that_it_requeues_goes_on_in_its_folder(tmp_path: Path) -> None:
     """Job 2 and the process that started it get SIGUSR2 in its second step; it is saved, requeued and completed."""
-    act = "for process in (os.getpid(), os.getppid()): os.kill(process, signal.SIGUSR2)"
-    hook = ONCE.format(act, JOB_2)
-    done = swept(tmp_path / "place", *THREE, "hydra/launcher=submitit_local", hook=hook)
-    check_requeued(done, tmp_path / "place" / "sweep", "SIGUSR2")
+    place = tmp_path / "place"
+    done = swept(place, *THREE, "hydra/launcher=submitit_local", job="signalled_by(jobs.signal_with_parent, '2')")
+    check_requeued(done, place / "sweep", "SIGUSR2")
 
 
 @pytest.fixture
@@ -128,10 +95,8 @@ def test_slurm_runs_every_job_and_one_that_it_requeues_goes_on_in_its_folder(
 ) -> None:
     """Job 2 asks Slurm for the signal that comes before a time limit; Slurm requeues it after two minutes."""
     words = ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=1"]
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in slurm.items():
-            patch.setenv(name, value)
-        done = swept(tmp_path / "place", *THREE, *words, hook=ONCE.format(SLURM.format("USR2"), JOB_2))
+    job = "signalled_by(jobs.scancel('USR2'), '2')"
+    done = swept(tmp_path / "place", *THREE, *words, job=job, environment=slurm)
     check_requeued(done, tmp_path / "place" / "sweep", "SIGUSR2")
 
 
@@ -141,8 +106,7 @@ def test_a_job_script_that_slurm_signals_and_requeues_is_completed_in_its_folder
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
     """The script of docs/running.md; it ends twice: by SIGUSR1 in its second step, and once it is done."""
-    code = QUICK.format(ONCE.format(SLURM.format("USR1"), "True").strip())
-    (tmp_path / "sitecustomize.py").write_text(code)
+    (tmp_path / "sitecustomize.py").write_text(SITE.format("signalled_by(jobs.scancel('USR1'))"))
     words = " ".join([*TINY, "wandb.mode=disabled", "hydra.run.dir=run", "resume=auto", "requeue=true"])
     (tmp_path / "job.sh").write_text(
         f"#!/bin/bash\n#SBATCH --requeue --open-mode=append\nsrun {sys.executable} {ROOT / 'train.py'} {words}\n"
@@ -153,7 +117,8 @@ def test_a_job_script_that_slurm_signals_and_requeues_is_completed_in_its_folder
     wait = ["srun", f"--dependency=afterany:{number}", "true"]  # a requeued job has not ended
     subprocess.run(wait, cwd=tmp_path, env=slurm, check=True, capture_output=True, timeout=500)
     assert status(tmp_path / "run") == "done\nexit code 0\n", (tmp_path / "log").read_text()
-    assert "stopped by SIGUSR1 after step 2 of 4; to go on" in (tmp_path / "log").read_text()
+    (said,) = [line for line in (tmp_path / "log").read_text().splitlines() if "SIGUSR1" in line]
+    assert f"resume={tmp_path / 'run'}" in said
     assert [record["step"] for record in records(tmp_path / "run") if "train/loss" in record] == [1, 2, 3, 4]
 
 
@@ -162,22 +127,24 @@ def test_a_job_script_that_slurm_signals_and_requeues_is_completed_in_its_folder
 def test_a_sweep_that_is_stopped_ends_its_jobs_in_good_order_and_begins_no_other(jobs: str, tmp_path: Path) -> None:
     """Of two processes. The last job to begin signals the sweep's own process alone, and all jobs wait."""
     begun = min(2, jobs.count(",") + 1)
-    hook = WAITING.format(f"os.mkdir(f'begun{{os.getpid()}}'); len([*Path().glob('begun*')]) == {begun} and stop_all()")
-    done = swept(tmp_path, *TINY, jobs, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", hook=hook)
+    words = [*TINY, jobs, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    done = swept(tmp_path, *words, job=f"stops_all({begun})")
     assert done.returncode == 75, done.stderr
-    assert "sweep interrupted; to go on: the same command with resume=auto hydra.sweep.dir=" in done.stderr
+    assert f"resume=auto hydra.sweep.dir={tmp_path / 'sweep'}" in done.stderr
     assert "error: hydra/launcher=joblib" not in done.stderr, "one of its processes was ended"
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.name.isdecimal()) == [*"01"][:begun]
     for job in range(begun):
-        assert status(tmp_path / "sweep" / str(job)).startswith("stopped by SIGTERM; there is no snapshot yet")
+        text = status(tmp_path / "sweep" / str(job))
+        assert text.startswith("stopped") and "SIGTERM" in text and "resume=" not in text
 
 
+@without("unet3d.cli.lifecycle.refuse_used", nothing)
 def test_a_sweep_goes_on_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = [*TINY, "seed=0,1", "hydra.sweep.dir=sweep", "-m"]
     (tmp_path / "sweep" / "1" / "checkpoints").mkdir(parents=True)
     (tmp_path / "sweep" / "1" / "checkpoints" / "last.pt").touch()
-    with pytest.raises(UserError, match=r"sweep/1: holds a run already; choose another folder, or resume it$"):
+    with pytest.raises(UserError, match=r"^\S*sweep/1: .*\bresume\b"):
         sweep.plan(words)
     jobs = sweep.plan([*words, "resume=auto"])
     assert [(job.config.seed, job.folder) for job in jobs] == [(n, tmp_path / "sweep" / str(n)) for n in range(2)]
@@ -196,35 +163,39 @@ def test_the_sweep_of_an_experiment_goes_on_with_all_its_jobs(flags: list[str], 
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("words", "parts"),
     [
-        (["resume=auto"], r"resume=auto: goes on in the folder of a sweep; name it: hydra.sweep.dir=runs/a"),
-        (["resume=runs/a"], r"resume=FOLDER and requeue=true are for one run; a sweep goes on with resume=auto .*"),
-        (["requeue=true"], r"resume=FOLDER and requeue=true are for one run; .* hydra/launcher=slurm requeues .*"),
-        (["hydra.sweep.subdir=a"], r"/.*/a: would be the folder of two jobs; leave out hydra.sweep.subdir"),
+        (["resume=auto"], ["resume=auto: ", "hydra.sweep.dir=runs/a"]),
+        (["resume=runs/a"], ["resume=FOLDER", "resume=auto hydra.sweep.dir=FOLDER"]),
+        (["requeue=true"], ["requeue=true", "hydra/launcher=slurm"]),
+        (["hydra.sweep.subdir=a"], ["/a: ", "hydra.sweep.subdir"]),
     ],
 )
 def test_a_sweep_that_cannot_be_is_one_line(
-    words: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         sweep.plan(["seed=0,1", *words])
-    assert re.fullmatch(line, str(caught.value)) and list(tmp_path.iterdir()) == []
+    text = str(caught.value)
+    assert all(part in text for part in parts) and "\n" not in text, text
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("launcher", "package"),
     [("joblib", "joblib"), ("submitit_local", "submitit"), ("submitit_slurm", "submitit"), ("slurm", "submitit")],
 )
+@without("unet3d.compose.LAUNCHERS", {}, only="joblib-joblib")
 def test_a_launcher_that_is_not_installed_is_one_line(launcher: str, package: str, tmp_path: Path) -> None:
-    code = "import sys; sys.modules['hydra_plugins'] = None; from unet3d.cli import train; sys.exit(train.main())"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        done = run("-m", "seed=0,1", f"hydra/launcher={launcher}", cwd=tmp_path, code=code)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.endswith(f": is not installed; pip install hydra-{package}-launcher\n")
-    assert list(tmp_path.iterdir()) == []
+    done = train(tmp_path / "place", "-m", "seed=0,1", f"hydra/launcher={launcher}", hook=without_plugins)
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert f"pip install hydra-{package}-launcher" in done.err
+    assert {path.name for path in (tmp_path / "place").iterdir()} == {"out", "err"}
+
+
+def without_plugins() -> None:
+    sys.modules["hydra_plugins"] = None  # type: ignore[assignment]
 
 
 def test_a_job_that_never_began_is_a_row_that_says_so(
@@ -245,15 +216,13 @@ def test_a_job_that_never_began_is_a_row_that_says_so(
                 lifecycle.write_end(job.folder, *end)
 
     assert sweep.run(jobs, launch) == 2
-    captured = capsys.readouterr()
-    assert (
-        captured.out.count("Comparison of 4 runs") == 1
-        and status(jobs[2].folder) == "failed: did not begin\nexit code 1\n"
-    )
-    assert captured.err.splitlines() == [
-        f"{jobs[1].folder}: the job was lost, or still runs",
-        f"{jobs[2].folder}: the job did not begin",
-    ]
+    text = status(jobs[2].folder)
+    assert text.startswith("failed: ") and text.endswith("\nexit code 1\n")
+    with (tmp_path / "sweep" / "compare.csv").open() as file:
+        rows = [row["status"].partition(":")[0] for row in csv.DictReader(file)]
+    assert rows == ["done", "running", "failed", "done"]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [str(job.folder) for job in jobs[1:3]]
 
 
 def test_a_launcher_that_fails_is_one_line_and_leaves_no_table(
@@ -266,5 +235,5 @@ def test_a_launcher_that_fails_is_one_line_and_leaves_no_table(
         raise RuntimeError("sbatch: error: invalid\npartition")
 
     assert sweep.run(jobs, launch) == 1 and list(tmp_path.iterdir()) == []
-    line = "error: hydra/launcher=basic: RuntimeError: sbatch: error: invalid partition\n"
+    line = "error: hydra/launcher=basic: RuntimeError: sbatch: error: invalid partition\n"  # the queue's own words
     assert capsys.readouterr() == ("", line)

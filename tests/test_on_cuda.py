@@ -1,12 +1,18 @@
 """The measurements of `tests/bench/on_cuda.py`, rehearsed on the CPU with tiny networks in real processes."""
 
+import importlib
+import itertools
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from training import SERVER
 
 SCRIPT = Path(__file__).parent / "bench" / "on_cuda.py"
 ROWS = 4  # of a rehearsal: memory, network, lever, shares
@@ -14,53 +20,84 @@ ROWS = 4  # of a rehearsal: memory, network, lever, shares
 
 class Done(NamedTuple):
     code: int
-    err: str
     cells: list[list[str]]  # of the Markdown file's tables, without their heads
 
 
-def measured(folder: Path, *words: str) -> Done:
-    """A rehearsal in a folder, or what else `words` ask for."""
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent.parent.parent), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(SCRIPT), *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    page = folder / "on_cuda.md"
-    lines = page.read_text().splitlines() if page.exists() else []
-    rows = [line for line in lines if line.startswith("| ") and not line.startswith(("| config |", "|---"))]
-    return Done(done.returncode, done.stderr, [line.strip("| ").split(" | ") for line in rows])
+@pytest.fixture
+def rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """`python tests/bench/on_cuda.py --device cpu WORDS`, in this process."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.chdir(tmp_path)
+    script = importlib.import_module(SCRIPT.stem)
+
+    def measured(*words: str) -> Done:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--device", "cpu", *words])
+        code = script.main()
+        lines = (tmp_path / "on_cuda.md").read_text().splitlines()
+        rows = [line for line in lines if line.startswith("| ") and not line.startswith(("| config |", "|---"))]
+        return Done(code, [line.strip("| ").split(" | ") for line in rows])
+
+    return measured
+
+
+@pytest.fixture
+def forked_rows(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is forked from the server that has torch loaded, in the place of an interpreter of its own."""
+    place, numbers = tmp_path_factory.mktemp("rows"), itertools.count()
+
+    def fork(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        number = next(numbers)
+        printed = [place / f"{number}.{name}" for name in ("out", "err")]
+        child = SERVER.Process(target=run_script, args=(command[1:], *printed))
+        child.start()
+        child.join()
+        out, err = (path.read_text() for path in printed)
+        return subprocess.CompletedProcess(command, child.exitcode or 0, out, err)
+
+    monkeypatch.setattr(subprocess, "run", fork)
+
+
+def run_script(words: list[str], *printed: Path) -> None:
+    for number, path in enumerate(printed, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    torch.set_num_threads(1)
+    sys.argv = words
+    sys.path.insert(0, str(SCRIPT.parent))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_row_that_fails_is_a_line_and_the_others_go_on(tmp_path: Path) -> None:
-    done = measured(tmp_path, "--device", "cpu", "--also", "model=unet_tiny nope=true", "--at-once", "2")
-    assert done.code == 1, done.err
+@pytest.mark.usefixtures("forked_rows")
+def test_a_row_that_fails_is_a_line_and_the_others_go_on(rehearse: Callable[..., Done], tmp_path: Path) -> None:
+    done = rehearse("--also", "model=unet_tiny nope=true", "--at-once", "2")
     (failed, memory, network, lever, shares) = done.cells
-    assert failed == [
-        "model=unet_tiny nope=true",
-        "failed: nope: no such option; python train.py --help lists them all",
-    ]
+    assert done.code == 1 and failed[0] == "model=unet_tiny nope=true"
+    assert failed[1].startswith("failed: nope: ") and "--help" in failed[1], "its last line"
     tensors, requested, error = memory[1:4]
     assert (tensors, error) == (requested, "+0.00%"), "the prediction is the ledger's"
     assert network[0] == "unet3d model=unet" and network[2] == lever[2] == "1.000"
     assert float(network[1]) > 0 and float(lever[1]) > 0
     assert 0 < float(shares[1].strip("%")) < 100 and shares[2].count("%") == 5
     page = (tmp_path / "on_cuda.md").read_text()
-    assert page.startswith("# Rehearsal on the CPU") and "cuDNN" in page
+    assert "CPU" in page.splitlines()[0] and "cuDNN" in page
     assert sorted(path.name for path in tmp_path.iterdir()) == ["on_cuda.md"]
 
 
-def test_what_the_deadline_cuts_off_is_listed_as_not_run(tmp_path: Path) -> None:
-    done = measured(tmp_path, "--device", "cpu", "--deadline", "0")
-    assert done.code == 0, done.err
-    assert [row[1] for row in done.cells] == ["not run: the deadline was reached"] * ROWS
+def test_what_the_deadline_cuts_off_is_listed_as_not_run(rehearse: Callable[..., Done]) -> None:
+    done = rehearse("--deadline", "0")
+    assert done.code == 0
+    assert [row[1].partition(":")[0] for row in done.cells] == ["not run"] * ROWS
 
 
-def test_a_row_past_its_limit_failed(tmp_path: Path) -> None:
-    done = measured(tmp_path, "--device", "cpu", "--limit", "0")
-    assert done.code == 1, done.err
-    assert [row[1] for row in done.cells] == ["failed: ran past its limit of 0 s"] * ROWS
+def test_a_row_past_its_limit_failed(rehearse: Callable[..., Done]) -> None:
+    done = rehearse("--limit", "0")
+    assert done.code == 1
+    assert [(row[1].partition(":")[0], " 0 s" in row[1]) for row in done.cells] == [("failed", True)] * ROWS
 
 
 def test_without_a_gpu_it_says_so_in_a_line(tmp_path: Path) -> None:
-    done = measured(tmp_path)
-    assert (done.code, done.cells) == (2, [])
-    assert done.err == "this torch sees no CUDA device: nothing is verified here\n"
+    """As a program of its own."""
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent.parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, str(SCRIPT)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "CUDA" in done.stderr
+    assert list(tmp_path.iterdir()) == []

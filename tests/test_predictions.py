@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import re
 import shutil
 import signal
 import weakref
@@ -120,10 +121,8 @@ def test_a_run_predicts_and_reads_each_case_once_a_validation(whole: Path) -> No
     "options",
     [
         [],
-        ["data.spacing=[1.5,1.5,2]"],
-        ["data.sparse=[3,3,3]", "data.semi=true", "data.val_fraction=0.2"],
-        ["optim.average=0.5", "inference.mirror=true"],
-        ["data.cache=off", "data.ignore=3"],
+        ["data.spacing=[1.5,1.5,2]", "optim.average=0.5", "inference.mirror=true"],
+        ["data.sparse=[3,3,3]", "data.semi=true", "data.val_fraction=0.2", "data.cache=off", "data.ignore=3"],
     ],
     ids=lambda options: "".join(options[:1]),
 )
@@ -154,16 +153,13 @@ def test_a_run_ended_within_its_last_validation_makes_all_of_it_again(
     assert times(place / "ended", "second")[0] == 2
 
 
-@pytest.mark.parametrize("lost", [1, 2])
-def test_a_disk_that_is_full_as_label_maps_are_written_is_one_line_and_loses_no_score(
-    lost: int, place: Path, whole: Path
-) -> None:
+def test_a_disk_that_is_full_as_label_maps_are_written_is_one_line_and_loses_no_score(place: Path, whole: Path) -> None:
     """A run that is resumed makes the map that is missing, and the pictures."""
-    where = place / f"full{lost}"
-    done = train(where, *RUN, hook=functools.partial(lasting, "first", lost, fill_the_disk))
+    where = place / "full"
+    done = train(where, *RUN, hook=functools.partial(lasting, "first", 2, fill_the_disk))
     folder = where / "run"
     assert done.code == 2 and done.err.count("\n") == 1, done.err
-    assert ".nii.gz: not saved (No space left on device); make room; to go on: python train.py resume=" in done.err
+    assert re.search(r"\.nii\.gz: .*No space left on device.*python train\.py resume=", done.err)
     assert (folder / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes()
     kept = {path.name: path.stat().st_mtime_ns for path in (folder / "predictions").iterdir()}
     assert len(kept) == 1 and records(folder) == records(whole)
@@ -177,7 +173,7 @@ def test_memory_that_runs_out_as_a_label_map_is_made_loses_no_score(place: Path,
     """Its grid may be far larger than the one that is scored."""
     done = train(place / "large", *RUN, hook=functools.partial(lasting, "large", 1, run_out))
     folder = place / "large" / "run"
-    assert done.code == 5 and done.err.startswith("out of memory: MemoryError;"), done.err
+    assert done.code == 5 and "MemoryError" in done.err, done.err
     assert (folder / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes() and len(maps(folder)) == 1
 
 
@@ -300,8 +296,12 @@ def test_predict_writes_probabilities_on_request_and_replaces_neither_file_unask
     assert np.allclose(found.sum(-1), 1, atol=1e-5) and np.array_equal(found.argmax(-1), stored.dataobj)
     (tmp_path / "out" / path.name).unlink()
     capsys.readouterr()
-    assert face(*words) == 0 and capsys.readouterr().out == f"{tmp_path / 'out' / path.name}\n1 label map written\n"
-    assert face(*words) == 0 and ".nii.gz: exists, left alone" in capsys.readouterr().out
+    assert face(*words) == 0
+    line, count = capsys.readouterr().out.splitlines()
+    assert line == str(tmp_path / "out" / path.name) and re.match(r"1\b", count)
+    assert face(*words) == 0
+    line, _ = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{tmp_path / 'out' / path.name}: ") and "--overwrite" in line
     assert face(*words, "--overwrite") == 0 and (tmp_path / "out" / path.name).read_bytes() == maps(whole)[path.name]
 
 
@@ -346,7 +346,7 @@ def test_shards_are_disjoint_and_complete_and_one_that_was_killed_writes_what_is
             files_of(sorted(p.name for p in scans)[int(shard[0]) + 3])[1],
         }
         capsys.readouterr()
-        assert face(*own) == 0 and capsys.readouterr().out.count(": exists, left alone") == 1
+        assert face(*own) == 0 and capsys.readouterr().out.count("--overwrite") == 1
         after = written(out)
         assert len(after) - len(done) == 2 * count and before.items() <= after.items() and done.items() <= after.items()
         done = after
@@ -386,7 +386,5 @@ def test_a_shard_is_the_same_cases_in_whatever_order_the_files_are_named(scans: 
 @pytest.mark.parametrize("shard", ["3/3", "a/b", "0/0", "1", "-1/2", "1/2/3", "", "²/3", "0/" + "9" * 5000])
 def test_a_shard_that_is_no_part_is_one_line(shard: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert face("predict", "no.pt", "in", "-o", "out", f"--shard={shard}") == 2
-    assert (
-        capsys.readouterr().err
-        == f"error: --shard {shard}: is no part; give i/n, part i of n, from 0 on: 0/3, 1/3 or 2/3\n"
-    )
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: --shard {shard}: ") and "0/3" in line and line.count("\n") == 1

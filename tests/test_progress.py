@@ -1,7 +1,9 @@
 """Progress: a bar on a terminal, plain lines elsewhere, nothing for what is quick."""
 
 import io
+import re
 import sys
+from itertools import chain, groupby
 from pathlib import Path
 
 import nibabel as nib
@@ -15,16 +17,24 @@ from unet3d.data.cases import Case
 from unet3d.progress import Counter
 from unet3d.run.validate import evaluate
 
+Line = tuple[str, list[str]]  # what is counted, and the numbers behind it
 
-def printed(total: int | None, seconds: list[float]) -> list[str]:
-    """The plain lines of a counter that advances at these times."""
+
+def lines(text: str) -> list[Line]:
+    """Return the lines of counters: "reading: 1 of 4, about 6 s left" as ("reading", ["1", "4", "6"])."""
+    parts = [line.partition(": ") for line in text.splitlines()]
+    return [(what, re.findall(r"\d+(?::\d+)*", rest)) for what, _, rest in parts]
+
+
+def printed(total: int | None, seconds: list[float]) -> list[Line]:
+    """Return the plain lines of a counter that advances at these times."""
     file, times = io.StringIO(), [0.0]
     counter = Counter("validation", total, Terminal(file=file, width=40), clock=lambda: times[-1])
     for now in seconds:
         times.append(now)
         counter.advance()
     counter.close()
-    return file.getvalue().splitlines()
+    return lines(file.getvalue())
 
 
 def test_quick_work_prints_nothing() -> None:
@@ -33,11 +43,11 @@ def test_quick_work_prints_nothing() -> None:
 
 def test_long_work_says_how_much_is_left_now_and_then_and_not_at_its_end() -> None:
     assert printed(10, [2, 4, 6, 8, 22, 30]) == [
-        "validation: 3 of 10, about 14 s left",
-        "validation: 5 of 10, about 22 s left",
+        ("validation", ["3", "10", "14"]),
+        ("validation", ["5", "10", "22"]),
     ]
-    assert printed(2, [100, 200]) == ["validation: 1 of 2, about 0:01:40 left"]
-    assert printed(None, [6]) == ["validation: 1 done in 6 s"]
+    assert printed(2, [100, 200]) == [("validation", ["1", "2", "0:01:40"])]
+    assert printed(None, [6]) == [("validation", ["1", "6"])]
 
 
 def test_what_is_counted_cannot_command_a_terminal(terminal: io.StringIO) -> None:
@@ -46,7 +56,7 @@ def test_what_is_counted_cannot_command_a_terminal(terminal: io.StringIO) -> Non
     times.append(6)
     counter.advance()
     counter.close()
-    assert file.getvalue() == "a\\x1b[2Jb\\r: 1 of 3, about 12 s left\n"
+    assert lines(file.getvalue()) == [(r"a\x1b[2Jb\r", ["1", "3", "12"])]
     with progress.counting("a\x1b[2Jb", 3) as bar:
         bar.advance("c\x1b[2Jd")
         with progress.counting("more"):  # draws all bars
@@ -77,7 +87,8 @@ def test_where_the_cursor_cannot_be_moved_there_are_lines_though_colour_is_force
     times.append(10.0)
     counter.advance()
     counter.close()
-    assert not counter.has_bar and file.getvalue() == "validation: 1 of 2, about 10 s left\n"
+    assert not counter.has_bar and "\x1b" not in file.getvalue()
+    assert lines(file.getvalue()) == [("validation", ["1", "2", "10"])]
 
 
 def test_interrupted_work_removes_its_bar(terminal: io.StringIO) -> None:
@@ -92,7 +103,7 @@ def test_a_part_that_lasts_says_how_much_is_left_of_all() -> None:
     counter = Counter("validation", 2, Terminal(file=file, width=40), clock=lambda: times[-1])
     for share in progress.parts([0.25, 0.5, 0.75, 1.0]):
         times.append(20 * share)
-    assert file.getvalue() == "validation: 0 of 2, about 35 s left\nvalidation: 0 of 2, about 20 s left\n"
+    assert lines(file.getvalue()) == [("validation", ["0", "2", "35"]), ("validation", ["0", "2", "20"])]
     counter.close()
     assert [*progress.parts("ab")] == ["a", "b"]  # counts nothing
 
@@ -141,45 +152,47 @@ def print_each_part() -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder; beside it, in `err`, what it printed."""
-    place = tmp_path_factory.mktemp("finished")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run's folder; beside it, in `err`, what it printed."""
+    place = tmp_path_factory.mktemp("watched")
     cases = ["data.val_fraction=0.5", "data.sparse=[3,3,3]", "data.intensity=ct"]
     done = train(place, *TINY, *cases, "hydra.run.dir=run", hook=print_each_part)
     assert done.code == 0, done.err
     return place / "run"
 
 
-def lines(text: str) -> list[str]:
-    return [line.partition(", about")[0] for line in text.splitlines()]
+def counts(text: str) -> list[list[str]]:
+    """Return what the counters of a text count, in turn, as ["1 of 4", "2 of 4"]."""
+    turns = groupby(lines(text), key=lambda line: line[0])
+    return [[" of ".join(numbers[:2]) for _, numbers in turn] for _, turn in turns]
 
 
-def test_a_run_shows_how_its_cases_are_prepared_and_validated(finished: Path) -> None:
-    shown = lines((finished.parent / "err").read_text())
-    assert shown[:3] == [f"generating cases: {done} of 4" for done in (1, 2, 3)]
-    assert shown[3:6] == [f"checking cases: {done} of 4" for done in (1, 2, 3)]
-    assert shown[6:9] == [f"hashing files: {done} of 4" for done in (1, 2, 3)]
-    assert shown[9] == "measuring intensities: 1 of 2"
-    assert shown[10:13] == [f"reading cases: {done} of 4" for done in (1, 2, 3)]
-    assert shown[13] == "choosing slices: 1 of 2"
-    assert "validation: 0 of 2" in shown, "within the first volume"
-    assert shown.count("validation: 1 of 2") >= 2
+def test_a_run_shows_how_its_cases_are_prepared_and_validated(watched: Path) -> None:
+    shown = counts((watched.parent / "err").read_text())
+    of_each_case = [f"{done} of 4" for done in (1, 2, 3)]
+    assert shown[:3] == [of_each_case] * 3, "they are generated, checked, hashed"
+    assert shown[3] == ["1 of 2"], "intensities are measured"
+    assert shown[4:6] == [of_each_case, ["1 of 2"]], "cases are read, slices chosen"
+    validated = [*chain(*shown[6:])]
+    assert "0 of 2" in validated, "within the first volume"
+    assert validated.count("1 of 2") >= 2
 
 
 def test_the_commands_show_progress_beside_what_they_print(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    watched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "FIRST_LINE", -1)
     monkeypatch.setattr(progress, "BETWEEN_LINES", -1)
-    snapshot, root = finished / "checkpoints" / "last.pt", f"data.root={finished.parent / 'data' / 'phantom'}"
+    snapshot, root = watched / "checkpoints" / "last.pt", f"data.root={watched.parent / 'data' / 'phantom'}"
     for name in "ab":
         nib.save(nib.Nifti1Image(np.zeros((9, 9, 20), np.float32), np.eye(4)), tmp_path / f"{name}.nii")
     assert face("predict", snapshot, tmp_path / "a.nii", tmp_path / "b.nii", "-o", tmp_path / "made") == 0
     shown = capsys.readouterr()
-    maps = "".join(f"{tmp_path / 'made' / name}.nii.gz\n" for name in "ab")
-    assert shown.out == f"{maps}2 label maps written\n"
-    assert {"predicting: 0 of 2", "predicting: 1 of 2"} == {*lines(shown.err)}
+    *maps, summary = shown.out.splitlines()
+    assert maps == [str(tmp_path / "made" / f"{name}.nii.gz") for name in "ab"] and "2" in summary
+    (predicted,) = counts(shown.err)
+    assert {*predicted} == {"0 of 2", "1 of 2"}
     assert face("score", snapshot, *TINY, root, "data.val_fraction=0.5", "-o", tmp_path / "scores") == 0
-    assert "scoring: 1 of 2" in lines(capsys.readouterr().err)
+    assert "1 of 2" in counts(capsys.readouterr().err)[-1]
     assert face("check-data", *TINY, root) == 0
-    assert lines(capsys.readouterr().err) == [f"checking cases: {done} of 4" for done in (1, 2, 3)]
+    assert counts(capsys.readouterr().err) == [[f"{done} of 4" for done in (1, 2, 3)]]

@@ -1,6 +1,7 @@
 """Networks given away, alone or several as one, and scored on labelled cases."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+from guards import no, without
 from training import TINY, face, train
 
 from unet3d import build, compose
@@ -86,7 +88,7 @@ def test_networks_that_see_images_differently_are_not_published_as_one(
     pair: list[Path], tmp_path: Path, path: tuple, value: Any, option: str
 ) -> None:
     change(pair[1], *path, value=value)
-    with pytest.raises(UserError, match=rf"other\.pt: differs .* in {option}; publish"):
+    with pytest.raises(UserError, match=rf"other\.pt: .*last\.pt.*\b{option}\b"):
         publish.publish(pair, tmp_path / "both.pt")
     assert not (tmp_path / "both.pt").exists()
 
@@ -100,14 +102,12 @@ def test_a_published_snapshot_of_wrong_networks_is_refused(finished: Path, tmp_p
             predict.open_segmenter(tmp_path / "wrong.pt", "cpu")
 
 
-@pytest.mark.parametrize(("key", "reason"), [("channels", "'channels'"), ("step", "no step")])
-def test_a_snapshot_that_lacks_what_is_published_is_refused(
-    key: str, reason: str, pair: list[Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("key", ["channels", "step"])
+def test_a_snapshot_that_lacks_what_is_published_is_refused(key: str, pair: list[Path], tmp_path: Path) -> None:
     state = checkpoint.load_snapshot(pair[1])
     del state[key]
     checkpoint.save_snapshot(pair[1], state)
-    with pytest.raises(SnapshotError, match=rf"other\.pt: not a snapshot of a run \({reason}\)"):
+    with pytest.raises(SnapshotError, match=rf"other\.pt: .*\b{key}\b"):
         publish.publish(pair, tmp_path / "both.pt")
 
 
@@ -127,7 +127,7 @@ def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
         kept["model"] = {name: torch.zeros(()).expand(value.shape) for name, value in shapes.items()}
     checkpoint.save_snapshot(tmp_path / "bomb.pt", kept)
     monkeypatch.setattr(torch.nn.Module, "to", lambda *_: pytest.fail("memory is taken"))
-    with pytest.raises(SnapshotError, match=r"bomb\.pt: its (weights|tensors) are not all there"):
+    with pytest.raises(SnapshotError, match=r"bomb\.pt: "):
         predict.open_segmenter(tmp_path / "bomb.pt", "cpu")
 
 
@@ -140,20 +140,20 @@ def test_a_snapshot_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys
         assert face(*words) == 0
     assert (tmp_path / "out" / "scores.csv").read_bytes() == (finished / "scores.csv").read_bytes()
     printed = capsys.readouterr()
-    assert printed.err == "" and "HD95" in printed.out and "mean of classes" in printed.out
-    assert f"Scores on the held-out cases, {net}" in printed.out.replace("\n", "")
+    assert printed.err == "" and "HD95 (mm)" in printed.out
+    assert net in printed.out.replace("\n", "")
 
 
 def test_scores_are_named_after_the_snapshot_and_its_weights(pair: list[Path], finished: Path, tmp_path: Path) -> None:
     publish.publish(pair, tmp_path / "both.pt")
-    for path, name in ((pair[0], "step 4, average of the weights"), (tmp_path / "both.pt", "mean of 2 networks")):
+    for path, part in ((pair[0], r"step 4\b.*average"), (tmp_path / "both.pt", r"\b2\b")):
         title = publish.score(path, compose.compose(overrides(finished)), tmp_path / path.stem)
-        assert title == f"{SCORES_TITLE}, {path} ({name})"
+        assert title.startswith(SCORES_TITLE) and re.search(part, title.partition(str(path))[2])
 
 
 def test_what_is_there_is_not_scored_over(finished: Path) -> None:
     before = (finished / "scores.csv").read_bytes()
-    with pytest.raises(UserError, match=r"scores\.csv: is there already"):
+    with pytest.raises(UserError, match=re.escape(str(finished / "scores.csv"))):
         publish.score(finished / "checkpoints" / "last.pt", compose.compose(overrides(finished)), finished)
     assert (finished / "scores.csv").read_bytes() == before
 
@@ -168,7 +168,7 @@ def warnings_of(path: Path, capsys: Capture, *words: str) -> str:
 
 def test_scores_that_cannot_be_written_are_one_line(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotSaved, match=r"scores\.csv: not saved \(Not a directory\)"):
+    with pytest.raises(NotSaved, match=r"scores\.csv: .*Not a directory"):
         publish.score(
             finished / "checkpoints" / "last.pt", compose.compose(overrides(finished)), tmp_path / "file" / "x"
         )
@@ -198,8 +198,8 @@ def test_scores_on_another_split_are_warned_of(
         change(pair[1], "config", "data", "sparse", value=[3, 3, 3])
     publish.publish(pair, tmp_path / "both.pt")
     assert b"somewhere" not in (tmp_path / "both.pt").read_bytes()
-    line = f"{1 + bool(asked)} of 2 networks were trained with another split"
-    assert line in warnings_of(tmp_path / "both.pt", capsys, *overrides(finished, *asked))
+    line = warnings_of(tmp_path / "both.pt", capsys, *overrides(finished, *asked))
+    assert re.search(rf"both\.pt: {1 + bool(asked)}\b.*\b2\b", line) and line.count("\n") == 1
 
 
 def test_folds_do_not_matter_where_there_is_no_fold(pair: list[Path], finished: Path, capsys: Capture) -> None:
@@ -212,10 +212,10 @@ def test_data_that_a_network_is_not_for_is_not_scored(finished: Path, tmp_path: 
     state["model_options"]["in_channels"], state["intensity"] = 2, state["intensity"] * 2
     state["channels"] = ["T1", "T2"]
     checkpoint.save_snapshot(tmp_path / "two.pt", state)
-    with pytest.raises(UserError, match=r"two\.pt: a network of 2 channels and the classes background, .* has 1 and"):
+    with pytest.raises(UserError, match=r"two\.pt: .*\b2\b.*background, .*\b1\b"):
         publish.score(tmp_path / "two.pt", compose.compose(overrides(finished)), tmp_path / "out")
     semi = compose.compose(overrides(finished, "data.sparse=[3,3,3]", "data.semi=true"))
-    with pytest.raises(UserError, match=r"data\.semi holds out slices"):
+    with pytest.raises(UserError, match=r"data\.semi\b"):
         publish.score(finished / "checkpoints" / "last.pt", semi, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -223,7 +223,7 @@ def test_data_that_a_network_is_not_for_is_not_scored(finished: Path, tmp_path: 
 def test_classes_in_another_order_are_not_scored(pair: list[Path], finished: Path, tmp_path: Path) -> None:
     background, first, second, *rest = checkpoint.load_snapshot(pair[1])["classes"]
     change(pair[1], "classes", value=[background, second, first, *rest])
-    with pytest.raises(UserError, match=rf"classes background, {second}, {first}.* and background, {first}, {second}"):
+    with pytest.raises(UserError, match=rf"background, {second}, {first}.*background, {first}, {second}"):
         publish.score(pair[1], compose.compose(overrides(finished)), tmp_path / "out")
 
 
@@ -249,8 +249,7 @@ def test_channels_of_other_names_are_warned_of(
         weights[first] = weights[first].repeat(1, 2, 1, 1, 1)
     checkpoint.save_snapshot(tmp_path / "two.pt", state | {"channels": ["T1", "T2"]})
     words = ["data=decathlon", f"data.root={two_channels(source, tmp_path / 'set')}", "device=cpu"]
-    warning = "its channels are T1, T2, those of the data T2, T1; they are taken in this order"
-    assert warning in warnings_of(tmp_path / "two.pt", capsys, *words)
+    assert re.search(r"two\.pt: .*T1, T2.*T2, T1", warnings_of(tmp_path / "two.pt", capsys, *words))
 
 
 def test_predictions_are_those_of_the_averaged_weights(finished: Path, tmp_path: Path) -> None:
@@ -278,10 +277,10 @@ def test_predict_takes_channels_by_their_numbers(tmp_path: Path) -> None:
     files[0].rename(tmp_path / "b_0002.nii.gz")
     cases, (problem,) = predict.find_cases([tmp_path], 2)
     assert [case.id for case in cases] == ["patient_0001"], "what is wrong with one case stops no other"
-    assert problem.startswith(f"b: {tmp_path / 'b_0001'} is missing beside {files[1]}, ")
-    assert problem.endswith("; a case's channels are called b_0000, b_0001 and so on")
+    assert problem.startswith(f"b: {tmp_path / 'b_0001'} ") and str(files[1]) in problem
     nib.save(nib.load(files[1]), tmp_path / "b_0001.nii.gz")
-    assert "b: has 3 files" in predict.find_cases([tmp_path], 2)[1][0]
+    (problem,) = predict.find_cases([tmp_path], 2)[1]
+    assert re.match(r"b: .*\b3\b.*\b2\b", problem) and "b_0002.nii.gz" in problem
 
 
 def test_predict_names_a_channel_that_is_missing_wherever_it_stands(tmp_path: Path) -> None:
@@ -291,16 +290,17 @@ def test_predict_names_a_channel_that_is_missing_wherever_it_stands(tmp_path: Pa
         nib.save(nib.Nifti1Image(np.zeros(shape, np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
     cases, problems = predict.find_cases([tmp_path], 3)
     assert [case.id for case in cases] == ["whole"]
-    missing = "b_0000", "c_0001", "d_0002"
-    assert [line.split(" beside ")[0] for line in problems] == [f"{n[0]}: {tmp_path / n} is missing" for n in missing]
+    missing = [f"{name[0]}: {tmp_path / name} " for name in ("b_0000", "c_0001", "d_0002")]
+    assert [line[: len(start)] for line, start in zip(problems, missing, strict=True)] == missing
 
 
+@without("unet3d.data.cases.MAX_NAME", 10**6)
 def test_a_label_map_whose_name_no_file_can_have_is_refused_at_the_start(tmp_path: Path) -> None:
     for length in (240, 248, 249, 250):
         nib.save(nib.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / f"{'a' * length}.nii")
     cases, problems = predict.find_cases([tmp_path], 1)
     assert [len(case.id) for case in cases] == [240, 248]
-    assert ["a name of 249 letters: " in problems[0], "a name of 250 letters: " in problems[1]] == [True, True]
+    assert [re.search(r"\b2\d\d\b", problem)[0] for problem in problems] == ["249", "250"]
 
 
 def test_a_single_channel_is_numbered_in_one_layout_alone(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_a_snapshots_preparation_is_that_of_its_run(pair: list[Path], capsys: Ca
     assert predict.open_segmenter(pair[1], "cpu", mirror=True).predictor.mirror == (0, 1, 2)
     change(pair[1], "config", "data", "augment", "mirror", value=[])
     assert predict.open_segmenter(pair[1], "cpu", mirror=True).predictor.mirror == ()
-    assert "warning: mirroring does nothing" in capsys.readouterr().err
+    assert "data.augment.mirror=[]" in capsys.readouterr().err
 
 
 def test_training_cases_among_those_that_are_scored_are_warned_of(
@@ -331,12 +331,12 @@ def test_training_cases_among_those_that_are_scored_are_warned_of(
 ) -> None:
     """As where cases were added since: the rule is the same, but it holds others out."""
     (case,) = [path.name.removesuffix(".nii.gz") for path in (finished / "predictions").iterdir()]
-    for fingerprint in (7, [7], {"training cases": 7}, {"training cases": ["other"]}):
+    for fingerprint in (7, {"training cases": 7}, {"training cases": ["other"]}):
         change(pair[1], "grounds", value=fingerprint)
         assert warnings_of(pair[1], capsys, *overrides(finished)) == ""
     change(pair[1], "grounds", value={"training cases": ["other", case]})
-    warning = f"learned from 1 of the 1 cases that are scored: {case}"
-    assert warning in warnings_of(pair[1], capsys, *overrides(finished))
+    warning = warnings_of(pair[1], capsys, *overrides(finished))
+    assert re.search(rf"other\.pt: .*\b1\b.*\b1\b.*\b{case}$", warning) and warning.count("\n") == 1
 
 
 def test_predict_replaces_no_image(finished: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -344,10 +344,11 @@ def test_predict_replaces_no_image(finished: Path, tmp_path: Path, capsys: Captu
     nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path)
     before = path.read_bytes()
     assert face("predict", finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path, "--overwrite") == 2
-    assert "a.nii.gz: is an image to segment; give another folder" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"error: {path}: ")
     assert path.read_bytes() == before
 
 
+@without("unet3d.cli.main.is_out_of_memory", no)
 def test_a_volume_that_memory_does_not_hold_stops_no_other(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -363,7 +364,7 @@ def test_a_volume_that_memory_does_not_hold_stops_no_other(
     monkeypatch.setattr(predict.Segmenter, "to_file", refuse)
     assert face("predict", finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path / "out") == 2
     printed = capsys.readouterr().err
-    assert printed.startswith("error: a: out of memory: ") and printed.count("\n") == 1
+    assert printed.startswith("error: a: ") and "allocate 7 bytes" in printed and printed.count("\n") == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.nii.gz"]
 
 
@@ -377,7 +378,8 @@ def test_files_that_are_no_case_stop_no_other_and_what_is_accepted_is_a_warning(
     monkeypatch.setattr(predict, "accepted_contradictions", lambda case: [f"{case.id}: lies elsewhere"])
     assert face("predict", finished / "checkpoints" / "last.pt", files[0], "-o", tmp_path / "out", *files[1:]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("error: a: 2 files of one name") and second == "warning: b: lies elsewhere"
+    assert first.startswith("error: a: 2 ") and "one/a.nii.gz" in first and "two/a.nii.gz" in first
+    assert second == "warning: b: lies elsewhere"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.nii.gz"]
 
 
@@ -386,28 +388,32 @@ def test_channels_that_lie_apart_are_reported_whatever_the_snapshot_accepts(tmp_
     for path, side in zip(paths, (1, -1), strict=True):
         nib.save(nib.Nifti1Image(np.zeros((4, 5, 6), np.float32), np.diag([side, 1, 1, 1])), path)
     (line,) = predict.accepted_contradictions(Case("a", paths, None))
-    assert line.startswith(f"a: {paths[1]}: lies up to 6 voxels away from")
+    assert line.startswith(f"a: {paths[1]}: ") and re.search(r"\b6 voxels", line)
     assert predict.accepted_contradictions(Case("a", paths[:1], None)) == []
 
 
+@without("unet3d.data.volume.MM", range(99))
 def test_lengths_that_are_not_in_mm_are_reported_once_a_case(tmp_path: Path) -> None:
     paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
     for path in paths:
         stored = nib.Nifti1Image(np.zeros((4, 5, 6), np.float32), np.eye(4))
         stored.header.set_xyzt_units("meter")
         nib.save(stored, path)
-    what = "lengths are in meter; they are taken for mm, in data.spacing and in distances"
-    assert predict.accepted_contradictions(Case("a", paths, None)) == [f"a: {paths[0]}: {what}"]
+    (line,) = predict.accepted_contradictions(Case("a", paths, None))
+    assert line.startswith(f"a: {paths[0]}: ") and {"meter", "mm", "data.spacing"} <= {*re.findall(r"[\w.]+", line)}
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(finished: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").touch()
     assert face("compare", finished, "-o", tmp_path / "file" / "x") == 2
-    assert capsys.readouterr().err == f"error: {tmp_path / 'file' / 'x'}: Not a directory\n"
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {tmp_path / 'file' / 'x'}: ") and line.endswith("Not a directory\n")
 
 
 def test_predictions_that_cannot_be_written_are_one_line(finished: Path, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "a.nii.gz"
     nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path)
     assert face("predict", finished / "checkpoints" / "last.pt", path, "-o", path / "out") == 2
-    assert capsys.readouterr().err == f"error: {path / 'out' / 'a.nii.gz'}: not saved (Not a directory)\n"
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {path / 'out' / 'a.nii.gz'}: ") and "Not a directory" in line
+    assert line.count("\n") == 1

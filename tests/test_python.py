@@ -11,7 +11,8 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
-from training import TINY, face
+from training import PLAIN, TINY, face
+from training import train as fork
 
 import unet3d
 from unet3d import ranks
@@ -31,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setenv("WANDB_MODE", "disabled")
-        yield unet3d.train([*TINY, "data.spacing=[1.5,1.5,2.5]", "optim.lr=0.01", "steps=6"])
+        yield unet3d.train([*TINY, *PLAIN, "data.spacing=[1.5,1.5,2.5]", "optim.lr=0.1"])
     assert sys.argv == before and [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
@@ -46,7 +47,7 @@ def test_a_run_is_trained_in_this_process(trained: TrainedRun) -> None:
 
 def test_of_several_ranks_it_trains_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "SIZE", 2)
-    with pytest.raises(UserError, match="trains in one process; for several ranks: torchrun train"):
+    with pytest.raises(UserError, match=r"\bunet3d\.train\b.*\btorchrun train\.py\b"):
         unet3d.train([])
 
 
@@ -54,16 +55,14 @@ def test_what_would_end_the_command_is_raised(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     for words, line in {
-        ("chkpt=2",): "chkpt: no such option; did you mean ckpt[?]",
-        ("seed=0,1", "-m"): "-m: unet3d.train runs one training; a sweep is for the command line",
-        "amp=true": r"unet3d.train: give a list of options, such as \['amp=true'\]",
-        ("data=decathlon", f"data.root={tmp_path}"): r".*dataset.json.*",
+        ("chkpt=2",): r"\bchkpt\b.*\bckpt\b",
+        ("seed=0,1", "-m"): r"-m\b.*\bunet3d\.train\b",
+        "amp=true": r"\bunet3d\.train\b.*\['amp=true'\]",
+        ("data=decathlon", f"data.root={tmp_path}", "hydra.run.dir=run"): r"\bdataset\.json\b",
     }.items():
-        with pytest.raises(UserError, match=f"^{line}$"):
+        with pytest.raises(UserError, match=rf"^[^\n]*{line}[^\n]*$"):
             unet3d.train(words)
-    with pytest.raises(UserError, match=r"^budget=0\.1MiB: the step does not fit"):
-        unet3d.train([*TINY, "budget=0.1MiB", "hydra.run.dir=run"])
-    assert (tmp_path / "run" / "STATUS").read_text().endswith("exit code 2\n")
+    assert (tmp_path / "run" / "STATUS").read_text().endswith("exit code 2\n"), "of the one that began"
 
 
 def image() -> nib.Nifti1Image:
@@ -114,15 +113,12 @@ def test_an_array_of_any_numbers_is_segmented(trained: TrainedRun, kind: Any) ->
 
 def test_a_device_of_another_name_is_refused(trained: TrainedRun) -> None:
     for name in ("gpu", "cuda:0"):
-        with pytest.raises(UserError, match=f"^device={name}: .*auto, cpu, cuda"):
+        with pytest.raises(UserError, match=f"^device={name}(?!:\\d).*auto.*cpu.*cuda"):
             unet3d.load(trained.snapshot, device=name)
 
 
-def test_a_picture_that_memory_has_no_room_for_ends_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
+def without_room_for_a_picture() -> None:
+    """Let no memory be left as the picture of the last validation is drawn."""
     draw = Predictions.draw
 
     def drawn(self: Predictions, case: Case, prediction: np.ndarray, path: Path, title: str) -> None:
@@ -130,19 +126,21 @@ def test_a_picture_that_memory_has_no_room_for_ends_no_training(
             raise MemoryError("no room")
         draw(self, case, prediction, path, title)
 
-    monkeypatch.setattr(Predictions, "draw", drawn)
-    run = unet3d.train([*TINY, "tensorboard=true"])
-    assert (
-        f"warning: {run.folder / 'figures' / 'validation.png'}: not drawn (MemoryError: no room)"
-        in capsys.readouterr().err
-    )
-    assert (run.folder / "STATUS").read_text()[:5] == "done\n"
+    Predictions.draw = drawn  # type: ignore[method-assign]
+
+
+def test_a_picture_that_memory_has_no_room_for_ends_no_training(tmp_path: Path) -> None:
+    done = fork(tmp_path, *TINY, "tensorboard=true", "hydra.run.dir=run", hook=without_room_for_a_picture)
+    assert done.code == 0, done.err
+    (line,) = {line for line in done.err.splitlines() if "validation.png" in line}
+    assert "run/figures/validation.png" in line and "MemoryError: no room" in line
+    assert (tmp_path / "run" / "STATUS").read_text()[:5] == "done\n"
 
 
 def test_a_training_outside_of_the_main_thread_is_one_line() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match=r"^unet3d\.train: runs in a program's main thr"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match=r"^unet3d\.train\b[^\n]*\bthread\b[^\n]*$"):
         pool.submit(unet3d.train, [*TINY]).result()
 
 
@@ -151,25 +149,26 @@ def test_an_image_that_does_not_suit_is_one_line(trained: TrainedRun, tmp_path: 
     bad = voxels.copy()
     bad[0, 0, 0] = np.nan
     for given, spacing, line in (
-        (voxels, None, r"segment: an array needs its spacing in mm, three lengths above 0, not None"),
-        (voxels, (1, 0, 1), r"segment: an array needs its spacing .*"),
-        (voxels[0], (1, 1, 1), r"segment: give numbers X Y Z, or C X Y Z, not float64 of shape \(18, 17\)"),
-        (np.stack([voxels] * 2), (1, 1, 1), r"image: as it was given has 2 channels; this network takes 1"),
-        (bad, (1, 1, 1), r"image: as it was given.* NaN .*"),
-        (image(), (1, 1, 1), r"segment: an image of nibabel has a spacing of its own; leave out spacing"),
-        (tmp_path / "none.nii", None, r"none: .*none.nii.*"),
+        (voxels, None, r"segment\b.*\bspacing\b.*\bNone\b"),
+        (voxels, (1, 0, 1), r"segment\b.*\bspacing\b.*\(1, 0, 1\)"),
+        (voxels[0], (1, 1, 1), r"segment\b.*\bX Y Z\b.*\bfloat64\b.*\(18, 17\)"),
+        (np.stack([voxels] * 2), (1, 1, 1), r"image\b.*\b2 channels\b.*\b1\b"),
+        (bad, (1, 1, 1), r"image\b.*\bNaN\b"),
+        (image(), (1, 1, 1), r"segment\b.*\bnibabel\b.*\bspacing\b"),
+        (tmp_path / "none.nii", None, r"none\b.*\bnone\.nii\b"),
         (
             nib.Nifti1Image(voxels.astype(np.complex64), OBLIQUE),
             None,
-            r"segment: give an image of numbers, not of complex64",
+            r"segment\b.*\bcomplex64\b",
         ),
-        ([voxels, voxels], None, r"segment: a list holds the paths of files, one a channel; stack arrays as C X Y Z"),
-        (3, None, r"segment: give an array, an image of nibabel or the paths of files, not int"),
+        ([voxels, voxels], None, r"segment\b.*\bC X Y Z\b"),
+        (3, None, r"segment\b.*\bint\b"),
     ):
-        with pytest.raises(UserError, match=f"^{line}$"):
+        with pytest.raises(UserError, match=rf"^{line}[^\n]*$"):
             network.segment(given, spacing)
 
 
+@pytest.mark.slow
 def test_each_face_is_there_as_soon_as_the_package_is_imported() -> None:
     program = "import unet3d; print(callable(unet3d.train), callable(unet3d.memory.predict), callable(unet3d.load))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
@@ -21,15 +20,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from guards import nothing, without, yes
 from pages import check_named_tests, named_tests
-from training import TINY, face, run
+from training import TINY, face
 from training import train as train_in
 
 from unet3d import build, compose, files
-from unet3d.cli import lifecycle, main, train
+from unet3d.cli import lifecycle, train
 from unet3d.config import Config
-from unet3d.errors import SnapshotError, UserError
-from unet3d.report import report
+from unet3d.errors import DamagedSnapshot, SnapshotError, UserError
+from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.run import predict
 from unet3d.training import checkpoint
 from unet3d.training.inference import Predictor
@@ -83,7 +83,8 @@ def is_true(node: ast.expr | None) -> bool:
 def test_no_call_runs_or_unpacks_what_a_file_says() -> None:
     found = [f"{path.name}: {danger}" for path in SOURCES for danger in dangers(path.read_text())]
     assert found == ["build.py: importlib.import_module"], "the one place that imports what a command line names"
-    assert sum("weights_only=True" in path.read_text() for path in SOURCES) == 1, "snapshots are read in one place"
+    calls = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert [dotted(call.func) for call in calls].count("torch.load") == 1, "snapshots are read in one place"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_a_target_in_a_snapshot_is_never_instantiated(
     given: Callable[[Change], Path], change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "system", lambda *_: pytest.fail("it ran"))
-    with pytest.raises(SnapshotError, match="not a snapshot of a run"):
+    with pytest.raises(SnapshotError, match=r"given\.pt"):
         predict.open_segmenter(given(change), "cpu")
 
 
@@ -181,17 +182,15 @@ def test_a_network_that_only_a_snapshot_names_is_not_imported(
     (given(lambda state: None).parent / "planted.py").write_text("raise SystemExit('it ran')")
     path = given(put("model_options", "path", value="planted:Network"))
     monkeypatch.chdir(path.parent)
-    with pytest.raises(
-        UserError, match="code is never taken from a snapshot; name its network: --model planted:Network"
-    ):
+    with pytest.raises(UserError, match=r"given\.pt.*--model planted:Network"):
         predict.open_segmenter(path, "cpu")
-    with pytest.raises(UserError, match="holds the package's own network; remove --model"):
+    with pytest.raises(UserError, match=r"given\.pt.*--model"):
         predict.open_segmenter(given(lambda state: None), "cpu", model_path="planted:Network")
 
 
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${seed}", "a${oc.env:HOME}"])
 def test_a_snapshot_cannot_ask_for_the_environment(given: Callable[[Change], Path], value: str) -> None:
-    with pytest.raises(SnapshotError, match=r"holds plain values, no \$"):
+    with pytest.raises(SnapshotError, match=r"given\.pt.*\$\{"):
         predict.open_segmenter(given(put("config", "wandb", "project", value=value)), "cpu")
 
 
@@ -226,17 +225,16 @@ def test_a_snapshot_that_describes_a_huge_network_takes_no_memory(
     assert seen == ["meta"]
 
 
+@without("unet3d.memory.simulate.refuse_large_window", nothing)
 def test_a_snapshot_that_names_a_huge_window_takes_no_memory(
     given: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     path = given(put("config", "data", "patch", value=[2048, 2048, 2048]))
     monkeypatch.setattr(Predictor, "strips", lambda *_: pytest.fail("memory is taken for the window"))
     nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path.parent / "a.nii.gz")
-    words = ["unet3d", "predict", str(path), str(path.parent), "-o", str(path.parent / "out"), "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", words)
-    assert main.main() == 2
+    assert face("predict", path, path.parent, "-o", path.parent / "out", "--device", "cpu") == 2
     shown = capsys.readouterr().err
-    assert "its window of 2048x2048x2048 voxels would hold" in shown and shown.count("\n") == 1
+    assert "given.pt" in shown and "2048x2048x2048" in shown and shown.count("\n") == 1
 
 
 def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
@@ -248,7 +246,7 @@ def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Pa
             bomb.writestr(name, content, zipfile.ZIP_DEFLATED)
     assert (tmp_path / "b.pt").stat().st_size < 2**17
     tracemalloc.start()
-    with pytest.raises(SnapshotError, match="holds more than its size"):
+    with pytest.raises(DamagedSnapshot, match=r"b\.pt.*torch\.save"):
         checkpoint.load_snapshot(tmp_path / "b.pt")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -265,18 +263,13 @@ def test_a_damaged_pickle_is_one_line(tmp_path: Path, content: bytes) -> None:
         checkpoint.load_snapshot(tmp_path / "b.pt")
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two steps."""
-    place = tmp_path_factory.mktemp("finished")
-    done = train_in(place, *TINY, "steps=2", "hydra.run.dir=run")
-    assert done.code == 0, done.err
-    return place / "run"
-
-
 @pytest.fixture
-def stranger(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it, which a test changes as a stranger might."""
+def stranger(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a finished run, which a test changes as a stranger might; its report draws no picture."""
+    for module, name in ((plots, "training_curves"), (case_plots, "score_plot")):
+        monkeypatch.setattr(module, name, nothing)
+    for name in ("phase_plot", "layer_plot"):
+        monkeypatch.setattr(memory_plots, name, nothing)
     shutil.copytree(finished, tmp_path / "stranger")
     return tmp_path / "stranger"
 
@@ -291,36 +284,39 @@ hydra:
 """
 
 
-def test_a_config_in_a_run_folder_is_not_composed(stranger: Path) -> None:
+def test_a_config_in_a_run_folder_is_not_composed(
+    stranger: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a path that leaves the package's configs, an option could name a file of the folder, whose handlers run."""
     (stranger / "evil.yaml").write_text(EVIL)
     up = "/".join([".."] * 30)
-    words = [f"experiment={up}/proc/self/cwd/stranger/evil", "steps=2"]
+    words = [f"experiment={up}/proc/self/cwd/stranger/evil", "steps=4"]
     (stranger / "overrides.yaml").write_text(yaml.safe_dump(words))
-    done = train_in(stranger.parent, "resume=stranger", "steps=3")
+    phantom = finished.parent / "data" / "phantom"
+    done = train_in(stranger.parent, "resume=stranger", "steps=5", "eval_every=0", f"data.root={phantom}")
     assert done.code == 0, done.err
     assert not list(stranger.parent.rglob("it_ran"))
-    compared = run("compare", "stranger", cwd=stranger.parent, code="from unet3d.cli.main import main; main()")
-    assert compared.returncode == 0 and not list(stranger.parent.rglob("it_ran"))
+    monkeypatch.chdir(stranger.parent)
+    assert face("compare", "stranger") == 0 and not list(stranger.parent.rglob("it_ran"))
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("_target_: os.system", "no such option|not in"),
-        ("hydra: {job_logging: {version: 1}}", "no such option|not in"),
-        ("defaults: [experiment: evil]", "no such option|not in"),
-        ("device: ${oc.env:HOME}", "holds plain values, no"),
-        ("loss: {path: 'os:system'}", "never taken from a run folder; name it again: loss.path=os:system"),
-        ("model: {path: 'os:system'}", "never taken from a run folder; name it again: model.path=os:system"),
-        ("loggers: ['os:system']", "never taken from a run folder; name it again: loggers="),
-        ("x: !!python/object/apply:os.system ['exit 7']", "cannot be read"),
-        ("x: &a [1, 1]\ny: *a", "cannot be read .*alias"),
-        ("x: " + "[" * 3000, "cannot be read .*20 levels"),
-        ("steps: " + "1" * 5000, "cannot be read"),
-        ("x: 2020-01-01", "it holds what no config holds"),
-        ("data: {patch: [16, {}, 16]}", "data.patch=.*: give numbers or words|neither an integer"),
-        ("data: {phantom: {shape: [16, {a: 1}, 16]}}", "data.phantom.shape=.*: give numbers or words"),
+        ("_target_: os.system", "_target_"),
+        ("hydra: {job_logging: {version: 1}}", "hydra"),
+        ("defaults: [experiment: evil]", "defaults"),
+        ("device: ${oc.env:HOME}", r"\$\{"),
+        ("loss: {path: 'os:system'}", r"resume: .*loss\.path=os:system"),
+        ("model: {path: 'os:system'}", r"resume: .*model\.path=os:system"),
+        ("loggers: ['os:system']", "resume: .*loggers="),
+        ("x: !!python/object/apply:os.system ['exit 7']", r"config\.yaml: .*os\.system"),
+        ("x: &a [1, 1]\ny: *a", r"config\.yaml: .*alias"),
+        ("x: " + "[" * 3000, rf"config\.yaml: .*\b{files.DEEPEST_YAML}\b"),
+        ("steps: " + "1" * 5000, r"config\.yaml: "),
+        ("x: 2020-01-01", r"config\.yaml: "),
+        ("data: {patch: [16, {}, 16]}", r"data\.patch=|neither an integer"),
+        ("data: {phantom: {shape: [16, {a: 1}, 16]}}", r"data\.phantom\.shape="),
     ],
 )
 def test_a_config_in_a_run_folder_is_options_and_nothing_else(stranger: Path, line: str, said: str) -> None:
@@ -344,12 +340,11 @@ FILES += ("memory.json", "env.json", "figures/curves.png", "figures/prediction.p
 FOLDERS = ("checkpoints", "figures", "predictions", "memory", "wandb")
 
 
-def assert_one_line(said: str) -> None:
-    assert said.count("\n") == 1 and re.search(
-        "is a link out of the folder|no run with a snapshot|not a run folder", said
-    )
+TRAINED = ("STATUS", ".lock", "config.yaml", "metrics.jsonl", "checkpoints/last.pt", "checkpoints", "figures")
 
 
+@without("unet3d.report.run_folder.refuse_links_out", nothing, only="scores.csv")
+@without("unet3d.cli.train.refuse_links_out", nothing, only="env.json")
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
 def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(
     stranger: Path, name: str, capsys: pytest.CaptureFixture
@@ -365,11 +360,14 @@ def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(
     path.symlink_to(victim)
     for command in ("report", "compare"):
         assert face(command, stranger) == 2
-        assert_one_line(capsys.readouterr().err)
-    for words in ([f"resume={stranger}"], [*TINY, f"hydra.run.dir={stranger}"]):
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and str(stranger) in line
+    with pytest.raises(UserError, match=str(stranger)):
+        train.resumed(stranger, [f"resume={stranger}"])
+    for words in ([f"resume={stranger}"], [*TINY, f"hydra.run.dir={stranger}"]) if name in TRAINED else ():
         ended = train_in(stranger.parent, *words)
         assert ended.code == 2
-        assert_one_line(ended.err)
+        assert ended.err.count("\n") == 1 and str(stranger) in ended.err
     kept = victim / ".a.tmp" if name in FOLDERS else victim
     assert kept.read_text() == "precious"
 
@@ -380,18 +378,19 @@ def test_links_within_a_run_folder_are_no_fault(stranger: Path) -> None:
     assert face("report", stranger) == 0
 
 
+@without("unet3d.cli.lifecycle.os.O_NOFOLLOW", 0)
 def test_a_lock_that_is_another_file_s_name_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "victim").write_text("precious")
     os.link(tmp_path / "victim", tmp_path / "run" / ".lock")
     with (
-        pytest.raises(UserError, match=r"\.lock: is not a file of this folder alone"),
+        pytest.raises(UserError, match=r"\.lock: "),
         lifecycle.hold_folder(tmp_path / "run"),
     ):
         pass
     (tmp_path / "run" / ".lock").unlink()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
-    with pytest.raises(UserError, match="cannot be written to"), lifecycle.hold_folder(tmp_path / "run"):
+    with pytest.raises(UserError, match="symbolic links"), lifecycle.hold_folder(tmp_path / "run"):
         pass
     assert (tmp_path / "victim").read_text() == "precious"
 
@@ -412,6 +411,7 @@ def test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows(tmp_path: Path, m
     assert (tmp_path / "victim").read_text() == "precious" and (tmp_path / "a").read_text() == "x"
 
 
+@without("unet3d.files.stat.S_ISREG", yes, only="STATUS")
 @pytest.mark.parametrize(
     "name", ["STATUS", "metrics.jsonl", "memory.json", "config.yaml", "scores.csv", "env.json", "split.json"]
 )
@@ -421,11 +421,11 @@ def test_a_pipe_or_an_endless_file_in_a_run_folder_is_not_read(
     (stranger / name).unlink()
     os.mkfifo(stranger / name)
     if name != "config.yaml":  # without it, this is no run folder
-        assert face("report", stranger) == 2 and f"{name}: is not a file" in capsys.readouterr().err
+        assert face("report", stranger) == 2 and f"{stranger / name}: " in capsys.readouterr().err
     (stranger / name).unlink()
     with (stranger / name).open("wb") as file:
         file.truncate(2**40)  # of no block on the disk
-    assert face("report", stranger) == 2 and f"{name}: has 1,099,511,627,776 bytes" in capsys.readouterr().err
+    assert face("report", stranger) == 2 and "1,099,511,627,776" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["STATUS", "overrides.yaml", "metrics.jsonl", "memory.json", "scores.csv", "env.json"])
@@ -443,8 +443,8 @@ def test_a_folder_or_a_circle_of_links_in_place_of_a_file_is_one_line(
 
 def test_a_file_may_not_be_a_folder_or_a_circle_of_links(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to("circle")
-    for path, problem in ((tmp_path, "is not a file; remove it"), (tmp_path / "circle", "cannot be read")):
-        with pytest.raises(UserError, match=rf"^{path}: {problem}"):
+    for path in (tmp_path, tmp_path / "circle"):
+        with pytest.raises(UserError, match=rf"^{path}: "):
             files.read_text(path)
 
 
@@ -467,20 +467,22 @@ def test_yaml_holds_what_a_config_holds(value: str, tmp_path: Path) -> None:
     try:
         found = files.read_yaml(path)
     except UserError as error:
-        assert re.match(rf"^{path}: cannot be read \(", str(error))
+        assert re.match(rf"^{path}: ", str(error))
     else:
         assert found == {"zz": [value]}
 
 
+@without("unet3d.files.DEEPEST_FOLDER", 10**6)
 def test_folders_within_folders_without_end_are_refused(tmp_path: Path) -> None:
     deepest = tmp_path / "run"
-    for _ in range(files.DEEPEST_FOLDER + 2):
+    for _ in range(52):
         deepest /= "a"
     deepest.mkdir(parents=True)
-    with pytest.raises(UserError, match=r"run: has folders in more than 50 levels; remove them$"):
+    with pytest.raises(UserError, match=r"run: .*\b50\b"):
         files.refuse_links_out(tmp_path / "run")
 
 
+@without("unet3d.report.report.MOST_COLUMNS", 10**6)
 def test_a_table_is_as_large_as_its_file(tmp_path: Path) -> None:
     """Rows that are shorter than the head, and records that each have a key of their own."""
     rows = files.from_csv(",".join(map(str, range(4000))) + "\n" + "1\n" * 4000)
@@ -489,9 +491,10 @@ def test_a_table_is_as_large_as_its_file(tmp_path: Path) -> None:
     lines = (json.dumps({"step": number, f"key{number}": 1}) for number in range(3000))
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     report.write_report(tmp_path)
-    assert (tmp_path / "metrics.csv").read_text().partition("\n")[0].count(",") + 1 == report.MOST_COLUMNS
+    assert (tmp_path / "metrics.csv").read_text().partition("\n")[0].count(",") + 1 == 2000
 
 
+@without("unet3d.report.html.PNG", b"")
 def test_only_pictures_are_shown_as_pictures(stranger: Path) -> None:
     (stranger / "figures" / "prediction.png").write_text("precious")
     assert face("report", stranger) == 0
@@ -512,6 +515,7 @@ def nested(levels: int) -> list[Any]:
     return found
 
 
+@without("unet3d.training.checkpoint.DEEPEST", 10**6, only="nested")
 @pytest.mark.parametrize(
     "value",
     [doubled(60), nested(200), ["x" * 9999] * 999, 10**400, torch.zeros(1).expand(2**40), torch.float16, b"x"],
@@ -519,22 +523,23 @@ def nested(levels: int) -> list[Any]:
 )
 def test_a_small_snapshot_that_describes_much_is_refused(tmp_path: Path, value: Any) -> None:
     checkpoint.save_snapshot(tmp_path / "a.pt", {"value": value})
-    with pytest.raises(SnapshotError, match=r"a\.pt: (describes more|its tensors are not|holds more than tensors)"):
+    with pytest.raises(SnapshotError, match=r"a\.pt: "):
         checkpoint.load_snapshot(tmp_path / "a.pt")
 
 
 def test_a_network_of_thousands_of_levels_is_refused(given: Callable[[Change], Path]) -> None:
-    with pytest.raises(SnapshotError, match="has 3000 levels; use at most 12"):
+    with pytest.raises(SnapshotError, match=r"model\.features.*\b3000\b.*\b12\b"):
         predict.open_segmenter(given(put("model_options", "features", value=[1] * 3000)), "cpu")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@without("unet3d.training.checkpoint.is_finite", yes)
 def test_weights_that_are_not_finite_do_not_predict(given: Callable[[Change], Path], value: float) -> None:
-    with pytest.raises(SnapshotError, match=r"outc\.conv\.bias holds NaN or infinite numbers"):
+    with pytest.raises(SnapshotError, match=r"given\.pt: outc\.conv\.bias.*NaN"):
         predict.open_segmenter(given(put("model", "outc.conv.bias", value=torch.full((3,), value))), "cpu")
 
 
 def test_a_target_on_the_command_line_is_no_option() -> None:
     for word in ("+model._target_=os.system", "+_target_=os.system", "++data.augment._target_=os.system"):
-        with pytest.raises(UserError, match="no such option"):
+        with pytest.raises(UserError, match=r"_target_"):
             compose.compose([word])

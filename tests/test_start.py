@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from guards import nothing, without
 from ranked import train_ranks
 from training import TINY, train
 
@@ -43,9 +46,15 @@ def words(net: Path, *more: str) -> list[str]:
     return [*TINY, f"data.root={net.parents[2] / 'data' / 'phantom'}", f"init={net}", *more]
 
 
+@cache
+def data_of(net: Path, *more: str) -> build.Data:
+    """The data of a run, which are read once for all tests."""
+    return build.data(compose.compose(words(net, *more)))
+
+
 def opened(net: Path, *more: str) -> Start:
     config = compose.compose(words(net, *more))
-    data = build.data(config)
+    data = data_of(net, *(word for word in more if word.startswith("data.")))
     return open_start(config, build.model_options(config, data.dataset, data.train[0]), data)
 
 
@@ -55,19 +64,21 @@ def test_all_is_loaded_where_all_fits_averaged_weights_first(net: Path, capsys: 
     assert all(torch.equal(found.weights[name], state["average"][name]) for name in state["average"])
     count = len(state["model"])
     printed = capsys.readouterr()
-    assert f"init={net}: {count} of {count} tensors loaded; nothing is new" in printed.out and printed.err == ""
+    _, _, counts = printed.out.partition(f"init={net}: ")
+    assert printed.err == "" and re.findall(r"\d+", counts) == [str(count)] * 2
 
 
 def test_heads_begin_with_the_rows_of_their_classes(net: Path, capsys: Capture) -> None:
     state = checkpoint.load_snapshot(net)
     background, one, two, three = state["classes"]
-    for label_map, sources, line in (
-        ("{1:2,2:1}", [[0], [2], [1]], f"{background} from {background}; {two} from {two}; {one} from {one}"),
-        ("{1:[1,3]}", [[0], [1, 3]], f"{background} from {background}; {one}+{three} from {one} and {three}"),
+    for label_map, sources, names in (
+        ("{1:2,2:1}", [[0], [2], [1]], [background, background, two, two, one, one]),
+        ("{1:[1,3]}", [[0], [1, 3]], [background, background, one, three, one, three]),
     ):
         found = opened(net, f"data.label_map={label_map}")
         assert found.new == [] and not {*HEAD} & found.weights.keys()
-        assert f"heads, as the classes differ: {line}" in capsys.readouterr().out
+        *_, line = capsys.readouterr().out.splitlines()
+        assert re.findall(f"{background}|{one}|{two}|{three}", line) == names
         model = build.model(
             dataclasses.replace(compose.from_plain(state["config"]).model, in_channels=1, classes=len(sources)), 0
         )
@@ -81,7 +92,8 @@ def test_heads_are_new_where_no_class_has_a_name_in_common(net: Path, capsys: Ca
     found = opened(net, "data.label_map={1:1,2:2}", "data.classes=[air,x,y]")
     assert (found.new, found.rows) == (HEAD, {})
     there = ", ".join(checkpoint.load_snapshot(net)["classes"])
-    assert f"heads, as the classes differ: new, of air, x, y, there {there}" in capsys.readouterr().out
+    *_, line = capsys.readouterr().out.splitlines()
+    assert "air, x, y" in line and there in line
 
 
 def test_a_class_without_a_source_has_a_new_row() -> None:
@@ -106,9 +118,14 @@ def test_another_number_of_channels_has_a_new_first_layer(net: Path) -> None:
 
 
 def test_a_published_file_of_several_networks_gives_the_first(net: Path, tmp_path: Path, capsys: Capture) -> None:
-    publish.publish([net, net], tmp_path / "both.pt")
+    state = checkpoint.load_snapshot(net)
+    first = {name: state["average"].get(name, value) for name, value in state["model"].items()}
+    second = {name: value + 1 for name, value in first.items()}
+    checkpoint.save_snapshot(tmp_path / "other.pt", state | {"model": second, "average": {}})
+    publish.publish([net, tmp_path / "other.pt"], tmp_path / "both.pt")
     found = opened(net, f"init={tmp_path / 'both.pt'}")
-    assert found.new == [] and "both.pt (the first of its networks): " in capsys.readouterr().out
+    assert found.new == [] and all(torch.equal(value, first[name]) for name, value in found.weights.items())
+    assert "both.pt" in capsys.readouterr().out
 
 
 def test_other_images_and_another_network_are_warned_of(net: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -118,26 +135,17 @@ def test_other_images_and_another_network_are_warned_of(net: Path, tmp_path: Pat
     checkpoint.save_snapshot(tmp_path / "ct.pt", state)
     opened(net, f"init={tmp_path / 'ct.pt'}", "model.activation=silu")
     first, second = capsys.readouterr().err.splitlines()
-    assert "its network differs: model.activation relu there, silu here" in first
-    assert "intensity ct -100 to 300 there, zscore here; data.spacing [1.0, 1.0, 2.0] mm there, None here" in second
+    assert re.search(r"ct\.pt: .*model\.activation.*relu.*silu", first)
+    assert re.search(r"ct\.pt: .*ct -100.*300.*zscore.*data\.spacing.*\[1\.0, 1\.0, 2\.0\]", second)
 
 
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        (
-            ["model.features=[5,7]"],
-            r"none of its weights fits this network \(model.features \[4, 8\] there, \[5, 7\] her",
-        ),
-        (["optim.init_lr=0"], "all that the network has is loaded and frozen; give a factor above 0"),
-        (
-            ["optim.init_lr=0.1", "optim.init_names=[down9]"],
-            "init has loaded no down9; name parts of what it has, as inc.",
-        ),
-        (
-            ["optim.init_lr=0.1", "optim.init_names=[outc]", "data.label_map={1:[1,2]}"],
-            "init has loaded no outc",
-        ),
+        (["model.features=[5,7]"], r"init=.*model\.features.*\[4, 8\].*\[5, 7\]"),
+        (["optim.init_lr=0"], r"optim\.init_lr=0: "),
+        (["optim.init_lr=0.1", "optim.init_names=[down9]"], r"optim\.init_names: .*down9.*inc\."),
+        (["optim.init_lr=0.1", "optim.init_names=[outc]", "data.label_map={1:[1,2]}"], r"optim\.init_names: .*outc"),
     ],
 )
 def test_what_cannot_be_a_start_is_refused(net: Path, more: list[str], what: str) -> None:
@@ -148,7 +156,7 @@ def test_what_cannot_be_a_start_is_refused(net: Path, more: list[str], what: str
 @pytest.mark.parametrize("word", ["optim.init_lr=0", "optim.init_names=[inc]"])
 def test_what_is_for_a_start_is_refused_without_one(word: str) -> None:
     """Else what has random weights would be frozen."""
-    with pytest.raises(UserError, match=f"^{word.partition('=')[0]}: is for what init has loaded; give init=net.pt"):
+    with pytest.raises(UserError, match=rf"^{word.partition('=')[0]}: .*init=net\.pt"):
         compose.compose([*TINY, word])
 
 
@@ -169,28 +177,29 @@ def test_sizes_that_are_written_in_another_way_are_no_difference(net: Path, tmp_
     assert capsys.readouterr().err == ""
 
 
+@without("unet3d.training.checkpoint.refuse_non_finite", nothing)
 def test_files_that_are_no_snapshot_of_this_network_are_refused(net: Path, tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("no snapshot")
-    with pytest.raises(SnapshotError, match="not a readable snapshot"):
+    with pytest.raises(SnapshotError, match=r"text\.pt: "):
         opened(net, f"init={tmp_path / 'text.pt'}")
-    with pytest.raises(UserError, match=r"init=nowhere.pt: no such file; give RUN/checkpoints/best.pt"):
+    with pytest.raises(UserError, match=r"init=nowhere\.pt: .*RUN/checkpoints/best\.pt"):
         compose.compose(["init=nowhere.pt"])
     state = checkpoint.load_snapshot(net)
     checkpoint.save_snapshot(
         tmp_path / "own.pt", state | {"model_options": state["model_options"] | {"path": "evil:net"}}
     )
-    with pytest.raises(UserError, match=r"its network is model.path=evil:net, this run's the package's own U-Net"):
+    with pytest.raises(UserError, match=r"own\.pt: .*model\.path=evil:net"):
         opened(net, f"init={tmp_path / 'own.pt'}")
     name = next(iter(state["average"]))
     state["average"][name] = state["average"][name] * float("nan")
     checkpoint.save_snapshot(tmp_path / "nan.pt", state)
-    with pytest.raises(SnapshotError, match="holds NaN"):
+    with pytest.raises(SnapshotError, match=rf"nan\.pt: {re.escape(name)}.*NaN"):
         opened(net, f"init={tmp_path / 'nan.pt'}")
 
 
 @pytest.mark.parametrize("way", ["lean=true", "slab=auto"])
 def test_slabs_refuse_a_frozen_tensor(net: Path, way: str) -> None:
-    with pytest.raises(UserError, match=f"{way} and optim.init_lr=0: slabs take the gradients of all tensors"):
+    with pytest.raises(UserError, match=rf"^{way}.*optim\.init_lr=0: .*ckpt=auto"):
         compose.compose(words(net, "optim.init_lr=0", way))
 
 
@@ -214,8 +223,11 @@ def stepped(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer, Led
 @pytest.mark.parametrize(
     "more",
     [
-        *([], ["ckpt=2"], ["ckpt=auto"], ["amp=true"], ["model.deep_supervision=true", "model.features=[4,8,8]"]),
-        *(["optim.average=0.5"], ["optim.init_lr=0.1"]),
+        [],
+        ["ckpt=2", "amp=true"],
+        pytest.param(["ckpt=auto"], marks=pytest.mark.slow),
+        ["model.deep_supervision=true", "model.features=[4,8,8]", "optim.average=0.5"],
+        ["optim.init_lr=0.1"],
     ],
     ids=" ".join,
 )
@@ -257,7 +269,7 @@ def transferred(net: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     given += ["optim.init_lr=0", f"hydra.run.dir={place / 'run'}"]
     ended = train(place, *given, "steps=2")
     assert ended.code == 0, ended.err
-    assert "tensors loaded, frozen, 2 by class; nothing is new" in ended.out
+    assert f"init={started}" in ended.out
     yield place / "run", given
 
 
@@ -277,13 +289,13 @@ def test_a_run_records_its_start_and_measures_what_it_predicted(net: Path, trans
 
 def test_a_resumed_run_needs_the_file_no_more(net: Path, transferred: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, given = transferred
-    with pytest.raises(UserError, match="start a new one to change init: "):
+    with pytest.raises(UserError, match=r"^resume: .*\binit\b"):
         compose.resumed(yaml.safe_load((folder / "config.yaml").read_text()), [f"resume={folder}", f"init={net}"])
     (folder.parent / "net.pt").unlink()
     ended = train(folder.parent, *given, "resume=auto", "steps=4", "eval_every=0")
     assert ended.code == 0, ended.err
     state, before = checkpoint.load_snapshot(folder / "checkpoints/last.pt"), checkpoint.load_snapshot(net)
-    assert state["step"] == 4 and "tensors loaded" not in ended.out
+    assert state["step"] == 4 and "init=" not in ended.out
     loaded = json.loads((folder / "init.json").read_text())["loaded"]
     assert all(torch.equal(state["model"][name], before["average"][name]) for name in loaded)
     publish.publish([folder / "checkpoints/last.pt"], tmp_path / "out.pt")
@@ -305,6 +317,6 @@ def test_ranks_begin_with_the_same_weights_which_the_first_alone_reads(net: Path
     given = [*TINY, f"init={net}", "optim.init_lr=0", "data.label_map={1:[1,2]}", "batch=2", "steps=2", "eval_every=0"]
     first, other = train_ranks(tmp_path, *given)
     assert (first.code, other.code) == (0, 0), first.err
-    assert ", frozen, 2 by class; nothing is new" in first.out and "tensors" not in other.out
+    assert f"init={net}" in first.out and "init=" not in other.out
     state, before = checkpoint.load_snapshot(tmp_path / "run/checkpoints/last.pt"), checkpoint.load_snapshot(net)
     assert all(torch.equal(state["model"][n], before["average"][n]) for n in before["average"].keys() - {*HEAD})

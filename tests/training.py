@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import runpy
 import select
 import signal
@@ -205,3 +206,13 @@ def same(a: Path, b: Path) -> bool:
 
 def status(folder: Path) -> str:
     return (folder / "STATUS").read_text()
+
+
+def exit_code(folder: Path) -> int:
+    """Return the exit code in the last line of STATUS."""
+    return int(status(folder).splitlines()[-1].split()[-1])
+
+
+def numbers(text: str) -> list[int]:
+    """Return the whole numbers that a text names; those within words and paths are none."""
+    return [int(number) for number in re.findall(r"(?<![\w./=-])\d+(?![\w./=-])", text)]

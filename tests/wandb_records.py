@@ -35,8 +35,13 @@ class Recorded:
 
 
 def read_run(folder: Path) -> Recorded:
-    """The one wandb run below a run folder; nested keys are dotted."""
+    """Return the one wandb run below a run folder."""
     (path,) = folder.glob("wandb/*run-*/*.wandb")
+    return read_file(path)
+
+
+def read_file(path: Path) -> Recorded:
+    """Return what a .wandb file holds; nested keys are dotted."""
     records = list(_records(path.read_bytes()))
     runs = [record.run for record in records if record.HasField("run")]
     metrics = [record.metric for record in records if record.HasField("metric")]

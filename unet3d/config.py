@@ -141,7 +141,9 @@ class Data:
 class Loss:
     """What training minimises, computed in float32."""
 
-    name: str = option("dice_ce", "cross-entropy, soft Dice, their sum, or another of train/losses.py", among=losses())
+    name: str = option(
+        "dice_ce", "cross-entropy, soft Dice, their sum, or another of training/losses.py", among=losses()
+    )
     path: str | None = option(None, "your own function, package.module:name, called as name(logits, label, options)")
     weights: list[float] | None = option(None, "one weight a class for the cross-entropy", low=0)
     batch_dice: bool = option(True, "Dice over the batch as one volume; false: mean over its samples")

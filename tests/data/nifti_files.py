@@ -3,6 +3,7 @@
 import gzip
 import json
 import struct
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,12 @@ def case(folder: Path, image_voxels: np.ndarray, label_voxels: np.ndarray, name:
     )
 
 
-def decathlon(root: Path, names: tuple[str, ...] = ("a", "b", "c", "d")) -> Data:
+def decathlon(
+    root: Path, names: tuple[str, ...] = ("a", "b", "c", "d"), shape: tuple[int, int, int] = (6, 5, 4)
+) -> Data:
     """A sound data set of background and two classes in Decathlon's layout."""
     for seed, name in enumerate(names):
-        case(root, image(seed=seed), label(seed=seed), name)
+        case(root, image(shape, seed), label(shape, seed=seed), name)
     content = {
         "name": "Small",
         "modality": {"0": "CT"},
@@ -97,6 +100,19 @@ def checked(data: Data, full: bool = True) -> list[str]:
     """Every line of the check of a data set."""
     dataset = read_dataset(data)
     return check_cases(dataset, dataset.cases, data, full)
+
+
+def told(lines: Sequence[str], wanted: Sequence[Sequence[str]]) -> bool:
+    """Return whether each line, in this order, begins with the first part of its own of `wanted` and holds the rest."""
+    if len(lines) != len(wanted):
+        return False
+    pairs = zip(lines, wanted, strict=True)
+    return all(line.startswith(start) and holds(line[len(start) :], rest) for line, (start, *rest) in pairs)
+
+
+def holds(text: str, parts: Iterable[str]) -> bool:
+    """Return whether all parts are in the text."""
+    return all(part in text for part in parts)
 
 
 def errors(lines: list[str]) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nifti_files import checked, decathlon, image, label, rewrite, write
+from guards import no, without, yes
+from nifti_files import checked, decathlon, holds, image, label, rewrite, told, write
 
 from unet3d.config import Data, Phantom
 from unet3d.data import dataset_json
@@ -45,76 +46,84 @@ def test_modalities_are_ordered_by_number(tmp_path: Path) -> None:
 
 
 ENTRY = {"image": "./imagesTr/a.nii.gz", "label": "./labelsTr/a.nii.gz"}
+TWIN = {"image": "./imagesTr/twin.nii.gz"}
+OUTSIDE = "data.allow_outside=true"
 
 
+@without("unet3d.data.dataset_json.is_plain", yes, only="odd name")
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "parts"),
     [
-        ({"training": []}, "lists no case; there must be at least two with labels"),
-        ({"training": None}, '"training" is missing or no JSON list'),
-        ({"training": {}}, '"training" is missing or no JSON list'),
-        ({"training": ["./imagesTr/a.nii.gz"]}, 'is not {"image": path, "label": path}'),
-        ({"training": [{"label": "x.nii"}]}, 'is not {"image": path, "label": path}'),
-        ({"training": [ENTRY, ENTRY]}, "two cases are called a; rename one of them"),
-        ({"training": [ENTRY, {"image": "./imagesTr/a.nii"}]}, "two cases are called a"),
-        ({"training": [{"image": "imagesTr/\x1b[2J.nii"}]}, r"'imagesTr/\x1b[2J.nii' is not a path inside"),
-        ({"training": [{"image": "a" * 5000 + ".nii"}]}, "aaa.nii' is not a path inside"),
-        ({"training": [{"image": "imagesTr/\ud800.nii"}]}, r"'imagesTr/\ud800.nii' is not a path inside"),
-        ({"training": [{"image": "\u202ea.nii"}]}, r"'\u202ea.nii' is not a path inside"),
-        ({"labels": None}, '"labels" is missing or no JSON object'),
-        ({"labels": {"0": "background", "2": "organ"}}, "labels are numbered [0, 2]"),
-        ({"labels": {"1": "organ", "2": "tumour"}}, "labels are numbered [1, 2]"),
-        ({"labels": {"background": 0, "organ": 1}}, "the keys must be numbers"),
-        ({"labels": {"0": "background"}}, "give the background and one class or more"),
-        ({"labels": {"0": "background", "1": "organ", "2": "organ"}}, "each its own name"),
-        ({"labels": {"0": "background", "1": "or\rgan"}}, r"labels: 'or\rgan' is not a name; give one line of text"),
-        ({"labels": {"0": "background", "1": "a", "01": "b"}}, "a number occurs twice, give each name its own"),
-        ({"modality": None}, '"modality" is missing'),
-        ({"modality": {"1": "CT"}}, "modality are numbered [1]"),
-        ({"modality": {"0": {"a": 1}}}, "modality: {'a': 1} is not a name; give one line of text"),
-        ({"modality": None, "channel_names": {"0": "CT"}}, "read it with data=nnunet"),
-        ({"name": ["a"]}, "\"name\" is ['a']; give one line of text"),
-        ({"name": "a\nb"}, r""""name" is 'a\nb'; give one line of text"""),
+        ({"training": []}, []),
+        ({"training": None}, ['"training"', "list"]),
+        ({"training": {}}, ['"training"', "list"]),
+        ({"training": ["./imagesTr/a.nii.gz"]}, ['"training"', '"image"', '"label"']),
+        ({"training": [{"label": "x.nii"}]}, ['"training"', '"image"', '"label"']),
+        ({"training": [TWIN, TWIN]}, ["twin"]),
+        ({"training": [TWIN, {"image": "./imagesTr/twin.nii"}]}, ["twin"]),
+        ({"training": [{"image": "imagesTr/\x1b[2J.nii"}]}, [r"'imagesTr/\x1b[2J.nii'", OUTSIDE]),
+        ({"training": [{"image": "a" * 5000 + ".nii"}]}, ["aaa.nii'", OUTSIDE]),
+        ({"training": [{"image": "imagesTr/\ud800.nii"}]}, [r"'imagesTr/\ud800.nii'", OUTSIDE]),
+        ({"training": [{"image": "\u202ea.nii"}]}, [r"'\u202ea.nii'", OUTSIDE]),
+        ({"labels": None}, ['"labels"', "object"]),
+        ({"labels": {"0": "background", "2": "organ"}}, ["[0, 2]", "data.label_map={1:2}"]),
+        ({"labels": {"1": "organ", "2": "tumour"}}, ["[1, 2]"]),
+        ({"labels": {"background": 0, "organ": 1}}, ["'background': 0", '{"0": ']),
+        ({"labels": {"0": "background"}}, ["['background']"]),
+        ({"labels": {"0": "background", "1": "organ", "2": "organ"}}, ["['background', 'organ', 'organ']"]),
+        ({"labels": {"0": "background", "1": "or\rgan"}}, ["labels", r"'or\rgan'"]),
+        ({"labels": {"0": "background", "1": "a", "01": "b"}}, ["labels", "'01': 'b'", "'1': 'a'"]),
+        ({"modality": None}, ['"modality"', "object"]),
+        ({"modality": {"1": "CT"}}, ["modality", "[1]"]),
+        ({"modality": {"0": {"a": 1}}}, ["modality", "{'a': 1}"]),
+        ({"modality": None, "channel_names": {"0": "CT"}}, ["data=nnunet"]),
+        ({"name": ["a"]}, ['"name"', "['a']"]),
+        pytest.param({"name": "a\nb"}, ['"name"', r"'a\nb'"], id="odd name"),
     ],
 )
-def test_a_wrong_dataset_json_is_refused(tmp_path: Path, changes: dict, what: str) -> None:
+def test_a_wrong_dataset_json_is_refused(tmp_path: Path, changes: dict, parts: list[str]) -> None:
     data = decathlon(tmp_path)
     rewrite(tmp_path, **changes)
-    text = refusal(data)
-    assert text.startswith(str(tmp_path / "dataset.json")) and what in text
+    assert told([refusal(data)], [[str(tmp_path / "dataset.json"), *parts]])
 
 
+# of a data set that could be read, but for the name that is there twice
+REPEATED = b"""{"name": "a", "name": "b", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "organ"},
+"training": [{"image": "a.nii"}]}"""
+
+
+@without("unet3d.data.dataset_json.MAX_BYTES", 2**25, only="large")
 @pytest.mark.parametrize(
-    ("content", "what"),
+    ("content", "part"),
     [
-        (b"{", "not readable as JSON"),
-        (b"[1]", "holds no JSON object"),
-        (b"\xff\xfe", "not readable as JSON"),
-        (b"[" * 100_000, "not readable as JSON"),
-        (b'{"labels": {"0": "liver"}, "labels": {}}', "a name occurs twice in one object"),
-        (b"{}" + b" " * dataset_json.MAX_BYTES, "is larger than 16,777,216 bytes"),
+        (b"{", "Expecting"),  # json's word
+        (b"[1]", "{...}"),
+        (b"\xff\xfe", "utf-8"),
+        (b"[" * 100_000, "recursion"),
+        (REPEATED, "JSON"),
+        (b"{}" + b" " * dataset_json.MAX_BYTES, "16,777,216"),
     ],
     ids=["cut", "list", "binary", "deep", "repeated", "large"],
 )
-def test_unreadable_json_is_refused_with_its_path(tmp_path: Path, content: bytes, what: str) -> None:
+def test_unreadable_json_is_refused_with_its_path(tmp_path: Path, content: bytes, part: str) -> None:
     (tmp_path / "dataset.json").write_bytes(content)
-    text = refusal(Data(format="decathlon", root=str(tmp_path)))
-    assert text.startswith(f"{tmp_path / 'dataset.json'}: ") and what in text
+    assert told([refusal(Data(format="decathlon", root=str(tmp_path)))], [[f"{tmp_path / 'dataset.json'}: ", part]])
 
 
 @pytest.mark.parametrize("layout", ["decathlon", "nnunet"])
 def test_a_folder_without_dataset_json_is_refused(tmp_path: Path, layout: str) -> None:
-    assert f"{tmp_path / 'dataset.json'}: no such file" in refusal(Data(format=layout, root=str(tmp_path)))
+    text = refusal(Data(format=layout, root=str(tmp_path)))
+    assert told([text], [[f"{tmp_path / 'dataset.json'}: ", "data/README.md"]])
 
 
 def test_json_that_is_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path) -> None:
     where = tmp_path / "dataset.json"
     os.mkfifo(where)
-    assert "is not a file; replace it" in refusal(Data(format="decathlon", root=str(tmp_path)))
+    assert told([refusal(Data(format="decathlon", root=str(tmp_path)))], [[f"{where}: "]])
     where.unlink()
     where.symlink_to("/dev/zero")
     text = refusal(Data(format="decathlon", root=str(tmp_path), allow_outside=True))
-    assert "is not a file; replace it" in text
+    assert told([text], [[f"{where}: "]]) and f"{dataset_json.MAX_BYTES:,}" not in text, "it is not even read"
 
 
 @pytest.mark.parametrize("kind", ["image", "label"])
@@ -137,9 +146,11 @@ def test_a_path_that_leaves_the_folder_is_refused(tmp_path: Path, kind: str, nam
     data = decathlon(tmp_path)
     name = name.replace("{root}", str(tmp_path)) if isinstance(name, str) else name
     rewrite(tmp_path, training=[ENTRY | {kind: name}])
-    assert f"{name!r} is not a path inside {tmp_path}" in refusal(data)
+    text = refusal(data)
+    assert told([text], [[f"{tmp_path / 'dataset.json'}: {name!r} ", str(tmp_path), OUTSIDE]])
 
 
+@without("unet3d.data.dataset_json.leaves", no, only="link")
 @pytest.mark.parametrize("name", ["../elsewhere/x.nii.gz", "{outside}/x.nii.gz", "link/x.nii.gz"])
 def test_a_path_out_of_the_root_is_read_only_with_allow_outside(tmp_path: Path, name: str) -> None:
     data = decathlon(tmp_path / "set")
@@ -148,7 +159,7 @@ def test_a_path_out_of_the_root_is_read_only_with_allow_outside(tmp_path: Path, 
     name = name.replace("{outside}", str(tmp_path / "elsewhere"))
     b = {"image": "imagesTr/b.nii.gz", "label": "labelsTr/b.nii.gz"}
     rewrite(tmp_path / "set", training=[ENTRY | {"image": name}, b])
-    assert "data.allow_outside=true" in refusal(data)
+    assert OUTSIDE in refusal(data)
     data.allow_outside = True
     assert [case.id for case in read_dataset(data).cases] == ["b", "x"] and checked(data) == []
 
@@ -162,6 +173,7 @@ def test_links_that_stay_inside_and_a_linked_root_are_read(tmp_path: Path) -> No
     assert len(read_dataset(Data(format="decathlon", root=str(tmp_path / "link"))).cases) == 1
 
 
+@without("unet3d.data.dataset_json.leaves", no, only="label-")
 @pytest.mark.parametrize("layout", ["folders", "nnunet"])
 @pytest.mark.parametrize("linked", ["image", "label", "folder", "dataset.json"])
 def test_a_link_out_of_the_root_is_refused_in_every_layout(tmp_path: Path, layout: str, linked: str) -> None:
@@ -178,14 +190,15 @@ def test_a_link_out_of_the_root_is_refused_in_every_layout(tmp_path: Path, layou
     shutil.move(moved, tmp_path / "elsewhere")
     moved.symlink_to(tmp_path / "elsewhere")
     if (layout, linked) != ("folders", "dataset.json"):  # which that layout does not read
-        assert f"is a link out of {root}; put the file there, or set data.allow_outside=true" in refusal(data)
+        assert told([refusal(data)], [[str(moved), f" {root};", OUTSIDE]])
         data.allow_outside = True
     assert len(read_dataset(data).cases) == 2
 
 
 def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     (tmp_path / "dataset.json").symlink_to(tmp_path / "dataset.json")
-    assert "dataset.json: is a link out of" in refusal(Data(format="decathlon", root=str(tmp_path)))
+    text = refusal(Data(format="decathlon", root=str(tmp_path)))
+    assert told([text], [[f"{tmp_path / 'dataset.json'}: ", OUTSIDE]])
 
 
 def nnunet(root: Path, **changes: Any) -> Data:
@@ -214,29 +227,30 @@ def test_nnunet_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "parts"),
     [
-        ({"labels": {"background": 0, "whole": [1, 2], "core": 2}}, "regions are not supported"),
-        ({"labels": {"background": 0, "ignore": 1, "organ": 2}}, "1 is the label to ignore; it must be above all"),
-        ({"labels": {"background": 0, "organ": 1, "ignore": 65536}}, "ignore; the highest possible is 65535"),
-        ({"labels": {"background": 0, "organ": 1, "tumour": 1}}, "two names share a value"),
-        ({"labels": {"background": 0, "organ": 2}}, "labels are numbered [0, 2]"),
-        *(({"labels": {"background": 0, "organ": value}}, ": label") for value in (True, "1", 1.0, [1, 2], 10**400)),
-        ({"channel_names": None}, '"channel_names" is missing'),
-        ({"file_ending": ".png"}, "\"file_ending\" is '.png'; convert the volumes"),
-        ({"file_ending": None}, '"file_ending" is missing'),
+        ({"labels": {"background": 0, "whole": [1, 2], "core": 2}}, ["'whole'", "[1, 2]"]),
+        ({"labels": {"background": 0, "ignore": 1, "organ": 2}}, [": 1 ", "(2)"]),
+        ({"labels": {"background": 0, "organ": 1, "ignore": 65536}}, ["65536", "65535"]),
+        ({"labels": {"background": 0, "organ": 1, "tumour": 1}}, ["'organ': 1", "'tumour': 1"]),
+        ({"labels": {"background": 0, "organ": 2}}, ["[0, 2]", "data.label_map={1:2}"]),
+        *(({"labels": {"background": 0, "organ": value}}, ["'organ'"]) for value in (True, "1", 1.0, [1, 2])),
+        ({"labels": {"background": 0, "organ": 10**400}}, ["labels"]),
+        ({"channel_names": None}, ['"channel_names"', "object"]),
+        ({"file_ending": ".png"}, ['"file_ending"', "'.png'", ".nii.gz"]),
+        ({"file_ending": None}, ['"file_ending"', "string"]),
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_a_wrong_nnunet_json_is_refused(tmp_path: Path, changes: dict, what: str) -> None:
+def test_a_wrong_nnunet_json_is_refused(tmp_path: Path, changes: dict, parts: list[str]) -> None:
     text = refusal(nnunet(tmp_path, **changes))
-    assert text.startswith(str(tmp_path / "dataset.json")) and what in text and len(text) < 500
+    assert told([text], [[str(tmp_path / "dataset.json"), *parts]]) and len(text) < 500
 
 
 def test_two_values_to_ignore_are_refused(tmp_path: Path) -> None:
     data = nnunet(tmp_path)
     data.ignore = 255
-    assert "data.ignore=255, but" in refusal(data)
+    assert holds(refusal(data), ["data.ignore=255", f"{tmp_path / 'dataset.json'} ", " 2;"])
     rewrite(tmp_path, labels={"background": 0, "organ": 1})
     assert read_dataset(data).ignore == 255
 
@@ -244,7 +258,7 @@ def test_two_values_to_ignore_are_refused(tmp_path: Path) -> None:
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     data = nnunet(tmp_path)
     os.rename(tmp_path / "labelsTr", tmp_path / "labels")
-    assert f"{tmp_path / 'labelsTr'}: no such folder" in refusal(data)
+    assert told([refusal(data)], [[f"{tmp_path / 'labelsTr'}: ", "data.root"]])
 
 
 def folders(root: Path, images: list[str], labels: list[str], shape: tuple[int, ...] = (6, 5, 4)) -> Data:
@@ -284,24 +298,27 @@ def test_folders_that_the_command_line_puts_outside_are_read(tmp_path: Path) -> 
         assert len(read_dataset(data).cases) == 2
 
 
+@without("unet3d.data.cases.MAX_NAME", 10**6, only="long name")
+@without("unet3d.data.cases.is_plain", yes, only="odd name")
 @pytest.mark.parametrize(
-    ("images", "labels", "what"),
+    ("images", "labels", "parts"),
     [
-        (["a.nii"], ["a.nii", "b.nii"], "labels/b.nii: no image of that name"),
-        (["a.nii"], ["a.nii", "b.nii", "c.nii", "d.nii"], "; nor of c, d; add it"),
-        (["a.nii"], ["a.nii", "a.nii.gz"], "two cases are called a"),
-        (["a_0000.nii", "a_0002.nii"], ["a.nii"], "a case's channels are called a_0000, a_0001 and so on"),
-        (["a_0000.nii", "a_0002.nii"], ["a.nii"], "images/a_0001 is missing beside "),
-        (["a_0000.nii", "a_0000.nii.gz"], ["a.nii"], "images/a_0001 is missing beside "),
-        (["b.nii", "a_0001.nii", "a_0002.nii"], ["a.nii", "b.nii"], "labels/a.nii: a_0000 is missing in "),
-        ([f"{'a' * 249}.nii"], [f"{'a' * 249}.nii"], "a name of 249 letters: the name of its label map, with .nii.gz,"),
-        ([f"{'ä' * 125}.nii"], [f"{'ä' * 125}.nii"], "a name of 125 letters: the name of its label map, with .nii.gz,"),
-        (["a\x1b[2J.nii"], ["a\x1b[2J.nii"], "cannot name a case; rename its files"),
-        ([], ["a.nii"], "images: no such folder"),
+        (["a.nii"], ["a.nii", "b.nii"], ["/labels/b.nii: ", "/images"]),
+        (["a.nii"], ["a.nii", "b.nii", "c.nii", "d.nii"], ["/labels/b.nii: ", " c, d;"]),
+        (["twin.nii"], ["twin.nii", "twin.nii.gz"], ["/labels: ", "twin"]),
+        (["a_0000.nii", "a_0002.nii"], ["a.nii"], ["a: ", "/images/a_0001 ", "/images/a_0002.nii", "a_0000, a_0001"]),
+        (["a_0000.nii", "a_0000.nii.gz"], ["a.nii"], ["a: ", "/images/a_0001 ", "/images/a_0000.nii.gz"]),
+        (["b.nii", "a_0001.nii", "a_0002.nii"], ["a.nii", "b.nii"], ["/labels/a.nii: a_0000 ", "/images"]),
+        pytest.param([f"{'a' * 249}.nii"], [f"{'a' * 249}.nii"], ["249", ".nii.gz", "255"], id="long name"),
+        ([f"{'ä' * 125}.nii"], [f"{'ä' * 125}.nii"], ["125", ".nii.gz", "255"]),
+        pytest.param(["a\x1b[2J.nii"], ["a\x1b[2J.nii"], ["/labels: ", r"'a\x1b[2J'"], id="odd name"),
+        ([], ["a.nii"], ["/images: ", "data.root"]),
     ],
 )
-def test_folders_that_do_not_match_are_refused(tmp_path: Path, images: list, labels: list, what: str) -> None:
-    assert what in refusal(folders(tmp_path, images, labels))
+def test_folders_that_do_not_match_are_refused(
+    tmp_path: Path, images: list[str], labels: list[str], parts: list[str]
+) -> None:
+    assert holds(refusal(folders(tmp_path, images, labels)), parts)
 
 
 def test_a_name_that_leaves_room_for_its_ending_is_read(tmp_path: Path) -> None:
@@ -314,26 +331,26 @@ def test_a_channel_that_is_missing_is_named_by_check_and_run(tmp_path: Path) -> 
     channels = [f"{name}_{c:04d}.nii" for name in "abc" for c in range(3 if name != "a" else 2)]
     data = folders(tmp_path / "folders", channels, ["a.nii", "b.nii", "c.nii"])
     path = tmp_path / "folders/images/a_0000.nii"
-    what = "has 2 channels, the data set 3 (channel_0, channel_1, channel_2): a_0002 is missing; make them agree"
-    assert checked(data, full=False) == [f"a: {path}: {what}"]
+    parts = [" 2 ", " 3 ", "(channel_0, channel_1, channel_2)", "a_0002"]
+    assert told(checked(data, full=False), [[f"a: {path}: ", *parts]])
     data = nnunet(tmp_path / "nnunet")
     absent = tmp_path / "nnunet/imagesTr/a_0001.nii.gz"
     absent.unlink()
-    line = f"a: {absent}: a_0001 is missing; restore it or remove the case"
-    assert line in checked(data, full=False) and line in checked(data)
+    for full in (False, True):
+        assert [line for line in checked(data, full) if line.startswith(f"a: {absent}: a_0001 ")]
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     for name in ("images", "labels"):
         (tmp_path / name).mkdir()
-    assert "labels: lists no case" in refusal(folders(tmp_path, [], []))
+    assert told([refusal(folders(tmp_path, [], []))], [[f"{tmp_path / 'labels'}: "]])
 
 
 @pytest.mark.parametrize("ignore", [0, 1])
 def test_an_ignored_label_among_the_classes_is_refused(tmp_path: Path, ignore: int) -> None:
     data = folders(tmp_path, ["a.nii"], ["a.nii"])
     data.ignore = ignore
-    assert f"data.classes: {ignore} is the label to ignore" in refusal(data)
+    assert told([refusal(data)], [[f"data.classes: {ignore} "]])
 
 
 def test_the_phantom_is_generated_below_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +385,7 @@ FOLDS_OF_13 = [[0, 7, 9], [3, 6, 10], [8, 11, 12], [1, 4], [2, 5]]
 FIRST_OF_260 = [[9, 10, 16, 18], [1, 14, 15, 17], [2, 4, 8, 13], [0, 3, 6, 12], [5, 7, 11, 23]]
 
 
+@without("unet3d.data.cases.FOLD_SEED", 0, only="2")
 @pytest.mark.parametrize("fold", range(5))
 def test_folds_are_those_of_scikit_learn(fold: int) -> None:
     train, val = parts(IDS, Data(fold=fold))
@@ -403,32 +421,33 @@ def test_a_split_file_goes_before_the_fold_and_the_fold_before_the_share(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
+    ("content", "wanted"),
     [
-        ({"train": IDS[:2]}, '"val" must list one case id or more'),
-        ({"train": [], "val": IDS[:1]}, '"train" must list one case id or more'),
-        ({"train": "case_001", "val": IDS[:1]}, '"train" must list'),
-        ({"train": ["case_1", 7], "val": IDS[:1]}, '"train" names case_1, 7: no labelled case'),
-        ({"train": IDS[:1], "val": ["unlabelled"]}, '"val" names unlabelled: no labelled case'),
-        ({"train": [f"x{n}" for n in range(7)], "val": IDS[:1]}, "x0, x1, x2, x3, x4 and 2 more: no labelled case"),
-        ({"train": IDS[:2], "val": IDS[1:3]}, 'case_001 in both "train" and "val"'),
-        ({"train": [IDS[0], IDS[0]], "val": IDS[1:2]}, '"train" names case_000 more than once'),
+        ({"train": IDS[:2]}, ['"val" ', '{"train": [ids], "val": [ids]}']),
+        ({"train": [], "val": IDS[:1]}, ['"train" ', '{"train": [ids], "val": [ids]}']),
+        ({"train": "case_001", "val": IDS[:1]}, ['"train" ', '{"train": [ids], "val": [ids]}']),
+        ({"train": ["case_1", 7], "val": IDS[:1]}, ['"train" ', "case_1, 7"]),
+        ({"train": IDS[:1], "val": ["unlabelled"]}, ['"val" ', "unlabelled"]),
+        ({"train": [f"x{n}" for n in range(7)], "val": IDS[:1]}, ['"train" ', "x0, x1, x2, x3, x4 ", " 2 "]),
+        ({"train": IDS[:2], "val": IDS[1:3]}, ["case_001 ", '"train"', '"val"']),
+        ({"train": [IDS[0], IDS[0]], "val": IDS[1:2]}, ['"train" ', "case_000"]),
     ],
 )
-def test_a_split_file_that_cannot_be_followed_is_refused(tmp_path: Path, content: dict, what: str) -> None:
+def test_a_split_file_that_cannot_be_followed_is_refused(tmp_path: Path, content: dict, wanted: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parts(IDS, listed(tmp_path, content))
-    assert str(caught.value).startswith(f"{tmp_path / 's.json'}: ") and what in str(caught.value)
+    start, *rest = wanted
+    assert told([str(caught.value)], [[f"{tmp_path / 's.json'}: {start}", *rest]])
 
 
 @pytest.mark.parametrize(
-    ("ids", "data", "what"),
+    ("ids", "data", "wanted"),
     [
-        (IDS, Data(fold=0, folds=14), r"data.folds=14 is more than the 13 labelled cases"),
-        (["a"], Data(), "T: 1 labelled cases; training and validation need one each"),
-        (["a", "b"], Data(split="no.json"), r"no\.json: no such file"),
+        (IDS, Data(fold=0, folds=14), r"^data\.folds=14 .*\b13\b.*data\.folds=13$"),
+        (["a"], Data(), r"^T: 1 .*data\.semi=true"),
+        (["a", "b"], Data(split="no.json"), r"^no\.json: .*data/README\.md"),
     ],
 )
-def test_a_split_that_cannot_be_made_is_refused(ids: list[str], data: Data, what: str) -> None:
-    with pytest.raises(UserError, match=what):
+def test_a_split_that_cannot_be_made_is_refused(ids: list[str], data: Data, wanted: str) -> None:
+    with pytest.raises(UserError, match=wanted):
         parts(ids, data)

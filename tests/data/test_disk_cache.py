@@ -8,23 +8,27 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from types import SimpleNamespace
+from typing import IO, Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
 import torch
-from nifti_files import case, decathlon, image, label, rewrite, write
+from guards import nothing, without
+from nifti_files import decathlon, image, rewrite, told, write
 from training import TINY, Ended, call, fill, records, same, send, start, status, train
 
 from unet3d import build, compose
-from unet3d.config import Augment, Config, Data
-from unet3d.data import disk_cache, loader, preprocess
+from unet3d.config import Augment, Config, Data, Phantom
+from unet3d.data import disk_cache, loader, preprocess, synthetic
 from unet3d.data.cases import Case
 from unet3d.data.disk_cache import DiskCache, key_of
 from unet3d.data.patches import Patches, PreparedCase, crop
@@ -40,9 +44,7 @@ ALWAYS = {f"{name}_p": 1.0 for name in ("spatial", "noise", "blur", "contrast", 
 @pytest.fixture
 def data(tmp_path: Path) -> Data:
     """Four cases, kept in tmp_path/cache."""
-    found = decathlon(tmp_path / "set")
-    for seed, name in enumerate("abcd"):
-        case(tmp_path / "set", image(SHAPE, seed), label(SHAPE, seed=seed), name)
+    found = decathlon(tmp_path / "set", shape=SHAPE)
     found.patch, found.cache, found.cache_root = [12, 12, 8], "disk", str(tmp_path / "cache")
     return found
 
@@ -71,20 +73,20 @@ def entries(root: Path) -> dict[str, tuple[int, int]]:
     return {str(path.relative_to(root)): ((found := path.stat()).st_ino, found.st_mtime_ns) for path in files}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    ("changes", "tile"),
+    ("workers", "changes", "tile"),
     [
-        ({"augment": Augment(spatial_p=0, mirror=[])}, [12, 12, 8]),
-        ({"augment": Augment(elastic=2, **ALWAYS), "spacing": [1.2, 1.2, 2.0]}, [12, 12, 8]),
-        ({"patch": [24, 24, 24], "foreground": 1.0, "intensity": "zscore"}, [24, 24, 24]),
-        ({"patch": [16, 16, 16], "augment": Augment(spatial_p=0.5)}, [8, 8, 8]),
-        ({**SEMI, "ignore": 9}, [12, 12, 8]),
+        (0, {"augment": Augment(spatial_p=0, mirror=[])}, [12, 12, 8]),
+        (2, {"augment": Augment(elastic=2, **ALWAYS), "spacing": [1.2, 1.2, 2.0]}, [12, 12, 8]),
+        (0, {"patch": [24, 24, 24], "foreground": 1.0, "intensity": "zscore"}, [24, 24, 24]),
+        (0, {"patch": [16, 16, 16], "augment": Augment(spatial_p=0.5)}, [8, 8, 8]),
+        (0, {**SEMI, "ignore": 9}, [12, 12, 8]),
+        (2, {**SEMI, "ignore": 9}, [12, 12, 8]),
     ],
-    ids=["crop", "augmented", "beyond the border", "mirrored context", "sparse"],
+    ids=["crop", "augmented", "beyond the border", "mirrored context", "sparse", "sparse with workers"],
 )
 def test_patches_are_the_same_to_the_bit_wherever_cases_are_kept(
-    data: Data, workers: int, changes: dict, tile: list[int]
+    data: Data, workers: int, changes: dict[str, Any], tile: list[int]
 ) -> None:
     for name, value in changes.items():
         setattr(data, name, value)
@@ -96,15 +98,23 @@ def test_patches_are_the_same_to_the_bit_wherever_cases_are_kept(
             assert torch.equal(a.image, b.image) and torch.equal(a.label, b.label) and a.cases == b.cases
 
 
-def test_a_run_has_the_same_weights_and_scores(tmp_path: Path) -> None:
-    words = [*TINY, f"data.root={tmp_path / 'phantom'}", f"data.cache_root={tmp_path / 'cache'}"]
-    for name, cache, workers in (("a", "memory", 0), ("b", "disk", 0), ("c", "disk", 1)):
-        done = train(tmp_path, *words, f"data.cache={cache}", f"workers={workers}", f"hydra.run.dir={name}")
-        assert done.code == 0, done.err
-    assert same(tmp_path / "a", tmp_path / "b") and same(tmp_path / "a", tmp_path / "c")
-    scores = [(tmp_path / name / "scores.csv").read_bytes() for name in "abc"]
-    assert scores[0] == scores[1] == scores[2]
-    assert "4 cases kept in" in done.out and "0.1 MiB (predicted), 0 of them to prepare" in done.out
+def from_disk(finished: Path, place: Path) -> list[str]:
+    """Return the options of the run `finished`, which keeps its cases in memory, but with a cache in `place`."""
+    words = [*TINY, "amp=true", "ckpt=2", f"data.root={finished.parent / 'data/phantom'}"]
+    return [*words, "data.cache=disk", f"data.cache_root={place / 'cache'}"]
+
+
+def size_lines(done: Ended, root: Path) -> list[str]:
+    """Return what the run printed of the cache in `root`."""
+    return [line for line in done.out.splitlines() if str(root) in line]
+
+
+def test_a_run_has_the_same_weights_and_scores(finished: Path, tmp_path: Path) -> None:
+    done = train(tmp_path, *from_disk(finished, tmp_path), "workers=1", "hydra.run.dir=run")
+    assert done.code == 0, done.err
+    assert same(tmp_path / "run", finished)
+    assert (tmp_path / "run/scores.csv").read_bytes() == (finished / "scores.csv").read_bytes()
+    assert told(size_lines(done, tmp_path / "cache"), [["4 ", " 0.1 MiB ", " 4 "]])
 
 
 def test_nothing_is_read_or_written_again_by_the_next_run(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +144,7 @@ def test_replaced_voxels_are_reported_by_every_run(data: Data, capsys: pytest.Ca
     data.nonfinite = "zero"
     for _ in range(2):
         ready(data)
-        assert capsys.readouterr().err.count("warning: a: 1 voxels are NaN or infinite and count as 0") == 1
+        assert told(capsys.readouterr().err.splitlines(), [["warning: a: 1 ", "NaN", "data.nonfinite=zero"]])
 
 
 def touched(address: int) -> int:
@@ -158,7 +168,7 @@ def test_a_patch_touches_its_own_bytes_alone(tmp_path: Path, mirror: bool) -> No
     assert 0 < touched(volume.data_ptr()) <= volume.nbytes / 2
 
 
-ROOM = 150 * 2**20
+ROOM = 100 * 2**20
 
 
 def limit(kind: int, field: str) -> None:
@@ -178,9 +188,9 @@ def limit_addresses() -> None:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 cases of 96^3 voxels, 6 bytes each once prepared: twice ROOM."""
-    root, shape = tmp_path_factory.mktemp("large"), (96, 96, 96)
-    names = [f"case{number}" for number in range(60)]
+    """34 cases of 88^3 voxels, 6 bytes each once prepared: a third more than ROOM."""
+    root, shape = tmp_path_factory.mktemp("large"), (88, 88, 88)
+    names = [f"case{number}" for number in range(34)]
     decathlon(root, ())
     rewrite(root, training=[{"image": f"./imagesTr/{n}.nii", "label": f"./labelsTr/{n}.nii"} for n in names])
     voxels = np.random.default_rng(0).integers(0, 1000, shape, np.int16)
@@ -194,20 +204,21 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learn(place: Path, root: Path, cache: str, hook: Callable[[], None] | None, *more: str) -> Ended:
     words = ["data=decathlon", f"data.root={root}", f"data.cache={cache}", f"data.cache_root={root}/cache"]
     words += [word for word in TINY if "phantom" not in word] + ["data.intensity=zscore", "data.val_fraction=0.01"]
-    words += ["data.patch=[32,32,32]", "eval_every=0", "inference.overlap=0", "batch=2", "steps=32"]
+    words += ["eval_every=0", "inference.overlap=0", "batch=4", "steps=9"]
     return train(place, *words, *more, f"hydra.run.dir={cache}", hook=hook)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", [limit_data, limit_addresses])
 def test_more_data_than_the_process_may_take_trains_from_disk(
     tmp_path: Path, large: Path, hook: Callable[[], None]
 ) -> None:
     """Every case is visited. Where addresses are limited, no map may stay open."""
     done = learn(tmp_path, large, "memory", hook)
-    assert done.code == 5 and "out of memory" in done.err
+    assert done.code == 5, done.err
     done = learn(tmp_path, large, "disk", hook)
     assert done.code == 0, done.err
-    assert sum("train/loss" in record for record in records(tmp_path / "disk")) == 32
+    assert sum("train/loss" in record for record in records(tmp_path / "disk")) == 9
 
 
 def at_half(count: int, act: Callable[[], None]) -> None:
@@ -234,19 +245,18 @@ def kill_before_the_index() -> None:
     call(disk_cache, "write_json", 3, lambda: send(signal.SIGKILL))
 
 
-@pytest.mark.parametrize("hook", [kill_within_a_file, kill_before_the_index])
-def test_killed_while_preparing_the_next_run_goes_on(tmp_path: Path, hook: Callable[[], None]) -> None:
-    words = [*TINY, f"data.root={tmp_path / 'phantom'}", f"data.cache_root={tmp_path / 'cache'}", "data.cache=disk"]
+@pytest.mark.parametrize("hook", [pytest.param(kill_within_a_file, marks=pytest.mark.slow), kill_before_the_index])
+def test_killed_while_preparing_the_next_run_goes_on(finished: Path, tmp_path: Path, hook: Callable[[], None]) -> None:
+    words = from_disk(finished, tmp_path)
     assert train(tmp_path, *words, "hydra.run.dir=a", hook=hook).code == -signal.SIGKILL
     before = entries(tmp_path / "cache")
     whole = {name: found for name, found in before.items() if name.split("/")[0] + "/index.json" in before}
     assert len(whole) == 2 * 7 < len(before)
     done = train(tmp_path, *words, "hydra.run.dir=b")
-    assert done.code == 0 and "2 of them to prepare" in done.out, done.err
+    assert done.code == 0 and told(size_lines(done, tmp_path / "cache"), [["4 ", " 2 "]]), done.err
     after = entries(tmp_path / "cache")
     assert whole.items() <= after.items() and len(after) == 4 * 7 and not [n for n in after if n.endswith(".tmp")]
-    assert train(tmp_path, *words, "data.cache=memory", "hydra.run.dir=c").code == 0
-    assert same(tmp_path / "b", tmp_path / "c")
+    assert same(tmp_path / "b", finished)
 
 
 def count_volumes() -> None:
@@ -261,15 +271,16 @@ def count_volumes() -> None:
     preprocess.read_volume = noted  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 def test_two_runs_that_prepare_at_once_share_the_work(tmp_path: Path) -> None:
     words = [*TINY, f"data.root={tmp_path / 'phantom'}", f"data.cache_root={tmp_path / 'cache'}", "data.cache=disk"]
     words += ["data.phantom.cases=12", "steps=2"]
-    assert train(tmp_path / "first", *words, "data.cache=off", "hydra.run.dir=run").code == 0  # makes the phantom
+    synthetic.ensure_phantom(Phantom(cases=12, shape=[20, 20, 16]), tmp_path / "phantom")
     children = [start(tmp_path / name, *words, "hydra.run.dir=run", hook=count_volumes) for name in ("a", "b")]
     assert [Ended(*child).code for child in children] == [0, 0]
     prepared = (tmp_path / "prepared").read_text().split()
     assert len(prepared) == len(set(prepared)) == 12
-    assert same(tmp_path / "a" / "run", tmp_path / "b" / "run") and same(tmp_path / "a" / "run", tmp_path / "first/run")
+    assert same(tmp_path / "a" / "run", tmp_path / "b" / "run")
     assert len(entries(tmp_path / "cache")) == 12 * 7
 
 
@@ -300,6 +311,8 @@ def holder(tmp_path: Path) -> Iterator[tuple[multiprocessing.process.BaseProcess
     child.join()
 
 
+@without("unet3d.data.disk_cache.DiskCache.sweep", nothing)
+@without("fcntl.lockf", nothing)
 def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_kept(tmp_path: Path, holder: tuple) -> None:
     child, key, _ = holder
     cache, unfinished = DiskCache(tmp_path, full=False), [*(tmp_path / key).glob(".*.tmp")]
@@ -324,6 +337,18 @@ def test_who_finds_a_key_held_waits_for_its_whole_file(
     assert found.tolist() == list(range(10))
 
 
+def blind_to_files(hashes: object, *options: object) -> str:
+    """Name all cases on disk by the options alone."""
+    return key_of(*options)
+
+
+def blind_to_options(hashes: object, *options: object) -> str:
+    """Name a case on disk by its files alone."""
+    return key_of(hashes)
+
+
+@without("unet3d.data.preprocess.key_of", blind_to_files)
+@without("unet3d.data.preprocess.key_of", blind_to_options)
 def test_files_and_options_that_change_have_other_entries(data: Data) -> None:
     root = Path(data.cache_root or "")
     data.intensity = "none"
@@ -367,7 +392,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_not_kept(data: Data, monkey
 
     data.intensity = "zscore"
     monkeypatch.setattr(preprocess, "read_volume", then_changed)
-    with pytest.raises(UserError, match=r"^b: .*b\.nii\.gz: changed while it was prepared, or its label map; start ag"):
+    with pytest.raises(UserError, match=r"^b: .*imagesTr/b\.nii\.gz: [^\n]*$"):
         ready(data)
     assert len(entries(Path(data.cache_root or ""))) == 3 * 7
 
@@ -398,23 +423,46 @@ def hold_objects(path: Path) -> None:
         np.save(file, np.array([Command()], object), allow_pickle=True)
 
 
-@pytest.mark.parametrize("name", ["image", "label", "foreground", "counts", "spacing", "index"])
-@pytest.mark.parametrize("damage", [cut, flip, be_a_pickle, hold_objects, Path.unlink])
+def pair_of(root: Path, cache: str) -> Data:
+    """Return the two cases of `pair`, in a copy of its folder."""
+    return Data("decathlon", str(root / "set"), cache=cache, cache_root=str(root / "cache"), intensity="zscore")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two cases, and with what is kept of them on disk: copy it to change it."""
+    root = tmp_path_factory.mktemp("pair")
+    decathlon(root / "set", ("a", "b"), SHAPE)
+    ready(pair_of(root, "disk"))
+    return root
+
+
+NAMES = ("image", "label", "foreground", "counts", "spacing", "index")
+DAMAGES = [(damage, name) for damage in (cut, flip) for name in NAMES]
+DAMAGES += [(be_a_pickle, name) for name in ("image", "counts", "index")]
+DAMAGES += [(hold_objects, name) for name in ("label", "spacing", "index")]
+DAMAGES += [(Path.unlink, name) for name in ("image", "foreground", "index")]
+
+
+def as_written(paths: list[Path], full: bool) -> dict[str, object]:
+    """Give hashes that equal all others."""
+    return {"sample": ANY, "full": ANY, "times": []}
+
+
+@without("unet3d.data.disk_cache.file_hashes", as_written, only="flip-image")
+@pytest.mark.parametrize(("damage", "name"), DAMAGES, ids=[f"{damage.__name__}-{name}" for damage, name in DAMAGES])
 def test_a_damaged_file_is_made_again_and_never_run(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], None]
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    data.intensity, root = "zscore", Path(data.cache_root or "")
-    first = ready(data)
-    kept = [first.read(one) for one in first.train]
-    for path in root.glob(f"*/{name}.*"):
-        copy = path.with_name("copy")
-        shutil.copy(path, copy)
-        damage(copy if copy.exists() else path)
-        copy.replace(path) if copy.exists() else path.unlink()  # what is mapped stays as it was
-    saved, rebuilt = entries(root), ready(data)
-    assert all(equal(rebuilt.read(one), old) for one, old in zip(rebuilt.train, kept, strict=True))
-    assert not (tmp_path / "pickle-ran").exists() and len(entries(root)) == 4 * 7
+    root = tmp_path / "cache"
+    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
+    sound = ready(pair_of(tmp_path, "memory"))
+    for path in [*root.glob(f"*/{name}.*")]:
+        damage(path)
+    saved, rebuilt = entries(root), ready(pair_of(tmp_path, "disk"))
+    assert all(equal(rebuilt.read(one), sound.read(one)) for one in (*sound.train, *sound.val))
+    assert not (tmp_path / "pickle-ran").exists() and len(entries(root)) == 2 * 7
     assert not {*saved.values()} & {*entries(root).values()}
 
 
@@ -427,6 +475,13 @@ def test_an_index_of_anything_else_is_written_again(tmp_path: Path, content: byt
     assert json.loads((tmp_path / key_of("a") / "index.json").read_text()).keys() == {"voxels"}
 
 
+def loaded(path: Path, mode: str) -> np.ndarray:
+    """Read an array as numpy does when it is told to trust the file."""
+    found: np.ndarray = np.load(path, allow_pickle=True)
+    return found
+
+
+@without("numpy.lib.format.open_memmap", loaded)
 def test_hashes_of_a_stranger_cannot_make_it_load_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     place = tmp_path / key_of("a")
@@ -439,6 +494,16 @@ def test_hashes_of_a_stranger_cannot_make_it_load_objects(tmp_path: Path, monkey
         assert found.tolist() == [1, 1] and not (tmp_path / "pickle-ran").exists()
 
 
+file_hashes = disk_cache.file_hashes
+
+
+def of_samples(paths: list[Path], full: bool) -> dict[str, Any]:
+    """Take the hash of a sample of the bytes for that of all."""
+    found = file_hashes(paths, False)
+    return found | {"full": found["sample"]}
+
+
+@without("unet3d.data.disk_cache.file_hashes", of_samples)
 def test_bytes_between_the_sampled_ones_are_compared_on_request(tmp_path: Path) -> None:
     arrays = {"voxels": np.zeros(10**6)}
     path = tmp_path / key_of("a") / "voxels.npy"
@@ -461,14 +526,18 @@ def test_a_cache_that_is_removed_during_a_run_is_made_again(data: Data, monkeypa
     assert again is not before and equal(again, before)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_while_preparing_is_one_line_and_nothing_half(small_disk: Path, tmp_path: Path) -> None:
-    words = [*TINY, "data.phantom.shape=[64,64,32]", f"data.root={tmp_path / 'phantom'}", "data.cache=disk"]
+    words = [*TINY, "data.phantom.cases=2", f"data.root={tmp_path / 'phantom'}", "data.cache=disk", "steps=2"]
     words += [f"data.cache_root={small_disk}/cache", "hydra.run.dir=run"]
     done = train(tmp_path, *words, hook=functools.partial(fill_at, small_disk))
     assert done.code == 2 and "Traceback" not in done.err
-    line = f"error: data.cache=disk: {small_disk}/cache: not saved (No space left on device); make room, or give"
-    assert line in done.err and status(tmp_path / "run").startswith(line)
-    assert len(left := entries(small_disk / "cache")) == 7 and any(name.endswith("index.json") for name in left)
+    (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    place = f"error: data.cache=disk: {small_disk}/cache: "
+    assert told([line], [[place, "(No space left on device)", "data.cache_root=PATH"]])
+    assert status(tmp_path / "run").startswith(line)
+    left = entries(small_disk / "cache")
+    assert len(left) == 7 and any(name.endswith("index.json") for name in left)
     (small_disk / "filler").unlink()
     assert train(tmp_path, *words).code == 0
 
@@ -478,12 +547,16 @@ def fill_at(disk: Path) -> None:
     call(np, "save", 9, lambda: fill(disk))
 
 
-def test_too_small_a_disk_is_refused_before_a_case_is_written(
-    data: Data, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def endless(cache: DiskCache) -> int:
+    """Return more bytes than a disk has."""
+    return 2**60
+
+
+@without("unet3d.data.disk_cache.DiskCache.room", endless)
+def test_too_small_a_disk_is_refused_before_a_case_is_written(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     data.intensity = "zscore"
-    monkeypatch.setattr(DiskCache, "room", lambda cache: 2**10)
-    with pytest.raises(UserError, match=r"0\.1 MiB to write, but 0\.0 MiB free; make room, or give another"):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=2, f_frsize=2**9))
+    with pytest.raises(UserError, match=r"^data\.cache=disk: .*/cache: 0\.1 MiB .* 0\.0 MiB .*data\.cache_root$"):
         ready(data)
     assert not entries(Path(data.cache_root or ""))
 
@@ -491,10 +564,19 @@ def test_too_small_a_disk_is_refused_before_a_case_is_written(
 def test_a_folder_that_cannot_be_used_is_one_line(data: Data, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     data.cache_root = str(tmp_path / "file")
-    with pytest.raises(UserError, match=r"data\.cache=disk: .*file: cannot be made .*data\.cache_root=PATH"):
+    with pytest.raises(UserError, match=r"^data\.cache=disk: .*/file: .*\(File exists\); .*data\.cache_root=PATH$"):
         ready(data)
 
 
+make_folder = Path.mkdir
+
+
+def open_to_all(path: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+    """Make a folder that anybody may read."""
+    make_folder(path, parents=parents, exist_ok=exist_ok)
+
+
+@without("pathlib.Path.mkdir", open_to_all)
 def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert disk_cache.folder(None) == tmp_path / "unet3d" and disk_cache.folder("a") == Path("a")
@@ -506,18 +588,18 @@ def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, 
 def test_what_older_versions_wrote_is_understood(before: str, now: str) -> None:
     assert compose.compose([f"data.cache={before}"]).data.cache == now
     assert Data(cache=before == "true").cache == ("memory" if before == "true" else "off")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"data\.cache=dsk: use one of memory, disk, off; did you mean disk\?"):
+    with pytest.raises(UserError, match=r"^data\.cache=dsk: .*\bmemory, disk, off\b.*\bdisk\?$"):
         compose.compose(["data.cache=dsk"])
 
 
-def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
-    words = [*TINY, f"data.root={tmp_path / 'phantom'}", f"data.cache_root={tmp_path / 'cache'}"]
-    assert train(tmp_path, *words, "steps=2", "hydra.run.dir=a").code == 0
+def test_a_run_of_an_older_version_goes_on(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "a")
     config = tmp_path / "a" / "config.yaml"
     config.write_text(config.read_text().replace("cache: memory", "cache: true"))
     last = tmp_path / "a" / "checkpoints" / "last.pt"
     state = checkpoint.load_snapshot(last)
     state["config"]["data"]["cache"] = True
     checkpoint.save_snapshot(last, state)
-    done = train(tmp_path, "resume=a", "steps=4", "data.cache=disk")
-    assert done.code == 0 and "data.cache: True -> disk" in done.out, done.err
+    words = [word for word in from_disk(finished, tmp_path) if word.startswith(("data.root", "data.cache"))]
+    done = train(tmp_path, "resume=a", "steps=5", *words)
+    assert done.code == 0 and re.search(r"data\.cache: True .*\bdisk\b", done.out), done.err

@@ -1,7 +1,6 @@
 """A batch depends only on the seed and the step, patches are where they should be, and lost workers end the run."""
 
 import functools
-import gc
 import multiprocessing
 import os
 import resource
@@ -9,13 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from guards import no, nothing, without
 from torch.utils.data import _utils
 from training import TINY, train
 
@@ -34,6 +34,7 @@ def case(index: int) -> PreparedCase:
 
 
 CASES = ["case0", "case1", "case2"]
+default_rng = np.random.default_rng
 
 
 def stream(workers: int = 0, first: int = 0, seed: int = 5, accumulate: int = 1) -> list[list[Batch]]:
@@ -47,6 +48,12 @@ def equal(a: list[list[Batch]], b: list[list[Batch]]) -> bool:
     return all(torch.equal(x.image, y.image) and torch.equal(x.label, y.label) and x.cases == y.cases for x, y in flat)
 
 
+def unseeded(*_: object) -> np.random.Generator:
+    """Draw other numbers each time."""
+    return default_rng()
+
+
+@without("numpy.random.default_rng", unseeded, only="1")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_same_stream_for_any_number_of_workers(workers: int) -> None:
     assert equal(stream(0), stream(workers))
@@ -74,6 +81,7 @@ for options in (quiet, {}):
 """
 
 
+@pytest.mark.slow
 def test_only_what_patches_use_is_loaded_and_before_workers_start() -> None:
     found = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines() == ["False False", "True False"]
@@ -122,7 +130,7 @@ def test_a_valid_network_learns_from_the_whole_volume_to_its_corners(length: int
     prepared = prepare("a", np.ones((1, 14, 12, 10), np.float32), label, (1.0, 1.0, 1.0), None)
     options = Data(patch=[length] * 3, foreground=0, augment=Augment(spatial_p=0, mirror=[]))
     patches = Patches(lambda index: prepared, options, 0, [8, 8, 8])
-    learned = [patches[PatchIndex(i, 0, 0)][1][6:14, 6:14, 6:14] for i in range(300)]
+    learned = [patches[PatchIndex(i, 0, 0)][1][6:14, 6:14, 6:14] for i in range(200)]
     assert all((tile != IGNORE).all() for tile in learned), "only context reaches beyond the volume"
     assert {tile.max().item() for tile in learned} == {0, 1, 2}
 
@@ -165,6 +173,12 @@ def test_the_ignore_label_is_no_foreground() -> None:
     assert (prepared.label == IGNORE).sum() == 63
 
 
+def every_nth(count: int, most: int) -> np.ndarray:
+    """Return indices at equal distances."""
+    return np.arange(most) * (count // most)
+
+
+@without("unet3d.data.patches.subsample_indices", every_nth)
 def test_kept_centres_are_of_all_planes() -> None:
     """40 voxels for one that is kept, and rows of 10: every 40th would lie in the first plane."""
     (found,) = foreground(np.ones((200, 200, 10), np.int16))
@@ -204,17 +218,15 @@ def die() -> None:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch waits 5 s for a worker to end by itself before it ends it, as soon as nothing holds its loader."""
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch waits 5 s for a worker to end by itself before it ends it."""
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
-    yield
-    gc.collect()
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_an_error_in_a_worker_names_its_cases_and_keeps_its_trace(workers: int) -> None:
-    with pytest.raises(RuntimeError, match=r"^no batch of case1, case3: (IndexError: )?no such voxel$") as caught:
+    with pytest.raises(RuntimeError, match=r"\bcase1, case3: (IndexError: )?no such voxel$") as caught:
         second(explode, workers)
     assert isinstance(caught.value.__cause__, IndexError) and not isinstance(caught.value, LoaderError)
 
@@ -226,6 +238,7 @@ def test_a_case_that_cannot_be_used_stays_a_user_error_in_one_line(workers: int)
         second(refuse, workers)
 
 
+@without("unet3d.data.loader.is_out_of_memory", no)
 def test_a_memory_error_is_not_wrapped() -> None:
     def exhaust() -> None:
         raise MemoryError
@@ -234,33 +247,35 @@ def test_a_memory_error_is_not_wrapped() -> None:
         second(exhaust, 0)
 
 
+@without("unet3d.data.loader.lost", nothing)
 @pytest.mark.usefixtures("impatient")
 def test_a_worker_that_is_killed_is_reported_with_the_missing_cases() -> None:
     """Workers run ahead: its death may be seen a batch early."""
-    with pytest.raises(LoaderError, match=r"^no batch of case\d, case\d: DataLoader worker .*fewer workers need less$"):
+    with pytest.raises(LoaderError, match=r"\bcase\d, case\d: DataLoader worker .*data\.cache=disk\b"):
         second(die)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_worker_that_cannot_hand_over_its_batch_names_shared_memory() -> None:
     """It is a file. torch's thread that sends batches would lose this one, which is waited for."""
-    line = r"^no batch of case1, case3: no room in shared memory; .*/dev/shm: enlarge it .*, or set workers=0$"
-    with pytest.raises(LoaderError, match=line):
+    with pytest.raises(LoaderError, match=r"\bcase1, case3: .*/dev/shm\b.*--shm-size=2g.*workers=0$"):
         second(functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100, 100)))
 
 
+@without("unet3d.data.loader.is_out_of_files", no)
 def test_a_batch_that_cannot_be_received_names_the_limit() -> None:
     error = lost(RuntimeError("Too many open files. Communication with the workers is no longer possible."))
-    assert error is not None and "ulimit -n allows" in str(error)
+    assert error is not None and "ulimit -n" in str(error)
     killed = lost(RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that"))
     assert killed is not None and "--shm-size=2g" in str(killed)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_worker_that_hangs_is_ended_by_the_timeout() -> None:
     """It waits for what never comes, and ignores SIGTERM."""
-    with pytest.raises(LoaderError, match=r"^no batch of case1, case3: DataLoader timed out .*workers=0 shows"):
-        second(threading.Event().wait, timeout=5)
+    with pytest.raises(LoaderError, match=r"\bcase1, case3: DataLoader timed out .*workers=0\b"):
+        second(threading.Event().wait, timeout=2)
     assert not multiprocessing.active_children()
 
 
@@ -275,7 +290,7 @@ def test_a_run_whose_worker_is_killed_within_a_step_ends_with_1_and_one_line(tmp
     done = train(tmp_path, *TINY, "workers=1", "hydra.run.dir=run", hook=kill_a_worker_and_wait)
     assert done.code == 1 and "Traceback" not in done.err, done.err
     (line,) = [line for line in done.err.splitlines() if line.startswith("failed: ")]
-    assert line.startswith("failed: DataLoader worker (pid") and "data.cache=disk or fewer workers need less" in line
+    assert line.startswith("failed: DataLoader worker (pid") and "data.cache=disk" in line
     assert (tmp_path / "run" / "STATUS").read_text().startswith(line)
 
 

@@ -8,10 +8,11 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+from guards import unchanged, without
 from nibabel.affines import apply_affine
 from nibabel.eulerangles import euler2mat
 from nibabel.orientations import apply_orientation
-from nifti_files import SHIFTED, case, changed, checked, decathlon, image, label, write, write_header
+from nifti_files import SHIFTED, case, changed, checked, decathlon, image, label, told, write, write_header
 from scipy import ndimage
 
 from unet3d.data.cases import Case
@@ -75,6 +76,7 @@ def one_hot(labels: np.ndarray, classes: int = 3) -> np.ndarray:
     return np.stack([labels == k for k in range(classes)]).astype(np.float32)
 
 
+@without("unet3d.data.volume.apply_orientation", unchanged, only="LPS-turn1")
 @pytest.mark.parametrize("turn", [(0, 0, 0), (0.3, -0.2, 0.25)])
 @pytest.mark.parametrize("codes", ORIENTATIONS)
 def test_a_voxel_keeps_its_place_and_its_label(tmp_path: Path, codes: str, turn: tuple) -> None:
@@ -122,6 +124,7 @@ def test_resampled_labels_return_within_a_voxel(tmp_path: Path, codes: str) -> N
     assert (np.asanyarray(nib.load(tmp_path / "out.nii").dataobj) == stored).mean() > 0.98
 
 
+@without("unet3d.data.volume.CUBIC", 0, only="spacing0")
 @pytest.mark.parametrize("spacing", [[0.7, 0.9, 1.1], [2, 2, 2], [1.0, 1.5, 1.0]])
 def test_resampling_moves_nothing(tmp_path: Path, spacing: list[float]) -> None:
     """A ramp in space stays that ramp: cubic splines are exact for it, and half a voxel's shift would show."""
@@ -141,6 +144,7 @@ def test_resampling_moves_nothing(tmp_path: Path, spacing: list[float]) -> None:
     assert np.allclose(*centres, atol=1e-4)
 
 
+@without("unet3d.data.volume.LINEAR", 0, only="spacing0")
 @pytest.mark.parametrize("spacing", [[2, 2, 2], [0.5, 0.5, 0.5], [1.7, 2, 0.8]])
 def test_resampled_labels_lie_where_their_image_lies(tmp_path: Path, spacing: list[float]) -> None:
     """A ball in an even number of voxels: voxels of twice the size lie between two of them."""
@@ -198,13 +202,17 @@ def test_probabilities_are_interpolated_before_the_choice(tmp_path: Path) -> Non
 
 def test_a_file_that_changed_size_since_it_was_read_is_one_line(tmp_path: Path) -> None:
     one = Case("a", (write(tmp_path / "i.nii", image((3, 1, 1))),), None)
-    with pytest.raises(UserError, match=r"a: .*i\.nii: has another size than when it was read; restore the file"):
+    with pytest.raises(UserError, match=r"^a: .*i\.nii: "):
         to_original(whole(np.zeros((3, 4, 1, 1), np.float32)), one, None)
 
 
-@pytest.mark.parametrize("codes", ORIENTATIONS[:3])
-@pytest.mark.parametrize("spacing", [None, [1.3, 1.1, 2.5], [0.8, 3.0, 40.0], [3.1, 0.9, 1.0]])
-@pytest.mark.parametrize("axes", [*permutations(range(3))])
+ORDERS = [*permutations(range(3))]
+SPACINGS = [None, [1.3, 1.1, 2.5], [0.8, 3.0, 40.0], [3.1, 0.9, 1.0]]
+# each order with each spacing, and each of both with each orientation
+GRIDS = [(*pair, ORIENTATIONS[number % 3]) for number, pair in enumerate(product(ORDERS, SPACINGS))]
+
+
+@pytest.mark.parametrize(("axes", "spacing", "codes"), GRIDS)
 def test_strips_on_the_files_grid_are_the_volume_in_one_piece(
     tmp_path: Path, codes: str, spacing: list | None, axes: tuple[int, int, int]
 ) -> None:
@@ -231,12 +239,13 @@ def test_strips_on_the_files_grid_are_the_volume_in_one_piece(
 STEPS = [(1, (5, 3)), (2, (1, 1))]
 
 
+@without("unet3d.data.nifti.np.moveaxis", unchanged)
 def test_channels_come_first(tmp_path: Path) -> None:
     stored = image((6, 5, 4, 3))
     packed = Case("a", (write(tmp_path / "4d.nii.gz", stored, np.eye(4)),), None)
     files = tuple(write(tmp_path / f"a_{c:04d}.nii", stored[..., c], np.eye(4)) for c in range(3))
     for one in (packed, Case("a", files, None)):
-        assert np.array_equal(read_volume(one, 2, None, None).image, np.moveaxis(stored, -1, 0))
+        assert np.array_equal(read_volume(one, 2, None, None).image, stored.transpose(3, 0, 1, 2))
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int16, np.float32, np.float64])
@@ -267,41 +276,47 @@ def test_a_scaled_label_is_what_the_scaling_says(tmp_path: Path) -> None:
     assert volume.label is not None and np.array_equal(volume.label[::-1, ::-1], label())
 
 
+def all_finite(values: np.ndarray) -> np.ndarray:
+    """Take every number for a finite one."""
+    return np.ones(np.shape(values), bool)
+
+
+@without("numpy.isfinite", all_finite, only="nan")
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
 def test_voxels_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
     one = case(tmp_path, changed(image(), value), label())
-    with pytest.raises(UserError, match="1 voxels are NaN or infinite") as caught:
+    with pytest.raises(UserError) as caught:
         read_volume(one, 3, None, None)
-    assert str(caught.value).startswith(f"a: {one.images[0]}: ")
+    assert told([str(caught.value)], [[f"a: {one.images[0]}: 1 ", "NaN"]])
 
 
 def test_channels_in_files_must_be_single_and_fit(tmp_path: Path) -> None:
     first = write(tmp_path / "a_0000.nii", image())
-    with pytest.raises(UserError, match="is one channel of several"):
+    with pytest.raises(UserError, match=r"^a: .*a_0001\.nii: .*\(6, 5, 4, 2\)"):
         read_volume(Case("a", (first, write(tmp_path / "a_0001.nii", image((6, 5, 4, 2)))), None), 3, None, None)
-    with pytest.raises(UserError, match="lies up to 1 voxels away"):
+    with pytest.raises(UserError, match=r"^a: .*a_0002\.nii: .* 1 .*a_0000\.nii"):
         read_volume(Case("a", (first, write(tmp_path / "a_0002.nii", image(), SHIFTED)), None), 3, None, None)
 
 
 def test_a_spacing_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
     one = case(tmp_path, image(), label())
-    with pytest.raises(
-        UserError, match=r"needs 6000x7500x10000 voxels at data.spacing=\[0.001, 0.001, 0.001\] mm; widen"
-    ):
+    with pytest.raises(UserError, match=r"6000x7500x10000 .*data\.spacing=\[0\.001, 0\.001, 0\.001\] mm"):
         read_volume(one, 3, None, [0.001, 0.001, 0.001])
 
 
+@without("unet3d.data.volume.MAX_GROWTH", 10**9)
 def test_a_grid_may_hold_32_times_the_voxels_that_are_stored(tmp_path: Path) -> None:
     """Also where that is far less than the most that a file may hold; the check lists every such case."""
     one = Case("a", (write(tmp_path / "i.nii", image((12, 10, 8)), np.eye(4)),), None)
     assert read_volume(one, 2, None, [0.5, 0.25, 0.25]).image.size == 32 * 960
-    with pytest.raises(UserError, match=r"400x333x267 voxels .* 37,046 times the 960 stored, at most 32 times, and"):
-        read_volume(one, 2, None, [0.03, 0.03, 0.03])
+    with pytest.raises(UserError, match=r"24x40x33 .*data\.spacing=\[0\.5, 0\.25, 0\.24\] mm.*\b33\b.*\b960\b.*\b32\b"):
+        read_volume(one, 2, None, [0.5, 0.25, 0.24])
     data = decathlon(tmp_path / "set")
     data.spacing = [0.03, 0.03, 0.03]
     assert [line.split(": ")[0] for line in checked(data, full=False)] == [*"abcd"]
 
 
+@without("unet3d.data.nifti.GREYS", 0, only="int32")
 @pytest.mark.parametrize(
     ("voxels", "slope", "inter"),
     [
@@ -319,15 +334,15 @@ def test_values_that_float32_cannot_tell_apart_are_refused(
     one = case(tmp_path, voxels.reshape(6, 5, 4), label())
     write_header(write_header(one.images[0], "scl_slope", slope), "scl_inter", inter)
     low, high = sorted((float(voxels[0]) * slope + inter, float(voxels[-1]) * slope + inter))
-    with pytest.raises(UserError, match=r"of which float32 keeps steps of .*; subtract the offset") as caught:
+    with pytest.raises(UserError) as caught:
         read_volume(one, 3, None, None)
-    assert f"a: {one.images[0]}: has values from {low:.12g} to {high:.12g}, " in str(caught.value)
+    assert told([str(caught.value)], [[f"a: {one.images[0]}: ", f" {low:.12g} ", f" {high:.12g}", "float32"]])
 
 
 def test_values_that_float32_cannot_tell_apart_are_refused_beside_some_that_are_replaced(tmp_path: Path) -> None:
     accepted = ValidationRules(nonfinite=True)
     one = case(tmp_path, changed(1e9 + np.arange(120.0).reshape(6, 5, 4), np.nan), label())
-    with pytest.raises(UserError, match="subtract the offset"):
+    with pytest.raises(UserError, match=rf"^a: {one.images[0]}: .*float32"):
         read_volume(one, 3, None, None, accepted)
     one = case(tmp_path, np.full((6, 5, 4), np.nan), label())
     assert read_volume(one, 3, None, None, accepted).replaced == 120

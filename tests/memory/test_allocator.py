@@ -211,7 +211,8 @@ def test_settings_that_the_replay_models(text: str, settings: Settings) -> None:
 def test_settings_that_the_replay_does_not_model_are_named_in_one_line(part: str) -> None:
     found, lines = read_settings({"PYTORCH_ALLOC_CONF": f"max_split_size_mb:64,{part}"})
     assert found == Settings(max_split=64 * MIB)
-    assert lines == [f"PYTORCH_ALLOC_CONF: the replay leaves out {part}: malformed or not modelled"]
+    (line,) = lines
+    assert line.startswith("PYTORCH_ALLOC_CONF:") and part in line and "max_split" not in line
 
 
 MALFORMED = [
@@ -227,7 +228,7 @@ MALFORMED = [
 def test_a_malformed_setting_gives_one_line(part: str) -> None:
     found, (line,) = read_settings({"PYTORCH_ALLOC_CONF": f"backend:cudaMallocAsync,{part}"})
     assert found == DEFAULT
-    assert line.endswith(f": the replay leaves out backend:cudaMallocAsync, {part}: malformed or not modelled")
+    assert line.startswith("PYTORCH_ALLOC_CONF:") and f"backend:cudaMallocAsync, {part}" in line
 
 
 def test_the_variable_that_torch_reads_is_read() -> None:
@@ -243,9 +244,9 @@ def test_the_variable_that_torch_reads_is_read() -> None:
 
 
 def test_what_cannot_happen_is_an_assertion() -> None:
-    with pytest.raises(AssertionError, match="0 is released and was not held"):
+    with pytest.raises(AssertionError, match=r"\b0\b"):
         replay([(0, -512)])
-    with pytest.raises(AssertionError, match="7 is held already"):
+    with pytest.raises(AssertionError, match=r"\b7\b"):
         replay([(7, 512), (7, 512)])
 
 

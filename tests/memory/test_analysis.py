@@ -95,12 +95,13 @@ def test_first_and_later_steps_differ_by_what_the_first_one_made() -> None:
 
 def test_the_moment_of_the_peak_is_named() -> None:
     moment = forum().entry["moment"]
-    assert moment["words"] == "backward of up3.conv2" and moment["phase"] == "backward"
+    assert "up3.conv2" in moment["words"] and moment["phase"] == "backward"
     assert not moment["is_recomputed"]
-    assert tables.moment(forum().entry) == f"backward of up3.conv2 ({moment['operation']})"
+    assert moment["words"] in tables.moment(forum().entry) and moment["operation"] in tables.moment(forum().entry)
     ledger = estimate("ckpt=2").ledger
     recomputed = next(s for s in ledger.storages if s.scope.is_recomputed and "conv1" in s.scope.module)
-    assert analysis.describe(ledger, recomputed.born + 1)["words"] == "recomputation of inc.conv1"
+    found = analysis.describe(ledger, recomputed.born + 1)
+    assert "inc.conv1" in found["words"] and found["is_recomputed"]
 
 
 def test_recomputed_maps_are_activations_and_those_of_their_layer() -> None:
@@ -119,14 +120,15 @@ def test_the_forum_is_answered() -> None:
     assert narrower[0].options.features == [32, 128, 256, 256] and narrower[0].peak < 0.7 * subject.peak
     assert narrower[3].peak > 0.98 * subject.peak and narrower[3].parameters < 0.8 * subject.parameters
     said = sentence({**location, "override": "WIDTHS", "halved_peak_bytes": narrower[0].peak}, subject.peak)
-    assert "73% of the peak" in said and "full resolution" in said and "(WIDTHS)" in said and "33% less" in said
+    assert all(part in said for part in ("73%", "level 0", "WIDTHS", "33%")), said
 
 
 def test_where_weights_dominate_the_peak_is_at_the_deep_level() -> None:
     small = estimate("data.patch=[8,8,8]", "batch=1", "model.features=[8,8,256]")
     location = tables.peak_location(small.entry)
     assert location["level"] == 2 and location["mostly"] in ("optimizer", "params")
-    assert sentence(location, small.peak).endswith("at level 2, mostly optimizer state.")
+    assert "level 2" in sentence(location, small.peak)
+    assert tables.NAMES[location["mostly"]] in sentence(location, small.peak)
 
 
 def test_a_narrower_network_is_as_precise_and_has_groups_that_divide_its_widths() -> None:
@@ -206,12 +208,14 @@ def test_usual_estimates_miss_the_peak_as_they_do() -> None:
         )
         weights = sum(p.nbytes for p in subject.meter.model.parameters())
         found = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
-        errors[activation] = {name.split(":")[0]: size / subject.peak - 1 for name, size in found.items()}
-    assert errors["relu"]["4 x parameters (weights, gradients, Adam)"] < -0.9
-    assert errors["relu"]["modelsize, with backward"] > 1
-    assert errors["relu"]["torchinfo"] - errors["leaky_relu"]["torchinfo"] > 0.2
-    assert errors["relu"]["16 B/parameter + what autograd saves"] < 0
-    assert min(abs(error) for error in errors["leaky_relu"].values()) > 0.02
+        errors[activation] = [size / subject.peak - 1 for size in found.values()]
+    assert list(found)[3].startswith("torchinfo")
+    four_times_weights, _, with_backward, torchinfo, *_, what_autograd_saves = errors["relu"]
+    assert four_times_weights < -0.9
+    assert with_backward > 1
+    assert torchinfo - errors["leaky_relu"][3] > 0.2
+    assert what_autograd_saves < 0
+    assert min(map(abs, errors["leaky_relu"])) > 0.02
 
 
 class Foreign(nn.Module):
@@ -265,10 +269,10 @@ def test_a_network_that_is_not_a_u_has_layers_and_no_levels(
     assert row["level"] == "other" and row["bytes"] == entry["peak_bytes"]
     levels = {row["module"]: row["level"] for row in entry["layers"]}
     assert modules <= set(levels) and set(levels.values()) == {None}
-    assert tables.moment(entry).endswith(f"({entry['moment']['operation']})")
+    assert entry["moment"]["operation"] in tables.moment(entry)
     for table in (tables.levels(entry), tables.layers(entry)):
         assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
-    assert sentence(tables.peak_location(entry), entry["peak_bytes"]).startswith("100% of the peak (")
+    assert "100%" in sentence(tables.peak_location(entry), entry["peak_bytes"])
 
 
 def test_a_foreign_network_with_the_names_of_a_u_has_its_levels() -> None:

@@ -3,6 +3,7 @@
 import csv
 import pickle
 import pickletools
+import re
 from collections import Counter
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -117,15 +118,18 @@ def test_torchs_own_reader_takes_a_snapshot(small: Ledger, tmp_path: Path) -> No
     summary = _memory_viz.segsum(found).splitlines()
     assert {f"total_reserved: {total}", f"total_allocated: {alive}"} <= set(summary)
     assert "add_local_files" in _memory_viz.trace_plot(found)
-    assert "step:1:before;params of inc.conv1, float32 (8, 1, 3, 3, 3):0:adopted" in _memory_viz.memory(found, str)
+    stacks = _memory_viz.memory(found, str).splitlines()
+    (weights,) = (line for line in stacks if "inc.conv1" in line and "(8, 1, 3, 3, 3):0:adopted" in line)
+    assert "step:1:before;" in weights and "params" in weights
 
 
 def test_frames_say_what_made_a_storage(small: Ledger) -> None:
     [[_, *trace]] = export.viewer_snapshot(small)["device_traces"]
     stacks = [event["frames"] for event in trace]
-    found = {(made["name"], made["filename"].split(",")[0], step["name"]) for made, step in stacks}
-    assert ("convolution", "recomputation of inc.conv2", "backward") in found
-    assert ("convolution_backward", "backward of up1.conv2", "backward") in found
+    found = {(made["name"], made["filename"].split(",")[0].split()[-1], step["name"]) for made, step in stacks}
+    assert ("convolution", "inc.conv2", "forward") in found
+    assert ("convolution", "inc.conv2", "backward") in found, "recomputed"
+    assert ("convolution_backward", "up1.conv2", "backward") in found
     steps = [event["frames"][1]["line"] for event in trace if event["action"] == "alloc"]
     assert [step for step, _ in groupby(steps)] == list(range(1, STEADY + 1))
 
@@ -208,13 +212,14 @@ def test_changes_group_what_is_alike(tmp_path: Path) -> None:
         ledger.mark("end")
     export.write_changes(ledger, tmp_path / "changes.txt")
     lines = (tmp_path / "changes.txt").read_text().splitlines()
-    assert lines[:3] == [
-        "forward: 21 events, from 0.0 MiB to 168.0 MiB",
+    assert re.fullmatch(r"forward: 21 .*\b0\.0 MiB.* 168\.0 MiB", lines[0])
+    assert lines[1:3] == [
         "+ |   7 * (512, 512, 3, 3) float32 | 63.0 MiB | params",
         "+ |   1 * (3670016,) float32       | 14.0 MiB | activations",
     ]
-    assert lines[13] == "+ | ... and 3 more groups, 6.0 MiB"
-    backward = lines.index("backward: 16 events, from 168.0 MiB to 45.0 MiB")
+    assert re.fullmatch(r"\+ .*\b3\b.* 6\.0 MiB", lines[13]), "the rest"
+    (backward,) = (number for number, line in enumerate(lines) if line.startswith("backward: 16 "))
+    assert re.fullmatch(r".* 168\.0 MiB.* 45\.0 MiB", lines[backward])
     assert lines[backward - 1] == ""
     assert lines[backward + 1] == "- |   2 * (512, 512, 3, 3) float32 | 18.0 MiB | params"
     assert len(ledger.alive_at(len(ledger.events))) == len(weights) == 5
@@ -222,8 +227,9 @@ def test_changes_group_what_is_alike(tmp_path: Path) -> None:
 
 def test_changes_cover_the_last_step_only(small: Ledger, tmp_path: Path) -> None:
     export.write_changes(small, tmp_path / "changes.txt")
-    headers = [line for line in (tmp_path / "changes.txt").read_text().splitlines() if " events, from " in line]
+    lines = (tmp_path / "changes.txt").read_text().splitlines()
+    headers = [line for line in lines if line and not line.startswith(("+", "-"))]
     counts = Counter(row.phase for row in analysis.timeline_rows(small)[1])
-    assert [line.partition(",")[0] for line in headers] == [f"{phase}: {n} events" for phase, n in counts.items()]
-    for line, following in pairwise(headers):
-        assert line.rpartition(" to ")[2] == following.partition(" from ")[2].partition(" to ")[0]
+    assert [line.split()[:2] for line in headers] == [[f"{phase}:", str(n)] for phase, n in counts.items()]
+    spans = [re.findall(r"[\d.]+ MiB", line) for line in headers]
+    assert all(end == start for (_, end), (start, _) in pairwise(spans))

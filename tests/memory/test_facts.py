@@ -3,6 +3,8 @@
 import pytest
 from bench.facts import PUBLISHED, computed, table
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, float]:

@@ -32,7 +32,6 @@ NETS = [
     ("model=unet_tiny", "model.features=[8,16]", "accumulate=2", "optim=sgd"),
     ("model=nnunet_hippocampus", "model.features=[8,16,32]", *PLAIN),
     (*SMALL, "model.activation=swish_lean", "model.upsampling=trilinear", "model.downsampling=strided_conv"),
-    ("model=unet_small", "amp=true", *PLAIN),
 ]
 NEAR = (-0.02, 0.11)  # relative errors of estimated peaks
 
@@ -58,6 +57,7 @@ def true_peak(segment_starts: SegmentStarts, *overrides: str) -> int:
     return simulate(config(*overrides), config(*overrides).model, segment_starts, steps=2).ledger.peak_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", NETS, ids=" ".join)
 def test_a_peak_with_segments_is_estimated_from_a_step_without_them(overrides: tuple[str, ...]) -> None:
     profile = profiled(*overrides)
@@ -82,13 +82,14 @@ def test_with_segments_of_equal_length_another_one_may_need_more() -> None:
     assert true_peak(evenly(4, 3), *SMALL) > true_peak(evenly(4, 2), *SMALL)
 
 
+@pytest.mark.slow
 def test_the_choice_is_the_best_of_all() -> None:
     best = min(true_peak(segment_starts, *SMALL) for segment_starts in partitions(4, 4))
     assert true_peak(chosen(4, *SMALL), *SMALL) == best
     assert chosen("auto", *SMALL) == chosen(4, *SMALL)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.35, 0.65])
+@pytest.mark.parametrize("share", [0.05, 0.65])
 def test_with_a_budget_auto_recomputes_as_little_as_fits(share: float) -> None:
     """Between the lowest peak and the whole: nothing that recomputes less fits."""
     low, whole, profile = true_peak(chosen("auto", *SMALL), *SMALL), true_peak((), *SMALL), profiled(*SMALL)
@@ -141,13 +142,12 @@ def test_one_simulated_step_gives_the_peak_of_later_ones() -> None:
     """What a budget is compared with is what the run is predicted to need."""
     overrides = ("model=unet_tiny", "model.features=[8,16]", "amp=true")
     asked = config(*overrides)
-    for segment_starts in ((0, 1), (0, 2, 3)):
-        found = simulated_peak(asked, asked.model, profiled(*overrides), segment_starts)
-        assert found == true_peak(segment_starts, *overrides)
+    found = simulated_peak(asked, asked.model, profiled(*overrides), (0, 2, 3))
+    assert found == true_peak((0, 2, 3), *overrides)
 
 
 def test_more_segments_than_stages_are_refused() -> None:
-    with pytest.raises(UserError, match=r"ckpt=5 groups the stages.*has 4"):
+    with pytest.raises(UserError, match=r"ckpt=5\b.*\b4\b"):
         chosen(5, *SMALL)
 
 

@@ -56,7 +56,8 @@ def test_lean_swish_passes_gradcheck() -> None:
 def test_lean_swish_equals_the_plain_one_and_torchs() -> None:
     x, y = (torch.linspace(-8, 8, 101).requires_grad_() for _ in range(2))
     lean, plain = LeanSwish()(x), Swish()(y)
-    lean.sum().backward(), plain.sum().backward()
+    lean.sum().backward()
+    plain.sum().backward()
     assert torch.equal(lean, plain)
     torch.testing.assert_close(lean, F.silu(x))
     torch.testing.assert_close(x.grad, y.grad, atol=1e-6, rtol=0)

@@ -66,12 +66,12 @@ def test_strides_and_kernels_per_axis(network: Callable[..., UNet3D]) -> None:
         *(f"model.upsampling={u}" for u in ("transposed", "trilinear", "nearest")),
         *("model.up_reduce=false", "model.up_bias=false", "model.conv_bias=false", "model.norm_affine=false"),
         *("model.residual=true", "model.dropout=0.2", "model.widen=second", "model.inplace=true"),
-        *("model.decoder=[4,8]", "model.features=[8]", "model.features=[4,8,8,16,16]"),
+        *("model.decoder=[4]", "model.features=[8]", "model.features=[4,8,8,16,16]"),
     ],
 )
 def test_every_option_trains(network: Callable[..., UNet3D], override: str) -> None:
-    model = network("model=unet_tiny", override)
-    model(torch.randn(2, 1, 18, 17, 19)).square().mean().backward()
+    model = network("model=unet_tiny", "model.features=[8,16]", override)
+    model(torch.randn(2, 1, 17, 10, 9)).square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -111,7 +111,7 @@ def test_an_exported_network_computes_the_same_for_any_size(options: Callable[..
     from torch.export import Dim, export  # a second to load
 
     network = UNet3D(options("model=unet_tiny", "model.features=[4,8]", "model.in_channels=1")).eval()
-    free = {0: Dim("n", max=64), **{axis: 8 * Dim(name, max=64) for axis, name in ((2, "d"), (3, "h"), (4, "w"))}}
+    free = {0: Dim("n", max=64), 2: 8 * Dim("d", max=64), 3: 8 * Dim("h", max=64), 4: 8 * Dim("w", max=64)}
     torch.export.save(export(network, (torch.zeros(2, 1, 16, 24, 32),), dynamic_shapes=(free,)), tmp_path / "net.pt2")
     loaded = torch.export.load(tmp_path / "net.pt2").module()
     for size in ((1, 1, 32, 16, 40), (3, 1, 16, 16, 24)):

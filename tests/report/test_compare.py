@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from legibility import assert_legible
 from matplotlib.figure import Figure
+from PIL import Image
 from training import yaml_of
 
 from unet3d import compose
@@ -26,6 +27,20 @@ Make = Callable[..., Path]
 
 def entry(peak: int, kind: str) -> dict[str, Any]:
     return {"peak_bytes": peak, "kind": kind, "phases": {"forward": {"first": peak, "steady": peak}}}
+
+
+@pytest.fixture(autouse=True)
+def small_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of one pixel, which take no time, but where a test looks at what is `saved`."""
+    if "saved" not in request.fixturenames:
+        for name in ("comparison_plot", "curves_plot"):
+            monkeypatch.setattr(compare, name, one_pixel)
+
+
+def one_pixel(*drawn: object) -> None:
+    path = drawn[-1]
+    assert isinstance(path, Path)
+    Image.new("RGB", (1, 1)).save(path, "PNG")
 
 
 @pytest.fixture
@@ -67,8 +82,9 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 def test_only_what_differs_is_shown_in_short_words(make: Make) -> None:
     rows = read_rows([make("0", "amp=true", "data.patch=[32,32,32]"), make("1", "optim.lr=0.01")])
     assert differing(rows) == ["data.patch", "optim.lr", "amp"]
-    assert compare.comparison_table(rows).columns[:4] == ["run", "patch", "lr", "amp"]
-    assert [row[:4] for row in compare.comparison_table(rows).rows] == [
+    table = compare.comparison_table(rows)
+    assert table.columns[1:4] == ["patch", "lr", "amp"]
+    assert [row[:4] for row in table.rows] == [
         ["0", "[32,32,32]", "0.003", "true"],
         ["1", "[64,64,32]", "0.01", "false"],
     ]
@@ -137,13 +153,13 @@ def test_the_csv_has_plain_numbers_with_units_and_empty_cells(make: Make, tmp_pa
     }
     assert second["status"] == "predicted" and second["peak_predicted_bytes"] == str(3 * MIB)
     assert {second[key] for key in ("peak_measured_bytes", "error_bytes", "step_median_s", "dice_mean")} == {""}
-    assert third["status"] == "failed: loss nan, 'a, b', more"
+    assert third["status"].startswith("failed") and "loss nan, 'a, b', more" in third["status"]
     assert third["dice_mean"] == "", "n/a at the last validation is not the value of the one before"
 
 
 def test_the_table_has_mib_and_no_columns_without_numbers(make: Make) -> None:
     table = compare.comparison_table(read_rows([make("0", "ckpt=2", predicts=True), make("1", predicts=True)]))
-    assert table.columns == ["run", "ckpt", "status", "peak, predicted (MiB)", "parameters"]
+    assert ["(MiB)" in column for column in table.columns] == [False, False, False, True, False]
     assert table.rows[0] == ["0", "2", "predicted", "3.0", "1,234"]
 
 
@@ -156,20 +172,20 @@ def test_a_run_that_wrote_nothing_but_how_it_ended_is_a_row(
     (folders[2] / "overrides.yaml").write_text("- ckpt=3\n")
     compare.print_comparison(read_rows(folders))
     printed = capsys.readouterr().out
-    assert re.search(r"2 +3 +failed *\n", printed) and "run 2 failed: killed by SIGKILL\n" in printed
+    assert re.search(r"2 +3 +failed *\n", printed) and re.search(r"\b2 failed\b.*SIGKILL\n", printed)
 
 
 def test_a_run_that_was_asked_to_stop_has_not_failed(make: Make, capsys: pytest.CaptureFixture) -> None:
     line = "stopped by SIGTERM after step 3 of 9; to go on: python train.py resume=x\nexit code 75\n"
     compare.print_comparison(read_rows([make("0", "ckpt=2"), make("1", status=line)]))
     printed = capsys.readouterr().out
-    assert "run 1 stopped: by SIGTERM after step 3 of 9" in printed and "failed" not in printed
+    assert re.search(r"\b1 stopped\b.*SIGTERM", printed) and "failed" not in printed
 
 
 @pytest.mark.parametrize(
     "name", ["memory.json", "config.yaml", "env.json", "metrics.jsonl", "overrides.yaml", "STATUS"]
 )
-@pytest.mark.parametrize("left", ['{"torn', "[[", None])
+@pytest.mark.parametrize("left", ['{"torn', None])
 def test_a_file_that_a_kill_cut_short_ends_no_comparison(
     make: Make, tmp_path: Path, name: str, left: str | None
 ) -> None:
@@ -188,29 +204,32 @@ def test_like_runs_are_comparable(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "changed", "line"),
+    ("words", "changed", "said"),
     [
-        (["data.patch=[32,32,32]"], {}, "data.patch: [64,64,32] (runs 0, 1), [32,32,32] (run 2)"),
-        (["data.fold=1"], {}, "data.fold: null (runs 0, 1), 1 (run 2)"),
-        (["data.phantom.cases=9"], {}, "data.phantom.cases: 16 (runs 0, 1), 9 (run 2)"),
-        (["steps=7"], {}, "steps: 150 (runs 0, 1), 7 (run 2)"),
-        (["seed=5"], {}, "seed: 0 (runs 0, 1), 5 (run 2)"),
-        ([], {"device": "cuda"}, "device: cpu (runs 0, 1), cuda (run 2)"),
-        ([], {"torch": "2.9"}, "torch: 2.13 (runs 0, 1), 2.9 (run 2)"),
-        ([], {"threads": 8}, "threads: 1 (runs 0, 1), 8 (run 2)"),
-        ([], {"threads": [8]}, "threads: 1 (runs 0, 1), [8] (run 2)"),  # of a damaged file
-        ([], {"cpu": "AVX2, bf16 emulated"}, "cpu: AVX512 (runs 0, 1), AVX2, bf16 emulated (run 2)"),
-        ([], {"predicts": True}, "peak: measured (runs 0, 1), predicted (run 2)"),
-        ([], {"kind": "cuda allocated"}, "kind of measured peak: ledger (runs 0, 1), cuda allocated (run 2)"),
+        (["data.patch=[32,32,32]"], {}, ["data.patch", "[64,64,32]", "[32,32,32]"]),
+        (["data.fold=1"], {}, ["data.fold", "null", "1"]),
+        (["data.phantom.cases=9"], {}, ["data.phantom.cases", "16", "9"]),
+        (["steps=7"], {}, ["steps", "150", "7"]),
+        (["seed=5"], {}, ["seed", "0", "5"]),
+        ([], {"device": "cuda"}, ["device", "cpu", "cuda"]),
+        ([], {"torch": "2.9"}, ["torch", "2.13", "2.9"]),
+        ([], {"threads": 8}, ["threads", "1", "8"]),
+        ([], {"threads": [8]}, ["threads", "1", "[8]"]),  # of a damaged file
+        ([], {"cpu": "AVX2, bf16 emulated"}, ["cpu", "AVX512", "AVX2, bf16 emulated"]),
+        ([], {"predicts": True}, ["peak", "measured", "predicted"]),
+        ([], {"kind": "cuda allocated"}, ["", "ledger", "cuda allocated"]),
     ],
+    ids=str,
 )
 def test_what_is_not_comparable_is_printed_with_key_and_values(
-    make: Make, capsys: pytest.CaptureFixture, words: list[str], changed: dict[str, Any], line: str
+    make: Make, capsys: pytest.CaptureFixture, words: list[str], changed: dict[str, Any], said: list[str]
 ) -> None:
     rows = read_rows([make("0"), make("1"), make("2", *words, **changed)])
-    assert mismatches(rows) == [line]
+    (line,) = mismatches(rows)
+    key, most, other = map(re.escape, said)
+    assert re.match(rf"{key}\b.*?: {most} \(.*0, 1\), {other} \(.*2\)$", line)
     compare.print_comparison(rows)
-    assert f"not comparable: {line}\n" in capsys.readouterr().out
+    assert f"{line}\n" in capsys.readouterr().out
 
 
 def test_a_data_set_is_known_by_its_name_in_any_folder(make: Make, tmp_path: Path) -> None:
@@ -219,7 +238,8 @@ def test_a_data_set_is_known_by_its_name_in_any_folder(make: Make, tmp_path: Pat
         root.mkdir(parents=True)
     words = [["data=decathlon", f"data.root={root}"] for root in roots]
     rows = read_rows([make(str(index), *said) for index, said in enumerate(words)])
-    assert mismatches(rows) == ["data.root: Task04 (runs 0, 1), Task05 (run 2)"]
+    (line,) = mismatches(rows)
+    assert re.match(r"data\.root: Task04 \(.*0, 1\), Task05 \(.*2\)$", line)
 
 
 def test_a_private_table_of_a_sweep_names_no_folder(
@@ -246,7 +266,8 @@ def test_a_private_table_of_a_sweep_names_no_folder(
 def test_runs_that_ended_at_other_steps_are_not_comparable(make: Make) -> None:
     folders = [make("0"), make("1")]
     (folders[1] / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 1}\n')
-    assert mismatches(read_rows(folders)) == ["steps done: 3 (run 0), 1 (run 1)"]
+    (line,) = mismatches(read_rows(folders))
+    assert re.match(r"steps\b.*: 3 \(.*0\), 1 \(.*1\)$", line)
 
 
 # --- which runs
@@ -265,7 +286,7 @@ def test_runs_of_two_sweeps_keep_names_of_their_own(make: Make) -> None:
 
 def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(UserError, match="not a run folder; give outputs/DATE/TIME-ID") as caught:
+        with pytest.raises(UserError, match="outputs/DATE/TIME-ID") as caught:
             find_runs([path])
         assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
@@ -295,8 +316,8 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     save = Figure.savefig
 
     def keep(figure: Figure, *given: Any, **named: Any) -> None:
-        save(figure, *given, **named)
         if named["format"] == "png":
+            save(figure, *given, **named, dpi=20)  # for the page
             assert_legible(figure)
             figures.append(figure)
 
@@ -316,7 +337,7 @@ def test_the_best_are_joined_less_time_and_more_dice(saved: list[Figure], tmp_pa
     plots.comparison_plot(points, "", tmp_path / "x.png")
     assert joined(saved[0], 0) == [[(1, 5.0), (2, 3.0)]]
     assert joined(saved[0], 1) == [[(1, 0.2), (3, 0.9)]]
-    assert saved[0].axes[0].get_xlabel() == "peak memory of a step (MiB), measured, ledger"
+    assert re.search(r"\(MiB\).*measured, ledger", saved[0].axes[0].get_xlabel())
 
 
 def test_peaks_of_two_kinds_are_not_joined(saved: list[Figure], tmp_path: Path) -> None:
@@ -328,8 +349,7 @@ def test_peaks_of_two_kinds_are_not_joined(saved: list[Figure], tmp_path: Path) 
     assert texts[:2] == ["0 (measured, ledger)", "1 (measured, cuda allocated)"]
 
 
-@pytest.mark.parametrize("count", [2, 24])
-@pytest.mark.parametrize("seconds", [0.1, None])
+@pytest.mark.parametrize(("count", "seconds"), [(2, None), pytest.param(24, 0.1, marks=pytest.mark.slow)])
 def test_the_picture_is_legible_of_few_runs_and_many_with_names_long_and_strange(
     saved: list[Figure], tmp_path: Path, count: int, seconds: float | None
 ) -> None:
@@ -343,16 +363,17 @@ def test_runs_that_only_predict_are_bars(make: Make, saved: list[Figure], tmp_pa
     rows = read_rows([make("0", "ckpt=2", predicts=True, peak=MIB), make("1", predicts=True, peak=2 * MIB)])
     compare.write_comparison(rows, tmp_path / "out")
     assert [bar.get_width() for bar in saved[0].axes[0].patches] == [1, 2]
-    assert saved[0].axes[0].get_xlabel() == "peak memory of a step (MiB), predicted"
+    assert re.search(r"\(MiB\).*predicted", saved[0].axes[0].get_xlabel())
     assert [text.get_text() for text in saved[0].axes[0].get_yticklabels()] == ["0: ckpt=2", "1: ckpt=0"]
 
 
 def test_a_predicted_peak_is_not_drawn_among_measured_ones(make: Make, saved: list[Figure], tmp_path: Path) -> None:
-    compare.write_comparison(
-        read_rows([make("0", "ckpt=2"), make("1"), make("2", "ckpt=3", predicts=True)]), tmp_path / "out"
-    )
+    rows = read_rows([make("0", "ckpt=2"), make("1"), make("2", "ckpt=3", predicts=True)])
+    compare.write_comparison(rows, tmp_path / "out")
     assert [text.get_text() for text in saved[0].axes[-1].get_legend().texts][:2] == ["0: ckpt=2", "1: ckpt=0"]
-    assert saved[0].get_suptitle() == "" and "peak: measured" in (tmp_path / "out" / "compare.html").read_text()
+    assert saved[0].get_suptitle() == ""
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert all(line in page for line in mismatches(rows)) and len(mismatches(rows)) == 1
 
 
 # --- the page
@@ -364,7 +385,7 @@ def test_the_page_escapes_what_it_shows_and_needs_no_network(make: Make, tmp_pat
     assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;&amp;[bold]" in page
     assert "<script" not in page and "http" not in page
     assert re.findall(r"(?:src|href)=\"(.{10})", page) == ["data:image"] * 2
-    assert "Comparison of 2 runs" in page and "run 1 failed: &lt;script" in page
+    assert re.search(r"\b1 failed: &lt;script", page)
 
 
 def test_runs_without_any_peak_have_a_table_and_no_picture(make: Make, tmp_path: Path) -> None:
@@ -396,7 +417,8 @@ def test_the_printed_table_fits_80_columns_and_breaks_no_number(
         make("1", "data.patch=[32,32,32]", "optim.lr=0.01", "seed=7"),
     ]
     compare.print_comparison(read_rows(folders))
-    table = [line for line in capsys.readouterr().out.splitlines() if "comparable" not in line]
+    reasons = mismatches(read_rows(folders))
+    table = [line for line in capsys.readouterr().out.splitlines() if not line.endswith(tuple(reasons))]
     assert max(map(len, table)) <= 80 and "a_run_with_a_name_" in "".join(table)
     cells = " ".join(table).split()
-    assert {"[32,32,32]", "0.01", "0.500", "measured", "parameters", "done"} <= {*cells}
+    assert {"[32,32,32]", "0.01", "0.500", "1,234", "done"} <= {*cells}

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import re
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -93,41 +94,43 @@ def test_an_example_and_labels_are_taken_as_they_are() -> None:
 def test_it_prints_draws_and_reports(tmp_path: Path) -> None:
     found = unet3d.memory.predict(Own(), SHAPE)
     text = str(found)
-    assert text.startswith("Own: 267 parameters; input 1x1x16x16x16, float32, on cpu\npredicted peak of a step: ")
+    first, second, *_ = text.splitlines()
+    assert all(part in first for part in ("Own", "267", "1x1x16x16x16", "float32", "cpu"))
+    assert "predicted" in second and f"{found.peak_bytes / 2**20:,.1f} MiB" in second
     assert max(map(len, text.splitlines())) <= 80 and "backward" in text and "conv" in text
     assert explained.draw_layers(found, tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
     page = explained.write_page(found, tmp_path / "report").read_text()
-    assert "Own: input 1x1x16x16x16" in page and f"{found.peak_bytes / 2**20:,.1f} MiB" in page
+    assert "Own" in page and "1x1x16x16x16" in page and f"{found.peak_bytes / 2**20:,.1f} MiB" in page
     memory = json.loads((tmp_path / "report" / "memory.json").read_text())
     assert memory["predicted"]["peak_bytes"] == found.peak_bytes and memory["parameters"] == 267
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STATUS").touch()
-    with pytest.raises(UserError, match="holds a run; give a folder of its own"):
+    with pytest.raises(UserError, match=rf"^{tmp_path / 'run'}: "):
         explained.write_page(found, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ({"model": nn.ReLU()}, "ReLU: has no weights to train"),
-        ({"example": (16, 16)}, r"example: give an image N C D H W, or its shape, .* not \(16, 16\)"),
-        ({"amp": "fp8"}, "amp=fp8: give true, false, bf16 or fp16"),
-        ({"device": "tpu"}, "device=tpu: give cpu or cuda"),
+        ({"model": nn.ReLU()}, "^ReLU: "),
+        ({"example": (16, 16)}, r"^example: .*N C D H W.*\(16, 16\)"),
+        ({"amp": "fp8"}, "^amp=fp8: .*bf16.*fp16"),
+        ({"device": "tpu"}, "^device=tpu: .*cpu.*cuda"),
     ],
     ids=["weights", "example", "amp", "device"],
 )
 def test_what_cannot_be_is_one_line(words: dict[str, Any], line: str) -> None:
-    with pytest.raises(UserError, match=f"^{line}$"):
+    with pytest.raises(UserError, match=line):
         unet3d.memory.predict(**({"model": Own(), "example": SHAPE} | words))
 
 
 def test_on_cuda_it_is_predicted_without_a_gpu() -> None:
     """A batch in host memory takes nothing of a GPU, and each part lives until it is read."""
     host, gpu = (unet3d.memory.predict(Own(), SHAPE, device=device) for device in ("cpu", "cuda"))
-    assert host.entry["kind"] == gpu.entry["kind"] == "ledger" and gpu.about.endswith("on cuda")
+    assert host.entry["kind"] == gpu.entry["kind"] == "ledger" and "cuda" in gpu.about.split()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
 def test_of_the_packages_own_network_it_predicts_what_a_run_is_predicted_to_need(device: str) -> None:
     """On CUDA a run's step lets go of its batch, which here is the caller's."""
     words = ["model=unet_tiny", "data.patch=[16,16,16]", "batch=1", "optim.clip=null", f"device={device}"]
@@ -195,14 +198,15 @@ def test_a_network_of_very_many_layers_is_reported(tmp_path: Path, monkeypatch: 
     most = 40  # not 500, which take long to draw
     for module in (run_folder, explained):
         monkeypatch.setattr(module, "MOST_ITEMS", most)
-    layers = [nn.Conv3d(1, 1, 1) for _ in range(most + 20)]
+    layers = [nn.Conv3d(1, 1, 1) for _ in range(most + 4)]
     found = unet3d.memory.predict(
         nn.Sequential(*layers), (1, 1, 4, 4, 4), torch.nn.functional.mse_loss, label=torch.zeros(1, 1, 4, 4, 4)
     )
     assert len(found.layers) > most
-    assert "smaller layers" in explained.write_page(found, tmp_path).read_text()
+    page = explained.write_page(found, tmp_path).read_text()
     rows = json.loads((tmp_path / "memory.json").read_text())["predicted"]["layers"]
     assert len(rows) == most and sum(row["bytes"] for row in rows) == found.peak_bytes
+    assert rows[-1]["module"] in page and re.search(r"\d", rows[-1]["module"])
 
 
 def test_a_failing_step_restores_the_model_too_and_leaves_no_observer_on() -> None:
@@ -234,14 +238,15 @@ def tiny(name: str) -> nn.Module:
 
     return {
         "SegResNet": lambda: nets.SegResNet(3, 8, 1, 3, blocks_down=(1, 1), blocks_up=(1,)),
-        "UNETR": lambda: nets.UNETR(1, 3, (32, 32, 32), feature_size=4, hidden_size=24, mlp_dim=48, num_heads=2),
+        "UNETR": lambda: nets.UNETR(1, 3, (16, 16, 16), feature_size=4, hidden_size=24, mlp_dim=48, num_heads=2),
     }[name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SegResNet", "UNETR"])
 def test_networks_of_monai_are_explained_as_the_allocator_has_them(name: str) -> None:
     """Within 1 %, without what one kernel takes and gives back; `tests/bench/explain.py` has them in their sizes."""
-    shape = (1, 1, 32, 32, 32)
+    shape = (1, 1, 16, 16, 16)
     tensors, _ = bench().unobserved(partial(tiny, name), shape)
     for act in (unet3d.memory.predict, unet3d.memory.explain):
         assert act(tiny(name), shape).peak_bytes == pytest.approx(tensors, rel=0.01)

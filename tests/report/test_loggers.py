@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -16,8 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from guards import unchanged, without
+from PIL import Image
 from rich.console import Console as Terminal
-from wandb_records import read_run
+from training import SERVER
+from wandb_records import read_file, read_run
 
 from unet3d import checks, progress, terminal
 from unet3d.config import Config, Wandb
@@ -37,20 +41,30 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def python(*command: str | Path, folder: Path, **variables: str) -> tuple[str, list[str]]:
-    """Run Python in `folder`, as a user who never set up wandb; returns its stdout and the lines of its stderr."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    environment = kept | {"HOME": str(folder / "home"), "PYTHONPATH": SOURCE} | variables
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr.splitlines()
+def offline(config: Config) -> str:
+    """Return the mode of wandb, whatever is asked for."""
+    return "offline"
+
+
+def python(program: Path, *arguments: str, **variables: str) -> list[str]:
+    """Run a program in its folder, as a user who never set up wandb, by a fork that has torch; its lines on stderr."""
+    child = SERVER.Process(target=run_program, args=(program, arguments, variables))
+    child.start()
+    child.join()
+    said = program.with_name("err").read_text()
+    assert child.exitcode == 0, said
+    return said.splitlines()
+
+
+def run_program(program: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    os.chdir(program.parent)
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        del os.environ[name]
+    os.environ |= variables
+    os.dup2(os.open("err", os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open("out", os.O_WRONLY | os.O_CREAT), 1)
+    sys.argv = [str(program), *arguments]
+    runpy.run_path(str(program), run_name="__main__")
 
 
 # --- metrics.jsonl
@@ -151,7 +165,8 @@ def test_a_logger_that_fails_is_dropped_with_one_line_and_the_others_go_on(fails
     log_all(Loggers([bad, good]))
     assert good.calls == alone.calls
     assert bad.calls == [*alone.calls[: fails + 1], ("close", 1)]
-    assert capsys.readouterr().err == "warning: Memory failed (OSError: disk full); the run goes on without it\n"
+    line = capsys.readouterr().err
+    assert "Memory" in line and "OSError: disk full" in line and line.count("\n") == 1
 
 
 @pytest.mark.parametrize("is_good", [True, False])
@@ -163,8 +178,8 @@ def test_a_logger_has_only_the_methods_that_it_needs(is_good: bool, capsys: Capt
     losses: list[tuple[int, Any]] = []
     log_all(Loggers([Losses()]))
     assert losses == ([(1, 1)] if is_good else [])
-    failed = "warning: Losses failed (KeyError: 'b'); the run goes on without it\n"
-    assert capsys.readouterr().err == ("" if is_good else failed)
+    line = capsys.readouterr().err
+    assert line.count("\n") == (not is_good) and ("Losses" in line and "KeyError: 'b'" in line) == (not is_good)
 
 
 def test_an_interrupt_is_not_taken_for_a_failing_logger() -> None:
@@ -203,16 +218,13 @@ loggers.close(3)
 
 def session(folder: Path, *arguments: str, code: str = SESSION) -> tuple[Path, list[str]]:
     """Run SESSION as a program of its own, in a folder and by a user with names that can be searched for."""
-    from PIL import Image
-
     place = folder / "ward-seven"
     place.mkdir()
     Image.new("RGB", (8, 6)).save(place / "picture.png")
     program = place / "segment_everyone.py"
-    program.write_text(code.replace("sys.argv", repr(arguments)))
+    program.write_text(code)
     user = {"USER": "marie.curie", "LOGNAME": "marie.curie", "HOME": str(folder / "marie.curie")}
-    _, warnings = python(program, folder=place, **user)
-    return place / "run", warnings
+    return place / "run", python(program, *arguments, **user)
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +232,13 @@ def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, warnings = session(tmp_path_factory.mktemp("private"))
     assert warnings == []
     return folder
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run that is not private, and was to be online, of a user without a key; and the lines on its stderr."""
+    code = SESSION.replace("config = Config()", "config = Config(); config.wandb.mode = 'online'")
+    return session(tmp_path_factory.mktemp("public"), "public", code=code)
 
 
 def test_wandb_records_the_config_as_nested_values_without_paths(private: Path) -> None:
@@ -280,11 +299,13 @@ def test_wandb_names_a_run_as_its_options_and_its_own_variables_say(
     assert started(Config(), job)[:4] == ["of the environment", None, None, None]
 
 
-def test_the_best_snapshot_is_an_artifact_where_that_is_asked(tmp_path: Path) -> None:
-    code = SESSION.replace("loggers.close(3)", "loggers.snapshot(pathlib.Path('picture.png'))\nloggers.close(3)")
-    folder, warnings = session(tmp_path, code=code)
+def test_the_best_snapshot_is_an_artifact_and_a_resumed_folder_continues_its_wandb_run(tmp_path: Path) -> None:
+    picture = "pathlib.Path('picture.png')"
+    code = SESSION.replace("loggers.close(3)", f"loggers.snapshot({picture})\nloggers.close(3)")
+    folder, warnings = session(tmp_path, code=f"{code}\nconfig.resume = 'run'\nopen_loggers(config, folder).close(0)\n")
     assert warnings == []
-    found = read_run(folder)
+    found, *resumed = (read_file(path) for path in sorted(folder.glob("wandb/*run-*/*.wandb"), key=os.path.getctime))
+    assert [one.run.run_id for one in resumed] == [found.run.run_id] * len(resumed)
     (artifact,) = found.artifacts
     assert (artifact.type, artifact.name) == ("model", f"run-{found.run.run_id}-best")
     (entry,) = artifact.manifest.contents
@@ -319,8 +340,8 @@ def test_a_private_run_records_nothing_about_machine_user_and_paths(private: Pat
     assert not list(private.glob("wandb/*/files/*.*"))  # requirements.txt, output.log, wandb-metadata.json
 
 
-def test_the_search_for_secrets_finds_them_in_a_run_that_is_not_private(tmp_path: Path) -> None:
-    folder, _ = session(tmp_path, "public")
+def test_the_search_for_secrets_finds_them_in_a_run_that_is_not_private(public: tuple[Path, list[str]]) -> None:
+    folder, _ = public
     recorded = everything(folder)
     names = {"radiology-pc-12", "marie.curie", "ward-seven", "segment_everyone", "patients_2024", "Mrs Smith"}
     assert {name for name in names if name.encode() not in recorded} == set()
@@ -328,20 +349,12 @@ def test_the_search_for_secrets_finds_them_in_a_run_that_is_not_private(tmp_path
     assert read_run(folder).config["data"]["images"] == "/archive/images"
 
 
+@without("unet3d.report.wandb_logger.QUIET", {"init_timeout": 90})
 def test_every_private_setting_is_known_to_this_wandb() -> None:
     import wandb
 
     assert set(wandb_logger.PRIVATE) | set(wandb_logger.QUIET) <= set(wandb.Settings.model_fields)
     assert wandb_logger.QUIET["init_timeout"] <= 20
-
-
-def test_a_resumed_folder_continues_its_wandb_run(tmp_path: Path) -> None:
-    folder, warnings = session(
-        tmp_path, code=f"{SESSION}\nconfig.resume = 'run'\nopen_loggers(config, folder).close(0)\n"
-    )
-    ids = [path.stem for path in folder.glob("wandb/*/run-*.wandb")]
-    assert warnings == []
-    assert len(set(ids)) == 1
 
 
 @pytest.fixture
@@ -387,11 +400,9 @@ def test_only_a_resumed_run_continues_the_latest_wandb_run_of_its_folder(
     assert [(options["id"], options["resume"]) for options in starts] == [(None, None), ("new", "allow"), (None, None)]
 
 
-def test_without_a_key_an_online_run_goes_on_offline_with_one_line(tmp_path: Path) -> None:
-    code = SESSION.replace("config = Config()", "config = Config(); config.wandb.mode = 'online'")
-    folder, warnings = session(tmp_path, code=code)
-    assert len(warnings) == 1
-    assert warnings[0].startswith("warning: wandb cannot go online (UsageError: ")
+def test_without_a_key_an_online_run_goes_on_offline_with_one_line(public: tuple[Path, list[str]]) -> None:
+    folder, (warning,) = public
+    assert "UsageError" in warning and "wandb sync" in warning
     assert len(read_run(folder).history) == 5
 
 
@@ -404,14 +415,14 @@ def test_without_network_an_online_run_goes_on_offline_with_one_line_and_the_sam
     folder, warnings = session(
         tmp_path, code=SESSION.replace("config = Config()", f"{code}config = Config(resume='run')")
     )
-    assert len(warnings) == 1
-    assert warnings[0].startswith("warning: wandb cannot go online (CommError: ")
+    (warning,) = warnings
+    assert "CommError" in warning and "wandb sync" in warning
     assert len(list(folder.glob("wandb/offline-run-*/run-abcd1234.wandb"))) == 1
     assert len(lines(folder / "metrics.jsonl")) == 3
 
 
 KILLED = """
-import os, pathlib
+import atexit, os, pathlib
 from unet3d.config import Config
 from unet3d.report.loggers import open_loggers
 
@@ -424,15 +435,16 @@ for step in range(50):
     loggers.scalars({"train/loss": 1.0}, step)
 loggers.close(0)
 print(len(children))
+atexit._run_exitfuncs()  # which a process of multiprocessing leaves out
 """
 
 
 @LINUX
 def test_a_killed_wandb_core_costs_one_line_and_no_record(tmp_path: Path) -> None:
-    stdout, warnings = python("-c", KILLED, folder=tmp_path)
-    assert stdout == "1\n"
-    (warning,) = warnings
-    assert re.fullmatch(r"warning: WandbLogger failed \(.+\); the run goes on without it", warning)
+    (tmp_path / "killed.py").write_text(KILLED)
+    (warning,) = python(tmp_path / "killed.py", HOME=str(tmp_path / "home"))
+    assert (tmp_path / "out").read_text() == "1\n"
+    assert "WandbLogger" in warning
     assert [record["step"] for record in lines(tmp_path / "metrics.jsonl")] == list(range(50))
 
 
@@ -443,10 +455,11 @@ def test_wandb_that_cannot_be_loaded_costs_one_line(tmp_path: Path, monkeypatch:
     out.scalars({"train/loss": 1.0}, 1)
     out.close(0)
     (warning,) = capsys.readouterr().err.splitlines()
-    assert warning.startswith("warning: wandb does not start (ModuleNotFoundError: ")
+    assert "wandb" in warning and "ModuleNotFoundError" in warning
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
 
 
+@without("unet3d.report.loggers.wandb_mode", offline, only="disabled-online")
 @pytest.mark.parametrize(("variable", "option"), [("disabled", "online"), (None, "disabled"), ("", "disabled")])
 def test_disabled_wandb_is_not_even_loaded(
     tmp_path: Path,
@@ -469,7 +482,6 @@ def test_disabled_wandb_is_not_even_loaded(
 
 
 def test_tensorboard_has_scalars_pictures_tables_and_the_config_and_hides_what_is_repeated(tmp_path: Path) -> None:
-    from PIL import Image
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     Image.new("RGB", (8, 6), (250, 0, 0)).save(tmp_path / "picture.png")
@@ -496,9 +508,7 @@ def test_tensorboard_has_scalars_pictures_tables_and_the_config_and_hides_what_i
 
 def test_tensorboard_that_is_not_installed_is_one_line(monkeypatch: Patch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match=r'^tensorboard=true: the package tensorboard is not installed; .*\[tensorboard\]"$'
-    ):
+    with pytest.raises(UserError, match=r"^tensorboard=true: .*\[tensorboard\]"):
         checks.check(Config(tensorboard=True))
     checks.check(Config())
 
@@ -515,19 +525,21 @@ def test_the_terminal_shows_dice_so_far_and_the_time_left(terminal: io.StringIO,
         now[0] += 1
         lines_of.scalars({"train/loss": 0.5, "time/step_s": step - 24.5}, step)
     lines_of.close(0)
-    assert plain.getvalue().splitlines() == [
-        "     6 s  step    22/40  loss 0.5000  2.50 s/step  45 s left",
-        "    12 s  step    24/40  loss 0.5000  2.50 s/step  40 s left",
-        "    12 s  step    24/40  dice_mean 0.5000",
-        "    14 s  step    26/40  loss 0.5000  1.00 s/step  42 s left",
+    shown = plain.getvalue().splitlines()
+    assert [re.findall(r"\d[\d./]*", line) for line in shown] == [
+        ["6", "22/40", "0.5000", "2.50", "45"],
+        ["12", "24/40", "0.5000", "2.50", "40"],
+        ["12", "24/40", "0.5000"],
+        ["14", "26/40", "0.5000", "1.00", "42"],
     ]
+    assert "45 s" in shown[0] and "dice_mean" in shown[2]
     bar = TerminalLogger(40, Terminal(file=terminal, width=120))
     for values in ({"val/dice_mean": 0.5}, {"val/dice_mean": 0.25}, {"train/loss": 0.75, "time/step_s": 1.0}):
         bar.scalars(values, 30)
     with progress.counting("more"):  # draws all bars
         pass
     bar.close(0)
-    assert "loss 0.7500  Dice 0.250, best 0.500" in terminal.getvalue()
+    assert re.search(r"0\.7500\D+0\.250\D+0\.500", terminal.getvalue())
 
 
 def test_the_name_of_a_class_is_no_markup_and_no_command() -> None:
@@ -538,6 +550,7 @@ def test_the_name_of_a_class_is_no_markup_and_no_command() -> None:
     assert "dice/tumour [core] 0.5000  dice/x\\x1b[2J [/b] n/a" in file.getvalue()
 
 
+@without("unet3d.terminal.escaped", unchanged)
 def test_a_table_shows_what_would_command_a_terminal_and_keeps_every_language() -> None:
     table = Table(["class\x1b[2J", "näme\x9b1m"], [["日本語 🧠", "a\tb\r\nc\x07"], ["\udcff", "\u202eesrever\u2028"]])
     text = terminal.plain_text(["a line\x1b[2J\nübung", ("title\x1b]0;x\x07\n", table)], 100)
@@ -547,6 +560,7 @@ def test_a_table_shows_what_would_command_a_terminal_and_keeps_every_language() 
     assert one.split() == ["日本語", "🧠", r"a\tb\r\nc\x07"] and other.split() == [r"\udcff", r"\u202eesrever\u2028"]
 
 
+@without("unet3d.report.loggers.escaped", unchanged)
 def test_a_warning_is_one_line_of_text(capsys: Capture) -> None:
     assert reason(ValueError("a\x1b[2J\n\n\u2066b")) == r"ValueError: a\x1b[2J \u2066b"
     loggers.warn("no/\udcff\nwarning: all is lost\x1b[2J")

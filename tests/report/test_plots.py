@@ -1,12 +1,13 @@
 """What the pictures show, and that nothing in them overlaps or is cut off."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from legibility import Drawn, drawing
+from legibility import Drawn, assert_written, drawing
 from matplotlib.colors import to_hex
 
 from unet3d.report import plots
@@ -23,6 +24,12 @@ def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drawn:
 
 def lines(axes: Any) -> dict[str, Any]:
     return {line.get_label(): line for line in axes.lines}
+
+
+def marked(axes: Any, end: str) -> Any:
+    """Return the one line whose name ends so."""
+    (found,) = [line for name, line in lines(axes).items() if name.endswith(end)]
+    return found
 
 
 # --- colours
@@ -53,7 +60,7 @@ def test_curves_show_loss_and_dice_per_class_over_steps(draw: Drawn) -> None:
     loss, dice = draw(plots.training_curves, records).axes
     assert loss.lines[0].get_xydata().tolist() == [[1, 1.0], [2, 0.5]]
     shown = lines(dice)
-    assert list(shown) == ["left", "right", "mean of classes", "best, step 2"], "the first of equals"
+    assert list(shown)[:2] == ["left", "right"] and list(shown)[3].endswith("step 2"), "the first of equals"
     assert shown["left"].get_xydata().tolist() == [[2, 0.25], [4, 0.75]]
     assert shown["right"].get_xydata().tolist() == [[4, 0.5]]
     assert dice.get_ylim()[0] == 0
@@ -75,12 +82,14 @@ def test_the_loss_axis_is_logarithmic_where_that_helps(draw: Drawn, losses: tupl
 
 def test_a_loss_that_was_never_finite_is_said_to_be_so(draw: Drawn) -> None:
     (loss,) = draw(plots.training_curves, training("nan", "inf", None)).axes
-    assert [text.get_text() for text in loss.texts] == ["no finite loss"]
+    (text,) = loss.texts
+    assert text.get_text() and loss.get_yticks().tolist() == []
 
 
 def test_many_steps_are_smoothed_by_a_mean_of_the_steps_before(draw: Drawn) -> None:
     (loss,) = draw(plots.training_curves, training(*range(1, 501))).axes
-    mean = lines(loss)["mean of 10 steps"].get_xydata()
+    (name,) = [name for name in lines(loss) if re.search(r"\b10\b", name)]
+    mean = lines(loss)[name].get_xydata()
     assert mean[0] == pytest.approx([10, 5.5])
     assert mean[-1] == pytest.approx([500, 495.5])
 
@@ -91,9 +100,10 @@ def test_the_best_validation_is_marked_and_so_are_rate_norm_and_time(draw: Drawn
     records = [one | more for one in training(1.0, 0.5)] + [validation(2, left=0.5), best]
     figure = draw(plots.training_curves, records)
     loss, dice, rate, norm, seconds = figure.axes
-    assert lines(dice)["best, step 4"].get_xydata().tolist() == [[4, 0.75]]
-    assert lines(loss)["best Dice, step 4"].get_xdata() == [4, 4]
-    assert [axes.get_title() for axes in (rate, norm, seconds)] == ["Learning rate", "Gradient norm", "Seconds a step"]
+    assert marked(dice, "step 4").get_xydata().tolist() == [[4, 0.75]]
+    assert marked(loss, "step 4").get_xdata() == [4, 4]
+    assert [axes.get_title() for axes in (rate, norm, seconds)] == list(plots.BELOW.values())
+    assert seconds.lines[0].get_ydata().tolist() == [2.0, 2.0]
     assert rate.lines[0].get_xydata().tolist() == [[1, 0.1], [2, 0.1]] and rate.get_ylim()[0] == 0
 
 
@@ -121,3 +131,7 @@ def test_importing_the_report_loads_no_heavy_library() -> None:
     code = f"import sys; from unet3d.report import {', '.join(modules)}; print({HEAVY} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_pictures_are_written_as_png_and_svg(tmp_path: Path) -> None:
+    assert_written(lambda path: plots.training_curves(training(1.0, 0.5), path), tmp_path)

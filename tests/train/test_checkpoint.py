@@ -1,9 +1,13 @@
 """Snapshots keep what was saved, notice damage, run nothing, and say in full what does not fit."""
 
+import re
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from guards import nothing, without, yes
 
 from unet3d.compose import SNAPSHOTS
 from unet3d.errors import DamagedSnapshot, SnapshotError
@@ -49,6 +53,7 @@ def test_saving_copies_no_tensor(tmp_path: Path) -> None:
     assert len(ledger.storages) == before
 
 
+@without("unet3d.training.checkpoint.DamagedSnapshot", SnapshotError, only="0.5")
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
 def test_a_truncated_file_is_refused(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
@@ -56,12 +61,21 @@ def test_a_truncated_file_is_refused(path: Path, share: float) -> None:
         checkpoint.load_snapshot(path)
 
 
+def entry_of_weights(path: Path) -> str:
+    """Return the name of the archive's entry that holds the weights."""
+    with zipfile.ZipFile(path) as archive:
+        (entry,) = (entry for entry in archive.infolist() if entry.file_size == STATE["model"]["w"].nbytes)
+    return entry.filename
+
+
+@without("zipfile.ZipFile.testzip", nothing)
 def test_one_flipped_bit_is_refused_though_torch_would_load_it(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.find(torch.tensor(500.0).numpy().tobytes())] ^= 1
     path.write_bytes(content)
     assert not torch.equal(torch.load(path, weights_only=True)["model"]["w"], STATE["model"]["w"])
-    with pytest.raises(DamagedSnapshot, match="checksum"):
+    entry = entry_of_weights(path)
+    with pytest.raises(DamagedSnapshot, match=rf"last\.pt: .*{re.escape(entry)}"):
         checkpoint.load_snapshot(path)
 
 
@@ -77,7 +91,7 @@ def test_a_damaged_snapshot_is_replaced_by_the_previous_one(damage: str, path: P
     found, (wrong,) = checkpoint.load_any(path.parent, SNAPSHOTS)
     assert found["step"] == 3 and str(path) in wrong
     path.with_name(PREVIOUS).write_bytes(b"")
-    with pytest.raises(SnapshotError, match=r"no usable snapshot: .*last\.pt.*previous\.pt.*best\.pt"):
+    with pytest.raises(SnapshotError, match=r"last\.pt.*previous\.pt.*best\.pt"):
         checkpoint.load_any(path.parent, SNAPSHOTS)
 
 
@@ -89,53 +103,69 @@ class Payload:
         return Path.touch, (self.path,)
 
 
+load = torch.load
+
+
+def load_all(path: Path, **options: Any) -> Any:
+    """Load a file and run what it says."""
+    return load(path, **(options | {"weights_only": False}))
+
+
+@without("torch.load", load_all)
 def test_a_pickled_command_is_refused_and_not_run(tmp_path: Path) -> None:
     torch.save({"format": 1, "model": Payload(tmp_path / "ran")}, tmp_path / "evil.pt")
-    with pytest.raises(SnapshotError, match="not loaded") as caught:
+    with pytest.raises(SnapshotError, match=r"evil\.pt") as caught:
         checkpoint.load_snapshot(tmp_path / "evil.pt")
     assert not isinstance(caught.value, DamagedSnapshot), "no older one is taken instead"
     assert not (tmp_path / "ran").exists()
 
 
+NEWER, OLDER = ({"format": checkpoint.FORMAT + change} for change in (1, -1))
+
+
+@without("unet3d.training.checkpoint.FORMAT", checkpoint.FORMAT + 1, only="newer")
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "tokens"),
     [
-        ({"format": checkpoint.FORMAT + 1}, rf"of a newer unet3d \(format {checkpoint.FORMAT + 1}; this one reads"),
-        ({"format": checkpoint.FORMAT - 1}, rf"of an older unet3d \(format {checkpoint.FORMAT - 1}; this one reads"),
-        ([1, 2], "not a unet3d snapshot: it names no format"),
-        ({"model": {}}, "not a unet3d snapshot: it names no format"),
+        pytest.param(NEWER, rf"\b{checkpoint.FORMAT + 1}\b.*\b{checkpoint.FORMAT}\b", id="newer"),
+        pytest.param(OLDER, rf"\b{checkpoint.FORMAT - 1}\b.*\b{checkpoint.FORMAT}\b", id="older"),
+        pytest.param([1, 2], "format", id="list"),
+        pytest.param({"model": {}}, "format", id="no format"),
     ],
 )
 def test_another_format_or_a_strangers_file_is_refused_but_not_called_damaged(
-    tmp_path: Path, content: object, message: str
+    tmp_path: Path, content: object, tokens: str
 ) -> None:
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(SnapshotError, match=rf"x\.pt: {message}") as caught:
+    with pytest.raises(SnapshotError, match=rf"x\.pt: .*{tokens}") as caught:
         checkpoint.load_snapshot(tmp_path / "x.pt")
     assert not isinstance(caught.value, DamagedSnapshot)
 
 
+@without("pathlib.Path.is_file", yes)
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DamagedSnapshot, match=r"missing\.pt: not a readable snapshot \(No such file"):
+    with pytest.raises(DamagedSnapshot, match=r"missing\.pt: .*No such file"):
         checkpoint.load_snapshot(tmp_path / "missing.pt")
-    with pytest.raises(SnapshotError, match="is not a file; give a snapshot"):
+    with pytest.raises(SnapshotError, match=rf"{re.escape(str(tmp_path))}: .*best\.pt"):
         checkpoint.load_snapshot(tmp_path)
 
 
+@without("unet3d.training.checkpoint.refuse_misfit", nothing)
 def test_all_differences_are_counted_and_ten_are_shown() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(7)))
     weights = {name: value for name, value in model.state_dict().items() if not name.startswith("0")}
     weights |= {"1.weight": torch.zeros(3, 2), "extra": torch.zeros(())}
     with pytest.raises(SnapshotError) as caught:
         checkpoint.load_weights(model, weights, Path("a.pt"))
-    head, columns, *rows = str(caught.value).splitlines()
-    assert head == "a.pt: 4 tensors do not fit the model"
-    assert [line.split() for line in [columns, *rows]] == [
-        ["tensor", "snapshot", "model"],
+    head, _, *rows = str(caught.value).splitlines()
+    assert head.startswith("a.pt: 4 ")
+    assert [line.split() for line in rows] == [
         ["0.bias", "-", "2"],
         ["0.weight", "-", "2x2"],
         ["1.weight", "3x2", "2x2"],
         ["extra", "scalar", "-"],
     ]
-    with pytest.raises(SnapshotError, match=r"14 tensors(.*\n){11}.*\n  and 4 more$"):
+    with pytest.raises(SnapshotError) as caught:
         checkpoint.load_weights(model, {}, Path("a.pt"))
+    head, _, *rows, rest = str(caught.value).splitlines()
+    assert head.startswith("a.pt: 14 ") and len(rows) == 10 and " 4 " in rest

@@ -9,13 +9,15 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
+from guards import Guard, are_out, no, nothing, without
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from training import SERVER, TINY, fill, records, same, status, train
 
@@ -49,7 +51,7 @@ def check_whole(folder: Path, least: int) -> None:
     assert found["step"] >= least and (found["w"] == found["step"]).all()
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_kill_at_any_moment_leaves_a_whole_snapshot(seed: int, tmp_path: Path) -> None:
     here, there = SERVER.Pipe(duplex=False)
     child = SERVER.Process(target=save_on_and_on, args=(tmp_path, seed, there))
@@ -67,8 +69,17 @@ def test_a_kill_at_any_moment_leaves_a_whole_snapshot(seed: int, tmp_path: Path)
 STATIONS = ["write", "fsync", "replace", "second replace", "fsync of the folder"]
 
 
-def save_and_die(folder: Path, station: str) -> None:
+@contextmanager
+def in_place(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
+    """A file that is written where it is."""
+    with path.open("w+b") as file:
+        yield file
+
+
+def save_and_die(folder: Path, station: str, guards_out: Sequence[Guard]) -> None:
     """Within the second save, before what `station` names."""
+    for guard in guards_out:
+        guard.take_out(pytest.MonkeyPatch())
     save(folder, 1)
 
     def dying(call: object, at: int) -> object:
@@ -82,19 +93,21 @@ def save_and_die(folder: Path, station: str) -> None:
     save(folder, 2)
 
 
+@without("unet3d.training.checkpoint.replacing", in_place, only="write")
 @pytest.mark.parametrize("station", STATIONS)
 def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_snapshot(station: str, tmp_path: Path) -> None:
-    child = SERVER.Process(target=save_and_die, args=(tmp_path, station))
+    child = SERVER.Process(target=save_and_die, args=(tmp_path, station, are_out()))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
     check_whole(tmp_path, 1)
 
 
+@without("unet3d.training.checkpoint.is_disk_full", no)
 def test_a_full_disk_keeps_the_snapshot_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(NotSaved, match=r"No space left on device\); it needs 400,000 bytes, [\d,]+ bytes are free"):
+    with pytest.raises(NotSaved, match=r"No space left on device.* 400,000 .* [\d,]+ "):
         save(tmp_path, 2)
     assert {path.name for path in tmp_path.iterdir()} == {LAST}
     check_whole(tmp_path, 1)
@@ -113,7 +126,7 @@ def saved_on_a_full_disk(folder: Path) -> None:
     try:
         save(folder, 2)
     except NotSaved as error:
-        assert re.search(r"not saved \((No space left on device|File too large)\); it needs 400,000 bytes", str(error))
+        assert re.search(r"(No space left on device|File too large).* 400,000 ", str(error))
         check_whole(folder, 1)
         assert {path.name for path in folder.iterdir()} <= {LAST, "filler"}
     else:
@@ -159,8 +172,8 @@ def test_training_goes_on_while_the_disk_is_full(place: Path) -> None:
     warnings = done.err.splitlines()
     assert len(warnings) == 2
     for line in warnings:
-        assert "not saved (File too large); it needs " in line and "ulimit -f allows no larger file: raise it" in line
-        assert line.endswith("training goes on, the last snapshot is of step 2")
+        assert "File too large" in line and "ulimit -f" in line and "/checkpoints/" in line
+        assert re.findall(r" (\d+)", line)[-1] == "2", "the step of the last snapshot"
     folder = place / "a" / "run"
     assert checkpoint.load_snapshot(folder / "checkpoints" / LAST)["step"] == 8
     assert checkpoint.load_snapshot(folder / "checkpoints" / PREVIOUS)["step"] == 2
@@ -170,7 +183,7 @@ def test_training_goes_on_while_the_disk_is_full(place: Path) -> None:
 def test_a_disk_that_is_full_at_the_end_is_an_error(place: Path) -> None:
     done = train(place / "b", *TINY, "hydra.run.dir=run", hook=functools.partial(small_files, 4, 9))
     assert done.code == 2 and "Traceback" not in done.err
-    assert "not saved (File too large)" in status(place / "b" / "run")
+    assert "File too large" in status(place / "b" / "run")
     assert checkpoint.load_snapshot(place / "b" / "run" / "checkpoints" / LAST)["step"] == 2
     resumed = train(place / "b", "resume=run")
     assert resumed.code == 0 and status(place / "b" / "run").startswith("done")
@@ -183,7 +196,8 @@ def test_a_disk_with_little_room_costs_no_snapshot(sixteenths: int, small_disk: 
     saved_on_a_full_disk(small_disk)
 
 
-@pytest.mark.parametrize("sixteenths", [3, 11, 19, 27, 35, 43])
+@pytest.mark.slow
+@pytest.mark.parametrize("sixteenths", [3, 27, 43])
 def test_a_run_on_a_small_disk_finishes_or_goes_on_once_there_is_room(
     sixteenths: int, small_disk: Path, place: Path
 ) -> None:
@@ -194,7 +208,7 @@ def test_a_run_on_a_small_disk_finishes_or_goes_on_once_there_is_room(
     run = small_disk / "run"
     words += [f"hydra.run.dir={run}", "resume=auto"]
     fill(small_disk, 2**17 + sixteenths * (place / "whole" / "run" / "checkpoints" / LAST).stat().st_size // 16)
-    done = train(place / "small", *words, wandb="offline" if sixteenths in (11, 43) else "disabled")
+    done = train(place / "small", *words, wandb="offline" if sixteenths == 43 else "disabled")
     assert done.code in (0, 2) and "Traceback" not in done.err, done.err
     assert not [*small_disk.rglob("*.tmp")]
     assert status(run).startswith("done" if done.code == 0 else "error: ")
@@ -208,15 +222,15 @@ def full_between(folder: Path, after: int, until: int) -> None:
     at_updates({after + 1: lambda: fill(folder), until: (folder / "filler").unlink})
 
 
+@pytest.mark.slow
 def test_a_disk_full_to_the_last_byte_costs_no_record(small_disk: Path, place: Path) -> None:
     run = f"hydra.run.dir={small_disk / 'run'}"
     steps = ["steps=40", "eval_every=20"]
     done = train(place / "c", *TINY, *steps, run, hook=functools.partial(full_between, small_disk, 3, 39))
     assert done.code == 0, done.err
     warnings = done.err.splitlines()
-    assert sum("metrics.jsonl" in line for line in warnings) == 1
-    unsaved = sum("training goes on, there is no snapshot yet" in line for line in warnings)
-    assert unsaved == 2, "before the first validation, and after it"
+    for name in ("metrics.jsonl", LAST, "scores.csv"):  # the last two before the first validation, and after it
+        assert sum(f"/{name}: " in line for line in warnings) == 1, name
     steps_found = [record["step"] for record in records(small_disk / "run") if "train/loss" in record]
     assert steps_found == [*range(1, 41)]
     assert checkpoint.load_snapshot(small_disk / "run" / "checkpoints" / LAST)["step"] == 40
@@ -229,9 +243,9 @@ def full_drawing() -> None:
 def test_a_disk_that_is_full_as_pictures_are_drawn_is_one_line(place: Path) -> None:
     """What is missing then is made when the run is resumed."""
     done = train(place / "d", *TINY, "steps=2", "eval_every=0", "hydra.run.dir=run", hook=full_drawing)
-    assert done.code == 2 and done.err.count("\n") == 1
-    assert "No space left on device; make room; to go on: python train.py resume=" in done.err
     folder = place / "d" / "run"
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert "No space left on device" in done.err and done.err.endswith(f"python train.py resume={folder}\n")
     assert train(place / "d", "resume=run").code == 0
     assert status(folder).startswith("done") and len(list((folder / "predictions").iterdir())) == 1
 
@@ -241,19 +255,19 @@ def full_beginning() -> None:
     os.fsync = no_space
 
 
+@without("unet3d.errors.is_disk_full", no)
 def test_a_disk_that_is_full_as_a_run_begins_is_one_line(place: Path) -> None:
     done = train(place / "e", *TINY, "hydra.run.dir=run", hook=full_beginning)
     assert done.code == 2 and done.err.count("\n") == 1
-    assert re.match(
-        r"error: .*/run/overrides.yaml: No space left on device; make room; there is no snapshot yet", done.err
-    )
+    assert f"{place / 'e' / 'run' / 'overrides.yaml'}: No space left on device" in done.err
+    assert "resume=" not in done.err
 
 
 def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(NotSaved, match=r"last\.pt: not saved \(No such file or directory\)$"):
+    with pytest.raises(NotSaved, match=r"last\.pt: .*\(No such file or directory\)$"):
         save(tmp_path / "missing", 1)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written to"), hold_folder(tmp_path / "file"):
+    with pytest.raises(UserError, match=r"file: .*Not a directory"), hold_folder(tmp_path / "file"):
         pass
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -261,12 +275,14 @@ def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     check_whole(tmp_path / "real", 2)
 
 
+@without("unet3d.cli.train.refuse_unwritable", nothing)
 def test_a_run_folder_that_cannot_be_made_is_one_line(place: Path) -> None:
     (place / "f").mkdir()
     (place / "f" / "file").touch()
     for where in ("file/run", "file"):
         done = train(place / "f", *TINY, f"hydra.run.dir={where}")
-        assert done.code == 2 and done.err.startswith(f"error: {where}: ") and done.err.count("\n") == 1
+        assert done.code == 2 and f" {where}: " in done.err and done.err.count("\n") == 1
+        assert "hydra.run.dir=" in done.err
     (place / "f" / "real").mkdir()
     (place / "f" / "link").symlink_to("real")
     assert train(place / "f", *TINY, "steps=1", "hydra.run.dir=link/../link/run").code == 0

@@ -68,10 +68,13 @@ def error(dtype: torch.dtype, case: Case, slab_bytes: Sequence[int] = (half_prec
 
 def cases() -> Iterator[Case]:
     """Shape, outputs, kernel, options: those of networks, and odd sizes."""
-    kernels, strides = ((3, 3, 3), (1, 3, 3), (2, 2, 2)), (ONES, (2, 2, 2), (2, 1, 1), (3, 3, 3))
-    for (inner, out, groups), kernel, stride, padded, is_transposed, size in product(
-        ((4, 6, 1), (4, 8, 2)), kernels, strides, (False, True), (False, True), ((9, 6, 5), (4, 5, 6))
-    ):
+    kernels = ((3, 3, 3), (1, 3, 3), (2, 2, 2))
+    strides = (ONES, (2, 2, 2), (2, 1, 1), (3, 3, 3))
+    channels = ((4, 6, 1), (4, 8, 2))
+    sizes = ((9, 6, 5), (4, 5, 6))
+    every = product(kernels, strides, (False, True), (False, True), sizes)
+    for index, (kernel, stride, padded, is_transposed, size) in enumerate(every):
+        inner, out, groups = channels[(index + index // 2) % 2]  # with each size and each kind in turn
         padding = tuple(k // 2 if padded else 0 for k in kernel)
         yield (2, inner, *size), out, kernel, Options(stride, padding, ONES, is_transposed, ZEROS, groups)
     yield (1, 4, 9, 6, 5), 6, (3, 3, 3), Options(ONES, (2, 2, 2), (2, 2, 2), False, ZEROS, 1)
@@ -166,8 +169,10 @@ def test_slabs_cover_the_depth_in_pieces_of_their_size_that_onednn_takes(batch: 
 
 def network(*overrides: str) -> tuple[Any, UNet3D, Batch]:
     torch.manual_seed(0)
-    config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", "batch=2", *overrides])
-    config.model.in_channels, config.model.classes = 1, 3
+    small = ["model=unet_tiny", "model.features=[8,16]", "data.patch=[16,16,16]", "batch=2"]
+    config = compose.compose([*small, *overrides])
+    config.model.in_channels = 1
+    config.model.classes = 3
     batch = Batch(torch.randn(2, 1, 16, 16, 16), torch.randint(0, 3, (2, 16, 16, 16), dtype=torch.int16))
     return config, build.model(config.model, seed=0), batch
 
@@ -176,7 +181,7 @@ def network(*overrides: str) -> tuple[Any, UNet3D, Batch]:
 def test_checkpointing_changes_no_bit_in_half_precision(force: Callable, dtype: str) -> None:
     force(has_kernels=False, slab_bytes=2**16)
     found = []
-    for segment_starts in ((), (0, 2, 4)):
+    for segment_starts in ((), (0, 1, 2)):
         config, model, batch = network("amp=true", f"amp_dtype={dtype}", "optim=sgd")
         policy = build.policy(config, "cpu", segment_starts)
         result = train_step(
@@ -187,6 +192,7 @@ def test_checkpointing_changes_no_bit_in_half_precision(force: Callable, dtype: 
     assert first == second and all(map(torch.equal, weights, others))
 
 
+@pytest.mark.slow
 def test_the_prediction_has_every_byte_of_the_measured_ledger(force: Callable) -> None:
     force(has_kernels=False, slab_bytes=2**16)
     config, model, batch = network("amp=true", "ckpt=2")

@@ -1,11 +1,12 @@
 """The sliding window: complete, seamless where it must be, independent of sizes."""
 
-from collections.abc import Callable
-from itertools import pairwise, product
+from collections.abc import Callable, Sequence
+from itertools import count, pairwise, product
 
 import numpy as np
 import pytest
 import torch
+from guards import without
 from torch import Tensor, nn
 
 from unet3d.config import Model
@@ -14,7 +15,7 @@ from unet3d.data.volume import LabelMap
 from unet3d.memory.ledger import Ledger
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
-from unet3d.training.inference import Predictor, aligned_corners, even_corners, gaussian
+from unet3d.training.inference import Predictor, aligned_corners, even_corners, gaussian, scan_order
 from unet3d.training.policy import MemoryPolicy
 from unet3d.types import IGNORE, Strip
 
@@ -50,8 +51,16 @@ def test_gaussian_is_centred_symmetric_and_positive() -> None:
 
 
 VALID = ("model=unet_tiny", "model.padding=valid", "model.norm=none", "data.patch=[52,52,52]")
+TWO_LEVELS = ("model=unet_tiny", "model.features=[4,8]")
+VALID_TWO_LEVELS = (*TWO_LEVELS, "model.padding=valid", "model.norm=none", "data.patch=[28,28,28]")  # 28 -> 12 voxels
 
 
+def corners_anywhere(sizes: Sequence[int], window: Sequence[int], strides: Sequence[int]) -> list[list[int]]:
+    """Return corners of tiles that need not be on multiples of the stride."""
+    return aligned_corners(sizes, window, [1] * len(strides))
+
+
+@without("unet3d.training.inference.aligned_corners", corners_anywhere)
 def test_valid_tiles_have_no_seams(network: Network) -> None:
     """Tiled and whole output are equal, and the volume needs no fitting size."""
     model = network(*VALID)
@@ -71,11 +80,11 @@ def test_valid_tiles_of_strided_convolutions_fit_though_they_lose_an_odd_number_
 
 
 def test_valid_tiles_see_mirrored_context(network: Network) -> None:
-    model = network(*VALID)
+    model = network(*VALID_TWO_LEVELS)
     image = torch.randn(1, 24, 24, 24)
     with torch.no_grad():
-        expected = model(torch.nn.functional.pad(image[None], (20,) * 6, mode="reflect"))[0].softmax(0)
-    found = predictor(model, (52, 52, 52), model.options).probabilities(image)
+        expected = model(torch.nn.functional.pad(image[None], (8,) * 6, mode="reflect"))[0].softmax(0)
+    found = predictor(model, (28, 28, 28), model.options).probabilities(image)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
@@ -90,38 +99,42 @@ def test_valid_tiles_begin_on_multiples_of_the_total_stride() -> None:
 
 
 FULL = ("data.patch=[132,132,116]", "model.features=[4,4,4,4]")
+THREE_LEVELS = ("data.patch=[132,132,116]", "model.features=[4,4,4]")
 
 
-def at_once(model: UNet3D, image: Tensor) -> Tensor:
+def at_once(model: UNet3D, window: tuple[int, ...], image: Tensor) -> Tensor:
     """Probabilities of the network run once over the mirrored volume, which is enlarged to a length that fits."""
-    lengths = []
+    context = [(0, 0)]
+    output = geometry.output_size(window, model.options)
     for axis, n in enumerate(image.shape[1:]):
-        border = 44 if geometry.kernels(model.options)[0][axis] == 3 else 0
-        lengths.append((border, border + (4 - n) % 8 if border else 0))
-    context = np.pad(image.numpy(), [(0, 0), *lengths], mode="reflect")
+        border = (window[axis] - output[axis]) // 2
+        length = next(m for m in count(n + 2 * border) if geometry.valid_length(m, model.options, axis) is not None)
+        context.append((border, length - n - border))
+    padded = np.pad(image.numpy(), context, mode="reflect")
     with torch.no_grad():
-        whole = model(torch.from_numpy(context)[None])[0].softmax(0)
+        whole = model(torch.from_numpy(padded)[None])[0].softmax(0)
     return whole[:, : image.shape[1], : image.shape[2], : image.shape[3]]
 
 
 @pytest.mark.parametrize(
     ("overrides", "window", "sizes"),
     [
-        (["model=cicek2016_no_bn"], (100, 100, 100), [(12, 4, 4), (21, 9, 5), (1, 14, 12)]),
-        (["model=cicek2016_no_bn"], (108, 100, 92), [(45, 13, 4)]),
-        (["model=cicek2016_2d", "model.norm=none"], (100, 108, 3), [(12, 20, 3), (47, 21, 7), (61, 100, 1)]),
+        pytest.param(["model=cicek2016_no_bn", *FULL], (100, 92, 92), [(13, 4, 4)], marks=pytest.mark.slow),
+        (["model=cicek2016_no_bn", *THREE_LEVELS], (52, 52, 52), [(12, 4, 4), (21, 9, 5), (1, 14, 12)]),
+        (["model=cicek2016_no_bn", *THREE_LEVELS], (60, 52, 44), [(45, 13, 4)]),
+        (["model=cicek2016_2d", "model.norm=none", *FULL], (100, 108, 3), [(12, 20, 3), (47, 21, 7), (61, 100, 1)]),
     ],
-    ids=["cubes", "other windows", "2D"],
+    ids=["the paper's", "cubes", "other windows", "2D"],
 )
 def test_the_papers_tiles_are_the_network_run_once(
     network: Network, overrides: list, window: tuple, sizes: list
 ) -> None:
     """Up to the border, where the context is mirrored, and for volumes smaller than their context."""
-    model = network(*overrides, *FULL)
+    model = network(*overrides)
     for size in sizes:
         image = torch.randn(3, *size)
         found = predictor(model, window, model.options).probabilities(image)
-        torch.testing.assert_close(found, at_once(model, image), atol=1e-6, rtol=0)
+        torch.testing.assert_close(found, at_once(model, window, image), atol=1e-6, rtol=0)
 
 
 def test_the_2d_network_sees_each_slice_by_itself(network: Network) -> None:
@@ -135,12 +148,12 @@ def test_the_2d_network_sees_each_slice_by_itself(network: Network) -> None:
 
 def test_statistics_of_a_window_are_its_own(network: Network) -> None:
     """With the paper's batch norm a tile is the network on that window, and where tiles meet, their logits' mean."""
-    model = network("model=cicek2016", *FULL)
+    model = network("model=cicek2016", *THREE_LEVELS)
     image = torch.randn(3, 20, 12, 12) * torch.linspace(1, 3, 20)[:, None, None]
-    found = predictor(model, (100, 100, 100), model.options).probabilities(image)
-    context = torch.from_numpy(np.pad(image.numpy(), [(0, 0), *[(44, 44)] * 3], mode="reflect"))
+    found = predictor(model, (52, 52, 52), model.options).probabilities(image)
+    context = torch.from_numpy(np.pad(image.numpy(), [(0, 0), *[(20, 20)] * 3], mode="reflect"))
     with torch.no_grad():
-        first, second = (model(context[None, :, start : start + 100])[0] for start in (0, 8))
+        first, second = (model(context[None, :, start : start + 52])[0] for start in (0, 8))
         whole = model(context[None])[0].softmax(0)
     expected = torch.cat((first[:, :8], (first[:, 8:] + second[:, :4]) / 2, second[:, 4:]), dim=1).softmax(0)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
@@ -174,9 +187,10 @@ def test_odd_sizes(network: Network, size: tuple) -> None:
 def test_a_volume_thinner_than_a_tile_lies_where_training_puts_it(network: Network) -> None:
     """Else statistics of the window would be of slices that are repeated more or less often."""
     model = network("model=cicek2016_2d", "model.features=[4,8]", "model.in_channels=1", "model.classes=3")
-    window, tile = (60, 60, 20), [44, 44, 20]
-    image = np.random.default_rng(0).normal(size=(1, 44, 44, 7)).astype(np.float32)
-    case = prepare("a", image, np.zeros((44, 44, 7), np.uint8), (1.0, 1.0, 1.0), None)
+    window = (28, 28, 20)
+    tile = [12, 12, 20]
+    image = np.random.default_rng(0).normal(size=(1, 12, 12, 7)).astype(np.float32)
+    case = prepare("a", image, np.zeros((12, 12, 7), np.uint8), (1.0, 1.0, 1.0), None)
     centre = choose_centre(case, tile, 0, np.random.default_rng(0))
     patch, label = crop(case.image, case.label, centre, window, mirror=True)
     with torch.no_grad():
@@ -222,20 +236,31 @@ def assert_dense(found: Predictor, size: tuple[int, ...]) -> tuple[int, ...]:
     return strip.axes
 
 
-@pytest.mark.parametrize("window", [(16, 16, 16), (8, 16, 24)])
-@pytest.mark.parametrize("size", [(37, 18, 23), (18, 41, 17), (17, 25, 51), (5, 30, 3), (16, 16, 16), (3, 2, 1)])
-@pytest.mark.parametrize("overlap", [0.0, 0.5, 0.7])
-def test_labels_by_strips_are_the_dense_ones(network: Network, window: tuple, size: tuple, overlap: float) -> None:
-    assert_dense(predictor(network("model=unet_tiny", "model.features=[4,8]"), window, overlap=overlap), size)
+@pytest.mark.parametrize(
+    ("size", "window", "overlap"),
+    [
+        ((19, 9, 12), (8, 8, 8), 0.0),
+        ((19, 9, 12), (4, 8, 12), 0.7),
+        ((9, 21, 9), (8, 8, 8), 0.5),
+        ((9, 21, 9), (4, 8, 12), 0.0),
+        ((9, 13, 26), (8, 8, 8), 0.7),
+        ((9, 13, 26), (4, 8, 12), 0.5),
+        ((3, 15, 2), (8, 8, 8), 0.7),
+        ((8, 8, 8), (8, 8, 8), 0.5),
+        ((3, 2, 1), (4, 8, 12), 0.5),
+    ],
+)
+def test_labels_by_strips_are_the_dense_ones(network: Network, size: tuple, window: tuple, overlap: float) -> None:
+    assert_dense(predictor(network(*TWO_LEVELS), window, overlap=overlap), size)
 
 
 def test_labels_by_strips_are_the_dense_ones_mirrored_and_of_two_networks(network: Network) -> None:
-    first, second = network("model=unet_tiny"), network("model=unet_tiny")
+    first, second = network(*TWO_LEVELS), network(*TWO_LEVELS)
     for parameter in second.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    both = Predictor((first, second), first.options, MemoryPolicy(), (16, 16, 16), mirror=(0, 2))
-    assert_dense(both, (19, 16, 33))
-    image = torch.randn(1, 1, 16, 16, 16)
+    both = Predictor((first, second), first.options, MemoryPolicy(), (8, 8, 8), mirror=(0, 2))
+    assert_dense(both, (10, 8, 17))
+    image = torch.randn(1, 1, 8, 8, 8)
     views = [((), first), ((2,), first), ((4,), first), ((2, 4), first), ((), second), ((2,), second)]
     views += [((4,), second), ((2, 4), second)]
     with torch.no_grad():
@@ -245,17 +270,17 @@ def test_labels_by_strips_are_the_dense_ones_mirrored_and_of_two_networks(networ
 
 @pytest.mark.parametrize("size", [(23, 9, 14), (9, 29, 11), (11, 12, 37), (4, 4, 4)])
 def test_labels_by_strips_are_the_dense_ones_of_valid_networks(network: Network, size: tuple) -> None:
-    model = network(*VALID)
-    assert_dense(predictor(model, (52, 52, 52), model.options), size)
+    model = network(*VALID_TWO_LEVELS)
+    assert_dense(predictor(model, (28, 28, 28), model.options), size)
 
 
 @pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (1, 2, 0), (0, 2, 1), (2, 1, 0)])
 def test_strips_follow_the_axes_that_need_least_memory(network: Network, axes: tuple) -> None:
     """Slabs along the longest axis, so that what they share is smallest; strips along the shortest."""
     size = [0, 0, 0]
-    for axis, length in zip(axes, (40, 25, 18), strict=True):
+    for axis, length in zip(axes, (20, 14, 10), strict=True):
         size[axis] = length
-    assert assert_dense(predictor(network("model=unet_tiny", "model.features=[4,8]"), (8, 8, 8)), tuple(size)) == axes
+    assert assert_dense(predictor(network(*TWO_LEVELS), (8, 8, 8)), tuple(size)) == axes
 
 
 def most_bytes(size: tuple[int, ...], window: int, classes: int) -> int:
@@ -268,6 +293,12 @@ def most_bytes(size: tuple[int, ...], window: int, classes: int) -> int:
     return ledger.peak_bytes() - image.nbytes
 
 
+def worst_order(corners: Sequence[Sequence[int]], window: Sequence[int]) -> tuple[int, ...]:
+    """Return the axes in the order that needs most memory."""
+    return scan_order(corners, window)[::-1]
+
+
+@without("unet3d.training.inference.scan_order", worst_order)
 def test_memory_is_that_of_a_strip_and_of_what_slabs_share_whatever_the_length() -> None:
     """Beside the window's own logits: K maps of 4 bytes, half a window deep across the volume, and one strip."""
     classes, w = 20, 16

@@ -74,14 +74,14 @@ def test_a_case_that_is_ignored_throughout_has_no_score() -> None:
 
 
 def test_shapes_and_labels_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="case a: prediction is"):
-        score_case("a", volume(1, 1), volume(1), 2, MM)
-    with pytest.raises(ValueError, match="case a: truth has labels outside 0 to 1"):
-        score_case("a", volume(0, 1), volume(2, 0), 2, MM)
-    with pytest.raises(ValueError, match="case a: prediction has labels outside 0 to 1"):
-        score_case("a", volume(0, 2), volume(0, 1), 2, MM)
-    with pytest.raises(ValueError, match="prediction has labels"):
-        score_case("a", np.array([[[-1]]]), volume(0), 2, MM)
+    with pytest.raises(ValueError, match=r"\bcase-7\b.*\(2, 1, 1\).*\(1, 1, 1\)"):
+        score_case("case-7", volume(1, 1), volume(1), 2, MM)
+    with pytest.raises(ValueError, match=r"\bcase-7\b.*\btruth\b.*\b1\b"):
+        score_case("case-7", volume(0, 1), volume(2, 0), 2, MM)
+    with pytest.raises(ValueError, match=r"\bcase-7\b.*\bprediction\b.*\b1\b"):
+        score_case("case-7", volume(0, 2), volume(0, 1), 2, MM)
+    with pytest.raises(ValueError, match=r"\bprediction\b"):
+        score_case("case-7", np.array([[[-1]]]), volume(0), 2, MM)
 
 
 def test_hd95_is_a_distance_in_mm_along_the_axis_it_lies_on() -> None:

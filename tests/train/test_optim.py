@@ -98,8 +98,10 @@ def test_an_average_goes_on_from_the_optimizers_state_to_the_bit() -> None:
     assert all("average" in found for found in state["state"].values())
     assert [group["averaged"] for group in state["param_groups"]] == [3]
     resumed, other, _ = trained(0, "optim.average=0.9")
-    resumed.load_state_dict(model.state_dict()), other.load_state_dict(state)
-    update(model, optimizer), update(resumed, other)
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(state)
+    update(model, optimizer)
+    update(resumed, other)
     pairs = zip(optim.averages(model, optimizer).values(), optim.averages(resumed, other).values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 

@@ -19,49 +19,35 @@ from unet3d.training.policy import MemoryPolicy
 from unet3d.training.slab_run import SlabOptions
 
 EXACT = 1e-12  # relative, in float64
+FEATURES = [4, 8, 8]
 SIZES = (((12, 8, 8), 2), ((11, 9, 13), 4))  # D H W, and along which axis the rows are
-OPTIONS: tuple[dict[str, Any], ...] = (
+MIXTURES: tuple[dict[str, Any], ...] = (  # of all values of all options, with those that they share code with
     {},
-    {"features": [4]},
-    {"features": [4, 6]},
-    {"decoder": [5, 7]},
-    {"kernels": [[1, 3, 3], 3, 3], "strides": [[1, 2, 2], 2]},
-    {"kernels": 5},
-    {"strides": [2, 3]},
-    {"conv_bias": False},
-    {"widen": "second"},
-    {"norm": "batch"},
-    {"norm": "batch_current"},
-    {"norm": "group", "groups": 2},
-    {"norm": "none"},
-    {"norm": "none", "activation": "leaky_relu", "inplace": True},
-    {"norm": "none", "inplace": True},
-    {"norm": "none", "activation": "silu", "inplace": True},
-    {"norm_affine": False},
-    {"activation": "leaky_relu", "inplace": True},
-    {"activation": "leaky_relu", "negative_slope": 0.0},
-    {"activation": "relu", "inplace": True},
-    {"activation": "prelu"},
-    {"activation": "silu"},
-    {"activation": "swish"},
-    {"activation": "swish_lean"},
-    {"downsampling": "strided_conv"},
-    {"upsampling": "trilinear"},
-    {"upsampling": "nearest"},
-    {"up_reduce": False},
-    {"upsampling": "trilinear", "up_reduce": False},
-    {"up_bias": False},
-    {"residual": True},
-    {"residual": True, "downsampling": "strided_conv"},
-    {"dropout": 0.3},
-    {"deep_supervision": True},
+    {"features": [4], "norm": "batch", "activation": "leaky_relu", "inplace": True},
+    {"features": [4, 6], "norm": "none", "inplace": True, "upsampling": "nearest", "up_bias": False},
+    {"decoder": [6, 10], "kernels": [[1, 3, 3], 3, 3], "strides": [[1, 2, 2], 2], "norm": "batch_current"},
+    {"kernels": 5, "conv_bias": False, "activation": "silu"},
+    {"strides": [2, 3], "norm_affine": False, "activation": "prelu"},
+    {"widen": "second", "norm": "group", "groups": 2, "activation": "swish"},
+    {"norm": "none", "activation": "silu", "inplace": True, "downsampling": "strided_conv"},
+    {"norm": "none", "activation": "leaky_relu", "inplace": True, "dropout": 0.3},
+    {"norm": "batch", "upsampling": "trilinear", "up_reduce": False, "norm_affine": False},
+    {"norm": "none", "upsampling": "trilinear", "activation": "swish_lean", "residual": True},
+    {"norm": "batch", "up_reduce": False, "deep_supervision": True, "inplace": True},
+    {
+        **{"norm": "group", "groups": 2, "downsampling": "strided_conv", "residual": True},
+        **{"activation": "leaky_relu", "negative_slope": 0.0},
+    },
+    {"upsampling": "nearest", "inplace": True, "residual": True, "deep_supervision": True, "dropout": 0.3},
 )
 VALID = {"padding": "valid", "features": [4, 6], "residual": True}
+VALID_SIZES = (((20, 18, 22), 4), ((22, 20, 18), 2))
+both_ways = pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "slab"])
 
 
 def network(dtype: torch.dtype, **options: Any) -> UNet3D:
     """With weights and biases that no initial value makes 0 or 1."""
-    found = build.model(Model(**{"in_channels": 2, "classes": 3, "features": [4, 6, 8], **options}), 0)
+    found = build.model(Model(**{"in_channels": 2, "classes": 3, "features": FEATURES, **options}), 0)
     assert isinstance(found, UNet3D)
     torch.manual_seed(1)
     for parameter in found.parameters():
@@ -109,35 +95,44 @@ def errors(
     return of_outputs, error(every, total) if is_half else max([error(every, total), *(error(*pair) for pair in pairs)])
 
 
-@pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "slab"])
-@pytest.mark.parametrize("options", [*OPTIONS, VALID], ids=str)
-def test_every_option_alone_has_the_gradients_of_autograd(options: dict[str, Any], is_lean: bool) -> None:
-    for size, axis in SIZES if options is not VALID else (((40, 40, 42), 2), ((40, 42, 40), 3)):
-        policy = MemoryPolicy(slabs=SlabOptions(3, is_lean, axis, True))
-        assert max(errors(MemoryPolicy(), policy, torch.float64, size, 2, **options)) < EXACT
+@both_ways
+@pytest.mark.parametrize("options", [*MIXTURES, VALID], ids=str)
+def test_every_option_has_the_gradients_of_autograd(options: dict[str, Any], is_lean: bool) -> None:
+    sizes = VALID_SIZES if options is VALID else SIZES
+    size, axis = sizes[([*MIXTURES, VALID].index(options) + is_lean) % 2]
+    policy = MemoryPolicy(slabs=SlabOptions(3, is_lean, axis, True))
+    assert max(errors(MemoryPolicy(), policy, torch.float64, size, 2, **options)) < EXACT
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
 def test_random_mixtures_have_the_gradients_of_autograd(seed: int) -> None:
     """Of all options at once, on odd sizes, along any axis, with slabs of any height."""
     choose = random.Random(seed)
-    mixture: dict[str, Any] = {}
-    for option in choose.sample(OPTIONS[3:], len(OPTIONS[3:])):
-        if choose.random() < 0.4:
-            mixture |= option
-    mixture = {"groups": 2} | mixture
-    if mixture.get("activation") not in ("relu", "leaky_relu"):
+    values = [(name, value) for mixture in MIXTURES[3:] for name, value in mixture.items()]
+    mixture = {"groups": 2, **dict(value for value in choose.sample(values, len(values)) if choose.random() < 0.3)}
+    if mixture.get("activation", "relu") not in ("relu", "leaky_relu"):
         mixture.pop("inplace", None)
-    size, batch = [choose.randint(12, 19) for _ in range(3)], choose.randint(1, 2)
+    size = [choose.randint(10, 15) for _ in range(3)]
+    batch = choose.randint(1, 2)
     for is_lean in (True, False):
-        policy = MemoryPolicy(slabs=SlabOptions(choose.randint(1, 7), is_lean, choose.randint(2, 4), True))
-        found = errors(MemoryPolicy(), policy, torch.float64, size, batch, **mixture)
-        assert max(found) < EXACT, (mixture, size, policy)
+        slabs = SlabOptions(choose.randint(1, 7), is_lean, choose.randint(2, 4), True)
+        found = errors(MemoryPolicy(), MemoryPolicy(slabs=slabs), torch.float64, size, batch, **mixture)
+        assert max(found) < EXACT, (mixture, size, slabs)
 
 
-@pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "slab"])
-@pytest.mark.parametrize("norm", ["instance", "batch", "group"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "norm", "is_lean"),
+    [
+        (torch.bfloat16, "instance", True),
+        (torch.float16, "batch", False),
+        pytest.param(torch.float16, "instance", False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "batch", True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "group", False, marks=pytest.mark.slow),
+        pytest.param(torch.float16, "group", True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_half_precision_is_as_near_to_float32_as_plain_mixed_precision(
     dtype: torch.dtype, norm: str, is_lean: bool
 ) -> None:
@@ -149,17 +144,17 @@ def test_half_precision_is_as_near_to_float32_as_plain_mixed_precision(
     assert ours[0] < 1.1 * plain[0] and ours[1] < 1.1 * plain[1]
 
 
-@pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "slab"])
-@pytest.mark.parametrize("norm", ["instance", "batch", "group"])
+@pytest.mark.parametrize(("norm", "is_lean"), [("instance", True), ("batch", False), ("group", True)])
 def test_in_float32_they_differ_by_rounding(norm: str, is_lean: bool) -> None:
     policy = MemoryPolicy(slabs=SlabOptions(4, is_lean, 2, True))
     assert max(errors(MemoryPolicy(), policy, torch.float32, (16, 16, 16), 2, norm=norm, groups=2)) < 1e-4
 
 
-@pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "slab"])
+@both_ways
 def test_backward_is_of_the_mode_and_the_weights_of_its_forward_pass(is_lean: bool) -> None:
     policy = MemoryPolicy(slabs=SlabOptions(4, is_lean, 2, True))
-    image, gradients = torch.randn(1, 2, 12, 12, 12), []
+    image = torch.randn(1, 2, 12, 12, 12)
+    gradients = []
     for switches in (False, True):
         model = network(torch.float32, dropout=0.3, deep_supervision=True)
         torch.manual_seed(0)
@@ -168,20 +163,31 @@ def test_backward_is_of_the_mode_and_the_weights_of_its_forward_pass(is_lean: bo
         loss.backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@both_ways
+def test_a_second_backward_and_one_after_an_update_are_refused(is_lean: bool) -> None:
+    policy = MemoryPolicy(slabs=SlabOptions(4, is_lean, 2, True))
+    image = torch.randn(1, 2, 12, 12, 12)
+    model = network(torch.float32)
     loss = policy.forward(model, image).sum()
     with torch.no_grad():
         model.outc.conv.bias.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace"):
         loss.backward()
+    assert all(p.grad is None for p in model.parameters())
     loss = policy.forward(model, image).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="call forward again"):
+    gradients = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="forward"):
         loss.backward()
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), gradients, strict=True))
 
 
-@pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "slab"])
+@both_ways
 def test_frozen_weights_get_no_gradient_and_others_the_same(is_lean: bool) -> None:
-    policy, image = MemoryPolicy(slabs=SlabOptions(4, is_lean, 2, True)), torch.randn(1, 2, 12, 12, 12).double()
+    policy = MemoryPolicy(slabs=SlabOptions(4, is_lean, 2, True))
+    image = torch.randn(1, 2, 12, 12, 12).double()
     plain, other = network(torch.float64), network(torch.float64)
     for model in (plain, other):
         model.inc.requires_grad_(False)
@@ -194,9 +200,9 @@ def test_frozen_weights_get_no_gradient_and_others_the_same(is_lean: bool) -> No
 
 
 def test_every_layer_of_the_network_has_a_rule() -> None:
-    """A new layer needs one, in train/rows.py."""
+    """A new layer needs one, in training/rows.py."""
     missing = rows.node_of.dispatch(nn.Module)
-    networks = [network(torch.float32, **options) for options in (*OPTIONS, VALID)]
+    networks = [network(torch.float32, **options) for options in (*MIXTURES, VALID)]
     layers = {type(m) for model in networks for m in model.modules() if not [*m.children()]}
     assert len(layers) > 10
     assert not [layer.__name__ for layer in layers if rows.node_of.dispatch(layer) is missing]
@@ -207,17 +213,26 @@ def test_every_layer_of_the_network_has_a_rule() -> None:
 def test_a_layer_without_a_rule_is_named() -> None:
     model = network(torch.float32)
     model.inc.block.conv1.act = nn.GELU()
-    with pytest.raises(ValueError, match="no rule for the layer GELU"):
+    with pytest.raises(ValueError, match=r"\bGELU\b"):
         slab_run.forward(model, torch.zeros(1, 2, 8, 8, 8), SlabOptions(4, True, 2, True), None)
 
 
-@pytest.mark.parametrize("name", compose.choices("model"))
-def test_every_named_network_takes_them(name: str) -> None:
-    patch = "data.patch=[92,92,92]" if name.startswith("cicek2016") else "data.patch=[32,32,32]"
-    patch = "data.patch=[108,108,12]" if name == "cicek2016_2d" else patch
-    config = compose.compose([f"model={name}", patch, "batch=1"])
-    config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 3
-    ways = [config, *(dataclasses.replace(config, **way) for way in ({"lean": True}, {"slab": 16}))]
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=unet_tiny", "model.features=[8,16]", "data.patch=[24,16,16]"],
+        pytest.param(
+            ["model=nnunet_hippocampus", "model.features=[8,16,32]", "data.patch=[24,16,16]"], marks=pytest.mark.slow
+        ),
+        pytest.param(["model=cicek2016", "model.features=[8,16]", "data.patch=[28,28,28]"], marks=pytest.mark.slow),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_they_lower_the_peak_of_backward(overrides: list[str]) -> None:
+    config = compose.compose([*overrides, "batch=1"])
+    config.model.in_channels = config.model.in_channels or 1
+    config.model.classes = config.model.classes or 3
+    ways = [config, dataclasses.replace(config, lean=True), dataclasses.replace(config, slab=12)]
     plain, lean, slab = (dict(simulate(way, config.model, (), steps=1).ledger.phase_peaks()) for way in ways)
     assert slab["backward"] < lean["backward"] < plain["backward"]
 
@@ -225,14 +240,14 @@ def test_every_named_network_takes_them(name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["slab=-1"], "slab=-1: use 0"),
-        (["slab=true"], "slab=True: use 0"),
-        (["slab=often"], "slab=often: use 0"),
-        (["slab=65"], "64 rows; use fewer"),
-        (["lean=true", "slab=8"], "drop one"),
-        (["lean=true", "ckpt=2"], "lean=true and ckpt=2"),
-        (["slab=auto", "ckpt=auto"], "slab=auto and ckpt=auto"),
-        (["slab=4", "model.path=mypkg.parts:mine"], "not model.path=mypkg.parts:mine"),
+        (["slab=-1"], r"slab=-1\b.*\bauto\b"),
+        (["slab=true"], r"slab=True\b.*\bauto\b"),
+        (["slab=often"], r"slab=often\b.*\bauto\b"),
+        (["slab=65"], r"slab=65\b.*\b64\b"),
+        (["lean=true", "slab=8"], r"lean=true\b.*\bslab=8\b"),
+        (["lean=true", "ckpt=2"], r"lean=true\b.*\bckpt=2\b"),
+        (["slab=auto", "ckpt=auto"], r"slab=auto\b.*\bckpt=auto\b"),
+        (["slab=4", "model.path=mypkg.parts:mine"], r"slab=4\b.*\bmodel\.path=mypkg\.parts:mine"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(overrides: list[str], message: str) -> None:

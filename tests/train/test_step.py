@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from guards import no, without, yes
 from torch import nn
 
 from unet3d.errors import NonFiniteLoss
@@ -73,12 +74,13 @@ def test_any_module_is_a_network() -> None:
     assert losses[1] < losses[0]
 
 
+@without("unet3d.training.step.math.isfinite", yes, only="None")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_non_finite_loss_stops_before_the_update(network: Network, dtype: torch.dtype | None) -> None:
     model, before = network(), network()
-    poisoned = batch(1)
+    poisoned = batch(1)._replace(cases=("case-7",))
     poisoned.image[0, 0, 0, 0, 0] = float("nan")
-    with pytest.raises(NonFiniteLoss, match=r"nan.* on a; the weights are those before"):
+    with pytest.raises(NonFiniteLoss, match=r"\bnan\b.*\bcase-7\b"):
         step(model, [poisoned], memory=MemoryPolicy("cpu", dtype))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
@@ -99,15 +101,17 @@ def broken(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return SegmentationLoss(ce)(BrokenGradient.apply(logits), label)
 
 
+@without("unet3d.training.step.math.isfinite", yes, only="12.0")
 @pytest.mark.parametrize("clip", [None, 12.0])
 def test_a_non_finite_gradient_stops_before_the_update(network: Network, clip: float | None) -> None:
     model, before, memory = network(), network(), MemoryPolicy()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    with pytest.raises(NonFiniteLoss, match="gradient norm nan"):
+    with pytest.raises(NonFiniteLoss, match=r"\bnan\b"):
         train_step(model, broken, optimizer, memory.scaler(), memory, [batch(1)], clip=clip)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
+@without("unet3d.training.step.LOWEST_SCALE", 0.0)
 def test_fp16_that_overflows_at_any_scale_is_stopped(network: Network) -> None:
     model, memory = network(), MemoryPolicy("cpu", torch.float16)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 1.0), memory.scaler()
@@ -117,6 +121,12 @@ def test_fp16_that_overflows_at_any_scale_is_stopped(network: Network) -> None:
         train_step(model, broken, optimizer, scaler, memory, [batch(1)])
 
 
+def step_anyway(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Update whatever the gradients are."""
+    optimizer.step()
+
+
+@without("torch.amp.GradScaler.step", step_anyway)
 def test_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None:
     model, before = network(), network()
     memory = MemoryPolicy("cpu", torch.float16)
@@ -130,12 +140,14 @@ def test_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
+@without("unet3d.training.step.ranks.agreed", no)
 def test_fp16_that_overflows_into_running_statistics_is_stopped(network: Network) -> None:
     """A lower scale does not make them finite, and validation would use them to the end."""
     memory = MemoryPolicy("cpu", torch.float16)
     poisoned = batch(1)
     poisoned.image[:] = float("inf")
-    with pytest.raises(NonFiniteLoss, match=r"running statistics of batch norm .* amp_dtype=bf16"):
+    with pytest.raises(NonFiniteLoss, match=r"amp_dtype=bf16"):
         step(network("model=unet_tiny", "model.norm=batch"), [poisoned], memory=memory)
-    with pytest.raises(NonFiniteLoss, match=r"go on from a snapshot$"):  # bf16 would not help where float32 does not
+    with pytest.raises(NonFiniteLoss) as error:  # bf16 would not help where float32 does not
         step(network("model=unet_tiny", "model.norm=batch"), [poisoned])
+    assert "nan" in str(error.value) and "amp_dtype" not in str(error.value)

@@ -94,11 +94,17 @@ def _stop(number: int, launcher: str) -> None:
 
 
 def _children(process: int) -> list[int]:
-    """The processes that a process has started; none once it has ended."""
-    with suppress(OSError):
-        found = Path(f"/proc/{process}/task").glob("*/children")
-        return [int(word) for path in found for word in path.read_text().split()]
-    return []
+    """Return the processes that a process has started and that have not ended.
+
+    From each process's own entry in /proc: `children` there may leave some out while others end (proc(5)).
+    """
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == process and state != "Z":
+                found.append(int(entry.parent.name))
+    return found
 
 
 def _interrupted(jobs: Sequence[Job]) -> int:

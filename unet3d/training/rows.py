@@ -329,7 +329,7 @@ def added(x: Node, shortcut: Node) -> Node:
 @singledispatch
 def node_of(layer: nn.Module, source: Node, dtype: torch.dtype, known: Any) -> Node:
     """A layer's map. `known`: what it keeps from the pass that began: statistics, a mask. ValueError without a rule."""
-    raise ValueError(f"slab and lean have no rule for the layer {type(layer).__name__}; add one to train/rows.py")
+    raise ValueError(f"slab and lean have no rule for the layer {type(layer).__name__}; add one to training/rows.py")
 
 
 @node_of.register(nn.Conv3d)
