@@ -77,6 +77,7 @@ def test_a_value_of_an_option_cannot_command_a_terminal(
     refuse_codes(printed.out + printed.err)
 
 
+@pytest.mark.slow
 def test_a_sweep_over_values_with_control_codes_shows_none(tmp_path: Path) -> None:
     words = [f"wandb.project='a{CODES}','b{FOREIGN}'", "dry_run=true", "-m", f"hydra.sweep.dir='c{CODES}'"]
     done = fork(tmp_path, *TINY, *words)
@@ -149,6 +150,7 @@ def with_report() -> None:
     report.write_report = WRITE_REPORT
 
 
+@pytest.mark.slow
 def test_a_folder_holds_one_run(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)

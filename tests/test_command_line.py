@@ -172,6 +172,7 @@ def test_a_job_that_may_have_begun_goes_on_or_begins(killed: Path, tmp_path: Pat
             train.checked_arguments(words)
 
 
+@pytest.mark.slow
 def test_a_job_of_an_experiment_goes_on_with_the_words_that_began_it(killed: Path) -> None:
     """Its experiment and its network set the same options, in one order."""
     words = ["experiment=cicek2016_semi", "model=cicek2016_2d", "data.sparse_fold=1", "optim.lr=0.5"]

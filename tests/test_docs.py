@@ -54,6 +54,7 @@ def compose_jobs(words: list[str], folder: Path) -> None:
         compose.compose(job)
 
 
+@pytest.mark.slow
 @without("unet3d.checks.stages", no)
 def test_training_commands_compose(tmp_path: Path) -> None:
     found = [words for words in commands() if "train.py" in words[1] and "chkpt=2" not in words]
@@ -63,6 +64,7 @@ def test_training_commands_compose(tmp_path: Path) -> None:
             compose_jobs(words, tmp_path)
 
 
+@pytest.mark.slow
 def test_other_commands_parse(tmp_path: Path) -> None:
     found = [words for words in commands() if words[2:3] == ["unet3d"]]
     assert {words[3] for words in found} >= {"predict", "check-data", "memory", "compare"}

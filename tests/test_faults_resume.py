@@ -69,6 +69,7 @@ def trained(run: Path) -> list[dict]:
     return [record for record in records(run) if "train/loss" in record]
 
 
+@pytest.mark.slow
 def test_killed_twice_a_run_ends_as_if_it_were_not(copy: Path, killed: Path, whole: Path) -> None:
     """Mid-epoch, with other workers and threads; the lock of a killed run does not live on in its workers."""
     assert records(killed) == records(whole)[: len(records(killed))] and len(trained(killed)) == 5
@@ -98,6 +99,7 @@ def test_the_first_step_of_another_device_or_other_segments_is_not_kept(
         assert run_folder.read_memory(tmp_path)["measured"]["phases"]["forward"] == {"first": first, "steady": 7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["rng", "scaler", "optimizer"])
 def test_each_part_of_a_snapshot_matters(part: str, copy: Path, whole: Path) -> None:
     path = copy / "checkpoints" / "last.pt"
@@ -119,6 +121,7 @@ def contents(run: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if path.name not in (".lock", "train.log")}
 
 
+@pytest.mark.slow
 def test_a_refused_resume_leaves_no_trace(copy: Path) -> None:
     """Fewer steps than were taken, or a device that is not there."""
     before = contents(copy)
@@ -173,6 +176,7 @@ def test_labels_that_were_swapped_are_another_run(copy: Path, place: Path, whole
     assert (done.code, done.err) == (0, "") and same(copy, whole)
 
 
+@pytest.mark.slow
 def test_an_option_added_on_resuming_is_kept(copy: Path) -> None:
     """Here of a run cut to the steps it has taken, which is validated as at its end."""
     done = resume(copy, "steps=4")
@@ -181,6 +185,7 @@ def test_an_option_added_on_resuming_is_kept(copy: Path) -> None:
     assert resumed_config(copy, []).steps == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["workers=2", pytest.param("ckpt=0", marks=pytest.mark.slow)])
 def test_one_seed_is_one_run_whatever_the_workers_and_checkpointing(
     changed: str, whole: Path, place: Path, tmp_path: Path
@@ -206,6 +211,7 @@ def test_a_run_stopped_before_its_last_validation_still_reports_what_it_measured
     assert peaks[0] == peaks[1] and len(peaks[0]) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_is_left_as_it_is(whole: Path) -> None:
     before = contents(whole)
     done = resume(whole)
@@ -223,6 +229,7 @@ def die_saving(number: int) -> None:
     call(Checkpoints, "save_last", number, functools.partial(send, KILL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "number", "step"),
     [(RUN, 3, 2), (["resume=run"], 2, 6)],
@@ -264,6 +271,7 @@ def die_finishing() -> None:
     call(Predictions, "complete", 1, functools.partial(send, KILL))
 
 
+@pytest.mark.slow
 def test_a_damaged_snapshot_gives_way_to_the_one_before(copy: Path, whole: Path) -> None:
     """The records are cut to the snapshot that was used, and what killed saves left is removed."""
     cut(copy / "checkpoints" / "last.pt")

@@ -77,6 +77,7 @@ def whole(place: Path) -> Path:
     return place / "whole" / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "count", "number", "to_group", "step"),
     [
@@ -344,6 +345,7 @@ def held(other: Connection) -> None:
     call(trainer, "train_step", 3, wait)
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused_and_its_run_unharmed(place: Path, whole: Path) -> None:
     here, there = SERVER.Pipe()
     first = start(place / "shared", *RUN, hook=functools.partial(held, there))

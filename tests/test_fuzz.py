@@ -75,6 +75,7 @@ def run_trials(place: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, count: int)
     return [fuzz.trial(1000 * fuzz.DRAWN * n + 3, 0, place / "trial", watch, sound)[:2] for n in range(count)]
 
 
+@pytest.mark.slow
 def test_a_damaged_run_folder_is_refused_or_harmless(
     tmp_path: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def check_requeued(done: CompletedProcess[str], folder: Path, name: str) -> None
     assert name in said
 
 
+@pytest.mark.slow
 @installed("joblib")
 def test_joblib_runs_every_job_whatever_becomes_of_one(tmp_path: Path) -> None:
     """Of two processes each has a job that fails, and then one of them another."""
@@ -122,6 +123,7 @@ def test_a_job_script_that_slurm_signals_and_requeues_is_completed_in_its_folder
     assert [record["step"] for record in records(tmp_path / "run") if "train/loss" in record] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @installed("joblib")
 @pytest.mark.parametrize("jobs", ["seed=0", "seed=0,1,2"], ids=["an idle process", "more jobs than processes"])
 def test_a_sweep_that_is_stopped_ends_its_jobs_in_good_order_and_begins_no_other(jobs: str, tmp_path: Path) -> None:
@@ -151,6 +153,7 @@ def test_a_sweep_goes_on_only_when_asked(tmp_path: Path, monkeypatch: pytest.Mon
     assert sweep.arguments([*words, "resume=auto"], jobs) == [*words[:-1], f"hydra.sweep.dir={tmp_path}/sweep", "-m"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["-m"]], ids=["as it was begun", "-m"])
 def test_the_sweep_of_an_experiment_goes_on_with_all_its_jobs(flags: list[str], tmp_path: Path) -> None:
     words = cli_train.checked_arguments(
@@ -198,6 +201,7 @@ def without_plugins() -> None:
     sys.modules["hydra_plugins"] = None  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 def test_a_job_that_never_began_is_a_row_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_row_past_its_limit_failed(rehearse: Callable[..., Done]) -> None:
     assert [(row[1].partition(":")[0], " 0 s" in row[1]) for row in done.cells] == [("failed", True)] * ROWS
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so_in_a_line(tmp_path: Path) -> None:
     """As a program of its own."""
     environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent.parent.parent), "CUDA_VISIBLE_DEVICES": ""}

@@ -107,6 +107,7 @@ def test_a_run_uses_the_parts(place: Path) -> None:
     assert {*state["model"]} == {f"{layer}.{kind}" for layer in ("first", "last") for kind in ("weight", "bias")}
 
 
+@pytest.mark.slow
 @without("unet3d.compose.IMPORTS", ())
 def test_a_run_resumes_only_with_code_that_the_command_line_names(place: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
@@ -119,6 +120,7 @@ def test_a_run_resumes_only_with_code_that_the_command_line_names(place: Path, t
     assert [r["step"] for r in records(copy) if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_planted_path_is_not_imported(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +164,7 @@ def test_its_memory_is_explained(here: Path, tmp_path: Path, capsys: pytest.Capt
     assert shown.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_fits_it_and_its_curves_are_found(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

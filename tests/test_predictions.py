@@ -139,6 +139,7 @@ def test_label_maps_are_those_that_predict_makes_of_the_last_snapshot(
     assert {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()} == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("act", "code"), [(kill, -signal.SIGKILL), (stop, 75)])
 def test_a_run_ended_within_its_last_validation_makes_all_of_it_again(
     act: Callable[[], None], code: int, place: Path, whole: Path
@@ -153,6 +154,7 @@ def test_a_run_ended_within_its_last_validation_makes_all_of_it_again(
     assert times(place / "ended", "second")[0] == 2
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_as_label_maps_are_written_is_one_line_and_loses_no_score(place: Path, whole: Path) -> None:
     """A run that is resumed makes the map that is missing, and the pictures."""
     where = place / "full"
@@ -177,6 +179,7 @@ def test_memory_that_runs_out_as_a_label_map_is_made_loses_no_score(place: Path,
     assert (folder / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes() and len(maps(folder)) == 1
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_its_picture_draws_from_its_label_maps(place: Path, whole: Path) -> None:
     done = train(place / "undrawn", *RUN, hook=die_drawing)
     folder = place / "undrawn" / "run"
@@ -199,6 +202,7 @@ def die_drawing() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_replaces_what_its_earlier_end_left(place: Path, whole: Path) -> None:
     """Also where the disk is full then: label maps of other weights would count as its own."""
     shutil.copytree(whole.parent, place / "longer")
@@ -328,6 +332,7 @@ def written(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.nii*")}
 
 
+@pytest.mark.slow
 def test_shards_are_disjoint_and_complete_and_one_that_was_killed_writes_what_is_missing(
     whole: Path, scans: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

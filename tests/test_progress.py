@@ -20,6 +20,12 @@ from unet3d.run.validate import evaluate
 Line = tuple[str, list[str]]  # what is counted, and the numbers behind it
 
 
+@pytest.fixture(autouse=True)
+def lines_come_after_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program; other tests print none, however slow the machine is."""
+    monkeypatch.setattr(progress, "FIRST_LINE", 5.0)
+
+
 def lines(text: str) -> list[Line]:
     """Return the lines of counters: "reading: 1 of 4, about 6 s left" as ("reading", ["1", "4", "6"])."""
     parts = [line.partition(": ") for line in text.splitlines()]

@@ -59,6 +59,7 @@ def change(path: Path, *keys: str, value: Any) -> None:
     checkpoint.save_snapshot(path, state)
 
 
+@pytest.mark.slow
 def test_networks_published_as_one_give_the_mean_of_their_logits(pair: list[Path], tmp_path: Path) -> None:
     publish.publish(pair, tmp_path / "both.pt")
     tile = torch.randn(1, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -144,6 +145,7 @@ def test_a_snapshot_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys
     assert net in printed.out.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_scores_are_named_after_the_snapshot_and_its_weights(pair: list[Path], finished: Path, tmp_path: Path) -> None:
     publish.publish(pair, tmp_path / "both.pt")
     for path, part in ((pair[0], r"step 4\b.*average"), (tmp_path / "both.pt", r"\b2\b")):
@@ -326,6 +328,7 @@ def test_a_snapshots_preparation_is_that_of_its_run(pair: list[Path], capsys: Ca
     assert "data.augment.mirror=[]" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_cases_among_those_that_are_scored_are_warned_of(
     pair: list[Path], finished: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -36,6 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
     assert sys.argv == before and [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_in_this_process(trained: TrainedRun) -> None:
     assert trained.folder.parent.parent.name == "outputs" and (trained.folder / "STATUS").read_text()[:5] == "done\n"
     assert trained.snapshot.is_file() and trained.memory["predicted"]["peak_bytes"] > 0

@@ -54,6 +54,7 @@ def furthest(a: Path, b: Path) -> float:
     return max((x - y).abs().max().item() for x, y in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS])
 def test_two_ranks_with_one_patch_each_are_one_with_two(tmp_path: Path, way: str) -> None:
     words = [*PAIRED, *SGD, *WAYS[way], "eval_every=4"]
@@ -74,6 +75,7 @@ def importable() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
 
 
+@pytest.mark.slow
 def test_adamw_makes_steps_of_rounding_where_a_gradient_is_next_to_nothing(tmp_path: Path) -> None:
     """A convolution's bias before a norm has the gradient 0 in exact arithmetic: AdamW steps by the sign of an error.
 
@@ -109,6 +111,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_another_number_of_ranks(
     tmp_path: Path, request: pytest.FixtureRequest, counts: tuple[int, int]
@@ -142,6 +145,7 @@ def stop() -> dict:
     return {0: functools.partial(at_step, 2, signal.SIGTERM)}
 
 
+@pytest.mark.slow
 def test_a_signal_to_a_rank_that_is_ending_leaves_its_exit_code(tmp_path: Path) -> None:
     """From torchrun, as the first of the others has ended."""
     ended = train_ranks(tmp_path, *PAIRED, *SGD, hooks={0: stop_twice, 1: signalled_at_exit})
@@ -191,6 +195,7 @@ ENDS = {  # what a rank does, what the others say of it, and the exit code
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", [pytest.param(end, marks=[pytest.mark.slow] * (end in ("is_killed", "hangs"))) for end in ENDS]
 )
@@ -221,6 +226,7 @@ def test_a_rank_says_how_the_first_ended(tmp_path: Path) -> None:
     assert second.err.startswith("rank 1: failed: rank 0: ") and "KeyError: 'of rank 0'" in second.err
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_cannot_be_written_stops_all_ranks_at_the_end(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={0: no_room})
     assert [rank.code for rank in done] == [2, 2], done[0].err + done[1].err
@@ -242,6 +248,7 @@ def of_first(number: int) -> int:
     return ranks.gather(number)[0]
 
 
+@pytest.mark.slow
 @without("unet3d.ranks.agreed", of_first)
 def test_a_signal_within_a_validation_ends_it_on_all_ranks(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={1: signalled_validation})

@@ -482,6 +482,7 @@ def test_folders_within_folders_without_end_are_refused(tmp_path: Path) -> None:
         files.refuse_links_out(tmp_path / "run")
 
 
+@pytest.mark.slow
 @without("unet3d.report.report.MOST_COLUMNS", 10**6)
 def test_a_table_is_as_large_as_its_file(tmp_path: Path) -> None:
     """Rows that are shorter than the head, and records that each have a key of their own."""

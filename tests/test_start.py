@@ -58,6 +58,7 @@ def opened(net: Path, *more: str) -> Start:
     return open_start(config, build.model_options(config, data.dataset, data.train[0]), data)
 
 
+@pytest.mark.slow
 def test_all_is_loaded_where_all_fits_averaged_weights_first(net: Path, capsys: Capture) -> None:
     found, state = opened(net), checkpoint.load_snapshot(net)
     assert found.new == [] and found.weights.keys() == state["model"].keys()
@@ -68,6 +69,7 @@ def test_all_is_loaded_where_all_fits_averaged_weights_first(net: Path, capsys: 
     assert printed.err == "" and re.findall(r"\d+", counts) == [str(count)] * 2
 
 
+@pytest.mark.slow
 def test_heads_begin_with_the_rows_of_their_classes(net: Path, capsys: Capture) -> None:
     state = checkpoint.load_snapshot(net)
     background, one, two, three = state["classes"]
@@ -273,6 +275,7 @@ def transferred(net: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     yield place / "run", given
 
 
+@pytest.mark.slow
 def test_a_run_records_its_start_and_measures_what_it_predicted(net: Path, transferred: tuple[Path, list[str]]) -> None:
     folder, _ = transferred
     record, memory = (json.loads((folder / name).read_text()) for name in ("init.json", "memory.json"))
@@ -287,6 +290,7 @@ def test_a_run_records_its_start_and_measures_what_it_predicted(net: Path, trans
     assert values["optim"]["init_names"] == record["loaded"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_needs_the_file_no_more(net: Path, transferred: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, given = transferred
     with pytest.raises(UserError, match=r"^resume: .*\binit\b"):
@@ -302,6 +306,7 @@ def test_a_resumed_run_needs_the_file_no_more(net: Path, transferred: tuple[Path
     assert b"net.pt" not in (tmp_path / "out.pt").read_bytes()
 
 
+@pytest.mark.slow
 def test_memory_of_a_frozen_start_is_predicted_without_a_run(net: Path) -> None:
     given = words(net, "data.label_map={1:[1,2]}", "optim.init_lr=0")
     found = estimate(with_names(given), half=False)
@@ -313,6 +318,7 @@ def test_wandb_does_not_record_where_the_weights_come_from() -> None:
     assert without_paths({"init": "patient.pt", "seed": 0}) == {"seed": 0}
 
 
+@pytest.mark.slow
 def test_ranks_begin_with_the_same_weights_which_the_first_alone_reads(net: Path, tmp_path: Path) -> None:
     given = [*TINY, f"init={net}", "optim.init_lr=0", "data.label_map={1:[1,2]}", "batch=2", "steps=2", "eval_every=0"]
     first, other = train_ranks(tmp_path, *given)

@@ -30,6 +30,7 @@ def test_one_wrong_job_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_flag_may_stand_between_overrides_and_a_failed_job_stops_no_other(tmp_path: Path, finished: Path) -> None:
     """Job 0 breaks its budget; job 1 is predicted all the same; their comparison cannot be saved."""
     (tmp_path / "sweep" / "compare.csv").mkdir(parents=True)
@@ -156,6 +157,7 @@ def test_the_runs_of_a_sweep_can_be_compared_later(
     assert error.count("\n") == 1 and f"{ROOT / 'unet3d'}: " in error
 
 
+@pytest.mark.slow
 def test_a_sweep_that_predicts_stays_in_one_process(tmp_path: Path, finished: Path) -> None:
     """Its jobs are compared all the same; the one that fails in an unforeseen way ends no other."""
     words = [*PREDICTED, "-m", "ckpt=0,2,3", f"hydra.sweep.dir={tmp_path}"]
@@ -179,6 +181,7 @@ def start_nothing(memory: dict) -> None:
     subprocess.Popen = refuse  # type: ignore[assignment,misc]
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None:
     """Only the sweep's process gets the signal; the job, asked by it, still writes its STATUS, and no job follows."""
     done = sweep_of(tmp_path, *TINY, "seed=0,1", job="interrupts_the_sweep")
@@ -204,6 +207,7 @@ def test_a_process_that_was_killed_is_named_by_its_signal() -> None:
     assert lifecycle.run_process([sys.executable, "-c", "raise SystemExit(4)"]) == (4, False)
 
 
+@pytest.mark.slow
 def test_a_job_that_was_stopped_alone_does_not_end_the_sweep(tmp_path: Path) -> None:
     done = sweep_of(tmp_path, *TINY, "seed=0,1", job="stops_itself")
     assert done.returncode == 75 and "resume=auto" not in done.stderr, done.stderr

@@ -119,6 +119,7 @@ def test_probability_zero_is_a_plain_crop() -> None:
 INTENSITIES = ("noise_p", "blur_p", "contrast_p", "gamma_p", "low_resolution_p")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", INTENSITIES)
 def test_each_intensity_change_changes_and_repeats(kind: str) -> None:
     off = dict.fromkeys(INTENSITIES, 0.0)

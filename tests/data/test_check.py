@@ -92,6 +92,7 @@ def test_all_problems_of_all_cases_are_listed_at_once(tmp_path: Path) -> None:
     assert told(checked(data, full=False), of_headers(lines))
 
 
+@pytest.mark.slow
 def test_check_data_and_a_run_list_every_problem_and_end_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,7 @@ def size_lines(done: Ended, root: Path) -> list[str]:
     return [line for line in done.out.splitlines() if str(root) in line]
 
 
+@pytest.mark.slow
 def test_a_run_has_the_same_weights_and_scores(finished: Path, tmp_path: Path) -> None:
     done = train(tmp_path, *from_disk(finished, tmp_path), "workers=1", "hydra.run.dir=run")
     assert done.code == 0, done.err
@@ -245,6 +246,7 @@ def kill_before_the_index() -> None:
     call(disk_cache, "write_json", 3, lambda: send(signal.SIGKILL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", [pytest.param(kill_within_a_file, marks=pytest.mark.slow), kill_before_the_index])
 def test_killed_while_preparing_the_next_run_goes_on(finished: Path, tmp_path: Path, hook: Callable[[], None]) -> None:
     words = from_disk(finished, tmp_path)

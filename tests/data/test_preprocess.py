@@ -108,6 +108,7 @@ def test_voxels_that_are_not_finite_are_an_error_or_counted_and_zero(
     assert volume.replaced == 2 and np.array_equal(volume.image[0], stored[::-1, ::-1])
 
 
+@pytest.mark.slow
 def test_predict_accepts_what_its_run_accepted_and_counts_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

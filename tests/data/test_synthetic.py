@@ -115,6 +115,7 @@ def test_the_files_are_what_scanners_write(tmp_path: Path) -> None:
     assert np.allclose(nib.affines.apply_affine(image.affine, (np.array(image.shape) - 1) / 2), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [LARGE, (16, 16, 16), (24, 96, 16)])
 def test_every_class_is_there_and_the_order_of_sizes_holds(cases: list, shape: tuple[int, ...]) -> None:
     others = (synthetic.draw_phantom(np.random.default_rng([7, seed]), shape) for seed in range(4))

@@ -231,6 +231,7 @@ def test_a_malformed_setting_gives_one_line(part: str) -> None:
     assert line.startswith("PYTORCH_ALLOC_CONF:") and f"backend:cudaMallocAsync, {part}" in line
 
 
+@pytest.mark.slow
 def test_the_variable_that_torch_reads_is_read() -> None:
     """The older name wins wherever it is set, even to nothing; torch itself says which it read."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}

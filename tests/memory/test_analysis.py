@@ -39,6 +39,7 @@ def forum() -> MemoryEstimate:
     return MemoryEstimate("forum_mid", config, config.model, steps=ENOUGH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), ("ckpt=2",), ("amp=true", "model.norm=group"), ("accumulate=2",)])
 def test_every_breakdown_adds_up_to_the_peak(overrides: tuple[str, ...]) -> None:
     entry = estimate(*overrides).entry
@@ -93,6 +94,7 @@ def test_first_and_later_steps_differ_by_what_the_first_one_made() -> None:
     assert more == {"data": states, "forward": states, "loss": states, "backward": states, "step": 0}
 
 
+@pytest.mark.slow
 def test_the_moment_of_the_peak_is_named() -> None:
     moment = forum().entry["moment"]
     assert "up3.conv2" in moment["words"] and moment["phase"] == "backward"
@@ -112,6 +114,7 @@ def test_recomputed_maps_are_activations_and_those_of_their_layer() -> None:
     assert made and "outc" not in made, "the last segment is kept"
 
 
+@pytest.mark.slow
 def test_the_forum_is_answered() -> None:
     """The peak is at full resolution, and the first level's width is what to change: not the deepest."""
     subject = forum()
@@ -131,6 +134,7 @@ def test_where_weights_dominate_the_peak_is_at_the_deep_level() -> None:
     assert tables.NAMES[location["mostly"]] in sentence(location, small.peak)
 
 
+@pytest.mark.slow
 def test_a_narrower_network_is_as_precise_and_has_groups_that_divide_its_widths() -> None:
     groups = estimate("model.norm=group", "model.groups=8", "model.features=[8,16,32]")
     assert list(narrowed(groups)) == [1, 2], "8 groups do not divide 4 channels"
@@ -199,6 +203,7 @@ def test_held_at_the_peak_is_everything_alive() -> None:
     assert sum(group.number for group in groups) == len(subject.ledger.alive_at(moment))
 
 
+@pytest.mark.slow
 def test_usual_estimates_miss_the_peak_as_they_do() -> None:
     """Widths 16..128, 64 x 64 x 64, batch 2, float32, as measured elsewhere: no closed form survives an activation."""
     errors = {}

@@ -164,6 +164,7 @@ def test_a_mistake_is_answered_before_torch_loads() -> None:
     assert done.returncode == 2 and done.stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_a_config_for_a_gpu_has_the_allocators_rows(capsys: pytest.CaptureFixture) -> None:
     assert memory("model=unet_tiny", "model.features=[4]", *NET, *PLAIN, "device=cuda") == 0
     said = capsys.readouterr().out

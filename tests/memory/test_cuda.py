@@ -102,6 +102,7 @@ def test_group_norm_under_amp_needs_more_than_float32_on_cuda() -> None:
     assert peaks["instance", "true"] < 0.66 * peaks["instance", "false"]
 
 
+@pytest.mark.slow
 def test_a_gpu_holds_one_micro_batch_at_a_time() -> None:
     """The CPU holds all of them, because the step is given all of them."""
     peaks = {}
@@ -124,6 +125,7 @@ def test_outputs_of_layers_are_counted_under_the_same_policy() -> None:
     assert sizes["cpu"] == 2 * sizes["cuda"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_for_cuda_needs_no_gpu(tmp_path: Path) -> None:
     words = [
         "model=unet_tiny",
@@ -157,6 +159,7 @@ def test_a_run_on_the_cpu_leaves_a_gpu_alone(network: Callable[..., UNet3D], mon
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_replay_has_the_settings_that_the_environment_asks_for(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

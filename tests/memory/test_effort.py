@@ -73,6 +73,7 @@ def test_a_run_simulates_few_steps_before_its_first(
     assert 2 <= sum(map(sum, steps.values())) <= most
 
 
+@pytest.mark.slow
 def test_a_budget_simulates_nothing_more_than_twice(steps: dict[str, list[int]]) -> None:
     refused("budget=0.02MiB")
     assert len(steps) > 5
@@ -80,6 +81,7 @@ def test_a_budget_simulates_nothing_more_than_twice(steps: dict[str, list[int]])
     assert sum(times == [2, 2] for times in steps.values()) <= 1, "the network as asked"
 
 
+@pytest.mark.slow
 def test_a_budget_tries_no_way_that_can_only_cost_more_than_one_that_fits(steps: dict[str, list[int]]) -> None:
     """Mixed precision fits: no batch in parts. `memory fit` shows the price of all."""
     refused("budget=0.2MiB")
@@ -94,6 +96,7 @@ def test_an_option_is_simulated_once(steps: dict[str, list[int]]) -> None:
     assert simulated(Option((), "nothing", asked, asked.model)) == found and steps == before
 
 
+@pytest.mark.slow
 def test_fit_simulates_each_way_once(steps: dict[str, list[int]]) -> None:
     memory.print_fit([*WORDS, "optim.lr=0.003", "budget=0.2MiB"])
     assert steps and all(sorted(times) in ([1], [2], [1, 2]) for times in steps.values())

@@ -49,6 +49,7 @@ def written(ledger: Ledger, folder: Path) -> dict:
     return pickle.loads((folder / "snapshot.pickle").read_bytes())
 
 
+@pytest.mark.slow
 def test_the_viewer_can_unpickle_a_snapshot(forum: Ledger, tmp_path: Path) -> None:
     export.write_snapshot(forum, tmp_path / "snapshot.pickle")
     data = (tmp_path / "snapshot.pickle").read_bytes()
@@ -59,6 +60,7 @@ def test_the_viewer_can_unpickle_a_snapshot(forum: Ledger, tmp_path: Path) -> No
     assert pickle.loads(data)["segments"][0]["total_size"] < 2**53
 
 
+@pytest.mark.slow
 def test_events_of_a_snapshot_are_the_ledgers(small: Ledger, tmp_path: Path) -> None:
     [trace] = written(small, tmp_path)["device_traces"]
     signs = {"alloc": 1, "free_completed": -1}

@@ -109,6 +109,7 @@ def test_a_budget_that_nothing_meets_is_answered_with_the_smallest_peak() -> Non
     assert f"{peak_in(smallest)} MiB" in end
 
 
+@pytest.mark.slow
 def test_fit_prints_a_command_that_fits(without_slabs: None, capsys: pytest.CaptureFixture[str]) -> None:
     budget = f"budget={0.8 * peak_of() / MIB:.3f}MiB"
     assert face("memory", "fit", *WORDS, budget) == 0
@@ -135,6 +136,7 @@ def test_fit_says_when_nothing_does(
     assert re.search(said, capsys.readouterr().err.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_cheapest_that_fits_is_found(without_slabs: None) -> None:
     """Among all options that fit, the same result and the least recomputation."""
     asked = option("ckpt=3")
@@ -236,6 +238,7 @@ def test_what_each_way_to_save_memory_takes_away(words: list[str], used: dict[st
     assert found == {word: peak_of(*others) for word, others in used.items()}
 
 
+@pytest.mark.slow
 def test_further_ways_are_simulated_one_by_one() -> None:
     found = levers(option())
     ways = [("amp=true",), ("ckpt=2",), ("lean=true",), ("slab=auto",)]

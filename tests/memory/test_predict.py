@@ -108,6 +108,7 @@ def test_every_named_network_is_predicted_to_the_byte(name: str) -> None:
     assert_equal(options)
 
 
+@pytest.mark.slow
 def test_a_prediction_chooses_segments_as_a_run_does() -> None:
     options = config("ckpt=3")
     predicted = predict(options, options.model)
@@ -125,6 +126,7 @@ def test_a_full_width_forum_net_is_predicted_without_its_gigabytes() -> None:
     assert peaks[1] > peaks[0] > 2**31
 
 
+@pytest.mark.slow
 def test_a_run_over_its_budget_stops_and_one_within_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unet3d.memory.budget.LEVERS", ())  # what would need less: no slabs, which take long
     options = config("batch=1", *PLAIN)

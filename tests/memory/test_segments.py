@@ -68,6 +68,7 @@ def test_a_peak_with_segments_is_estimated_from_a_step_without_them(overrides: t
         assert NEAR[0] < error < NEAR[1], segment_starts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [DEEP, NETS[1]], ids=" ".join)
 def test_more_segments_never_need_more_memory(overrides: tuple[str, ...]) -> None:
     few, many = chosen(2, *overrides), chosen(4, *overrides)
@@ -128,6 +129,7 @@ def test_segments_that_just_do_not_fit_hide_none_that_recomputes_more() -> None:
     assert estimated_peak(even, segment_starts) <= 39 and recompute_fraction(even, segment_starts) == 0.7
 
 
+@pytest.mark.slow
 def test_where_weights_set_the_peak_auto_recomputes_nothing_and_a_number_as_little_as_it_can() -> None:
     """No segments lower what the optimizer's step needs: weights, gradients and Adam's moments."""
     wide = ("model=unet_tiny", "model.features=[4,256]", "data.patch=[8,8,8]", "batch=1")
@@ -138,6 +140,7 @@ def test_where_weights_set_the_peak_auto_recomputes_nothing_and_a_number_as_litt
     assert len(asked) > 1 and true_peak(asked, *wide) == true_peak((), *wide)
 
 
+@pytest.mark.slow
 def test_one_simulated_step_gives_the_peak_of_later_ones() -> None:
     """What a budget is compared with is what the run is predicted to need."""
     overrides = ("model=unet_tiny", "model.features=[8,16]", "amp=true")

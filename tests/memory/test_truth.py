@@ -138,6 +138,7 @@ def random_states(record: list[Change]) -> int:
     return sum(change.bytes == RNG_STATE for change in record)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "segments"),
     [
@@ -160,6 +161,7 @@ def test_where_the_peak_lies_in_no_convolution_the_ledger_has_every_byte(
     assert random_states(record) == STEPS * 2 * segments  # one in forward, one put aside while recomputing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -203,10 +205,6 @@ ODD = {
     "optim=sgd amp=true amp_dtype=bf16 data.patch=[24,28,20] ckpt=2 batch=1",
     "fp16, batch norm, checkpointed": "model.features=[8,16] model.classes=5 model.norm=batch optim=sgd "
     "data.patch=[12,14,10] ckpt=2 accumulate=2 amp=true amp_dtype=fp16",
-    "forty classes": "model.features=[8,16] model.classes=40 data.patch=[24,24,24] batch=1",
-    "lean, odd sizes, deep supervision, seven classes, accumulated, averaged": "model.features=[8,12,20] "
-    "model.classes=7 model.activation=silu model.deep_supervision=true model.strides=[[1,2,2],[2,2,2]] "
-    "model.kernels=[[1,3,3],3,3] optim.average=0.99 data.patch=[9,28,28] lean=true batch=1 accumulate=2",
     "lean, batch norm, bf16": "model.features=[8,16] model.norm=batch optim=sgd data.patch=[24,32,24] lean=true "
     "amp=true",
     "slab, group norm, residual, trilinear, forty classes": "model.features=[8,16] model.groups=4 model.norm=group "
@@ -243,6 +241,7 @@ def test_an_activation_that_keeps_its_input_keeps_a_third_map(norm: str) -> None
         assert ledger_peak(f"model.norm={norm}", "model.activation=leaky_relu", DEEP, "model.inplace=true") == relu
 
 
+@pytest.mark.slow
 def test_in_float32_the_norms_need_the_same_but_for_their_statistics() -> None:
     peaks = [ledger_peak(f"model.norm={norm}") for norm in ("instance", "batch", "group")]
     assert max(peaks) - min(peaks) < 16 * 1024

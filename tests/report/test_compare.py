@@ -407,6 +407,7 @@ def test_curves_of_the_runs_lie_over_each_other(make: Make, saved: list[Figure],
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"curves.png", "curves.svg", "compare.svg"}
 
 
+@pytest.mark.slow
 def test_the_printed_table_fits_80_columns_and_breaks_no_number(
     make: Make, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

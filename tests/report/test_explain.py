@@ -53,6 +53,7 @@ def test_what_is_predicted_is_measured(way: dict[str, Any]) -> None:
     assert measured.categories["params"] == sum(t.nbytes for t in (*Own().parameters(), *Own().buffers()))
 
 
+@pytest.mark.slow
 def test_of_the_packages_own_network_it_says_what_a_run_is_predicted_to_need() -> None:
     config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", "batch=1", "optim.clip=null", "workers=0"])
     config.model.in_channels, config.model.classes = 1, 3
@@ -91,6 +92,7 @@ def test_an_example_and_labels_are_taken_as_they_are() -> None:
     assert seen[-1][1:] == ((1, 4), torch.int32) and seen[-1][0] is not Tensor
 
 
+@pytest.mark.slow
 def test_it_prints_draws_and_reports(tmp_path: Path) -> None:
     found = unet3d.memory.predict(Own(), SHAPE)
     text = str(found)
@@ -130,6 +132,7 @@ def test_on_cuda_it_is_predicted_without_a_gpu() -> None:
     assert host.entry["kind"] == gpu.entry["kind"] == "ledger" and "cuda" in gpu.about.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
 def test_of_the_packages_own_network_it_predicts_what_a_run_is_predicted_to_need(device: str) -> None:
     """On CUDA a run's step lets go of its batch, which here is the caller's."""
@@ -194,6 +197,7 @@ def test_weights_and_images_of_another_type_are_predicted_and_measured() -> None
     assert len(peaks) == 1
 
 
+@pytest.mark.slow
 def test_a_network_of_very_many_layers_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 40  # not 500, which take long to draw
     for module in (run_folder, explained):

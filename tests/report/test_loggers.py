@@ -241,6 +241,7 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return session(tmp_path_factory.mktemp("public"), "public", code=code)
 
 
+@pytest.mark.slow
 def test_wandb_records_the_config_as_nested_values_without_paths(private: Path) -> None:
     config = read_run(private).config
     assert config["model"]["features"] == [8, 16]
@@ -299,6 +300,7 @@ def test_wandb_names_a_run_as_its_options_and_its_own_variables_say(
     assert started(Config(), job)[:4] == ["of the environment", None, None, None]
 
 
+@pytest.mark.slow
 def test_the_best_snapshot_is_an_artifact_and_a_resumed_folder_continues_its_wandb_run(tmp_path: Path) -> None:
     picture = "pathlib.Path('picture.png')"
     code = SESSION.replace("loggers.close(3)", f"loggers.snapshot({picture})\nloggers.close(3)")
@@ -340,6 +342,7 @@ def test_a_private_run_records_nothing_about_machine_user_and_paths(private: Pat
     assert not list(private.glob("wandb/*/files/*.*"))  # requirements.txt, output.log, wandb-metadata.json
 
 
+@pytest.mark.slow
 def test_the_search_for_secrets_finds_them_in_a_run_that_is_not_private(public: tuple[Path, list[str]]) -> None:
     folder, _ = public
     recorded = everything(folder)
@@ -406,6 +409,7 @@ def test_without_a_key_an_online_run_goes_on_offline_with_one_line(public: tuple
     assert len(read_run(folder).history) == 5
 
 
+@pytest.mark.slow
 def test_without_network_an_online_run_goes_on_offline_with_one_line_and_the_same_id(tmp_path: Path) -> None:
     code = (
         "import os, unet3d.report.wandb_logger; unet3d.report.wandb_logger.QUIET['init_timeout'] = 1\n"
@@ -439,6 +443,7 @@ atexit._run_exitfuncs()  # which a process of multiprocessing leaves out
 """
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_killed_wandb_core_costs_one_line_and_no_record(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(KILLED)

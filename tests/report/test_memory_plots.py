@@ -64,6 +64,7 @@ def lengths(axes: Axes, of: str) -> dict[str, np.ndarray]:
 # --- phases
 
 
+@pytest.mark.slow
 def test_a_phase_s_bar_is_as_long_as_its_categories_at_its_peak(draw: Callable[..., Axes]) -> None:
     entry = meter().summary()
     axes = draw(memory_plots.phase_plot, entry)

@@ -67,6 +67,7 @@ def test_curves_show_loss_and_dice_per_class_over_steps(draw: Drawn) -> None:
     assert dice.get_ylim()[1] >= 1
 
 
+@pytest.mark.slow
 def test_a_class_without_a_score_does_not_change_the_other_colours(draw: Drawn) -> None:
     _, dice = draw(plots.training_curves, [validation(2, left=None, right=0.5)]).axes
     assert to_hex(lines(dice)["right"].get_color()) == to_hex(colours(2)[1])

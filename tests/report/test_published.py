@@ -146,6 +146,7 @@ def test_the_picture_is_legible(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert means[1] == pytest.approx([fmean(line.paper) for line in lines])
 
 
+@pytest.mark.slow
 def test_an_experiment_is_one_command_and_its_jobs_are_sweeps_of_one_each(tmp_path: Path) -> None:
     """`experiment=` alone asks for several runs; each of them names its values, and so is no sweep itself."""
     small = (

@@ -293,6 +293,7 @@ CODES = "\x1b[2J\x07\x9b\u202e\u2028"  # clear a terminal, ring, begin another c
 FORBIDDEN = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
+@pytest.mark.slow
 def test_control_codes_in_a_run_folder_reach_no_terminal_page_or_table(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

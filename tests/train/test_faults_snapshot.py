@@ -166,6 +166,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("full")
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_disk_is_full(place: Path) -> None:
     done = train(place / "a", *TINY, "steps=8", "hydra.run.dir=run", hook=functools.partial(small_files, 3, 8))
     assert done.code == 0, done.err
@@ -180,6 +181,7 @@ def test_training_goes_on_while_the_disk_is_full(place: Path) -> None:
     assert [record["step"] for record in records(folder) if "train/loss" in record] == [*range(1, 9)]
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_end_is_an_error(place: Path) -> None:
     done = train(place / "b", *TINY, "hydra.run.dir=run", hook=functools.partial(small_files, 4, 9))
     assert done.code == 2 and "Traceback" not in done.err
@@ -240,6 +242,7 @@ def full_drawing() -> None:
     memory_plots.phase_plot = lambda *_: FULL.write_bytes(b"a picture")
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_as_pictures_are_drawn_is_one_line(place: Path) -> None:
     """What is missing then is made when the run is resumed."""
     done = train(place / "d", *TINY, "steps=2", "eval_every=0", "hydra.run.dir=run", hook=full_drawing)
@@ -275,6 +278,7 @@ def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     check_whole(tmp_path / "real", 2)
 
 
+@pytest.mark.slow
 @without("unet3d.cli.train.refuse_unwritable", nothing)
 def test_a_run_folder_that_cannot_be_made_is_one_line(place: Path) -> None:
     (place / "f").mkdir()

@@ -217,6 +217,7 @@ def test_a_layer_without_a_rule_is_named() -> None:
         slab_run.forward(model, torch.zeros(1, 2, 8, 8, 8), SlabOptions(4, True, 2, True), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
