@@ -1,4 +1,4 @@
-"""Shared by all tests: small models, and one thread, so that results do not depend on the machine's cores."""
+"""Fixtures for all tests, one thread for each, and second runs of tests without their guards."""
 
 import io
 import math
@@ -36,8 +36,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test marked by `guards.without` with its guards, and then without each."""
     guards = [mark.args[0] for mark in metafunc.definition.iter_markers("without")]
     if guards:
-        names = [f"without {guard.target.removeprefix('unet3d.')}" for guard in guards]
+        names = [guard.name for guard in guards]
         metafunc.parametrize("guard", [None, *guards], ids=[pytest.HIDDEN_PARAM, *names], indirect=True)
+
+
+# What a substitute of the wrong kind raises, or a folder that the run with the guard has left: no proof of anything.
+MISTAKES = (NameError, FileExistsError, ImportError)
 
 
 def guard_of(item: pytest.Item) -> Guard | None:
@@ -46,22 +50,39 @@ def guard_of(item: pytest.Item) -> Guard | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a guard, leave only the parameters for which it matters."""
-    left = [item for item in items if (guard := guard_of(item)) is None or guard.only in item.callspec.id]
-    if gone := [item for item in items if item not in left]:
-        config.hook.pytest_deselected(items=gone)
-        items[:] = left
+    """Deselect runs without a guard whose parameters are not those named by the guard's `only`."""
+    kept, others, proofs, wanted = [], [], set(), {}
+    for item in items:
+        guard = guard_of(item)
+        if guard is None:
+            kept.append(item)
+            continue
+        proof = (item.nodeid.partition("[")[0], guard.target)
+        wanted[proof] = guard.only
+        if guard.only in item.callspec.id.replace(guard.name, ""):
+            kept.append(item)
+            proofs.add(proof)
+        else:
+            others.append(item)
+    lost = [f"{test}: only={wanted[test, target]!r}" for test, target in wanted.keys() - proofs]
+    if lost and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"no parameters for a guard: {', '.join(sorted(lost))}")
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = kept
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Expect a test to fail without its guard. It may skip; what fails in a fixture is an error as ever."""
+    """Expect a test to fail without its guard. It may skip; an error in a fixture stays an error."""
     guard = guard_of(pyfuncitem)
     if guard is None:
         return (yield)
     with taken_out(guard):
         try:
             yield
+        except MISTAKES:
+            raise
         except (Exception, pytest.fail.Exception):
             return True
     return pytest.fail(f"passes without its guard, {guard.target}")
@@ -82,7 +103,7 @@ def guard(request: pytest.FixtureRequest) -> Guard | None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run, with all that a run writes, for all tests that read it: copy it to change it.
 
-    Its volumes are in `data/phantom` beside it.
+    Each worker of pytest makes one. Its volumes are in `data/phantom` beside it.
     """
     place = tmp_path_factory.mktemp("finished")
     done = train(place, *TINY, "amp=true", "ckpt=2", "hydra.run.dir=run", wandb="offline", frills=True)

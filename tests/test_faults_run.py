@@ -129,9 +129,9 @@ def ask_once(stop: signals.Stop, number: int, _: FrameType | None) -> None:
 
 
 @without("unet3d.signals.Stop.handle", ask_once)
-def test_a_second_interrupt_ends_the_run_at_once(place: Path) -> None:
-    done = train(place / "twice", *RUN, hook=interrupted_twice)
-    folder = place / "twice" / "run"
+def test_a_second_interrupt_ends_the_run_at_once(place: Path, tmp_path: Path) -> None:
+    done = train(tmp_path, *RUN, f"data.root={place / 'phantom'}", hook=interrupted_twice)
+    folder = tmp_path / "run"
     assert done.code == exit_code(folder) == 130
     assert done.err.count("\n") == 1 and done.err.endswith(f"python train.py resume={folder}\n")
     assert checkpoint.load_snapshot(folder / "checkpoints" / "last.pt")["step"] == 2
@@ -524,11 +524,13 @@ def wall_clock() -> float:
 
 
 @without("unet3d.training.trainer.time.perf_counter", wall_clock)
-def test_the_clock_does_not_matter_and_nothing_is_written_beside_the_sources(place: Path, whole: Path) -> None:
+def test_the_clock_does_not_matter_and_nothing_is_written_beside_the_sources(
+    place: Path, whole: Path, tmp_path: Path
+) -> None:
     before = sources()
-    done = train(place / "elsewhere", *RUN, hook=odd_clock)
-    assert done.code == 0 and same(place / "elsewhere" / "run", whole)
-    lines = map(json.loads, (place / "elsewhere" / "run" / "metrics.jsonl").read_text().splitlines())
+    done = train(tmp_path, *RUN, f"data.root={place / 'phantom'}", hook=odd_clock)
+    assert done.code == 0 and same(tmp_path / "run", whole)
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert min(line.get("time/step_s", 0) for line in lines) >= 0
     assert sources() == before
 

@@ -4,7 +4,7 @@ From Python: `unet3d.load` opens a trained network, `unet3d.train` trains one, `
 `unet3d.memory.predict` say where the memory of a step of any network goes. Each loads what it needs when it is used.
 """
 
-TYPE_CHECKING = False
+TYPE_CHECKING = False  # type checkers take it for true; typing is not loaded for it
 if TYPE_CHECKING:
     from typing import Any
 
@@ -30,3 +30,7 @@ def __getattr__(name: str) -> "Any":
 
         return from_python
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

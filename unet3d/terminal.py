@@ -18,8 +18,8 @@ GAP = 3  # characters between columns; one more at the edge
 
 def paper(width: int) -> Console:
     """A terminal for results; if stdout is a file, with `width` characters per line."""
-    terminal = Console(highlight=False, markup=False)
-    return terminal if terminal.is_terminal else Console(highlight=False, markup=False, width=width)
+    terminal = Console(highlight=False, markup=False, emoji=False)
+    return terminal if terminal.is_terminal else Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def narrow_tables(title: str, table: Table, width: int) -> Group:
@@ -51,7 +51,7 @@ def _width(column: str, cells: Sequence[str]) -> int:
 def plain_text(parts: Iterable[str | tuple[str, Table]], width: int) -> str:
     """Lines and titled tables as plain text; only tables keep to the width."""
     file = io.StringIO()
-    terminal = Console(file=file, width=width, markup=False, highlight=False)
+    terminal = Console(file=file, width=width, markup=False, emoji=False, highlight=False)
     for part in parts:
         text = escaped(part, keep="\n") if isinstance(part, str) else terminal_table(*part)
         terminal.print(text, soft_wrap=isinstance(part, str))

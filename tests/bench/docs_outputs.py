@@ -6,6 +6,7 @@ scores and lines that a page leaves out are not compared.
 """
 
 import difflib
+import os
 import re
 import subprocess
 import sys
@@ -23,11 +24,12 @@ class Output(NamedTuple):
     block: str
     command: list[str]
     shows_all: bool
+    code: int = 0  # the command's exit code
 
 
 OUTPUTS = (
     Output("docs/options.md", "", ["-m", "unet3d", "options"], shows_all=True),
-    Output("README.md", "error: ", ["train.py", "chkpt=2"], shows_all=True),
+    Output("README.md", "error: ", ["train.py", "chkpt=2"], shows_all=True, code=2),
     Output(
         "README.md",
         "Predicted peak of a step",
@@ -46,14 +48,18 @@ OUTPUTS = (
         "40,158,853 parameters",
         ["train.py", "model=forum_large", "data.patch=[320,150,26]", "batch=4", "dry_run=true", "budget=5GiB"],
         shows_all=True,
+        code=2,
     ),
 )
 
 
-def printed(command: list[str], folder: Path) -> list[str]:
-    """Return the lines that the command prints, without spaces at their ends."""
-    words = [str(ROOT / word) if word == "train.py" else word for word in command]
-    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True)
+def printed(output: Output, folder: Path) -> list[str]:
+    """Return the lines that the command prints, without spaces at their ends. Raises RuntimeError for a crash."""
+    words = [str(ROOT / word) if word == "train.py" else word for word in output.command]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode != output.code:
+        raise RuntimeError(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr}")
     return [line.rstrip() for line in (done.stdout + done.stderr).strip().splitlines()]
 
 
@@ -77,8 +83,8 @@ def differences(output: Output, given: list[str], text: str) -> list[str]:
     shown = block_of(text, output.block).splitlines()
     if output.shows_all:
         return [line for line in difflib.unified_diff(shown, given, "shown", "printed", lineterm="")]
-    left = iter(given)
-    return [f"not printed: {line}" for line in shown if not is_machines(line) and line not in left]
+    compared = [line for line in shown if not is_machines(line)]
+    return [line for line in difflib.ndiff(compared, given) if line.startswith("- ")]
 
 
 def main() -> int:
@@ -89,11 +95,11 @@ def main() -> int:
         for output in OUTPUTS:
             page = ROOT / output.page
             text = page.read_text()
-            given = printed(output.command, Path(folder))
+            given = printed(output, Path(folder))
             differing = differences(output, given, text)
             print(f"{output.page}, {output.block}: {'differs' if differing else 'as shown'}")
             if differing and writes and output.shows_all:
-                page.write_text(text.replace(block_of(text, output.block), "\n".join(given)))
+                page.write_text(text.replace(block_of(text, output.block), "\n".join(given), 1))
                 print("  written")
             elif differing:
                 print("\n".join(f"  {line}" for line in differing))

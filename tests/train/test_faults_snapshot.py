@@ -280,14 +280,13 @@ def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @without("unet3d.cli.train.refuse_unwritable", nothing)
-def test_a_run_folder_that_cannot_be_made_is_one_line(place: Path) -> None:
-    (place / "f").mkdir()
-    (place / "f" / "file").touch()
+def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     for where in ("file/run", "file"):
-        done = train(place / "f", *TINY, f"hydra.run.dir={where}")
+        done = train(tmp_path, *TINY, f"hydra.run.dir={where}")
         assert done.code == 2 and f" {where}: " in done.err and done.err.count("\n") == 1
         assert "hydra.run.dir=" in done.err
-    (place / "f" / "real").mkdir()
-    (place / "f" / "link").symlink_to("real")
-    assert train(place / "f", *TINY, "steps=1", "hydra.run.dir=link/../link/run").code == 0
-    assert (place / "f" / "real" / "run" / "STATUS").exists()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert train(tmp_path, *TINY, "steps=1", "hydra.run.dir=link/../link/run").code == 0
+    assert (tmp_path / "real" / "run" / "STATUS").exists()

@@ -101,8 +101,8 @@ def _children(process: int) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == process and state != "Z":
+            state, parent = entry.read_bytes().rpartition(b")")[2].split()[:2]  # a name before it may be any bytes
+            if int(parent) == process and state != b"Z":
                 found.append(int(entry.parent.name))
     return found
 

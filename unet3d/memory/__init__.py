@@ -17,3 +17,7 @@ def __getattr__(name: str) -> Any:
     from unet3d.memory import profile
 
     return getattr(profile, name)
+
+
+def __dir__() -> list[str]:
+    return __all__
