@@ -40,7 +40,7 @@ def command(name: str, run: Path) -> Act:
 
 # of each command, KiB that are free: from none to nearly enough
 ROOM = {"publish": (0, 24), "predict": (0, 4), "predict --probabilities": (0, 80), "score": (0,), "compare": (32,)}
-ROOM |= {"memory": (640,), "report": (320,)}
+ROOM |= {"report": (320,)}
 
 
 @pytest.fixture(autouse=True)

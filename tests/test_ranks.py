@@ -30,11 +30,10 @@ SGD = ("optim=sgd", "optim.lr=0.01")
 WAYS = {
     "plain": (),
     "segments": ("accumulate=2", "ckpt=2"),
-    "lean": ("accumulate=2", "lean=true", "loss.batch_dice=false"),
-    "slab": ("slab=4", "model.features=[4,6,8]", "model.deep_supervision=true", "optim.average=0.9"),
+    "slab": ("slab=4", "accumulate=2", "model.features=[4,6,8]", "model.deep_supervision=true", "optim.average=0.9"),
     "averaged": (f"loss.path={__name__}:squares", "loss.batch_dice=false"),
 }
-SLOW = ("segments", "lean", "slab")
+SLOW = ("segments", "slab")
 RESUMED = [*PAIRED, *SGD, "steps=4", "eval_every=4"]
 
 

@@ -1,5 +1,6 @@
 """Tiny trainings in processes of their own, forked from a server that has torch loaded: real pids, real signals."""
 
+import gc
 import itertools
 import json
 import math
@@ -112,6 +113,7 @@ def start(
 def _train(
     place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: str, frills: bool, guards_out: Sequence[Guard]
 ) -> None:
+    gc.freeze()  # what the server has loaded is no garbage
     multiprocessing.set_start_method("fork", force=True)  # of data workers, as in a program of its own
     os.setpgid(0, 0)
     os.chdir(place)

@@ -40,7 +40,7 @@ WAYS = {
     "slab": ("slab=16",),
 }
 NAMED = {  # each network in one way; each way for each kind of network
-    "cicek2016": "slab",
+    "cicek2016": "plain",
     "cicek2016_2d": "checkpointed",
     "cicek2016_no_bn": "plain",
     "forum_32": "plain",

@@ -30,7 +30,6 @@ DEEP = ("model=unet_tiny", "amp=true", "model.norm=batch", *PLAIN)  # 6 stages
 NETS = [
     DEEP,
     ("model=unet_tiny", "model.features=[8,16]", "accumulate=2", "optim=sgd"),
-    ("model=nnunet_hippocampus", "model.features=[8,16,32]", *PLAIN),
     (*SMALL, "model.activation=swish_lean", "model.upsampling=trilinear", "model.downsampling=strided_conv"),
 ]
 NEAR = (-0.02, 0.11)  # relative errors of estimated peaks

@@ -225,7 +225,6 @@ def test_a_layer_without_a_rule_is_named() -> None:
         pytest.param(
             ["model=nnunet_hippocampus", "model.features=[8,16,32]", "data.patch=[24,16,16]"], marks=pytest.mark.slow
         ),
-        pytest.param(["model=cicek2016", "model.features=[8,16]", "data.patch=[28,28,28]"], marks=pytest.mark.slow),
     ],
     ids=lambda overrides: overrides[0],
 )
