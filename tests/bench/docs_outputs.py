@@ -54,13 +54,15 @@ OUTPUTS = (
 
 
 def printed(output: Output, folder: Path) -> list[str]:
-    """Return the lines that the command prints, without spaces at their ends. Raises RuntimeError for a crash."""
+    """Return the lines that the command prints, but for its progress. Raises RuntimeError for another exit code."""
     words = [str(ROOT / word) if word == "train.py" else word for word in output.command]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode != output.code:
         raise RuntimeError(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr}")
-    return [line.rstrip() for line in (done.stdout + done.stderr).strip().splitlines()]
+    lines = [line.rstrip() for line in (done.stdout + done.stderr).splitlines()]
+    lines = [line for line in lines if not re.search(r": \d+ of \d+, .* left$", line)]
+    return "\n".join(lines).strip().splitlines()
 
 
 def block_of(text: str, first_words: str) -> str:
