@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Search no loaded library for garbage: a simulated step makes so many objects that it takes 5 % of the time."""
+    """Leave what is loaded out of the search for garbage, which simulated steps start often."""
     gc.collect()
     gc.freeze()
 
@@ -52,31 +52,34 @@ MISTAKES = (NameError, FileExistsError, ImportError)
 
 
 def guard_of(item: pytest.Item) -> Guard | None:
-    """The guard without which this item runs."""
+    """Return the guard without which this item runs; None for a test as it is."""
     return item.callspec.params.get("guard") if hasattr(item, "callspec") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect runs without a guard whose parameters are not those named by the guard's `only`."""
-    kept, others, proofs, wanted = [], [], set(), {}
+    selected = []
+    deselected = []
+    guards_marked = set()
+    guards_run = set()
     for item in items:
         guard = guard_of(item)
         if guard is None:
-            kept.append(item)
+            selected.append(item)
             continue
-        proof = (item.nodeid.partition("[")[0], guard.target)
-        wanted[proof] = guard.only
+        marked = (item.nodeid.partition("[")[0], guard.target, guard.only)
+        guards_marked.add(marked)
         if guard.only in item.callspec.id.replace(guard.name, ""):
-            kept.append(item)
-            proofs.add(proof)
+            selected.append(item)
+            guards_run.add(marked)
         else:
-            others.append(item)
-    lost = [f"{test}: only={wanted[test, target]!r}" for test, target in wanted.keys() - proofs]
+            deselected.append(item)
+    lost = [f"{test}: {target}, only={only!r}" for test, target, only in sorted(guards_marked - guards_run)]
     if lost and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"no parameters for a guard: {', '.join(sorted(lost))}")
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = kept
+        raise pytest.UsageError(f"no parameters for a guard: {'; '.join(lost)}")
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = selected
 
 
 @pytest.hookimpl(wrapper=True)

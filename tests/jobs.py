@@ -54,7 +54,8 @@ def run(job: Job) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    sys.stdout.flush(), sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 
