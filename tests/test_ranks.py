@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from guards import nothing, without
-from ranked import predict_without_pictures, train_ranks
-from training import ROOT, TINY, at_step, call, records, same, send, status, train, weights
+from ranked import predict_without_pictures, torchrun, train_ranks
+from training import PLAIN, ROOT, TINY, at_step, call, records, same, send, status, train, weights
 
 from unet3d import checks, compose, ranks
 from unet3d.cli import lifecycle
@@ -295,50 +295,49 @@ def test_what_ranks_cannot_share_is_refused(tmp_path: Path, monkeypatch: pytest.
         checks.check(compose.compose(["lean=true", "model.norm=batch"]))
 
 
-def torchrun(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`torchrun --standalone --nproc-per-node 2 WORDS` in a folder."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
-    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=300)
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_of_one_run(tmp_path: Path) -> None:
+    """Its command, with train.py as a program: the first rank alone speaks and writes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*PAIRED, *PLAIN, "dry_run=true", "hydra.run.dir=run"]
+    done = subprocess.run(
+        [*command, str(ROOT / "train.py"), *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    parameters = json.loads((tmp_path / "run" / "memory.json").read_text())["parameters"]
+    assert done.stdout.count(f"{parameters:,} ") == 1, done.stdout
 
 
 @pytest.mark.slow
 def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_by_itself(tmp_path: Path) -> None:
     """`--max-restarts` repeats the command; with resume=auto, ranks go on from the last snapshot.
 
-    Nor does a thread of the group outlive Python's end, where it would abort a rank that is done.
+    Nor does a thread of the group outlive the run: at Python's end it would abort a rank that is done.
     """
-    (tmp_path / "sitecustomize.py").write_text(KILLED_ONCE)
-    words = [*PAIRED, *SGD, *UNCHANGED, "resume=auto", "hydra.run.dir=run", "wandb.mode=disabled"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-        done = torchrun(tmp_path, "--max-restarts", "1", str(ROOT / "train.py"), *words)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "killed").exists() and status(tmp_path / "run").startswith("done")
-    assert len(losses(tmp_path / "run")) == 4
-    ends = [line for line in done.stdout.splitlines() if line.endswith(": run")]
+    run, phantom = tmp_path / "run", tmp_path / "phantom"
+    words = [*PAIRED, *SGD, *UNCHANGED, "resume=auto", f"hydra.run.dir={run}", f"data.root={phantom}"]
+    assert torchrun(tmp_path, *words, restarts=1, hook=be_killed_once) == 0, (tmp_path / "rank0/err").read_text()
+    assert (tmp_path / "rank1/killed").exists() and status(run).startswith("done")
+    assert len(losses(run)) == 4
+    ends = [line for line in (tmp_path / "rank0/out").read_text().splitlines() if line.endswith(f": {run}")]
     assert len(ends) == 1, "the folder, named by the first rank, and by its second start"
-    left = [(tmp_path / f"threads{rank}").read_text() for rank in range(2)]
-    assert all(names and "gloo" not in names for names in left), left
+    threads = [(tmp_path / f"rank{rank}/threads").read_text() for rank in range(2)]
+    assert all(names and "gloo" not in names for names in threads), threads
 
 
 UNCHANGED = [f"data.augment.{name}_p=0" for name in ("spatial", "noise", "blur", "contrast", "gamma", "low_resolution")]
-KILLED_ONCE = f"""
-import atexit, os, pathlib, signal, sys
-if rank := os.environ.get("RANK"):
-    sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-    import training
-    from unet3d.training import trainer
-    training.without_frills()
-    def list_threads():
-        names = [path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
-        pathlib.Path(f"threads{{rank}}").write_text(" ".join(names))
-    def be_killed():
-        pathlib.Path("killed").touch()
-        training.send(signal.SIGKILL)
-    atexit.register(list_threads)
-    if rank == "1" and not pathlib.Path("killed").exists():
-        training.call(trainer, "train_step", 3, be_killed)
-"""
+
+
+def be_killed_once() -> None:
+    """The second rank is killed in its third step, and not once more when it is started again."""
+    killed = Path("killed")
+
+    def be_killed() -> None:
+        killed.touch()
+        send(signal.SIGKILL)
+
+    if ranks.RANK == 1 and not killed.exists():
+        call(trainer, "train_step", 3, be_killed)
 
 
 def test_a_sweep_is_not_for_ranks(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ SERVER = multiprocessing.get_context("forkserver")
 MODULES = ("cli.train", "run.run", "report.report", "memory.preflight")
 # what a run loads where it first uses it
 LATE = ("monai.transforms", "scipy.interpolate", "scipy.spatial.transform", "torch._dynamo")
+LATE += ("wandb", "wandb.sdk.launch.inputs.internal")
 SERVER.set_forkserver_preload(["training", *LATE, *(f"unet3d.{name}" for name in MODULES)])
 Hook = Callable[[], None]
 
@@ -105,14 +106,15 @@ def start(
 ) -> tuple[BaseProcess, Path]:
     """The same, not waited for."""
     place.mkdir(exist_ok=True)
-    child = SERVER.Process(target=_train, args=(place, arguments, hook, wandb, frills, are_out()))
+    child = SERVER.Process(target=train_here, args=(place, arguments, hook, wandb, frills, are_out()))
     child.start()
     return child, place
 
 
-def _train(
+def train_here(
     place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: str, frills: bool, guards_out: Sequence[Guard]
 ) -> None:
+    """Become the process of `train`: everything of it is this training's from here on."""
     gc.freeze()  # what the server has loaded is no garbage
     multiprocessing.set_start_method("fork", force=True)  # of data workers, as in a program of its own
     os.setpgid(0, 0)

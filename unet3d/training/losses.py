@@ -21,7 +21,8 @@ from unet3d.model.blocks import crop
 from unet3d.types import IGNORE
 
 SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
-SLABS = 16  # at most
+SLABS = 16  # of a map on the CPU at most, each as long as it has SMALL numbers
+SMALL = 2**12  # numbers of logits: with less in a slab, most of the time goes to calls
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,8 @@ class _Probe(torch.autograd.Function):
 
 def _slabs(logits: Tensor, label: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits and one-hot labels N K d H W, of a few rows at a time; all classes 0 where the label is IGNORE."""
-    rows = -(-logits.shape[2] // SLABS)
+    numbers_of_row = logits.numel() // logits.shape[2]
+    rows = max(-(-logits.shape[2] // SLABS), SMALL // numbers_of_row)
     for first in range(0, logits.shape[2], rows):
         x = logits[:, :, first : first + rows].to(_exact(logits.dtype)).contiguous()  # softmax would do so unseen
         index = label[:, None, first : first + rows].long()
