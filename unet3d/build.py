@@ -27,7 +27,7 @@ from unet3d.errors import UserError
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.training.inference import Predictor
-from unet3d.training.losses import LOSSES, LossOptions, SegmentationLoss
+from unet3d.training.losses import CUDA_SLAB, LOSSES, LossOptions, SegmentationLoss
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.slab_run import SlabOptions
 
@@ -212,14 +212,15 @@ def shared(model: nn.Module) -> nn.Module:
     return model
 
 
-def loss(config: Config, classes: int) -> SegmentationLoss:
-    """The loss. Raises UserError where the weights do not match the classes."""
+def loss(config: Config, classes: int, device: torch.device | str = "cpu") -> SegmentationLoss:
+    """Return the loss, with its weights on the device. Raises UserError where they do not match the classes."""
     path, weights = config.loss.path, config.loss.weights
     if weights is not None and len(weights) != classes:
         raise UserError(f"loss.weights={weights}: {classes} classes need {classes} weights")
     function = LOSSES[config.loss.name] if path is None else import_object("loss.path", path)
-    tensor = None if weights is None else torch.tensor(weights)
-    return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice))
+    tensor = None if weights is None else torch.tensor(weights, device=device)
+    slab = CUDA_SLAB if target(config) == "cuda" else None
+    return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice, slab))
 
 
 def patches(config: Config) -> int:

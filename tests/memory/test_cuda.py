@@ -108,11 +108,21 @@ def test_a_gpu_holds_one_micro_batch_at_a_time() -> None:
     peaks = {}
     for device in ("cpu", "cuda"):
         for parts in (2, 3):
-            peaks[device, parts] = peak(tiny("model.features=[8]", f"accumulate={parts}", f"device={device}", *PLAIN))
-    assert peaks["cuda", 3] == peaks["cuda", 2]
+            peaks[device, parts] = peak(tiny("model.features=[16]", f"accumulate={parts}", f"device={device}", *PLAIN))
+    loss = 4  # bytes, that each micro-batch leaves until the step reads them all
+    assert peaks["cuda", 3] == peaks["cuda", 2] + loss
     images, labels = 2 * 16**3 * 4, 2 * 16**3 * 2  # bytes, in float32 and in int16
-    assert peaks["cpu", 3] - peaks["cpu", 2] == images + labels
+    assert peaks["cpu", 3] - peaks["cpu", 2] == images + labels + loss
     assert peaks["cpu", 2] - peaks["cuda", 2] == images + 2 * labels, "in backward only autograd holds an image"
+
+
+def test_the_steps_that_adam_counts_lie_on_the_host() -> None:
+    for device, numbers in (("cpu", 1), ("cuda", 0)):
+        options = tiny(f"device={device}", "optim=adam")
+        meter = simulate(options, options.model, (), steps=ENOUGH)
+        weights = [weight.numel() for weight in meter.model.parameters()]
+        states = meter.ledger.categories_at(len(meter.ledger.events))["optimizer"]
+        assert states == sum(4 * (2 * size + numbers) for size in weights)
 
 
 def test_outputs_of_layers_are_counted_under_the_same_policy() -> None:

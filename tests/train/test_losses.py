@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from calls import Calls
 from torch import Tensor
 
-from unet3d import build
+from unet3d import build, compose
 from unet3d.config import Config
 from unet3d.memory.ledger import Ledger
 from unet3d.training import losses
@@ -110,9 +111,11 @@ def plain(name: str, logits: Tensor, label: Tensor, options: LossOptions) -> Ten
 
 
 @pytest.mark.parametrize("weights", [None, torch.rand(7, dtype=torch.float64) + 0.1], ids=("even", "weighted"))
-@pytest.mark.parametrize("batch_dice", [True, False])
+@pytest.mark.parametrize(("batch_dice", "slab"), [(True, 900), (False, None)], ids=("ten slabs", "as on the CPU"))
 @every_loss
-def test_value_and_gradient_are_those_of_whole_maps(function: LossTerm, batch_dice: bool, weights: Tensor) -> None:
+def test_value_and_gradient_are_those_of_whole_maps(
+    function: LossTerm, batch_dice: bool, slab: int | None, weights: Tensor
+) -> None:
     generator, convolution = torch.Generator().manual_seed(0), torch.nn.Conv3d(2, 7, 1).double()
     image = torch.randn(2, 2, 19, 6, 5, generator=generator, dtype=torch.float64)
     label = torch.randint(-2, 7, (2, 19, 6, 5), generator=generator)
@@ -120,7 +123,7 @@ def test_value_and_gradient_are_those_of_whole_maps(function: LossTerm, batch_di
     found = []
     for loss in (function, functools.partial(plain, function.__name__)):
         convolution.zero_grad()
-        value = loss(convolution(image), label, LossOptions(weights, batch_dice))
+        value = loss(convolution(image), label, LossOptions(weights, batch_dice, slab))
         (3 * value).backward()
         assert convolution.weight.grad is not None
         found.append((value.detach(), convolution.weight.grad))
@@ -154,6 +157,25 @@ def test_many_classes_need_little_more_than_their_logits() -> None:
         del logits
         value.backward()
     assert ledger.peak_bytes() - before < 1.4 * size
+
+
+@pytest.mark.parametrize(
+    ("length", "slab", "slabs"),
+    [(2, None, 1), (4, None, 2), (128, None, 16), (128, 2**22, 1), (128, 2**16, 3), (128, 1, 128)],
+)
+def test_a_map_is_cut_into_slabs_by_its_size(length: int, slab: int | None, slabs: int) -> None:
+    """Of 2 images and 3 classes, 15 x 16 voxels wide: 1440 numbers a row."""
+    logits, calls = torch.randn(2, 3, length, 15, 16), Calls()
+    with calls:
+        dice_ce(logits, torch.zeros(2, length, 15, 16, dtype=torch.int16), LossOptions(slab=slab))
+    assert calls.counts[torch.ops.aten._log_softmax.default] == slabs
+
+
+def test_for_a_gpu_small_maps_are_computed_whole_with_weights_on_the_device() -> None:
+    config = compose.compose(["device=cuda", "loss.weights=[1,2,3]"])
+    options = build.loss(config, 3, "meta").options
+    assert options.slab is not None and options.slab >= 2 * 3 * 64**3
+    assert options.weights is not None and options.weights.device.type == "meta"
 
 
 @pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 1.0, 2.0])])

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from calls import Calls
 from guards import no, without, yes
 from torch import nn
 
@@ -50,6 +51,20 @@ def test_accumulated_halves_equal_the_whole(network: Network) -> None:
     assert results[0].loss == pytest.approx(results[1].loss, abs=1e-6)
     for a, b in zip(whole.parameters(), halves.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "numbers"), [(None, 0), (torch.float16, 1)], ids=("float32", "fp16"))
+def test_a_step_waits_once_for_the_device_however_many_micro_batches(
+    network: Network, dtype: torch.dtype | None, numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for loss, norm and scale together; fp16's scaler asks once more, whether a gradient overflowed."""
+    read, lists, calls = torch.Tensor.tolist, list[int](), Calls()
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(tensor.numel()) or read(tensor))
+    with calls:
+        result = step(network(), [batch(1)] * 3, clip=1.0, memory=MemoryPolicy(dtype=dtype))
+    assert calls.counts[torch.ops.aten._local_scalar_dense.default] == numbers
+    assert lists == [4 + numbers]
+    assert result.scale == (65536.0 if dtype else 1.0)
 
 
 def test_clipping_bounds_the_update_and_reports_the_norm_before(network: Network) -> None:

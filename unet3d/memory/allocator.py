@@ -43,7 +43,7 @@ def replay(events: Sequence[tuple[int, int]], settings: Settings | None = None) 
     for index, change in events:
         if change > 0:
             allocator.take(index, change)
-        else:
+        elif change < 0:
             allocator.release(index)
         allocated = max(allocated, allocator.allocated_bytes)
     return Reserved(allocated, allocator.reserved_bytes)  # what is reserved never shrinks

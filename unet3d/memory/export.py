@@ -39,9 +39,11 @@ def viewer_snapshot(ledger: Ledger) -> dict[str, list]:
         where = {"addr": addresses[index], "size": abs(change), "stream": 0, "frames": frames[index]}
         if change > 0:
             trace.append({"action": "alloc", **where, "category": ledger.category(ledger.storages[index])})
-        else:
+        elif change < 0:
             trace += [{"action": action, **where} for action in ("free_requested", "free_completed")]
-    alive = sorted((addresses[i], frames[i], s.bytes) for i, s in enumerate(ledger.storages) if s.died is None)
+    alive = sorted(
+        (addresses[i], frames[i], s.bytes) for i, s in enumerate(ledger.storages) if s.died is None and s.bytes
+    )
     return {"segments": [_segment(alive, end)] if end else [], "device_traces": [trace if end else []]}
 
 
@@ -52,6 +54,8 @@ def first_fit(ledger: Ledger) -> list[int]:
     for index, change in ledger.events:
         if change < 0:
             del taken[bisect_left(taken, (addresses[index],))]
+            continue
+        if not change:
             continue
         address = 0
         for start, end in taken:

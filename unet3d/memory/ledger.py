@@ -61,7 +61,8 @@ class Storage:
 class Ledger(TorchDispatchMode):
     """Records storages on devices of one type: a batch in host memory takes no memory of a GPU.
 
-    `events` holds (storage index, bytes gained or lost); `marks` and `crossings` hold (event index, what begins).
+    `events` holds (storage index, bytes gained or lost), 0 bytes for a storage that was taken out of the count; `marks`
+    and `crossings` hold (event index, what begins).
     `scope` returns where the current operation runs.
     """
 
@@ -101,6 +102,13 @@ class Ledger(TorchDispatchMode):
         if (found := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
             storage = self.storages[found[0]]
             storage.role, storage.scope = role, ModuleScope(module)
+
+    def uncount(self, tensor: Tensor) -> None:
+        """Take a storage out of the count: the device that the step is predicted for would not hold it."""
+        index = self.index(tensor)
+        storage = self.storages[index]
+        storage.bytes = 0
+        self.events[storage.born] = (index, 0)
 
     def index(self, tensor: Tensor) -> int:
         """Index of a tensor's storage. Raises KeyError if it is not counted."""
@@ -205,7 +213,8 @@ class Ledger(TorchDispatchMode):
     def _release(self, address: int, _: Any) -> None:
         index, _ = self._alive.pop(address)
         self.storages[index].died = len(self.events)
-        self.events.append((index, -self.storages[index].bytes))
+        if self.storages[index].bytes:
+            self.events.append((index, -self.storages[index].bytes))
 
 
 def _sole_owner() -> tuple[int, int, int]:

@@ -79,9 +79,12 @@ class LedgerMeter:
             for parameter in module.parameters(recurse=False):
                 if parameter.grad is not None:
                     self.ledger.claim(parameter.grad, "grads", path)
-                for state in self.optimizer.state.get(parameter, {}).values():
-                    if isinstance(state, Tensor):
-                        self.ledger.claim(state, "optimizer", path)
+                for name, state in self.optimizer.state.get(parameter, {}).items():
+                    if not isinstance(state, Tensor):
+                        continue
+                    self.ledger.claim(state, "optimizer", path)
+                    if self._for_gpu and name == "step":
+                        self.ledger.uncount(state)  # Adam counts its steps on the host
 
 
 class CudaMeter(LedgerMeter):

@@ -66,7 +66,7 @@ class Run:
         device = build.device(config)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # where page-locked memory and NCCL would else open a context on the first
-        loss = build.loss(config, len(data.dataset.classes))
+        loss = build.loss(config, len(data.dataset.classes), device)
         policy = build.policy(config, device.type, segment_starts)
         model = build.model(options, config.seed)
         if start is not None:

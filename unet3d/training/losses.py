@@ -21,8 +21,9 @@ from unet3d.model.blocks import crop
 from unet3d.types import IGNORE
 
 SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
-SLABS = 16  # of a map on the CPU at most, each as long as it has SMALL numbers
-SMALL = 2**12  # numbers of logits: with less in a slab, most of the time goes to calls
+SLABS = 16  # of a map on the CPU, at most
+SMALL = 2**12  # numbers of logits; with less in a slab on the CPU, most of the time goes to calls
+CUDA_SLAB = 2**22  # numbers of logits; a GPU has work for all of its cores, and a step few launches for the loss
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class LossOptions:
 
     weights: Tensor | None = None  # K, of the classes in the cross-entropy
     batch_dice: bool = True  # one Dice over the batch; else the mean over its images
+    slab: int | None = None  # numbers of logits in a slab; None: as suits the CPU
 
 
 LossTerm = Callable[[Tensor, Tensor, LossOptions], Tensor]
@@ -102,7 +104,7 @@ class BySlabs(torch.autograd.Function):
         zeros = torch.zeros(logits.shape[:2], dtype=_exact(logits.dtype), device=logits.device)  # N K
         weights = None if options.weights is None else options.weights.to(zeros)
         overlap, size, surprise, mass = zeros.clone(), zeros.clone(), zeros.sum(), zeros.sum()
-        for x, truth in _slabs(logits, label):
+        for x, truth in _slabs(logits, label, options.slab):
             log_p = x.log_softmax(1)
             weighed = truth if weights is None else truth * weights.view(1, -1, 1, 1, 1)
             if ce:
@@ -117,6 +119,7 @@ class BySlabs(torch.autograd.Function):
         mass = mass.clamp(min=1e-8)
         ctx.save_for_backward(logits, label, overlap, size, mass)
         ctx.weights, ctx.terms, ctx.is_convolved = weights, (dice, ce), _keeps_no_output(logits)
+        ctx.slab = options.slab
         ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
         score = ((2 * overlap + SMOOTH) / (size + SMOOTH))[:, 1:].mean() / ctx.shares if dice else zeros.sum() + 1
         if dice and ctx.shares > 1:
@@ -134,7 +137,7 @@ class BySlabs(torch.autograd.Function):
         by_overlap, by_size = -2 / (size + SMOOTH) / scores, (2 * overlap + SMOOTH) / (size + SMOOTH) ** 2 / scores
         by_overlap[:, 0] = by_size[:, 0] = 0  # the background
         rows = 0
-        for x, truth in _slabs(logits, label):
+        for x, truth in _slabs(logits, label, ctx.slab):
             p, valid = x.softmax(1), truth.sum(1, keepdim=True)
             slab = torch.zeros_like(p)
             if dice:
@@ -196,14 +199,21 @@ class _Probe(torch.autograd.Function):
         return cls.found
 
 
-def _slabs(logits: Tensor, label: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _slabs(logits: Tensor, label: Tensor, numbers: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits and one-hot labels N K d H W, of a few rows at a time; all classes 0 where the label is IGNORE."""
-    numbers_of_row = logits.numel() // logits.shape[2]
-    rows = max(-(-logits.shape[2] // SLABS), SMALL // numbers_of_row)
+    rows = _rows(logits, numbers)
     for first in range(0, logits.shape[2], rows):
         x = logits[:, :, first : first + rows].to(_exact(logits.dtype)).contiguous()  # softmax would do so unseen
         index = label[:, None, first : first + rows].long()
         yield x, torch.zeros_like(x).scatter_(1, index.clamp(min=0), (index != IGNORE).to(x.dtype))
+
+
+def _rows(logits: Tensor, numbers: int | None) -> int:
+    """Return the rows of a slab of at most so many numbers, if a row has no more; None: as suits the CPU."""
+    numbers_of_row = logits.numel() // logits.shape[2]
+    if numbers is not None:
+        return max(1, numbers // numbers_of_row)
+    return max(-(-logits.shape[2] // SLABS), SMALL // numbers_of_row)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

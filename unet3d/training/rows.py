@@ -219,7 +219,7 @@ class Convolved(Node):
         weight, bias = self.parameters()
         wanted, sizes = [rows.requires_grad, others, others and bias is not None], None if bias is None else [len(bias)]
         of_x, *of_layer = torch.ops.aten.convolution_backward(
-            gradient, x, weight, sizes, self.layer.stride, padding, (1, 1, 1), False, (0, 0, 0), 1, wanted
+            gradient.contiguous(), x, weight, sizes, self.layer.stride, padding, (1, 1, 1), False, (0, 0, 0), 1, wanted
         )
         if of_x is not None and x.shape != rows.shape:
             low = self._touched(first, end)[0]

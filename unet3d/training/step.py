@@ -22,6 +22,7 @@ LossFunction = Callable[[Any, Tensor], Tensor]  # of the model's output and the 
 class StepResult(NamedTuple):
     loss: float  # mean over the micro-batches
     grad_norm: float  # before clipping
+    scale: float = 1.0  # by which fp16 losses were multiplied
 
 
 def ignore_mark(phase: str) -> None:
@@ -39,7 +40,8 @@ def train_step(
     clip: float | None = None,
 ) -> StepResult:
     """Accumulate gradients over the micro-batches, then update once. Raises NonFiniteLoss before the update."""
-    device, mean_loss = next(model.parameters()).device, 0.0
+    device = next(model.parameters()).device
+    losses: list[Tensor] = []
     for batch in batches:
         mark("data")
         # Where the batch is on the device already, `detach` is the operation that shows it to a ledger.
@@ -53,13 +55,13 @@ def train_step(
         mark("backward")
         with policy.convolutions():
             scaler.scale(value).backward()
-        mean_loss += value.item()
+        losses.append(value.detach())
         del value
     mark("step")
     ranks.add_up(p.grad for p in model.parameters() if p.grad is not None)
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    result = StepResult(mean_loss, norm.item())
+    result = _read(losses, norm, scaler)
     _refuse_non_finite(result, model, scaler, batches)
     if clip is not None:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
@@ -70,6 +72,14 @@ def train_step(
     return result
 
 
+def _read(losses: Sequence[Tensor], norm: Tensor, scaler: GradScaler) -> StepResult:
+    """Return the step's numbers. On CUDA this is the step's one wait for the device: they are read together."""
+    scale = [scaler.scale(torch.ones_like(norm))] if scaler.is_enabled() else []
+    numbers = torch.stack([norm, *(loss.to(norm.dtype) for loss in losses), *scale]).tolist()
+    mean_loss = sum(numbers[1 : len(losses) + 1])
+    return StepResult(mean_loss, numbers[0], *numbers[len(losses) + 1 :])
+
+
 def _refuse_non_finite(result: StepResult, model: nn.Module, scaler: GradScaler, batches: Sequence[Batch]) -> None:
     """Raise NonFiniteLoss, unless fp16 overflowed at a scale that can fall: then the scaler skips the update.
 
@@ -78,7 +88,7 @@ def _refuse_non_finite(result: StepResult, model: nn.Module, scaler: GradScaler,
     if all(map(math.isfinite, result)):
         return
     statistics_hold = not ranks.agreed(not all(buffer.isfinite().all() for buffer in model.buffers()))
-    if scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE and statistics_hold:
+    if scaler.is_enabled() and result.scale >= LOWEST_SCALE and statistics_hold:
         return
     own = [case for batch in batches for case in batch.cases]
     cases = ", ".join(sorted({case for of_rank in ranks.gather(own) for case in of_rank}))

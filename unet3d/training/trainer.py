@@ -71,7 +71,7 @@ class Trainer:
             values = {"train/loss": result.loss, "train/lr": rate, "train/grad_norm": result.grad_norm}
             values |= {"time/step_s": time.perf_counter() - started, "time/data_wait_s": wait}
             if self.learner.scaler.is_enabled():
-                values["train/scale"] = self.learner.scaler.get_scale()
+                values["train/scale"] = result.scale
             self.log(values, self.step)
             if not is_due():
                 between()
