@@ -1,6 +1,5 @@
 """Tiny trainings in processes of their own, forked from a server that has torch loaded: real pids, real signals."""
 
-import gc
 import itertools
 import json
 import math
@@ -15,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -36,11 +36,7 @@ TINY = [
 ]
 PLAIN = ("optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=null")  # quick to simulate
 SERVER = multiprocessing.get_context("forkserver")
-MODULES = ("cli.train", "run.run", "report.report", "memory.preflight")
-# what a run loads where it first uses it
-LATE = ("monai.transforms", "scipy.interpolate", "scipy.spatial.transform", "torch._dynamo")
-LATE += ("wandb", "wandb.sdk.launch.inputs.internal")
-SERVER.set_forkserver_preload(["training", *LATE, *(f"unet3d.{name}" for name in MODULES)])
+SERVER.set_forkserver_preload(["served"])
 Hook = Callable[[], None]
 
 
@@ -101,11 +97,19 @@ def train(
     return Ended(child, place)
 
 
+def ensure_server() -> None:
+    """Start the server if it does not run yet, with the folders of the tests where it looks for modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+
+
 def start(
     place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "disabled", frills: bool = False
 ) -> tuple[BaseProcess, Path]:
     """The same, not waited for."""
     place.mkdir(exist_ok=True)
+    ensure_server()
     child = SERVER.Process(target=train_here, args=(place, arguments, hook, wandb, frills, are_out()))
     child.start()
     return child, place
@@ -115,7 +119,6 @@ def train_here(
     place: Path, arguments: tuple[str, ...], hook: Hook | None, wandb: str, frills: bool, guards_out: Sequence[Guard]
 ) -> None:
     """Become the process of `train`: everything of it is this training's from here on."""
-    gc.freeze()  # what the server has loaded is no garbage
     multiprocessing.set_start_method("fork", force=True)  # of data workers, as in a program of its own
     os.setpgid(0, 0)
     os.chdir(place)

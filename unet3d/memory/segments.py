@@ -204,7 +204,8 @@ def estimated_in_slabs(config: Config, options: Model) -> tuple[int, float]:
     plain = replace(step_key(config), optim=PLAIN, accumulate=1)
     peak, gradients, made = _in_slabs(plain, options, 1)
     voxels, others = build.patches(config) * prod(config.data.patch), config.accumulate - 1
-    waiting = others * voxels * (4 * (options.in_channels or 0) + 2) * (build.target(config) == "cpu")  # micro-batches
+    micro_batch = voxels * (4 * (options.in_channels or 0) + 2) if build.target(config) == "cpu" else 0
+    waiting = others * (micro_batch + 4)  # with the losses that the step reads at its end
     most = max(profile.update, peak + profile.optimizer_state + waiting + gradients * (others > 0))
     return most, made / max(1, sum(profile.flops)) - 1
 

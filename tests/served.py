@@ -1,0 +1,19 @@
+"""All that a training loads, loaded once by the server that trainings are forked from."""
+
+import gc
+import importlib
+import os
+
+MODULES = [
+    *("training", "ranked", "guards"),
+    *("unet3d.cli.train", "unet3d.run.run", "unet3d.report.report", "unet3d.memory.preflight"),
+    # what a run loads where it first uses it
+    *("monai.transforms", "scipy.interpolate", "scipy.spatial.transform", "torch._dynamo"),
+    *("wandb", "wandb.sdk.launch.inputs.internal"),
+]
+for name in MODULES:
+    importlib.import_module(name)
+os.environ.pop("PYTHONPATH")  # the server's alone
+# Each training would search it for garbage, and copy its pages by that.
+gc.collect()
+gc.freeze()
