@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from guards import nothing, unchanged, without
-from training import PLAIN, ROOT, TINY, face, records, run, weights
+from training import PLAIN, ROOT, TINY, face, records, run, status, weights
 from training import train as fork
 from wandb_records import read_run
 
@@ -484,3 +484,15 @@ def test_check_data_lists_every_problem(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert "b" in done.stdout and "7" in done.stdout and "c.nii.gz" in done.stdout
+
+
+def test_how_a_run_ended_is_written_over_the_file_that_is_there_where_there_is_no_room_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_disk(folder: Path, line: str, code: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lifecycle.write_end(tmp_path, "a much longer line than the next", 0)
+    monkeypatch.setattr("unet3d.report.run_folder.write_status", fill_disk)
+    lifecycle.write_end(tmp_path, "failed", 1)
+    assert status(tmp_path).splitlines() == ["failed", "exit code 1"]

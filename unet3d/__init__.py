@@ -22,9 +22,9 @@ def __getattr__(name: str) -> "Any":
 
         return load
     if name == "memory":
-        import unet3d.memory as memory
+        from importlib import import_module
 
-        return memory
+        return import_module("unet3d.memory")
     if name == "train":
         from unet3d.cli.train import from_python
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import math
 import os
 import sys
 from collections import Counter
@@ -34,6 +35,7 @@ from unet3d.training.slab_run import SlabOptions
 Read = Callable[[Case], PreparedCase]
 ROWS = 8  # of a slab at least, unless asked for
 SLABS, LEAN_SLABS = 12, 8  # along the longest axis at most, of slab=auto and lean=true
+CUDA_VOXELS = 2**18  # of a slab on a GPU, at least: a step of smaller ones waits for the launches of its kernels
 
 
 def import_object(name: str, path: str) -> Callable[..., Any]:
@@ -73,10 +75,16 @@ class Data:
 
 
 def device(config: Config) -> torch.device:
-    """The device of `device=`. Raises UserError for cuda where there is none."""
+    """The device of `device=`. Raises UserError for cuda where there is none, or not one for each rank."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: this torch sees no CUDA device; use device=cpu, or install torch with CUDA")
-    return torch.device("cuda", ranks.LOCAL_RANK) if target(config) == "cuda" else torch.device("cpu")
+    if target(config) != "cuda":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus < ranks.LOCAL_SIZE:
+        many = f"{ranks.LOCAL_SIZE} ranks, {gpus} GPU{'s' if gpus != 1 else ''}"
+        raise UserError(f"{many}: each rank needs one; use torchrun --nproc-per-node {gpus}, or device=cpu")
+    return torch.device("cuda", ranks.LOCAL_RANK)
 
 
 def target(config: Config) -> str:
@@ -239,7 +247,10 @@ def slabs(config: Config) -> SlabOptions | None:
     if not config.lean and not config.slab:
         return None
     patch = config.data.patch
-    automatic = max(ROWS, -(-max(patch) // (LEAN_SLABS if config.lean else SLABS)))
+    most = LEAN_SLABS if config.lean else SLABS
+    if target(config) == "cuda":
+        most = max(1, min(most, patches(config) * math.prod(patch) // CUDA_VOXELS))
+    automatic = max(ROWS, -(-max(patch) // most))
     rows = automatic if config.lean or config.slab == "auto" else config.slab
     return SlabOptions(rows, config.lean, 2 + patch.index(max(patch)), target(config) == "cpu")
 

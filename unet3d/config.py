@@ -214,7 +214,9 @@ class Config:
     eval_every: int = option(50, "steps between validations; 0: only at the end", low=0)
     save_every: int = option(0, "steps between snapshots, besides those of validations; 0: none", low=0)
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
-    budget: str | None = option(None, "refuse a run whose step is predicted to hold more in tensors, e.g. 8GiB")
+    budget: str | None = option(
+        None, "refuse a run whose step is predicted to hold more in tensors, on CUDA to reserve more; e.g. 8GiB"
+    )
     rank_timeout: float = option(600.0, "under torchrun: seconds that a process waits for another", low=1, high=1e6)
     init: str | None = option(None, "snapshot of a run, or a published one, to begin with the weights of")
     resume: str | None = option(None, "run folder to continue; auto: that of hydra.run.dir, or a new run there")

@@ -84,6 +84,7 @@ NO_MEMORY = (  # regular expressions
     "failed to map segment",  # a library as it is loaded
     "could not create a primitive(?! descriptor)",  # oneDNN; it cannot describe what it does not support
     "CUDA error: out of memory",  # the context, a kernel's code, page-locked memory
+    "NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # no memory, and the driver does not say who has it: MIG, vGPU, WSL
     "ALLOC_FAILED",  # cuDNN's and cuBLAS's handles
     "unable to find an engine",  # cuDNN, where no convolution's workspace fits
 )

@@ -63,6 +63,23 @@ def test_one_config_is_explained_and_its_files_written(
     ]
 
 
+@pytest.mark.slow
+def test_a_relative_with_more_parameters_and_a_lower_peak_is_explained(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unet3d.compose.choices", lambda group: ["forum_32"])
+    monkeypatch.setattr("unet3d.cli.memory.narrowed", lambda subject: {})
+    monkeypatch.setattr("unet3d.cli.memory.budget.levers", lambda asked: [])
+    words = ["data.patch=[48,32,32]", "batch=1", "amp=true", "model.in_channels=1", "model.classes=2", *PLAIN]
+    assert memory("model=forum_small", *words) == 0
+    said = capsys.readouterr().out
+    small, large = (estimate([f"model={name}", *words], half=False) for name in ("forum_small", "forum_32"))
+    assert large.parameters > small.parameters and large.peak < small.peak
+    (line,) = (line for line in said.splitlines() if mib(small.peak - large.peak) in line)
+    for part in (f"{large.parameters / small.parameters:.1f}", "32 + 64 = 96", "64 + 128 = 192"):
+        assert part in line, part
+
+
 @pytest.mark.parametrize(
     ("words", "relatives"),
     [

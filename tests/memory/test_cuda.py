@@ -198,6 +198,7 @@ def test_the_replay_has_the_settings_that_the_environment_asks_for(
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
         (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "CUDACachingAllocator.cpp":1016'), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("could not create a primitive"), True),
         (RuntimeError("could not create a primitive descriptor for a convolution"), False),

@@ -112,6 +112,20 @@ def test_the_lowest_gap_that_fits_is_taken() -> None:
     assert third.numel() + large.numel() + exact.numel() + inside.numel()
 
 
+def test_a_storage_that_is_not_counted_takes_no_place(tmp_path: Path) -> None:
+    """As the steps that Adam counts on the host, in the prediction for a GPU."""
+    ledger = Ledger()
+    with ledger:
+        first, other, second = torch.empty(100), torch.empty(10), torch.empty(50)
+    ledger.uncount(other)
+    del other
+    assert ledger.alive_bytes()[-1] == first.nbytes + second.nbytes
+    found = written(ledger, tmp_path)
+    (segment,) = found["segments"]
+    assert [block["size"] for block in segment["blocks"]] == [400, 200]
+    assert [entry["size"] for entry in found["device_traces"][0] if entry["action"] == "alloc"] == [400, 200]
+
+
 def test_torchs_own_reader_takes_a_snapshot(small: Ledger, tmp_path: Path) -> None:
     found = written(small, tmp_path)
     lines = _memory_viz.trace(found).splitlines()

@@ -7,9 +7,11 @@ from functools import cache
 from itertools import islice, pairwise
 
 import pytest
+import torch
+from guards import nothing, without
 from training import PLAIN, face
 
-from unet3d import build, compose
+from unet3d import build, compose, ranks
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory import budget as search_of_ways
@@ -208,7 +210,8 @@ def test_smaller_networks_and_patches_stop_where_there_is_none(overrides: list[s
 def test_the_peak_of_slabs_is_estimated_from_one_micro_batch(words: list[str]) -> None:
     """Too high by the gradients at most, and its price is exact."""
     asked = option("batch=1", "data.patch=[4,16,24]", *words)
-    (peak, price), (truth, again) = (way(asked.config, asked.model) for way in (estimated_in_slabs, in_slabs))
+    peak, price = estimated_in_slabs(asked.config, asked.model)
+    truth, _, again = in_slabs(asked.config, asked.model)
     gradients = 4 * sum(p.numel() for p in build.model(asked.model, 0).parameters())
     assert truth <= peak <= truth + gradients
     assert price == pytest.approx(again) and again >= 0
@@ -291,7 +294,7 @@ def test_what_sees_the_batch_is_another_step_in_parts(overrides: list[str], sees
 def test_after_out_of_memory_what_needs_less_is_named_whatever_the_budget() -> None:
     """The budget was too high, or memory would not have run out. First what a resumed run may change."""
     asked = config("batch=1", "budget=8GiB")
-    _, _, before, *lines = oom_suggestions(asked, asked.model)
+    _, _, before, *lines = oom_suggestions(asked, asked.model, seconds=1e6)
     (at,) = (index for index, line in enumerate(lines) if not ROW.fullmatch(line))  # the heading of a new run's
     resumed, rows = lines[:at], lines[at + 1 :]
     assert peak_in(before) == mib(peak_of("batch=1"))
@@ -303,6 +306,55 @@ def test_after_out_of_memory_what_needs_less_is_named_whatever_the_budget() -> N
     peaks = [number(peak_in(line)) for line in (before, *resumed, *rows)]
     assert rows and peaks[: at + 1] == sorted(peaks[: at + 1], reverse=True) and max(peaks[at + 1 :]) <= peaks[at]
     assert all("budget=null" in row for row in rows)
+
+
+def test_a_search_after_out_of_memory_that_takes_long_ends_with_what_it_has() -> None:
+    asked = config("batch=1")
+    _, _, before, *lines = oom_suggestions(asked, asked.model, seconds=0)
+    assert peak_in(before) == mib(peak_of("batch=1"))
+    assert not any(ROW.fullmatch(line) for line in lines)
+    assert "memory fit" in lines[-1]
+
+
+def test_on_cuda_a_budget_is_of_what_the_allocator_reserves() -> None:
+    """A small network's tensors lie in a segment of 2 MiB for each of the allocator's pools."""
+    words = ("device=cuda", *ONE_PATCH)
+    asked = simulated(option(*words))
+    assert asked.peak_bytes < 2 * MIB <= asked.reserved_bytes
+    title, *_, end = refusal(*words, f"budget={asked.reserved_bytes / MIB - 1}MiB")
+    assert "budget=" in title and mib(asked.reserved_bytes) in end
+    fits = config(*words, f"budget={asked.reserved_bytes / MIB}MiB")
+    assert preflight(fits, fits.model).memory["predicted"]["reserved_bytes"] == asked.reserved_bytes
+
+
+@without("unet3d.memory.preflight.refuse_over_card", nothing)
+def test_a_step_that_a_gpu_has_no_room_for_is_refused_with_what_fits(gpu: list[int]) -> None:
+    words = ("device=cuda", "dry_run=false", "model.features=[16,32]", "data.patch=[16,32,32]")
+    asked = simulated(option(*words))
+    gpu[:] = [asked.reserved_bytes - 1, 2 * asked.reserved_bytes]
+    title, *rows = refusal(*words)
+    assert mib(asked.reserved_bytes) in title and mib(2 * asked.reserved_bytes) in title
+    assert words_in(rows[-1]) and "reserves" in rows[-1]
+    changed = option(*words, *words_in(rows[-1]))
+    assert simulated(changed).reserved_bytes < asked.reserved_bytes
+    gpu[0] = asked.reserved_bytes
+    preflight(asked.config, asked.model)
+
+
+def test_more_ranks_than_gpus_are_one_line(gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "LOCAL_SIZE", 2)
+    with pytest.raises(UserError, match=r"^2 ranks, 1 GPU\b.*--nproc-per-node 1\b"):
+        build.device(config("device=cuda"))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A GPU as torch would name it; the list holds the free bytes of its memory, and all."""
+    memory = [2**40, 2**40]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(memory))
+    return memory
 
 
 def test_a_budget_that_was_too_high_is_the_first_thing_to_go(without_slabs: None) -> None:

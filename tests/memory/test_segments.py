@@ -113,6 +113,7 @@ def test_segments_that_just_do_not_fit_hide_none_that_recomputes_more() -> None:
     count = 10
     even = StageProfile(
         peak=100,
+        reserved=0,
         forward=[0] * count,
         backward=[10 * (stage + 1) for stage in range(count)],
         waiting=[0] * count,

@@ -1,5 +1,6 @@
 """A run's numbers survive what happens to it and to its loggers; what wandb records, and what it must not."""
 
+import errno
 import io
 import json
 import math
@@ -20,7 +21,7 @@ import pytest
 from guards import unchanged, without
 from PIL import Image
 from rich.console import Console as Terminal
-from training import SERVER
+from training import SERVER, ensure_server
 from wandb_records import read_file, read_run
 
 from unet3d import checks, progress, terminal
@@ -48,6 +49,7 @@ def offline(config: Config) -> str:
 
 def python(program: Path, *arguments: str, **variables: str) -> list[str]:
     """Run a program in its folder, as a user who never set up wandb, by a fork that has torch; its lines on stderr."""
+    ensure_server()
     child = SERVER.Process(target=run_program, args=(program, arguments, variables))
     child.start()
     child.join()
@@ -79,6 +81,22 @@ def test_a_record_has_its_values_and_its_step(tmp_path: Path) -> None:
         {"step": 2, "val/dice/left": None, "val/dice/right": 0.5},
     ]
     logger.close(0)
+
+
+def test_a_record_that_a_broken_disk_does_not_take_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full may have room again; one that fails has not."""
+
+    def fail(logger: JsonLines) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    logger = JsonLines(tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(JsonLines, "_write", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        logger.scalars({"train/loss": 1.0}, 1)
+    monkeypatch.undo()
+    logger.close(1)
 
 
 def test_what_json_lacks_is_a_string_that_float_reads(tmp_path: Path) -> None:

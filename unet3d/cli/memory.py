@@ -315,11 +315,11 @@ def print_fit(overrides: Sequence[str]) -> None:
     found, best = budget.find_fit(budget.Option((), "nothing", subject.config, subject.options), limit)
     rows = []
     for o in found[:: -(-len(found) // FRONT)]:
-        needs = [mib(o.peak_bytes), "yes" if o.peak_bytes <= limit else "", f"{o.recompute_fraction:+.0%}"]
+        needs = [mib(o.peak_bytes), "yes" if o.occupied_bytes <= limit else "", f"{o.recompute_fraction:+.0%}"]
         changes = "" if o.changes == "nothing" else o.changes
         rows.append([*needs, str(o.segments) if o.segments > 1 else "", changes, " ".join(o.overrides)])
     table = Table(["peak (MiB, estimated)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
     paper(WIDE).print(terminal_table("Least memory by cost", table))
-    if best.peak_bytes > limit:
+    if best.occupied_bytes > limit:
         raise UserError(f"budget={given}: nothing tried fits; the smallest peak is {mib(best.peak_bytes)} MiB")
     print(f"fits: {escaped(shlex.join(['python', 'train.py', *budget.replaced(overrides, best.overrides)]))}")

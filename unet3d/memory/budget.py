@@ -1,11 +1,13 @@
 """What fits a memory budget: one search, for `budget=`, for `memory fit`, and for a run that ran out of memory."""
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice, product
-from typing import NamedTuple
+from math import inf
+from typing import NamedTuple, NoReturn
 
 from unet3d.checks import check
 from unet3d.config import Config, Model
@@ -24,6 +26,7 @@ LEVERS = ((True, 0), (False, "auto"))  # lean, slab
 SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, that are still suggested
 CHANGES = {"nothing": 0, "rounding": 0, "statistics": 1, "the network": 2, "the patch": 3}  # in the result, by rank
 GROUPS, SUGGESTIONS = 5, 4  # lines after out of memory
+PATIENCE = 20.0  # seconds of search then
 HEAD = f"what would need less (predicted; ~: estimated)\n{'peak MiB':>12} {'saves MiB':>10} {'more FLOPs':>10}  changes"
 
 
@@ -38,6 +41,12 @@ class Option(NamedTuple):
     recompute_fraction: float = 0  # convolution FLOPs computed twice, as a share of a step's
     segments: int = 1
     is_simulated: bool = True  # else the peak is estimated, see `segments.estimated_peak`
+    reserved_bytes: int = 0  # by CUDA's allocator; 0 on the CPU, and where it is not known
+
+    @property
+    def occupied_bytes(self) -> int:
+        """What a budget is of: tensors on the CPU, what the allocator reserves on CUDA."""
+        return max(self.peak_bytes, self.reserved_bytes)
 
     def cost(self) -> tuple[int, float, int, int]:
         """Order of preference: the same result, then less recomputation, then fewer overrides."""
@@ -48,13 +57,18 @@ class Option(NamedTuple):
 def simulated(option: Option) -> Option:
     """The option as a run takes it: with the segments that it chooses, and the peak of its second step."""
     if option.config.lean or option.config.slab:
-        peak, again = segments.in_slabs(option.config, option.model)
-        return Option(*option[:4], peak, again / PASSES)
+        peak, reserved, again = segments.in_slabs(option.config, option.model)
+        return Option(*option[:4], peak, again / PASSES, reserved_bytes=reserved)
     segment_starts, fraction = segments.choose_segments(option.config, option.model)
-    peak = segments.profile_stages(option.config, option.model).peak
     if segment_starts:
-        peak = simulate(option.config, option.model, segment_starts, steps=ENOUGH).ledger.peak_bytes()
-    return Option(*option[:4], peak, fraction / PASSES, max(1, len(segment_starts)))
+        ledger = simulate(option.config, option.model, segment_starts, steps=ENOUGH).ledger
+        peak = ledger.peak_bytes()
+        reserved = segments.reserved_bytes(option.config, ledger)
+    else:
+        profile = segments.profile_stages(option.config, option.model)
+        peak = profile.peak
+        reserved = profile.reserved
+    return Option(*option[:4], peak, fraction / PASSES, max(1, len(segment_starts)), reserved_bytes=reserved)
 
 
 def without_levers(config: Config, options: Model, segment_starts: segments.SegmentStarts) -> dict[str, int]:
@@ -91,21 +105,25 @@ def levers(asked: Option) -> list[Option]:
     return found
 
 
-def search(asked: Option, enough: int = 0) -> list[Option]:
+def search(asked: Option, enough: int = 0, until: float = inf) -> list[Option]:
     """Mixed precision x batch in parts x (slabs, or thriftier operations x segments), the cheapest first.
 
-    Peaks of slabs and segments are estimated. Once one is at most `enough` bytes, what can only cost more is left out.
+    Peaks of slabs and segments are estimated. Once one is at most `enough` bytes, what can only cost more is left out;
+    so is what comes after the time `until`, of `time.monotonic`.
     """
     found, ways, ckpt = list[Option](), sorted(_unsegmented(asked), key=_least_cost), asked.config.ckpt
     for way in track(ways, "ways to take the step", len(ways)):
-        if any(option.cost()[:2] < _least_cost(way) for option in found if option.peak_bytes <= enough):
+        if any(option.cost()[:2] < _least_cost(way) for option in found if option.occupied_bytes <= enough):
+            break
+        if time.monotonic() > until:
             break
         if way.config.lean or way.config.slab:
             peak, again = segments.estimated_in_slabs(way.config, way.model)
             found.append(way._replace(peak_bytes=peak, recompute_fraction=again / PASSES, is_simulated=False))
             continue
         profile = segments.profile_stages(way.config, way.model)
-        found.append(way._replace(overrides=way.overrides + ("ckpt=0",) * (ckpt != 0), peak_bytes=profile.peak))
+        plain = way.overrides + ("ckpt=0",) * (ckpt != 0)
+        found.append(way._replace(overrides=plain, peak_bytes=profile.peak, reserved_bytes=profile.reserved))
         words, config = way.overrides + ("ckpt=auto",) * (ckpt != "auto"), replace(way.config, ckpt="auto")
         for choice in segments.partitions(len(profile.forward), len(profile.forward)):
             peak, fraction = segments.estimated_peak(profile, choice), segments.recompute_fraction(profile, choice)
@@ -151,14 +169,16 @@ def front(found: Iterable[Option]) -> list[Option]:
 def find_fit(asked: Option, budget: int, thorough: bool = True) -> tuple[list[Option], Option]:
     """The front of options, and the cheapest that fits the bytes, or that with the smallest peak, simulated.
 
+    On CUDA the bytes are those that the allocator reserves.
+
     Unless `thorough`, options that cost more than what fits may be missing.
     """
     found = search(asked, 0 if thorough else budget)
-    may_lack = not thorough and any(option.peak_bytes <= budget for option in found)
+    may_lack = not thorough and any(option.occupied_bytes <= budget for option in found)
     likely = {o.overrides: o for o in reversed(found) if o.peak_bytes <= segments.SLACK * budget}
     for option in track(sorted(likely.values(), key=Option.cost), "options that may fit, at most", len(likely)):
         best = simulated(option)
-        if best.peak_bytes <= budget:
+        if best.occupied_bytes <= budget:
             return front(found), best
         found = sorted([*(o for o in found if o.overrides != best.overrides), best], key=Option.cost)
     if may_lack:  # and no estimate was right
@@ -166,7 +186,7 @@ def find_fit(asked: Option, budget: int, thorough: bool = True) -> tuple[list[Op
     rows = front(found)
     for best in smaller(found):
         rows.append(best)
-        if best.peak_bytes <= budget:
+        if best.occupied_bytes <= budget:
             break
     return rows, best
 
@@ -243,14 +263,32 @@ def lean_operation(options: Model) -> list[tuple[str, Model]]:
 
 def refuse_over_budget(asked: Option) -> None:
     """Raise UserError if the step, whose peak is known, does not fit `budget`, with what would need less."""
-    if (given := asked.config.budget) is None or asked.peak_bytes <= (budget := budget_bytes(given)):
-        return
+    given = asked.config.budget
+    if given is not None and asked.occupied_bytes > budget_bytes(given):
+        _refuse(asked, budget_bytes(given), f"budget={given}: the step does not fit")
+
+
+def refuse_over_card(asked: Option, validation: int, free: int, total: int) -> None:
+    """Raise UserError if the step or a validation, of so many bytes, does not fit what is free of a GPU's memory."""
+    card = f"this GPU has {mib(free)} of {mib(total)} MiB free"
+    if asked.occupied_bytes > free:
+        _refuse(asked, free, f"device=cuda: {card}; the step would reserve {mib(asked.occupied_bytes)} MiB (predicted)")
+    if validation > free:
+        held = f"a validation window would hold {mib(validation)} MiB in tensors (predicted)"
+        raise UserError(f"device=cuda: {card}; {held}; use a smaller data.patch")
+
+
+def _refuse(asked: Option, budget: int, problem: str) -> NoReturn:
+    """Raise UserError with the ways that need less than the step, up to the first that fits."""
     found, best = find_fit(asked, budget, thorough=False)
     cheaper = {row.overrides: row for row in found if row.cost() < best.cost() and row.overrides != best.overrides}
     rows = [asked, *(row for row in (*cheaper.values(), best) if row.peak_bytes < asked.peak_bytes)]
-    none = f"\nnone of these fits; the smallest peak is {mib(best.peak_bytes)} MiB"
-    lines = (f"budget={given}: the step does not fit; {HEAD}", *_lines(asked, rows))
-    raise UserError("\n".join(lines) + ("  (fits)" if best.peak_bytes <= budget else none))
+    reserved = f", reserves {mib(best.reserved_bytes)} MiB" if best.reserved_bytes else ""
+    if best.occupied_bytes <= budget:
+        end = f"  (fits{reserved})"
+    else:
+        end = f"\nnone of these fits; the smallest peak is {mib(best.peak_bytes)} MiB{reserved}"
+    raise UserError("\n".join((f"{problem}; {HEAD}", *_lines(asked, rows))) + end)
 
 
 def _lines(asked: Option, rows: Iterable[Option]) -> Iterator[str]:
@@ -261,22 +299,38 @@ def _lines(asked: Option, rows: Iterable[Option]) -> Iterator[str]:
         yield f"  {peak:>10} {saves:>10} {row.recompute_fraction:>10.0%}  {changes}"
 
 
-def oom_suggestions(config: Config, options: Model) -> Iterator[str]:
-    """What would need less; first what a resumed run may change. The budget goes: it was too high for `ckpt=auto`."""
+def oom_suggestions(config: Config, options: Model, seconds: float = PATIENCE) -> Iterator[str]:
+    """What would need less; first what a resumed run may change. The budget goes: it was too high for `ckpt=auto`.
+
+    The search ends after so many seconds, but for the way that it is at.
+    """
+    until = time.monotonic() + seconds
     asked = simulated(Option((), "nothing", config, options))
     words = () if config.budget is None else ("budget=null",)
     free = simulated(asked._replace(overrides=words, config=replace(config, budget=None)))
-    found = search(free)
+    found = search(free, until=until)
     allowed = {row.overrides: row for row in reversed(found) if {*row.overrides} - {*words} <= RESUMABLE}
-    resumed = [free, *map(simulated, sorted(allowed.values(), key=Option.cost))]
+    resumed = (free, *sorted(allowed.values(), key=Option.cost))
     rows = [asked]
-    for row in resumed:
+    for row in _in_time(resumed, until):
+        row = simulated(row)
         rows += [row] if row.peak_bytes < rows[-1].peak_bytes else []
     yield from (*HEAD.splitlines(), *_lines(asked, rows))
     lowest = {row.overrides: row for row in front(row for row in found if row.overrides not in allowed)}.values()
-    new = chain((row for row in lowest if row.peak_bytes < rows[-1].peak_bytes), islice(smaller(found), 1, None))
-    for number, line in enumerate(_lines(asked, islice(new, SUGGESTIONS))):
+    halves = islice(smaller(found), 1, None) if found else iter(())
+    new = chain((row for row in lowest if row.peak_bytes < rows[-1].peak_bytes), halves)
+    for number, line in enumerate(_lines(asked, islice(_in_time(new, until), SUGGESTIONS))):
         yield from (line,) if number else ("in a new run, because a resumed one cannot change these:", line)
+    if time.monotonic() > until:
+        yield f"searched for {seconds:.0f} s; more: python -m unet3d memory fit ... budget=SIZE"
+
+
+def _in_time(options: Iterable[Option], until: float) -> Iterator[Option]:
+    """The options, as long as the time is not over."""
+    for option in options:
+        yield option
+        if time.monotonic() > until:
+            return
 
 
 def oom_moment(ledger: Ledger) -> Iterator[str]:

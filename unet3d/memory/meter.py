@@ -80,11 +80,13 @@ class LedgerMeter:
                 if parameter.grad is not None:
                     self.ledger.claim(parameter.grad, "grads", path)
                 for name, state in self.optimizer.state.get(parameter, {}).items():
-                    if not isinstance(state, Tensor):
-                        continue
-                    self.ledger.claim(state, "optimizer", path)
-                    if self._for_gpu and name == "step":
-                        self.ledger.uncount(state)  # Adam counts its steps on the host
+                    if isinstance(state, Tensor):
+                        self._claim_state(state, name, path)
+
+    def _claim_state(self, state: Tensor, name: str, path: str) -> None:
+        self.ledger.claim(state, "optimizer", path)
+        if self._for_gpu and name == "step":
+            self.ledger.uncount(state)  # Adam counts its steps on the host
 
 
 class CudaMeter(LedgerMeter):

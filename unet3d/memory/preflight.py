@@ -14,7 +14,7 @@ from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.analysis import LayerCount, layer_counts
-from unet3d.memory.budget import PASSES, Option, refuse_over_budget, without_levers
+from unet3d.memory.budget import PASSES, Option, refuse_over_budget, refuse_over_card, without_levers
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
 from unet3d.memory.segments import choose_segments, predicted
@@ -105,6 +105,7 @@ def preflight(config: Config, options: Model) -> Preflight:
         peak, names = found["peak_bytes"], [name for name, _ in meter.model.named_children()]
         peaks = f"predicted peak of a step {mib(peak)} MiB (ledger), {moment(found)}"
         print(f"{parameters:,} parameters; {peaks}", flush=True)
+        reserved = 0
         if is_cuda:
             settings, left_out = read_settings(os.environ)
             allocated, reserved = replay(meter.ledger.events, settings)
@@ -112,8 +113,11 @@ def preflight(config: Config, options: Model) -> Preflight:
             on_cuda = f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay),"
             without = "without convolution workspaces and the context; not yet verified on a GPU"
             print(on_cuda, without, *left_out, sep="\n", flush=True)
-        refuse_over_budget(Option((), "nothing", config, options, peak, fraction / PASSES))
+        asked = Option((), "nothing", config, options, peak, fraction / PASSES, reserved_bytes=reserved)
+        refuse_over_budget(asked)
         location, validation = peak_location(found), validation_peak(config, options, found["state"]["optimizer"])
+        if is_cuda and not config.dry_run:
+            refuse_over_card(asked, validation, *torch.cuda.mem_get_info(build.device(config)))
         lines = [sentence(location, peak)]
         others = without_levers(config, options, segment_starts)
         if others:

@@ -1,5 +1,6 @@
 """Where to split a network into checkpointed segments, estimated from one simulated step without checkpointing."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from unet3d import build
 from unet3d.config import Config, Model, Optim
 from unet3d.errors import UserError
+from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.analysis import last_step, phase_ends
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
@@ -54,6 +56,7 @@ class StageProfile:
     """The second step without checkpointing, by stage; bytes. Lists are empty where a network has no stages."""
 
     peak: int  # most alive
+    reserved: int  # by the allocator on CUDA; 0 on the CPU
     forward: list[int]  # most alive while stage i runs forward
     backward: list[int]  # most alive while stage i runs backward
     waiting: list[int]  # alive as stage i begins backward, without what was alive at the start and what 0 to i saved
@@ -86,10 +89,18 @@ def _profiled(config: Config, options: Model) -> StageProfile:
         inputs[name] = frozenset(ledger.index(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
     ledger = simulate(config, options, (), watch=watch, steps=ENOUGH).ledger
-    return _profile(ledger, inputs)
+    return _profile(ledger, inputs, reserved_bytes(config, ledger))
 
 
-def _profile(ledger: Ledger, inputs: Mapping[str, frozenset[int]]) -> StageProfile:
+def reserved_bytes(config: Config, ledger: Ledger) -> int:
+    """Return what CUDA's allocator, with the settings of this environment, would reserve; 0 for a step on the CPU."""
+    if build.target(config) != "cuda":
+        return 0
+    settings, _ = read_settings(os.environ)
+    return replay(ledger.events, settings).reserved_bytes
+
+
+def _profile(ledger: Ledger, inputs: Mapping[str, frozenset[int]], reserved: int) -> StageProfile:
     spans, alive, names = {name: (a, b) for name, a, b in last_step(ledger)}, ledger.alive_bytes(), list(inputs)
     (begin, end), ends = spans["forward"], phase_ends(ledger)["data"]
     flops = Counter[str]()
@@ -114,6 +125,7 @@ def _profile(ledger: Ledger, inputs: Mapping[str, frozenset[int]]) -> StageProfi
                 outside = max(outside, alive[event + 1])
     return StageProfile(
         peak=max(alive),
+        reserved=reserved,
         forward=list(forward.values()),
         backward=list(backward.values()),
         waiting=list(waiting.values()),
@@ -135,11 +147,12 @@ def best_segment_starts(
     `measure` simulates a split's peak. Where another segment does not help there are fewer: more never need more.
     """
     if budget is not None:
-        if profile.peak <= budget:
+        if max(profile.peak, profile.reserved) <= budget:
             return ()
+        of_reserved = max(1.0, profile.reserved / profile.peak)  # on CUDA a budget is of what is reserved
         tried = list(_likely(profile, most, budget))
         for choice in track(tried, "segment choices that may fit", len(tried)):
-            if measure(choice) <= budget:
+            if measure(choice) * of_reserved <= budget:
                 return choice
     cost, stages = partial(_estimated_cost, profile), len(profile.forward)
     candidates = [min(partitions(stages, count, count), key=cost) for count in range(least, most + 1)]
@@ -191,18 +204,24 @@ def recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> 
     return sum(profile.flops[: segment_starts[-1]]) / max(1, sum(profile.flops)) if segment_starts else 0
 
 
-def in_slabs(config: Config, options: Model) -> tuple[int, float]:
-    """Peak of a step with `lean` or `slab`, and what it convolves beyond a plain forward pass, as a share of that."""
-    peak, _, made = _in_slabs(step_key(config), options, ENOUGH)
+def in_slabs(config: Config, options: Model) -> tuple[int, int, float]:
+    """Return the peak of a step with `lean` or `slab`, what CUDA's allocator reserves, and the price.
+
+    The price is what is convolved beyond a plain forward pass, as a share of that.
+    """
+    peak, reserved, _, made = _in_slabs(step_key(config), options, ENOUGH)
     profile = profile_stages(replace(config, lean=False, slab=0), options)
-    return peak, made / max(1, sum(profile.flops)) - 1
+    return peak, reserved, made / max(1, sum(profile.flops)) - 1
 
 
 def estimated_in_slabs(config: Config, options: Model) -> tuple[int, float]:
-    """The same from one micro-batch of a first step; a peak early in backward is overestimated by the gradients."""
+    """Return peak and price from one micro-batch of a first step.
+
+    A peak early in backward is overestimated by the gradients.
+    """
     profile = profile_stages(replace(config, lean=False, slab=0), options)
     plain = replace(step_key(config), optim=PLAIN, accumulate=1)
-    peak, gradients, made = _in_slabs(plain, options, 1)
+    peak, _, gradients, made = _in_slabs(plain, options, 1)
     voxels, others = build.patches(config) * prod(config.data.patch), config.accumulate - 1
     micro_batch = voxels * (4 * (options.in_channels or 0) + 2) if build.target(config) == "cpu" else 0
     waiting = others * (micro_batch + 4)  # with the losses that the step reads at its end
@@ -211,13 +230,14 @@ def estimated_in_slabs(config: Config, options: Model) -> tuple[int, float]:
 
 
 @memoized
-def _in_slabs(config: Config, options: Model, steps: int) -> tuple[int, int, int]:
-    """Peak, bytes of gradients, and FLOPs of all convolutions but backward's own, of a micro-batch."""
+def _in_slabs(config: Config, options: Model, steps: int) -> tuple[int, int, int, int]:
+    """Return peak, reserved bytes, bytes of gradients, and FLOPs of all convolutions but backward's own."""
     meter = simulate(config, options, (), steps=steps)
     spans = {name: (a, b) for name, a, b in last_step(meter.ledger)}
     begin, end = spans["forward"][0], spans["backward"][1]
     made = sum(count for event, _, count in meter.ledger.convolutions if begin <= event <= end)
-    return meter.ledger.peak_bytes(), sum(p.nbytes for p in meter.model.parameters()), made
+    gradients = sum(p.nbytes for p in meter.model.parameters())
+    return meter.ledger.peak_bytes(), reserved_bytes(config, meter.ledger), gradients, made
 
 
 def simulated_peak(config: Config, options: Model, profile: StageProfile, segment_starts: SegmentStarts) -> int:

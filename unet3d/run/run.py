@@ -130,8 +130,16 @@ class Run:
             lines = [str(error).partition("\n")[0], *budget.oom_moment(self.meter.ledger)]
             traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
         self.meter.close()
-        self.optimizer.zero_grad(set_to_none=True)  # room for simulations, outside of the except block
+        self._free_memory()  # outside of the except block
         raise OutOfMemory("\n".join([*lines, *budget.oom_suggestions(self.config, self.options)]))
+
+    def _free_memory(self) -> None:
+        """Let go of gradients, for simulations; on a GPU, which others may wait for, of all tensors."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if next(self.model.parameters()).device.type == "cuda":
+            self.optimizer.state.clear()
+            self.model.to_empty(device="meta")
+            torch.cuda.empty_cache()
 
     def _stream(self) -> Generator[list[Batch]]:
         """The batches from this step on; close it to end its workers."""

@@ -32,8 +32,11 @@ class MemoryPolicy:
         return half_precision.convolutions() if self.dtype and self.device_type == "cpu" else nullcontext()
 
     def forward(self, model: nn.Module, image: Tensor) -> Any:
-        """The model's output for an image N C D H W; with gradients on, backward recomputes the segments."""
-        if self.slabs is not None:
+        """The model's output for an image N C D H W; with gradients on, backward recomputes the segments.
+
+        Without gradients a GPU runs no slabs: a pass keeps nothing, and they would be ten times its launches.
+        """
+        if self.slabs is not None and (torch.is_grad_enabled() or self.slabs.uses_onednn):
             with self.convolutions():
                 return slab_run.forward(model, image, self.slabs, self.dtype)
         with torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None), self.convolutions():
