@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from training import SERVER, Ended, Hook, ensure_server, start, train_here, without_frills
+from training import Ended, Hook, forked, start, train_here, without_frills
 
 from unet3d import ranks
 from unet3d.memory import preflight
@@ -76,8 +76,7 @@ def torchrun(place: Path, *words: str, restarts: int, hook: Hook | None = None) 
     It is torchrun's own launcher; its ranks are forked, and not interpreters that load torch. Each works in a folder
     of its own, place/rank0 and place/rank1, and leaves the names of its threads there, in `threads`.
     """
-    ensure_server()
-    launcher = SERVER.Process(target=_launch, args=(place, words, restarts, hook))
+    launcher = forked(_launch, place, words, restarts, hook)
     launcher.start()
     launcher.join()
     return launcher.exitcode

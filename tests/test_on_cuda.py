@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from training import SERVER
+from training import forked
 
 SCRIPT = Path(__file__).parent / "bench" / "on_cuda.py"
 ROWS = 4  # of a rehearsal: memory, network, lever, shares
@@ -48,7 +48,7 @@ def forked_rows(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     def fork(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         number = next(numbers)
         printed = [place / f"{number}.{name}" for name in ("out", "err")]
-        child = SERVER.Process(target=run_script, args=(command[1:], *printed))
+        child = forked(run_script, command[1:], *printed)
         child.start()
         child.join()
         out, err = (path.read_text() for path in printed)

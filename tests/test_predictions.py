@@ -20,7 +20,7 @@ import torch
 from nibabel.orientations import apply_orientation
 from scipy import ndimage
 from torch import Tensor
-from training import SERVER, TINY, call, face, records, send, status, train
+from training import TINY, call, face, forked, records, send, status, train
 
 from unet3d.data.cases import Case
 from unet3d.data.patches import PreparedCase, prepare
@@ -342,7 +342,7 @@ def test_shards_are_disjoint_and_complete_and_one_that_was_killed_writes_what_is
     done: dict[str, int] = {}
     for shard, count in (("0/3", 3), ("1/3", 2), ("2/3", 2)):
         own = [*words, "-o", str(out), "--shard", shard]
-        child = SERVER.Process(target=predict_and_die, args=(own, 2))
+        child = forked(predict_and_die, own, 2)
         child.start()
         child.join()
         before = written(out)

@@ -97,11 +97,15 @@ def train(
     return Ended(child, place)
 
 
-def ensure_server() -> None:
-    """Start the server if it does not run yet, with the folders of the tests where it looks for modules."""
+def forked(target: Callable[..., object], *arguments: object) -> BaseProcess:
+    """Return a process, not started yet, that the server will fork to call `target`.
+
+    The server starts with the first, with the folders of the tests where it looks for modules.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         forkserver.ensure_running()
+    return SERVER.Process(target=target, args=arguments)
 
 
 def start(
@@ -109,8 +113,7 @@ def start(
 ) -> tuple[BaseProcess, Path]:
     """The same, not waited for."""
     place.mkdir(exist_ok=True)
-    ensure_server()
-    child = SERVER.Process(target=train_here, args=(place, arguments, hook, wandb, frills, are_out()))
+    child = forked(train_here, place, arguments, hook, wandb, frills, are_out())
     child.start()
     return child, place
 

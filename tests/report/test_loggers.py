@@ -21,7 +21,7 @@ import pytest
 from guards import unchanged, without
 from PIL import Image
 from rich.console import Console as Terminal
-from training import SERVER, ensure_server
+from training import forked
 from wandb_records import read_file, read_run
 
 from unet3d import checks, progress, terminal
@@ -49,8 +49,7 @@ def offline(config: Config) -> str:
 
 def python(program: Path, *arguments: str, **variables: str) -> list[str]:
     """Run a program in its folder, as a user who never set up wandb, by a fork that has torch; its lines on stderr."""
-    ensure_server()
-    child = SERVER.Process(target=run_program, args=(program, arguments, variables))
+    child = forked(run_program, program, arguments, variables)
     child.start()
     child.join()
     said = program.with_name("err").read_text()

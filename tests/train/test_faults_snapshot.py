@@ -19,7 +19,7 @@ import pytest
 import torch
 from guards import Guard, are_out, no, nothing, without
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from training import SERVER, TINY, fill, records, same, status, train
+from training import SERVER, TINY, fill, forked, records, same, status, train
 
 from unet3d.cli.lifecycle import hold_folder
 from unet3d.compose import SNAPSHOTS
@@ -54,7 +54,7 @@ def check_whole(folder: Path, least: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_kill_at_any_moment_leaves_a_whole_snapshot(seed: int, tmp_path: Path) -> None:
     here, there = SERVER.Pipe(duplex=False)
-    child = SERVER.Process(target=save_on_and_on, args=(tmp_path, seed, there))
+    child = forked(save_on_and_on, tmp_path, seed, there)
     child.start()
     there.close()
     child.join()
@@ -96,7 +96,7 @@ def save_and_die(folder: Path, station: str, guards_out: Sequence[Guard]) -> Non
 @without("unet3d.training.checkpoint.replacing", in_place, only="write")
 @pytest.mark.parametrize("station", STATIONS)
 def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_snapshot(station: str, tmp_path: Path) -> None:
-    child = SERVER.Process(target=save_and_die, args=(tmp_path, station, are_out()))
+    child = forked(save_and_die, tmp_path, station, are_out())
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
