@@ -22,9 +22,11 @@ def __getattr__(name: str) -> "Any":
 
         return load
     if name == "memory":
-        from importlib import import_module
+        import sys
 
-        return import_module("unet3d.memory")
+        import unet3d.memory
+
+        return sys.modules["unet3d.memory"]
     if name == "train":
         from unet3d.cli.train import from_python
 
