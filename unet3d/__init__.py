@@ -24,7 +24,7 @@ def __getattr__(name: str) -> "Any":
     if name == "memory":
         import sys
 
-        import unet3d.memory
+        import unet3d.memory  # noqa: F401 (by its name among the modules)
 
         return sys.modules["unet3d.memory"]
     if name == "train":
