@@ -22,6 +22,7 @@ KINDS = {
     "max_split": Settings(max_split=20 * MIB),
     "both": Settings(True, 20 * MIB),
     "divisions": Settings(divisions=(4,) * 16),
+    "large_segment": Settings(large_segment=64 * MIB),
 }
 
 
@@ -60,6 +61,13 @@ def test_requests_are_rounded_up_to_512_bytes(size: int, blocks: int) -> None:
 )
 def test_how_large_a_segment_is(size: float, allocated: float, reserved: int) -> None:
     assert replay(events(size)) == Reserved(int(allocated * MIB), reserved * MIB)
+
+
+def test_segments_for_requests_below_10_mib_have_the_size_that_is_asked_for() -> None:
+    asked = Settings(large_segment=64 * MIB)
+    assert replay(events(2), asked) == Reserved(2 * MIB, 64 * MIB)
+    assert replay(events(10), asked) == Reserved(10 * MIB, 10 * MIB)
+    assert replay(events(65), asked._replace(expandable=True)).reserved_bytes == 128 * MIB, "it grows by such pages"
 
 
 def test_small_requests_share_a_segment_of_2_mib() -> None:
@@ -155,6 +163,12 @@ def test_a_block_beyond_the_limit_wastes_less_than_20_mib() -> None:
     assert replay(events(61.5, -1, 42.5), LIMITED).reserved_bytes == 62 * MIB
 
 
+def test_a_block_beyond_the_limit_wastes_less_than_a_segment_that_is_asked_for() -> None:
+    asked = Settings(max_split=100 * MIB, large_segment=64 * MIB)
+    assert replay(events(168, -1, 105), asked) == Reserved(168 * MIB, 168 * MIB)
+    assert replay(events(170, -1, 105), asked).reserved_bytes == 276 * MIB
+
+
 def test_the_growing_segment_gives_its_end_even_beyond_the_limit() -> None:
     """Best fit refuses 60 MiB for 30, but the segment grows by nothing and its end is cut."""
     grown = Settings(expandable=True, max_split=40 * MIB)
@@ -195,10 +209,14 @@ def test_each_doubling_has_divisions_of_its_own() -> None:
         ("expandable_segments:True,expandable_segments:False", DEFAULT),
         ("backend:native", DEFAULT),
         ("roundup_power2_divisions:8,max_split_size_mb:20", Settings(False, 20 * MIB, (8,) * 16)),
-        ("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]", Settings(divisions=(1,) * 9 + (2,) + (8,) * 6)),
+        ("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]", Settings(divisions=(1,) * 9 + (2, 4) + (8,) * 5)),
+        ("roundup_power2_divisions:[1:2,2:4,>:8]", Settings(divisions=(2, 4) + (8,) * 14)),
         ("roundup_power2_divisions:[4:2,32:0]", Settings(divisions=(2, 2, 2) + (0,) * 13)),
         ("roundup_power2_divisions:[1048576:4]", Settings(divisions=(4,) * 16)),
-        ("roundup_power2_divisions:[>:4]", Settings(divisions=(4,) * 16)),
+        ("roundup_power2_divisions:[>:4]", Settings(divisions=(0,) + (4,) * 15)),
+        ("roundup_power2_divisions:[65536:2,>:4]", Settings(divisions=(2,) * 16)),
+        ("large_segment_size_mb:11", Settings(large_segment=11 * MIB)),
+        ("large_segment_size_mb:12,max_split_size_mb:12", Settings(max_split=12 * MIB, large_segment=12 * MIB)),
     ],
 )
 def test_settings_that_the_replay_models(text: str, settings: Settings) -> None:
@@ -215,13 +233,28 @@ def test_settings_that_the_replay_does_not_model_are_named_in_one_line(part: str
     assert line.startswith("PYTORCH_ALLOC_CONF:") and part in line and "max_split" not in line
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_limit_on_splits_is_below_the_size_of_segments(order: int) -> None:
+    parts = ["max_split_size_mb:63", "large_segment_size_mb:64"]
+    found, (line,) = read_settings({"PYTORCH_ALLOC_CONF": ",".join(parts[::order])})
+    assert found == Settings(large_segment=64 * MIB)
+    assert "max_split_size_mb:63" in line and "large_segment" not in line
+
+
 MALFORMED = [
     *("expandable_segments:true", "expandable_segments", "expandable_segments:", "max_split_size_mb:19"),
     *("max_split_size_mb:-1", "max_split_size_mb:abc", "max_split_size_mb", "roundup_power2_divisions:3"),
     *("roundup_power2_divisions:", "roundup_power2_divisions:[256:1", "roundup_power2_divisions:[256:3]"),
     *("roundup_power2_divisions:[3:1]", "roundup_power2_divisions:[0:1]", "roundup_power2_divisions:[256]"),
-    *("roundup_power2_divisions:[-4:1]", "max_split_size_mb:" + "9" * 5000),
+    *("roundup_power2_divisions:[-4:1]", "roundup_power2_divisions:[>:3]", "max_split_size_mb:" + "9" * 5000),
 ]
+
+
+@pytest.mark.parametrize("size", ["10", "0", "-20", "abc", ""])
+def test_a_malformed_size_of_segments_gives_one_line(size: str) -> None:
+    found, (line,) = read_settings({"PYTORCH_ALLOC_CONF": f"large_segment_size_mb:{size},max_split_size_mb:20"})
+    assert found == Settings(max_split=20 * MIB)
+    assert f"large_segment_size_mb:{size}" in line and "max_split" not in line
 
 
 @pytest.mark.parametrize("part", MALFORMED, ids=lambda part: part[:50])

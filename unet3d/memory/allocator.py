@@ -16,7 +16,7 @@ from unet3d.types import MIB
 ROUND = 512  # bytes; every request is rounded up to it, and no split leaves less
 SMALL = MIB  # the largest request that the small pool serves
 SMALL_SEGMENT = 2 * MIB
-LARGE_SEGMENT = 20 * MIB  # for requests below OWN_SEGMENT
+LARGE_SEGMENT = 20 * MIB  # for requests below OWN_SEGMENT, unless the settings say otherwise
 OWN_SEGMENT = 10 * MIB  # from here on a segment is as large as its first request, rounded up to SMALL_SEGMENT
 DOUBLINGS = 16  # of a request's size, from 1 MiB to 64 GiB, each with its own number of divisions
 POWERS = {str(2**power): power for power in range(64)}
@@ -28,6 +28,7 @@ class Settings(NamedTuple):
     expandable: bool = False  # expandable_segments
     max_split: int = 2**63  # bytes, max_split_size_mb: larger blocks are not split
     divisions: tuple[int, ...] = (0,) * DOUBLINGS  # roundup_power2_divisions: steps from a power of two to the next
+    large_segment: int = LARGE_SEGMENT  # bytes, large_segment_size_mb; also a page of an expandable segment
 
 
 class Reserved(NamedTuple):
@@ -52,13 +53,19 @@ def replay(events: Sequence[tuple[int, int]], settings: Settings | None = None) 
 def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
     """As torch reads them, the older name first; a line names what the replay leaves out, if anything."""
     name = "PYTORCH_CUDA_ALLOC_CONF" if "PYTORCH_CUDA_ALLOC_CONF" in environment else "PYTORCH_ALLOC_CONF"
-    text, found, left_out = "".join(environment.get(name, "").split()), Settings(), list[str]()
-    for part in filter(None, re.split(r",(?![^\[]*\])", text)):  # not at commas within brackets
+    text = "".join(environment.get(name, "").split())
+    parts = list(filter(None, re.split(r",(?![^\[]*\])", text)))  # not at commas within brackets
+    parts.sort(key=lambda part: not part.startswith("large_segment_size_mb"))  # it bounds max_split_size_mb
+    found = Settings()
+    left_out = []
+    for part in parts:
         key, _, value = part.partition(":")
         try:
             if key == "expandable_segments":
                 found = found._replace(expandable=("False", "True").index(value) == 1)
-            elif key == "max_split_size_mb" and int(value) * MIB >= LARGE_SEGMENT:  # torch takes no less
+            elif key == "large_segment_size_mb" and int(value) * MIB > OWN_SEGMENT:  # torch takes no less
+                found = found._replace(large_segment=int(value) * MIB)
+            elif key == "max_split_size_mb" and int(value) * MIB >= found.large_segment:  # here neither
                 found = found._replace(max_split=int(value) * MIB)
             elif key == "roundup_power2_divisions":
                 found = found._replace(divisions=_divisions(value))
@@ -66,19 +73,38 @@ def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
                 left_out.append(part)
         except (KeyError, ValueError):
             left_out.append(part)
-    return found, [f"{name}: the replay leaves out {', '.join(left_out)}: malformed or not modelled"] * bool(left_out)
+    if not left_out:
+        return found, []
+    return found, [f"{name}: the replay leaves out {', '.join(left_out)}: malformed or not modelled"]
 
 
 def _divisions(text: str) -> tuple[int, ...]:
-    """Of each doubling, from `4` or `[256:1,512:2,>:8]`: for sizes from so many MiB, or the rest. As torch reads it."""
-    found, last = [0] * DOUBLINGS, -1
-    pairs = text[1 : text.index("]")].split(",") if text.startswith("[") else [f">:{text}"]
-    for start, _, number in (pair.partition(":") for pair in pairs):
-        index = max(last, 0) if start == ">" else min(POWERS[start], DOUBLINGS - 1)
-        begin, end = 0 if last < 0 else index, DOUBLINGS if start == ">" else index + 1
-        found[begin:end] = [int(number) and 2 ** POWERS[number]] * (end - begin)
-        last = last if start == ">" else index
+    """Of each doubling, from `4` or `[256:1,512:2,>:8]`: for sizes from so many MiB, or the rest. As torch reads it.
+
+    The rest begins one doubling after the last one that is named, or after the first one if none is.
+    """
+    if not text.startswith("["):
+        return (_number_of_divisions(text),) * DOUBLINGS
+    found = [0] * DOUBLINGS
+    last = None
+    for pair in text[1 : text.index("]")].split(","):
+        start, _, number = pair.partition(":")
+        divisions = _number_of_divisions(number)
+        if start == ">":
+            begin = 1 if last is None else last + 1
+            end = DOUBLINGS
+        else:
+            index = min(POWERS[start], DOUBLINGS - 1)
+            begin = 0 if last is None else index
+            end = index + 1
+            last = index
+        found[begin:end] = [divisions] * (end - begin)
     return tuple(found)
+
+
+def _number_of_divisions(text: str) -> int:
+    """0, or a power of two. KeyError or ValueError for anything else."""
+    return int(text) and 2 ** POWERS[text]
 
 
 def rounded(size: int, unit: int) -> int:
@@ -134,7 +160,8 @@ class Pool:
     def __init__(self, is_small: bool, settings: Settings) -> None:
         self.splits_any, self.expandable = is_small or settings.expandable, settings.expandable
         self.max_split = settings.max_split
-        self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
+        self.waste = settings.large_segment  # less than this may be left of a block that is not to be split
+        self.page = SMALL_SEGMENT if is_small else settings.large_segment
         self.reserved_bytes = 0
         self.free: list[tuple[int, int]] = []
         self.blocks: dict[int, Block] = {}  # by address, free or not
@@ -168,7 +195,7 @@ class Pool:
         at = bisect_left(self.free, (size, 0))
         if self.expandable and at + 1 < len(self.free) and self.blocks[self.free[at][1]] is self._last:
             at += 1
-        limit = self.max_split if size < self.max_split else size + LARGE_SEGMENT  # of what is wasted without a split
+        limit = self.max_split if size < self.max_split else size + self.waste
         return at if at < len(self.free) and self.free[at][0] < limit else None
 
     def _segment(self, size: int, before: Block | None = None) -> Block:
