@@ -116,7 +116,8 @@ class Training:
     def step(self, mark: Mark = ignore_mark) -> float:
         """Seconds of a step, to its end on the device."""
         started, clip = time.perf_counter(), self.config.optim.clip
-        train_step(self.trained, self.loss, self.optimizer, self.scaler, self.policy, [self.batch], mark, clip)
+        batches = [self.batch] * self.config.accumulate
+        train_step(self.trained, self.loss, self.optimizer, self.scaler, self.policy, batches, mark, clip)
         if self.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started

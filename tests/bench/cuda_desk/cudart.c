@@ -4,7 +4,7 @@
  * The environment says what the device is like:
  *   DESK_GPUS       how many there are (1)
  *   DESK_GPU_MIB    memory of each, as torch is told (144384, that of an H200)
- *   DESK_GIVES_MIB  what can be had of it (all), as where something else fills the device in the meantime
+ *   DESK_GIVES_MIB  what can be had of it (all): less, as where something else fills the device; more, to go on
  *   DESK_HANG       a file: while it exists, rank 0's device does not finish what it was given
  * Counters are for ctypes; they count from the start of the process. */
 #include <cuda.h>
@@ -52,7 +52,7 @@ static uint64_t total(void) {
 
 static int is_full(uint64_t more) {
     uint64_t limit = from_environment("DESK_GIVES_MIB", total() / MIB) * MIB;
-    return used + more > limit || used + more > total();
+    return used + more > limit;
 }
 
 static uint64_t rounded(uint64_t size, uint64_t unit) {
@@ -137,7 +137,7 @@ cudaError_t cudaFreeHost(void *address) {
 
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     *total_bytes = total();
-    *free_bytes = total() - used;
+    *free_bytes = used < total() ? total() - used : 0;
     return cudaSuccess;
 }
 

@@ -2,8 +2,8 @@
 
 import os
 import re
+import shutil
 import subprocess
-import sys
 import venv
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +20,6 @@ class Environment:
     def __init__(self, place: Path) -> None:
         self.place = place.resolve()
         self.python = self.place / "venv" / "bin" / "python"
-        self.headers = self.place / "headers"
         self.stubs = self.place / "stubs"
 
     @property
@@ -33,21 +32,29 @@ class Environment:
         """Return the version of CUDA that torch was built for, such as 13.0. ValueError for a CPU build."""
         if not (self.torch / "lib" / CUDA_TORCH).exists():
             raise ValueError("pip installed a build of torch without CUDA: choose an index that has one (pip config)")
-        found = re.search(r"^cuda.*= '(.*)'", (self.torch / "version.py").read_text(), re.MULTILINE)
-        assert found is not None, "torch does not say its version of CUDA"
-        return found[1]
+        return self._said("cuda")
+
+    @property
+    def headers(self) -> Path:
+        """Return the folder of CUDA's headers, of torch's version of CUDA."""
+        return self.place / f"headers-{self.cuda}"
+
+    @property
+    def version(self) -> str:
+        """Return torch's version with that of its build, such as 2.13.0+cu130."""
+        return self._said("__version__")
 
     def make(self, torch: str) -> None:
         """Install torch of that version, what the project needs, and CUDA's headers; build the stubs."""
         if not self.python.exists():
             venv.create(self.place / "venv", with_pip=True)
         if not self._is_installed(torch):
-            self._install(f"torch=={torch}")  # without its dependencies: the nvidia libraries would win over the stubs
             self._install(*packages_without(ROOT / "constraints.txt", ("torch",)))
-        if not any(self.headers.rglob("cuda_runtime_api.h")):
+            self._install(f"torch=={torch}")  # without its dependencies: the nvidia libraries would win over the stubs
+        if not stubs.include_folders(self.headers):
             self._install(*header_packages(self.cuda), f"--target={self.headers}")
-        libraries = sorted((self.torch / "lib").glob("*.so"))
-        stubs.build(libraries, stubs.include_folders(self.headers), self.stubs)
+        shutil.rmtree(self.stubs, ignore_errors=True)  # those of another torch have other names
+        stubs.build(sorted((self.torch / "lib").glob("*.so")), stubs.include_folders(self.headers), self.stubs)
 
     def variables(self, **more: str) -> dict[str, str]:
         """Return the environment of a process on the desk."""
@@ -55,10 +62,15 @@ class Environment:
         found |= {"LD_LIBRARY_PATH": str(self.stubs), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return found | {"PYTHONDONTWRITEBYTECODE": "1", "WANDB_MODE": "disabled"} | more
 
+    def _said(self, name: str) -> str:
+        """Return a value of torch's version.py, which is read and not run: torch is not loaded for it."""
+        found = re.search(rf"^{name}\b.*= '(.*)'", (self.torch / "version.py").read_text(), re.MULTILINE)
+        assert found is not None, f"torch does not say its {name}"
+        return found[1]
+
     def _is_installed(self, torch: str) -> bool:
-        program = "import importlib.metadata; print(importlib.metadata.version('torch'))"
-        done = subprocess.run([self.python, "-c", program], capture_output=True, text=True)
-        return done.stdout.strip().partition("+")[0] == torch
+        found = list((self.place / "venv").glob("lib/python*/site-packages/torch/version.py"))
+        return bool(found) and self.version.partition("+")[0] == torch.partition("+")[0]
 
     def _install(self, *words: str) -> None:
         command = [self.python, "-m", "pip", "install", "--quiet", "--no-deps", *words]
@@ -78,7 +90,3 @@ def header_packages(cuda: str) -> list[str]:
     if int(major) >= 13:
         return [f"nvidia-cuda-runtime{wish}", f"nvidia-cuda-crt{wish}"]
     return [f"nvidia-cuda-runtime-cu{major}{wish}", f"nvidia-cuda-nvcc-cu{major}{wish}"]
-
-
-if __name__ == "__main__":
-    Environment(Path(sys.argv[1])).make(sys.argv[2])

@@ -1,0 +1,102 @@
+"""What the desk found, as Markdown."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cuda_desk.configs import Row
+from unet3d.types import MIB
+
+KINDS = ("requested", "allocated", "reserved")
+WITHIN = {"requested": 1e-4, "allocated": 1e-2, "reserved": 0.0}  # of what the allocator counts; else a row differs
+Found = Mapping[str, Any]  # what a row measured, or {"failed": why it did not}
+
+
+class Line(NamedTuple):
+    """A line of a table."""
+
+    cells: Sequence[str]
+    is_right: bool
+
+
+class Section(NamedTuple):
+    """A table with its head."""
+
+    title: str
+    about: str
+    head: Sequence[str]
+    lines: Sequence[Line]
+
+    @property
+    def wrong(self) -> int:
+        """Return how many lines are not right."""
+        return sum(not line.is_right for line in self.lines)
+
+    def markdown(self) -> str:
+        """Return the section, with the number of its lines."""
+        lines = [f"## {self.title}", "", self.about, ""]
+        lines += [f"{len(self.lines)} rows: {len(self.lines) - self.wrong} as they should be, {self.wrong} not.", ""]
+        lines += [f"| {' | '.join(self.head)} |", f"|{'---|' * len(self.head)}"]
+        lines += [f"| {' | '.join(map(clean, line.cells))} |" for line in self.lines]
+        return "\n".join([*lines, ""])
+
+
+def clean(text: str) -> str:
+    """Return a text as it can stand in a cell."""
+    return " ".join(text.replace("|", "/").split())
+
+
+def failed(title: str, error: BaseException) -> Section:
+    """Return a section for a part that could not be run."""
+    why = f"{type(error).__name__}: {error}"[:300]
+    return Section(title, "This part did not run.", ("failed",), [Line((why,), False)])
+
+
+def comparison(section: str, found: Iterable[tuple[Row, Found]]) -> Section:
+    """Return the table of predicted and real peaks, of configurations."""
+    head = [
+        "config",
+        "requested MiB, first / later",
+        "error, bytes",
+        "allocated, error",
+        "reserved MiB, predicted:real",
+    ]
+    bounds = ", ".join(f"{kind} {bound:.2%}" for kind, bound in WITHIN.items())
+    about = f"Of the first step / of a later one; errors are predicted less real. A row is right within: {bounds}."
+    lines = [compared(row, result) for row, result in found]
+    return Section(f"Predicted against the allocator: {section}", about, head, lines)
+
+
+def compared(row: Row, found: Found) -> Line:
+    """Return the line of one configuration."""
+    name = f"{row.words}, {row.patch.replace(',', 'x')}"
+    if "failed" in found:
+        return Line((name, "", "", "", "", f"failed: {found['failed']}"), False)
+    pairs = list(zip(found["predicted"], found["measured"], strict=True))  # of the first step, of a later one
+    outside = []
+    for index, kind in enumerate(KINDS):
+        if any(abs(predicted[index] - real[index]) > WITHIN[kind] * real[index] for predicted, real in pairs):
+            outside.append(kind)
+    cells = [
+        name,
+        " / ".join(f"{real[0] / MIB:,.1f}" for _, real in pairs),
+        " / ".join(f"{predicted[0] - real[0]:+,}" for predicted, real in pairs),
+        " / ".join(f"{predicted[1] / real[1] - 1:+.2%}" for predicted, real in pairs),
+        " / ".join(f"{predicted[2] / MIB:,.0f}:{real[2] / MIB:,.0f}" for predicted, real in pairs),
+        f"differs: {', '.join(outside)}" if outside else "equal",
+    ]
+    return Line(cells, not outside)
+
+
+def counts(found: Iterable[tuple[Row, Found]]) -> Section:
+    """Return the table of what a step does on the device."""
+    names = ("launches", "small launches", "convolutions", "synchronisations", "copies")
+    lines = []
+    for row, result in found:
+        name = f"{row.words}, {row.patch.replace(',', 'x')}"
+        if "failed" in result:
+            cells = [name, f"failed: {result['failed']}", *[""] * (len(names) - 1)]
+        else:
+            cells = [name, *(f"{result[count]:,}" for count in names)]
+        lines.append(Line(cells, "failed" not in result))
+    about = "Of one step. Small: of fewer blocks than the device has multiprocessors (132). Copies: memsets too."
+    return Section("Launches", about, ("config", *names), lines)
