@@ -8,9 +8,9 @@ nothing (`cuda_desk/`), so losses are 0 and no number here is a GPU's time. Kern
 not there either. Needs Linux, gcc, g++, and an index of packages that has a CUDA build of torch for this machine: the
 first run installs it into `--place`, without the libraries of CUDA, which are 3 GB. Later runs use it again.
 
-Parts: `rows` compares predicted and real peaks, `allocator` the replay with the allocator under its settings; `launches`
-counts what a step asks of the device; `runs` are whole runs of train.py, and how they end. The Markdown file is written
-after each part. Exit code 1: something differs or failed.
+Parts: `rows` compares predicted and real peaks, `allocator` the replay with the allocator under its settings;
+`launches` counts what a step asks of the device; `runs` are whole runs of train.py, and how they end. The Markdown file
+is written after each part. Exit code 1: something differs or failed.
 """
 
 import argparse

@@ -8,11 +8,11 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 SOURCES = {  # by the beginning of a library's name; all others are generated
-    "libcudart.so": "cudart.c",
-    "libcudnn.so": "cudnn.c",
-    "libnccl.so": "nccl.c",
-    "libcuda.so": "driver.c",
-    "libnvidia-ml.so": "nvml.c",
+    "libcudart.so": ("cudart.c", "memory.c"),
+    "libcudnn.so": ("cudnn.c",),
+    "libnccl.so": ("nccl.c",),
+    "libcuda.so": ("driver.c",),
+    "libnvidia-ml.so": ("nvml.c",),
 }
 OPENED_BY_NAME = "libnvidia-ml.so.1"  # no library names it as needed
 CUDA_LIBRARY = re.compile(r"lib(cu|nv|nccl)\w*\.so\.\d+")
@@ -93,19 +93,30 @@ def owner(function: str, version: str, libraries: Mapping[str, Library]) -> str 
 
 
 def build_one(name: str, library: Library, headers: Iterable[Path], place: Path) -> None:
-    """Compile a library from its C file, if it has one, and functions that return 0 for the rest."""
-    source = next((FOLDER / file for begin, file in SOURCES.items() if name.startswith(f"{begin}.")), None)
-    written = set(re.findall(r"^[\w *]+?\*?\b(\w+)\(", source.read_text(), re.MULTILINE)) if source else set()
-    rest = [f"int {function}(void) {{ return 0; }}" for function in sorted(library.functions - written)]
+    """Compile a library from its C files, if it has any, and functions that return 0 for the rest."""
+    compiler = ["gcc", "-fPIC", "-O1", "-w", "-fno-builtin", *(f"-I{folder}" for folder in headers)]
+    rest = library.functions
+    objects = []
+    for file in next((files for beginning, files in SOURCES.items() if name.startswith(f"{beginning}.")), ()):
+        compiled = place / f"{file}.o"
+        subprocess.run([*compiler, "-c", FOLDER / file, "-o", compiled], check=True)
+        objects.append(compiled)
+        rest = rest - defined(compiled)  # by what was compiled: headers may rename functions
     generated = place / f"{name}.c"
-    generated.write_text("\n".join([*rest, "int desk_stub;", ""]))
-    words = ["gcc", "-shared", "-fPIC", "-O1", "-w", "-fno-builtin", f"-Wl,-soname,{name}"]
-    words += [f"-I{folder}" for folder in headers]
+    lines = [f"int {function}(void) {{ return 0; }}" for function in sorted(rest)]
+    generated.write_text("\n".join(["int desk_stub;", *lines, ""]))
+    versions = []
     if library.version:
-        versions = place / f"{name}.map"
-        versions.write_text(f"{library.version} {{ global: *; }};\n")
-        words.append(f"-Wl,--version-script={versions}")
-    words.append(str(generated))
-    if source is not None:
-        words.append(str(source))
-    subprocess.run([*words, "-o", str(place / name)], check=True)
+        path = place / f"{name}.map"
+        path.write_text(f"{library.version} {{ global: *; }};\n")
+        versions.append(f"-Wl,--version-script={path}")
+    linked = ["-shared", f"-Wl,-soname,{name}", *versions, "-o", place / name]
+    subprocess.run([*compiler, generated, *objects, *linked], check=True)
+
+
+def defined(compiled: Path) -> set[str]:
+    """Return the names that a compiled file has for others."""
+    printed = subprocess.run(
+        ["nm", "--defined-only", "-g", compiled], capture_output=True, text=True, check=True
+    ).stdout
+    return {line.split()[-1] for line in printed.splitlines()}
