@@ -62,7 +62,7 @@ def predicted_peaks(ledger: Ledger) -> list[Peaks]:
         for index, change in ledger.events[last:end]:
             if change > 0:
                 allocator.take(index, change)
-            else:
+            elif change < 0:
                 allocator.release(index)
             requested += change
             now = (requested, allocator.allocated_bytes, allocator.reserved_bytes)

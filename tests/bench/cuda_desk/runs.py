@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,21 +85,18 @@ class Started:
         return Ended(code, self._printed.read_text())
 
     def kill(self) -> None:
-        """Kill this process and those that it started, if they are there."""
-        for process in [self.process.pid, *self.ranks()]:
-            try:
+        """Kill this process and the ranks that it started, unless it has ended."""
+        if self.process.poll() is not None:
+            return
+        for process in [*self.ranks(), self.process.pid]:
+            with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         self.process.wait()
 
     def ranks(self) -> list[int]:
-        """Return the processes of the ranks, in order; none once torchrun has ended."""
-        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        if not path.exists():
-            return []
+        """Return the processes of the ranks, in order. torchrun has not ended."""
         found = {}
-        for process in path.read_text().split():
+        for process in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
             variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
             for variable in variables:
                 if variable.startswith(b"LOCAL_RANK="):
@@ -139,7 +137,7 @@ def stops_and_resumes(place: Place) -> Verdict:
     stopped = started.ended()
     said = status(place)
     steps = len((place.folder / "run" / "metrics.jsonl").read_text().splitlines())
-    resumed = Started(place, "resume=run", f"steps={steps + 5}").ended()
+    resumed = Started(place, "resume=auto", "eval_every=0", f"steps={steps + 5}").ended()
     found = f"exit {stopped.code} ({said}), then exit {resumed.code} ({status(place)})"
     return Verdict("exit 75, then exit 0", found, (stopped.code, resumed.code) == (75, 0))
 
@@ -178,6 +176,7 @@ def names_a_killed_rank(place: Place) -> Verdict:
         done = started.ended(120)
         seconds = time.monotonic() - killed
     finally:
+        hang.unlink(missing_ok=True)
         started.kill()
     said = status(place)
     found = f"exit {done.code} after {seconds:.0f} s, STATUS: {said}"
