@@ -15,11 +15,12 @@ import pytest
 import torch
 from guards import nothing, without
 from ranked import predict_without_pictures, torchrun, train_ranks
+from torch.distributed import HashStore
 from training import PLAIN, ROOT, TINY, at_step, call, records, same, send, status, train, weights
 
 from unet3d import checks, compose, ranks
 from unet3d.cli import lifecycle
-from unet3d.errors import NotSaved, OutOfMemory, UserError
+from unet3d.errors import NotSaved, OutOfMemory, RankLost, UserError
 from unet3d.memory import preflight
 from unet3d.training import checkpoint, trainer
 from unet3d.training.inference import Predictor
@@ -337,6 +338,20 @@ def be_killed_once() -> None:
 
     if ranks.RANK == 1 and not killed.exists():
         call(trainer, "train_step", 3, be_killed)
+
+
+@without("unet3d.ranks._ended", nothing)
+def test_a_rank_that_waits_for_its_gpu_notices_that_another_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's collectives wait for it without end."""
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    store = HashStore()
+    store.set("process 1", f"{killed.pid} {platform.node()}")
+    for name, value in {"SIZE": 2, "_stores": [store], "_stuck": [], "LOOK": 0.0}.items():
+        monkeypatch.setattr(ranks, name, value)
+    looks = iter([False] * 3 + [True])
+    with pytest.raises(RankLost, match=r"^rank 1\b.*killed"):
+        ranks.wait_until(lambda: next(looks))
 
 
 def test_a_sweep_is_not_for_ranks(tmp_path: Path) -> None:

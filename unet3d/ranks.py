@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
 RANK, LOCAL_RANK = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
 SIZE, LOCAL_SIZE = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # all; here
 BUCKET = 2**23  # bytes
+PAUSE = 0.0002  # seconds between two looks at whether the GPU is done
+LOOK = 1.0  # seconds between two looks at whether the others are there
 GRACE = 10.0  # seconds within which each rank that still answers does so, once one does not
 T = TypeVar("T")
 _stores: list[Any] = []  # of torch.distributed; served by torchrun, or else by the first rank
 _joined: list[bool] = []  # whether the ranks work together now
+_stuck: list[bool] = []  # whether this rank's GPU waits for one that is lost
 
 
 def hand_over(what: Any) -> None:
@@ -81,13 +85,42 @@ def leave() -> None:
         import torch.distributed as dist
 
         _joined.clear()
-        if dist.is_initialized():
+        if dist.is_initialized() and not _stuck:
             dist.destroy_process_group()
 
 
 def count() -> int:
     """How many work together."""
     return SIZE if _joined else 1
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    """Wait for this rank's GPU. Raises RankLost once another rank has ended.
+
+    A collective of NCCL waits for a lost rank without end, and a process that waits for the collective within a call
+    of CUDA hears no signal.
+    """
+    next_look = time.monotonic() + LOOK
+    while not is_done():
+        time.sleep(PAUSE)
+        if time.monotonic() < next_look:
+            continue
+        try:
+            lost = _ended()
+        except RuntimeError as error:  # served by a rank that is lost
+            lost = RankLost(f"the ranks do not reach each other ({reason(error)})")
+        if lost is not None:
+            _stuck.append(True)
+            raise lost
+        next_look = time.monotonic() + LOOK
+
+
+def end_if_stuck(code: int) -> None:
+    """End the process at once where its GPU waits for a lost rank: Python's own end would wait with it."""
+    if _stuck:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def add_up(tensors: "Iterable[Tensor]") -> None:
@@ -218,20 +251,30 @@ def _lost() -> RankLost | None:
     _store().set(f"here {RANK}", "")
     others, until = [rank for rank in range(SIZE) if rank != RANK], time.monotonic() + GRACE
     while True:
-        ends = {rank: json.loads(_store().get(f"end {rank}")) for rank in others if _store().check([f"end {rank}"])}
-        causes = [(rank, line, code) for rank, (line, code, is_echo) in ends.items() if not is_echo]
-        silent = [rank for rank in others if rank not in ends and not _store().check([f"here {rank}"])]
-        killed = [rank for rank in silent if _is_gone(rank)]
-        if causes:
-            rank, line, code = causes[0]
-            return RankLost(f"rank {rank}: {line}", code)
-        if killed:
-            return RankLost(f"rank {killed[0]}: its process was killed")
+        ended = _ended()
+        if ended is not None:
+            return ended
+        silent = [
+            rank for rank in others if not _store().check([f"end {rank}"]) and not _store().check([f"here {rank}"])
+        ]
         if not silent:
             return None
         if time.monotonic() > until:
             return RankLost(f"rank {silent[0]}: does not answer; if it was only slow, set a longer rank_timeout")
         time.sleep(0.05)
+
+
+def _ended() -> RankLost | None:
+    """What ended another rank: its own word, or its process is gone. None if no other ended by itself."""
+    others = [rank for rank in range(SIZE) if rank != RANK]
+    ends = {rank: json.loads(_store().get(f"end {rank}")) for rank in others if _store().check([f"end {rank}"])}
+    for rank, (line, code, is_echo) in ends.items():
+        if not is_echo:
+            return RankLost(f"rank {rank}: {line}", code)
+    for rank in others:
+        if rank not in ends and not _store().check([f"here {rank}"]) and _is_gone(rank):
+            return RankLost(f"rank {rank}: its process was killed")
+    return None
 
 
 def _is_gone(rank: int) -> bool:

@@ -81,7 +81,9 @@ def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
                 write_end(folder, line, code)
             if isinstance(error, Preempted) and config.requeue:
                 requeue()
-            raise SystemExit(say(line, code)) from error
+            say(line)
+            ranks.end_if_stuck(code)
+            raise SystemExit(code) from error
     write_end(folder, "done", 0)
 
 
@@ -108,7 +110,9 @@ def follow(job: Callable[[Config, Path, signals.Stop], None]) -> int:
         except (Exception, KeyboardInterrupt, Preempted) as error:
             ranks.say_end(error)
             line, code = _outcome(error, folder)
-        return say(f"rank {ranks.RANK}: {line}", code)
+        say(f"rank {ranks.RANK}: {line}")
+        ranks.end_if_stuck(code)
+        return code
 
 
 def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:

@@ -75,7 +75,12 @@ def train_step(
 def _read(losses: Sequence[Tensor], norm: Tensor, scaler: GradScaler) -> StepResult:
     """Return the step's numbers. On CUDA this is the step's one wait for the device: they are read together."""
     scale = [scaler.scale(torch.ones_like(norm))] if scaler.is_enabled() else []
-    numbers = torch.stack([norm, *(loss.to(norm.dtype) for loss in losses), *scale]).tolist()
+    together = torch.stack([norm, *(loss.to(norm.dtype) for loss in losses), *scale])
+    if together.is_cuda and ranks.count() > 1:
+        done = torch.cuda.Event()
+        done.record()
+        ranks.wait_until(done.query)
+    numbers = together.tolist()
     mean_loss = sum(numbers[1 : len(losses) + 1])
     return StepResult(mean_loss, numbers[0], *numbers[len(losses) + 1 :])
 

@@ -18,7 +18,8 @@ TINY = (
 )
 ENDLESS = ("steps=100000", "eval_every=0")
 LIMIT = 400  # seconds, for one process; the search after memory ran out takes most
-SMALL_GPU = 8  # MiB: a step of TINY reserves more
+SMALL_GPU = 8  # MiB
+LARGE = ("batch=16",)  # whose step reserves more
 
 
 class Place(NamedTuple):
@@ -146,7 +147,7 @@ def runs_out_of_memory(**variables: str) -> Callable[[Place], Verdict]:
     """Return a run whose device gives less memory than it says."""
 
     def run(place: Place) -> Verdict:
-        done = Started(place, DESK_GIVES_MIB=str(SMALL_GPU), **variables).ended()
+        done = Started(place, *LARGE, DESK_GIVES_MIB=str(SMALL_GPU), **variables).ended()
         has_trace = "Traceback" in done.text
         found = f"exit {done.code}, {status(place)}" + (", with a traceback" if has_trace else "")
         return Verdict("exit 5 and what would need less", found, done.code == 5 and not has_trace)
@@ -156,10 +157,10 @@ def runs_out_of_memory(**variables: str) -> Callable[[Place], Verdict]:
 
 def is_told_that_it_cannot_fit(place: Place) -> Verdict:
     """A run on a device with less memory than predicted. It is given more, so that only words can tell."""
-    done = Started(place, DESK_GPU_MIB=str(SMALL_GPU), DESK_GIVES_MIB=str(2**17)).ended()
+    done = Started(place, *LARGE, DESK_GPU_MIB=str(SMALL_GPU), DESK_GIVES_MIB=str(2**17)).ended()
     told = [line for line in done.text.splitlines() if f"{SMALL_GPU}.0 MiB" in line or f"{SMALL_GPU} MiB" in line]
     found = f"exit {done.code}: {told[0]}" if told else f"exit {done.code}, and no word of it"
-    return Verdict(f"a line that the GPU has {SMALL_GPU} MiB", found, bool(told))
+    return Verdict(f"exit 2, a line that the GPU has {SMALL_GPU} MiB", found, bool(told) and done.code == 2)
 
 
 def names_a_killed_rank(place: Place) -> Verdict:
