@@ -2,6 +2,7 @@
 
 import functools
 import json
+import platform
 import re
 import signal
 import subprocess
