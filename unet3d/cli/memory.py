@@ -198,7 +198,7 @@ def _layers(subject: MemoryEstimate) -> Table:
         return Table(columns, [["tensors", tensors, "exact (ledger)"]])
     native, expandable = (replay(subject.ledger.events, Settings(is_expandable)) for is_expandable in (False, True))
     rows = [
-        ["tensors", tensors, "ledger, not yet verified on CUDA"],
+        ["tensors", tensors, "ledger, as the allocator is asked for"],
         ["allocated: blocks given out", mib(native.allocated_bytes), "replay"],
         ["reserved by the allocator", mib(native.reserved_bytes), "replay"],
         ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(expandable.reserved_bytes), "replay"],

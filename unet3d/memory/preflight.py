@@ -111,7 +111,7 @@ def preflight(config: Config, options: Model) -> Preflight:
             allocated, reserved = replay(meter.ledger.events, settings)
             found |= {"allocated_bytes": allocated, "reserved_bytes": reserved}
             on_cuda = f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay),"
-            without = "without convolution workspaces and the context; not yet verified on a GPU"
+            without = "without convolution workspaces and the context, which are the GPU's"
             print(on_cuda, without, *left_out, sep="\n", flush=True)
         asked = Option((), "nothing", config, options, peak, fraction / PASSES, reserved_bytes=reserved)
         refuse_over_budget(asked)

@@ -135,7 +135,7 @@ def predict(
     """Predict what `explain` would measure, without data; arguments are its own. Allocates no map.
 
     `device`: "cpu" or "cuda", also where there is no GPU; None: where the weights are. On CUDA the prediction is of
-    tensors, without workspaces of convolutions, and is not yet verified.
+    tensors, without workspaces of convolutions.
     """
     target = device or _device(model).type
     if target not in ("cpu", "cuda"):
