@@ -48,9 +48,17 @@ def measured(desk: Environment, kind: str, rows: Sequence[Row], limit: int) -> I
                 yield row, found
 
 
+def matching(among: Sequence[Row], text: str) -> list[Row]:
+    """Return the rows whose words have this text. Raises ValueError if none has."""
+    asked = [row for row in among if text in row.words]
+    if not asked:
+        raise ValueError(f"--match: no configuration has {text!r}")
+    return asked
+
+
 def rows(desk: Environment, options: argparse.Namespace) -> Iterator[Section]:
     """Yield the sections of predicted against real peaks."""
-    asked = [row for row in configs.ROWS if options.match in row.words]
+    asked = matching(configs.ROWS, options.match)
     found = measured(desk, "compare", asked, options.limit)
     for section, group in groupby(found, lambda pair: pair[0].section):
         yield tables.comparison(section, list(group))
@@ -58,7 +66,7 @@ def rows(desk: Environment, options: argparse.Namespace) -> Iterator[Section]:
 
 def launches(desk: Environment, options: argparse.Namespace) -> Iterator[Section]:
     """Yield the section of counts."""
-    asked = [row for row in configs.COUNTED if options.match in row.words]
+    asked = matching(configs.COUNTED, options.match)
     yield tables.counts(measured(desk, "count", asked, options.limit))
 
 

@@ -21,6 +21,7 @@ from unet3d.memory.budget import (
     front,
     lean_operation,
     levers,
+    oom_in_validation,
     oom_suggestions,
     replaced,
     search,
@@ -325,6 +326,22 @@ def test_on_cuda_a_budget_is_of_what_the_allocator_reserves() -> None:
     assert "budget=" in title and mib(asked.reserved_bytes) in end
     fits = config(*words, f"budget={asked.reserved_bytes / MIB}MiB")
     assert preflight(fits, fits.model).memory["predicted"]["reserved_bytes"] == asked.reserved_bytes
+
+
+@pytest.mark.slow
+def test_on_cuda_ckpt_auto_splits_until_what_is_reserved_fits() -> None:
+    words = ("device=cuda", "model.features=[8,16]", "data.patch=[32,32,32]", "model.norm=instance")
+    plain = simulated(option(*words))
+    lowest = simulated(option(*words, "ckpt=auto"))
+    assert lowest.reserved_bytes < plain.reserved_bytes
+    budget = f"budget={lowest.reserved_bytes / MIB}MiB"
+    assert simulated(option(*words, "ckpt=auto", budget)).reserved_bytes <= lowest.reserved_bytes
+    assert simulated(option(*words, "ckpt=auto", f"budget={plain.reserved_bytes / MIB}MiB")).segments == 1
+
+
+def test_slabs_are_no_remedy_for_a_validation_on_a_gpu() -> None:
+    said = {device: " ".join(oom_in_validation(config(f"device={device}"), 2)) for device in ("cpu", "cuda")}
+    assert "slab=auto" in said["cpu"] and "slab" not in said["cuda"] and "lean" not in said["cuda"]
 
 
 @without("unet3d.memory.preflight.refuse_over_card", nothing)

@@ -67,6 +67,17 @@ def test_a_step_waits_once_for_the_device_however_many_micro_batches(
     assert result.scale == (65536.0 if dtype else 1.0)
 
 
+def test_a_loss_beyond_the_range_of_half_precision_weights_is_a_number() -> None:
+    model = nn.Conv3d(1, 3, 1).half()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    policy = MemoryPolicy()
+    one = batch(1)._replace(image=torch.zeros(1, 1, 2, 2, 2, dtype=torch.half))
+    result = train_step(
+        model, lambda logits, label: logits.float().sum() + 1e6, optimizer, policy.scaler(), policy, [one]
+    )
+    assert result.loss == pytest.approx(1e6, abs=100)
+
+
 def test_clipping_bounds_the_update_and_reports_the_norm_before(network: Network) -> None:
     model, before = network(), network()
     norm = step(model, [batch(1)], clip=1e-3).grad_norm

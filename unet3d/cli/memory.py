@@ -321,5 +321,7 @@ def print_fit(overrides: Sequence[str]) -> None:
     table = Table(["peak (MiB, estimated)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
     paper(WIDE).print(terminal_table("Least memory by cost", table))
     if best.occupied_bytes > limit:
-        raise UserError(f"budget={given}: nothing tried fits; the smallest peak is {mib(best.peak_bytes)} MiB")
+        raise UserError(
+            f"budget={given}: nothing tried fits; the smallest peak is {mib(best.peak_bytes)} MiB{best.reserves}"
+        )
     print(f"fits: {escaped(shlex.join(['python', 'train.py', *budget.replaced(overrides, best.overrides)]))}")

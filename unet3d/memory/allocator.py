@@ -42,10 +42,7 @@ def replay(events: Sequence[tuple[int, int]], settings: Settings | None = None) 
     """The peaks after (index, bytes gained or lost) in order."""
     allocator, allocated = Allocator(settings or Settings()), 0
     for index, change in events:
-        if change > 0:
-            allocator.take(index, change)
-        elif change < 0:
-            allocator.release(index)
+        allocator.apply(index, change)
         allocated = max(allocated, allocator.allocated_bytes)
     return Reserved(allocated, allocator.reserved_bytes)  # what is reserved never shrinks
 
@@ -135,6 +132,13 @@ class Allocator:
     @property
     def reserved_bytes(self) -> int:
         return self.small.reserved_bytes + self.large.reserved_bytes
+
+    def apply(self, index: int, change: int) -> None:
+        """Take or release what an event of a ledger says; a change of 0 is neither."""
+        if change > 0:
+            self.take(index, change)
+        elif change < 0:
+            self.release(index)
 
     def take(self, index: int, size: int) -> None:
         assert size > 0, "a request for nothing"

@@ -221,6 +221,8 @@ def timeline_rows(ledger: Ledger) -> tuple[dict[str, int], list[TimelineRow]]:
     spans, alive, rows = last_step(ledger), ledger.alive_bytes(), []
     for phase, start, end in spans:
         for event, (index, change) in enumerate(ledger.events[start:end], start):
+            if not change:  # of a storage that does not count
+                continue
             s = ledger.storages[index]
             words = (layer(s.scope.module), operation_name(s.operation), ledger.category(s))
             rows.append(TimelineRow(event, phase, *words, change, alive[event + 1]))

@@ -9,6 +9,7 @@ from itertools import chain, islice, product
 from math import inf
 from typing import NamedTuple, NoReturn
 
+from unet3d import build
 from unet3d.checks import check
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
@@ -47,6 +48,11 @@ class Option(NamedTuple):
     def occupied_bytes(self) -> int:
         """What a budget is of: tensors on the CPU, what the allocator reserves on CUDA."""
         return max(self.peak_bytes, self.reserved_bytes)
+
+    @property
+    def reserves(self) -> str:
+        """Words to add to the peak: what the allocator reserves for it; "" on the CPU."""
+        return f", reserves {mib(self.reserved_bytes)} MiB" if self.reserved_bytes else ""
 
     def cost(self) -> tuple[int, float, int, int]:
         """Order of preference: the same result, then less recomputation, then fewer overrides."""
@@ -283,11 +289,10 @@ def _refuse(asked: Option, budget: int, problem: str) -> NoReturn:
     found, best = find_fit(asked, budget, thorough=False)
     cheaper = {row.overrides: row for row in found if row.cost() < best.cost() and row.overrides != best.overrides}
     rows = [asked, *(row for row in (*cheaper.values(), best) if row.peak_bytes < asked.peak_bytes)]
-    reserved = f", reserves {mib(best.reserved_bytes)} MiB" if best.reserved_bytes else ""
     if best.occupied_bytes <= budget:
-        end = f"  (fits{reserved})"
+        end = f"  (fits{best.reserves})"
     else:
-        end = f"\nnone of these fits; the smallest peak is {mib(best.peak_bytes)} MiB{reserved}"
+        end = f"\nnone of these fits; the smallest peak is {mib(best.peak_bytes)} MiB{best.reserves}"
     raise UserError("\n".join((f"{problem}; {HEAD}", *_lines(asked, rows))) + end)
 
 
@@ -352,5 +357,5 @@ def oom_in_validation(config: Config, step: int) -> Iterator[str]:
     yield f"in the validation after step {step}, of windows of {window} voxels on the device, one at a time,"
     yield "and of strips of windows in host memory, with 4 bytes for each class of each voxel;"
     yield "a new run needs less with a smaller data.patch (both), a wider data.spacing or smaller volumes (host);"
-    yield "this run can be resumed with lean=true or slab=auto (device), or where there is more memory, and predict and"
-    yield "score can use its last.pt"
+    slabs = "with lean=true or slab=auto (device), or " if build.target(config) == "cpu" else ""  # else none run there
+    yield f"this run can be resumed {slabs}where there is more memory, and predict and score can use its last.pt"

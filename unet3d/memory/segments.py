@@ -46,7 +46,10 @@ def choose_segments(config: Config, options: Model) -> Segments:
         stages = f"this network has {len(profile.forward)}"
         raise UserError(f"ckpt={config.ckpt} groups the stages of an nn.Sequential; {stages}; use fewer, or 0 (off)")
     budget = budget_bytes(config.budget) if is_auto and config.budget is not None else None
-    measure = partial(simulated_peak, config, options, profile)
+    if budget is not None and build.target(config) == "cuda":  # it is of what the allocator reserves
+        measure: Callable[[SegmentStarts], int] = partial(simulated_reserved, config, options)
+    else:
+        measure = partial(simulated_peak, config, options, profile)
     segment_starts = best_segment_starts(profile, least, most, measure, budget)
     return Segments(segment_starts, recompute_fraction(profile, segment_starts))
 
@@ -144,15 +147,15 @@ def best_segment_starts(
 ) -> SegmentStarts:
     """The split into `least` to `most` segments with the lowest peak, () for one; or the least recomputed for a budget.
 
-    `measure` simulates a split's peak. Where another segment does not help there are fewer: more never need more.
+    `measure` simulates what a split needs: its peak or, for a budget on CUDA, what it reserves. Where another segment
+    does not help there are fewer: more never need more.
     """
     if budget is not None:
         if max(profile.peak, profile.reserved) <= budget:
             return ()
-        of_reserved = max(1.0, profile.reserved / profile.peak)  # on CUDA a budget is of what is reserved
         tried = list(_likely(profile, most, budget))
         for choice in track(tried, "segment choices that may fit", len(tried)):
-            if measure(choice) * of_reserved <= budget:
+            if measure(choice) <= budget:
                 return choice
     cost, stages = partial(_estimated_cost, profile), len(profile.forward)
     candidates = [min(partitions(stages, count, count), key=cost) for count in range(least, most + 1)]
@@ -244,6 +247,16 @@ def simulated_peak(config: Config, options: Model, profile: StageProfile, segmen
     """Of later steps, from a first one with a plain optimizer, which changes the update alone; no segment does."""
     peak = _first_step_peak(replace(step_key(config), optim=PLAIN), options, segment_starts)
     return max(profile.update, peak + profile.optimizer_state)
+
+
+def simulated_reserved(config: Config, options: Model, segment_starts: SegmentStarts) -> int:
+    """Return what CUDA's allocator reserves for the first steps, in bytes."""
+    return _reserved(step_key(config), options, segment_starts)
+
+
+@memoized
+def _reserved(config: Config, options: Model, segment_starts: SegmentStarts) -> int:
+    return reserved_bytes(config, simulate(config, options, segment_starts, steps=ENOUGH).ledger)
 
 
 @memoized

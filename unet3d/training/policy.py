@@ -36,7 +36,7 @@ class MemoryPolicy:
 
         Without gradients a GPU runs no slabs: a pass keeps nothing, and they would be ten times its launches.
         """
-        if self.slabs is not None and (torch.is_grad_enabled() or self.slabs.uses_onednn):
+        if self.slabs is not None and (torch.is_grad_enabled() or self.slabs.on_cpu):
             with self.convolutions():
                 return slab_run.forward(model, image, self.slabs, self.dtype)
         with torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None), self.convolutions():

@@ -28,7 +28,7 @@ class SlabOptions:
     rows: int  # of the first level's map in a slab; slabs of other maps have as many numbers
     is_lean: bool  # keep the raw maps; else make them again
     axis: int  # along which rows are counted: 2, 3 or 4 of N C D H W
-    uses_onednn: bool  # on the CPU, where thin slabs of one image would leave oneDNN
+    on_cpu: bool  # where thin slabs of one image would leave oneDNN; elsewhere none run without gradients
 
 
 def forward(model: nn.Module, image: Tensor, options: SlabOptions, dtype: torch.dtype | None) -> Any:
@@ -103,7 +103,7 @@ class _Run:
         block, x = self.encoder[0].block, stored(image.to(self.dtype), self.options.axis, needs_grad=False)
         self.start = self.node(block.conv1.conv, x)
         numbers = self.options.rows * self.start.shape.numel() // self.start.length
-        self.slabs = Slabs(numbers, self.options.uses_onednn)
+        self.slabs = Slabs(numbers, self.options.on_cpu)
         self.top = _Level(self.raw(block.conv1, x), self.shortcut(block, x))
         logits = self.make(self.node(self.head, self.run(0, self.top, keeps)))
         self.is_again = True

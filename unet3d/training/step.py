@@ -75,7 +75,8 @@ def train_step(
 def _read(losses: Sequence[Tensor], norm: Tensor, scaler: GradScaler) -> StepResult:
     """Return the step's numbers. On CUDA this is the step's one wait for the device: they are read together."""
     scale = [scaler.scale(torch.ones_like(norm))] if scaler.is_enabled() else []
-    together = torch.stack([norm, *(loss.to(norm.dtype) for loss in losses), *scale])
+    exact = torch.promote_types(norm.dtype, losses[0].dtype)  # of half-precision weights, the norm is half precision
+    together = torch.stack([number.to(exact) for number in (norm, *losses, *scale)])
     if together.is_cuda and ranks.count() > 1:
         done = torch.cuda.Event()
         done.record()

@@ -60,10 +60,7 @@ def predicted_peaks(ledger: Ledger) -> list[Peaks]:
     ends = [start for start, name in ledger.marks if name == "end"]
     for end in ends:
         for index, change in ledger.events[last:end]:
-            if change > 0:
-                allocator.take(index, change)
-            elif change < 0:
-                allocator.release(index)
+            allocator.apply(index, change)
             requested += change
             now = (requested, allocator.allocated_bytes, allocator.reserved_bytes)
             peaks = [max(pair) for pair in zip(peaks, now, strict=True)]
