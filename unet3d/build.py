@@ -35,7 +35,7 @@ from unet3d.training.slab_run import SlabOptions
 Read = Callable[[Case], PreparedCase]
 ROWS = 8  # of a slab at least, unless asked for
 SLABS, LEAN_SLABS = 12, 8  # along the longest axis at most, of slab=auto and lean=true
-CUDA_VOXELS = 2**18  # of a slab on a GPU, at least: a step of smaller ones waits for the launches of its kernels
+CUDA_VOXELS = 5 * 2**15  # of a slab on a GPU, at least: a step of smaller ones waits for the launches of its kernels
 
 
 def import_object(name: str, path: str) -> Callable[..., Any]:

@@ -108,7 +108,8 @@ class Training:
             self.model = self.model.to(memory_format=torch.channels_last_3d)
         self.policy = build.policy(self.config, device, self.starts)
         self.optimizer = optim.optimizer(self.config.optim, self.model)
-        self.loss, self.scaler = build.loss(self.config, 3), self.policy.scaler()
+        self.loss = build.loss(self.config, 3, device)
+        self.scaler = self.policy.scaler()
         self.trained = torch.compile(self.model) if "+compile" in switches else self.model
         size = (self.config.batch, *self.config.data.patch)
         self.batch = Batch(torch.randn(size[0], 1, *size[1:]), torch.zeros(size, dtype=torch.int16))

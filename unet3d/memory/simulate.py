@@ -47,17 +47,25 @@ def simulate(
 
     `options` leave nothing open; `dtype` is that of weights and images; `watch` may add hooks. No step needs a GPU.
     """
-    assert options.in_channels is not None and options.classes is not None
     target = build.target(config)
     with torch.random.fork_rng([]), fake_mode(target):
-        model = fake_model(config, options, dtype)
-        loss, policy = build.loss(config, options.classes), build.policy(config, "cpu", segment_starts)
-        learner = Learner(model, loss, optim.optimizer(config.optim, model), policy.scaler(), policy)
+        learner = fake_learner(config, options, segment_starts, dtype)
 
         def make() -> list[Batch]:
             return [fake_batch(config, options, dtype) for _ in range(config.accumulate)]
 
         return fake_steps(learner, make, target, config.optim.clip, watch, steps)
+
+
+def fake_learner(
+    config: Config, options: Model, segment_starts: SegmentStarts, dtype: torch.dtype = torch.float32
+) -> Learner:
+    """Return what a step of the run needs, within `fake_mode`, with weights of a type."""
+    assert options.classes is not None
+    model = fake_model(config, options, dtype)
+    loss = build.loss(config, options.classes)
+    policy = build.policy(config, "cpu", segment_starts)
+    return Learner(model, loss, optim.optimizer(config.optim, model), policy.scaler(), policy)
 
 
 def fake_steps(
@@ -70,10 +78,8 @@ def fake_steps(
 ) -> LedgerMeter:
     """Training steps as on a `target`, "cpu" or "cuda", within `fake_mode`; `make` gives each its micro-batches."""
     on_gpu = target == "cuda"
-    is_alone = isinstance(learner.optimizer, torch.optim.Adafactor)  # which takes weights one by one everywhere
-    for group in learner.optimizer.param_groups if on_gpu and not is_alone else ():
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = True  # all weights at once, as torch chooses where they are on CUDA
+    if on_gpu:
+        take_weights_together(learner.optimizer)
     meter = LedgerMeter(learner.model, learner.optimizer, for_gpu=on_gpu)
     if watch is not None:
         watch(learner.model, meter.ledger)
@@ -84,6 +90,15 @@ def fake_steps(
                 batches = list(map(BatchInTransit, batches))
             train_step(*learner, batches, meter.mark, clip)
     return meter
+
+
+def take_weights_together(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of fake weights update all of them at once, as torch chooses where weights are on CUDA."""
+    if isinstance(optimizer, torch.optim.Adafactor):  # which takes them one by one everywhere
+        return
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 def step_key(config: Config) -> Config:

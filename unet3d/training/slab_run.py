@@ -309,7 +309,7 @@ class _Run:
         found, norm = self.make(self.node(unit.conv, source)), norm_of(unit)
         if norm is not None and norm not in self.known:
             with slabs.observer.works_on(norm, False):
-                self.known[norm] = statistics(norm, found.tensor)
+                self.known[norm] = statistics(norm, found.tensor, self.slabs.pieces(found.tensor))
         return found
 
 

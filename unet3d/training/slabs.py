@@ -14,7 +14,7 @@ from unet3d.training.rows import Convolved, Node, Normalised, Rows, Span, Statis
 
 Completion = Callable[[int, int, Tensor], None]  # of the first row, the one after the last, and the rows: changes them
 OfStatistics = dict[nn.Module, tuple[Statistics, list[Tensor]]]  # gradients of a normalisation's mean and 1 / std
-PIECES = 8  # of a map, of which statistics are taken one after the other
+PIECES = 8  # of a map at most, of which statistics are taken one after the other
 
 
 class Observer:
@@ -28,15 +28,18 @@ class Observer:
 observer = Observer()
 
 
-def statistics(norm: Any, raw: Tensor) -> Statistics:
-    """Of a normalisation's input N C D H W, in its mode; running ones are updated as the layer does it."""
+def statistics(norm: Any, raw: Tensor, pieces: int = PIECES) -> Statistics:
+    """Of a normalisation's input N C D H W, in its mode; running ones are updated as the layer does it.
+
+    Taken of one piece of the channels after the other: what is computed beside the statistics is as large as a piece.
+    """
     shape, is_batch = raw.shape, isinstance(norm, nn.BatchNorm3d)
     if is_batch and not norm.training and norm.running_mean is not None:
         mean, variance = (t.view(1, -1, 1, 1, 1) for t in (norm.running_mean, norm.running_var))
         return Statistics(mean, (variance + norm.eps).rsqrt(), 0)
     groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else shape[1]
     grouped = raw.view(shape[0], groups, -1) if is_batch else raw.view(1, shape[0] * groups, -1)
-    parts = [_moments(piece) for piece in grouped.split(max(1, grouped.shape[1] // PIECES), 1)]
+    parts = [_moments(piece) for piece in grouped.split(max(1, grouped.shape[1] // pieces), 1)]
     mean, unbiased = (torch.cat(part) for part in zip(*parts, strict=True))
     count = raw.numel() // mean.numel()
     if is_batch and norm.running_mean is not None:
@@ -74,6 +77,10 @@ class Slabs:
             rows = max(rows, fewest)
         count = math.ceil(node.length / rows)
         return list(pairwise(node.length * index // count for index in range(count + 1)))
+
+    def pieces(self, raw: Tensor) -> int:
+        """Return in how many pieces to take the statistics of a map: on a GPU each is as large as a slab."""
+        return PIECES if self.uses_onednn else max(1, min(PIECES, raw.numel() // self.numbers))
 
     def make(self, node: Node, dtype: torch.dtype, device: torch.device) -> Stored:
         """The node's map."""
