@@ -82,3 +82,14 @@ def test_nothing_is_said_of_others(
 ) -> None:
     use(monkeypatch, version, cudnn)
     assert warnings(capsys, tiny(*words)) == []
+
+
+def test_a_cudnn_that_torch_refuses_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> int:
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
+    (line,) = warnings(capsys, tiny(*CUDA, *BF16))
+    assert line == "warning: cuDNN version incompatibility"

@@ -58,7 +58,10 @@ KNOWN = (
 
 def warning(dtype: torch.dtype | None) -> str | None:
     """Return a line on what is known against 3D convolutions of this type on CUDA here, None if nothing is."""
-    cudnn = torch.backends.cudnn.version()
+    try:
+        cudnn = torch.backends.cudnn.version()
+    except RuntimeError as error:  # torch takes no older one than it was built with
+        return str(error)
     if cudnn is None:
         return None
     version = release(torch.__version__)
