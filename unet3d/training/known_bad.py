@@ -49,9 +49,9 @@ KNOWN = (
         torch=((2, 10), (LATER,)),
         cudnn=(90800, 91500),
         dtypes=(torch.bfloat16,),
-        wrong="can be wrong in 3D convolutions of very large maps in bf16 (seen with 1.8e9 numbers)",
+        wrong="can be wrong in bf16 in 3D convolutions of very large maps, as of 1.8e9 numbers",
         issues="pytorch#163539",
-        remedy="use cuDNN 9.15 or newer, as torch for CUDA 13 does, or amp_dtype=fp16",
+        remedy="use cuDNN 9.15 or newer, as builds of torch for CUDA 13 do",
     ),
 )
 
