@@ -34,7 +34,7 @@ SETTINGS = (  # of VARIABLE
     "max_non_split_rounding_mb:40",
     "garbage_collection_threshold:0.6",
     "expandable_segments:True,expandable_segments_reserve:0.5",
-    "expandable_segments:True,expandable_segments_reserve:1G",
+    "expandable_segments:True,expandable_segments_reserve:16G",
 )
 
 
