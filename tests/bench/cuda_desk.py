@@ -26,7 +26,7 @@ from cuda_desk import configs, stubs, tables
 from cuda_desk.configs import Row
 from cuda_desk.environment import ROOT, Environment
 from cuda_desk.runs import RUNS, Place
-from cuda_desk.streams import SETTINGS, Torch, differing, replayed
+from cuda_desk.streams import SETTINGS, Torch, UnknownSetting, differing, replayed
 from cuda_desk.tables import Line, Section
 from on_cuda import save
 
@@ -79,6 +79,9 @@ def allocator(desk: Environment, options: argparse.Namespace) -> Iterator[Sectio
         try:
             wrong = differing(torch, settings, range(options.streams))
             cells = [f"{len(wrong)} of {options.streams}", *wrong[:1]]
+        except UnknownSetting:
+            wrong = []
+            cells = ["this torch refuses it"]
         except ValueError as error:
             wrong = [str(error)]
             cells = ["failed", *wrong]

@@ -224,7 +224,11 @@ def test_settings_that_the_replay_models(text: str, settings: Settings) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["garbage_collection_threshold:0.8", "backend:cudaMallocAsync", "pinned_use_background_threads:True", "new"]
+    "part",
+    [
+        *("garbage_collection_threshold:0.8", "backend:cudaMallocAsync", "pinned_use_background_threads:True", "new"),
+        *("expandable_segments_reserve:0.5", "expandable_segments_reserve_by_class:[serving:1G,other:0.5]"),
+    ],
 )
 def test_settings_that_the_replay_does_not_model_are_named_in_one_line(part: str) -> None:
     found, lines = read_settings({"PYTORCH_ALLOC_CONF": f"max_split_size_mb:64,{part}"})

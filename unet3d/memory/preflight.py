@@ -1,6 +1,7 @@
 """Memory before a run: estimates of configs, and what a run prints before it starts."""
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +22,7 @@ from unet3d.memory.segments import choose_segments, predicted
 from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_mode, fake_model, simulate, validation_peak
 from unet3d.memory.tables import moment, peak_location, sentence
 from unet3d.progress import counting
+from unet3d.training import known_bad
 from unet3d.types import host_bytes, mib
 
 
@@ -96,6 +98,9 @@ def preflight(config: Config, options: Model) -> Preflight:
     if not config.dry_run:
         build.device(config)
     is_cuda = build.target(config) == "cuda"
+    against = known_bad.warning(build.policy(config, "cuda", ()).dtype) if is_cuda else None
+    if against is not None:
+        print(f"warning: {against}", file=sys.stderr, flush=True)
     with counting("predicting memory", 2) as counter:
         segment_starts, fraction = choose_segments(config, options)
         steps = STEADY if is_cuda else ENOUGH  # an allocator settles later

@@ -21,7 +21,7 @@ from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, sav
 from unet3d.data.preprocess import Intensity, normalise
 from unet3d.data.volume import Volume, contradictions, foreign_units, read_volume, to_original
 from unet3d.errors import SnapshotError, UserError
-from unet3d.training import checkpoint
+from unet3d.training import checkpoint, known_bad
 from unet3d.training.inference import Predictor
 from unet3d.types import Strip
 
@@ -155,8 +155,12 @@ def segmenter(found: TrainedNetworks, device: str, mirror: bool | None) -> Segme
     if mirror and not config.data.augment.mirror:
         print("warning: mirroring does nothing: this network has data.augment.mirror=[]", file=sys.stderr)
     where = build.device(config)
+    policy = build.policy(config, where.type, ())
+    against = known_bad.warning(policy.dtype) if where.type == "cuda" else None
+    if against is not None:
+        print(f"warning: {against}", file=sys.stderr)
     loaded = networks(found, where)
-    predictor = build.predictor(config, loaded, config.model, build.policy(config, where.type, ()))
+    predictor = build.predictor(config, loaded, config.model, policy)
     by_channel = config.data.format == "nnunet"
     return Segmenter(predictor, found.intensity, config.data.spacing, ValidationRules.of(config.data), by_channel)
 

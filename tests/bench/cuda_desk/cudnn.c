@@ -1,6 +1,6 @@
 /* cuDNN that plans every convolution with one engine and computes nothing.
  *
- *   DESK_CUDNN      the version that torch is told (92400)
+ *   DESK_CUDNN      the version that torch is told (92400); the desk gives the one that torch is installed with
  *   DESK_WORKSPACE  bytes that each plan asks for (0) */
 #include <stddef.h>
 #include <stdint.h>

@@ -44,6 +44,15 @@ class Environment:
         """Return torch's version with that of its build, such as 2.13.0+cu130."""
         return self._said("__version__")
 
+    @property
+    def cudnn(self) -> str:
+        """Return the version of cuDNN that this torch is installed with, in cuDNN's own writing: 91002 for 9.10.2."""
+        (metadata,) = self.torch.parent.glob("torch-*.dist-info/METADATA")
+        pinned = re.search(r"^Requires-Dist: nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", metadata.read_text(), re.M)
+        assert pinned is not None, "torch does not say its cuDNN"
+        major, minor, patch = map(int, pinned.groups())
+        return str(major * 10_000 + minor * 100 + patch)
+
     def make(self, torch: str) -> None:
         """Install torch of that version, what the project needs, and CUDA's headers; build the stubs."""
         if not self.python.exists():
@@ -59,6 +68,7 @@ class Environment:
     def variables(self, **more: str) -> dict[str, str]:
         """Return the environment of a process on the desk."""
         found = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "CUDA_"))}
+        found.setdefault("DESK_CUDNN", self.cudnn)  # torch takes no older one, and chooses kernels by it
         found |= {"LD_LIBRARY_PATH": str(self.stubs), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return found | {"PYTHONDONTWRITEBYTECODE": "1", "WANDB_MODE": "disabled"} | more
 

@@ -1,9 +1,15 @@
 /* NCCL whose collectives do nothing: each rank keeps what it has. */
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct {
     char bytes[128];
 } UniqueId;
+
+typedef struct {
+    int ranks;
+    int rank;
+} Communicator;
 
 int ncclGetVersion(int *version) {
     *version = 22907;
@@ -23,9 +29,23 @@ int ncclGetUniqueId(UniqueId *id) {
     return 0;
 }
 
-int ncclCommInitRankConfig(void **communicator, int ranks, UniqueId id, int rank, void *config) {
-    *communicator = (void *)0x10;
+static int join(Communicator **communicator, int ranks, int rank) {
+    *communicator = malloc(sizeof **communicator);
+    (*communicator)->ranks = ranks;
+    (*communicator)->rank = rank;
     return 0;
+}
+
+int ncclCommInitRank(Communicator **communicator, int ranks, UniqueId id, int rank) {
+    return join(communicator, ranks, rank);
+}
+
+int ncclCommInitRankConfig(Communicator **communicator, int ranks, UniqueId id, int rank, void *config) {
+    return join(communicator, ranks, rank);
+}
+
+int ncclCommInitRankScalable(Communicator **communicator, int ranks, int rank, int ids, UniqueId *id, void *config) {
+    return join(communicator, ranks, rank);
 }
 
 int ncclCommGetAsyncError(void *communicator, int *error) {
@@ -33,12 +53,12 @@ int ncclCommGetAsyncError(void *communicator, int *error) {
     return 0;
 }
 
-int ncclCommCount(void *communicator, int *count) {
-    *count = 1;
+int ncclCommCount(Communicator *communicator, int *count) {
+    *count = communicator->ranks;
     return 0;
 }
 
-int ncclCommUserRank(void *communicator, int *rank) {
-    *rank = 0;
+int ncclCommUserRank(Communicator *communicator, int *rank) {
+    *rank = communicator->rank;
     return 0;
 }

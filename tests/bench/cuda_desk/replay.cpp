@@ -2,7 +2,10 @@
 //
 // Each line is an index and a number of bytes: more than 0 asks for them, less gives back what the index has.
 #include <c10/cuda/CUDACachingAllocator.h>
+#if __has_include(<c10/cuda/PeerToPeerAccess.h>) // torch 2.10 has it elsewhere, and its allocator does without
 #include <c10/cuda/PeerToPeerAccess.h>
+#define PEERS
+#endif
 
 #include <cstdint>
 #include <cstdio>
@@ -10,7 +13,9 @@
 
 int main() {
     namespace allocator = c10::cuda::CUDACachingAllocator;
+#ifdef PEERS
     c10::cuda::detail::init_p2p_access_cache(1);
+#endif
     allocator::init(1);
     std::unordered_map<std::int64_t, void *> held;
     long long index = 0;

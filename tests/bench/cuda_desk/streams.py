@@ -33,7 +33,13 @@ SETTINGS = (  # of VARIABLE
     "max_split_size_mb:24,large_segment_size_mb:24,expandable_segments:True",
     "max_non_split_rounding_mb:40",
     "garbage_collection_threshold:0.6",
+    "expandable_segments:True,expandable_segments_reserve:0.5",
+    "expandable_segments:True,expandable_segments_reserve:16G",
 )
+
+
+class UnknownSetting(ValueError):
+    """This version of torch does not have a setting, and ends where it is given."""
 
 
 def stream(seed: int, length: int = 800) -> Events:
@@ -74,11 +80,16 @@ class Torch:
         subprocess.run(words, check=True)
 
     def peaks(self, events: Events, settings: str) -> Reserved:
-        """Return what torch counts after these events, under settings of PYTORCH_ALLOC_CONF."""
+        """Return what torch counts after these events, under settings of PYTORCH_ALLOC_CONF.
+
+        Raises UnknownSetting, or ValueError where torch's allocator fails for another reason.
+        """
         lines = "\n".join(f"{index} {change}" for index, change in events)
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_")}
         variables |= {VARIABLE: settings, "DESK_GPU_MIB": "1048576", "DESK_GPUS": "1"}
         done = subprocess.run([self.program], input=lines, env=variables, capture_output=True, text=True)
+        if "Unrecognized key" in done.stderr:
+            raise UnknownSetting(f"{settings}: this torch does not have it")
         if done.returncode:
             raise ValueError(f"{settings}: torch's allocator: {done.stderr.strip().splitlines()[-1:]}")
         allocated, reserved = done.stdout.split()

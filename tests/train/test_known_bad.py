@@ -1,0 +1,95 @@
+"""Versions that are known to be bad on 3D convolutions are named before a run on CUDA, and only there."""
+
+import pytest
+import torch
+
+from unet3d import compose
+from unet3d.config import Config
+from unet3d.memory.preflight import preflight
+
+BF16 = ("amp=true", "amp_dtype=bf16")
+FP16 = ("amp=true", "amp_dtype=fp16")
+CUDA = ("device=cuda", "dry_run=true")
+
+
+def tiny(*overrides: str) -> Config:
+    """Return a config whose preflight takes a moment."""
+    config = compose.compose(["model=unet_tiny", "model.features=[4,8]", "data.patch=[8,8,8]", *overrides])
+    config.model.in_channels = 1
+    config.model.classes = 2
+    return config
+
+
+def use(monkeypatch: pytest.MonkeyPatch, version: str, cudnn: int | None) -> None:
+    """Behave as with these versions installed."""
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+
+
+def warnings(capsys: pytest.CaptureFixture[str], config: Config) -> list[str]:
+    """Return the warnings of a preflight."""
+    capsys.readouterr()
+    preflight(config, config.model)
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
+
+
+@pytest.mark.parametrize(
+    ("version", "cudnn", "words", "issue"),
+    [
+        ("2.9.0+cu128", 91002, BF16, "#166122"),
+        ("2.9.0+cu130", 91301, FP16, "#166643"),
+        ("2.9.0+cu128", 91600, BF16, "#166122"),
+        ("2.9.1+cu128", 91002, FP16, "#166122"),
+        ("2.10.0+cu128", 91002, BF16, "#163539"),
+        ("2.11.0+cu126", 91002, BF16, "#163539"),
+    ],
+)
+def test_a_bad_version_is_named_with_its_issue(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    version: str,
+    cudnn: int,
+    words: tuple[str, ...],
+    issue: str,
+) -> None:
+    use(monkeypatch, version, cudnn)
+    (line,) = warnings(capsys, tiny(*CUDA, *words))
+    assert f"torch {version} with cuDNN 9.{cudnn // 100 % 100}.{cudnn % 100}" in line
+    assert issue in line
+    assert "; use " in line
+
+
+@pytest.mark.parametrize(
+    ("version", "cudnn", "words"),
+    [
+        ("2.9.1+cu130", 91501, (*CUDA, *BF16)),
+        ("2.9.0+cu128", 91002, CUDA),  # float32
+        ("2.9.0+cu128", 90701, (*CUDA, *BF16)),
+        ("2.10.0+cu130", 91501, (*CUDA, *BF16)),
+        ("2.10.0+cu128", 91002, (*CUDA, *FP16)),
+        ("2.13.0+cu130", 92000, (*CUDA, *BF16)),
+        ("2.15.0+cu132", 92600, (*CUDA, *FP16)),
+        ("2.9.0+cpu", None, (*CUDA, *BF16)),
+        ("2.9.0+cu128", 91002, ("device=cpu", *BF16)),
+    ],
+)
+def test_nothing_is_said_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    version: str,
+    cudnn: int | None,
+    words: tuple[str, ...],
+) -> None:
+    use(monkeypatch, version, cudnn)
+    assert warnings(capsys, tiny(*words)) == []
+
+
+def test_a_cudnn_that_torch_refuses_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> int:
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
+    (line,) = warnings(capsys, tiny(*CUDA, *BF16))
+    assert line == "warning: cuDNN version incompatibility"

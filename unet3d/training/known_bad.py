@@ -1,0 +1,83 @@
+"""Versions of torch and cuDNN that are known to be bad on 3D convolutions in half precision, by pytorch's issues.
+
+A build of torch is installed with a cuDNN of its own, and uses another one where that is found first: both count.
+"""
+
+import re
+from typing import NamedTuple
+
+import torch
+
+HALF = (torch.bfloat16, torch.float16)
+LATER = 10**6  # than any version
+WITHOUT_CUDNN = (
+    "computes 3D convolutions in half precision without cuDNN: 4 times slower in the first report, "
+    "and with more memory than predicted"
+)
+Version = tuple[int, ...]
+
+
+class KnownBad(NamedTuple):
+    """What is wrong with some versions. Of each range, the second one is the first that is no longer meant."""
+
+    torch: tuple[Version, Version]
+    cudnn: tuple[int, int]  # in cuDNN's own writing: 91002 for 9.10.2
+    dtypes: tuple[torch.dtype, ...]
+    wrong: str
+    issues: str
+    remedy: str
+
+
+KNOWN = (
+    KnownBad(
+        torch=((2, 9, 0), (2, 9, 1)),
+        cudnn=(90800, LATER),
+        dtypes=HALF,
+        wrong=WITHOUT_CUDNN,
+        issues="pytorch#166122, #166643",
+        remedy="use torch 2.10 or newer",
+    ),
+    KnownBad(  # which looks at the cuDNN that is there, and comes with 9.10.2 or 9.13
+        torch=((2, 9, 1), (2, 10)),
+        cudnn=(90800, 91500),
+        dtypes=HALF,
+        wrong=WITHOUT_CUDNN,
+        issues="pytorch#166122, #166643",
+        remedy="use torch 2.10 or newer, or cuDNN 9.15 or newer",
+    ),
+    KnownBad(  # 2.10 comes with 9.10.2 for CUDA 12, and with 9.15.1 for CUDA 13
+        torch=((2, 10), (LATER,)),
+        cudnn=(90800, 91500),
+        dtypes=(torch.bfloat16,),
+        wrong="can be wrong in bf16 in 3D convolutions of very large maps, as of 1.8e9 numbers",
+        issues="pytorch#163539",
+        remedy="use cuDNN 9.15 or newer, as builds of torch for CUDA 13 do",
+    ),
+)
+
+
+def warning(dtype: torch.dtype | None) -> str | None:
+    """Return a line on what is known against 3D convolutions of this type on CUDA here, None if nothing is."""
+    try:
+        cudnn = torch.backends.cudnn.version()
+    except RuntimeError as error:  # torch takes no older one than it was built with
+        return str(error)
+    if cudnn is None:
+        return None
+    version = release(torch.__version__)
+    for known in KNOWN:
+        is_version = known.torch[0] <= version < known.torch[1]
+        if is_version and known.cudnn[0] <= cudnn < known.cudnn[1] and dtype in known.dtypes:
+            versions = f"torch {torch.__version__} with cuDNN {dotted(cudnn)}"
+            return f"{versions} {known.wrong} ({known.issues}); {known.remedy}"
+    return None
+
+
+def release(version: str) -> Version:
+    """Return the numbers of a version, without its build: 2, 9, 1 of 2.9.1+cu128."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def dotted(cudnn: int) -> str:
+    """Return a version of cuDNN as people write it: 9.10.2 for 91002."""
+    return f"{cudnn // 10_000}.{cudnn // 100 % 100}.{cudnn % 100}"
