@@ -361,7 +361,8 @@ def oom_in_validation(config: Config, step: int, windows: int = 1) -> Iterator[s
     window = "x".join(map(str, config.data.patch))
     times = "one at a time" if windows == 1 else f"{windows} at once"
     yield f"in the validation after step {step}, of windows of {window} voxels on the device, {times},"
-    yield "and of strips of windows in host memory, with 4 bytes for each class of each voxel;"
+    there = "on the device where they fit, else " if build.target(config) == "cuda" else ""
+    yield f"and of strips of windows {there}in host memory, with 4 bytes for each class of each voxel;"
     yield "a new run needs less with a smaller data.patch (both), a wider data.spacing or smaller volumes (host);"
     ways = "with inference.batch=1 (device), or " if windows > 1 else ""
     if build.target(config) == "cpu":  # else no slabs run there
