@@ -117,6 +117,21 @@ def test_a_run_predicts_and_reads_each_case_once_a_validation(whole: Path) -> No
     assert times(whole.parent, "whole") == (4, 4)
 
 
+def test_predict_sees_several_windows_at_once_where_it_is_asked_to(
+    whole: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    snapshot, image = whole / "checkpoints" / "last.pt", next(place.glob("phantom/*/imagesTr/*.nii.gz"))
+    made = []
+    for batch in ("1", "3", "auto"):
+        assert face("predict", snapshot, image, "-o", tmp_path / batch, "--batch", batch) == 0
+        made.append((tmp_path / batch / image.name).read_bytes())
+    assert made[0] == made[1] == made[2]
+    for batch in ("0", "many", "9" * 5000):
+        assert face("predict", snapshot, image, "-o", tmp_path / "none", "--batch", batch) == 2
+        assert "inference.batch" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     "options",
     [

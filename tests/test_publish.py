@@ -94,6 +94,15 @@ def test_networks_that_see_images_differently_are_not_published_as_one(
     assert not (tmp_path / "both.pt").exists()
 
 
+def test_networks_validated_with_other_numbers_of_windows_are_published_as_one(
+    pair: list[Path], tmp_path: Path
+) -> None:
+    change(pair[1], "config", "inference", "batch", value=3)
+    publish.publish(pair, tmp_path / "both.pt")
+    assert predict.open_segmenter(tmp_path / "both.pt", "cpu").predictor.batch == 1
+    assert predict.open_segmenter(pair[1], "cpu").predictor.batch == 3
+
+
 @pytest.mark.parametrize("others", [7, [7], ["ab"], [{}], [{"x": 1}], {"a": 1}, [{1: torch.zeros(1)}]])
 def test_a_published_snapshot_of_wrong_networks_is_refused(finished: Path, tmp_path: Path, others: Any) -> None:
     state = checkpoint.load_snapshot(finished / "checkpoints" / "last.pt")

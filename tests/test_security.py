@@ -29,6 +29,7 @@ from unet3d import build, compose, files
 from unet3d.cli import lifecycle, train
 from unet3d.config import Config
 from unet3d.errors import DamagedSnapshot, SnapshotError, UserError
+from unet3d.memory.simulate import refuse_large_window
 from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.run import predict
 from unet3d.training import checkpoint
@@ -233,6 +234,16 @@ def test_a_snapshot_that_names_a_huge_window_takes_no_memory(
     assert face("predict", path, path.parent, "-o", path.parent / "out", "--device", "cpu") == 2
     shown = capsys.readouterr().err
     assert "given.pt" in shown and "2048x2048x2048" in shown and shown.count("\n") == 1
+
+
+def test_windows_at_once_that_no_memory_holds_are_refused_with_fewer(
+    given: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segmenter = predict.open_segmenter(given(put("config", "inference", "batch", value=4096)), "cpu")
+    monkeypatch.setattr("unet3d.memory.simulate.host_bytes", lambda: 2**28)
+    with pytest.raises(UserError, match=r"given\.pt.*4096 at once.*inference\.batch=1"):
+        refuse_large_window(segmenter.predictor, Path("given.pt"))
+    refuse_large_window(dataclasses.replace(segmenter.predictor, batch=1), Path("given.pt"))
 
 
 def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:

@@ -255,8 +255,31 @@ def slabs(config: Config) -> SlabOptions | None:
     return SlabOptions(rows, config.lean, 2 + patch.index(max(patch)), target(config) == "cpu")
 
 
+def windows(config: Config, networks: Sequence[nn.Module]) -> int:
+    """Return how many windows one forward pass of a prediction sees. Raises UserError where it must be one.
+
+    `auto` on CUDA: without gradients as many as a step's patches need less than the step. Not with slabs, which a
+    prediction does not run there: a step of slabs may need less than whole maps.
+    """
+    asked = config.inference.batch
+    mixes = any(_takes_statistics(module) for network in networks for module in network.modules())
+    if asked != "auto":
+        if asked > 1 and mixes:
+            raise checks.mixed_windows(asked, "a batch normalisation without running statistics")
+        return int(asked)
+    if mixes or target(config) == "cpu" or slabs(config) is not None:
+        return 1
+    return patches(config)
+
+
+def _takes_statistics(module: nn.Module) -> bool:
+    """Return whether the layer normalises by the current batch in evaluation, too."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+
+
 def predictor(config: Config, networks: Sequence[nn.Module], options: Model, memory: MemoryPolicy) -> Predictor:
     """The sliding window, of the training patch's size."""
     window = (config.data.patch[0], config.data.patch[1], config.data.patch[2])
     mirror = tuple(config.data.augment.mirror) if config.inference.mirror else ()
-    return Predictor(tuple(networks), options, memory, window, config.inference.overlap, mirror)
+    batch = windows(config, networks)
+    return Predictor(tuple(networks), options, memory, window, config.inference.overlap, mirror, batch)

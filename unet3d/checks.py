@@ -72,6 +72,7 @@ def check(config: Config, here: bool = True) -> None:
         _check_model(config.model)
         _check_patch(config)
     _check_training(config)
+    _check_windows(config)
     _check_data(config.data)
     if config.budget is not None:
         budget_bytes(config.budget)
@@ -183,6 +184,19 @@ def _check_slabs(config: Config) -> None:
         raise UserError(f"{way} and optim.init_lr=0: slabs take the gradients of all tensors; use ckpt=auto, or none")
     if config.model.path is not None:
         raise UserError(f"{way}: runs unet3d's own U-Net by its layers, not model.path={config.model.path}; drop one")
+
+
+def _check_windows(config: Config) -> None:
+    batch = config.inference.batch
+    if batch != "auto" and (not isinstance(batch, int) or isinstance(batch, bool)):
+        raise UserError(f"inference.batch={batch}: use a number of windows, or auto")
+    if config.model.norm == "batch_current" and batch not in ("auto", 1):
+        raise mixed_windows(batch, "model.norm=batch_current")
+
+
+def mixed_windows(batch: int, what: str) -> UserError:
+    """Return the error for several windows at once in a network that would mix them."""
+    return UserError(f"inference.batch={batch}: {what} takes its statistics over all windows of a pass; use 1, or auto")
 
 
 def _check_patch(config: Config) -> None:

@@ -172,6 +172,7 @@ class Inference:
 
     overlap: float = option(0.5, "share of the window that neighbours share", low=0, high=0.9)
     mirror: bool = option(False, "average over the mirrorings of data.augment.mirror: 8 times the cost for three axes")
+    batch: Any = option("auto", "windows in a forward pass; auto: on CUDA as a micro-batch, else 1", low=1, high=4096)
 
 
 @dataclass

@@ -33,6 +33,7 @@ from unet3d.memory.budget import (
 from unet3d.memory.meter import ENOUGH
 from unet3d.memory.preflight import preflight
 from unet3d.memory.segments import choose_segments, estimated_in_slabs, in_slabs, predicted, profile_stages
+from unet3d.memory.simulate import validation_peak
 from unet3d.types import MIB, mib
 
 WORDS = (
@@ -356,6 +357,30 @@ def test_a_step_that_a_gpu_has_no_room_for_is_refused_with_what_fits(gpu: list[i
     assert simulated(changed).reserved_bytes < asked.reserved_bytes
     gpu[0] = asked.reserved_bytes
     preflight(asked.config, asked.model)
+
+
+def test_a_validation_that_a_gpu_has_no_room_for_is_refused_with_fewer_windows(
+    gpu: list[int], capsys: pytest.CaptureFixture
+) -> None:
+    words = ("device=cuda", "dry_run=false", "model.features=[4,8]", "data.patch=[8,8,8]", "batch=1")
+    many = config(*words, "inference.batch=100")
+    needed = validation_peak(many, many.model, 0)
+    gpu[:] = [needed - 1, 2 * needed]
+    (line,) = refusal(*words, "inference.batch=100")
+    assert "inference.batch=1," in line and "100 windows" in line and "data.patch" in line
+    one = config(*words)
+    preflight(one, one.model)
+    assert "windows" not in capsys.readouterr().out
+    gpu[0] = 2 * needed
+    preflight(many, many.model)
+    shown = capsys.readouterr().out
+    assert "100 windows at once" in shown and "only where they fit" in shown
+
+
+def test_fewer_windows_are_a_remedy_for_a_validation_of_several() -> None:
+    said = {windows: " ".join(oom_in_validation(config("device=cuda"), 2, windows)) for windows in (1, 5)}
+    assert "inference.batch=1" in said[5] and "5 at once" in said[5]
+    assert "inference.batch" not in said[1]
 
 
 def test_more_ranks_than_gpus_are_one_line(gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,17 @@ import torch
 
 from unet3d import build, compose
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.simulate import validation_peak
+from unet3d.memory.meter import ENOUGH
+from unet3d.memory.segments import choose_segments
+from unet3d.memory.simulate import simulate, validation_peak
+
+MIRRORED = ("inference.mirror=true", "data.augment.mirror=[0,2]")
 
 
-@pytest.mark.parametrize("overrides", [(), ("amp=true",), ("inference.mirror=true", "data.augment.mirror=[0,2]")])
-def test_a_window_is_predicted_to_the_byte(overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "overrides", [(), ("amp=true",), MIRRORED, ("inference.batch=3",), ("inference.batch=2", *MIRRORED)]
+)
+def test_windows_are_predicted_to_the_byte(overrides: tuple[str, ...]) -> None:
     config = compose.compose(["model=unet_tiny", "data.patch=[24,16,16]", *overrides])
     config.model.in_channels, config.model.classes = 1, 3
     model = build.model(config.model, 0).eval()
@@ -18,5 +24,25 @@ def test_a_window_is_predicted_to_the_byte(overrides: tuple[str, ...]) -> None:
     for parameter in model.parameters():
         ledger.claim(parameter, "params", "")
     with ledger, torch.no_grad():
-        predictor.window_logits(torch.zeros(1, 1, 24, 16, 16))
+        predictor.window_logits(torch.zeros(predictor.batch, 1, 24, 16, 16))
     assert validation_peak(config, config.model, 1000) == ledger.peak_bytes() + 1000
+
+
+@pytest.mark.parametrize("words", [(), ("amp=true",), ("ckpt=2",), ("amp=true", "ckpt=3", *MIRRORED)])
+def test_the_windows_of_a_micro_batch_need_less_than_its_step(words: tuple[str, ...]) -> None:
+    config = compose.compose(["model=unet_tiny", "data.patch=[24,16,16]", "batch=3", "device=cuda", *words])
+    config.model.in_channels, config.model.classes = 1, 3
+    segment_starts, _ = choose_segments(config, config.model)
+    meter = simulate(config, config.model, segment_starts, steps=ENOUGH)
+    state = meter.summary()["state"]["optimizer"]
+    assert validation_peak(config, config.model, state) < meter.ledger.peak_bytes()
+
+
+def test_a_validation_on_cuda_has_the_windows_of_a_micro_batch() -> None:
+    words = ["model=unet_tiny", "data.patch=[24,16,16]", "batch=3"]
+    config, asked = (compose.compose([*words, "device=cuda", *more]) for more in ((), ("inference.batch=3",)))
+    alone = compose.compose([*words, "device=cuda", "inference.batch=1"])
+    for found in (config, asked, alone):
+        found.model.in_channels, found.model.classes = 1, 3
+    peak = validation_peak(config, config.model, 0)
+    assert peak == validation_peak(asked, asked.model, 0) > 2 * validation_peak(alone, alone.model, 0)

@@ -1,21 +1,30 @@
 """The sliding window: complete, seamless where it must be, independent of sizes."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count, pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from guards import without
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from unet3d import build, compose
 from unet3d.config import Model
 from unet3d.data.patches import choose_centre, crop, prepare
 from unet3d.data.volume import LabelMap
+from unet3d.errors import UserError
 from unet3d.memory.ledger import Ledger
+from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
-from unet3d.training.inference import Predictor, aligned_corners, even_corners, gaussian, scan_order
+from unet3d.training import inference
+from unet3d.training.inference import Predictor, aligned_corners, even_corners, gaussian, scan_order, sums_bytes
 from unet3d.training.policy import MemoryPolicy
 from unet3d.types import IGNORE, Strip
 
@@ -218,7 +227,7 @@ def dense(found: Predictor, image: Tensor) -> Tensor:
     for corner in sorted(product(*corners), key=lambda corner: [corner[axis] for axis in axes]):
         seen, box = (tuple(slice(c, c + w) for c, w in zip(corner, size, strict=True)) for size in (found.window, out))
         with torch.no_grad():
-            sums[:, *box] += found.window_logits(padded[:, *seen][None]) * weight
+            sums[:, *box] += found.window_logits(padded[:, *seen][None])[0] * weight
         weights[box] += weight
     inside = tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))
     return (sums / weights)[:, *inside].softmax(0)
@@ -265,7 +274,7 @@ def test_labels_by_strips_are_the_dense_ones_mirrored_and_of_two_networks(networ
     views += [((4,), second), ((2, 4), second)]
     with torch.no_grad():
         mean = torch.stack([model.eval()(image.flip(axes)).flip(axes)[0] for axes, model in views]).mean(0)
-        torch.testing.assert_close(both.window_logits(image), mean)
+        torch.testing.assert_close(both.window_logits(image)[0], mean)
 
 
 @pytest.mark.parametrize("size", [(23, 9, 14), (9, 29, 11), (11, 12, 37), (4, 4, 4)])
@@ -323,3 +332,207 @@ def test_a_prediction_given_up_early_leaves_the_training_mode(network: Network) 
     assert not model.training and not first.probabilities.requires_grad and torch.is_grad_enabled()
     strips.close()
     assert model.training
+
+
+def test_the_place_of_the_sums_changes_no_bit(network: Network) -> None:
+    first, second = network(*TWO_LEVELS), network("model.norm=batch", *TWO_LEVELS)
+    image = torch.randn(1, 10, 21, 17)
+    both = Predictor((first, second), first.options, MemoryPolicy(), (8, 8, 8), mirror=(0, 2))
+    host, device = (replace(both, sums_on_device=place).probabilities(image) for place in (False, True))
+    assert torch.equal(host, device) and torch.equal(host, both.probabilities(image))
+
+
+def moved_statistics(model: UNet3D) -> UNet3D:
+    """Return the network after its batch normalisation has seen other images."""
+    with torch.no_grad():
+        model.train()(torch.randn(2, 1, 16, 16, 16) * 3 + 1)
+    return model
+
+
+SEVERAL = {
+    "instance norm": ((*TWO_LEVELS,), (8, 8, 8), {}),
+    "batch norm": (("model.norm=batch", *TWO_LEVELS), (8, 8, 8), {"overlap": 0.3}),
+    "group norm": (("model.norm=group", "model.groups=2", *TWO_LEVELS), (4, 8, 12), {}),
+    "mirrored": (("model.norm=none", *TWO_LEVELS), (8, 8, 8), {"mirror": (0, 2)}),
+    "valid": (VALID_TWO_LEVELS, (28, 28, 28), {}),
+}
+
+
+@pytest.mark.parametrize("batch", [2, 3, 100])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_windows_at_once_give_the_labels_of_single_ones(network: Network, name: str, batch: int) -> None:
+    """Also where their number is no multiple, and of a volume smaller than one."""
+    words, window, changes = SEVERAL[name]
+    model = network(*words)
+    if name == "batch norm":
+        moved_statistics(model)
+    single = predictor(model, window, model.options, **changes)
+    for size in ((19, 9, 12), (3, 15, 2), (2, 2, 2)):
+        image = torch.randn(1, *size)
+        several = replace(single, batch=batch).probabilities(image)
+        torch.testing.assert_close(several, single.probabilities(image), atol=1e-5, rtol=0)
+        labels = [LabelMap(found.strips(image)).whole() for found in (single, replace(single, batch=batch))]
+        assert np.array_equal(*labels)
+
+
+def test_several_windows_at_once_of_two_networks_in_slabs(network: Network) -> None:
+    config = compose.compose([*TWO_LEVELS, "data.patch=[8,8,8]", "lean=true", "inference.batch=3"])
+    models = [network(*TWO_LEVELS), network(*TWO_LEVELS)]
+    for parameter in models[1].parameters():
+        nn.init.normal_(parameter, std=0.3)
+    several = build.predictor(config, models, models[0].options, build.policy(config, "cpu", ()))
+    assert several.batch == 3
+    image = torch.randn(1, 9, 13, 26)
+    single = replace(several, batch=1)
+    torch.testing.assert_close(several.probabilities(image), single.probabilities(image), atol=1e-5, rtol=0)
+
+
+class Statistics(nn.Module):
+    """A network of a user, with a batch normalisation by the current batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv3d(1, 3, 1), nn.BatchNorm3d(3, track_running_stats=False))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.layers(image)
+
+
+def seen_at_once(model: nn.Module, *words: str) -> int:
+    """Return how many windows of this network one pass sees."""
+    return build.windows(compose.compose(["batch=4", *words]), [model])
+
+
+def test_windows_at_once_are_one_on_the_cpu_and_a_micro_batch_on_cuda(network: Network) -> None:
+    model = network(*TWO_LEVELS)
+    assert seen_at_once(model, "device=cpu") == 1
+    assert seen_at_once(model, "device=cuda") == seen_at_once(model, "device=cuda", "ckpt=2") == 4
+    assert seen_at_once(model, "device=cuda", "lean=true") == seen_at_once(model, "device=cuda", "slab=auto") == 1
+    assert seen_at_once(model, "device=cpu", "inference.batch=3") == 3
+    assert seen_at_once(model, "device=cuda", "inference.batch=3") == 3
+    assert seen_at_once(network("model.norm=batch", *TWO_LEVELS), "device=cuda") == 4
+
+
+def test_windows_whose_statistics_would_mix_are_seen_one_at_a_time() -> None:
+    assert seen_at_once(Statistics(), "device=cuda") == 1
+    assert seen_at_once(Statistics(), "device=cuda", "inference.batch=1") == 1
+    with pytest.raises(UserError, match=r"inference\.batch=2"):
+        seen_at_once(Statistics(), "device=cuda", "inference.batch=2")
+
+
+@pytest.mark.parametrize(
+    "words", ["=0", "=4097", "=1.5", "=true", "=[1,2]", "=many", "=null", "=2 model.norm=batch_current"]
+)
+def test_other_numbers_of_windows_are_refused(words: str) -> None:
+    with pytest.raises(UserError, match=r"inference\.batch="):
+        compose.compose(f"inference.batch{words}".split())
+
+
+class Arrivals(TorchDispatchMode):
+    """Counts the copies between a device and the host, of so many numbers at least."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+        self.to = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            there, here = args[0].device, result.device
+        elif func is torch.ops.aten.copy_.default:
+            there, here = args[1].device, args[0].device
+        else:
+            return result
+        if there != here and result.numel() >= self.least:
+            self.to[here.type] += 1
+        return result
+
+
+class Seen:
+    """What a prediction of fake networks on a device of their own ("meta") does: 1x1x1 convolutions, 20 classes."""
+
+    classes, window, size = 20, (8, 8, 8), (20, 12, 9)
+
+    def __init__(self, **changes: object) -> None:
+        corners = even_corners(self.size, self.window, 0.5)
+        self.windows = len([*product(*corners)])
+        self.needed = sums_bytes(corners, self.window, self.classes)
+        self.ledger = Ledger(device_type="meta")
+        arrivals = Arrivals(8**3 + 1)  # which a window's weights have not
+        self.strips = 0
+        self.were_on_host = True
+        with FakeTensorMode(allow_non_fake_inputs=True), arrivals, self.ledger:
+            model = nn.Conv3d(1, self.classes, 1, device="meta")
+            found = predictor(model, self.window, Model(in_channels=1, classes=self.classes), **changes)
+            for strip in found.strips(torch.zeros(1, *self.size)):
+                self.strips += 1
+                self.were_on_host &= strip.probabilities.device.type == "cpu"
+        self.copies = arrivals.to["cpu"]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_sums_on_a_device_cost_a_copy_a_strip_and_sums_on_the_host_one_a_pass(batch: int) -> None:
+    device, host = Seen(batch=batch, sums_on_device=True), Seen(batch=batch, sums_on_device=False)
+    assert device.were_on_host and host.were_on_host and device.strips == host.strips < device.windows
+    assert device.copies == device.strips
+    assert host.copies == -(-host.windows // batch)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_bytes_of_sums_are_those_that_a_device_holds(batch: int) -> None:
+    """Sums and their weights, and the window's weights; beside them the pass, or the strip's copy."""
+    seen = Seen(batch=batch, sums_on_device=True)
+    window = 4 * 8**3
+    sums = [s.bytes for s in seen.ledger.storages if s.shape[:1] == (seen.classes + 1,)]
+    strip = sums[0] // (seen.classes + 1) * seen.classes
+    assert len(sums) == 2 and sum(sums) + window + strip == seen.needed
+    a_pass = batch * (1 + 1 + seen.classes) * window  # tiles, their copies for the network, logits
+    weights = 4 * 2 * seen.classes
+    assert sum(sums) + window < seen.ledger.peak_bytes() <= seen.needed + a_pass + weights
+    elsewhere = Seen(batch=batch, sums_on_device=False)
+    assert elsewhere.ledger.peak_bytes() == a_pass + weights
+
+
+def test_sums_are_on_the_device_where_they_fit_beside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    window_bytes = 1000
+    needed = Seen().needed + window_bytes
+    for free, is_there in ((needed, True), (needed - 1, False), (0, False)):
+        monkeypatch.setattr(inference, "free_bytes", lambda device, free=free: free)
+        seen = Seen(window_bytes=window_bytes)
+        assert (seen.copies == seen.strips) == is_there
+    monkeypatch.setattr(inference, "free_bytes", lambda device: needed)
+    unknown = Seen()
+    assert unknown.copies == unknown.windows, "what a pass needs is not known"
+
+
+def test_only_a_gpu_has_memory_for_sums_of_its_own() -> None:
+    assert inference.free_bytes(torch.device("cpu")) == 0
+
+
+def test_free_memory_is_what_a_gpu_and_torchs_cache_have_less_an_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3000, 8000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    assert inference.free_bytes(torch.device("cuda")) == 3000 + 300 - 1000
+
+
+def test_fewer_windows_at_once_where_a_device_has_less(network: Network) -> None:
+    model = network(*TWO_LEVELS)
+    options = replace(model.options, in_channels=1, classes=3)
+    asked = predictor(model, (8, 8, 8), options, batch=6)
+    needs = {n: fitted(replace(asked, batch=n)).window_bytes for n in (1, 3, 6)}
+    state = torch.get_rng_state()
+    for free, batch in ((needs[6], 6), (needs[6] - 1, 3), (needs[3] - 1, 1), (0, 1)):
+        found = fitted(asked, free)
+        assert (found.batch, found.window_bytes) == (batch, needs[batch])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_result_in_host_memory_takes_the_place_of_the_last() -> None:
+    host = inference.HostMemory(is_pinned=False)
+    large, small = torch.randn(3, 4, 5), torch.randn(4, 3).T
+    first = host.take(large)
+    assert torch.equal(first, large) and first.data_ptr() != large.data_ptr()
+    second = host.take(small)
+    assert torch.equal(second, small) and second.data_ptr() == first.data_ptr()

@@ -104,6 +104,7 @@ def command_parser() -> argparse.ArgumentParser:
     predict.add_argument("inputs", type=Path, nargs="+", help="NIfTI files, or folders of them")
     predict.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     predict.add_argument("--mirror", action=argparse.BooleanOptionalAction, help="average over mirrorings")
+    predict.add_argument("--batch", metavar="N", help="windows in one forward pass, or auto; default: as in validation")
     predict.add_argument("--overwrite", action="store_true", help="replace existing files")
     predict.add_argument("--probabilities", action="store_true", help="also write CASE_probabilities.nii: X Y Z CLASS")
     predict.add_argument("--shard", default="0/1", metavar="i/n", help="of all cases every n-th, from the i-th on")
@@ -199,7 +200,8 @@ def _predict(arguments: argparse.Namespace) -> int:
     from unet3d.memory.simulate import refuse_large_window
     from unet3d.run import predict
 
-    segmenter = predict.open_segmenter(arguments.snapshot, arguments.device, arguments.mirror, arguments.model)
+    windows = _number_or_word(arguments.batch)
+    segmenter = predict.open_segmenter(arguments.snapshot, arguments.device, arguments.mirror, arguments.model, windows)
     refuse_large_window(segmenter.predictor, arguments.snapshot)
     cases, problems = predict.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel, shard)
     images = set(map(os.path.realpath, predict.files_in(arguments.inputs)[0]))  # Path.resolve raises for a circle
@@ -231,6 +233,13 @@ def _shard(text: str) -> tuple[int, int]:
     if len(text) > 20 or not (text.isascii() and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise UserError(f"--shard {text}: is no part; give i/n, part i of n, from 0 on: 0/3, 1/3 or 2/3")
     return int(index), int(count)
+
+
+def _number_or_word(text: str | None) -> int | str | None:
+    """Return `4` as a number; other words as they are, for the check of the option."""
+    if text is None or len(text) > 20 or not (text.isascii() and text.isdecimal()):
+        return text
+    return int(text)
 
 
 def _segment(segmenter: "Segmenter", case: "Case", *paths: Path) -> bool:

@@ -274,14 +274,19 @@ def refuse_over_budget(asked: Option) -> None:
         _refuse(asked, budget_bytes(given), f"budget={given}: the step does not fit")
 
 
-def refuse_over_card(asked: Option, validation: int, free: int, total: int) -> None:
-    """Raise UserError if the step or a validation, of so many bytes, does not fit what is free of a GPU's memory."""
+def refuse_over_card(asked: Option, validation: int, windows: int, free: int, total: int) -> None:
+    """Raise UserError if the step or a validation, of so many bytes, does not fit what is free of a GPU's memory.
+
+    The validation sees so many windows at once.
+    """
     card = f"this GPU has {mib(free)} of {mib(total)} MiB free"
     if asked.occupied_bytes > free:
         _refuse(asked, free, f"device=cuda: {card}; the step would reserve {mib(asked.occupied_bytes)} MiB (predicted)")
     if validation > free:
-        held = f"a validation window would hold {mib(validation)} MiB in tensors (predicted)"
-        raise UserError(f"device=cuda: {card}; {held}; use a smaller data.patch")
+        held = f"a validation of {windows} windows at once" if windows > 1 else "a validation window"
+        held = f"{held} would hold {mib(validation)} MiB in tensors (predicted)"
+        advice = "inference.batch=1, or a smaller data.patch" if windows > 1 else "a smaller data.patch"
+        raise UserError(f"device=cuda: {card}; {held}; use {advice}")
 
 
 def _refuse(asked: Option, budget: int, problem: str) -> NoReturn:
@@ -351,11 +356,15 @@ def oom_moment(ledger: Ledger) -> Iterator[str]:
         yield f"  {mib(group.bytes):>10} MiB  {group.number} x {group.shape} {group.dtype}, {NAMES[group.category]}"
 
 
-def oom_in_validation(config: Config, step: int) -> Iterator[str]:
-    """Lines for the validation after a step. `batch` and `ckpt` change nothing there."""
+def oom_in_validation(config: Config, step: int, windows: int = 1) -> Iterator[str]:
+    """Lines for the validation after a step, of so many windows at once. `ckpt` changes nothing there."""
     window = "x".join(map(str, config.data.patch))
-    yield f"in the validation after step {step}, of windows of {window} voxels on the device, one at a time,"
-    yield "and of strips of windows in host memory, with 4 bytes for each class of each voxel;"
+    times = "one at a time" if windows == 1 else f"{windows} at once"
+    yield f"in the validation after step {step}, of windows of {window} voxels on the device, {times},"
+    there = "on the device where they fit, else " if build.target(config) == "cuda" else ""
+    yield f"and of strips of windows {there}in host memory, with 4 bytes for each class of each voxel;"
     yield "a new run needs less with a smaller data.patch (both), a wider data.spacing or smaller volumes (host);"
-    slabs = "with lean=true or slab=auto (device), or " if build.target(config) == "cpu" else ""  # else none run there
-    yield f"this run can be resumed {slabs}where there is more memory, and predict and score can use its last.pt"
+    ways = "with inference.batch=1 (device), or " if windows > 1 else ""
+    if build.target(config) == "cpu":  # else no slabs run there
+        ways += "with lean=true or slab=auto (device), or "
+    yield f"this run can be resumed {ways}where there is more memory, and predict and score can use its last.pt"

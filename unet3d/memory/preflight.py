@@ -121,8 +121,9 @@ def preflight(config: Config, options: Model) -> Preflight:
         asked = Option((), "nothing", config, options, peak, fraction / PASSES, reserved_bytes=reserved)
         refuse_over_budget(asked)
         location, validation = peak_location(found), validation_peak(config, options, found["state"]["optimizer"])
+        windows = build.windows(config, [meter.model])
         if is_cuda and not config.dry_run:
-            refuse_over_card(asked, validation, *torch.cuda.mem_get_info(build.device(config)))
+            refuse_over_card(asked, validation, windows, *torch.cuda.mem_get_info(build.device(config)))
         lines = [sentence(location, peak)]
         others = without_levers(config, options, segment_starts)
         if others:
@@ -132,7 +133,10 @@ def preflight(config: Config, options: Model) -> Preflight:
             lines.append(f"checkpointed segments: {segment_names(names, segment_starts)}")
         lines += slab_words(config)
         if validation > peak:
-            lines.append(f"validation needs more than a step: {mib(validation)} MiB (ledger, predicted)")
+            times = f", {windows} windows at once" if windows > 1 else ""
+            lines.append(f"validation needs more than a step: {mib(validation)} MiB (ledger, predicted){times}")
+            if is_cuda:
+                lines.append("sums of its windows come on top on the GPU only where they fit; else the host holds them")
         print(*lines, sep="\n", flush=True)
         if not is_cuda and max(peak, validation) > host_bytes():
             print(f"this machine has {mib(host_bytes())} MiB of memory, which is less", flush=True)

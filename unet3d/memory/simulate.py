@@ -1,5 +1,6 @@
 """The real training step on fake tensors, which have shapes and no data: its ledger without its memory."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -147,37 +148,61 @@ def memoized(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def validation_peak(config: Config, options: Model, optimizer: int) -> int:
-    """Most bytes on the device in validation: weights, `optimizer` bytes of state, a patch, mirrored; no volumes."""
+    """Most bytes on the device in validation: weights, `optimizer` bytes of state, windows, mirrored; no sums."""
     with fake_mode(build.target(config)), torch.no_grad():
         model = fake_model(config, options, torch.float32).eval()
         return _window_peak(build.predictor(config, [model], options, build.policy(config, "cpu", ()))) + optimizer
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
-    """Raise UserError where a window of the snapshot at `path` would need more than all memory of the device."""
+    """Raise UserError where windows of the snapshot at `path` would need more than all memory of the device."""
+    device = next(predictor.models[0].parameters()).device
+    needed = _predicted_peak(predictor)
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
+    if needed > memory:
+        window = "x".join(map(str, predictor.window))
+        times = f", {predictor.batch} at once," if predictor.batch > 1 else ""
+        held = f"its window of {window} voxels{times} would hold {mib(needed)} MiB in tensors (predicted, ledger)"
+        advice = "predict on a larger device, or train with a smaller data.patch"
+        if predictor.batch > 1:
+            advice = f"predict one window at a time (inference.batch=1), {advice}"
+        raise UserError(f"{path}: {held}; {device.type} has {mib(memory)} MiB; {advice}")
+
+
+def fitted(predictor: Predictor, free: float = math.inf) -> Predictor:
+    """Return the predictor that knows what its windows need beside the weights.
+
+    Where that is more than `free` bytes, half as many windows see the networks at once, and so on down to one.
+    """
+    weights = sum(parameter.nbytes for model in predictor.models for parameter in model.parameters())
+    device = next(predictor.models[0].parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        needed = _predicted_peak(predictor) - weights
+        while needed > free and predictor.batch > 1:
+            predictor = replace(predictor, batch=predictor.batch // 2)
+            needed = _predicted_peak(predictor) - weights
+    return replace(predictor, window_bytes=needed)
+
+
+def _predicted_peak(predictor: Predictor) -> int:
+    """Return the most bytes of weights and windows, of fake networks in the place of the predictor's."""
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
         models = tuple(build.model(predictor.options, seed=0).eval() for _ in predictor.models)
         policy = replace(predictor.policy, device_type="cpu", segment_starts=())
-        needed = _window_peak(replace(predictor, models=models, policy=policy))
-    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
-    if needed > memory:
-        window = "x".join(map(str, predictor.window))
-        held = f"its window of {window} voxels would hold {mib(needed)} MiB in tensors (predicted, ledger)"
-        advice = "predict on a larger device, or train with a smaller data.patch"
-        raise UserError(f"{path}: {held}; {device.type} has {mib(memory)} MiB; {advice}")
+        return _window_peak(replace(predictor, models=models, policy=policy))
 
 
 def _window_peak(predictor: Predictor) -> int:
-    """Most bytes alive while fake networks see a window, mirrored."""
+    """Most bytes alive while fake networks see windows, mirrored."""
     ledger = Ledger()
     assert predictor.options.in_channels is not None
-    tile = torch.empty(1, predictor.options.in_channels, *predictor.window)
+    tiles = torch.empty(predictor.batch, predictor.options.in_channels, *predictor.window)
     for model in predictor.models:
         for parameter in model.parameters():
             ledger.claim(parameter, "params", "")
     with ledger:
-        predictor.window_logits(tile)
+        predictor.window_logits(tiles)
     return ledger.peak_bytes()
 
 

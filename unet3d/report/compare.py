@@ -53,7 +53,8 @@ SAME_CONFIG = (  # runs that differ in these are not comparable: other data, or 
     *("data.phantom.seed", "model.classes", "steps", "seed"),
 )
 SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # of env.json
-LEARNING = ("model", "data.", "loss", "optim", "amp", "batch", "accumulate", "inference", "init")  # change scores
+LEARNING: tuple[str, ...] = ("model", "data.", "loss", "optim", "amp", "batch", "accumulate", "init")  # change scores
+LEARNING += ("inference.overlap", "inference.mirror")
 FACE: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a row's numbers: heading and format in tables for people
     "status": ("status", lambda text: text.partition(":")[0]),  # why a run failed is below the table
     "peak_predicted_bytes": ("peak, predicted (MiB)", mib),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,8 +22,9 @@ from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, sav
 from unet3d.data.preprocess import Intensity, normalise
 from unet3d.data.volume import Volume, contradictions, foreign_units, read_volume, to_original
 from unet3d.errors import SnapshotError, UserError
+from unet3d.memory.simulate import fitted
 from unet3d.training import checkpoint, known_bad
-from unet3d.training.inference import Predictor
+from unet3d.training.inference import Predictor, free_bytes
 from unet3d.types import Strip
 
 Split = dict[str, Any]
@@ -141,16 +143,23 @@ def save_prediction(
     save_labels(path, labels, like)  # last: where a label map is, all of the case is
 
 
-def open_segmenter(path: Path, device: str, mirror: bool | None = None, model_path: str | None = None) -> Segmenter:
+def open_segmenter(
+    path: Path, device: str, mirror: bool | None = None, model_path: str | None = None, batch: int | str | None = None
+) -> Segmenter:
     """The segmenter of a snapshot, of a run or published. Raises SnapshotError, or UserError for the device."""
-    return segmenter(parse(checkpoint.load_snapshot(path), path, model_path), device, mirror)
+    return segmenter(parse(checkpoint.load_snapshot(path), path, model_path), device, mirror, batch)
 
 
-def segmenter(found: TrainedNetworks, device: str, mirror: bool | None) -> Segmenter:
-    """The segmenter of these networks; `mirror` None: as they were validated. Raises as `open_segmenter` does."""
+def segmenter(found: TrainedNetworks, device: str, mirror: bool | None, batch: int | str | None = None) -> Segmenter:
+    """The segmenter of these networks; `mirror`, `batch` None: as they were validated. Raises as `open_segmenter`.
+
+    `batch` is of windows. Where it is auto and a GPU has not enough free, there are fewer at once.
+    """
     config = dataclasses.replace(found.config, device=device)
     if mirror is not None:
         config.inference = dataclasses.replace(config.inference, mirror=mirror)
+    if batch is not None:
+        config.inference = dataclasses.replace(config.inference, batch=batch)
     checks.check(config, here=False)  # the device's name; and not every network can be mirrored
     if mirror and not config.data.augment.mirror:
         print("warning: mirroring does nothing: this network has data.augment.mirror=[]", file=sys.stderr)
@@ -161,6 +170,9 @@ def segmenter(found: TrainedNetworks, device: str, mirror: bool | None) -> Segme
         print(f"warning: {against}", file=sys.stderr)
     loaded = networks(found, where)
     predictor = build.predictor(config, loaded, config.model, policy)
+    if where.type == "cuda":
+        free = free_bytes(where) if config.inference.batch == "auto" else math.inf
+        predictor = fitted(predictor, free)
     by_channel = config.data.format == "nnunet"
     return Segmenter(predictor, found.intensity, config.data.spacing, ValidationRules.of(config.data), by_channel)
 

@@ -23,7 +23,8 @@ from unet3d.run.validate import evaluate
 from unet3d.training import checkpoint, metrics
 
 KEPT = ("model_options", "classes", "channels", "intensity", "step")  # of a snapshot, besides weights and config
-SAME = ("model.", "inference.", "amp", "data.patch", "data.spacing", "data.augment.mirror")  # how a network sees images
+# How a network sees images.
+SAME = ("model.", "inference.overlap", "inference.mirror", "amp", "data.patch", "data.spacing", "data.augment.mirror")
 PATHS = ("root", "split", "images", "labels", "cache_root")  # of this machine's data
 SCORES = "scores.csv"
 Opened = tuple[TrainedNetworks, dict[str, Any]]

@@ -33,6 +33,7 @@ from unet3d.errors import (
 from unet3d.files import write_json, write_text
 from unet3d.memory import budget
 from unet3d.memory.meter import open_meter
+from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
 from unet3d.report import memory_plots, run_folder
 from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers, warn
@@ -75,6 +76,8 @@ class Run:
         self.optimizer = optim.optimizer(config.optim, self.model)
         learner = Learner(self.model, loss, self.optimizer, policy.scaler(), policy)
         self.predictor = build.predictor(config, [self.model], options, policy)
+        if device.type == "cuda":
+            self.predictor = fitted(self.predictor)
         self.predictions = Predictions(folder, data, config.data)
         rests_on = fingerprint(data, policy.dtype)
         self.state = TrainingState(config, options, rests_on, self.model, self.optimizer, learner.scaler)
@@ -222,7 +225,8 @@ class Run:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            lines = [str(error).partition("\n")[0], *budget.oom_in_validation(self.config, self.trainer.step)]
+            advice = budget.oom_in_validation(self.config, self.trainer.step, self.predictor.batch)
+            lines = [str(error).partition("\n")[0], *advice]
             raise OutOfMemory("\n".join(lines)) from None
 
     def _keep_strips(self, is_last: bool, case: Case, strips: LabelMap) -> None:

@@ -41,15 +41,20 @@ class Network:
 
 
 def load(
-    path: str | PathLike[str], device: str = "auto", mirror: bool | None = None, model: str | None = None
+    path: str | PathLike[str],
+    device: str = "auto",
+    mirror: bool | None = None,
+    model: str | None = None,
+    batch: int | str | None = None,
 ) -> Network:
     """The network of a run's snapshot, or of a published file.
 
     `device`: auto, cpu or cuda. `mirror`: average over mirrorings; None: as in validation. `model`: package.module:name
-    of your own network, where the file holds one. No code is taken from the file. Raises SnapshotError, UserError.
+    of your own network, where the file holds one. `batch`: windows in a forward pass, or auto; None: as in validation.
+    No code is taken from the file. Raises SnapshotError, UserError.
     """
     path = Path(path)
     found = parse(checkpoint.load_snapshot(path), path, model)
-    opened = segmenter(found, device, mirror)
+    opened = segmenter(found, device, mirror, batch)
     refuse_large_window(opened.predictor, path)
     return Network(found.classes, found.channels, opened)

@@ -1,6 +1,7 @@
 """Whole volumes through a sliding window of the training patch's size; volumes and label maps of any size.
 
-Memory holds a strip of windows and what later strips share with it, never a map of the volume for each class.
+Memory holds a strip of windows and what later strips share with it, never a map of the volume for each class. On a GPU
+these sums are in its memory where they fit beside a forward pass, else in the host's.
 
 Windows of padded networks overlap and are weighted by a Gaussian. Those of valid networks see mirrored context beyond
 the border (the paper's overlap-tile strategy) and begin on multiples of the network's total stride, so that each voxel
@@ -24,6 +25,8 @@ from unet3d.training.policy import MemoryPolicy
 from unet3d.types import Strip
 
 Axes = tuple[int, int, int]  # slabs follow one another along the first, strips of a slab along the second
+FLOAT32 = 4  # bytes
+MARGIN = 8  # one part of so many of a GPU's memory is left: workspaces of convolutions and gaps are not predicted
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class Predictor:
     window: tuple[int, int, int]  # D H W, voxels
     overlap: float = 0.5  # least share of a window that its neighbour covers too
     mirror: tuple[int, ...] = ()  # axes; logits are averaged over all combinations of their mirrorings
+    batch: int = 1  # windows in one forward pass
+    window_bytes: int | None = None  # that a pass needs beside the weights, predicted; None: not known
+    sums_on_device: bool | None = None  # whether the networks' device has the sums; None: where they fit
 
     @torch.no_grad()
     def strips(self, image: Tensor) -> Iterator[Strip]:
@@ -59,7 +65,7 @@ class Predictor:
         return found
 
     def _slide(self, image: Tensor) -> Iterator[Strip]:
-        device, (x, y, z) = next(self.models[0].parameters()).device, image.shape[1:]
+        x, y, z = image.shape[1:]
         out_window = geometry.output_size(self.window, self.options)
         strides = [math.prod(axis) for axis in zip((1, 1, 1), *geometry.strides(self.options), strict=True)]
         if self.options.padding == "valid":
@@ -67,24 +73,105 @@ class Predictor:
         else:
             corners, weight = even_corners((x, y, z), self.window, self.overlap), gaussian(out_window)
         axes, (padded, offset) = scan_order(corners, out_window), _pad(image, corners, self.window, out_window, strides)
-        places = [*itertools.product(*(corners[axis] for axis in axes))]
-        tiles = (padded[_box(_in_place(place, axes), self.window)][None] for place in progress.parts(places))
-        logits = (self.window_logits(tile.to(device)).cpu() for tile in tiles)
+        places = [_in_place(place, axes) for place in itertools.product(*(corners[axis] for axis in axes))]
+        on_device = self.sums_on_device
+        if on_device is None:
+            on_device = self.sums_fit(corners, out_window)
+        host = HostMemory(self._device.type == "cuda")
+        logits = self._logits(padded, places, None if on_device else host)
         for (a, b, c), means in _means(logits, corners, weight, axes):
-            yield from _inside(Strip((x, y, z), axes, (a - offset[0], b - offset[1], c - offset[2]), means))
+            for strip in _inside(Strip((x, y, z), axes, (a - offset[0], b - offset[1], c - offset[2]), means)):
+                yield strip._replace(probabilities=host.take(strip.probabilities)) if on_device else strip
 
-    def window_logits(self, tile: Tensor) -> Tensor:
-        """Mean logits K D H W of a window 1 C D H W, over the networks and all combinations of the mirrored axes."""
+    @property
+    def _device(self) -> torch.device:
+        return next(self.models[0].parameters()).device
+
+    def sums_fit(self, corners: Sequence[Sequence[int]], out_window: Sequence[int]) -> bool:
+        """Return whether the sums are predicted to fit on the networks' device, beside a pass."""
+        if self.window_bytes is None or self.options.classes is None:
+            return False
+        needed = sums_bytes(corners, out_window, self.options.classes) + self.window_bytes
+        return needed <= free_bytes(self._device)
+
+    def _logits(self, padded: Tensor, places: Sequence[Axes], host: "HostMemory | None") -> Iterator[Tensor]:
+        """Yield logits K D H W of the windows at `places`, on the networks' device, or in `host` memory."""
+        for start in progress.parts(range(0, len(places), self.batch)):
+            logits = self.window_logits(self._tiles(padded, places[start : start + self.batch]))
+            if host is not None and logits.device.type != "cpu":
+                logits = host.take(logits)
+            windows = [*logits.unbind()]
+            del logits  # who asks for windows holds the last one alone
+            while windows:
+                yield windows.pop(0)
+
+    def _tiles(self, padded: Tensor, places: Sequence[Axes]) -> Tensor:
+        """Return the windows N C D H W at `places`, on the networks' device."""
+        boxes = [padded[_box(place, self.window)] for place in places]
+        if self._device.type == "cpu" and len(boxes) == 1:
+            return boxes[0][None]  # not a copy
+        tiles = torch.empty(len(boxes), *boxes[0].shape, dtype=padded.dtype, pin_memory=self._device.type == "cuda")
+        # The copy may still run when `tiles` is let go of: torch gives its pages to no other tensor before it is over.
+        return torch.stack(boxes, out=tiles).to(self._device, non_blocking=True)
+
+    def window_logits(self, tiles: Tensor) -> Tensor:
+        """Mean logits N K D H W of windows N C D H W, over the networks and all combinations of the mirrored axes."""
         dims = [axis + 2 for axis in self.mirror]
         subsets = [subset for n in range(len(dims) + 1) for subset in itertools.combinations(dims, n)]
         total: Tensor | None = None
         for model, flipped in itertools.product(self.models, subsets):
-            logits = self.policy.forward(model, tile.flip(flipped)).float()[0]  # of a copy: a network may change it
-            logits = logits.flip([axis - 1 for axis in flipped]) if flipped else logits
+            logits = self.policy.forward(model, tiles.flip(flipped)).float()  # of a copy: a network may change it
+            logits = logits.flip(flipped) if flipped else logits
             total = logits if total is None else total.add_(logits)
         assert total is not None
         count = len(self.models) * len(subsets)
         return total.div_(count) if count > 1 else total
+
+
+class HostMemory:
+    """Host memory for results of a device, one after another: the next takes the place of the last."""
+
+    def __init__(self, is_pinned: bool) -> None:
+        """`is_pinned`: pages are locked, so that a GPU writes into them at full speed."""
+        self._is_pinned = is_pinned
+        self._buffer = torch.empty(0)
+
+    def take(self, result: Tensor) -> Tensor:
+        """Return a copy of the result, once all of it is there."""
+        if self._buffer.numel() < result.numel():
+            self._buffer = torch.empty(0)  # before there is a larger one
+            self._buffer = torch.empty(result.numel(), pin_memory=self._is_pinned)
+        return self._buffer[: result.numel()].view(result.shape).copy_(result)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that tensors can still take of a GPU, less a margin; 0 for other devices.
+
+    They are what no process has taken, and what torch has and no tensor uses.
+    """
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + unused - total // MARGIN
+
+
+def sums_bytes(corners: Sequence[Sequence[int]], window: Sequence[int], classes: int) -> int:
+    """Return the bytes that a device needs for sums of windows at `corners`, of so many voxels of output.
+
+    Sums and their weights are float32. As a strip goes to the host, there is one copy of its probabilities.
+    """
+    strip, carried = (math.prod(size) for size in sum_sizes(corners, window, scan_order(corners, window)))
+    return FLOAT32 * ((classes + 1) * (strip + carried) + classes * strip + math.prod(window))
+
+
+def sum_sizes(corners: Sequence[Sequence[int]], window: Sequence[int], axes: Axes) -> tuple[Axes, Axes]:
+    """Return the sizes (voxels, along `axes`) of a strip and of what a slab shares with the next."""
+    starts = [corners[axis] for axis in axes]
+    deep, wide, long = (window[axis] for axis in axes)
+    most = max(held for _, _, held in _steps(starts[0], deep))
+    length = starts[2][-1] + long
+    return (deep, wide, length), (most, starts[1][-1] + wide, length)
 
 
 def scan_order(corners: Sequence[Sequence[int]], window: Sequence[int]) -> Axes:
@@ -105,18 +192,19 @@ def _means(
 ) -> Iterator[tuple[Axes, Tensor]]:
     """Weighted means of the windows' logits, box by box as windows complete them, and where each box begins.
 
-    One strip of windows is in memory, and what a slab shares with the next. Each voxel adds its windows in the order in
-    which one sum over the whole volume would.
+    One strip of windows is in memory, and what a slab shares with the next: on the device of the logits. Each voxel
+    adds its windows in the order in which one sum over the whole volume would.
     """
     starts, (deep, wide, long) = [corners[axis] for axis in axes], (weight.shape[axis] for axis in axes)
     slabs, rows = _steps(starts[0], deep), _steps(starts[1], wide)
-    sizes = max(held for _, _, held in slabs), starts[1][-1] + wide, starts[2][-1] + long
+    sizes = sum_sizes(corners, weight.shape, axes)
     strip = carried = torch.empty(0)  # both: K maps of sums, and their weights
     for (a, next_a, held), (b, next_b, kept) in itertools.product(slabs, rows):
         for c in starts[2]:
             found = next(logits).permute(0, *(axis + 1 for axis in axes))
             if not len(strip):
-                strip, carried = (_empty(len(found) + 1, size, axes) for size in ((deep, wide, sizes[2]), sizes))
+                strip, carried = (_empty(len(found) + 1, size, axes, found.device) for size in sizes)
+                weight = weight.to(found.device)
             if c == 0:
                 _move(strip, kept, carried[:, :held, b + kept : b + wide])
             strip[:-1, ..., c : c + long].addcmul_(found, weight.permute(axes))
@@ -134,9 +222,9 @@ def _steps(starts: Sequence[int], window: int) -> list[tuple[int, int, int]]:
     return [*zip(starts, [*starts[1:], starts[-1] + window], shared, strict=True)]
 
 
-def _empty(maps: int, size: Sequence[int], axes: Axes) -> Tensor:
+def _empty(maps: int, size: Sequence[int], axes: Axes, device: torch.device) -> Tensor:
     """Of this size along these axes; in memory the axes lie as the volume's do."""
-    return torch.empty(maps, *_in_place(size, axes)).permute(0, *(axis + 1 for axis in axes))
+    return torch.empty(maps, *_in_place(size, axes), device=device).permute(0, *(axis + 1 for axis in axes))
 
 
 def _in_place(values: Sequence[int], axes: Axes) -> Axes:
