@@ -122,8 +122,8 @@ def test_without_gradients_slabs_run_on_the_cpu_alone(network: Network, monkeypa
 @pytest.mark.parametrize(
     ("words", "cpu", "cuda"),
     [
-        (("lean=true", "data.patch=[64,64,64]"), 8, 32),
-        (("slab=auto", "data.patch=[64,64,64]"), 8, 32),
+        (("lean=true", "data.patch=[64,64,64]"), 8, 22),
+        (("slab=auto", "data.patch=[64,64,64]"), 8, 22),
         (("slab=auto", "data.patch=[32,32,32]"), 8, 32),
         (("lean=true", "data.patch=[128,128,128]"), 16, 16),
         (("slab=4", "data.patch=[64,64,64]"), 4, 4),

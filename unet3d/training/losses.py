@@ -101,54 +101,76 @@ class BySlabs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, options: LossOptions, dice: bool, ce: bool) -> Tensor:
-        zeros = torch.zeros(logits.shape[:2], dtype=_exact(logits.dtype), device=logits.device)  # N K
-        weights = None if options.weights is None else options.weights.to(zeros)
-        overlap, size, surprise, mass = zeros.clone(), zeros.clone(), zeros.sum(), zeros.sum()
+        weights = None if options.weights is None else options.weights.to(logits.device, _exact(logits.dtype))
+        overlap: Tensor | None = None  # N K, as the size
+        size: Tensor | None = None
+        likelihood: Tensor | None = None
+        mass: Tensor | None = None
         for x, truth in _slabs(logits, label, options.slab):
             log_p = x.log_softmax(1)
-            weighed = truth if weights is None else truth * weights.view(1, -1, 1, 1, 1)
             if ce:
-                surprise, mass = surprise - (log_p * weighed).sum(), mass + weighed.sum()
+                weighed = truth if weights is None else truth * weights.view(1, -1, 1, 1, 1)
+                likelihood = _added(likelihood, (log_p * weighed).sum())
+                mass = _added(mass, weighed.sum())
+                del weighed
             if dice:
                 p = log_p.exp_().mul_(truth.sum(1, keepdim=True))  # 0 where the label is ignored
-                overlap += (p * truth).sum((2, 3, 4))
-                size += p.add_(truth).sum((2, 3, 4))
-        axes = (0,) if options.batch_dice else ()
-        overlap, size = (t.sum(axes, keepdim=True) if axes else t for t in (overlap, size))
-        ranks.add_up([surprise, mass, *((overlap, size) if options.batch_dice else ())])
-        mass = mass.clamp(min=1e-8)
-        ctx.save_for_backward(logits, label, overlap, size, mass)
-        ctx.weights, ctx.terms, ctx.is_convolved = weights, (dice, ce), _keeps_no_output(logits)
-        ctx.slab = options.slab
+                overlap = _added(overlap, (p * truth).sum((2, 3, 4)))
+                size = _added(size, p.add_(truth).sum((2, 3, 4)))
+        if options.batch_dice and overlap is not None and size is not None:
+            overlap = overlap.sum(0, keepdim=True)
+            size = size.sum(0, keepdim=True)
+        sums = (likelihood, mass, *((overlap, size) if options.batch_dice else ()))
+        ranks.add_up(tensor for tensor in sums if tensor is not None)
         ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
-        score = ((2 * overlap + SMOOTH) / (size + SMOOTH))[:, 1:].mean() / ctx.shares if dice else zeros.sum() + 1
-        if dice and ctx.shares > 1:
-            ranks.add_up([score])
-        return 1 - score + surprise / mass
+        value: Tensor | None = None
+        if overlap is not None and size is not None:
+            overlap = 2 * overlap + SMOOTH
+            size = size + SMOOTH
+            score = (overlap / size)[:, 1:].mean()
+            if ctx.shares > 1:
+                score = score / ctx.shares
+                ranks.add_up([score])
+            value = 1 - score
+        if likelihood is not None and mass is not None:
+            mass = mass.clamp(min=1e-8)
+            gain = likelihood / mass
+            value = -gain if value is None else value - gain
+        ctx.save_for_backward(logits, label, overlap, size, mass)
+        ctx.weights, ctx.is_convolved, ctx.slab = weights, _keeps_no_output(logits), options.slab
+        assert value is not None
+        return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, label, overlap, size, mass = ctx.saved_tensors
-        dice, ce = ctx.terms
         is_free = ctx.is_convolved and _holders(logits) == _Probe.holders()  # a convolution keeps no output
         out = logits if is_free else torch.empty_like(logits)
-        scores = overlap.shape[0] * (overlap.shape[1] - 1) * ctx.shares
-        by_overlap, by_size = -2 / (size + SMOOTH) / scores, (2 * overlap + SMOOTH) / (size + SMOOTH) ** 2 / scores
-        by_overlap[:, 0] = by_size[:, 0] = 0  # the background
+        if size is not None:
+            scores = size.shape[0] * (size.shape[1] - 1) * ctx.shares
+            by_overlap = -2 / size / scores
+            by_size = overlap / size**2 / scores
+            by_overlap[:, 0] = by_size[:, 0] = 0  # the background
         rows = 0
         for x, truth in _slabs(logits, label, ctx.slab):
             p, valid = x.softmax(1), truth.sum(1, keepdim=True)
-            slab = torch.zeros_like(p)
-            if dice:
+            if size is not None:
                 slab = (truth * _maps(by_overlap)).add_(_maps(by_size)).mul_(valid)
                 slab = slab.sub_((p * slab).sum(1, keepdim=True)).mul_(p)
-            if ce:
+            else:
+                slab = torch.zeros_like(p)
+            if mass is not None:
                 share = valid if ctx.weights is None else (truth * _maps(ctx.weights[None])).sum(1, keepdim=True)
                 slab.add_(p.sub_(truth).mul_(share / mass))
             out[:, :, rows : rows + x.shape[2]] = slab.mul_(gradient)
             rows += x.shape[2]
         return out, None, None, None, None
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    """Return the sum so far; its first part is the beginning."""
+    return part if total is None else total.add_(part)
 
 
 class MeanOverRanks(torch.autograd.Function):

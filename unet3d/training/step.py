@@ -60,11 +60,12 @@ def train_step(
     mark("step")
     ranks.add_up(p.grad for p in model.parameters() if p.grad is not None)
     scaler.unscale_(optimizer)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    # `foreach`: as torch chooses by itself, but for fake tensors.
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=True)
     result = _read(losses, norm, scaler)
     _refuse_non_finite(result, model, scaler, batches)
     if clip is not None:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm, foreach=True)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)

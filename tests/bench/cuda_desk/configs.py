@@ -191,6 +191,10 @@ COUNTED = rows(
     model=nnunet_hippocampus bf16
     model=nnunet_hippocampus bf16 lean
     model=nnunet_hippocampus bf16 slab=auto
+    model=nnunet_hippocampus model.norm=batch
+    model=unet bf16 model.norm=group model.activation=swish_lean model.upsampling=trilinear loss.weights=[1,2,3]
+    model=unet_small bf16 model.norm=none model.activation=prelu model.upsampling=nearest optim=sgd model.dropout=0.2
+    model=unet_small model.activation=silu model.downsampling=strided_conv model.residual=true optim=adam loss=dice
     """,
     "64,64,64",
 ) + rows(

@@ -14,9 +14,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import launches
 import torch
 from on_cuda import Training
 
@@ -30,6 +32,7 @@ COUNTERS = {  # of the stubs, by the beginning of a library's name
     "launches": ("libcudart", "desk_launches"),
     "small launches": ("libcudart", "desk_small_launches"),
     "convolutions": ("libcudnn", "desk_convolutions"),
+    "normalisations": ("libcudnn", "desk_normalisations"),
     "synchronisations": ("libcudart", "desk_synchronisations"),
     "copies": ("libcudart", "desk_copies"),
 }
@@ -71,14 +74,14 @@ def predicted_peaks(ledger: Ledger) -> list[Peaks]:
 
 
 def count(training: Training) -> dict[str, Any]:
-    """Return how often a step launched a kernel, and so on: the third one."""
+    """Return how often the third step launched a kernel, and so on, counted by the stubs and by `launches.py`."""
     for _ in range(2):
         training.step()
     before = counters()
     training.step()
     found = {name: after - before[name] for name, after in counters().items()}
     found["synchronisations"] -= 1  # `Training.step` waits for the device, `train_step` does not
-    return found
+    return {"measured": found, "predicted": asdict(launches.counted(training.config))}
 
 
 def counters() -> dict[str, int]:

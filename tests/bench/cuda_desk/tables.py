@@ -89,14 +89,24 @@ def compared(row: Row, found: Found) -> Line:
 
 def counts(found: Iterable[tuple[Row, Found]]) -> Section:
     """Return the table of what a step does on the device."""
-    names = ("launches", "small launches", "convolutions", "synchronisations", "copies")
+    counted = ("launches", "convolutions", "normalisations", "synchronisations")
+    names = (*counted, "small launches", "copies")
     lines = []
     for row, result in found:
         name = f"{row.words}, {row.patch.replace(',', 'x')}"
         if "failed" in result:
-            cells = [name, f"failed: {result['failed']}", *[""] * (len(names) - 1)]
-        else:
-            cells = [name, *(f"{result[count]:,}" for count in names)]
-        lines.append(Line(cells, "failed" not in result))
-    about = "Of one step. Small: of fewer blocks than the device has multiprocessors (132). Copies: memsets too."
-    return Section("Launches", about, ("config", *names), lines)
+            cells = [name, f"failed: {result['failed']}", *[""] * len(names)]
+            lines.append(Line(cells, False))
+            continue
+        measured = result["measured"]
+        predicted = result["predicted"]
+        differing = [f"{count} {predicted[count]:,}" for count in counted if predicted[count] != measured[count]]
+        verdict = f"launches.py: {', '.join(differing)}" if differing else "equal"
+        cells = [name, *(f"{measured[count]:,}" for count in names), verdict]
+        lines.append(Line(cells, not differing))
+    about = (
+        "Of one step, by the stubs; the last column is what `launches.py` counts without them. Convolutions and "
+        "normalisations are those of cuDNN. Small: of fewer blocks than the device has multiprocessors (132). "
+        "Copies: memsets too."
+    )
+    return Section("Launches", about, ("config", *names, "by rules"), lines)

@@ -1,0 +1,262 @@
+"""What a training step on CUDA asks of the device, counted without one.
+
+    python tests/bench/launches.py model=unet amp=true amp_dtype=bf16 "data.patch=[64,64,64]"
+
+Prints one JSON line: `launches` of torch's kernels, `convolutions` and `normalisations` of cuDNN, `synchronisations`,
+of the third step, whose optimizer has its state. The step runs on fake tensors. Each operation then counts by the rules
+of torch's CUDA backend, read from its source; `cuda_desk.py` compares them with what torch's CUDA build does.
+Copies and memsets are no launches.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unet3d import build, compose
+from unet3d.config import Config
+from unet3d.errors import UserError
+from unet3d.memory.segments import choose_segments
+from unet3d.memory.simulate import BatchInTransit, fake_batch, fake_learner, fake_mode, take_weights_together
+from unet3d.training.step import train_step
+
+aten = torch.ops.aten
+STEPS = 3
+CHUNK = 65_536  # numbers that a block of a `_foreach_` kernel takes; MultiTensorApply.cuh of torch 2.13
+BLOCKS = 2_240  # of one launch of it
+TENSORS = (770, 448, 336, 252, 210)  # of one launch, for 1 to 5 lists of tensors
+BATCHED = 4  # dimensions of tensors that `cat` joins in one launch
+HALF = torch.float16  # cuDNN normalises float32 and this, torch bfloat16
+
+
+@dataclass
+class Counts:
+    """What a step asks of the device."""
+
+    launches: int = 0
+    convolutions: int = 0
+    normalisations: int = 0  # of cuDNN; torch's own are launches
+    synchronisations: int = 0
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations within it by CUDA's rules. `host` holds storages that a GPU's step has in host memory."""
+
+    def __init__(self, host: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.counts = Counts()
+        self._host = {storage(tensor) for tensor in host}
+        self._read: int | None = None  # the storage of which a number was read last, if nothing was launched since
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in the ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is aten._local_scalar_dense.default:
+            self._synchronise(args[0])
+        elif func in CONVOLUTIONS:
+            self.counts.convolutions += CONVOLUTIONS[func](args)
+        if is_of_cudnn(func, args):
+            self.counts.normalisations += 1
+        elif not self._is_on_host(func, args):
+            launches = launches_of(func, args, result)
+            self.counts.launches += launches
+            if launches:
+                self._read = None
+        return result
+
+    def _synchronise(self, number: Tensor) -> None:
+        """Count a wait for the device. Numbers read in a row from one storage come in one copy, as by `tolist`."""
+        if storage(number) not in self._host and storage(number) != self._read:
+            self.counts.synchronisations += 1
+            self._read = storage(number)
+
+    def _is_on_host(self, func: Any, args: Any) -> bool:
+        """Return whether the operation is one of the optimizer's on numbers in host memory."""
+        first = next(tensors(args), None)
+        return first is not None and storage(first) in self._host
+
+
+def storage(tensor: Tensor) -> int:
+    """Return what tells a tensor's storage from others."""
+    return tensor.untyped_storage()._cdata
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from tensors(part)
+
+
+# The rules: of an operation's arguments and result, how many kernels of torch's it launches.
+
+Rule = Callable[[Any, Any], int]
+
+
+def launches_of(func: Any, args: Any, result: Any) -> int:
+    """Return how many kernels of torch's an operation launches: one, unless there is a rule or it makes only a view."""
+    if func in RULES:
+        return RULES[func](args, result)
+    if func.namespace != "aten" or func.is_view or func in NOTHING:
+        return 0
+    if func.overloadpacket.__name__.startswith("_foreach_"):
+        return foreach(args, result)
+    return 1
+
+
+def to_contiguous(*wanted: Tensor | None) -> int:
+    """Return the launches that make these contiguous: cuDNN and some of torch's kernels take no other tensors."""
+    return sum(tensor is not None and not tensor.is_contiguous() for tensor in wanted)
+
+
+def copied(target: Tensor, source: Tensor) -> int:
+    """Return the launches of a copy: none for one of equal types and strides without gaps, which the driver does."""
+    if source.numel() == 0:
+        return 0
+    is_plain = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+    return int(not is_plain)
+
+
+def joined(args: Any, result: Tensor) -> int:
+    """Return the launches of `cat`: one for tensors of few dimensions, else one for each that needs a kernel."""
+    parts = [part for part in args[0] if part.numel()]
+    if len(parts) > 1 and result.dim() <= BATCHED and all(part.is_contiguous() for part in parts):
+        return 1
+    dim = args[1] % result.dim() if len(args) > 1 else 0
+    is_gapless = math.prod(result.shape[:dim]) == 1  # a part is one piece of the result
+    return sum(not (is_gapless and part.is_contiguous()) for part in parts)
+
+
+def foreach(args: Any, result: Any) -> int:
+    """Return the launches of an operation on lists of tensors: as many numbers as fit in one launch, and so on."""
+    lists = [part for part in args if isinstance(part, list | tuple) and part and isinstance(part[0], Tensor)]
+    depth = len(lists) + (isinstance(result, list | tuple) and len(result) > 0)  # those not in place have one more
+    launches = 0
+    blocks = 0
+    count = 0
+    for tensor in lists[0]:
+        count += 1
+        for chunk in reversed(range(math.ceil(tensor.numel() / CHUNK))):
+            blocks += 1
+            is_full = count == TENSORS[depth - 1] and chunk == 0
+            if blocks == BLOCKS or is_full:
+                launches += 1
+                blocks = 0
+                count = int(chunk > 0)
+    return launches + (blocks > 0)
+
+
+def convolved(args: Any, result: Any) -> int:
+    """Return the launches beside cuDNN's: input made contiguous, bias added."""
+    x, weight, bias = args[:3]
+    return to_contiguous(x, weight) + (bias is not None)
+
+
+def convolved_backward(args: Any, result: Any) -> int:
+    """Return the launches beside cuDNN's: gradient and input made contiguous, the bias's gradient summed."""
+    gradient, x, weight = args[:3]
+    return to_contiguous(gradient, x, weight) + bool(args[10][2])
+
+
+def is_of_cudnn(func: Any, args: Any) -> bool:
+    """Return whether cuDNN does a normalisation: in training, of all types but bfloat16, with weights."""
+    if func is aten.native_batch_norm.default:
+        x, weight, *_, is_training = args[:6]
+    elif func is aten.native_batch_norm_backward.default:
+        _, x, weight, *_, is_training = args[:8]
+    else:
+        return False
+    return is_training and weight is not None and x.dtype in (torch.float32, HALF)
+
+
+def normalised(args: Any, result: Any) -> int:
+    """Return the launches of a batch normalisation: statistics and what follows from them, then the map."""
+    is_training = args[5]
+    return to_contiguous(args[0]) + (3 if is_training else 2)
+
+
+def in_place(args: Any, result: Any) -> int:
+    """Return the launches of an activation in place. Backward of one on a view fills a map with zeros first.
+
+    They are counted here, since fake tensors go back through their views instead.
+    """
+    return 1 + int(args[0]._is_view() and args[0].requires_grad)
+
+
+CONVOLUTIONS: dict[Any, Callable[[Any], int]] = {
+    aten.convolution.default: lambda args: 1,
+    aten.convolution_backward.default: lambda args: sum(map(bool, args[10][:2])),
+}
+NOTHING = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.empty_strided.default,
+    aten.lift_fresh.default,
+    aten._unsafe_view.default,
+    aten._local_scalar_dense.default,
+    aten.promote_types.default,
+}
+RULES: dict[Any, Rule] = {
+    aten._to_copy.default: lambda args, result: int(args[0].dtype != result.dtype) or copied(result, args[0]),
+    aten.clone.default: lambda args, result: copied(result, args[0]),
+    aten.copy_.default: lambda args, result: copied(args[0], args[1]),
+    aten.relu_.default: in_place,
+    aten.leaky_relu_.default: in_place,
+    aten.zero_.default: lambda args, result: int(args[0].numel() > 0),
+    aten.cat.default: joined,
+    aten.constant_pad_nd.default: lambda args, result: 2,  # filled, then copied into
+    aten.slice_backward.default: lambda args, result: 1 + copied(result, args[0]),
+    aten.convolution.default: convolved,
+    aten.convolution_backward.default: convolved_backward,
+    aten.native_batch_norm.default: normalised,
+    aten.native_group_norm.default: lambda args, result: 3 + to_contiguous(args[0]),
+    aten.native_group_norm_backward.default: lambda args, result: 5 + to_contiguous(args[0], args[1]),
+    aten.max_pool3d_with_indices.default: lambda args, result: 1 + to_contiguous(args[0]),
+    aten.max_pool3d_with_indices_backward.default: lambda args, result: 2 + to_contiguous(args[0], args[1]),
+    aten.upsample_nearest3d_backward.default: lambda args, result: 1 + to_contiguous(args[0]),
+    aten.upsample_trilinear3d_backward.default: lambda args, result: 2 + to_contiguous(args[0]),
+    aten._foreach_norm.Scalar: lambda args, result: 2 + foreach(args, None),  # filled before, finished after
+}
+
+
+def counted(config: Config) -> Counts:
+    """Return what the third step of a run on CUDA asks of the device. The model's options leave nothing open."""
+    starts = choose_segments(config, config.model).segment_starts
+    with torch.random.fork_rng([]), fake_mode("cuda"):
+        learner = fake_learner(config, config.model, starts)
+        take_weights_together(learner.optimizer)
+        for _ in range(STEPS):
+            micro_batches = [fake_batch(config, config.model, torch.float32) for _ in range(config.accumulate)]
+            batches: list[Any] = list(map(BatchInTransit, micro_batches))
+            steps = [state["step"] for state in learner.optimizer.state.values() if "step" in state]
+            with Launches(host=steps) as launches:
+                train_step(*learner, batches, clip=config.optim.clip)
+    return launches.counts
+
+
+def main() -> int:
+    try:
+        config = compose.compose([*sys.argv[1:], "device=cuda"])
+        config.model = build.outlined_options(config)
+    except UserError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 2
+    print(json.dumps(asdict(counted(config))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What a step on CUDA asks of the device, counted on fake tensors by `tests/bench/launches.py`.
+
+That these counts are those of torch's CUDA build is shown by `tests/bench/cuda_desk.py`.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from unet3d import build, compose
+from unet3d.config import Config
+from unet3d.memory.simulate import fake_mode
+
+SCRIPT = Path(__file__).parent / "bench" / "launches.py"
+AT_64 = ("device=cuda", "data.patch=[64,64,64]", "batch=2", "amp=true")
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module(SCRIPT.stem)
+
+
+def config_of(*words: str) -> Config:
+    config = compose.compose([*AT_64, *words])
+    config.model = build.outlined_options(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (("model=unet",), 420),
+        (("model=nnunet_hippocampus",), 600),
+        pytest.param(("model=unet", "lean=true"), 2_050, marks=slow),
+        pytest.param(("model=unet", "slab=auto"), 2_250, marks=slow),
+    ],
+)
+def test_a_step_launches_few_kernels(script: ModuleType, words: tuple[str, ...], most: int) -> None:
+    assert 200 < script.counted(config_of(*words)).launches <= most
+
+
+@pytest.mark.parametrize(
+    ("words", "synchronisations"),
+    [((), 1), (("accumulate=3",), 1), (("amp_dtype=fp16",), 2), (("amp_dtype=fp16", "accumulate=3"), 2)],
+)
+def test_a_step_waits_for_the_device_once_and_twice_in_fp16(
+    script: ModuleType, words: tuple[str, ...], synchronisations: int
+) -> None:
+    counts = script.counted(config_of("model=unet_tiny", *words))
+    assert counts.synchronisations == synchronisations
+
+
+@pytest.mark.parametrize("name", ["dice_ce", "ce", "dice"])
+def test_the_loss_of_a_map_is_at_most_sixty_launches(script: ModuleType, name: str) -> None:
+    config = config_of(f"loss={name}")
+    with fake_mode("cuda"):
+        loss = build.loss(config, 3)
+        logits = torch.empty(2, 3, 64, 64, 64, requires_grad=True)
+        label = torch.zeros(2, 64, 64, 64, dtype=torch.int16)
+        with script.Launches() as launches:
+            loss(logits, label).backward()
+    assert 5 < launches.counts.launches <= 60
+    assert launches.counts.synchronisations == 0
+
+
+def test_convolutions_are_those_of_the_network(script: ModuleType) -> None:
+    """One forward; backward two, of the data and of the weights, but for the image, which has no gradient."""
+    config = config_of("model=unet_tiny")
+    network = build.model(config.model, 0)
+    layers = [m for m in network.modules() if isinstance(m, torch.nn.Conv3d | torch.nn.ConvTranspose3d)]
+    assert script.counted(config).convolutions == 3 * len(layers) - 1
+
+
+def test_the_script_prints_one_line_of_json(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "model=unet_tiny", "data.patch=[16,16,16]"])
+    assert script.main() == 0
+    assert set(json.loads(capsys.readouterr().out)) >= {"launches", "convolutions", "synchronisations"}
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "model.features=[]"])
+    assert script.main() == 2
+    assert capsys.readouterr().err.count("\n") == 1
