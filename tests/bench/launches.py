@@ -87,7 +87,8 @@ class Launches(TorchDispatchMode):
 
 def storage(tensor: Tensor) -> int:
     """Return what tells a tensor's storage from others."""
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
@@ -242,7 +243,8 @@ def counted(config: Config) -> Counts:
             micro_batches = [fake_batch(config, config.model, torch.float32) for _ in range(config.accumulate)]
             batches: list[Any] = list(map(BatchInTransit, micro_batches))
             steps = [state["step"] for state in learner.optimizer.state.values() if "step" in state]
-            with Launches(host=steps) as launches:
+            launches = Launches(host=steps)
+            with launches:
                 train_step(*learner, batches, clip=config.optim.clip)
     return launches.counts
 

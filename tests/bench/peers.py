@@ -27,7 +27,7 @@ from unet3d.config import Config
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter, open_meter
 from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import fake_mode, simulate
-from unet3d.training.losses import SegmentationLoss, dice_ce
+from unet3d.training.losses import CUDA_SLAB, LossOptions, SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.step import train_step
 from unet3d.types import Batch
@@ -155,7 +155,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         network = nn.Sequential(FinestFirst(NETWORKS[name](options))).to(device)
         policy = MemoryPolicy(device, None if options.amp == "off" else amp_dtype(options.amp, device))
     optimizer = torch.optim.SGD(network.parameters(), 1e-2, momentum=0.99, nesterov=True)
-    loss, scaler, size = SegmentationLoss(dice_ce), policy.scaler(), (options.batch, *options.patch)
+    loss = SegmentationLoss(dice_ce, LossOptions(slab=CUDA_SLAB if device == "cuda" else None))
+    scaler, size = policy.scaler(), (options.batch, *options.patch)
     batch = Batch(torch.randn(options.batch, 1, *options.patch), torch.randint(0, options.classes, size).short())
     seconds, before = [], resident()
     for _ in range(1 + options.steps):
