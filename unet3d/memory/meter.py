@@ -63,9 +63,14 @@ class LedgerMeter:
             self.is_open = False
 
     def summary(self) -> dict[str, Any]:
-        """`peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and what `summarise_ledger` returns."""
+        """`peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and what `summarise_ledger` returns.
+
+        For a GPU also `workspace_bound_bytes`, see `Ledger.workspace_bound`; they are in no other number.
+        """
         peaks = self.ledger.phase_peaks()
         summary = {"peak_bytes": max(peak for _, peak in peaks), "kind": "ledger", "phases": by_phase(peaks)}
+        if self._for_gpu:
+            summary["workspace_bound_bytes"] = self.ledger.workspace_bound()
         return summary | summarise_ledger(self.ledger)
 
     def _random_state(self) -> Tensor:

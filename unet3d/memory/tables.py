@@ -15,6 +15,26 @@ NAMES = {
     "inputs": "batch",
 }
 
+# How the sizes of a step on CUDA differ, from the smallest to the largest.
+SPACING = (
+    "tensors (held by the program) <= requested (with scratch inside operations) <= allocated (blocks of 512 bytes) <= "
+    "reserved (segments from the driver) < nvidia-smi (with its context and kernels, a few hundred MiB, not predicted)"
+)
+
+
+def workspace_bound(entry: Entry) -> str:
+    """Return what convolutions' workspaces may add to a predicted peak on CUDA; "" for another entry."""
+    if "workspace_bound_bytes" not in entry:
+        return ""
+    more = mib(entry["workspace_bound_bytes"])
+    return f"convolutions' workspaces not included: at most {more} MiB more (bound, input + output of a layer)"
+
+
+def spacing(entry: Entry) -> str:
+    """Return how the sizes of a step differ, if it is on CUDA; else ""."""
+    is_on_cuda = "workspace_bound_bytes" in entry or "reserved_bytes" in entry
+    return f"On CUDA: {SPACING}." if is_on_cuda else ""
+
 
 def moment(entry: Entry) -> str:
     """When most bytes are held: `backward of up3.conv2 (convolution_backward)`."""
