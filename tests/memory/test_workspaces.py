@@ -1,17 +1,25 @@
 """Workspaces of convolutions: what they may add to a prediction for CUDA, and what a GPU's allocator says of them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import PLAIN
 
 from unet3d import compose
 from unet3d.config import Config
 from unet3d.memory import predict, tables
 from unet3d.memory.budget import Option, warn_over_card
+from unet3d.memory.counters import Counters
 from unet3d.memory.ledger import Ledger
+from unet3d.memory.meter import STEADY, CudaMeter
 from unet3d.memory.preflight import preflight
-from unet3d.types import MIB
+from unet3d.training.losses import SegmentationLoss, ce
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.step import train_step
+from unet3d.types import MIB, Batch
 
 WORDS = ("model=unet_tiny", "model.features=[8]", "data.patch=[8,8,8]", "model.in_channels=1", "model.classes=3")
 WEIGHTS = (32, 16)  # bytes of the two layers'
@@ -101,3 +109,117 @@ def test_a_step_that_fits_only_without_workspaces_is_warned_of(capsys: pytest.Ca
     warn_over_card(option, MIB, 6 * MIB - 1)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning:") and "5.0 of 6.0 MiB" in line and "at most 1.0 MiB" in line
+
+
+class Allocator:
+    """What CUDA's allocator would count: bytes now, and at most since the last reset."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 1000
+        self.resets = 0
+
+    def request(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def stats(self, device: torch.device) -> dict[str, int]:
+        names = ("allocated_bytes", "requested_bytes", "reserved_bytes")
+        found = {f"{name}.all.peak": self.peak for name in names} | {f"{name}.all.current": self.now for name in names}
+        return found | {"num_alloc_retries": 0}
+
+    def reset(self, device: torch.device) -> None:
+        self.peak = self.now
+        self.resets += 1
+
+
+class Kernels(TorchDispatchMode):
+    """Convolutions with a workspace: as many bytes as the name of the operation has letters, times 1000."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        super().__init__()
+        self._allocator = allocator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.startswith("convolution"):
+            self._allocator.request(1000 * len(name))
+            self._allocator.request(-1000 * len(name))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    """An allocator in the place of torch's."""
+    made = Allocator()
+    monkeypatch.setattr(torch.cuda, "memory_stats", made.stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", made.reset)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
+    return made
+
+
+def test_an_operation_measured_by_itself_leaves_the_peaks_around_it(allocator: Allocator) -> None:
+    counters = Counters(torch.device("cuda"))
+    counters.restart()
+    allocator.request(500)
+    allocator.request(-400)
+
+    def compute() -> str:
+        for size in (50, 70, -70):
+            allocator.request(size)
+        return "result"
+
+    assert counters.excess(compute) == ("result", 70)
+    assert counters.read()["requested_bytes.all.peak"] == 1500, "of before the operation"
+    assert counters.excess(lambda: allocator.request(900)) == (None, 0), "a result is no excess"
+    assert counters.read()["requested_bytes.all.peak"] == 2050, "within the operation"
+    counters.restart()
+    assert counters.read()["requested_bytes.all.peak"] == allocator.now
+
+
+def measured(allocator: Allocator, steps: int) -> dict[str, Any]:
+    """Return what a meter for CUDA says of a network with workspaces."""
+    network, image = two_layers()
+    network[1] = nn.Conv3d(4, 3, 1)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    meter = CudaMeter(network, optimizer)
+    batch = Batch(image, torch.zeros(1, 4, 4, 4, dtype=torch.int64))
+    policy = MemoryPolicy()
+    with Kernels(allocator):
+        for _ in range(steps):
+            train_step(network, SegmentationLoss(ce), optimizer, policy.scaler(), policy, [batch], meter.mark)
+    return meter.summary()
+
+
+def test_a_gpus_allocator_tells_the_workspaces_of_each_layer(allocator: Allocator) -> None:
+    found = measured(allocator, STEADY)
+    backward, forward = (1000 * len(name) for name in ("convolution_backward", "convolution"))
+    sizes = {
+        ("backward", "1"): backward,
+        ("backward", "0"): backward,
+        ("forward", "0"): forward,
+        ("forward", "1"): forward,
+    }
+    rows = [{"module": module, "phase": phase, "bytes": size} for (phase, module), size in sizes.items()]
+    assert found["workspaces"] == rows, "the largest first"
+    assert found["requested_bytes"] == allocator.now + backward, "the peak of all, as without this measurement"
+    assert found["phases"]["forward"]["steady"] == allocator.now + forward
+    said = tables.largest_workspaces(found)
+    assert "measured" in said and said.count("backward of") == 2 and said.count("forward of") == 1
+    assert tables.workspaces(found).rows[0] == ["1", "backward", "0.0"]
+
+
+def test_steps_after_the_ledgers_are_not_measured_one_by_one(allocator: Allocator) -> None:
+    resets = []
+    for steps in (STEADY, STEADY + 1, STEADY + 2):
+        allocator.resets = 0
+        measured(allocator, steps)
+        resets.append(allocator.resets)
+    marks = resets[2] - resets[1]
+    assert resets[1] - resets[0] == marks == len(("data", "forward", "loss", "backward", "step", "end"))
+
+
+def test_convolutions_without_workspaces_are_said_to_have_none() -> None:
+    rows = [{"module": "inc.conv1", "phase": "forward", "bytes": 0}]
+    assert tables.largest_workspaces({"workspaces": rows}).endswith(": none.")
+    assert tables.largest_workspaces({}) == ""

@@ -134,8 +134,8 @@ class Ledger(TorchDispatchMode):
 
         Engines of cuDNN for half precision and TF32 want channels last. Of NCDHW maps, cuDNN may transpose the input
         and the output in a workspace. So each convolution, and each gradient of it, is given a workspace as large as
-        both maps, of their own type, while its results are alive. Filters are not in it, and engines that unfold maps
-        or sum up parts may ask for more.
+        both maps, of their own type, while its results are alive. Filters and copies of maps that are not contiguous
+        are not in it, and engines that unfold maps or sum up parts may ask for more.
         """
         alive = self.alive_bytes()
         most = max((alive[moment] + size for moment, size in self.workspaces), default=0)

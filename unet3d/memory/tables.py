@@ -15,6 +15,8 @@ NAMES = {
     "inputs": "batch",
 }
 
+LARGEST = 3  # workspaces in a sentence
+WORKSPACES = "Workspaces of convolutions (measured: requested less tensors)"
 # How the sizes of a step on CUDA differ, from the smallest to the largest.
 SPACING = (
     "tensors (held by the program) <= requested (with scratch inside operations) <= allocated (blocks of 512 bytes) <= "
@@ -28,6 +30,21 @@ def workspace_bound(entry: Entry) -> str:
         return ""
     more = mib(entry["workspace_bound_bytes"])
     return f"convolutions' workspaces not included: at most {more} MiB more (bound, input + output of a layer)"
+
+
+def largest_workspaces(entry: Entry) -> str:
+    """Return which convolutions had the largest workspaces on a GPU; "" for another entry."""
+    if "workspaces" not in entry:
+        return ""
+    rows = [row for row in entry["workspaces"][:LARGEST] if row["bytes"]]
+    sizes = [f"{mib(row['bytes'])} MiB in {row['phase']} of {row['module']}" for row in rows]
+    return f"{WORKSPACES}, the largest: {', '.join(sizes) or 'none'}."
+
+
+def workspaces(entry: Entry) -> Table:
+    """A row a layer and phase, largest workspace first."""
+    rows = [[row["module"], row["phase"], mib(row["bytes"])] for row in entry.get("workspaces", [])]
+    return Table(["layer", "phase", "workspace (MiB)"], rows)
 
 
 def spacing(entry: Entry) -> str:

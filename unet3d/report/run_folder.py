@@ -41,6 +41,7 @@ DETAILS = {
     "levels": [{"level": int | str | None, "bytes": int, **BYTES}],
     "layers": [{"module": str, "level": int | str | None, "bytes": int, **BYTES}],
     "workspace_bound_bytes": int,
+    "workspaces": [{"module": str, "phase": str, "bytes": int}],
     "state": dict.fromkeys(("params", "grads", "optimizer"), int),
 }
 ADVICE = {"level": int | str | None, "bytes": int, "mostly": str}
