@@ -57,7 +57,7 @@ def print_summary(folder: Path) -> None:
         console.print(_prediction(run))
         for words in (tables.workspace_bound, tables.largest_workspaces, tables.spacing):
             if line := words(run.memory_entry):
-                console.print(line)
+                console.print(escaped(line))
     for what, value in _timing(run).items():
         console.print(f"{what}: {value}")
     here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
