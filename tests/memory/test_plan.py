@@ -346,7 +346,9 @@ def test_slabs_are_no_remedy_for_a_validation_on_a_gpu() -> None:
 
 
 @without("unet3d.memory.preflight.refuse_over_card", nothing)
-def test_a_step_that_a_gpu_has_no_room_for_is_refused_with_what_fits(gpu: list[int]) -> None:
+def test_a_step_that_a_gpu_has_no_room_for_is_refused_with_what_fits(
+    gpu: list[int], capsys: pytest.CaptureFixture
+) -> None:
     words = ("device=cuda", "dry_run=false", "model.features=[16,32]", "data.patch=[16,32,32]")
     asked = simulated(option(*words))
     gpu[:] = [asked.reserved_bytes - 1, 2 * asked.reserved_bytes]
@@ -356,7 +358,12 @@ def test_a_step_that_a_gpu_has_no_room_for_is_refused_with_what_fits(gpu: list[i
     changed = option(*words, *words_in(rows[-1]))
     assert simulated(changed).reserved_bytes < asked.reserved_bytes
     gpu[0] = asked.reserved_bytes
+    capsys.readouterr()
+    workspaces = preflight(asked.config, asked.model).memory["predicted"]["workspace_bound_bytes"]
+    assert f"at most {mib(workspaces)} MiB" in capsys.readouterr().err
+    gpu[0] += workspaces
     preflight(asked.config, asked.model)
+    assert not capsys.readouterr().err
 
 
 def test_a_validation_that_a_gpu_has_no_room_for_is_refused_with_fewer_windows(

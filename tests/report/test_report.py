@@ -310,12 +310,16 @@ def test_control_codes_in_a_run_folder_reach_no_terminal_page_or_table(
     measured["phases"][CODES] = measured["phases"]["forward"]
     sizes = dict.fromkeys(("params", "optimizer", "inputs", "grads", "activations", "temporaries", "bytes"), MIB)
     measured["layers"] = measured["levels"] = [{"module": CODES, "level": level} | sizes for level in (0, CODES)]
+    measured["workspaces"] = [{"module": CODES, "phase": CODES, "bytes": MIB}]
     (folder / "memory.json").write_text(json.dumps(memory | {"measured": measured}))
     out = folder.with_name(f"out{CODES}")
     for words in (["report", folder], ["compare", folder, "-o", out]):
         assert face(*words) == 0
         shown = capsys.readouterr()
         assert shown.err == "" and r"\x1b[2J\x07\x9b\u202e" in shown.out and not FORBIDDEN.search(shown.out)
+    report.print_summary(folder)
+    shown = capsys.readouterr()
+    assert shown.err == "" and "Workspaces" in shown.out and not FORBIDDEN.search(shown.out)
     for path in (folder / "report.html", folder / "metrics.csv", out / "compare.html", out / "compare.csv"):
         text = path.read_bytes().decode()
         assert r"\x1b[2J\x07\x9b\u202e\u2028" in text and not FORBIDDEN.search(text), path.name
@@ -324,6 +328,28 @@ def test_control_codes_in_a_run_folder_reach_no_terminal_page_or_table(
 def test_a_report_keeps_every_language(folder: Path) -> None:
     (folder / "STATUS").write_text("übung 日本語 🧠 שלום")
     assert any("übung 日本語 🧠 שלום" in text for text in written(folder).text)
+
+
+def test_a_run_on_a_gpu_shows_workspaces_and_how_sizes_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = json.loads((folder / "memory.json").read_text())
+    sizes = {"up1.up": 16 * MIB, "inc.conv1": 2 * MIB, "outc": 0}
+    memory["measured"]["workspaces"] = [{"module": m, "phase": "backward", "bytes": size} for m, size in sizes.items()]
+    memory["measured"] |= {"kind": "cuda allocated", "reserved_bytes": 2000 * MIB}
+    (folder / "memory.json").write_text(json.dumps(memory))
+    page = written(folder)
+    rows = [row for row in page.rows if row[1:2] == ["backward"]]
+    assert rows[0] == ["up1.up", "backward", "16.0"] and len(rows) == len(sizes)
+    report.print_summary(folder)
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("\n".join(page.text), shown):
+        assert "16.0 MiB in backward of up1.up, 2.0 MiB in backward of inc.conv1." in text
+        assert text.count("nvidia-smi") == 1
+
+
+def test_a_run_on_the_cpu_says_nothing_of_a_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report.print_summary(folder)
+    for text in ("\n".join(written(folder).text), capsys.readouterr().out):
+        assert "nvidia-smi" not in text and "orkspace" not in text
 
 
 def test_a_first_step_that_was_not_measured_is_unknown(folder: Path) -> None:

@@ -138,6 +138,7 @@ def _parts(
     yield f"predicted peak of a step: {mib(peak)} MiB ({entry['kind']}), {tables.moment(entry)}"
     yield sentence
     yield "Layers of the number", _layers(subject)
+    yield from filter(None, [tables.spacing(entry)])
     made = [storage for storage in subject.ledger.storages if storage.operation == "aten.convolution.default"]
     for first in made[:1]:
         shape = " x ".join(map(str, first.shape))
@@ -197,12 +198,13 @@ def _layers(subject: MemoryEstimate) -> Table:
     if build.target(subject.config) != "cuda":
         return Table(columns, [["tensors", tensors, "exact (ledger)"]])
     native, expandable = (replay(subject.ledger.events, Settings(is_expandable)) for is_expandable in (False, True))
+    workspaces = mib(subject.entry["workspace_bound_bytes"])
     rows = [
         ["tensors", tensors, "ledger, as the allocator is asked for"],
         ["allocated: blocks given out", mib(native.allocated_bytes), "replay"],
         ["reserved by the allocator", mib(native.reserved_bytes), "replay"],
         ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(expandable.reserved_bytes), "replay"],
-        ["convolution workspaces", "", "not known here: they are the GPU's"],
+        ["convolutions' workspaces, not included", f"at most {workspaces} more", "bound, input + output of a layer"],
         ["CUDA context", "", "constant of the GPU, outside of the allocator; not measured here"],
     ]
     return Table(columns, rows)

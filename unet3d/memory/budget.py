@@ -289,6 +289,14 @@ def refuse_over_card(asked: Option, validation: int, windows: int, free: int, to
         raise UserError(f"device=cuda: {card}; {held}; use {advice}")
 
 
+def warn_over_card(asked: Option, workspaces: int, free: int) -> None:
+    """Warn if the step fits what is free of a GPU's memory, and may not with workspaces of at most so many bytes."""
+    if asked.occupied_bytes + workspaces > free:
+        step = f"the step would reserve {mib(asked.occupied_bytes)} of {mib(free)} MiB free (predicted)"
+        may = f"with convolutions' workspaces, at most {mib(workspaces)} MiB (bound), it may not fit"
+        print(f"warning: {step}; {may}", file=sys.stderr, flush=True)
+
+
 def _refuse(asked: Option, budget: int, problem: str) -> NoReturn:
     """Raise UserError with the ways that need less than the step, up to the first that fits."""
     found, best = find_fit(asked, budget, thorough=False)

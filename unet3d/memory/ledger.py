@@ -20,6 +20,7 @@ from unet3d.training.slabs import Observer
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
 CONVOLUTION = torch.ops.aten.convolution.default
+CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 # A storage made in one phase and alive when a later one begins has this category.
 OUTLIVES = {"forward": ("backward", "activations"), "loss": ("backward", "activations"), "data": ("forward", "inputs")}
 SUM = torch.ops.aten.add.Tensor
@@ -73,6 +74,7 @@ class Ledger(TorchDispatchMode):
         self.marks: list[tuple[int, str]] = [(0, "before")]
         self.crossings: list[tuple[int, Crossing]] = []
         self.convolutions: list[tuple[int, str, int]] = []  # of each forward call: events before it, module, FLOPs
+        self.workspaces: list[tuple[int, int]] = []  # of each convolution: events with its results, bytes of its maps
         self._scope, self._device_type = scope, device_type
         self._alive: dict[int, tuple[int, Any]] = {}  # address of a storage: its index, a weak reference to it
         self._owners = self._sole_owner = (0, 0, 0)  # of the last sum of gradients; of one that autograd alone holds
@@ -127,6 +129,18 @@ class Ledger(TorchDispatchMode):
         alive = self.alive_bytes()
         return alive.index(max(alive))
 
+    def workspace_bound(self) -> int:
+        """Return the most bytes that workspaces of convolutions would add to the peak: by argument, not measured.
+
+        Engines of cuDNN for half precision and TF32 want channels last. Of NCDHW maps, cuDNN may transpose the input
+        and the output in a workspace. So each convolution, and each gradient of it, is given a workspace as large as
+        both maps, of their own type, while its results are alive. Filters and copies of maps that are not contiguous
+        are not in it, and engines that unfold maps or sum up parts may ask for more.
+        """
+        alive = self.alive_bytes()
+        most = max((alive[moment] + size for moment, size in self.workspaces), default=0)
+        return max(0, most - max(alive))
+
     def phase_spans(self) -> list[tuple[str, int, int]]:
         """(phase, first event, end) for each mark, in order."""
         edges = [*self.marks, (len(self.events), "")]
@@ -170,7 +184,8 @@ class Ledger(TorchDispatchMode):
         if func is DEVICE:
             return getattr(args[0], "fake_device", None) or func(*args)
         self.adopt(_tensors((args, kwargs)))
-        before, result = len(self.events), func(*args, **(kwargs or {}))
+        before = len(self.events)
+        result = self.compute(func, args, kwargs or {})
         scope = self._scope()
         if func is CONVOLUTION:
             flops = conv_flop_count(list(args[0].shape), list(args[1].shape), list(result.shape), args[6])
@@ -179,7 +194,15 @@ class Ledger(TorchDispatchMode):
             self._replace(args[0], result)
         for tensor in _tensors(result):
             self._add(tensor, str(func), scope)
+        if func is CONVOLUTION:
+            self.workspaces.append((len(self.events), args[0].nbytes + result.nbytes))
+        elif func is CONVOLUTION_BACKWARD:  # of the output's gradient and the input; a map and its gradient are alike
+            self.workspaces.append((len(self.events), args[0].nbytes + args[1].nbytes))
         return result
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return an operation's result."""
+        return func(*args, **kwargs)
 
     def _is_in_place(self, gradient: Tensor) -> bool:
         """Whether autograd, if no dispatch mode were active, would add to this gradient in place.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, default_generator, nn
 
 from unet3d.memory.analysis import by_phase, first_and_steady, summarise_ledger
+from unet3d.memory.counters import Counters, CudaLedger
 from unet3d.memory.ledger import Ledger, ModuleTracker
 from unet3d.training.step import PHASES
 
@@ -29,7 +30,7 @@ class LedgerMeter:
         self._hooks = ExitStack()
         self.tracker = ModuleTracker(model, lambda crossing: self.ledger.cross(crossing))
         self.device = next(model.parameters()).device
-        self.ledger = Ledger(self.tracker.scope, self.device.type)
+        self.ledger = self._new_ledger()
         self.steps, self.is_open = 0, False
         for path, module in self.tracker.modules.items():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -63,10 +64,18 @@ class LedgerMeter:
             self.is_open = False
 
     def summary(self) -> dict[str, Any]:
-        """`peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and what `summarise_ledger` returns."""
+        """`peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and what `summarise_ledger` returns.
+
+        For a GPU also `workspace_bound_bytes`, see `Ledger.workspace_bound`; they are in no other number.
+        """
         peaks = self.ledger.phase_peaks()
         summary = {"peak_bytes": max(peak for _, peak in peaks), "kind": "ledger", "phases": by_phase(peaks)}
+        if self._for_gpu:
+            summary["workspace_bound_bytes"] = self.ledger.workspace_bound()
         return summary | summarise_ledger(self.ledger)
+
+    def _new_ledger(self) -> Ledger:
+        return Ledger(self.tracker.scope, self.device.type)
 
     def _random_state(self) -> Tensor:
         """torch's, which checkpointing keeps and no dispatch mode sees."""
@@ -94,9 +103,13 @@ class CudaMeter(LedgerMeter):
 
     The ledger of the first steps adds categories and modules, but sees no workspaces of kernels and no rounding. While
     it observes, autograd adds no gradients in place, so the allocator's peaks are those of the steps after it.
+    Workspaces of convolutions are measured only then, one by one.
     """
 
+    ledger: CudaLedger
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._counters = Counters(next(model.parameters()).device)
         super().__init__(model, optimizer)
         self.highest = {"requested_bytes": 0, "reserved_bytes": 0}
         self.retries, self._earlier_retries, self.is_observed = 0, 0, True  # the peaks are of steps under the ledger
@@ -104,7 +117,7 @@ class CudaMeter(LedgerMeter):
         self._steps: list[dict[str, int]] = []  # peaks of the first step, and the highest of the later ones
 
     def mark(self, phase: str) -> None:
-        stats, last = torch.cuda.memory_stats(self.device), self._phase
+        stats, last = self._counters.read(), self._phase
         if self.is_observed and self.steps >= STEADY:  # the first step without the ledger begins
             torch.cuda.empty_cache()  # of what the others cached
             self.is_observed, self._steps, self._earlier_retries = False, [{}], stats["num_alloc_retries"]
@@ -114,7 +127,7 @@ class CudaMeter(LedgerMeter):
             self._peaks[last] = max(stats["allocated_bytes.all.peak"], self._peaks.get(last, 0))
             for name in self.highest:
                 self.highest[name] = max(self.highest[name], stats[f"{name}.all.peak"])
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self._counters.restart()
         self._phase = phase
         super().mark(phase)
         if phase == "end":
@@ -123,12 +136,16 @@ class CudaMeter(LedgerMeter):
             self._peaks = {}
 
     def summary(self) -> dict[str, Any]:
-        """As that of the ledger, under "ledger"; no phase has a "first", unless all steps were observed: see `kind`."""
+        """As that of the ledger, under "ledger"; no phase has a "first", unless all steps were observed: see `kind`.
+
+        `workspaces`: of convolutions, bytes requested less those of tensors, by layer and phase of the observed steps.
+        """
         free, total = torch.cuda.mem_get_info(self.device)
         if self.is_observed:
             phases, kind = first_and_steady(self._steps), "cuda allocated, observed steps"
         else:
             phases, kind = {name: {"steady": peak} for name, peak in self._steps[-1].items()}, "cuda allocated"
+        workspaces = self.ledger.largest_excesses()
         return {
             "peak_bytes": max((peak for phase in phases.values() for peak in phase.values()), default=0),
             "kind": kind,
@@ -136,5 +153,9 @@ class CudaMeter(LedgerMeter):
             **self.highest,
             "retries": self.retries,
             "device_used_bytes": total - free,  # by all processes on it, the CUDA context included
+            **({"workspaces": workspaces} if workspaces else {}),
             "ledger": super().summary(),
         }
+
+    def _new_ledger(self) -> CudaLedger:
+        return CudaLedger(self.tracker.scope, self.device.type, self._counters)

@@ -15,12 +15,12 @@ from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.analysis import LayerCount, layer_counts
-from unet3d.memory.budget import PASSES, Option, refuse_over_budget, refuse_over_card, without_levers
+from unet3d.memory.budget import PASSES, Option, refuse_over_budget, refuse_over_card, warn_over_card, without_levers
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
 from unet3d.memory.segments import choose_segments, predicted
 from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_mode, fake_model, simulate, validation_peak
-from unet3d.memory.tables import moment, peak_location, sentence
+from unet3d.memory.tables import moment, peak_location, sentence, spacing, workspace_bound
 from unet3d.progress import counting
 from unet3d.training import known_bad
 from unet3d.types import host_bytes, mib
@@ -115,15 +115,16 @@ def preflight(config: Config, options: Model) -> Preflight:
             settings, left_out = read_settings(os.environ)
             allocated, reserved = replay(meter.ledger.events, settings)
             found |= {"allocated_bytes": allocated, "reserved_bytes": reserved}
-            on_cuda = f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay),"
-            without = "without convolution workspaces and the context, which are the GPU's"
-            print(on_cuda, without, *left_out, sep="\n", flush=True)
+            on_cuda = f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay)"
+            print(on_cuda, workspace_bound(found), spacing(found), *left_out, sep="\n", flush=True)
         asked = Option((), "nothing", config, options, peak, fraction / PASSES, reserved_bytes=reserved)
         refuse_over_budget(asked)
         location, validation = peak_location(found), validation_peak(config, options, found["state"]["optimizer"])
         windows = build.windows(config, [meter.model])
         if is_cuda and not config.dry_run:
-            refuse_over_card(asked, validation, windows, *torch.cuda.mem_get_info(build.device(config)))
+            free, total = torch.cuda.mem_get_info(build.device(config))
+            refuse_over_card(asked, validation, windows, free, total)
+            warn_over_card(asked, found["workspace_bound_bytes"], free)
         lines = [sentence(location, peak)]
         others = without_levers(config, options, segment_starts)
         if others:

@@ -85,6 +85,8 @@ class Explanation:
         yield f"{self.name}: {self.parameters:,} parameters; {self.about}"
         yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({self.entry['kind']})"
         yield f"at its highest in {tables.moment(self.ledger)}"
+        about = (tables.workspace_bound, tables.largest_workspaces, tables.spacing)
+        yield from filter(None, (words(self.entry) for words in about))
         yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
         yield "At the peak, by category", tables.categories(self.ledger)
         largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LARGEST]
@@ -135,7 +137,7 @@ def predict(
     """Predict what `explain` would measure, without data; arguments are its own. Allocates no map.
 
     `device`: "cpu" or "cuda", also where there is no GPU; None: where the weights are. On CUDA the prediction is of
-    tensors, without workspaces of convolutions.
+    tensors, without workspaces of convolutions, for which `entry` has a bound.
     """
     target = device or _device(model).type
     if target not in ("cpu", "cuda"):

@@ -15,6 +15,43 @@ NAMES = {
     "inputs": "batch",
 }
 
+LARGEST = 3  # workspaces in a sentence
+WORKSPACES = "Workspaces of convolutions (measured: requested less tensors)"
+# How the sizes of a step on CUDA differ, from the smallest to the largest.
+SPACING = (
+    "tensors (held by the program) <= requested (with scratch inside operations) <= allocated (blocks of 512 bytes) <= "
+    "reserved (segments from the driver) < nvidia-smi (with its context and kernels, a few hundred MiB, not predicted)"
+)
+
+
+def workspace_bound(entry: Entry) -> str:
+    """Return what convolutions' workspaces may add to a predicted peak on CUDA; "" for another entry."""
+    if "workspace_bound_bytes" not in entry:
+        return ""
+    more = mib(entry["workspace_bound_bytes"])
+    return f"convolutions' workspaces not included: at most {more} MiB more (bound, input + output of a layer)"
+
+
+def largest_workspaces(entry: Entry) -> str:
+    """Return which convolutions had the largest workspaces on a GPU; "" for another entry."""
+    if "workspaces" not in entry:
+        return ""
+    rows = [row for row in entry["workspaces"][:LARGEST] if row["bytes"]]
+    sizes = [f"{mib(row['bytes'])} MiB in {row['phase']} of {row['module']}" for row in rows]
+    return f"{WORKSPACES}, the largest: {', '.join(sizes) or 'none'}."
+
+
+def workspaces(entry: Entry) -> Table:
+    """A row a layer and phase, largest workspace first."""
+    rows = [[row["module"], row["phase"], mib(row["bytes"])] for row in entry.get("workspaces", [])]
+    return Table(["layer", "phase", "workspace (MiB)"], rows)
+
+
+def spacing(entry: Entry) -> str:
+    """Return how the sizes of a step differ, if it is on CUDA; else ""."""
+    is_on_cuda = "workspace_bound_bytes" in entry or "reserved_bytes" in entry
+    return f"On CUDA: {SPACING}." if is_on_cuda else ""
+
 
 def moment(entry: Entry) -> str:
     """When most bytes are held: `backward of up3.conv2 (convolution_backward)`."""

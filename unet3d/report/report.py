@@ -55,6 +55,9 @@ def print_summary(folder: Path) -> None:
         title = f"Memory of a step, {run.memory_kind} ({run.memory_entry['kind']})"
         console.print(terminal_table(title, tables.phases(run.memory_entry)))
         console.print(_prediction(run))
+        for words in (tables.workspace_bound, tables.largest_workspaces, tables.spacing):
+            if line := words(run.memory_entry):
+                console.print(escaped(line))
     for what, value in _timing(run).items():
         console.print(f"{what}: {value}")
     here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
@@ -230,6 +233,9 @@ def _memory(run: RunFolder) -> list[str]:
     return [
         element("p", f"{run.memory_kind.capitalize()} ({entry['kind']}): peak bytes of a step, in MiB (2^20 bytes)."),
         element("p", _prediction(run)),
+        element("p", tables.workspace_bound(predicted or {})),
+        element("p", tables.largest_workspaces(entry)),
+        element("p", tables.spacing(entry)),
         element("p", tables.sentence(advice, predicted["peak_bytes"]) if advice and predicted else ""),
         html_table(*tables.levers(run.memory.get("without", {}), predicted["peak_bytes"] if predicted else 0)),
         html_table(*tables.phases(entry)),
@@ -241,6 +247,7 @@ def _memory(run: RunFolder) -> list[str]:
         html_table(*tables.levels(seen)),
         html_table(*tables.layers(seen)),
         html_table(*tables.state(seen, run.memory["parameters"])),
+        folded(tables.WORKSPACES, html_table(*tables.workspaces(entry))),
     ]
 
 

@@ -40,6 +40,8 @@ DETAILS = {
     "phase_ends": {...: PEAKS},
     "levels": [{"level": int | str | None, "bytes": int, **BYTES}],
     "layers": [{"module": str, "level": int | str | None, "bytes": int, **BYTES}],
+    "workspace_bound_bytes": int,
+    "workspaces": [{"module": str, "phase": str, "bytes": int}],
     "state": dict.fromkeys(("params", "grads", "optimizer"), int),
 }
 ADVICE = {"level": int | str | None, "bytes": int, "mostly": str}

@@ -19,6 +19,8 @@ TINY = (
 ENDLESS = ("steps=100000", "eval_every=0")
 LIMIT = 400  # seconds, for one process; the search after memory ran out takes most
 SMALL_GPU = 8  # MiB
+WORKSPACE = 2**24  # bytes that each convolution asks for
+LATER = 1024  # bytes; more than the gradient of a bias, which is made after the workspace is gone
 LARGE = ("batch=16",)  # whose step reserves more
 
 
@@ -130,6 +132,18 @@ def ends_well(*words: str, ranks: int = 1) -> Callable[[Place], Verdict]:
     return run
 
 
+def names_workspaces(place: Place) -> Verdict:
+    """A run whose convolutions ask for scratch memory."""
+    done = Started(place, DESK_WORKSPACE=str(WORKSPACE)).ended()
+    expected = f"exit 0, at least {WORKSPACE:,} bytes, less a bias, for each convolution in memory.json"
+    if done.code:
+        return Verdict(expected, f"exit {done.code}, {status(place)}: {done.last_line}", False)
+    rows = json.loads((place.folder / "run" / "memory.json").read_text())["measured"].get("workspaces", [])
+    sizes = [row["bytes"] for row in rows]
+    found = f"exit 0, {len(rows)} rows of {min(sizes, default=0):,} to {max(sizes, default=0):,} bytes"
+    return Verdict(expected, found, bool(sizes) and min(sizes) > WORKSPACE - LATER)
+
+
 def stops_and_resumes(place: Place) -> Verdict:
     """A run that SIGTERM stops, and that goes on to its end."""
     started = Started(place, *ENDLESS)
@@ -190,6 +204,7 @@ RUNS: dict[str, Callable[[Place], Verdict]] = {
     "bf16, ckpt=2": ends_well("amp=true", "amp_dtype=bf16", "ckpt=2"),
     "bf16, lean": ends_well("amp=true", "amp_dtype=bf16", "lean=true"),
     "slab": ends_well("slab=auto"),
+    "workspaces of 16 MiB": names_workspaces,
     "SIGTERM, then resume": stops_and_resumes,
     "memory runs out": runs_out_of_memory(),
     "memory runs out, NVML tells no processes": runs_out_of_memory(DESK_NVML="refuse"),

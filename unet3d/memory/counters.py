@@ -1,0 +1,76 @@
+"""What CUDA's allocator counts within convolutions: their workspaces, which no tensor holds."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from unet3d.memory.analysis import layer
+from unet3d.memory.ledger import CONVOLUTION, CONVOLUTION_BACKWARD, Ledger, ModuleScope
+
+PEAKS = ("allocated_bytes", "requested_bytes", "reserved_bytes")
+MOST = 100  # rows of `largest_excesses`
+R = TypeVar("R")
+
+
+class Counters:
+    """The counters of torch's CUDA allocator, whose peaks last from one `restart` to the next.
+
+    torch keeps one peak for everybody: what somebody else counts in the process is restarted as well.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._highest: dict[str, int] = {}  # peaks before the last operation that was measured
+
+    def read(self) -> dict[str, Any]:
+        """Return them by torch's names, such as `requested_bytes.all.peak`."""
+        stats = torch.cuda.memory_stats(self._device)
+        for name, highest in self._highest.items():
+            stats[name] = max(highest, stats[name])
+        return stats
+
+    def restart(self) -> None:
+        """Let new peaks begin at what is held now."""
+        self._highest = {}
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def excess(self, compute: Callable[[], R]) -> tuple[R, int]:
+        """Return the result of `compute`, and the most bytes requested within beyond what is held before and after.
+
+        What is made after the workspace is gone, such as the gradient of a bias, makes it less by its own bytes.
+        """
+        before = self.read()
+        self._highest = {f"{name}.all.peak": before[f"{name}.all.peak"] for name in PEAKS}
+        torch.cuda.reset_peak_memory_stats(self._device)
+        result = compute()
+        after = torch.cuda.memory_stats(self._device)
+        held = max(stats["requested_bytes.all.current"] for stats in (before, after))
+        return result, after["requested_bytes.all.peak"] - held
+
+
+class CudaLedger(Ledger):
+    """A ledger that measures what convolutions request of the allocator beside tensors.
+
+    That is cuDNN's workspace, and copies of maps that are not contiguous. `excesses` holds the most bytes of one call,
+    by layer and phase.
+    """
+
+    def __init__(self, scope: Callable[[], ModuleScope], device_type: str, counters: Counters) -> None:
+        super().__init__(scope, device_type)
+        self.excesses: dict[tuple[str, str], int] = defaultdict(int)
+        self._counters = counters
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func not in (CONVOLUTION, CONVOLUTION_BACKWARD):
+            return func(*args, **kwargs)
+        result, excess = self._counters.excess(lambda: func(*args, **kwargs))
+        key = layer(self._scope().module), self.marks[-1][1]
+        self.excesses[key] = max(self.excesses[key], excess)
+        return result
+
+    def largest_excesses(self) -> list[dict[str, Any]]:
+        """Return a row for a layer and phase, the largest first."""
+        rows = sorted(self.excesses.items(), key=lambda row: -row[1])[:MOST]
+        return [{"module": module, "phase": phase, "bytes": size} for (module, phase), size in rows]
