@@ -73,6 +73,7 @@ def check(config: Config, here: bool = True) -> None:
         _check_patch(config)
     _check_training(config)
     _check_windows(config)
+    _check_switches(config)
     _check_data(config.data)
     if config.budget is not None:
         budget_bytes(config.budget)
@@ -192,6 +193,27 @@ def _check_windows(config: Config) -> None:
         raise UserError(f"inference.batch={batch}: use a number of windows, or auto")
     if config.model.norm == "batch_current" and batch not in ("auto", 1):
         raise mixed_windows(batch, "model.norm=batch_current")
+
+
+def _check_switches(config: Config) -> None:
+    if config.deterministic and config.cuda.benchmark:
+        raise UserError("deterministic=true and cuda.benchmark=true: which kernel is fastest is chance; drop one")
+    if config.device == "cuda":
+        refuse_indeterminate(config)
+
+
+def refuse_indeterminate(config: Config) -> None:
+    """Raise UserError where a network of the package has a layer that no GPU computes the same way twice.
+
+    For trilinear upsampling PyTorch has another way on a GPU, whose memory is not predicted.
+    """
+    model = config.model
+    if not config.deterministic or model.path is not None or len(model.features) < 2:
+        return
+    for name, layer, instead in (("downsampling", "max_pool", "strided_conv"), ("upsampling", "trilinear", "nearest")):
+        if getattr(model, name) == layer:
+            what = f"PyTorch's backward of it on a GPU is not deterministic; use model.{name}={instead}"
+            raise UserError(f"deterministic=true and model.{name}={layer}: {what}")
 
 
 def mixed_windows(batch: int, what: str) -> UserError:

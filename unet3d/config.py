@@ -176,6 +176,14 @@ class Inference:
 
 
 @dataclass
+class Cuda:
+    """How a GPU computes; on the CPU nothing of it counts."""
+
+    benchmark: bool = option(False, "cuDNN tries kernels for each shape, which needs more memory, keeps the fastest")
+    tf32: bool = option(True, "float32 convolutions with 10 bits of mantissa, on Ampere and later; false: with all 23")
+
+
+@dataclass
 class Wandb:
     """Tracking. Offline by default: no account, no network."""
 
@@ -200,6 +208,7 @@ class Config:
     loss: Loss = field(default_factory=Loss)
     optim: Optim = field(default_factory=Optim)
     inference: Inference = field(default_factory=Inference)
+    cuda: Cuda = field(default_factory=Cuda)
     wandb: Wandb = field(default_factory=Wandb)
     amp: bool = option(False, "automatic mixed precision")
     amp_dtype: str = option("auto", "auto: bf16; fp16 on a GPU that emulates bf16", among=("auto", "bf16", "fp16"))
@@ -207,6 +216,7 @@ class Config:
     lean: bool = option(False, "keep only the convolutions' raw outputs; what follows each is made again, by slabs")
     slab: Any = option(0, "rows of a slab, or auto: as lean, and maps are made again too, level by level; 0: off")
     seed: int = option(0, "of weights, batches and augmentation", low=0, high=2**32 - 1)
+    deterministic: bool = option(False, "the same run again to the bit, also on a GPU; on the CPU it is so anyway")
     device: str = option("auto", "where to run", among=("auto", "cpu", "cuda"))
     steps: int = option(100, "optimizer steps", low=1)
     batch: int = option(2, "patches a step (or a micro-batch, with accumulate)", low=1, high=4096)

@@ -23,6 +23,7 @@ from unet3d.progress import parts
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
 from unet3d.training.step import train_step
+from unet3d.training.switches import switched
 from unet3d.training.trainer import Learner
 from unet3d.types import Batch, host_bytes, mib
 
@@ -49,7 +50,7 @@ def simulate(
     `options` leave nothing open; `dtype` is that of weights and images; `watch` may add hooks. No step needs a GPU.
     """
     target = build.target(config)
-    with torch.random.fork_rng([]), fake_mode(target):
+    with torch.random.fork_rng([]), switched(config), fake_mode(target):
         learner = fake_learner(config, options, segment_starts, dtype)
 
         def make() -> list[Batch]:

@@ -61,7 +61,7 @@ def start_folder(folder: Path, config: Config, device: "torch.device", start: Ma
 
 
 def environment(device: "torch.device") -> dict[str, Any]:
-    """Versions and the device; nothing that names the machine or its user."""
+    """Versions, the device and how torch computes; nothing that names the machine or its user."""
     import torch
 
     from unet3d.training.half_precision import emulates_bf16
@@ -72,10 +72,24 @@ def environment(device: "torch.device") -> dict[str, Any]:
         with suppress(metadata.PackageNotFoundError):  # unet3d run from a checkout that was never installed
             found[name] = metadata.version(name)
     found |= {"device": device.type, "threads": torch.get_num_threads()}
+    found["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if device.type == "cpu":
         return found | {"cpu": torch.backends.cpu.get_cpu_capability() + ", bf16 emulated" * emulates_bf16()}
     gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return found | gpu | {"cudnn": torch.backends.cudnn.version()}
+    found |= gpu | {"cudnn": torch.backends.cudnn.version()}
+    found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return found | {"benchmark": torch.backends.cudnn.benchmark, "tf32": _tf32()}
+
+
+def _tf32() -> str:
+    """Return what torch computes from float32 with TF32, in words."""
+    import torch
+
+    precisions = {
+        "convolutions": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        "matmul": torch.backends.cuda.matmul.fp32_precision,
+    }
+    return ", ".join(name for name, precision in precisions.items() if precision == "tf32") or "off"
 
 
 def commit(tree: Path) -> str | None:

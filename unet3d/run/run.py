@@ -41,7 +41,7 @@ from unet3d.run.resume import BEST, Checkpoints, TrainingState, draw_apart, fing
 from unet3d.run.start import Start
 from unet3d.run.validate import Predictions, evaluate
 from unet3d.signals import Stop
-from unet3d.training import metrics, optim
+from unet3d.training import metrics, optim, switches
 from unet3d.training.metrics import CaseScore
 from unet3d.training.trainer import Learner, Trainer
 from unet3d.types import IGNORE, Batch
@@ -126,8 +126,8 @@ class Run:
             where = ranks.on_first(lambda: self.checkpoints.dump(self.trainer.step + 1, batches))
             raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
-            if dead := lost(error):
-                raise dead from error
+            if foreseen := lost(error) or switches.refused(error):
+                raise foreseen from error
             if not is_out_of_memory(error):
                 raise
             lines = [str(error).partition("\n")[0], *budget.oom_moment(self.meter.ledger)]
