@@ -13,6 +13,7 @@ from training import PLAIN, TINY, train
 import unet3d
 from unet3d import checks, compose
 from unet3d.errors import UserError
+from unet3d.memory.preflight import estimate
 from unet3d.report.run_folder import environment
 from unet3d.training.losses import LOSSES
 from unet3d.training.switches import CUBLAS, refused, switched
@@ -131,7 +132,6 @@ def test_a_part_that_is_not_deterministic_ends_in_one_line(tmp_path: Path) -> No
 def test_the_environment_says_how_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     with switched(compose.compose(["cuda.benchmark=true", "cuda.tf32=false"])):
         found = environment(torch.device("cuda"))
     assert (found["benchmark"], found["tf32"], found["deterministic"], found["capability"]) == (
@@ -141,3 +141,10 @@ def test_the_environment_says_how_a_gpu_computes(monkeypatch: pytest.MonkeyPatch
         "9.0",
     )
     assert "convolutions" in environment(torch.device("cuda"))["tf32"]
+
+
+def test_a_fused_update_needs_no_copies_of_all_weights_on_a_gpu() -> None:
+    """Where the update is the peak: few voxels, many weights."""
+    words = ["model=unet_tiny", "model.features=[4,64]", "data.patch=[4,4,4]", "model.in_channels=1", "model.classes=2"]
+    peaks = [estimate([*words, "device=cuda", f"optim.fused={fused}"], False).peak for fused in ("true", "false")]
+    assert peaks[0] < peaks[1]

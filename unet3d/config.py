@@ -163,6 +163,7 @@ class Optim:
     clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=1e-6)
     init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", low=0, high=100)
     init_names: list[str] | None = option(None, "what init_lr is for, as [inc,down1]; null: all that init loaded")
+    fused: bool = option(False, "one kernel updates all weights; changes rounding")
     average: float | None = option(None, "decay of averaged weights to predict with; null: none", low=0, high=0.99999)
 
 
