@@ -111,6 +111,12 @@ def test_what_does_not_go_together_is_refused_by_name(words: str, names: list[st
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("value", ["few", "true", "1.5", "-1", "257"])
+def test_workers_are_a_number_or_auto(value: str) -> None:
+    with pytest.raises(UserError, match=r"^workers="):
+        compose.compose([f"workers={value}"])
+
+
 @pytest.mark.parametrize("word", ["device=cpu", "model.downsampling=strided_conv", "model.path=package.module:name"])
 def test_what_repeats_itself_is_not_refused(word: str) -> None:
     compose.compose(["deterministic=true", "device=cuda" if word != "device=cpu" else "device=cpu", word])

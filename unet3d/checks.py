@@ -196,6 +196,8 @@ def _check_windows(config: Config) -> None:
 
 
 def _check_switches(config: Config) -> None:
+    if config.workers != "auto" and (not isinstance(config.workers, int) or isinstance(config.workers, bool)):
+        raise UserError(f"workers={config.workers}: use a number of processes, or auto")
     if config.deterministic and config.cuda.benchmark:
         raise UserError("deterministic=true and cuda.benchmark=true: which kernel is fastest is chance; drop one")
     if config.device == "cuda":

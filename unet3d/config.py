@@ -222,7 +222,7 @@ class Config:
     steps: int = option(100, "optimizer steps", low=1)
     batch: int = option(2, "patches a step (or a micro-batch, with accumulate)", low=1, high=4096)
     accumulate: int = option(1, "micro-batches a step", low=1, high=4096)
-    workers: int = option(1, "processes that prepare batches", low=0, high=256)
+    workers: Any = option("auto", "processes that prepare batches; auto: 1, on CUDA by the cores", low=0, high=256)
     eval_every: int = option(50, "steps between validations; 0: only at the end", low=0)
     save_every: int = option(0, "steps between snapshots, besides those of validations; 0: none", low=0)
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
