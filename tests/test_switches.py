@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._inductor.exc import InvalidCxxCompiler
 from training import PLAIN, TINY, train
 
 import unet3d
-from unet3d import checks, compose
+from unet3d import build, checks, compose, ranks
 from unet3d.errors import UserError
 from unet3d.memory.preflight import estimate
 from unet3d.report.run_folder import environment
 from unet3d.training.losses import LOSSES
-from unet3d.training.switches import CUBLAS, refused, switched
+from unet3d.training.switches import CUBLAS, not_compiled, refused, switched
 
 UNREPEATABLE = "my_layer does not have a deterministic implementation, but you set it"
 
@@ -117,6 +118,25 @@ def test_workers_are_a_number_or_auto(value: str) -> None:
         compose.compose([f"workers={value}"])
 
 
+@pytest.mark.parametrize("word", ["ckpt=2", "ckpt=auto", "lean=true", "slab=auto", "slab=8"])
+def test_the_compiler_is_refused_beside_what_makes_maps_again(word: str) -> None:
+    with pytest.raises(UserError, match=f"^compile=true and {word}: "):
+        compose.compose(["compile=true", word])
+
+
+@pytest.mark.parametrize("word", ["lean=true", "slab=auto", "slab=8", "model.norm=group"])
+def test_channels_last_is_refused_beside_what_needs_the_other_format(word: str) -> None:
+    with pytest.raises(UserError, match=f"^channels_last=true and {word}: "):
+        compose.compose(["channels_last=true", word])
+
+
+@pytest.mark.parametrize("word", ["compile=true", "channels_last=true"])
+def test_what_is_of_one_process_is_refused_over_several_ranks(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "SIZE", 2)
+    with pytest.raises(UserError, match=f"^{word}: .*\\b2\\b"):
+        compose.compose([word])
+
+
 @pytest.mark.parametrize("word", ["device=cpu", "model.downsampling=strided_conv", "model.path=package.module:name"])
 def test_what_repeats_itself_is_not_refused(word: str) -> None:
     compose.compose(["deterministic=true", "device=cuda" if word != "device=cpu" else "device=cpu", word])
@@ -154,3 +174,80 @@ def test_a_fused_update_needs_no_copies_of_all_weights_on_a_gpu() -> None:
     words = ["model=unet_tiny", "model.features=[4,64]", "data.patch=[4,4,4]", "model.in_channels=1", "model.classes=2"]
     peaks = [estimate([*words, "device=cuda", f"optim.fused={fused}"], False).peak for fused in ("true", "false")]
     assert peaks[0] < peaks[1]
+
+
+def losses(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("amp", ["false", "true"])
+def test_a_compiled_run_has_the_losses_of_the_same_run_and_resumes(tmp_path: Path, amp: str) -> None:
+    words = (*TINY, f"amp={amp}", "steps=6", "optim.average=0.9", "eval_every=4")
+    assert train(tmp_path, *words, "hydra.run.dir=plain").code == 0
+    assert train(tmp_path, *words, "compile=true", "hydra.run.dir=compiled").code == 0
+    plain, compiled = losses(tmp_path / "plain"), losses(tmp_path / "compiled")
+    assert compiled[:3] == plain[:3]  # those that the meter observes
+    assert compiled == pytest.approx(plain, rel=1e-2 if amp == "true" else 1e-4)
+    memory = json.loads((tmp_path / "compiled" / "memory.json").read_text())
+    assert memory["measured"]["kind"] == "ledger, not compiled"
+    assert train(tmp_path, "resume=compiled", "steps=8", "compile=false").code == 0
+    assert len(losses(tmp_path / "compiled")) == 8
+
+
+def without_a_compiler() -> None:
+    os.environ["CXX"] = "/no/such/compiler"
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_compiler_ends_a_run_in_one_line(tmp_path: Path) -> None:
+    words = (*TINY, *PLAIN, "steps=5", "eval_every=0", "compile=true", "hydra.run.dir=run")
+    ended = train(tmp_path, *words, hook=without_a_compiler)
+    assert ended.code == UserError.exit_code
+    assert "compile=true" in ended.err and "Traceback" not in ended.err
+
+
+def test_an_error_of_the_compiler_is_told_from_others() -> None:
+    assert not_compiled(RuntimeError("compiler")) is None
+    error = not_compiled(InvalidCxxCompiler())
+    assert isinstance(error, UserError) and len(str(error).splitlines()) == 1
+
+
+class Own(nn.Sequential):
+    """A network of the user's own."""
+
+    def __init__(self, in_channels: int, classes: int) -> None:
+        super().__init__(nn.Conv3d(in_channels, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, classes, 3, padding=1))
+
+
+@pytest.mark.parametrize("own", [[], [f"model.path={__name__}:Own"]], ids=["unet", "own"])
+def test_a_run_in_channels_last_has_the_losses_of_the_same_run(tmp_path: Path, own: list[str]) -> None:
+    words = (*TINY[own != [] :], *own, "steps=2", "optim.average=0.9", "optim.fused=true")
+    words = tuple(word for word in words if not (own and word.startswith("model.features")))
+    for value in ("true", "false"):
+        assert train(tmp_path, *words, f"channels_last={value}", f"hydra.run.dir=run_{value}").code == 0
+    assert losses(tmp_path / "run_true") == pytest.approx(losses(tmp_path / "run_false"), rel=1e-4)
+    assert train(tmp_path, "resume=run_true", "steps=3", *own).code == 0
+    assert train(tmp_path, "resume=run_true", "steps=4", *own, "channels_last=false").code == UserError.exit_code
+
+
+def test_channels_last_is_of_weights_and_maps() -> None:
+    config = compose.compose(["model=unet_tiny", "channels_last=true"])
+    config.model.in_channels, config.model.classes = 2, 3
+    policy, formats = build.policy(config, "cpu", ()), []
+    model = policy.formatted(build.model(config.model, 0))
+
+    def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(module.weight, Tensor)
+        formats.append(is_channels_last(module.weight) and is_channels_last(output))
+
+    for module in model.modules():
+        if isinstance(module, nn.Conv3d) and module.kernel_size != (1, 1, 1):  # whose weights are in both formats
+            module.register_forward_hook(note)
+    policy.forward(model, torch.ones(2, 2, 16, 16, 16))
+    assert formats and all(formats)
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last_3d)

@@ -200,6 +200,18 @@ def _check_switches(config: Config) -> None:
         raise UserError(f"workers={config.workers}: use a number of processes, or auto")
     if config.deterministic and config.cuda.benchmark:
         raise UserError("deterministic=true and cuda.benchmark=true: which kernel is fastest is chance; drop one")
+    others = (("ckpt", config.ckpt), ("lean", config.lean), ("slab", config.slab))
+    used = [f"{name}={value}".lower() for name, value in others if value]
+    if config.compile and used:
+        raise UserError(f"compile=true and {used[0]}: each decides what backward makes again; drop one")
+    if config.channels_last and (way := next((word for word in used if not word.startswith("ckpt")), None)):
+        raise UserError(f"channels_last=true and {way}: slabs are rows of maps whose channels lie apart; drop one")
+    if config.channels_last and config.model.path is None and config.model.norm == "group":
+        what = "a GPU copies each map into the other format for it"
+        raise UserError(f"channels_last=true and model.norm=group: {what}; use model.norm=instance, or drop one")
+    for name in ("compile", "channels_last"):
+        if getattr(config, name) and ranks.SIZE > 1:
+            raise UserError(f"{name}=true: not over several ranks, of which there are {ranks.SIZE}; set it to false")
     if config.device == "cuda":
         refuse_indeterminate(config)
 

@@ -103,10 +103,8 @@ class Training:
         self.config = compose.compose([*model, f"data.patch=[{patch}]", f"device={device}", *words])
         self.config.model.in_channels, self.config.model.classes, self.device = 1, 3, device
         self.starts = choose_segments(self.config, self.config.model).segment_starts
-        self.model = build.model(self.config.model, 0).to(device)
-        if "+channels_last" in switches:
-            self.model = self.model.to(memory_format=torch.channels_last_3d)
         self.policy = build.policy(self.config, device, self.starts)
+        self.model = self.policy.formatted(build.model(self.config.model, 0).to(device))
         self.optimizer = optim.optimizer(self.config.optim, self.model)
         self.loss = build.loss(self.config, 3, device)
         self.scaler = self.policy.scaler()

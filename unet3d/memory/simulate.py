@@ -112,7 +112,7 @@ def fake_model(config: Config, options: Model, dtype: torch.dtype) -> nn.Module:
     """The network with weights of a type, within `fake_mode`."""
     torch.set_default_dtype(dtype)  # fake tensors cannot be converted in place, as `Module.to` does
     try:
-        return build.model(options, config.seed)
+        return build.policy(config, "cpu", ()).formatted(build.model(options, config.seed))
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -189,8 +189,8 @@ def _predicted_peak(predictor: Predictor) -> int:
     """Return the most bytes of weights and windows, of fake networks in the place of the predictor's."""
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
-        models = tuple(build.model(predictor.options, seed=0).eval() for _ in predictor.models)
         policy = replace(predictor.policy, device_type="cpu", segment_starts=())
+        models = tuple(policy.formatted(build.model(predictor.options, seed=0)).eval() for _ in predictor.models)
         return _window_peak(replace(predictor, models=models, policy=policy))
 
 

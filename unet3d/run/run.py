@@ -32,7 +32,7 @@ from unet3d.errors import (
 )
 from unet3d.files import write_json, write_text
 from unet3d.memory import budget
-from unet3d.memory.meter import open_meter
+from unet3d.memory.meter import STEADY, CudaMeter, open_meter
 from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
 from unet3d.report import memory_plots, run_folder
@@ -72,7 +72,7 @@ class Run:
         model = build.model(options, config.seed)
         if start is not None:
             start.load(model)
-        self.model = build.shared(model.to(device))
+        self.model = build.shared(policy.formatted(model.to(device)))
         self.optimizer = optim.optimizer(config.optim, self.model)
         learner = Learner(self.model, loss, self.optimizer, policy.scaler(), policy)
         self.predictor = build.predictor(config, [self.model], options, policy)
@@ -98,7 +98,7 @@ class Run:
             self.loggers = open_loggers(config, folder)
             self.loggers.add(TerminalLogger(config.steps))
         rate = functools.partial(optim.learning_rate, config.optim, config.steps)
-        clip, mark, log = config.optim.clip, self.meter.mark, self.loggers.scalars
+        clip, mark, log = config.optim.clip, self._mark, self.loggers.scalars
         self.trainer = Trainer(learner, rate, clip, mark, log, self.first, last_validation)
 
     def __enter__(self) -> "Run":
@@ -126,7 +126,7 @@ class Run:
             where = ranks.on_first(lambda: self.checkpoints.dump(self.trainer.step + 1, batches))
             raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
-            if foreseen := lost(error) or switches.refused(error):
+            if foreseen := lost(error) or switches.refused(error) or self._not_compiled(error):
                 raise foreseen from error
             if not is_out_of_memory(error):
                 raise
@@ -135,6 +135,16 @@ class Run:
         self.meter.close()
         self._free_memory()  # outside of the except block
         raise OutOfMemory("\n".join([*lines, *budget.oom_suggestions(self.config, self.options)]))
+
+    def _mark(self, phase: str) -> None:
+        """Tell the meter; compile the network once it has observed its steps: it would see no operations then."""
+        self.meter.mark(phase)
+        if self.config.compile and self.meter.steps >= STEADY and not switches.is_compiled(self.model):
+            self.model.compile()
+
+    def _not_compiled(self, error: Exception) -> UserError | None:
+        """Return the error to show where torch.compile failed; None for another error, or where memory ran out."""
+        return None if is_out_of_memory(error) else switches.not_compiled(error)
 
     def _free_memory(self) -> None:
         """Let go of gradients, for simulations; on a GPU, which others may wait for, of all tensors."""
@@ -220,7 +230,10 @@ class Run:
             ranks.on_first(self.predictions.clear)
         own = data.val[ranks.RANK :: ranks.SIZE]
         try:
-            with closing(evaluate(self.predictor, own, data.read_val, classes, hd95, "validation", keep)) as scores:
+            with (
+                switches.as_predicted(self.model),
+                closing(evaluate(self.predictor, own, data.read_val, classes, hd95, "validation", keep)) as scores,
+            ):
                 return [*self._in_turns(scores)]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -269,10 +282,16 @@ class Run:
         if self.trainer.step == self.first or self.has_all_measured:
             return
         measured = self.meter.summary()
+        if self.config.compile:
+            measured["kind"] += f", {'compiled' if self._is_measured_compiled() else 'not compiled'}"
         if ranks.count() > 1:
             measured["rank_peak_bytes"] = ranks.gather(measured["peak_bytes"])
         ranks.on_first(lambda: self._write_measured(measured))
         self.has_all_measured = self.trainer.step == self.config.steps
+
+    def _is_measured_compiled(self) -> bool:
+        """Return whether the peaks are of the compiled network: a GPU allocator's, after the observed steps."""
+        return isinstance(self.meter, CudaMeter) and not self.meter.is_observed
 
     def _write_measured(self, measured: dict[str, Any]) -> None:
         parameters = sum(p.numel() for p in self.model.parameters())
@@ -291,7 +310,7 @@ class Run:
         memory = run_folder.read_memory(self.folder)
         if "measured" in memory:  # by steps taken before the run was stopped, perhaps
             self._log_memory(memory)
-        with optim.averaged(self.model, self.optimizer):
+        with optim.averaged(self.model, self.optimizer), switches.as_predicted(self.model):
             self.predictions.complete(self.predictor)
         for path in self.predictions.pictures:
             if path.stem != "prediction":  # of the only case, whose picture the last validation has logged

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch import nn
 
 from unet3d.config import Config
 from unet3d.errors import UserError
@@ -42,6 +43,26 @@ def switched(config: Config) -> Iterator[None]:
         os.environ.pop(CUBLAS, None)
         if workspaces is not None:
             os.environ[CUBLAS] = workspaces
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether torch.compile computes the network's calls."""
+    return model._compiled_call_impl is not None
+
+
+def as_predicted(model: nn.Module) -> AbstractContextManager[object]:
+    """Return a context within which a compiled network computes as it would without torch.compile.
+
+    Memory is predicted for that, and windows of a validation come in several batch sizes, each compiled anew.
+    """
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+
+
+def not_compiled(error: Exception) -> UserError | None:
+    """Return the error to show where torch.compile failed; None for another error."""
+    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return None
+    return UserError(f"compile=true: {str(error).partition(chr(10))[0]}; set compile=false")
 
 
 def refused(error: Exception) -> UserError | None:
