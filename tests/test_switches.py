@@ -15,7 +15,7 @@ import unet3d
 from unet3d import build, checks, compose, ranks
 from unet3d.errors import UserError
 from unet3d.memory.preflight import estimate
-from unet3d.report.run_folder import environment
+from unet3d.report.run_folder import environment, headline, read_run
 from unet3d.training.losses import LOSSES
 from unet3d.training.switches import CUBLAS, not_compiled, refused, switched
 
@@ -251,3 +251,13 @@ def test_channels_last_is_of_weights_and_maps() -> None:
 
 def is_channels_last(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def test_what_was_on_is_said_beside_the_seconds_of_a_step(tmp_path: Path) -> None:
+    words = (*TINY, *PLAIN, "steps=1", "eval_every=0", "optim.fused=true", "cuda.tf32=false", "hydra.run.dir=run")
+    ended = train(tmp_path, *words)
+    (line,) = (line for line in ended.out.splitlines() if "s/step" in line)
+    found = read_run(tmp_path / "run")
+    assert all(word in text for word in ("optim.fused=true", "cuda.tf32=false") for text in (line, found.switches))
+    assert headline(found)["time/switches"] == found.switches
+    assert checks.switched_on({}) == ""

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ UNTYPED = ("model.kernels", "model.strides", "ckpt", "slab", "data.label_map")  
 MAX_LABEL = 65535  # label maps are uint16 at most
 MOST_LEVELS = 12
 SIZES = {2: "two", 3: "three"}
+SWITCHES = ("cuda.benchmark", "cuda.tf32", "deterministic", "compile", "channels_last", "optim.fused")
 IMPORTS = ("model.path", "loss.path", "data.transforms", "loggers")  # options that name code to import
 IDLE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (  # option, when it does nothing, why
     ("model.inplace", lambda c: c.model.activation not in ("relu", "leaky_relu"), "for this model.activation"),
@@ -101,6 +102,16 @@ def options(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from options(value, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}", value, item.metadata
+
+
+def switched_on(values: Mapping[str, Any]) -> str:
+    """Return the switches that change how long a step takes and differ from their default, `compile=true`; "" if none.
+
+    `values` are options by their dotted names.
+    """
+    defaults = {name: value for name, value, _ in options(Config()) if name in SWITCHES}
+    changed = [name for name in SWITCHES if values.get(name, defaults[name]) != defaults[name]]
+    return ", ".join(f"{name}={values[name]}".lower() for name in changed)
 
 
 def _check_range(name: str, value: Any, metadata: Any) -> None:

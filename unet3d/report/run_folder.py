@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from unet3d import compose
+from unet3d import checks, compose
 from unet3d.config import Config
 from unet3d.errors import UserError, escaped
 from unet3d.files import from_csv, read_text, read_yaml, refuse_links_out, write_json, write_text
@@ -212,6 +212,11 @@ class RunFolder:
         """The record of the validation with the highest mean Dice; empty if there is none."""
         return best_of(self.records)
 
+    @property
+    def switches(self) -> str:
+        """What was on as its steps were timed; "" if nothing was."""
+        return checks.switched_on(compose.flat(self.settings, "."))
+
     def values(self, key: str) -> list[float]:
         """A number's values in the records, in their order; NaN and infinity included."""
         return [number for record in self.records if (number := as_number(record.get(key))) is not None]
@@ -259,6 +264,7 @@ def headline(run: RunFolder) -> dict[str, Any]:
     found |= {"memory/peak_kind": run.memory_entry["kind"]} if run.memory else {}
     times = {name: run.values(f"time/{name}") for name in ("step_s", "val_s")}
     found |= {f"time/{name}_median": median(values) for name, values in times.items() if values}
+    found["time/switches"] = run.switches or None
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unet3d import build, ranks
+from unet3d import build, checks, ranks
 from unet3d.compose import flat
 from unet3d.config import Config, Model
 from unet3d.data.cases import Case
@@ -96,7 +96,8 @@ class Run:
             split = {"train": data.train, "val": data.val}  # as data.split reads it
             write_json(folder / "split.json", {use: [case.id for case in cases] for use, cases in split.items()})
             self.loggers = open_loggers(config, folder)
-            self.loggers.add(TerminalLogger(config.steps))
+            switches_on = checks.switched_on({name: value for name, value, _ in checks.options(config)})
+            self.loggers.add(TerminalLogger(config.steps, switches=switches_on))
         rate = functools.partial(optim.learning_rate, config.optim, config.steps)
         clip, mark, log = config.optim.clip, self._mark, self.loggers.scalars
         self.trainer = Trainer(learner, rate, clip, mark, log, self.first, last_validation)
