@@ -239,7 +239,7 @@ def patches(config: Config) -> int:
 def policy(config: Config, device_type: str, segment_starts: tuple[int, ...]) -> MemoryPolicy:
     """Mixed precision, slabs, and checkpointing in segments that begin at these stages."""
     dtype = amp_dtype(config.amp_dtype, device_type) if config.amp else None
-    return MemoryPolicy(device_type, dtype, segment_starts, slabs(config))
+    return MemoryPolicy(device_type, dtype, segment_starts, slabs(config), config.channels_last)
 
 
 def slabs(config: Config) -> SlabOptions | None:

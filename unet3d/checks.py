@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ UNTYPED = ("model.kernels", "model.strides", "ckpt", "slab", "data.label_map")  
 MAX_LABEL = 65535  # label maps are uint16 at most
 MOST_LEVELS = 12
 SIZES = {2: "two", 3: "three"}
+SWITCHES = ("cuda.benchmark", "cuda.tf32", "deterministic", "compile", "channels_last", "optim.fused")
 IMPORTS = ("model.path", "loss.path", "data.transforms", "loggers")  # options that name code to import
 IDLE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (  # option, when it does nothing, why
     ("model.inplace", lambda c: c.model.activation not in ("relu", "leaky_relu"), "for this model.activation"),
@@ -73,6 +74,7 @@ def check(config: Config, here: bool = True) -> None:
         _check_patch(config)
     _check_training(config)
     _check_windows(config)
+    _check_switches(config)
     _check_data(config.data)
     if config.budget is not None:
         budget_bytes(config.budget)
@@ -100,6 +102,16 @@ def options(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from options(value, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}", value, item.metadata
+
+
+def switched_on(values: Mapping[str, Any]) -> str:
+    """Return the switches that change how long a step takes and differ from their default, `compile=true`; "" if none.
+
+    `values` are options by their dotted names.
+    """
+    defaults = {name: value for name, value, _ in options(Config()) if name in SWITCHES}
+    changed = [name for name in SWITCHES if values.get(name, defaults[name]) != defaults[name]]
+    return ", ".join(f"{name}={values[name]}".lower() for name in changed)
 
 
 def _check_range(name: str, value: Any, metadata: Any) -> None:
@@ -192,6 +204,41 @@ def _check_windows(config: Config) -> None:
         raise UserError(f"inference.batch={batch}: use a number of windows, or auto")
     if config.model.norm == "batch_current" and batch not in ("auto", 1):
         raise mixed_windows(batch, "model.norm=batch_current")
+
+
+def _check_switches(config: Config) -> None:
+    if config.workers != "auto" and (not isinstance(config.workers, int) or isinstance(config.workers, bool)):
+        raise UserError(f"workers={config.workers}: use a number of processes, or auto")
+    if config.deterministic and config.cuda.benchmark:
+        raise UserError("deterministic=true and cuda.benchmark=true: which kernel is fastest is chance; drop one")
+    others = (("ckpt", config.ckpt), ("lean", config.lean), ("slab", config.slab))
+    used = [f"{name}={value}".lower() for name, value in others if value]
+    if config.compile and used:
+        raise UserError(f"compile=true and {used[0]}: each decides what backward makes again; drop one")
+    if config.channels_last and (way := next((word for word in used if not word.startswith("ckpt")), None)):
+        raise UserError(f"channels_last=true and {way}: slabs are rows of maps whose channels lie apart; drop one")
+    if config.channels_last and config.model.path is None and config.model.norm == "group":
+        what = "a GPU copies each map into the other format for it"
+        raise UserError(f"channels_last=true and model.norm=group: {what}; use model.norm=instance, or drop one")
+    for name in ("compile", "channels_last"):
+        if getattr(config, name) and ranks.SIZE > 1:
+            raise UserError(f"{name}=true: not over several ranks, of which there are {ranks.SIZE}; set it to false")
+    if config.device == "cuda":
+        refuse_indeterminate(config)
+
+
+def refuse_indeterminate(config: Config) -> None:
+    """Raise UserError where a network of the package has a layer that no GPU computes the same way twice.
+
+    For trilinear upsampling PyTorch has another way on a GPU, whose memory is not predicted.
+    """
+    model = config.model
+    if not config.deterministic or model.path is not None or len(model.features) < 2:
+        return
+    for name, layer, instead in (("downsampling", "max_pool", "strided_conv"), ("upsampling", "trilinear", "nearest")):
+        if getattr(model, name) == layer:
+            what = f"PyTorch's backward of it on a GPU is not deterministic; use model.{name}={instead}"
+            raise UserError(f"deterministic=true and model.{name}={layer}: {what}")
 
 
 def mixed_windows(batch: int, what: str) -> UserError:

@@ -26,7 +26,7 @@ VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
 SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
 # What a resumed run may not change: it would be another run. Paths and ways of working may: their data are compared.
-FIXED: tuple[str, ...] = ("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp")
+FIXED: tuple[str, ...] = ("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp", "channels_last")
 FIXED += ("init", "optim.init_", "optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas")
 FREE: tuple[str, ...] = ("data.root", "data.split", "data.cache", "data.cache_root", "data.allow_outside")
 FREE += ("data.fingerprint", "amp_dtype")

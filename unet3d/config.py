@@ -163,6 +163,7 @@ class Optim:
     clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=1e-6)
     init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", low=0, high=100)
     init_names: list[str] | None = option(None, "what init_lr is for, as [inc,down1]; null: all that init loaded")
+    fused: bool = option(False, "one kernel updates all weights; changes rounding")
     average: float | None = option(None, "decay of averaged weights to predict with; null: none", low=0, high=0.99999)
 
 
@@ -173,6 +174,14 @@ class Inference:
     overlap: float = option(0.5, "share of the window that neighbours share", low=0, high=0.9)
     mirror: bool = option(False, "average over the mirrorings of data.augment.mirror: 8 times the cost for three axes")
     batch: Any = option("auto", "windows in a forward pass; auto: on CUDA as a micro-batch, else 1", low=1, high=4096)
+
+
+@dataclass
+class Cuda:
+    """How a GPU computes; on the CPU nothing of it counts."""
+
+    benchmark: bool = option(False, "cuDNN tries kernels for each shape, which needs more memory, keeps the fastest")
+    tf32: bool = option(True, "float32 convolutions with 10 bits of mantissa, on Ampere and later; false: with all 23")
 
 
 @dataclass
@@ -200,18 +209,22 @@ class Config:
     loss: Loss = field(default_factory=Loss)
     optim: Optim = field(default_factory=Optim)
     inference: Inference = field(default_factory=Inference)
+    cuda: Cuda = field(default_factory=Cuda)
     wandb: Wandb = field(default_factory=Wandb)
     amp: bool = option(False, "automatic mixed precision")
     amp_dtype: str = option("auto", "auto: bf16; fp16 on a GPU that emulates bf16", among=("auto", "bf16", "fp16"))
+    compile: bool = option(False, "torch.compile of the network's training, once memory is measured; takes minutes")
+    channels_last: bool = option(False, "weights and maps with a voxel's channels side by side, as tensor cores do")
     ckpt: Any = option(0, "activation checkpointing in at most this many segments, or auto; 0: off")
     lean: bool = option(False, "keep only the convolutions' raw outputs; what follows each is made again, by slabs")
     slab: Any = option(0, "rows of a slab, or auto: as lean, and maps are made again too, level by level; 0: off")
     seed: int = option(0, "of weights, batches and augmentation", low=0, high=2**32 - 1)
+    deterministic: bool = option(False, "the same run again to the bit, also on a GPU; on the CPU it is so anyway")
     device: str = option("auto", "where to run", among=("auto", "cpu", "cuda"))
     steps: int = option(100, "optimizer steps", low=1)
     batch: int = option(2, "patches a step (or a micro-batch, with accumulate)", low=1, high=4096)
     accumulate: int = option(1, "micro-batches a step", low=1, high=4096)
-    workers: int = option(1, "processes that prepare batches", low=0, high=256)
+    workers: Any = option("auto", "processes that prepare batches; auto: 1, on CUDA by the cores", low=0, high=256)
     eval_every: int = option(50, "steps between validations; 0: only at the end", low=0)
     save_every: int = option(0, "steps between snapshots, besides those of validations; 0: none", low=0)
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")

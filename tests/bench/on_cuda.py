@@ -35,9 +35,11 @@ from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import simulate
 from unet3d.training import optim
 from unet3d.training.step import Mark, ignore_mark, train_step
+from unet3d.training.switches import switched
 from unet3d.types import MIB, Batch
 
 TIMED = 5  # steps, after STEADY others
+TF32 = ("cuda.tf32=true", "cuda.tf32=false")
 AMP = ("amp=false", "amp=true amp_dtype=fp16", "amp=true amp_dtype=bf16")
 NORM = ("model.norm=instance", "model.norm=batch", "model.norm=group")
 CKPT = ("ckpt=0", "ckpt=2", "ckpt=4", "ckpt=auto")
@@ -45,7 +47,8 @@ WIDTHS = ("model.features=[16,32,64,128]", "model.features=[32,64,128,256]")
 BF16 = "amp=true amp_dtype=bf16"
 LEVERS = ("", "lean=true", "slab=auto", "ckpt=auto")
 NNUNET = f"model=nnunet_hippocampus {BF16}"
-SWITCHES = ("", "+channels_last", "+compile", "+channels_last +compile")  # of this script, not of the config
+SWITCHES = ("", "channels_last=true", "compile=true", "channels_last=true compile=true")
+SWITCHES += ("cuda.benchmark=true", "optim.fused=true", "deterministic=true")
 TINY = "model=unet_tiny model.features=[4,8]"
 HEADS = {
     "memory": "config | tensors | requested | error | replayed | allocated | error | replay | reserved | error | run",
@@ -81,7 +84,8 @@ def rows_on_cuda(patch: str, also: Iterable[str]) -> list[Row]:
     found += [Row(f"Networks at {at_96}", "peer", name, at_96) for name in NETWORKS]
     found += [Row(f"Levers at {at_96}", "timed", f"{BF16} {lever}".strip(), at_96) for lever in LEVERS]
     found += [Row("Shares of a step", "shares", NNUNET, at_96)]
-    found += [Row("Memory format and compiler", "timed", f"{NNUNET} {word}".strip(), at_96) for word in SWITCHES]
+    found += [Row("Switches", "timed", f"{NNUNET} {word}".strip(), at_96) for word in SWITCHES]
+    found += [Row("Float32", "timed", f"model=nnunet_hippocampus {word}", at_96) for word in TF32]
     found += [Row(f"Networks at {at_128}", "peer", name, at_128) for name in NETWORKS]
     return found + [Row(f"Levers at {at_128}", "timed", f"{BF16} {lever}".strip(), at_128) for lever in LEVERS]
 
@@ -94,23 +98,20 @@ def rows_of_a_rehearsal(also: Iterable[str]) -> list[Row]:
 
 
 class Training:
-    """One configuration with a random batch, as a run trains it; `+channels_last` and `+compile` are switches."""
+    """One configuration with a random batch, as a run trains it; to be used within `switched`."""
 
     def __init__(self, words: list[str], device: str, patch: str) -> None:
-        switches = {word for word in words if word.startswith("+")}
-        words = [word for word in words if word not in switches]
         model = [] if any(word.startswith("model=") for word in words) else ["model=unet"]
         self.config = compose.compose([*model, f"data.patch=[{patch}]", f"device={device}", *words])
         self.config.model.in_channels, self.config.model.classes, self.device = 1, 3, device
         self.starts = choose_segments(self.config, self.config.model).segment_starts
-        self.model = build.model(self.config.model, 0).to(device)
-        if "+channels_last" in switches:
-            self.model = self.model.to(memory_format=torch.channels_last_3d)
         self.policy = build.policy(self.config, device, self.starts)
+        self.model = self.policy.formatted(build.model(self.config.model, 0).to(device))
         self.optimizer = optim.optimizer(self.config.optim, self.model)
         self.loss = build.loss(self.config, 3, device)
         self.scaler = self.policy.scaler()
-        self.trained = torch.compile(self.model) if "+compile" in switches else self.model
+        if self.config.compile:
+            self.model.compile()
         size = (self.config.batch, *self.config.data.patch)
         self.batch = Batch(torch.randn(size[0], 1, *size[1:]), torch.zeros(size, dtype=torch.int16))
 
@@ -118,7 +119,7 @@ class Training:
         """Seconds of a step, to its end on the device."""
         started, clip = time.perf_counter(), self.config.optim.clip
         batches = [self.batch] * self.config.accumulate
-        train_step(self.trained, self.loss, self.optimizer, self.scaler, self.policy, batches, mark, clip)
+        train_step(self.model, self.loss, self.optimizer, self.scaler, self.policy, batches, mark, clip)
         if self.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started
@@ -233,7 +234,7 @@ def about(device: str) -> str:
         lines = ["# Measured on CUDA", "", f"{torch.cuda.get_device_name()}, driver {driver()}, {versions}", ""]
     lines += ["MiB are 2^20 bytes. Predicted: tensors (ledger), replayed (blocks) and replay (segments) of the"]
     lines += ["allocator. Measured without a ledger: requested, allocated, reserved. In the last column is what a"]
-    lines += ["run reports as `cuda allocated`. Timed rows are bf16, one at a time."]
+    lines += ["run reports as `cuda allocated`. Timed rows are bf16 but for those of float32, one at a time."]
     return "\n".join([*lines, *read_settings(os.environ)[1]])
 
 
@@ -295,7 +296,9 @@ def main() -> int:
     if options.row:
         kind, words = options.row
         try:
-            print(json.dumps(MEASURES[kind](Training(words.split(), options.device, options.patch))))
+            training = Training(words.split(), options.device, options.patch)
+            with switched(training.config):
+                print(json.dumps(MEASURES[kind](training)))
         except UserError as error:
             print(" ".join(str(error).split()), file=sys.stderr)
             return 1

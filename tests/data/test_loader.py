@@ -19,8 +19,9 @@ from guards import no, nothing, without
 from torch.utils.data import _utils
 from training import TINY, train
 
+from unet3d import ranks
 from unet3d.config import Augment, Config, Data
-from unet3d.data.loader import batches, lost, micro_batches
+from unet3d.data.loader import batches, lost, micro_batches, worker_count
 from unet3d.data.patches import MAX_CENTRES, Patches, PatchIndex, PreparedCase, choose_centre, crop, foreground, prepare
 from unet3d.errors import LoaderError, UserError
 from unet3d.training import trainer
@@ -37,7 +38,7 @@ CASES = ["case0", "case1", "case2"]
 default_rng = np.random.default_rng
 
 
-def stream(workers: int = 0, first: int = 0, seed: int = 5, accumulate: int = 1) -> list[list[Batch]]:
+def stream(workers: int | str = 0, first: int = 0, seed: int = 5, accumulate: int = 1) -> list[list[Batch]]:
     config = Config(data=Data(patch=[8, 8, 12]), batch=2, accumulate=accumulate, seed=seed, workers=workers)
     patches = Patches(case, config.data, seed, config.data.patch)
     return list(islice(batches(patches, CASES, config, first), 4))
@@ -53,9 +54,22 @@ def unseeded(*_: object) -> np.random.Generator:
     return default_rng()
 
 
+@pytest.mark.parametrize(
+    ("cores", "ranks_here", "on_gpu", "expected"),
+    [(16, 1, False, 1), (16, 1, True, 8), (6, 1, True, 5), (8, 2, True, 3), (1, 1, True, 1), (2, 4, True, 1)],
+)
+def test_automatic_workers_follow_the_cores_of_a_rank_beside_a_gpu(
+    cores: int, ranks_here: int, on_gpu: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(ranks, "LOCAL_SIZE", ranks_here)
+    assert worker_count("auto", on_gpu) == expected
+    assert worker_count(3, on_gpu) == 3
+
+
 @without("numpy.random.default_rng", unseeded, only="1")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_same_stream_for_any_number_of_workers(workers: int) -> None:
+@pytest.mark.parametrize("workers", ["auto", 1, 2])
+def test_the_same_stream_for_any_number_of_workers(workers: int | str) -> None:
     assert equal(stream(0), stream(workers))
 
 

@@ -23,6 +23,10 @@ from unet3d.types import IGNORE, Batch
 VARIANTS = [
     ("model.norm=instance", "ckpt=3", "optim.average=0.99"),
     ("model.norm=batch", "ckpt=3", "amp=true", "optim=sgd"),
+    ("optim=adam", "optim.fused=true", "model.features=[4,64]", "data.patch=[8,4,4]"),
+    ("channels_last=true", "model.norm=batch", "optim.fused=true"),
+    ("channels_last=true", "model.norm=instance", "ckpt=3", "amp_dtype=bf16", "model.upsampling=trilinear"),
+    ("optim=sgd", "optim.fused=true", "optim.average=0.99", "amp_dtype=fp16", "slab=8"),
     ("model.norm=group", "amp=true", "model.inplace=true"),
     ("model.norm=group", "amp_dtype=fp16", "ckpt=4", "model.upsampling=trilinear", "model.activation=silu"),
     ("model.norm=none", "optim.clip=null", "loss=ce", "model.activation=swish_lean"),
@@ -65,8 +69,8 @@ def config(*overrides: str) -> Config:
 
 def measure(options: Config, starts: SegmentStarts, steps: int) -> dict[str, Any]:
     """The summary of the same steps on real tensors."""
-    model = build.model(options.model, options.seed)
     policy = build.policy(options, "cpu", starts)
+    model = policy.formatted(build.model(options.model, options.seed))
     optimizer = optim.optimizer(options.optim, model)
     meter, loss, scaler = LedgerMeter(model, optimizer), build.loss(options, 3), policy.scaler()
     size = (options.batch, *options.data.patch)
@@ -91,7 +95,7 @@ def assert_equal(options: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [*VARIANTS[:2], *(pytest.param(words, marks=pytest.mark.slow) for words in VARIANTS[2:])], ids=" ".join
+    "overrides", [*VARIANTS[:4], *(pytest.param(words, marks=pytest.mark.slow) for words in VARIANTS[4:])], ids=" ".join
 )
 def test_predicted_equals_measured_to_the_byte(overrides: tuple[str, ...]) -> None:
     assert_equal(config(*overrides))

@@ -83,12 +83,27 @@ def test_without_the_option_there_is_no_average() -> None:
         assert all(map(torch.equal, model.parameters(), weights))
 
 
-def test_an_update_that_fp16_skips_is_not_averaged() -> None:
-    model, optimizer, _ = trained(0, "optim.average=0.9")
+@pytest.mark.parametrize("fused", ["false", "true"])
+def test_an_update_that_fp16_skips_is_not_averaged(fused: str) -> None:
+    model, optimizer, _ = trained(0, "optim.average=0.9", f"optim.fused={fused}")
     policy = MemoryPolicy("cpu", torch.float16)
     batch = Batch(torch.full((1, 1, 4, 4, 4), 1e30), torch.zeros(1, 4, 4, 4))  # overflows in float16
     train_step(model, lambda logits, label: logits.float().sum(), optimizer, policy.scaler(), policy, [batch])
     assert optim.averages(model, optimizer) == {}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_fused_updates_are_those_of_the_optimizer_but_for_rounding(name: str) -> None:
+    words = (f"optim={name}", "optim.lr=1e-3", "optim.average=0.5")
+    model, optimizer, _ = trained(5, *words)
+    other, fused, _ = trained(5, *words, "optim.fused=true")
+    torch.testing.assert_close(other.state_dict(), model.state_dict())
+    torch.testing.assert_close(optim.averages(other, fused), optim.averages(model, optimizer))
+    optimizer.load_state_dict(deepcopy(fused.state_dict()) | {"param_groups": optimizer.state_dict()["param_groups"]})
+    model.load_state_dict(other.state_dict())
+    update(model, optimizer)  # goes on from the state of the fused one
+    update(other, fused)
+    torch.testing.assert_close(other.state_dict(), model.state_dict())
 
 
 def test_an_average_goes_on_from_the_optimizers_state_to_the_bit() -> None:

@@ -26,7 +26,7 @@ def groups(node: Any, prefix: str = "") -> dict[str, list[Row]]:
         kind = item.type.__name__ if isinstance(item.type, type) else str(item.type).removeprefix("typing.")
         size = f"{about['size']} items" if about["size"] else ""
         allowed = ", ".join(filter(None, (*about["among"], checks.bounds(about), size)))
-        free = dict.fromkeys(("ckpt", "slab", "batch"), "int or auto") | {"label_map": "map or null"}
+        free = dict.fromkeys(("ckpt", "slab", "batch", "workers"), "int or auto") | {"label_map": "map or null"}
         kind = kind.replace("Any", free.get(item.name, "int, list or auto")).replace(" | None", " or null")
         own.append((prefix + item.name, kind, allowed, plain(value), about["about"]))
     return found

@@ -151,11 +151,14 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     from unet3d.report import report, run_folder
     from unet3d.run.run import Run
     from unet3d.run.start import open_start
+    from unet3d.training.switches import switched
 
+    if build.target(config) == "cuda":
+        checks.refuse_indeterminate(config)
     for line in checks.warnings(config):
         lifecycle.say(f"warning: {line}")
     ranks.hand_over([compose.to_plain(config), str(folder.resolve())])
-    with ranks.joined(build.target(config), config.rank_timeout):
+    with switched(config), ranks.joined(build.target(config), config.rank_timeout):
         data = None if config.dry_run else build.data(config)
         if data is None:
             network = ranks.on_first(lambda: build.outlined_options(config))

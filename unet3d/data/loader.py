@@ -19,7 +19,22 @@ from unet3d.types import Batch, mib
 
 WRAPPED = f"{UserError.__module__}.{UserError.__name__}: "
 SHARED = Path("/dev/shm")
+MOST_WORKERS = 8  # of workers=auto
 USES_SHARED = f"batches of data workers pass through {SHARED}: enlarge it (docker run --shm-size=2g), or set workers=0"
+
+
+def worker_count(asked: int | str, on_gpu: bool) -> int:
+    """Return how many processes prepare batches.
+
+    `auto` for a step on the CPU: 1, as the step itself is busy on all cores. On a GPU: all cores that this rank has but
+    one, which launches the step; beyond MOST_WORKERS each would hold batches that a step does not wait for.
+    """
+    if asked != "auto":
+        return int(asked)
+    if not on_gpu:
+        return 1
+    cores = len(os.sched_getaffinity(0)) // ranks.LOCAL_SIZE
+    return max(1, min(cores - 1, MOST_WORKERS))
 
 
 def micro_batches(cases: int, batch: int, seed: int, first: int = 0) -> Iterator[list[PatchIndex]]:
@@ -41,22 +56,23 @@ def batches(
     `pin` only for a GPU: it creates a CUDA context. Raises UserError for an unusable case, LoaderError if a worker dies
     or takes longer than `timeout` seconds for a batch, RuntimeError for other errors.
     """
-    if config.workers:
+    number = worker_count(config.workers, on_gpu=pin)
+    if number:
         voxels = config.batch // ranks.SIZE * math.prod(config.data.patch)
-        _require_room(config.workers, 2 * config.workers + config.accumulate, 4 * voxels)
+        _require_room(number, 2 * number + config.accumulate, 4 * voxels)
     own = slice(*(rank * config.batch // ranks.SIZE for rank in (ranks.RANK, ranks.RANK + 1)))
     whole = micro_batches(len(cases), config.batch, config.seed, first_step * config.accumulate)
     indices, awaited = itertools.tee(batch[own] for batch in whole)
     loader = DataLoader(
         patches,
         batch_sampler=indices,
-        num_workers=config.workers,
+        num_workers=number,
         collate_fn=_collate,
         pin_memory=pin,
         # torch draws a seed for its workers from here, else from the global generator, which would shift dropout.
         generator=torch.Generator().manual_seed(config.seed),
         worker_init_fn=_start_worker,
-        timeout=timeout if config.workers else 0,
+        timeout=timeout if number else 0,
     )
     stream: Any = iter(loader)
     try:

@@ -110,6 +110,10 @@ def preflight(config: Config, options: Model) -> Preflight:
         peak, names = found["peak_bytes"], [name for name, _ in meter.model.named_children()]
         peaks = f"predicted peak of a step {mib(peak)} MiB (ledger), {moment(found)}"
         print(f"{parameters:,} parameters; {peaks}", flush=True)
+        if config.compile:
+            print("predicted without compile=true: compiled steps need more or less, which is not known", flush=True)
+        if config.channels_last and is_cuda:
+            print("predicted without copies of maps from one memory format into another, within kernels", flush=True)
         reserved = 0
         if is_cuda:
             settings, left_out = read_settings(os.environ)

@@ -23,6 +23,7 @@ from unet3d.progress import parts
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
 from unet3d.training.step import train_step
+from unet3d.training.switches import switched
 from unet3d.training.trainer import Learner
 from unet3d.types import Batch, host_bytes, mib
 
@@ -49,7 +50,7 @@ def simulate(
     `options` leave nothing open; `dtype` is that of weights and images; `watch` may add hooks. No step needs a GPU.
     """
     target = build.target(config)
-    with torch.random.fork_rng([]), fake_mode(target):
+    with torch.random.fork_rng([]), switched(config), fake_mode(target):
         learner = fake_learner(config, options, segment_starts, dtype)
 
         def make() -> list[Batch]:
@@ -111,7 +112,7 @@ def fake_model(config: Config, options: Model, dtype: torch.dtype) -> nn.Module:
     """The network with weights of a type, within `fake_mode`."""
     torch.set_default_dtype(dtype)  # fake tensors cannot be converted in place, as `Module.to` does
     try:
-        return build.model(options, config.seed)
+        return build.policy(config, "cpu", ()).formatted(build.model(options, config.seed))
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -188,8 +189,8 @@ def _predicted_peak(predictor: Predictor) -> int:
     """Return the most bytes of weights and windows, of fake networks in the place of the predictor's."""
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
-        models = tuple(build.model(predictor.options, seed=0).eval() for _ in predictor.models)
         policy = replace(predictor.policy, device_type="cpu", segment_starts=())
+        models = tuple(policy.formatted(build.model(predictor.options, seed=0)).eval() for _ in predictor.models)
         return _window_peak(replace(predictor, models=models, policy=policy))
 
 

@@ -154,8 +154,10 @@ def _jsonable(value: Scalar) -> Scalar:
 class TerminalLogger:
     """Shows losses in a bar, or in plain lines where there is no terminal; prints the Dice of each validation."""
 
-    def __init__(self, steps: int, terminal: Console | None = None) -> None:
+    def __init__(self, steps: int, terminal: Console | None = None, switches: str = "") -> None:
+        """`switches`: what is on, said beside the seconds of a step."""
         self.steps, self.terminal = steps, terminal or Console()
+        self.switches = f" ({switches})" if switches else ""
         self.every = max(1, steps // 20)  # about 20 plain lines per run
         self.started = time.perf_counter()
         self.first: int | None = None  # step of this process, which may have resumed
@@ -172,7 +174,7 @@ class TerminalLogger:
             best = f"  Dice {self.dice[-1]:.3f}, best {max(self.dice):.3f}" if self.dice else ""
             self.bar.reach(step, f"{loss}{best}")
             if not self.bar.has_bar and (step % self.every == 0 or step == 1):
-                self._line(step, f"{loss}  {fmean(self.seconds):.2f} s/step{self._left(step)}")
+                self._line(step, f"{loss}  {fmean(self.seconds):.2f} s/step{self.switches}{self._left(step)}")
                 self.seconds.clear()
         elif "val/dice_mean" in values:
             self.validating += float(values.get("time/val_s") or 0)

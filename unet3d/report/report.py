@@ -218,7 +218,7 @@ def _timing(run: RunFolder) -> dict[str, str]:
     steps, waits, validations = (run.values(f"time/{name}") for name in ("step_s", "data_wait_s", "val_s"))
     found = {}
     if sum(steps):
-        found["step, median"] = f"{median(steps):.3g} s"
+        found["step, median"] = f"{median(steps):.3g} s" + (f" ({run.switches})" if run.switches else "")
         found["waiting for data"] = f"{sum(waits) / sum(steps):.1%} of step time"
     if validations:
         found["validation, median"] = f"{median(validations):.3g} s"

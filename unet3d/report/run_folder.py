@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from unet3d import compose
+from unet3d import checks, compose
 from unet3d.config import Config
 from unet3d.errors import UserError, escaped
 from unet3d.files import from_csv, read_text, read_yaml, refuse_links_out, write_json, write_text
@@ -63,7 +63,7 @@ def start_folder(folder: Path, config: Config, device: "torch.device", start: Ma
 
 
 def environment(device: "torch.device") -> dict[str, Any]:
-    """Versions and the device; nothing that names the machine or its user."""
+    """Versions, the device and how torch computes; nothing that names the machine or its user."""
     import torch
 
     from unet3d.training.half_precision import emulates_bf16
@@ -74,10 +74,24 @@ def environment(device: "torch.device") -> dict[str, Any]:
         with suppress(metadata.PackageNotFoundError):  # unet3d run from a checkout that was never installed
             found[name] = metadata.version(name)
     found |= {"device": device.type, "threads": torch.get_num_threads()}
+    found["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if device.type == "cpu":
         return found | {"cpu": torch.backends.cpu.get_cpu_capability() + ", bf16 emulated" * emulates_bf16()}
     gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return found | gpu | {"cudnn": torch.backends.cudnn.version()}
+    found |= gpu | {"cudnn": torch.backends.cudnn.version()}
+    found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return found | {"benchmark": torch.backends.cudnn.benchmark, "tf32": _tf32()}
+
+
+def _tf32() -> str:
+    """Return what torch computes from float32 with TF32, in words."""
+    import torch
+
+    precisions = {
+        "convolutions": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        "matmul": torch.backends.cuda.matmul.fp32_precision,
+    }
+    return ", ".join(name for name, precision in precisions.items() if precision == "tf32") or "off"
 
 
 def commit(tree: Path) -> str | None:
@@ -200,6 +214,11 @@ class RunFolder:
         """The record of the validation with the highest mean Dice; empty if there is none."""
         return best_of(self.records)
 
+    @property
+    def switches(self) -> str:
+        """What was on as its steps were timed; "" if nothing was."""
+        return checks.switched_on(compose.flat(self.settings, "."))
+
     def values(self, key: str) -> list[float]:
         """A number's values in the records, in their order; NaN and infinity included."""
         return [number for record in self.records if (number := as_number(record.get(key))) is not None]
@@ -247,6 +266,7 @@ def headline(run: RunFolder) -> dict[str, Any]:
     found |= {"memory/peak_kind": run.memory_entry["kind"]} if run.memory else {}
     times = {name: run.values(f"time/{name}") for name in ("step_s", "val_s")}
     found |= {f"time/{name}_median": median(values) for name, values in times.items() if values}
+    found["time/switches"] = run.switches or None
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -168,7 +168,7 @@ def segmenter(found: TrainedNetworks, device: str, mirror: bool | None, batch: i
     against = known_bad.warning(policy.dtype) if where.type == "cuda" else None
     if against is not None:
         print(f"warning: {against}", file=sys.stderr)
-    loaded = networks(found, where)
+    loaded = [policy.formatted(network) for network in networks(found, where)]
     predictor = build.predictor(config, loaded, config.model, policy)
     if where.type == "cuda":
         free = free_bytes(where) if config.inference.batch == "auto" else math.inf

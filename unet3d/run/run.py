@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unet3d import build, ranks
+from unet3d import build, checks, ranks
 from unet3d.compose import flat
 from unet3d.config import Config, Model
 from unet3d.data.cases import Case
@@ -32,7 +32,7 @@ from unet3d.errors import (
 )
 from unet3d.files import write_json, write_text
 from unet3d.memory import budget
-from unet3d.memory.meter import open_meter
+from unet3d.memory.meter import STEADY, CudaMeter, open_meter
 from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
 from unet3d.report import memory_plots, run_folder
@@ -41,7 +41,7 @@ from unet3d.run.resume import BEST, Checkpoints, TrainingState, draw_apart, fing
 from unet3d.run.start import Start
 from unet3d.run.validate import Predictions, evaluate
 from unet3d.signals import Stop
-from unet3d.training import metrics, optim
+from unet3d.training import metrics, optim, switches
 from unet3d.training.metrics import CaseScore
 from unet3d.training.trainer import Learner, Trainer
 from unet3d.types import IGNORE, Batch
@@ -72,7 +72,7 @@ class Run:
         model = build.model(options, config.seed)
         if start is not None:
             start.load(model)
-        self.model = build.shared(model.to(device))
+        self.model = build.shared(policy.formatted(model.to(device)))
         self.optimizer = optim.optimizer(config.optim, self.model)
         learner = Learner(self.model, loss, self.optimizer, policy.scaler(), policy)
         self.predictor = build.predictor(config, [self.model], options, policy)
@@ -96,9 +96,10 @@ class Run:
             split = {"train": data.train, "val": data.val}  # as data.split reads it
             write_json(folder / "split.json", {use: [case.id for case in cases] for use, cases in split.items()})
             self.loggers = open_loggers(config, folder)
-            self.loggers.add(TerminalLogger(config.steps))
+            switches_on = checks.switched_on({name: value for name, value, _ in checks.options(config)})
+            self.loggers.add(TerminalLogger(config.steps, switches=switches_on))
         rate = functools.partial(optim.learning_rate, config.optim, config.steps)
-        clip, mark, log = config.optim.clip, self.meter.mark, self.loggers.scalars
+        clip, mark, log = config.optim.clip, self._mark, self.loggers.scalars
         self.trainer = Trainer(learner, rate, clip, mark, log, self.first, last_validation)
 
     def __enter__(self) -> "Run":
@@ -126,8 +127,8 @@ class Run:
             where = ranks.on_first(lambda: self.checkpoints.dump(self.trainer.step + 1, batches))
             raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
-            if dead := lost(error):
-                raise dead from error
+            if foreseen := lost(error) or switches.refused(error) or self._not_compiled(error):
+                raise foreseen from error
             if not is_out_of_memory(error):
                 raise
             lines = [str(error).partition("\n")[0], *budget.oom_moment(self.meter.ledger)]
@@ -135,6 +136,16 @@ class Run:
         self.meter.close()
         self._free_memory()  # outside of the except block
         raise OutOfMemory("\n".join([*lines, *budget.oom_suggestions(self.config, self.options)]))
+
+    def _mark(self, phase: str) -> None:
+        """Tell the meter; compile the network once it has observed its steps: it would see no operations then."""
+        self.meter.mark(phase)
+        if self.config.compile and self.meter.steps >= STEADY and not switches.is_compiled(self.model):
+            self.model.compile()
+
+    def _not_compiled(self, error: Exception) -> UserError | None:
+        """Return the error to show where torch.compile failed; None for another error, or where memory ran out."""
+        return None if is_out_of_memory(error) else switches.not_compiled(error)
 
     def _free_memory(self) -> None:
         """Let go of gradients, for simulations; on a GPU, which others may wait for, of all tensors."""
@@ -220,7 +231,10 @@ class Run:
             ranks.on_first(self.predictions.clear)
         own = data.val[ranks.RANK :: ranks.SIZE]
         try:
-            with closing(evaluate(self.predictor, own, data.read_val, classes, hd95, "validation", keep)) as scores:
+            with (
+                switches.as_predicted(self.model),
+                closing(evaluate(self.predictor, own, data.read_val, classes, hd95, "validation", keep)) as scores,
+            ):
                 return [*self._in_turns(scores)]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -269,10 +283,16 @@ class Run:
         if self.trainer.step == self.first or self.has_all_measured:
             return
         measured = self.meter.summary()
+        if self.config.compile:
+            measured["kind"] += f", {'compiled' if self._is_measured_compiled() else 'not compiled'}"
         if ranks.count() > 1:
             measured["rank_peak_bytes"] = ranks.gather(measured["peak_bytes"])
         ranks.on_first(lambda: self._write_measured(measured))
         self.has_all_measured = self.trainer.step == self.config.steps
+
+    def _is_measured_compiled(self) -> bool:
+        """Return whether the peaks are of the compiled network: a GPU allocator's, after the observed steps."""
+        return isinstance(self.meter, CudaMeter) and not self.meter.is_observed
 
     def _write_measured(self, measured: dict[str, Any]) -> None:
         parameters = sum(p.numel() for p in self.model.parameters())
@@ -291,7 +311,7 @@ class Run:
         memory = run_folder.read_memory(self.folder)
         if "measured" in memory:  # by steps taken before the run was stopped, perhaps
             self._log_memory(memory)
-        with optim.averaged(self.model, self.optimizer):
+        with optim.averaged(self.model, self.optimizer), switches.as_predicted(self.model):
             self.predictions.complete(self.predictor)
         for path in self.predictions.pictures:
             if path.stem != "prediction":  # of the only case, whose picture the last validation has logged

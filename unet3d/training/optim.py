@@ -27,7 +27,9 @@ def optimizer(options: Optim, network: nn.Module) -> torch.optim.Optimizer:
 
     Parameters of `init_names` have `init_lr` times the rate of the others; where that is 0 they are frozen: they
     require no gradient from here on, and the optimizer has no state for them.
-    It updates all parameters at once on CUDA, one by one on the CPU, as torch chooses.
+    It updates all parameters at once on CUDA, one by one on the CPU, as torch chooses; with `fused` in one kernel,
+    which keeps Adam's counts of steps on the device. The fp16 scaler skips an update that overflows before that kernel,
+    and not within: else the running average would go on.
     """
     betas = options.betas[0], options.betas[1]
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -35,7 +37,10 @@ def optimizer(options: Optim, network: nn.Module) -> torch.optim.Optimizer:
         "adam": partial(torch.optim.Adam, betas=betas),
         "adamw": partial(torch.optim.AdamW, betas=betas),
     }
-    made = kinds[options.name](_groups(options, network), lr=options.lr, weight_decay=options.weight_decay)
+    fused = options.fused or None  # None: torch chooses another way
+    groups = _groups(options, network)
+    made = kinds[options.name](groups, lr=options.lr, weight_decay=options.weight_decay, fused=fused)
+    made._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     if options.average is not None:
         made.register_step_post_hook(partial(_update_average, options.average))
     return made

@@ -26,6 +26,15 @@ class MemoryPolicy:
     dtype: torch.dtype | None = None  # of mixed precision; None: float32
     segment_starts: tuple[int, ...] = ()  # the first stage of each checkpointed segment; (): no checkpointing
     slabs: SlabOptions | None = None
+    channels_last: bool = False  # weights and maps in torch.channels_last_3d
+
+    def formatted(self, model: nn.Module) -> nn.Module:
+        """Return the model, its convolutions' weights in the policy's memory format; other parameters have none."""
+        if self.channels_last:
+            for parameter in model.parameters():
+                if parameter.dim() == 5:
+                    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last_3d)
+        return model
 
     def convolutions(self) -> AbstractContextManager[None]:
         """The context for forward and backward passes: half precision that is quick and right on any CPU."""
@@ -36,6 +45,8 @@ class MemoryPolicy:
 
         Without gradients a GPU runs no slabs: a pass keeps nothing, and they would be ten times its launches.
         """
+        if self.channels_last:
+            image = image.contiguous(memory_format=torch.channels_last_3d)
         if self.slabs is not None and (torch.is_grad_enabled() or self.slabs.on_cpu):
             with self.convolutions():
                 return slab_run.forward(model, image, self.slabs, self.dtype)

@@ -1,0 +1,73 @@
+"""What a run switches on in torch for itself, and puts back: kernels that are tried, TF32, determinism."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from unet3d.config import Config
+from unet3d.errors import UserError
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+FIXED_WORKSPACES = ":4096:8"  # with which cuBLAS repeats its results
+REFUSAL = "does not have a deterministic implementation"  # in torch's error, after the operation
+
+
+@contextmanager
+def switched(config: Config) -> Iterator[None]:
+    """Within, torch computes as `cuda` and `deterministic` say. Enter it before CUDA is in use; afterwards all is back.
+
+    Memory that nothing has written to yet stays as it is: torch would fill it for `deterministic`, which takes time.
+    """
+    cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
+    before = cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory  # type: ignore[attr-defined]
+    precision = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision  # type: ignore[attr-defined]
+    mode = torch.get_deterministic_debug_mode()
+    workspaces = os.environ.get(CUBLAS)
+    try:
+        cudnn.benchmark = config.cuda.benchmark
+        cudnn.allow_tf32 = config.cuda.tf32
+        if config.deterministic:
+            cudnn.deterministic = True
+            filling.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            torch.use_deterministic_algorithms(True)
+            os.environ.setdefault(CUBLAS, FIXED_WORKSPACES)
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = before  # type: ignore[attr-defined]
+        cudnn.allow_tf32 = "tf32" in precision
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = precision  # type: ignore[attr-defined]
+        torch.set_deterministic_debug_mode(mode)
+        os.environ.pop(CUBLAS, None)
+        if workspaces is not None:
+            os.environ[CUBLAS] = workspaces
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether torch.compile computes the network's calls."""
+    return model._compiled_call_impl is not None
+
+
+def as_predicted(model: nn.Module) -> AbstractContextManager[object]:
+    """Return a context within which a compiled network computes as it would without torch.compile.
+
+    Memory is predicted for that, and windows of a validation come in several batch sizes, each compiled anew.
+    """
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+
+
+def not_compiled(error: Exception) -> UserError | None:
+    """Return the error to show where torch.compile failed; None for another error."""
+    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return None
+    return UserError(f"compile=true: {str(error).partition(chr(10))[0]}; set compile=false")
+
+
+def refused(error: Exception) -> UserError | None:
+    """Return the error to show where torch has no deterministic kernel for an operation; None for another error."""
+    operation, _, rest = str(error).partition(f" {REFUSAL}")
+    if not rest:
+        return None
+    return UserError(f"deterministic=true: torch has no deterministic {operation}; use other layers, or drop it")
