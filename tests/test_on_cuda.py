@@ -15,7 +15,7 @@ import torch
 from training import forked
 
 SCRIPT = Path(__file__).parent / "bench" / "on_cuda.py"
-ROWS = 4  # of a rehearsal: memory, network, lever, shares
+ROWS = 5  # of a rehearsal: memory, network, lever, shares, windows
 
 
 class Done(NamedTuple):
@@ -70,13 +70,14 @@ def run_script(words: list[str], *printed: Path) -> None:
 @pytest.mark.usefixtures("forked_rows")
 def test_a_row_that_fails_is_a_line_and_the_others_go_on(rehearse: Callable[..., Done], tmp_path: Path) -> None:
     done = rehearse("--also", "model=unet_tiny nope=true", "--at-once", "2")
-    (failed, memory, network, lever, shares) = done.cells
+    (failed, memory, network, lever, shares, windows) = done.cells
     assert done.code == 1 and failed[0] == "model=unet_tiny nope=true"
     assert failed[1].startswith("failed: nope: ") and "--help" in failed[1], "its last line"
     tensors, requested, error = memory[1:4]
     assert (tensors, error) == (requested, "+0.00%"), "the prediction is the ledger's"
     assert network[0] == "unet3d model=unet" and network[2] == lever[2] == "1.000"
     assert float(network[1]) > 0 and float(lever[1]) > 0
+    assert float(windows[1]) > 0 and float(windows[3]) == 0, "equal labels"
     assert 0 < float(shares[1].strip("%")) < 100 and shares[2].count("%") == 5
     page = (tmp_path / "on_cuda.md").read_text()
     assert "CPU" in page.splitlines()[0] and "cuDNN" in page

@@ -258,8 +258,8 @@ def slabs(config: Config) -> SlabOptions | None:
 def windows(config: Config, networks: Sequence[nn.Module]) -> int:
     """Return how many windows one forward pass of a prediction sees. Raises UserError where it must be one.
 
-    `auto` on CUDA: without gradients as many as a step's patches need less than the step. Not with slabs, which a
-    prediction does not run there: a step of slabs may need less than whole maps.
+    `auto` is as many as a micro-batch has patches on CUDA, since a pass without gradients usually needs less than a
+    step. It is 1 with slabs, whose step may need less than whole maps.
     """
     asked = config.inference.batch
     mixes = any(_takes_statistics(module) for network in networks for module in network.modules())

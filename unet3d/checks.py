@@ -218,8 +218,8 @@ def _check_switches(config: Config) -> None:
     if config.channels_last and (way := next((word for word in used if not word.startswith("ckpt")), None)):
         raise UserError(f"channels_last=true and {way}: slabs are rows of maps whose channels lie apart; drop one")
     if config.channels_last and config.model.path is None and config.model.norm == "group":
-        what = "a GPU copies each map into the other format for it"
-        raise UserError(f"channels_last=true and model.norm=group: {what}; use model.norm=instance, or drop one")
+        what = "a GPU copies each map within it, which no prediction sees"
+        raise UserError(f"channels_last=true and model.norm=group: {what}; use another norm, or drop one")
     for name in ("compile", "channels_last"):
         if getattr(config, name) and ranks.SIZE > 1:
             raise UserError(f"{name}=true: not over several ranks, of which there are {ranks.SIZE}; set it to false")

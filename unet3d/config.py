@@ -180,7 +180,7 @@ class Inference:
 class Cuda:
     """How a GPU computes; on the CPU nothing of it counts."""
 
-    benchmark: bool = option(False, "cuDNN tries kernels for each shape, which needs more memory, keeps the fastest")
+    benchmark: bool = option(False, "cuDNN tries its kernels for each shape, in more memory, and keeps the fastest")
     tf32: bool = option(True, "float32 convolutions with 10 bits of mantissa, on Ampere and later; false: with all 23")
 
 
@@ -214,7 +214,7 @@ class Config:
     amp: bool = option(False, "automatic mixed precision")
     amp_dtype: str = option("auto", "auto: bf16; fp16 on a GPU that emulates bf16", among=("auto", "bf16", "fp16"))
     compile: bool = option(False, "torch.compile of the network's training, once memory is measured; takes minutes")
-    channels_last: bool = option(False, "weights and maps with a voxel's channels side by side, as tensor cores do")
+    channels_last: bool = option(False, "weights and maps with a voxel's channels side by side, as tensor cores want")
     ckpt: Any = option(0, "activation checkpointing in at most this many segments, or auto; 0: off")
     lean: bool = option(False, "keep only the convolutions' raw outputs; what follows each is made again, by slabs")
     slab: Any = option(0, "rows of a slab, or auto: as lean, and maps are made again too, level by level; 0: off")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unet3d import build, compose
+from unet3d import build, checks, compose
 from unet3d.config import Config
 from unet3d.errors import UserError
 from unet3d.memory.segments import choose_segments
@@ -250,9 +250,13 @@ def counted(config: Config) -> Counts:
 
 
 def main() -> int:
+    """Print the counts of the config on the command line. Return 2 where that cannot be counted."""
     try:
         config = compose.compose([*sys.argv[1:], "device=cuda"])
         config.model = build.outlined_options(config)
+        switches = checks.switched_on({name: value for name, value, _ in checks.options(config)})
+        if switches:
+            raise UserError(f"{switches}: the rules are those of a step without switches")
     except UserError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 2

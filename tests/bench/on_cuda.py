@@ -20,11 +20,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from peers import NETWORKS
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from unet3d import build, compose
@@ -32,8 +34,9 @@ from unet3d.errors import UserError
 from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.meter import STEADY, open_meter
 from unet3d.memory.segments import choose_segments
-from unet3d.memory.simulate import simulate
+from unet3d.memory.simulate import fitted, simulate
 from unet3d.training import optim
+from unet3d.training.inference import Predictor
 from unet3d.training.step import Mark, ignore_mark, train_step
 from unet3d.training.switches import switched
 from unet3d.types import MIB, Batch
@@ -49,12 +52,24 @@ LEVERS = ("", "lean=true", "slab=auto", "ckpt=auto")
 NNUNET = f"model=nnunet_hippocampus {BF16}"
 SWITCHES = ("", "channels_last=true", "compile=true", "channels_last=true compile=true")
 SWITCHES += ("cuda.benchmark=true", "optim.fused=true", "deterministic=true")
+WINDOWS = ("", "inference.batch=1", "inference.batch=4", "model.classes=40", "model.classes=40 inference.batch=1")
 TINY = "model=unet_tiny model.features=[4,8]"
 HEADS = {
-    "memory": "config | tensors | requested | error | replayed | allocated | error | replay | reserved | error | run",
+    "memory": (
+        "config | tensors | requested | error | replayed | allocated | error | replay | reserved | error | run | bound"
+    ),
     "timed": "config | s/step | ratio | allocated MiB | ratio",
     "shares": "config | convolutions | the five largest other operations",
+    "windows": "config | s/volume | ratio | labels that differ | allocated MiB | ratio",
 }
+NOTES = """
+MiB are 2^20 bytes. Predicted: tensors (ledger), replayed (blocks) and replay (segments) of the allocator, and by how
+much workspaces of convolutions may exceed tensors (bound). Measured without a ledger: requested, allocated, reserved.
+`run` is what a run reports as `cuda allocated`. Timed rows are bf16 but for those of float32, one at a time. Ratios of
+a volume's prediction are to one window at a time, with sums on the host.
+
+Not seen here: several GPUs, MIG, other drivers, and whether what is learned is right: train on a data set for that.
+""".strip().splitlines()
 
 
 class Row(NamedTuple):
@@ -85,6 +100,7 @@ def rows_on_cuda(patch: str, also: Iterable[str]) -> list[Row]:
     found += [Row(f"Levers at {at_96}", "timed", f"{BF16} {lever}".strip(), at_96) for lever in LEVERS]
     found += [Row("Shares of a step", "shares", NNUNET, at_96)]
     found += [Row("Switches", "timed", f"{NNUNET} {word}".strip(), at_96) for word in SWITCHES]
+    found += [Row("Prediction of a volume", "windows", f"{NNUNET} {words}", at_96) for words in WINDOWS]
     found += [Row("Float32", "timed", f"model=nnunet_hippocampus {word}", at_96) for word in TF32]
     found += [Row(f"Networks at {at_128}", "peer", name, at_128) for name in NETWORKS]
     return found + [Row(f"Levers at {at_128}", "timed", f"{BF16} {lever}".strip(), at_128) for lever in LEVERS]
@@ -94,7 +110,8 @@ def rows_of_a_rehearsal(also: Iterable[str]) -> list[Row]:
     """A row of each kind, and those asked for."""
     found = [Row("Predicted against the allocator", "memory", words, "16,16,16") for words in (*also, TINY)]
     found += [Row("Networks", "peer", "unet3d model=unet", "16,16,16"), Row("Levers", "timed", TINY, "16,16,16")]
-    return [*found, Row("Shares of a step", "shares", TINY, "16,16,16")]
+    found += [Row("Shares of a step", "shares", TINY, "16,16,16")]
+    return [*found, Row("Prediction of a volume", "windows", f"{TINY} inference.batch=2", "16,16,16")]
 
 
 class Training:
@@ -103,12 +120,14 @@ class Training:
     def __init__(self, words: list[str], device: str, patch: str) -> None:
         model = [] if any(word.startswith("model=") for word in words) else ["model=unet"]
         self.config = compose.compose([*model, f"data.patch=[{patch}]", f"device={device}", *words])
-        self.config.model.in_channels, self.config.model.classes, self.device = 1, 3, device
+        self.config.model.in_channels = 1
+        self.config.model.classes = self.config.model.classes or 3
+        self.device = device
         self.starts = choose_segments(self.config, self.config.model).segment_starts
         self.policy = build.policy(self.config, device, self.starts)
         self.model = self.policy.formatted(build.model(self.config.model, 0).to(device))
         self.optimizer = optim.optimizer(self.config.optim, self.model)
-        self.loss = build.loss(self.config, 3, device)
+        self.loss = build.loss(self.config, self.config.model.classes, device)
         self.scaler = self.policy.scaler()
         if self.config.compile:
             self.model.compile()
@@ -144,6 +163,7 @@ def memory(training: Training) -> dict[str, int]:
         "allocated": stats.get("allocated_bytes.all.peak", measured),
         "reserved": stats.get("reserved_bytes.all.peak", measured),
         "run": measured,
+        "bound": ledger.workspace_bound(),
     }
 
 
@@ -165,6 +185,8 @@ def shares(training: Training) -> dict[str, Any]:
     events = [event for event in profiler.key_averages() if event.device_type == torch.profiler.DeviceType.CPU]
     spent = {e.key: float(e.self_device_time_total if on_gpu else e.self_cpu_time_total) for e in events}
     total = sum(spent.values())
+    if not total:
+        raise UserError("the profiler saw no time on the device: CUPTI is missing, or may not be used")
     others = {name: time for name, time in spent.items() if "conv" not in name}
     largest = sorted(others, key=others.__getitem__, reverse=True)[:5]
     return {
@@ -173,7 +195,40 @@ def shares(training: Training) -> dict[str, Any]:
     }
 
 
-MEASURES: dict[str, Callable[[Training], Mapping[str, Any]]] = {"memory": memory, "timed": timed, "shares": shares}
+def windows(training: Training) -> dict[str, float]:
+    """Return seconds and peak bytes of a volume's prediction, and those with one window at a time and sums on the host.
+
+    `differing` is the share of voxels that the two label differently.
+    """
+    config = training.config
+    predictor = fitted(build.predictor(config, [training.model], config.model, training.policy))
+    image = torch.randn(1, *(2 * side for side in config.data.patch))
+    plain = replace(predictor, batch=1, sums_on_device=False)
+    labels, seconds, peak = labelled(predictor, image)
+    others, base, base_peak = labelled(plain, image)
+    differing = (labels != others).double().mean().item()
+    return {"s": seconds, "base": base, "peak": peak, "base peak": base_peak, "differing": differing}
+
+
+def labelled(predictor: Predictor, image: Tensor) -> tuple[Tensor, float, int]:
+    """Return a volume's labels, the seconds of the second pass over it, and the allocator's peak (bytes)."""
+    on_gpu = next(predictor.models[0].parameters()).device.type == "cuda"
+    labels = predictor.probabilities(image).argmax(0)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    for _ in predictor.strips(image):
+        pass
+    seconds = time.perf_counter() - started
+    return labels, seconds, torch.cuda.max_memory_allocated() if on_gpu else 0
+
+
+MEASURES: dict[str, Callable[[Training], Mapping[str, Any]]] = {
+    "memory": memory,
+    "timed": timed,
+    "shares": shares,
+    "windows": windows,
+}
 
 
 def run(row: Row, device: str, limit: float, end: float) -> Found:
@@ -202,7 +257,11 @@ def line(row: Row, found: Found, base: Mapping[str, Any] | None) -> str:
     if row.kind == "memory":
         pairs = (("tensors", "requested"), ("replayed", "allocated"), ("replay", "reserved"))
         cells = [f"{found[a] / MIB:,.1f} | {found[b] / MIB:,.1f} | {found[a] / found[b] - 1:+.2%}" for a, b in pairs]
-        cells.append(f"{found['run'] / MIB:,.1f}")
+        cells += [f"{found['run'] / MIB:,.1f}", f"{found['bound'] / MIB:,.1f}"]
+    elif row.kind == "windows":
+        cells = [f"{found['s']:.4f} | {found['s'] / found['base']:.3f} | {found['differing']:.2e}"]
+        cells.append(f"{found['peak'] / MIB:,.1f}")
+        cells.append(f"{found['peak'] / found['base peak']:.3f}" if found["base peak"] else "")
     elif row.kind == "shares":
         cells = [f"{found['convolutions']:.1%}", ", ".join(f"{k} {v:.1%}" for k, v in found["others"].items())]
     else:
@@ -232,10 +291,7 @@ def about(device: str) -> str:
     lines = ["# Rehearsal on the CPU: no number here is a GPU's", "", versions, ""]
     if device == "cuda":
         lines = ["# Measured on CUDA", "", f"{torch.cuda.get_device_name()}, driver {driver()}, {versions}", ""]
-    lines += ["MiB are 2^20 bytes. Predicted: tensors (ledger), replayed (blocks) and replay (segments) of the"]
-    lines += ["allocator. Measured without a ledger: requested, allocated, reserved. In the last column is what a"]
-    lines += ["run reports as `cuda allocated`. Timed rows are bf16 but for those of float32, one at a time."]
-    return "\n".join([*lines, *read_settings(os.environ)[1]])
+    return "\n".join([*lines, *NOTES, *read_settings(os.environ)[1]])
 
 
 def driver() -> str:

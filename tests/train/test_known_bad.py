@@ -6,10 +6,11 @@ import torch
 from unet3d import compose
 from unet3d.config import Config
 from unet3d.memory.preflight import preflight
+from unet3d.training import known_bad
 
-BF16 = ("amp=true", "amp_dtype=bf16")
-FP16 = ("amp=true", "amp_dtype=fp16")
-CUDA = ("device=cuda", "dry_run=true")
+BF16 = torch.bfloat16
+FP16 = torch.float16
+WORDS = ("amp=true", "amp_dtype=bf16", "dry_run=true")
 
 
 def tiny(*overrides: str) -> Config:
@@ -34,7 +35,7 @@ def warnings(capsys: pytest.CaptureFixture[str], config: Config) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("version", "cudnn", "words", "issue"),
+    ("version", "cudnn", "dtype", "issue"),
     [
         ("2.9.0+cu128", 91002, BF16, "#166122"),
         ("2.9.0+cu130", 91301, FP16, "#166643"),
@@ -45,43 +46,43 @@ def warnings(capsys: pytest.CaptureFixture[str], config: Config) -> list[str]:
     ],
 )
 def test_a_bad_version_is_named_with_its_issue(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    version: str,
-    cudnn: int,
-    words: tuple[str, ...],
-    issue: str,
+    monkeypatch: pytest.MonkeyPatch, version: str, cudnn: int, dtype: torch.dtype, issue: str
 ) -> None:
     use(monkeypatch, version, cudnn)
-    (line,) = warnings(capsys, tiny(*CUDA, *words))
+    line = known_bad.warning(dtype)
+    assert line is not None
     assert f"torch {version} with cuDNN 9.{cudnn // 100 % 100}.{cudnn % 100}" in line
     assert issue in line
     assert "; use " in line
 
 
 @pytest.mark.parametrize(
-    ("version", "cudnn", "words"),
+    ("version", "cudnn", "dtype"),
     [
-        ("2.9.1+cu130", 91501, (*CUDA, *BF16)),
-        ("2.9.0+cu128", 91002, CUDA),  # float32
-        ("2.9.0+cu128", 90701, (*CUDA, *BF16)),
-        ("2.10.0+cu130", 91501, (*CUDA, *BF16)),
-        ("2.10.0+cu128", 91002, (*CUDA, *FP16)),
-        ("2.13.0+cu130", 92000, (*CUDA, *BF16)),
-        ("2.15.0+cu132", 92600, (*CUDA, *FP16)),
-        ("2.9.0+cpu", None, (*CUDA, *BF16)),
-        ("2.9.0+cu128", 91002, ("device=cpu", *BF16)),
+        ("2.9.1+cu130", 91501, BF16),
+        ("2.9.0+cu128", 91002, None),  # float32
+        ("2.9.0+cu128", 90701, BF16),
+        ("2.10.0+cu130", 91501, BF16),
+        ("2.10.0+cu128", 91002, FP16),
+        ("2.13.0+cu130", 92000, BF16),
+        ("2.15.0+cu132", 92600, FP16),
+        ("2.9.0+cpu", None, BF16),
     ],
 )
 def test_nothing_is_said_of_others(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    version: str,
-    cudnn: int | None,
-    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch, version: str, cudnn: int | None, dtype: torch.dtype | None
 ) -> None:
     use(monkeypatch, version, cudnn)
-    assert warnings(capsys, tiny(*words)) == []
+    assert known_bad.warning(dtype) is None
+
+
+def test_it_is_said_before_a_run_on_cuda_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, "2.9.0+cu128", 91002)
+    (line,) = warnings(capsys, tiny("device=cuda", *WORDS))
+    assert line == f"warning: {known_bad.warning(BF16)}"
+    assert warnings(capsys, tiny("device=cpu", *WORDS)) == []
 
 
 def test_a_cudnn_that_torch_refuses_is_said(
@@ -91,5 +92,5 @@ def test_a_cudnn_that_torch_refuses_is_said(
         raise RuntimeError("cuDNN version incompatibility")
 
     monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
-    (line,) = warnings(capsys, tiny(*CUDA, *BF16))
+    (line,) = warnings(capsys, tiny("device=cuda", *WORDS))
     assert line == "warning: cuDNN version incompatibility"

@@ -58,8 +58,7 @@ def batches(
     """
     number = worker_count(config.workers, on_gpu=pin)
     if number:
-        voxels = config.batch // ranks.SIZE * math.prod(config.data.patch)
-        _require_room(number, 2 * number + config.accumulate, 4 * voxels)
+        number = _with_room(number, config)
     own = slice(*(rank * config.batch // ranks.SIZE for rank in (ranks.RANK, ranks.RANK + 1)))
     whole = micro_batches(len(cases), config.batch, config.seed, first_step * config.accumulate)
     indices, awaited = itertools.tee(batch[own] for batch in whole)
@@ -85,6 +84,20 @@ def batches(
         for worker in workers:
             worker.kill()  # one that hangs ignores SIGTERM
             worker.join()
+
+
+def _with_room(number: int, config: Config) -> int:
+    """Return how many workers to start: `number`, of `workers=auto` fewer where there is no room. Raises UserError."""
+    size = 4 * config.batch // ranks.SIZE * math.prod(config.data.patch)
+    while True:
+        try:
+            _require_room(number, 2 * number + config.accumulate, size)
+        except UserError:
+            if config.workers != "auto" or number == 1:
+                raise
+            number //= 2
+        else:
+            return number
 
 
 def _require_room(workers: int, batches: int, size: int) -> None:

@@ -39,7 +39,8 @@ class Counters:
     def excess(self, compute: Callable[[], R]) -> tuple[R, int]:
         """Return the result of `compute`, and the most bytes requested within beyond what is held before and after.
 
-        What is made after the workspace is gone, such as the gradient of a bias, makes it less by its own bytes.
+        A result made after the workspace is freed, such as a bias's gradient, is counted in what is held after: the
+        excess is too small by its bytes.
         """
         before = self.read()
         self._highest = {f"{name}.all.peak": before[f"{name}.all.peak"] for name in PEAKS}

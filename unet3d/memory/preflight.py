@@ -98,9 +98,9 @@ def preflight(config: Config, options: Model) -> Preflight:
     if not config.dry_run:
         build.device(config)
     is_cuda = build.target(config) == "cuda"
-    against = known_bad.warning(build.policy(config, "cuda", ()).dtype) if is_cuda else None
-    if against is not None:
-        print(f"warning: {against}", file=sys.stderr, flush=True)
+    warning = known_bad.warning(build.policy(config, "cuda", ()).dtype) if is_cuda else None
+    if warning is not None:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     with counting("predicting memory", 2) as counter:
         segment_starts, fraction = choose_segments(config, options)
         steps = STEADY if is_cuda else ENOUGH  # an allocator settles later
@@ -127,6 +127,10 @@ def preflight(config: Config, options: Model) -> Preflight:
         windows = build.windows(config, [meter.model])
         if is_cuda and not config.dry_run:
             free, total = torch.cuda.mem_get_info(build.device(config))
+            if validation > free and config.inference.batch == "auto" and windows > 1:  # a run then sees fewer at once
+                single = replace(config, inference=replace(config.inference, batch=1))
+                validation = validation_peak(single, options, found["state"]["optimizer"])
+                windows = 1
             refuse_over_card(asked, validation, windows, free, total)
             warn_over_card(asked, found["workspace_bound_bytes"], free)
         lines = [sentence(location, peak)]

@@ -146,16 +146,17 @@ def save_prediction(
 def open_segmenter(
     path: Path, device: str, mirror: bool | None = None, model_path: str | None = None, batch: int | str | None = None
 ) -> Segmenter:
-    """The segmenter of a snapshot, of a run or published. Raises SnapshotError, or UserError for the device."""
+    """Return the segmenter of a snapshot, of a run or published. Raises SnapshotError, or UserError for the device."""
     return segmenter(parse(checkpoint.load_snapshot(path), path, model_path), device, mirror, batch)
 
 
 def segmenter(found: TrainedNetworks, device: str, mirror: bool | None, batch: int | str | None = None) -> Segmenter:
-    """The segmenter of these networks; `mirror`, `batch` None: as they were validated. Raises as `open_segmenter`.
+    """Return the segmenter of these networks; `mirror`, `batch` None: as validated. Raises as `open_segmenter`.
 
     `batch` is of windows. Where it is auto and a GPU has not enough free, there are fewer at once.
     """
-    config = dataclasses.replace(found.config, device=device)
+    # A prediction has no backward pass, which alone is not deterministic on a GPU, and is not compiled.
+    config = dataclasses.replace(found.config, device=device, deterministic=False, compile=False)
     if mirror is not None:
         config.inference = dataclasses.replace(config.inference, mirror=mirror)
     if batch is not None:
@@ -165,9 +166,9 @@ def segmenter(found: TrainedNetworks, device: str, mirror: bool | None, batch: i
         print("warning: mirroring does nothing: this network has data.augment.mirror=[]", file=sys.stderr)
     where = build.device(config)
     policy = build.policy(config, where.type, ())
-    against = known_bad.warning(policy.dtype) if where.type == "cuda" else None
-    if against is not None:
-        print(f"warning: {against}", file=sys.stderr)
+    warning = known_bad.warning(policy.dtype) if where.type == "cuda" else None
+    if warning is not None:
+        print(f"warning: {warning}", file=sys.stderr)
     loaded = [policy.formatted(network) for network in networks(found, where)]
     predictor = build.predictor(config, loaded, config.model, policy)
     if where.type == "cuda":

@@ -1,6 +1,7 @@
 """One training run in its folder: built, fitted, finished."""
 
 import functools
+import math
 import signal
 import time
 import traceback
@@ -42,6 +43,7 @@ from unet3d.run.start import Start
 from unet3d.run.validate import Predictions, evaluate
 from unet3d.signals import Stop
 from unet3d.training import metrics, optim, switches
+from unet3d.training.inference import free_bytes
 from unet3d.training.metrics import CaseScore
 from unet3d.training.trainer import Learner, Trainer
 from unet3d.types import IGNORE, Batch
@@ -77,7 +79,8 @@ class Run:
         learner = Learner(self.model, loss, self.optimizer, policy.scaler(), policy)
         self.predictor = build.predictor(config, [self.model], options, policy)
         if device.type == "cuda":
-            self.predictor = fitted(self.predictor)
+            free = free_bytes(device) if config.inference.batch == "auto" else math.inf
+            self.predictor = fitted(self.predictor, free)
         self.predictions = Predictions(folder, data, config.data)
         rests_on = fingerprint(data, policy.dtype)
         self.state = TrainingState(config, options, rests_on, self.model, self.optimizer, learner.scaler)

@@ -77,7 +77,8 @@ class Predictor:
         on_device = self.sums_on_device
         if on_device is None:
             on_device = self.sums_fit(corners, out_window)
-        host = HostMemory(self._device.type == "cuda")
+        largest = math.prod(sum_sizes(corners, out_window, axes)[0]) * (self.options.classes or 0) if on_device else 0
+        host = HostMemory(self._device.type == "cuda", largest)
         logits = self._logits(padded, places, None if on_device else host)
         for (a, b, c), means in _means(logits, corners, weight, axes):
             for strip in _inside(Strip((x, y, z), axes, (a - offset[0], b - offset[1], c - offset[2]), means)):
@@ -115,7 +116,7 @@ class Predictor:
         return torch.stack(boxes, out=tiles).to(self._device, non_blocking=True)
 
     def window_logits(self, tiles: Tensor) -> Tensor:
-        """Mean logits N K D H W of windows N C D H W, over the networks and all combinations of the mirrored axes."""
+        """Return mean logits N K D H W of windows N C D H W, over networks and all combinations of mirrored axes."""
         dims = [axis + 2 for axis in self.mirror]
         subsets = [subset for n in range(len(dims) + 1) for subset in itertools.combinations(dims, n)]
         total: Tensor | None = None
@@ -131,16 +132,20 @@ class Predictor:
 class HostMemory:
     """Host memory for results of a device, one after another: the next takes the place of the last."""
 
-    def __init__(self, is_pinned: bool) -> None:
-        """`is_pinned`: pages are locked, so that a GPU writes into them at full speed."""
+    def __init__(self, is_pinned: bool, numbers: int = 0) -> None:
+        """Take memory for `numbers` numbers at the first result: torch keeps the pages of every smaller buffer.
+
+        `is_pinned`: pages are locked, so that a GPU writes into them at full speed.
+        """
         self._is_pinned = is_pinned
+        self._numbers = numbers
         self._buffer = torch.empty(0)
 
     def take(self, result: Tensor) -> Tensor:
         """Return a copy of the result, once all of it is there."""
         if self._buffer.numel() < result.numel():
             self._buffer = torch.empty(0)  # before there is a larger one
-            self._buffer = torch.empty(result.numel(), pin_memory=self._is_pinned)
+            self._buffer = torch.empty(max(self._numbers, result.numel()), pin_memory=self._is_pinned)
         return self._buffer[: result.numel()].view(result.shape).copy_(result)
 
 

@@ -1,6 +1,7 @@
 """Versions of torch and cuDNN that are known to be bad on 3D convolutions in half precision, by pytorch's issues.
 
 A build of torch is installed with a cuDNN of its own, and uses another one where that is found first: both count.
+torch 2.9 is older than this package asks for, which whoever installs it may overrule.
 """
 
 import re
@@ -61,7 +62,7 @@ def warning(dtype: torch.dtype | None) -> str | None:
     try:
         cudnn = torch.backends.cudnn.version()
     except RuntimeError as error:  # torch takes no older one than it was built with
-        return str(error)
+        return str(error).partition("\n")[0]
     if cudnn is None:
         return None
     version = release(torch.__version__)

@@ -227,7 +227,13 @@ def _slabs(logits: Tensor, label: Tensor, numbers: int | None) -> Iterator[tuple
     for first in range(0, logits.shape[2], rows):
         x = logits[:, :, first : first + rows].to(_exact(logits.dtype)).contiguous()  # softmax would do so unseen
         index = label[:, None, first : first + rows].long()
-        yield x, torch.zeros_like(x).scatter_(1, index.clamp(min=0), (index != IGNORE).to(x.dtype))
+        if torch.are_deterministic_algorithms_enabled():
+            # On a GPU, torch would sort the values of a tensor before it scatters them; the number 1 it need not.
+            truth = torch.zeros_like(x).scatter_(1, index.clamp(min=0), 1).masked_fill_(index == IGNORE, 0)
+        else:
+            truth = torch.zeros_like(x).scatter_(1, index.clamp(min=0), (index != IGNORE).to(x.dtype))
+        del index
+        yield x, truth
 
 
 def _rows(logits: Tensor, numbers: int | None) -> int:

@@ -31,7 +31,7 @@ observer = Observer()
 def statistics(norm: Any, raw: Tensor, pieces: int = PIECES) -> Statistics:
     """Of a normalisation's input N C D H W, in its mode; running ones are updated as the layer does it.
 
-    Taken of one piece of the channels after the other: what is computed beside the statistics is as large as a piece.
+    They are taken of one piece of the channels after another, so what is computed beside them is as large as a piece.
     """
     shape, is_batch = raw.shape, isinstance(norm, nn.BatchNorm3d)
     if is_batch and not norm.training and norm.running_mean is not None:

@@ -39,7 +39,8 @@ def switched(config: Config) -> Iterator[None]:
         cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = before  # type: ignore[attr-defined]
         cudnn.allow_tf32 = "tf32" in precision
         cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = precision  # type: ignore[attr-defined]
-        torch.set_deterministic_debug_mode(mode)
+        if config.deterministic:  # this call alone also puts back what the compiler has been told
+            torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
         os.environ.pop(CUBLAS, None)
         if workspaces is not None:
             os.environ[CUBLAS] = workspaces

@@ -1,0 +1,48 @@
+"""What only a GPU can show: `pytest -m gpu`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from unet3d import build, compose
+from unet3d.memory.meter import STEADY
+from unet3d.memory.simulate import fitted, simulate
+from unet3d.training import optim
+from unet3d.training.step import train_step
+from unet3d.types import Batch
+
+pytestmark = pytest.mark.gpu
+WORDS = ("device=cuda", "model=unet_small", "data.patch=[32,32,32]", "batch=2", "amp=true", "amp_dtype=bf16")
+
+
+@pytest.mark.parametrize("word", ["ckpt=0", "ckpt=2", "lean=true", "slab=auto", "optim.fused=true"])
+def test_a_step_requests_what_was_predicted_and_at_most_the_workspaces_more(word: str) -> None:
+    config = compose.compose([*WORDS, word])
+    config.model = build.outlined_options(config)
+    segment_starts = tuple(range(config.ckpt))
+    ledger = simulate(config, config.model, segment_starts).ledger
+    policy = build.policy(config, "cuda", segment_starts)
+    model = build.model(config.model, 0).cuda()
+    optimizer = optim.optimizer(config.optim, model)
+    loss = build.loss(config, config.model.classes or 0, "cuda")
+    batch = Batch(torch.randn(2, 1, 32, 32, 32), torch.zeros(2, 32, 32, 32, dtype=torch.int16))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    for _ in range(STEADY):
+        train_step(model, loss, optimizer, policy.scaler(), policy, [batch], clip=12.0)
+    requested = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before + weights
+    predicted = ledger.peak_bytes()
+    assert 0.999 * predicted <= requested <= 1.001 * predicted + ledger.workspace_bound()
+
+
+def test_probabilities_are_those_of_single_windows_with_sums_on_the_host() -> None:
+    config = compose.compose(["device=cuda", "model=unet_small", "data.patch=[32,32,32]", "inference.batch=3"])
+    config.model = build.outlined_options(config)
+    policy = build.policy(config, "cuda", ())
+    predictor = fitted(build.predictor(config, [build.model(config.model, 0).cuda()], config.model, policy))
+    image = torch.randn(1, 70, 50, 40)
+    together = replace(predictor, sums_on_device=True).probabilities(image)
+    single = replace(predictor, batch=1, sums_on_device=False).probabilities(image)
+    torch.testing.assert_close(together, single, atol=1e-2, rtol=0)  # TF32
