@@ -12,7 +12,10 @@ from unet3d.training import optim
 from unet3d.training.step import train_step
 from unet3d.types import Batch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU, or tests hide it without -m gpu"),
+]
 WORDS = ("device=cuda", "model=unet_small", "data.patch=[32,32,32]", "batch=2", "amp=true", "amp_dtype=bf16")
 
 
