@@ -179,6 +179,29 @@ def test_shared_memory_that_is_too_small_is_refused_before_workers_start(
         next(loader.batches(None, ["a"], config))
 
 
+def test_auto_starts_fewer_workers_where_shared_memory_has_no_room_for_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[int] = []
+
+    def start(*_: object, num_workers: int, **__: object) -> None:
+        started.append(num_workers)
+        raise EOFError
+
+    monkeypatch.setattr(loader, "DataLoader", start)
+    monkeypatch.setattr(loader, "SHARED", tmp_path)
+    monkeypatch.setattr(loader, "worker_count", lambda asked, on_gpu: 8 if asked == "auto" else asked)
+    full = os.statvfs(tmp_path)
+    mib = 2**20 // full.f_frsize  # blocks
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([*full[:4], 10 * mib, *full[5:]]))
+    words = ["batch=1", "data.patch=[64,64,64]"]  # 1 MiB a batch, two for each worker, one more, and 1 MiB
+    with pytest.raises(EOFError):
+        next(loader.batches(None, ["a"], compose.compose(words)))
+    assert started == [4]
+    with pytest.raises(UserError, match=r"^workers=8: "):
+        next(loader.batches(None, ["a"], compose.compose([*words, "workers=8"])))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")
 @pytest.mark.parametrize("size", ["16k", "1m"])
 def test_a_run_in_a_container_with_little_shared_memory_is_one_line(tmp_path: Path, size: str) -> None:

@@ -139,7 +139,8 @@ def test_what_is_of_one_process_is_refused_over_several_ranks(word: str, monkeyp
 
 @pytest.mark.parametrize("word", ["device=cpu", "model.downsampling=strided_conv", "model.path=package.module:name"])
 def test_what_repeats_itself_is_not_refused(word: str) -> None:
-    compose.compose(["deterministic=true", "device=cuda" if word != "device=cpu" else "device=cpu", word])
+    config = compose.compose(["deterministic=true", "device=cuda", word])
+    assert config.deterministic and checks.switches_of(config) == "deterministic=true"
 
 
 def test_a_gpu_that_auto_finds_refuses_what_device_cuda_does() -> None:

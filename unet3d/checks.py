@@ -74,6 +74,7 @@ def check(config: Config, here: bool = True) -> None:
         _check_patch(config)
     _check_training(config)
     _check_windows(config)
+    _check_count("workers", config.workers, "processes")
     _check_switches(config)
     _check_data(config.data)
     if config.budget is not None:
@@ -102,6 +103,11 @@ def options(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from options(value, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}", value, item.metadata
+
+
+def switches_of(config: Config) -> str:
+    """Return what `switched_on` says of a config."""
+    return switched_on({name: value for name, value, _ in options(config)})
 
 
 def switched_on(values: Mapping[str, Any]) -> str:
@@ -200,23 +206,28 @@ def _check_slabs(config: Config) -> None:
 
 def _check_windows(config: Config) -> None:
     batch = config.inference.batch
-    if batch != "auto" and (not isinstance(batch, int) or isinstance(batch, bool)):
-        raise UserError(f"inference.batch={batch}: use a number of windows, or auto")
+    _check_count("inference.batch", batch, "windows")
     if config.model.norm == "batch_current" and batch not in ("auto", 1):
         raise mixed_windows(batch, "model.norm=batch_current")
 
 
+def _check_count(name: str, value: Any, things: str) -> None:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool)):
+        raise UserError(f"{name}={value}: use a number of {things}, or auto")
+
+
 def _check_switches(config: Config) -> None:
-    if config.workers != "auto" and (not isinstance(config.workers, int) or isinstance(config.workers, bool)):
-        raise UserError(f"workers={config.workers}: use a number of processes, or auto")
     if config.deterministic and config.cuda.benchmark:
         raise UserError("deterministic=true and cuda.benchmark=true: which kernel is fastest is chance; drop one")
     others = (("ckpt", config.ckpt), ("lean", config.lean), ("slab", config.slab))
     used = [f"{name}={value}".lower() for name, value in others if value]
     if config.compile and used:
         raise UserError(f"compile=true and {used[0]}: each decides what backward makes again; drop one")
-    if config.channels_last and (way := next((word for word in used if not word.startswith("ckpt")), None)):
-        raise UserError(f"channels_last=true and {way}: slabs are rows of maps whose channels lie apart; drop one")
+    in_slabs = [word for word in used if not word.startswith("ckpt")]
+    if config.channels_last and in_slabs:
+        raise UserError(
+            f"channels_last=true and {in_slabs[0]}: slabs are rows of maps whose channels lie apart; drop one"
+        )
     if config.channels_last and config.model.path is None and config.model.norm == "group":
         what = "a GPU copies each map within it, which no prediction sees"
         raise UserError(f"channels_last=true and model.norm=group: {what}; use another norm, or drop one")

@@ -11,13 +11,14 @@ Copies and memsets are no launches.
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from unet3d import build, checks, compose
 from unet3d.config import Config
@@ -66,7 +67,7 @@ class Launches(TorchDispatchMode):
             self.counts.convolutions += CONVOLUTIONS[func](args)
         if is_of_cudnn(func, args):
             self.counts.normalisations += 1
-        elif not self._is_on_host(func, args):
+        elif not self._is_on_host(args):
             launches = launches_of(func, args, result)
             self.counts.launches += launches
             if launches:
@@ -79,9 +80,9 @@ class Launches(TorchDispatchMode):
             self.counts.synchronisations += 1
             self._read = storage(number)
 
-    def _is_on_host(self, func: Any, args: Any) -> bool:
+    def _is_on_host(self, args: Any) -> bool:
         """Return whether the operation is one of the optimizer's on numbers in host memory."""
-        first = next(tensors(args), None)
+        first = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
         return first is not None and storage(first) in self._host
 
 
@@ -89,15 +90,6 @@ def storage(tensor: Tensor) -> int:
     """Return what tells a tensor's storage from others."""
     address: int = tensor.untyped_storage()._cdata
     return address
-
-
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors among arguments."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for part in tree:
-            yield from tensors(part)
 
 
 # The rules: of an operation's arguments and result, how many kernels of torch's it launches.
@@ -254,7 +246,7 @@ def main() -> int:
     try:
         config = compose.compose([*sys.argv[1:], "device=cuda"])
         config.model = build.outlined_options(config)
-        switches = checks.switched_on({name: value for name, value, _ in checks.options(config)})
+        switches = checks.switches_of(config)
         if switches:
             raise UserError(f"{switches}: the rules are those of a step without switches")
     except UserError as error:

@@ -384,6 +384,24 @@ def test_a_validation_that_a_gpu_has_no_room_for_is_refused_with_fewer_windows(
     assert "100 windows at once" in shown and "only where they fit" in shown
 
 
+def test_auto_sees_one_window_at_a_time_where_a_gpu_has_no_room_for_more(
+    gpu: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Networks whose validation of a micro-batch needs more than a step are large: their bytes are made up."""
+    words = ("device=cuda", "dry_run=false", "model.features=[4,8]", "data.patch=[8,8,8]", "batch=2")
+    asked = config(*words)
+    gpu[:] = [2**30, 2**30]
+    needed = {1: 2**29, 2: 2**31}
+    monkeypatch.setattr(
+        "unet3d.memory.preflight.validation_peak",
+        lambda config, *_: needed[2 if config.inference.batch == "auto" else config.inference.batch],
+    )
+    preflight(asked, asked.model)
+    assert mib(2**29) in capsys.readouterr().out
+    (line,) = refusal(*words, "inference.batch=2")
+    assert "inference.batch=1," in line
+
+
 def test_fewer_windows_are_a_remedy_for_a_validation_of_several() -> None:
     said = {windows: " ".join(oom_in_validation(config("device=cuda"), 2, windows)) for windows in (1, 5)}
     assert "inference.batch=1" in said[5] and "5 at once" in said[5]

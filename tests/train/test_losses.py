@@ -130,6 +130,24 @@ def test_value_and_gradient_are_those_of_whole_maps(
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
 
 
+@every_loss
+def test_a_deterministic_loss_is_the_same_to_the_bit(function: LossTerm) -> None:
+    logits, label = example()
+    label[:, 2:4] = IGNORE
+    results = []
+    for is_deterministic in (False, True):
+        torch.use_deterministic_algorithms(is_deterministic)
+        try:
+            x = logits.clone().requires_grad_()
+            value = SegmentationLoss(function)(x, label)
+            value.backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        results.append((value.detach(), x.grad))
+    (value, gradient), (other, other_gradient) = results
+    assert torch.equal(value, other) and torch.equal(gradient, other_gradient)
+
+
 def test_the_gradient_is_written_over_logits_that_nothing_else_needs() -> None:
     """An output that its operation has kept, or that someone still holds, stays as it is."""
     image, label = torch.randn(1, 2, 6, 5, 4), torch.zeros(1, 6, 5, 4, dtype=torch.int16)

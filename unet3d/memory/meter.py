@@ -94,9 +94,8 @@ class LedgerMeter:
 
     def _claim_state(self, state: Tensor, name: str, path: str) -> None:
         self.ledger.claim(state, "optimizer", path)
-        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
-        if self._for_gpu and name == "step" and not is_fused:
-            self.ledger.uncount(state)  # Adam counts its steps on the host
+        if self._for_gpu and name == "step" and not any(group.get("fused") for group in self.optimizer.param_groups):
+            self.ledger.uncount(state)  # Adam counts its steps on the host, unless one kernel updates all weights
 
 
 class CudaMeter(LedgerMeter):

@@ -99,8 +99,7 @@ class Run:
             split = {"train": data.train, "val": data.val}  # as data.split reads it
             write_json(folder / "split.json", {use: [case.id for case in cases] for use, cases in split.items()})
             self.loggers = open_loggers(config, folder)
-            switches_on = checks.switched_on({name: value for name, value, _ in checks.options(config)})
-            self.loggers.add(TerminalLogger(config.steps, switches=switches_on))
+            self.loggers.add(TerminalLogger(config.steps, switches=checks.switches_of(config)))
         rate = functools.partial(optim.learning_rate, config.optim, config.steps)
         clip, mark, log = config.optim.clip, self._mark, self.loggers.scalars
         self.trainer = Trainer(learner, rate, clip, mark, log, self.first, last_validation)

@@ -63,8 +63,8 @@ def _moments(x: Tensor) -> list[Tensor]:
 class Slabs:
     """Slabs of about so many numbers, and the gradients that are on their way."""
 
-    def __init__(self, numbers: int, uses_onednn: bool) -> None:
-        self.numbers, self.uses_onednn = numbers, uses_onednn
+    def __init__(self, numbers: int, on_cpu: bool) -> None:
+        self.numbers, self.on_cpu = numbers, on_cpu
         self.of_maps: dict[Node, Tensor] = {}  # gradients of stored maps
         self.of_statistics: OfStatistics = {}
 
@@ -72,7 +72,7 @@ class Slabs:
         """The rows of each slab of a node."""
         most = max(n.shape.numel() for n in node.nodes()) / node.length  # a pooled row is made from several
         rows = max(1, round(self.numbers / most))
-        fewest = node.fewest_rows() if self.uses_onednn and isinstance(node, Convolved) else 1
+        fewest = node.fewest_rows() if self.on_cpu and isinstance(node, Convolved) else 1
         if fewest <= node.length:  # else torch's kernel is slow however many rows there are
             rows = max(rows, fewest)
         count = math.ceil(node.length / rows)
@@ -80,7 +80,7 @@ class Slabs:
 
     def pieces(self, raw: Tensor) -> int:
         """Return in how many pieces to take the statistics of a map: on a GPU each is as large as a slab."""
-        return PIECES if self.uses_onednn else max(1, min(PIECES, raw.numel() // self.numbers))
+        return PIECES if self.on_cpu else max(1, min(PIECES, raw.numel() // self.numbers))
 
     def make(self, node: Node, dtype: torch.dtype, device: torch.device) -> Stored:
         """The node's map."""
