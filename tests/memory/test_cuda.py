@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from guards import without
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from training import PLAIN, train
 
@@ -18,6 +19,7 @@ from unet3d.config import Config
 from unet3d.errors import is_out_of_memory
 from unet3d.memory import preflight
 from unet3d.memory.allocator import Settings
+from unet3d.memory.copies import GpuLedger
 from unet3d.memory.meter import ENOUGH
 from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.simulate import cuda_autocast, fake_mode, simulate
@@ -123,6 +125,22 @@ def test_the_steps_that_adam_counts_lie_on_the_host() -> None:
         weights = [weight.numel() for weight in meter.model.parameters()]
         states = meter.ledger.categories_at(len(meter.ledger.events))["optimizer"]
         assert states == sum(4 * (2 * size + numbers) for size in weights)
+
+
+def test_a_convolution_copies_what_does_not_lie_as_its_kernel_wants_it() -> None:
+    """Its result is made while the copy is there: see `_convolution` in torch's Convolution.cpp."""
+    size = 4 * 8**3
+    with fake_mode("cuda"), GpuLedger() as ledger:
+        layer = nn.Conv3d(2, 2, 1, bias=False)
+        whole = torch.empty(1, 4, 8, 8, 8)
+        part = whole.permute(0, 1, 4, 3, 2)[:, 1:3].requires_grad_()
+        ledger.mark("forward")
+        result = layer(part)
+        ledger.mark("backward")
+        result.backward(torch.empty(1, 2, 8, 8, 8).transpose(2, 4))
+    sums = [[change for _, change in ledger.events[start:end]] for _, start, end in ledger.phase_spans()[1:]]
+    assert sums[0] == [2 * size, 2 * size, -2 * size], "the copy, the result, and the copy goes"
+    assert sums[1][:3] == [2 * size, 2 * size, 2 * size], "the gradient, the image's copy, the gradient's copy"
 
 
 def test_outputs_of_layers_are_counted_under_the_same_policy() -> None:

@@ -98,6 +98,11 @@ class Ledger(TorchDispatchMode):
         for tensor in tensors:
             self._add(tensor, "adopted")
 
+    def count(self, tree: Any, operation: str, scope: ModuleScope | None = None) -> None:
+        """Count an operation's results; those that are counted already stay as they are."""
+        for tensor in _tensors(tree):
+            self._add(tensor, operation, scope)
+
     def claim(self, tensor: Tensor, role: str, module: str) -> None:
         """Record what a storage is for and which module owns it; count it if it is new."""
         self._add(tensor, "adopted")
@@ -192,8 +197,7 @@ class Ledger(TorchDispatchMode):
             self.convolutions.append((before, scope.module, flops))
         if func is SUM and self._is_in_place(args[0]):
             self._replace(args[0], result)
-        for tensor in _tensors(result):
-            self._add(tensor, str(func), scope)
+        self.count(result, str(func), scope)
         if func is CONVOLUTION:
             self.workspaces.append((len(self.events), args[0].nbytes + result.nbytes))
         elif func is CONVOLUTION_BACKWARD:  # of the output's gradient and the input; a map and its gradient are alike

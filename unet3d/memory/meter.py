@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, default_generator, nn
 
 from unet3d.memory.analysis import by_phase, first_and_steady, summarise_ledger
+from unet3d.memory.copies import GpuLedger
 from unet3d.memory.counters import Counters, CudaLedger
 from unet3d.memory.ledger import Ledger, ModuleTracker
 from unet3d.training.step import PHASES
@@ -75,7 +76,8 @@ class LedgerMeter:
         return summary | summarise_ledger(self.ledger)
 
     def _new_ledger(self) -> Ledger:
-        return Ledger(self.tracker.scope, self.device.type)
+        ledger = GpuLedger if self._for_gpu else Ledger
+        return ledger(self.tracker.scope, self.device.type)
 
     def _random_state(self) -> Tensor:
         """torch's, which checkpointing keeps and no dispatch mode sees."""

@@ -112,8 +112,8 @@ def preflight(config: Config, options: Model) -> Preflight:
         print(f"{parameters:,} parameters; {peaks}", flush=True)
         if config.compile:
             print("predicted without compile=true: compiled steps need more or less, which is not known", flush=True)
-        if config.channels_last and is_cuda:
-            print("predicted without copies of maps from one memory format into another, within kernels", flush=True)
+        if config.channels_last and is_cuda and (config.model.path or config.model.norm.startswith("batch")):
+            print("predicted without the scratch memory that batch norm takes in channels last", flush=True)
         reserved = 0
         if is_cuda:
             settings, left_out = read_settings(os.environ)

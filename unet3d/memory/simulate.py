@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unet3d import build
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
+from unet3d.memory.copies import GpuLedger
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEADY, LedgerMeter
 from unet3d.progress import parts
@@ -152,7 +153,8 @@ def validation_peak(config: Config, options: Model, optimizer: int) -> int:
     """Most bytes on the device in validation: weights, `optimizer` bytes of state, windows, mirrored; no sums."""
     with fake_mode(build.target(config)), torch.no_grad():
         model = fake_model(config, options, torch.float32).eval()
-        return _window_peak(build.predictor(config, [model], options, build.policy(config, "cpu", ()))) + optimizer
+        predictor = build.predictor(config, [model], options, build.policy(config, "cpu", ()))
+        return _window_peak(predictor, build.target(config)) + optimizer
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
@@ -191,12 +193,12 @@ def _predicted_peak(predictor: Predictor) -> int:
     with fake_mode(device.type), torch.no_grad():
         policy = replace(predictor.policy, device_type="cpu", segment_starts=())
         models = tuple(policy.formatted(build.model(predictor.options, seed=0)).eval() for _ in predictor.models)
-        return _window_peak(replace(predictor, models=models, policy=policy))
+        return _window_peak(replace(predictor, models=models, policy=policy), device.type)
 
 
-def _window_peak(predictor: Predictor) -> int:
-    """Most bytes alive while fake networks see windows, mirrored."""
-    ledger = Ledger()
+def _window_peak(predictor: Predictor, target: str) -> int:
+    """Return the most bytes alive while fake networks see windows, mirrored, as on a `target`, "cpu" or "cuda"."""
+    ledger = GpuLedger() if target == "cuda" else Ledger()
     assert predictor.options.in_channels is not None
     tiles = torch.empty(predictor.batch, predictor.options.in_channels, *predictor.window)
     for model in predictor.models:

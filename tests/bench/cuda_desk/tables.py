@@ -61,7 +61,7 @@ def comparison(section: str, found: Iterable[tuple[Row, Found]]) -> Section:
         "reserved MiB, predicted:real",
     ]
     bounds = ", ".join(f"{kind} {bound:.2%}" for kind, bound in WITHIN.items())
-    about = f"Of the first step / of a later one; errors are predicted less real. A row is right within: {bounds}."
+    about = f"First step / highest of later ones; errors are predicted minus real. A row is right within: {bounds}."
     lines = [compared(row, result) for row, result in found]
     return Section(f"Predicted against the allocator: {section}", about, head, lines)
 
@@ -71,7 +71,7 @@ def compared(row: Row, found: Found) -> Line:
     name = f"{row.words}, {row.patch.replace(',', 'x')}"
     if "failed" in found:
         return Line((name, "", "", "", "", f"failed: {found['failed']}"), False)
-    pairs = list(zip(found["predicted"], found["measured"], strict=True))  # of the first step, of a later one
+    pairs = list(zip(found["predicted"], found["measured"], strict=True))  # of the first step, of later ones
     outside = []
     for index, kind in enumerate(KINDS):
         if any(abs(predicted[index] - real[index]) > WITHIN[kind] * real[index] for predicted, real in pairs):
