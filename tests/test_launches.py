@@ -83,7 +83,10 @@ def test_the_script_prints_one_line_of_json(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "model=unet_tiny", "data.patch=[16,16,16]"])
     assert script.main() == 0
-    assert set(json.loads(capsys.readouterr().out)) >= {"launches", "convolutions", "synchronisations"}
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "model.features=[]"])
-    assert script.main() == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    names = ["launches", "convolutions", "normalisations", "synchronisations"]
+    assert [*json.loads(capsys.readouterr().out)] == names
+    for wrong in ("model.features=[]", "optim.fused=true"):
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), wrong])
+        assert script.main() == 2
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1 and wrong in printed

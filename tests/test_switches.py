@@ -16,7 +16,7 @@ from unet3d.errors import UserError
 from unet3d.memory.preflight import estimate
 from unet3d.report.run_folder import environment, headline, read_run
 from unet3d.training.losses import LOSSES
-from unet3d.training.switches import CUBLAS, not_compiled, refused, switched
+from unet3d.training.switches import CUBLAS, compile_error, nondeterminism_error, switched
 
 UNREPEATABLE = "my_layer does not have a deterministic implementation, but you set it"
 
@@ -153,7 +153,7 @@ def test_a_part_that_is_not_deterministic_ends_in_one_line(tmp_path: Path) -> No
     ended = train(tmp_path, *words, f"loss.path={__name__}:unrepeatable_loss")
     assert ended.code == UserError.exit_code
     assert "my_layer" in ended.err and "deterministic=true" in ended.err and "Traceback" not in ended.err
-    assert refused(RuntimeError("other")) is None
+    assert nondeterminism_error(RuntimeError("other")) is None
 
 
 def test_the_environment_says_how_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +204,8 @@ def test_a_compiled_run_has_the_losses_of_the_same_run_and_resumes(tmp_path: Pat
 def test_a_machine_without_a_compiler_is_told_in_one_line() -> None:
     from torch._inductor.exc import InvalidCxxCompiler  # here: each run that a test starts loads this file
 
-    assert not_compiled(RuntimeError("compiler")) is None
-    error = not_compiled(InvalidCxxCompiler())
+    assert compile_error(RuntimeError("compiler")) is None
+    error = compile_error(InvalidCxxCompiler())
     assert isinstance(error, UserError) and len(str(error).splitlines()) == 1
 
 

@@ -213,7 +213,7 @@ class Config:
     wandb: Wandb = field(default_factory=Wandb)
     amp: bool = option(False, "automatic mixed precision")
     amp_dtype: str = option("auto", "auto: bf16; fp16 on a GPU that emulates bf16", among=("auto", "bf16", "fp16"))
-    compile: bool = option(False, "torch.compile of the network's training, once memory is measured; takes minutes")
+    compile: bool = option(False, "torch.compile of the network in training, once memory is measured; takes minutes")
     channels_last: bool = option(False, "weights and maps with a voxel's channels side by side, as tensor cores want")
     ckpt: Any = option(0, "activation checkpointing in at most this many segments, or auto; 0: off")
     lean: bool = option(False, "keep only the convolutions' raw outputs; what follows each is made again, by slabs")

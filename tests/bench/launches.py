@@ -1,11 +1,11 @@
-"""What a training step on CUDA asks of the device, counted without one.
+"""What a training step on CUDA asks of the device, counted without a GPU.
 
     python tests/bench/launches.py model=unet amp=true amp_dtype=bf16 "data.patch=[64,64,64]"
 
 Prints one JSON line: `launches` of torch's kernels, `convolutions` and `normalisations` of cuDNN, `synchronisations`,
 of the third step, whose optimizer has its state. The step runs on fake tensors. Each operation then counts by the rules
-of torch's CUDA backend, read from its source; `cuda_desk.py` compares them with what torch's CUDA build does.
-Copies and memsets are no launches.
+of torch's CUDA backend, read from its source; `cuda_desk.py` compares them with what torch's CUDA build does. Kernels
+of cuDNN, copies and memsets are not in `launches`. A CPU build of torch counts as one for CUDA 13.
 """
 
 import json
@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +30,21 @@ from unet3d.training.step import train_step
 aten = torch.ops.aten
 STEPS = 3
 CHUNK = 65_536  # numbers that a block of a `_foreach_` kernel takes; MultiTensorApply.cuh of torch 2.13
-BLOCKS = 2_240  # of one launch of it
-TENSORS = (770, 448, 336, 252, 210)  # of one launch, for 1 to 5 lists of tensors
 BATCHED = 4  # dimensions of tensors that `cat` joins in one launch
-HALF = torch.float16  # cuDNN normalises float32 and this, torch bfloat16
+CUDNN_NORMALISES = (torch.float32, torch.float16)  # torch itself bfloat16
+
+
+class ForeachLimits(NamedTuple):
+    """What one launch of a `_foreach_` kernel takes at most."""
+
+    blocks: int
+    tensors: tuple[int, ...]  # of each list, for 1 to 5 lists of tensors
+    tensors_of_one_list: int  # with a number for each tensor
+
+
+CUDA_13 = ForeachLimits(2_240, (770, 448, 336, 252, 210), 672)
+CUDA_12 = ForeachLimits(320, (110, 64, 48, 36, 30), 96)
+LIMITS = CUDA_12 if (torch.version.cuda or "13").startswith("12") else CUDA_13
 
 
 @dataclass
@@ -104,7 +115,7 @@ def launches_of(func: Any, args: Any, result: Any) -> int:
     if func.namespace != "aten" or func.is_view or func in NOTHING:
         return 0
     if func.overloadpacket.__name__.startswith("_foreach_"):
-        return foreach(args, result)
+        return foreach(args, result, has_scalars="ScalarList" in func._overloadname)
     return 1
 
 
@@ -131,19 +142,23 @@ def joined(args: Any, result: Tensor) -> int:
     return sum(not (is_gapless and part.is_contiguous()) for part in parts)
 
 
-def foreach(args: Any, result: Any) -> int:
-    """Return the launches of an operation on lists of tensors: as many numbers as fit in one launch, and so on."""
+def foreach(args: Any, result: Any, has_scalars: bool = False) -> int:
+    """Return the launches of an operation on lists of tensors: as many numbers as fit in one launch, and so on.
+
+    `has_scalars`: the operation takes a number for each tensor.
+    """
     lists = [part for part in args if isinstance(part, list | tuple) and part and isinstance(part[0], Tensor)]
     depth = len(lists) + (isinstance(result, list | tuple) and len(result) > 0)  # those not in place have one more
+    most = LIMITS.tensors_of_one_list if has_scalars and depth == 1 else LIMITS.tensors[depth - 1]
     launches = 0
     blocks = 0
     count = 0
     for tensor in lists[0]:
-        count += 1
+        count += tensor.numel() > 0
         for chunk in reversed(range(math.ceil(tensor.numel() / CHUNK))):
             blocks += 1
-            is_full = count == TENSORS[depth - 1] and chunk == 0
-            if blocks == BLOCKS or is_full:
+            is_full = count == most and chunk == 0
+            if blocks == LIMITS.blocks or is_full:
                 launches += 1
                 blocks = 0
                 count = int(chunk > 0)
@@ -163,14 +178,14 @@ def convolved_backward(args: Any, result: Any) -> int:
 
 
 def is_of_cudnn(func: Any, args: Any) -> bool:
-    """Return whether cuDNN does a normalisation: in training, of all types but bfloat16, with weights."""
+    """Return whether cuDNN does a normalisation: in training, of float32 and float16, with weights."""
     if func is aten.native_batch_norm.default:
         x, weight, *_, is_training = args[:6]
     elif func is aten.native_batch_norm_backward.default:
         _, x, weight, *_, is_training = args[:8]
     else:
         return False
-    return is_training and weight is not None and x.dtype in (torch.float32, HALF)
+    return is_training and weight is not None and x.dtype in CUDNN_NORMALISES
 
 
 def normalised(args: Any, result: Any) -> int:
@@ -243,14 +258,17 @@ def counted(config: Config) -> Counts:
 
 def main() -> int:
     """Print the counts of the config on the command line. Return 2 where that cannot be counted."""
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(__doc__)
+        return 0
     try:
         config = compose.compose([*sys.argv[1:], "device=cuda"])
         config.model = build.outlined_options(config)
         switches = checks.switches_of(config)
         if switches:
-            raise UserError(f"{switches}: the rules are those of a step without switches")
+            raise UserError(f"{switches}: only steps without switches can be counted; drop it")
     except UserError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(json.dumps(asdict(counted(config))))
     return 0

@@ -86,7 +86,7 @@ def test_a_prediction_for_a_gpu_states_it_and_one_for_the_cpu_does_not(capsys: p
         found = preflight(asked, asked.model).memory["predicted"]
         said = capsys.readouterr().out
         assert ("workspace_bound_bytes" in found) is (device == "cuda")
-        for line in (tables.workspace_bound(found), tables.spacing(found)):
+        for line in (tables.workspace_bound(found), tables.cuda_sizes(found)):
             assert bool(line) is (device == "cuda")
             assert line in said
         assert ("nvidia-smi" in said) is (device == "cuda")

@@ -138,7 +138,7 @@ def _parts(
     yield f"predicted peak of a step: {mib(peak)} MiB ({entry['kind']}), {tables.moment(entry)}"
     yield sentence
     yield "Layers of the number", _layers(subject)
-    yield from filter(None, [tables.spacing(entry)])
+    yield from filter(None, [tables.cuda_sizes(entry)])
     made = [storage for storage in subject.ledger.storages if storage.operation == "aten.convolution.default"]
     for first in made[:1]:
         shape = " x ".join(map(str, first.shape))
@@ -205,7 +205,7 @@ def _layers(subject: MemoryEstimate) -> Table:
         ["reserved by the allocator", mib(native.reserved_bytes), "replay"],
         ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(expandable.reserved_bytes), "replay"],
         ["convolutions' workspaces, not included", f"at most {workspaces} more", "bound, input + output of a layer"],
-        ["CUDA context", "", "constant of the GPU, outside of the allocator; not measured here"],
+        ["CUDA context", "", "constant of the GPU, outside of the allocator; not predicted"],
     ]
     return Table(columns, rows)
 

@@ -37,7 +37,7 @@ class Counters:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def excess(self, compute: Callable[[], R]) -> tuple[R, int]:
-        """Return the result of `compute`, and the most bytes requested within beyond what is held before and after.
+        """Return the result of `compute`, and its peak of requested bytes less the larger of those before and after.
 
         A result made after the workspace is freed, such as a bias's gradient, is counted in what is held after: the
         excess is too small by its bytes.

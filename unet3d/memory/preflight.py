@@ -20,7 +20,7 @@ from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
 from unet3d.memory.segments import choose_segments, predicted
 from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_mode, fake_model, simulate, validation_peak
-from unet3d.memory.tables import moment, peak_location, sentence, spacing, workspace_bound
+from unet3d.memory.tables import cuda_sizes, moment, peak_location, sentence, workspace_bound
 from unet3d.progress import counting
 from unet3d.training import known_bad
 from unet3d.types import host_bytes, mib
@@ -120,7 +120,7 @@ def preflight(config: Config, options: Model) -> Preflight:
             allocated, reserved = replay(meter.ledger.events, settings)
             found |= {"allocated_bytes": allocated, "reserved_bytes": reserved}
             on_cuda = f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay)"
-            print(on_cuda, workspace_bound(found), spacing(found), *left_out, sep="\n", flush=True)
+            print(on_cuda, workspace_bound(found), cuda_sizes(found), *left_out, sep="\n", flush=True)
         asked = Option((), "nothing", config, options, peak, fraction / PASSES, reserved_bytes=reserved)
         refuse_over_budget(asked)
         location, validation = peak_location(found), validation_peak(config, options, found["state"]["optimizer"])

@@ -85,7 +85,7 @@ class Explanation:
         yield f"{self.name}: {self.parameters:,} parameters; {self.about}"
         yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({self.entry['kind']})"
         yield f"at its highest in {tables.moment(self.ledger)}"
-        about = (tables.workspace_bound, tables.largest_workspaces, tables.spacing)
+        about = (tables.workspace_bound, tables.largest_workspaces, tables.cuda_sizes)
         yield from filter(None, (words(self.entry) for words in about))
         yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
         yield "At the peak, by category", tables.categories(self.ledger)

@@ -18,9 +18,9 @@ NAMES = {
 LARGEST = 3  # workspaces in a sentence
 WORKSPACES = "Workspaces of convolutions (measured: requested less tensors)"
 # How the sizes of a step on CUDA differ, from the smallest to the largest.
-SPACING = (
-    "tensors (held by the program) <= requested (with scratch inside operations) <= allocated (blocks of 512 bytes) <= "
-    "reserved (segments from the driver) < nvidia-smi (with its context and kernels, a few hundred MiB, not predicted)"
+CUDA_SIZES = (
+    "tensors (held by the program) <= requested (with scratch inside operations) <= allocated (multiples of 512 bytes) "
+    "<= reserved (segments from the driver) < nvidia-smi (with its context and kernels, a few hundred MiB, not predicted)"
 )
 
 
@@ -47,10 +47,10 @@ def workspaces(entry: Entry) -> Table:
     return Table(["layer", "phase", "workspace (MiB)"], rows)
 
 
-def spacing(entry: Entry) -> str:
+def cuda_sizes(entry: Entry) -> str:
     """Return how the sizes of a step differ, if it is on CUDA; else ""."""
     is_on_cuda = "workspace_bound_bytes" in entry or "reserved_bytes" in entry
-    return f"On CUDA: {SPACING}." if is_on_cuda else ""
+    return f"On CUDA: {CUDA_SIZES}." if is_on_cuda else ""
 
 
 def moment(entry: Entry) -> str:

@@ -55,7 +55,7 @@ def print_summary(folder: Path) -> None:
         title = f"Memory of a step, {run.memory_kind} ({run.memory_entry['kind']})"
         console.print(terminal_table(title, tables.phases(run.memory_entry)))
         console.print(_prediction(run))
-        for words in (tables.workspace_bound, tables.largest_workspaces, tables.spacing):
+        for words in (tables.workspace_bound, tables.largest_workspaces, tables.cuda_sizes):
             if line := words(run.memory_entry):
                 console.print(escaped(line))
     for what, value in _timing(run).items():
@@ -235,7 +235,7 @@ def _memory(run: RunFolder) -> list[str]:
         element("p", _prediction(run)),
         element("p", tables.workspace_bound(predicted or {})),
         element("p", tables.largest_workspaces(entry)),
-        element("p", tables.spacing(entry)),
+        element("p", tables.cuda_sizes(entry)),
         element("p", tables.sentence(advice, predicted["peak_bytes"]) if advice and predicted else ""),
         html_table(*tables.levers(run.memory.get("without", {}), predicted["peak_bytes"] if predicted else 0)),
         html_table(*tables.phases(entry)),

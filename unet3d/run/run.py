@@ -129,7 +129,7 @@ class Run:
             where = ranks.on_first(lambda: self.checkpoints.dump(self.trainer.step + 1, batches))
             raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
-            if foreseen := lost(error) or switches.refused(error) or self._not_compiled(error):
+            if foreseen := lost(error) or switches.nondeterminism_error(error) or self._not_compiled(error):
                 raise foreseen from error
             if not is_out_of_memory(error):
                 raise
@@ -147,7 +147,7 @@ class Run:
 
     def _not_compiled(self, error: Exception) -> UserError | None:
         """Return the error to show where torch.compile failed; None for another error, or where memory ran out."""
-        return None if is_out_of_memory(error) else switches.not_compiled(error)
+        return None if is_out_of_memory(error) else switches.compile_error(error)
 
     def _free_memory(self) -> None:
         """Let go of gradients, for simulations; on a GPU, which others may wait for, of all tensors."""
@@ -234,7 +234,7 @@ class Run:
         own = data.val[ranks.RANK :: ranks.SIZE]
         try:
             with (
-                switches.as_predicted(self.model),
+                switches.without_compiler(self.model),
                 closing(evaluate(self.predictor, own, data.read_val, classes, hd95, "validation", keep)) as scores,
             ):
                 return [*self._in_turns(scores)]
@@ -313,7 +313,7 @@ class Run:
         memory = run_folder.read_memory(self.folder)
         if "measured" in memory:  # by steps taken before the run was stopped, perhaps
             self._log_memory(memory)
-        with optim.averaged(self.model, self.optimizer), switches.as_predicted(self.model):
+        with optim.averaged(self.model, self.optimizer), switches.without_compiler(self.model):
             self.predictions.complete(self.predictor)
         for path in self.predictions.pictures:
             if path.stem != "prediction":  # of the only case, whose picture the last validation has logged

@@ -26,7 +26,7 @@ from unet3d.types import Strip
 
 Axes = tuple[int, int, int]  # slabs follow one another along the first, strips of a slab along the second
 FLOAT32 = 4  # bytes
-MARGIN = 8  # one part of so many of a GPU's memory is left: workspaces of convolutions and gaps are not predicted
+MARGIN = 8  # 1/8 of a GPU's memory stays free: workspaces of convolutions and gaps are not predicted
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,15 @@ class Predictor:
     overlap: float = 0.5  # least share of a window that its neighbour covers too
     mirror: tuple[int, ...] = ()  # axes; logits are averaged over all combinations of their mirrorings
     batch: int = 1  # windows in one forward pass
-    window_bytes: int | None = None  # that a pass needs beside the weights, predicted; None: not known
+    window_bytes: int | None = None  # predicted bytes that a forward pass needs besides the weights; None: not known
     sums_on_device: bool | None = None  # whether the networks' device has the sums; None: where they fit
 
     @torch.no_grad()
     def strips(self, image: Tensor) -> Iterator[Strip]:
-        """Image C X Y Z (normalised) to class probabilities on the CPU, each voxel in one strip."""
+        """Yield class probabilities of an image C X Y Z (normalised) on the CPU, each voxel in one strip.
+
+        A strip is valid until the next one is asked for, which takes its memory.
+        """
         were_training = [model.training for model in self.models]
         for model in self.models:
             model.eval()
@@ -102,7 +105,7 @@ class Predictor:
             if host is not None and logits.device.type != "cpu":
                 logits = host.take(logits)
             windows = [*logits.unbind()]
-            del logits  # who asks for windows holds the last one alone
+            del logits  # so the batch is freed once the caller drops its last window
             while windows:
                 yield windows.pop(0)
 
@@ -121,7 +124,8 @@ class Predictor:
         subsets = [subset for n in range(len(dims) + 1) for subset in itertools.combinations(dims, n)]
         total: Tensor | None = None
         for model, flipped in itertools.product(self.models, subsets):
-            logits = self.policy.forward(model, tiles.flip(flipped)).float()  # of a copy: a network may change it
+            # `flip` copies even without axes, so a network that works in place changes no other pass.
+            logits = self.policy.forward(model, tiles.flip(flipped)).float()
             logits = logits.flip(flipped) if flipped else logits
             total = logits if total is None else total.add_(logits)
         assert total is not None

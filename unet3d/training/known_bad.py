@@ -1,7 +1,7 @@
 """Versions of torch and cuDNN that are known to be bad on 3D convolutions in half precision, by pytorch's issues.
 
 A build of torch is installed with a cuDNN of its own, and uses another one where that is found first: both count.
-torch 2.9 is older than this package asks for, which whoever installs it may overrule.
+torch 2.9 is older than this package asks for; pip can be told to install it anyway.
 """
 
 import re
@@ -19,7 +19,7 @@ Version = tuple[int, ...]
 
 
 class KnownBad(NamedTuple):
-    """What is wrong with some versions. Of each range, the second one is the first that is no longer meant."""
+    """What is wrong with some versions. Ranges are half open: first bad version, first good one."""
 
     torch: tuple[Version, Version]
     cudnn: tuple[int, int]  # in cuDNN's own writing: 91002 for 9.10.2
@@ -38,7 +38,7 @@ KNOWN = (
         issues="pytorch#166122, #166643",
         remedy="use torch 2.10 or newer",
     ),
-    KnownBad(  # which looks at the cuDNN that is there, and comes with 9.10.2 or 9.13
+    KnownBad(  # it looks for the cuDNN that is there as it runs, and comes with 9.10.2 or 9.13
         torch=((2, 9, 1), (2, 10)),
         cudnn=(90800, 91500),
         dtypes=HALF,
@@ -50,7 +50,7 @@ KNOWN = (
         torch=((2, 10), (LATER,)),
         cudnn=(90800, 91500),
         dtypes=(torch.bfloat16,),
-        wrong="can be wrong in bf16 in 3D convolutions of very large maps, as of 1.8e9 numbers",
+        wrong="can be wrong in bf16 in 3D convolutions of very large maps, as of 1.8e9 elements",
         issues="pytorch#163539",
         remedy="use cuDNN 9.15 or newer, as builds of torch for CUDA 13 do",
     ),
@@ -61,7 +61,7 @@ def warning(dtype: torch.dtype | None) -> str | None:
     """Return a line on what is known against 3D convolutions of this type on CUDA here, None if nothing is."""
     try:
         cudnn = torch.backends.cudnn.version()
-    except RuntimeError as error:  # torch takes no older one than it was built with
+    except RuntimeError as error:  # the cuDNN that is there is older than the one that torch was built with
         return str(error).partition("\n")[0]
     if cudnn is None:
         return None

@@ -13,13 +13,15 @@ from unet3d.errors import UserError
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 FIXED_WORKSPACES = ":4096:8"  # with which cuBLAS repeats its results
 REFUSAL = "does not have a deterministic implementation"  # in torch's error, after the operation
+REFUSAL_OF_CUBLAS = "because it uses CuBLAS"  # in the error where cuBLAS was in use before CUBLAS was set
 
 
 @contextmanager
 def switched(config: Config) -> Iterator[None]:
-    """Within, torch computes as `cuda` and `deterministic` say. Enter it before CUDA is in use; afterwards all is back.
+    """Let torch compute as `cuda` and, if it is true, `deterministic` say; afterwards all is as before.
 
-    Memory that nothing has written to yet stays as it is: torch would fill it for `deterministic`, which takes time.
+    Enter it before the process uses cuBLAS, which reads its variable once. Memory that nothing has written to yet stays
+    as it is: torch would fill it for `deterministic`, which takes time.
     """
     cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
     before = cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -37,9 +39,9 @@ def switched(config: Config) -> Iterator[None]:
         yield
     finally:
         cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = before  # type: ignore[attr-defined]
-        cudnn.allow_tf32 = "tf32" in precision
+        cudnn.allow_tf32 = "tf32" in precision  # sets the two below as well, and is a flag of its own
         cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = precision  # type: ignore[attr-defined]
-        if config.deterministic:  # this call alone also puts back what the compiler has been told
+        if config.deterministic:  # only `use_deterministic_algorithms` also resets the compiler's flag
             torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
         os.environ.pop(CUBLAS, None)
         if workspaces is not None:
@@ -51,7 +53,7 @@ def is_compiled(model: nn.Module) -> bool:
     return model._compiled_call_impl is not None
 
 
-def as_predicted(model: nn.Module) -> AbstractContextManager[object]:
+def without_compiler(model: nn.Module) -> AbstractContextManager[object]:
     """Return a context within which a compiled network computes as it would without torch.compile.
 
     Memory is predicted for that, and windows of a validation come in several batch sizes, each compiled anew.
@@ -59,16 +61,21 @@ def as_predicted(model: nn.Module) -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
-def not_compiled(error: Exception) -> UserError | None:
+def compile_error(error: Exception) -> UserError | None:
     """Return the error to show where torch.compile failed; None for another error."""
     if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return None
     return UserError(f"compile=true: {str(error).partition(chr(10))[0]}; set compile=false")
 
 
-def refused(error: Exception) -> UserError | None:
+def nondeterminism_error(error: Exception) -> UserError | None:
     """Return the error to show where torch has no deterministic kernel for an operation; None for another error."""
+    if REFUSAL_OF_CUBLAS in str(error):
+        what = f"this process used cuBLAS before; start another one, or set {CUBLAS}={FIXED_WORKSPACES} before"
+        return UserError(f"deterministic=true: {what}")
     operation, _, rest = str(error).partition(f" {REFUSAL}")
     if not rest:
         return None
-    return UserError(f"deterministic=true: torch has no deterministic {operation}; use other layers, or drop it")
+    return UserError(
+        f"deterministic=true: torch has no deterministic {operation}; use other layers, or set it to false"
+    )
