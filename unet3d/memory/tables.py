@@ -20,7 +20,8 @@ WORKSPACES = "Workspaces of convolutions (measured: requested less tensors)"
 # How the sizes of a step on CUDA differ, from the smallest to the largest.
 CUDA_SIZES = (
     "tensors (held by the program) <= requested (with scratch inside operations) <= allocated (multiples of 512 bytes) "
-    "<= reserved (segments from the driver) < nvidia-smi (with its context and kernels, a few hundred MiB, not predicted)"
+    "<= reserved (segments from the driver) "
+    "< nvidia-smi (with its context and kernels, a few hundred MiB, not predicted)"
 )
 
 
