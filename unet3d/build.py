@@ -137,7 +137,7 @@ def _digests(train: Sequence[Case], val: Sequence[Case], read: CaseReader) -> di
     if read.disk is not None:
         return {case.id: frozenset([read.disk.digest(read.key(case), "image")]) for case in cases}
     if read.cache is None:
-        return ranks.on_first(lambda: voxel_digests(train, val, read.rules))
+        return voxel_digests(train, val, read.rules)
     images = {case.id: read(case).image for case in cases}
     hashed = {name: hashlib.sha256(image.numpy().data).digest() for name, image in images.items()}
     return {name: frozenset([(images[name].shape, digest)]) for name, digest in hashed.items()}

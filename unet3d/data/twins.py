@@ -7,7 +7,7 @@ import nibabel as nib
 import numpy as np
 from nibabel.orientations import apply_orientation
 
-from unet3d import progress
+from unet3d import progress, ranks
 from unet3d.data import nifti
 from unet3d.data.cases import Case
 from unet3d.data.nifti import ValidationRules
@@ -43,20 +43,26 @@ class VoxelDigest:
 def voxel_digests(train: Sequence[Case], val: Sequence[Case], rules: ValidationRules) -> dict[str, Digests]:
     """Digests, by id, of the cases that may be the same: those of a size that occurs in both parts.
 
-    Each of them is read once, and none is kept. Raises UserError that lists all that cannot be read.
+    Each of them is read once, by one of the ranks, and none is kept. Raises UserError that lists what cannot be read.
     """
     sizes = {case.id: _size(case) for case in (*train, *val)}
     shared = {sizes[case.id] for case in train} & {sizes[case.id] for case in val}
     read = [case for case in (*train, *val) if sizes[case.id] in shared]
+    shares = ranks.gather(_share(read[ranks.RANK :: ranks.SIZE] if ranks.count() > 1 else read, rules))
+    if problems := [line for _, lines in shares for line in lines]:
+        raise UserError("\n".join(listed(problems)))
+    return {name: digests for found, _ in shares for name, digests in found.items()}
+
+
+def _share(cases: Sequence[Case], rules: ValidationRules) -> tuple[dict[str, Digests], list[str]]:
+    """The digests of cases by id, and what is wrong with those that cannot be read."""
     found, problems = dict[str, Digests](), list[str]()
-    for case in progress.track(read, "comparing images", len(read)):
+    for case in progress.track(cases, "comparing images", len(cases)):
         try:
             found[case.id] = _digests(case, rules)
         except UserError as error:
             problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(listed(problems)))
-    return found
+    return found, problems
 
 
 def _size(case: Case) -> Size:
