@@ -5,7 +5,6 @@ import importlib
 import math
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,13 +17,14 @@ from unet3d.config import Config, Model
 from unet3d.config import Data as DataOptions
 from unet3d.data import disk_cache
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
-from unet3d.data.check import WARNING, check_cases, content_hashes, leaks
+from unet3d.data.check import WARNING, check_cases, content_hashes
 from unet3d.data.disk_cache import DiskCache, can_stay_mapped
 from unet3d.data.nifti import ValidationRules, open_image
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader, SparseReader
+from unet3d.data.twins import leaks, voxel_digests
 from unet3d.data.volume import target_grid
-from unet3d.errors import UserError
+from unet3d.errors import UserError, listed
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.training.inference import Predictor
@@ -114,8 +114,8 @@ def data(config: Config) -> Data:
         reader.refuse_more_than_disk(kept)
     if options.cache != "off":
         reader.fill(cases)
-    if not options.semi and (twins := [*leaks(train, val, _digests(cases, reader, files))]):
-        raise UserError("\n".join(twins))
+    if not options.semi and (twins := [*leaks(train, val, _digests(train, val, reader))]):
+        raise UserError("\n".join(listed(twins)))
     return Data(dataset, train, val, reader, *_readers(options, reader, train), files)
 
 
@@ -131,24 +131,24 @@ def _cache(options: DataOptions, cases: int) -> dict[str, PreparedCase] | None:
     return {} if options.cache == "memory" or (options.cache == "disk" and can_stay_mapped(cases)) else None
 
 
-def _digests(cases: Sequence[Case], read: CaseReader, files: dict[str, Any]) -> dict[str, object]:
-    """Of the prepared images; if they are not kept, of the files of those images whose samples agree."""
+def _digests(train: Sequence[Case], val: Sequence[Case], read: CaseReader) -> dict[str, frozenset]:
+    """Of the prepared images; if they are not kept, of the voxels of those images that may be the same."""
+    cases = [*train, *val]
     if read.disk is not None:
-        return {case.id: read.disk.digest(read.key(case), "image") for case in cases}
-    if read.cache is not None:
-        images = {case.id: read(case).image for case in cases}
-        return {name: (image.shape, hashlib.sha256(image.numpy().data).digest()) for name, image in images.items()}
-    samples = {name: found["images"]["sample"] for name, found in files.items()}
-    shared = {sample for sample, times in Counter(samples.values()).items() if times > 1}
-    return {c.id: content_hashes(c, full=True)["images"]["full"] for c in cases if samples[c.id] in shared}
+        return {case.id: frozenset([read.disk.digest(read.key(case), "image")]) for case in cases}
+    if read.cache is None:
+        return voxel_digests(train, val, read.rules)
+    images = {case.id: read(case).image for case in cases}
+    hashed = {name: hashlib.sha256(image.numpy().data).digest() for name, image in images.items()}
+    return {name: frozenset([(images[name].shape, digest)]) for name, digest in hashed.items()}
 
 
 def refuse_problems(dataset: DatasetInfo, cases: Sequence[Case], options: DataOptions) -> None:
     """Check every file's header and print warnings. Raises UserError that lists every problem of every case."""
     found = check_cases(dataset, cases, options, full=False)
     if problems := [line for line in found if not line.startswith(WARNING)]:
-        raise UserError("\n".join(problems))
-    for line in found:
+        raise UserError("\n".join(listed(problems)))
+    for line in listed(found):
         print(line, file=sys.stderr)
 
 

@@ -12,6 +12,11 @@ def escaped(text: object, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in str(text))
 
 
+def listed(lines: Sequence[str], most: int = 1000) -> list[str]:
+    """The first lines, and how many more there are."""
+    return [*lines[:most], *([f"and {len(lines) - most:,} more"] if len(lines) > most else [])]
+
+
 class ForeseenError(BaseException):
     """Its text may quote a stranger's file: it is escaped, and may have several lines."""
 

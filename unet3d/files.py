@@ -1,11 +1,15 @@
 """Files written whole or not at all, and read within bounds: the only code of the package that replaces a file."""
 
 import csv
+import errno
+import fcntl
+import functools
 import io
 import json
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,32 +27,140 @@ DEEPEST_YAML = 20  # levels
 TAGGED = (ValueError, LookupError, AttributeError, TypeError, OverflowError)  # raised for `!!bool x` and others
 PLAIN = (str, int, float, list, dict, type(None))
 DEEPEST_FOLDER = 50  # levels; os.walk of Python 3.11 is recursive
+TEMPORARY = re.compile(r"\.(.*\.)?[0-9a-f]{16}\.tmp")  # names of what is written and not yet in its place
 FORMULA = re.compile(r"'*(=|@|[+-](?!([\d.]+(e[+-]?\d+)?|inf|nan)$))", re.IGNORECASE)  # to a spreadsheet; -1e3 is none
 
 
 @contextmanager
 def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
     """A file that replaces `path` in one move at the end; on an error `path` stays as it was. Raises OSError."""
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")  # nobody can have put a link there
+    remove_abandoned(path.parent.absolute())
+    file = None
     try:
-        with temporary.open("x+b") as file:  # O_EXCL: neither a file that is there nor a link is written to
+        file = _held_file(path.parent)
+        with file:  # and held until it is in its place
             yield file
             file.flush()
             os.fsync(file.fileno())  # content and names outlast a loss of power
-        if previous is not None and path.exists():  # at each moment one of the two is whole
-            os.replace(path, previous)
-        os.replace(temporary, path)
+            if previous is not None and path.exists():  # at each moment one of the two is whole
+                os.replace(path, previous)
+            os.replace(Path(file.name), path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
     except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        if file is not None:
+            with suppress(OSError):
+                os.unlink(file.name)
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None  # a write names no file, a move the temporary one
         raise
+
+
+def _held_file(folder: Path) -> IO[bytes]:
+    """A new file under a temporary name, held by this process."""
+    while True:
+        temporary = folder / f".{secrets.token_hex(8)}.tmp"  # nobody can have put a link there
+        file = temporary.open("x+b")  # O_EXCL: neither a file that is there nor a link is written to
+        hold(file.fileno())
+        if os.fstat(file.fileno()).st_nlink:  # else another process has removed it before it was held
+            return file
+        file.close()
+
+
+def hold(descriptor: int) -> None:
+    """Show other processes that a temporary file or folder is in use, where its disk supports locks.
+
+    Not by lockf, whose lock ends as soon as any map of the file is closed.
+    """
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+@functools.cache
+def remove_abandoned(folder: Path) -> None:
+    """Remove, once in a process, the temporary files and folders in `folder` that no living process holds.
+
+    Killed processes have left them, and they may be as large as what was written. What cannot be locked or written to
+    stays.
+    """
+    found = list[Path]()
+    with suppress(OSError), os.scandir(folder) as entries:
+        found += (Path(entry.path) for entry in entries if TEMPORARY.fullmatch(entry.name))
+    for path in found:
+        with suppress(OSError):
+            remove_unheld(path)
+
+
+def remove_unheld(path: Path) -> None:
+    """Remove a file or folder, no link. Raises OSError where it is held."""
+    is_folder = stat.S_ISDIR(path.lstat().st_mode)
+    kind = os.O_DIRECTORY if is_folder else os.O_RDWR  # some disks lock only what is open for writing
+    descriptor = os.open(path, kind | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_folder:
+            shutil.rmtree(path)
+        elif stat.S_ISREG(os.fstat(descriptor).st_mode):
+            path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def making_folder(folder: Path) -> Iterator[Path]:
+    """A folder that becomes `folder` in one move at the end, or is removed. Raises OSError."""
+    remove_abandoned(folder.parent.absolute())
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")  # process numbers repeat on other hosts
+    temporary.mkdir(parents=True)
+    try:
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            hold(descriptor)
+            yield temporary
+            os.rename(temporary, folder)
+        finally:
+            os.close(descriptor)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def replacing_within(folder: int, name: str) -> Iterator[IO[bytes]]:
+    """`replacing` for a name in an open folder: wherever its path leads meanwhile. Raises OSError."""
+    temporary = f".{secrets.token_hex(8)}.tmp"
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
+    try:
+        with open(descriptor, "r+b") as file:
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.fsync(folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+def open_regular(path: Path | str, folder: int | None = None) -> io.BufferedReader:
+    """Open a file to read it. Raises OSError, and ValueError for what is no regular file: a pipe would be waited for.
+
+    With an open `folder`, `path` is a name in it, and a link is not followed.
+    """
+    no_link = 0 if folder is None else os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | no_link, dir_fd=folder)
+    except OSError as error:
+        if no_link and error.errno == errno.ELOOP:
+            raise ValueError(f"{path} is a link") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is not a file")
+    return open(descriptor, "rb")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -78,13 +78,16 @@ OUTSIDE = "data.allow_outside=true"
         ({"modality": {"0": {"a": 1}}}, ["modality", "{'a': 1}"]),
         ({"modality": None, "channel_names": {"0": "CT"}}, ["data=nnunet"]),
         ({"name": ["a"]}, ['"name"', "['a']"]),
+        ({"name": "a" * 10**6}, ['"name"', " 1,000,000 ", " 250 "]),
+        ({"labels": {"0": "background", "1": "a" * 10**6}}, ['"labels"', " 1,000,000 ", " 250 "]),
         pytest.param({"name": "a\nb"}, ['"name"', r"'a\nb'"], id="odd name"),
     ],
 )
 def test_a_wrong_dataset_json_is_refused(tmp_path: Path, changes: dict, parts: list[str]) -> None:
     data = decathlon(tmp_path)
     rewrite(tmp_path, **changes)
-    assert told([refusal(data)], [[str(tmp_path / "dataset.json"), *parts]])
+    text = refusal(data)
+    assert told([text], [[str(tmp_path / "dataset.json"), *parts]]) and len(text) < 1000
 
 
 # of a data set that could be read, but for the name that is there twice
@@ -237,6 +240,8 @@ def test_nnunet_layout(tmp_path: Path) -> None:
         *(({"labels": {"background": 0, "organ": value}}, ["'organ'"]) for value in (True, "1", 1.0, [1, 2])),
         ({"labels": {"background": 0, "organ": 10**400}}, ["labels"]),
         ({"channel_names": None}, ['"channel_names"', "object"]),
+        ({"channel_names": {str(n): "MR" for n in range(50_000)}}, ['"channel_names"', " 50,000 ", " 3 cases", " 6;"]),
+        ({"labels": {"background": 0, "a" * 10**6: 1}}, ['"labels"', " 1,000,000 ", " 250 "]),
         ({"file_ending": ".png"}, ['"file_ending"', "'.png'", ".nii.gz"]),
         ({"file_ending": None}, ['"file_ending"', "string"]),
     ],
@@ -245,6 +250,12 @@ def test_nnunet_layout(tmp_path: Path) -> None:
 def test_a_wrong_nnunet_json_is_refused(tmp_path: Path, changes: dict, parts: list[str]) -> None:
     text = refusal(nnunet(tmp_path, **changes))
     assert told([text], [[str(tmp_path / "dataset.json"), *parts]]) and len(text) < 500
+
+
+def test_a_case_without_its_many_channels_is_a_few_lines(tmp_path: Path) -> None:
+    data = nnunet(tmp_path, channel_names={str(n): "MR" for n in range(300)})
+    lines = [line for line in checked(data, full=False) if line.startswith("c: ")]
+    assert len(lines) == 11 and " 288 " in lines[-1]
 
 
 def test_two_values_to_ignore_are_refused(tmp_path: Path) -> None:
@@ -428,6 +439,7 @@ def test_a_split_file_goes_before_the_fold_and_the_fold_before_the_share(tmp_pat
         ({"train": "case_001", "val": IDS[:1]}, ['"train" ', '{"train": [ids], "val": [ids]}']),
         ({"train": ["case_1", 7], "val": IDS[:1]}, ['"train" ', "case_1, 7"]),
         ({"train": IDS[:1], "val": ["unlabelled"]}, ['"val" ', "unlabelled"]),
+        ({"train": IDS[:1], "val": ["x" * 10**6] * 3}, ['"val" ', "xxx...xxx"]),
         ({"train": [f"x{n}" for n in range(7)], "val": IDS[:1]}, ['"train" ', "x0, x1, x2, x3, x4 ", " 2 "]),
         ({"train": IDS[:2], "val": IDS[1:3]}, ["case_001 ", '"train"', '"val"']),
         ({"train": [IDS[0], IDS[0]], "val": IDS[1:2]}, ['"train" ', "case_000"]),
@@ -437,7 +449,7 @@ def test_a_split_file_that_cannot_be_followed_is_refused(tmp_path: Path, content
     with pytest.raises(UserError) as caught:
         parts(IDS, listed(tmp_path, content))
     start, *rest = wanted
-    assert told([str(caught.value)], [[f"{tmp_path / 's.json'}: {start}", *rest]])
+    assert told([str(caught.value)], [[f"{tmp_path / 's.json'}: {start}", *rest]]) and len(str(caught.value)) < 2000
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,19 @@ def test_the_quick_pass_reads_no_voxel(tmp_path: Path, monkeypatch: pytest.Monke
         checked(data, full=True)
 
 
+def test_a_thousand_problems_are_listed_and_the_others_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = decathlon(tmp_path)
+    rewrite(tmp_path, training=[{"image": f"imagesTr/x{n}.nii", "label": f"imagesTr/y{n}.nii"} for n in range(600)])
+    with pytest.raises(UserError) as caught:
+        build.data(Config(data=data))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1001 and lines[-1] == "and 200 more"
+    assert face("check-data", "data=decathlon", f"data.root={tmp_path}") == 2
+    assert "1200 problems" in capsys.readouterr().out
+
+
 def test_a_split_that_cannot_be_made_is_listed_with_the_rest(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     (tmp_path / "imagesTr/a.nii.gz").unlink()
@@ -321,20 +334,55 @@ def test_the_same_voxels_in_train_and_val_are_an_error_whatever_the_files(tmp_pa
     assert told(checked(data), [[f"case3: {unseen}: ", " case1;"]])
 
 
-@without("unet3d.build.leaks", none, only="off")
-@pytest.mark.parametrize(("cache", "level"), [("memory", 9), ("memory", 1), ("disk", 9), ("disk", 1), ("off", 9)])
-def test_a_run_refuses_a_held_out_image_that_it_learns_from(tmp_path: Path, cache: str, level: int) -> None:
-    """By its voxels where they are kept, whatever the compression; else by the bytes of its file."""
+def packed(stored: nib.Nifti1Image) -> nib.Nifti1Image:
+    return stored  # compressed otherwise
+
+
+def turned(stored: nib.Nifti1Image) -> nib.Nifti1Image:
+    return stored.as_reoriented(np.array([[1, 1], [0, -1], [2, 1]]))
+
+
+def as_doubles(stored: nib.Nifti1Image) -> nib.Nifti1Image:
+    return nib.Nifti1Image(stored.get_fdata(), stored.affine)
+
+
+def moved(stored: nib.Nifti1Image) -> nib.Nifti1Image:
+    return nib.Nifti1Image(np.asanyarray(stored.dataobj), stored.affine + 50 * np.eye(4, k=3))
+
+
+@without("unet3d.build.leaks", none, only="off-turned")
+@pytest.mark.parametrize("stored", [packed, turned, as_doubles, moved])
+@pytest.mark.parametrize("cache", ["memory", "disk", "off"])
+def test_a_run_refuses_a_held_out_image_that_it_learns_from(
+    tmp_path: Path, cache: str, stored: Callable[[nib.Nifti1Image], nib.Nifti1Image]
+) -> None:
+    """By its voxels, wherever cases are kept and whatever the file; so does the check."""
     data, seen, unseen = held_out(tmp_path)
     data.cache, data.cache_root = cache, str(tmp_path / "cache")
-    content = gzip.decompress(seen.read_bytes())
-    seen.write_bytes(gzip.compress(content, 9))
-    unseen.write_bytes(gzip.compress(content, level))
+    for kind in ("imagesTr", "labelsTr"):
+        found, other = (tmp_path / kind / path.name for path in (seen, unseen))
+        other.write_bytes(gzip.compress(stored(nib.load(found)).to_bytes(), 1))
+    wanted = [f"case3: {unseen}: ", " case1;"]
     with pytest.raises(UserError) as caught:
         build.data(Config(data=data))
-    assert told([str(caught.value)], [[f"case3: {unseen}: ", " case1;"]])
+    assert told([str(caught.value)], [wanted])
+    assert told(checked(data), [wanted])
     data.semi, data.sparse = True, [2, 2, 2]
     assert len(build.data(Config(data=data)).val) == 4, "other slices of the same images are scored on purpose"
+
+
+def test_images_of_sizes_that_are_in_one_part_alone_are_not_read_to_compare_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cache, and without a scale to measure, nothing is read before the first step."""
+    data, _, _ = held_out(tmp_path)
+    data.cache, data.intensity = "off", "zscore"
+    case(tmp_path, image((7, 5, 4)), label((7, 5, 4)), "case3")
+    monkeypatch.setattr(nifti, "read_array", lambda *_: 1 / 0)
+    build.data(Config(data=data))
+    case(tmp_path, image((4, 6, 5), seed=9), label((4, 6, 5)), "case3")
+    with pytest.raises(ZeroDivisionError):
+        build.data(Config(data=data))
 
 
 def large(root: Path) -> Data:
@@ -366,7 +414,7 @@ def samples_alone(case: Case, full: bool) -> dict[str, dict[str, Any]]:
     return {kind: one | {"full": one["sample"] if full else None} for kind, one in found.items()}
 
 
-@without("unet3d.build.content_hashes", samples_alone)
+@without("unet3d.build.leaks", none)
 def test_images_whose_samples_agree_are_compared_as_a_whole(tmp_path: Path) -> None:
     data = large(tmp_path)
     shutil.copy(tmp_path / "imagesTr/a.nii", tmp_path / "imagesTr/c.nii")

@@ -22,17 +22,17 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 import torch
-from guards import nothing, without
+from guards import nothing, without, yes
 from nifti_files import decathlon, image, rewrite, told, write
 from training import TINY, Ended, call, fill, records, same, send, start, status, train
 
-from unet3d import build, compose
+from unet3d import build, compose, signals
 from unet3d.config import Augment, Config, Data, Phantom
 from unet3d.data import disk_cache, loader, preprocess, synthetic
 from unet3d.data.cases import Case
 from unet3d.data.disk_cache import DiskCache, key_of
 from unet3d.data.patches import Patches, PreparedCase, crop
-from unet3d.errors import UserError
+from unet3d.errors import Preempted, UserError
 from unet3d.training import checkpoint
 from unet3d.types import Batch
 
@@ -236,7 +236,7 @@ def kill_within_a_file() -> None:
 
 
 def kill_before_the_index() -> None:
-    call(disk_cache, "write_json", 3, lambda: send(signal.SIGKILL))
+    call(disk_cache, "write_index", 3, lambda: send(signal.SIGKILL))
 
 
 @pytest.mark.slow
@@ -409,6 +409,16 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def be_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def be_a_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 def be_a_pickle(path: Path) -> None:
     path.write_bytes(pickle.dumps(Command()))
 
@@ -437,9 +447,10 @@ DAMAGES = [(damage, name) for damage in (cut, flip) for name in NAMES]
 DAMAGES += [(be_a_pickle, name) for name in ("image", "counts", "index")]
 DAMAGES += [(hold_objects, name) for name in ("label", "spacing", "index")]
 DAMAGES += [(Path.unlink, name) for name in ("image", "foreground", "index")]
+DAMAGES += [(damage, name) for damage in (be_a_pipe, be_a_link) for name in ("image", "index")]
 
 
-def as_written(paths: list[Path], full: bool) -> dict[str, object]:
+def as_written(paths: list[Path], full: bool, folder: int) -> dict[str, object]:
     """Give hashes that equal all others."""
     return {"sample": ANY, "full": ANY, "times": []}
 
@@ -470,13 +481,14 @@ def test_an_index_of_anything_else_is_written_again(tmp_path: Path, content: byt
     assert json.loads((tmp_path / key_of("a") / "index.json").read_text()).keys() == {"voxels"}
 
 
-def loaded(path: Path, mode: str) -> np.ndarray:
+def loaded(place: int, name: str) -> np.ndarray:
     """Read an array as numpy does when it is told to trust the file."""
-    found: np.ndarray = np.load(path, allow_pickle=True)
+    with disk_cache.open_regular(name, place) as file:
+        found: np.ndarray = np.load(file, allow_pickle=True)
     return found
 
 
-@without("numpy.lib.format.open_memmap", loaded)
+@without("unet3d.data.disk_cache.map_array", loaded)
 def test_hashes_of_a_stranger_cannot_make_it_load_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     place = tmp_path / key_of("a")
@@ -489,12 +501,116 @@ def test_hashes_of_a_stranger_cannot_make_it_load_objects(tmp_path: Path, monkey
         assert found.tolist() == [1, 1] and not (tmp_path / "pickle-ran").exists()
 
 
+def big_endian(array: np.ndarray) -> np.ndarray:
+    return array.astype(array.dtype.newbyteorder(">"))
+
+
+def half(array: np.ndarray) -> np.ndarray:
+    return array[..., : array.shape[-1] // 2]
+
+
+def negative(array: np.ndarray) -> np.ndarray:
+    return -array
+
+
+def cubed(array: np.ndarray) -> np.ndarray:
+    return array[..., None]
+
+
+@without("unet3d.data.preprocess.fit_case", yes)
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(big_endian, "image"), (half, "image"), (cubed, "label"), (half, "spacing"), (negative, "counts")],
+)
+def test_arrays_that_cannot_be_the_case_are_made_again_though_their_hashes_are_right(
+    pair: Path, tmp_path: Path, change: Callable[[np.ndarray], np.ndarray], name: str
+) -> None:
+    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
+    sound = ready(pair_of(tmp_path, "memory"))
+    for place in (tmp_path / "cache").glob("*/"):
+        np.save(place / f"{name}.npy", change(np.load(place / f"{name}.npy")))
+        hashes = {path.stem: disk_cache.file_hashes([path], True) for path in place.glob("*.npy")}
+        (place / "index.json").write_text(json.dumps(hashes))
+    rebuilt = ready(pair_of(tmp_path, "disk"))
+    assert all(equal(rebuilt.read(one), sound.read(one)) for one in (*sound.train, *sound.val))
+
+
+def follow(path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    """Open a file as if links were no danger."""
+    return open_file(path, flags & ~os.O_NOFOLLOW, mode, dir_fd=dir_fd)
+
+
+open_file = os.open
+
+
+@without("unet3d.data.disk_cache.os.open", follow)
+def test_a_link_in_place_of_a_folder_is_refused_and_what_is_behind_it_stays(tmp_path: Path) -> None:
+    """Whoever may write to a cache that is shared may not make others remove and write files of their own."""
+    cache, victim = DiskCache(tmp_path / "cache", full=False), tmp_path / "mine"
+    victim.mkdir()
+    contents = {name: f"my {name}" for name in ("voxels.npy", "other.npy", "index.json", f".{'0' * 16}.tmp")}
+    for name, text in contents.items():
+        (victim / name).write_text(text)
+    (cache.root / key_of("a")).symlink_to(victim)
+    with pytest.raises(UserError, match=rf"/{key_of('a')}: is a link .*; remove it, or .*data\.cache_root=PATH$"):
+        cache.read(key_of("a"), ONE, lambda: {"voxels": np.ones(2)})
+    cache.sweep()
+    assert {path.name: path.read_text() for path in victim.iterdir()} == contents
+
+
+@without("unet3d.data.disk_cache.os.open", follow, only="link")
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_lock_that_is_no_file_is_refused_and_nothing_is_made_behind_it(tmp_path: Path, kind: str) -> None:
+    cache, lock = DiskCache(tmp_path / "cache", full=False), tmp_path / "cache" / ".lock"
+    {"link": lambda: lock.symlink_to(tmp_path / "made"), "pipe": lambda: os.mkfifo(lock), "folder": lock.mkdir}[kind]()
+    with pytest.raises(UserError, match=r"/\.lock: is not a file; remove it, or .*data\.cache_root=PATH$"):
+        cache.read(key_of("a"), ONE, lambda: {"voxels": np.ones(2)})
+    assert not (tmp_path / "made").exists()
+
+
+class Heard(io.StringIO):
+    """What is printed; with the first of it, something happens."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__()
+        self._act = act
+
+    def write(self, text: str) -> int:
+        self._act()
+        self._act = nothing
+        return super().write(text)
+
+
+def test_who_waits_for_long_says_for_whom_and_waits_on(
+    tmp_path: Path, holder: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child, key, go = holder
+    monkeypatch.setattr(disk_cache, "PATIENCE", 0.0)
+    monkeypatch.setattr("sys.stderr", heard := Heard(lambda: go.put("on")))
+    cache = DiskCache(tmp_path, full=False)
+    found = cache.read(key, ONE, lambda: pytest.fail("made a second time"))["voxels"]  # type: ignore[arg-type,return-value]
+    assert found.tolist() == list(range(10))
+    line = ["warning: data.cache=disk: ", str(tmp_path), f" process {child.pid} ", f"kill -9 {child.pid}"]
+    assert told(heard.getvalue().splitlines(), [line])
+
+
+def test_a_signal_ends_the_wait_for_a_holder_that_hangs(
+    tmp_path: Path, holder: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, key, _ = holder
+    monkeypatch.setattr(disk_cache, "PATIENCE", 0.0)
+    monkeypatch.setattr("sys.stderr", Heard(lambda: send(signal.SIGTERM)))
+    cache = DiskCache(tmp_path, full=False)
+    with signals.stopping(), pytest.raises(Preempted, match="SIGTERM"):
+        cache.read(key, ONE, lambda: {"voxels": np.ones(2)})
+
+
 file_hashes = disk_cache.file_hashes
 
 
-def of_samples(paths: list[Path], full: bool) -> dict[str, Any]:
+def of_samples(paths: list[Path], full: bool, folder: int) -> dict[str, Any]:
     """Take the hash of a sample of the bytes for that of all."""
-    found = file_hashes(paths, False)
+    found = file_hashes(paths, False, folder)
     return found | {"full": found["sample"]}
 
 

@@ -77,13 +77,27 @@ def test_a_generation_that_stops_half_way_leaves_nothing(tmp_path: Path) -> None
     assert len(contents(synthetic.write_dataset(tmp_path / "set", {}, [case]))) == 3
 
 
-def test_what_a_killed_process_left_behind_is_no_data_set(tmp_path: Path) -> None:
-    complete = synthetic.ensure_phantom(SMALL, tmp_path)
-    left_behind = tmp_path / f".{complete.name}.{os.getpid()}.tmp"
+def test_what_a_killed_process_left_behind_is_removed(tmp_path: Path) -> None:
+    complete = synthetic.ensure_phantom(SMALL, tmp_path / "made")
+    left_behind = tmp_path / f".{complete.name}.{'0' * 16}.tmp"
     os.rename(complete, left_behind)
-    (left_behind / "dataset.json").unlink()
-    assert synthetic.ensure_phantom(SMALL, tmp_path) == complete
-    assert len(contents(complete)) == 5
+    assert len(contents(synthetic.ensure_phantom(SMALL, tmp_path))) == 5
+    assert {path.name for path in tmp_path.iterdir()} == {complete.name, "made"}
+
+
+def test_two_containers_with_equal_process_numbers_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Both make the same data set on one disk; the second begins and ends while the first is at work."""
+    one, two = (
+        GeneratedCase(name, np.zeros((2, 2, 2), np.int16), np.zeros((2, 2, 2), np.uint8), np.eye(4)) for name in "ab"
+    )
+
+    def interrupted() -> Iterator[GeneratedCase]:
+        yield one
+        synthetic.write_dataset(tmp_path / "set", {}, [one, two])
+        yield two
+
+    assert len(contents(synthetic.write_dataset(tmp_path / "set", {}, interrupted()))) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
 def test_a_faster_process_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from unet3d.errors import (
     escaped,
     is_disk_full,
     is_out_of_memory,
+    listed,
     make_room,
     not_saved,
     reason,
@@ -304,7 +305,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
     lines = check.summary(dataset, train, val)
     if options:
         lines.append(f"options that suit it: {' '.join(options)}")
-    print(*map(escaped, [*lines, *found]), sep="\n")
+    print(*map(escaped, [*lines, *listed(found)]), sep="\n")
     print(f"{_count(len(problems), 'problem')}, {_count(len(found) - len(problems), 'warning')}")
     return UserError.exit_code if problems else 0
 

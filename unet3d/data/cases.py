@@ -19,6 +19,7 @@ from unet3d.errors import UserError
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
 MAX_NAME = 255  # bytes of a file's name
+ABSENT = 10  # times the files that are there: where dataset.json asks for more, its channels are wrong, not the files
 
 
 class Case(NamedTuple):
@@ -86,7 +87,11 @@ def _nnunet(root: Path, data: Data) -> DatasetInfo:
     # Every case with a label or an image; a missing file is reported when it is opened.
     images, labels = root / "imagesTr", root / "labelsTr"
     maps = {nifti.stem(path): path for path in volumes_in(labels) if path.name.endswith(ending)}
-    names = {*maps, *(without_channel(nifti.stem(path)) for path in volumes_in(images))}
+    present = volumes_in(images)
+    names = {*maps, *(without_channel(nifti.stem(path)) for path in present)}
+    if len(names) * len(channels) > ABSENT * (len(present) + 100):
+        wanted = f"{len(channels):,} channels, which are {len(names) * len(channels):,} files of {len(names):,} cases"
+        raise found.error(f'"channel_names" has {wanted}, but {images} holds {len(present):,}; make them agree')
     files = {name: tuple(images / f"{name}_{c:04d}{ending}" for c in range(len(channels))) for name in names}
     cases = _sorted((Case(name, files[name], maps.get(name)) for name in names), images)
     return DatasetInfo(found.title, channels, classes, ignore, _inside(cases, (root,), data.allow_outside), relabel)
@@ -148,7 +153,7 @@ def in_order(name: str, files: Sequence[Path], count: int = 0) -> tuple[Path, ..
     if stems == wanted or (len(stems) == 1 and stems[0] not in wanted):  # which holds all channels
         return tuple(ordered)
     absent = ordered[0].with_name(next(stem for stem in wanted if stem not in stems))
-    what = f"{absent} is missing beside {', '.join(map(str, ordered))}"
+    what = f"{absent} is missing beside {shorten(', '.join(map(str, ordered)), 2_000, placeholder=' ...')}"
     raise UserError(f"{name}: {what}; a case's channels are called {name}_0000, {name}_0001 and so on")
 
 
@@ -219,11 +224,12 @@ def _held_out(count: int, data: Data) -> set[int]:
 
 def _listed(ids: Sequence[str], content: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
     """The parts that `content`, read from `where`, lists as {"train": [ids], "val": [ids]}."""
+    known = {*ids}
     for part in ("train", "val"):
         names = content.get(part)
         if not isinstance(names, list) or not names:
             raise UserError(f'{where}: "{part}" must list one case id or more: {{"train": [ids], "val": [ids]}}')
-        if unknown := [str(name) for name in names if name not in ids]:
+        if unknown := [name for name in names if not isinstance(name, str) or name not in known]:
             raise UserError(f'{where}: "{part}" names {_some(unknown)}: no labelled case here; remove or rename')
         if twice := sorted(name for name, times in Counter(names).items() if times > 1):
             raise UserError(f'{where}: "{part}" names {_some(twice)} more than once; name each case once')
@@ -232,5 +238,7 @@ def _listed(ids: Sequence[str], content: Mapping[str, Any], where: str) -> tuple
     return sorted(content["train"]), sorted(content["val"])
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _some(names: Sequence[Any], most: int = 5) -> str:
+    shortened = (str(name) if isinstance(name, str) and len(name) <= MAX_NAME else shown(name) for name in names[:most])
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(shortened) + more

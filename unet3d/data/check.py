@@ -2,13 +2,15 @@
 
 import contextlib
 import hashlib
+import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from operator import mul
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import nibabel as nib
@@ -22,7 +24,9 @@ from unet3d.data import nifti, volume
 from unet3d.data.cases import Case, DatasetInfo, split
 from unet3d.data.labels import proposal
 from unet3d.data.nifti import ValidationRules
+from unet3d.data.twins import Digests, VoxelDigest, leaks
 from unet3d.errors import UserError
+from unet3d.files import open_regular
 from unet3d.model import geometry
 from unet3d.model.geometry import Triple
 
@@ -30,13 +34,14 @@ WARNING = "warning: "  # a run starts despite lines that begin so
 SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
 VARIES, FLAT = 1.1, 2  # ratios of spacings: between cases, and along a case's axes
 MOST, SAMPLED = 0.5, 200  # of a patch, at least, is not to be padding; cases whose sizes are compared with it
+LISTED, LONGEST = 10, 2_000  # lines about the files of one case, and characters of names in a line
 BLOCK, BLOCKS = 2**12, 16  # bytes, and how many blocks of a file are sampled: all of its bytes up to 64 KiB
 
 
 class Content(NamedTuple):
-    """What the voxels of a case hold: a digest of its image, and which label values occur."""
+    """What the voxels of a case hold: digests of its image, and which label values occur."""
 
-    digest: bytes
+    digests: Digests
     labels: frozenset[int]
 
 
@@ -64,7 +69,7 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
         train, val = split(dataset, data)
     except UserError as error:
         return [*lines, str(error)]
-    twins = [] if data.semi else leaks(train, val, {name: content.digest for name, content in contents.items()})
+    twins = [] if data.semi else leaks(train, val, {name: content.digests for name, content in contents.items()})
     return [*lines, *twins, *_absences(dataset, "train", train, contents), *_absences(dataset, "val", val, contents)]
 
 
@@ -83,10 +88,22 @@ def _headers(dataset: DatasetInfo, case: Case, data: Data) -> tuple[dict[Path, n
     if not found and count != len(wanted):
         is_short = count < len(wanted) and nifti.stem(case.images[-1]) == f"{case.id}_{count - 1:04d}"
         absent = f": {case.id}_{count:04d} is missing" if is_short else ""
-        what = f"has {count} channels, the data set {len(wanted)} ({', '.join(wanted)}){absent}; make them agree"
+        what = f"has {count} channels, the data set {len(wanted)} ({_names(wanted)}){absent}; make them agree"
         found.append(str(nifti.problem(case.id, case.images[0], what)))
     strict = map(str, (*volume.contradictions(case, opened), *volume.foreign_units(case, opened)))
-    return opened, [*found, *(f"{WARNING}{line}" for line in strict if line not in found)]
+    warnings = [f"{WARNING}{line}" for line in strict if line not in found]
+    return opened, [*_bounded(case, found), *_bounded(case, warnings, WARNING)]
+
+
+def _bounded(case: Case, lines: Sequence[str], start: str = "") -> list[str]:
+    """The first lines about the files of a case, and how many more there are: it may have thousands of channels."""
+    more = [f"{start}{case.id}: and {len(lines) - LISTED:,} more of this case"] if len(lines) > LISTED else []
+    return [*lines[:LISTED], *more]
+
+
+def _names(names: Iterable[str]) -> str:
+    """Names in one line of a bounded length."""
+    return shorten(", ".join(names), LONGEST, placeholder=" ...")
 
 
 def _oddities(image: nib.Nifti1Image) -> Iterator[str]:
@@ -110,7 +127,7 @@ def _content(
     dataset: DatasetInfo, case: Case, opened: volume.Headers, rules: ValidationRules
 ) -> tuple[dict[str, Content], list[str], frozenset[int]]:
     """What the voxels hold, by the case's id, if all could be read; what is wrong; labels where some are unknown."""
-    errors, warnings, digest, labels, unknown = [], [], hashlib.blake2b(), frozenset[int](), frozenset[int]()
+    errors, warnings, digest, labels, unknown = [], [], VoxelDigest(), frozenset[int](), frozenset[int]()
     for path, image in opened.items():
         try:
             if path == case.label:
@@ -118,7 +135,7 @@ def _content(
                 labels = frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
             else:
                 voxels, replaced = nifti.read_image(case.id, path, image, rules)
-                digest.update(voxels.tobytes())
+                digest.update(voxels, image.affine)
                 if replaced:
                     warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(replaced)}")
         except UserError as error:
@@ -131,7 +148,7 @@ def _content(
         return {}, [*errors, *warnings], unknown
     if case.label and labels <= {0, dataset.ignore}:
         warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
-    return {case.id: Content(digest.digest(), labels)}, warnings, unknown
+    return {case.id: Content(digest.digests(), labels)}, warnings, unknown
 
 
 def _proposal(dataset: DatasetInfo, unknown: Collection[int], contents: Mapping[str, Content]) -> Iterator[str]:
@@ -139,26 +156,8 @@ def _proposal(dataset: DatasetInfo, unknown: Collection[int], contents: Mapping[
     known = {label for content in contents.values() for label in content.labels} if dataset.relabel is None else set()
     found = {*unknown, *(known - {0, dataset.ignore} if unknown else ())}
     if option := proposal(found, len(dataset.classes), dataset.relabel):
-        held = ", ".join(map(str, sorted({0, *found})))
+        held = _names(map(str, sorted({0, *found})))
         yield f"{WARNING}{dataset.name}: the label maps hold {held}; to learn from them as they are, add {option}"
-
-
-def leaks(train: Sequence[Case], val: Sequence[Case], digests: Mapping[str, object]) -> Iterator[str]:
-    """Held-out cases that training sees under another name: the same file, also by a link, or an equal digest."""
-    seen: dict[object, str] = {_file(path): case.id for case in train for path in case.images}
-    seen |= {digests[case.id]: case.id for case in train if case.id in digests}
-    for case in val:
-        images = [*map(_file, case.images), *([digests[case.id]] if case.id in digests else [])]
-        if twin := next((seen[image] for image in images if image in seen), None):
-            yield f"{case.id}: {case.images[0]}: is held out, but training sees the same image as {twin}; remove one"
-
-
-def _file(path: Path) -> tuple[int, int] | Path:
-    """The file that a path leads to, through any links; the path if it is missing, which `_headers` reports."""
-    try:
-        return (found := path.stat()).st_dev, found.st_ino
-    except OSError:
-        return path
 
 
 def content_hashes(case: Case, full: bool) -> dict[str, dict[str, Any]]:
@@ -169,17 +168,21 @@ def content_hashes(case: Case, full: bool) -> dict[str, dict[str, Any]]:
     try:
         labels = (case.label,) if case.label else ()
         return {"images": file_hashes(case.images, full), "labels": file_hashes(labels, full)}
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise nifti.problem(case.id, case.images[0], f"cannot be read, or its label map ({error})") from error
 
 
-def file_hashes(paths: Sequence[Path], full: bool) -> dict[str, Any]:
-    """`sample`, `full` or None, and `times` of several files as if they were one. Raises OSError."""
+def file_hashes(paths: Sequence[Path], full: bool, folder: int | None = None) -> dict[str, Any]:
+    """`sample`, `full` or None, and `times` of several files as if they were one, in the open `folder` if one is given.
+
+    Raises OSError, and ValueError for what is no file.
+    """
     sample, whole, times = hashlib.sha256(), hashlib.sha256(), []
     for path in paths:
-        size, changed = path.stat().st_size, path.stat().st_mtime_ns
-        sample.update(b"%d" % size)
-        with path.open("rb") as stream:
+        with open_regular(path, folder) as stream:
+            found = os.fstat(stream.fileno())
+            size, changed = found.st_size, found.st_mtime_ns
+            sample.update(b"%d" % size)
             for start in np.linspace(0, max(size - BLOCK, 0), BLOCKS, dtype=int):
                 stream.seek(start)
                 sample.update(stream.read(BLOCK))
@@ -199,7 +202,7 @@ def _absences(dataset: DatasetInfo, part: str, cases: Sequence[Case], contents: 
         if len(absent) == len(dataset.classes) - 1 and part == "train":
             yield f"{dataset.name}: no foreground in any training case; there is nothing to learn, check the label maps"
         elif absent:
-            yield f"{WARNING}{dataset.name}: {', '.join(absent)} in no {part} case; its score will mean nothing there"
+            yield f"{WARNING}{dataset.name}: {_names(absent)} in no {part} case; its score will mean nothing there"
 
 
 def unsuitable_patch(config: Config, cases: Sequence[Case]) -> str | None:
@@ -297,8 +300,8 @@ def summary(dataset: DatasetInfo, train: Sequence[Case], val: Sequence[Case]) ->
     unlabelled = sum(case.label is None for case in dataset.cases)
     return [
         f"{dataset.name}: {len(dataset.cases)} cases: {len(train)} train, {len(val)} val, {unlabelled} without labels",
-        f"channels: {', '.join(dataset.channels)}",
-        f"classes: {', '.join(f'{value} {name}' for value, name in enumerate(dataset.classes))}"
+        f"channels: {_names(dataset.channels)}",
+        f"classes: {_names(f'{value} {name}' for value, name in enumerate(dataset.classes))}"
         + ("" if dataset.ignore is None else f"; {dataset.ignore} is ignored"),
         f"orientation: {turned}; the axes x, y, z of size, spacing and data.patch run right, anterior, superior (RAS)",
         f"size x, y, z (voxels): {_range([grid.shape for grid in grids])}",

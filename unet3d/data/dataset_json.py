@@ -2,7 +2,7 @@
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from unet3d.errors import UserError, escaped
 
 JSON_TYPES: dict[type, str] = {dict: "object", list: "list", str: "string"}
 MAX_BYTES = 2**24  # ten thousand cases are 2 MB; parsed, JSON takes many times its size
-MAX_PATH = 1024  # characters
+MAX_PATH, LONGEST_NAME = 1024, 250  # characters of a path, and of the name of a data set, channel or class
 
 
 def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
@@ -55,6 +55,7 @@ class DatasetJson:
         self.title = self.content.get("name", root.name)
         if not is_plain(self.title):
             raise self.error(f'"name" is {shown(self.title)}; give one line of text')
+        self._refuse_long("name", [self.title])
 
     def error(self, what: str) -> UserError:
         """The error for this file."""
@@ -75,6 +76,7 @@ class DatasetJson:
             raise self.error(f'{name} {shown(texts)}; the keys must be numbers: {{"0": name, ...}}') from error
         if len(found) < len(texts):
             raise self.error(f"{name} {shown(texts)}; a number occurs twice, give each name its own")
+        self._refuse_long(name, found.values())
         return found
 
     def by_value(self, name: str) -> dict[int, str]:
@@ -85,7 +87,15 @@ class DatasetJson:
                 raise self.error(f"label {shown(text)} is {shown(value)}; regions are not supported, give one integer")
         if len({*values.values()}) < len(values):
             raise self.error(f"{name} {shown(values)}; two names share a value, give each its own")
+        self._refuse_long(name, values)
         return {value: text for text, value in values.items()}
+
+    def _refuse_long(self, field: str, names: Iterable[Any]) -> None:
+        """Raise UserError for a name that no line or table has room for."""
+        for name in names:
+            if isinstance(name, str) and len(name) > LONGEST_NAME:
+                what = f"has {len(name):,} letters; give it {LONGEST_NAME} at most"
+                raise self.error(f'"{field}": {shown(name)} {what}')
 
     def path(self, name: Any) -> Path:
         """The path `name` below the root. Refuses what leaves it: an absolute path, `..`, or a link to elsewhere."""

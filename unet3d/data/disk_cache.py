@@ -12,25 +12,33 @@ import json
 import os
 import re
 import resource
+import stat
+import struct
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from unet3d.data.check import file_hashes
-from unet3d.errors import UserError, is_disk_full, is_out_of_files, is_out_of_memory, make_room
-from unet3d.files import read_text, replacing, write_json
+from unet3d.errors import UserError, escaped, is_disk_full, is_out_of_files, is_out_of_memory, make_room
+from unet3d.files import TEMPORARY, open_regular, replacing_within
 
 FORMAT = 1  # raise it with every change to what is computed for a key
 LOCK, INDEX = ".lock", "index.json"  # the index is written last: with it, the files of a key are whole
 LARGEST_INDEX = 2**16  # bytes
 KEY = re.compile(r"[0-9a-f]{64}")
 MAPPED = 5_000  # cases whose maps stay open: the system allows a process 65,530 maps, and a case has seven at most
+PATIENCE = 30.0  # seconds that a key may be held by another process before it is named
+NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)  # a file or a link in place of a folder
+NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)  # a link, a folder or a pipe in place of a file
 Arrays = Mapping[str, np.ndarray]
+Fits = Callable[[Arrays], bool]  # whether arrays can be what their key says
 
 
 def key_of(*values: object) -> str:
@@ -70,21 +78,29 @@ class DiskCache:
         except OSError as error:
             raise self._problem(self.root, f"cannot be made ({error.strerror})") from error
 
-    def read(self, key: str, names: tuple[str, ...], make: Callable[[], Arrays]) -> dict[str, np.ndarray]:
-        """The arrays of these names, mapped; `make` gives them if they are missing or damaged. Raises UserError."""
-        found = self._map(key, names)
+    def read(
+        self, key: str, names: tuple[str, ...], make: Callable[[], Arrays], fits: Fits | None = None
+    ) -> dict[str, np.ndarray]:
+        """The arrays of these names, mapped; `make` gives them if they are missing or damaged, or do not fit.
+
+        Raises UserError.
+        """
+        found = self._map(key, names, fits)
         if found is None:
             with self._held(key):
-                if (found := self._map(key, names)) is None:  # another process may have made it meanwhile
+                if (found := self._map(key, names, fits)) is None:  # another process may have made it meanwhile
                     self._write(key, make())
-                    found = self._map(key, names)
+                    found = self._map(key, names, fits)
         if found is None:
             raise self._problem(self.root / key, "is damaged as soon as it is written")
         return found
 
     def holds(self, key: str) -> bool:
         """Whether all files of the key have been written."""
-        return (self.root / key / INDEX).is_file()
+        with suppress(OSError):
+            is_folder = stat.S_ISDIR((self.root / key).lstat().st_mode)
+            return is_folder and stat.S_ISREG((self.root / key / INDEX).lstat().st_mode)
+        return False
 
     def digest(self, key: str, name: str) -> object:
         """Of all bytes of an array's file, as it was written; the arrays have been read."""
@@ -103,36 +119,49 @@ class DiskCache:
                     if is_held and not self.holds(unfinished):
                         self._remove(unfinished)
 
-    def _map(self, key: str, names: tuple[str, ...]) -> dict[str, np.ndarray] | None:
+    def _map(self, key: str, names: tuple[str, ...], fits: Fits | None) -> dict[str, np.ndarray] | None:
         """The arrays, or None if they are not all there as they were written."""
         try:
-            paths = {name: self.root / key / f"{name}.npy" for name in names}
-            if key not in self.indices:
-                index = json.loads(read_text(self.root / key / INDEX, LARGEST_INDEX))
-                of = "full" if self.full else "sample"
-                if any(file_hashes([path], self.full)[of] != index[name][of] for name, path in paths.items()):
-                    return None
-                self.indices[key] = index
-            # Unlike numpy.load, it knows neither archives nor pickles.
-            arrays = {name: np.asarray(np.lib.format.open_memmap(path, "r")) for name, path in paths.items()}
+            with self._entry(key) as place:
+                if key not in self.indices:
+                    self.indices[key] = self._compared(place, names)
+                arrays = {name: map_array(place, f"{name}.npy") for name in names}
+        except UserError:
+            raise
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return None
         except OSError as error:
             if is_out_of_memory(error) or is_out_of_files(error):
                 raise
             raise self._problem(self.root / key, f"cannot be read ({error.strerror})") from error
-        return arrays
+        return arrays if fits is None or fits(arrays) else None
+
+    def _compared(self, place: int, names: tuple[str, ...]) -> dict[str, Any]:
+        """The index, once these files are as it says. Raises OSError, and ValueError and others where they are not."""
+        with open_regular(INDEX, place) as file:
+            content = file.read(LARGEST_INDEX + 1)
+        if len(content) > LARGEST_INDEX:
+            raise ValueError("no index is so large")
+        index: dict[str, Any] = json.loads(content)
+        of = "full" if self.full else "sample"
+        for name in names:
+            is_text = isinstance(index[name]["full"], str)
+            if not is_text or file_hashes([Path(f"{name}.npy")], self.full, place)[of] != index[name][of]:
+                raise ValueError(f"{name} is not as it was written")
+        return index
 
     def _write(self, key: str, arrays: Arrays) -> None:
         """Whoever writes holds the key: what is there is damaged, or left by a process that was killed."""
         self._remove(key)
-        paths = {name: self.root / key / f"{name}.npy" for name in arrays}
         try:
             (self.root / key).mkdir(exist_ok=True)
-            for name, path in paths.items():
-                with replacing(path) as file:
-                    np.save(file, arrays[name], allow_pickle=False)
-            write_json(self.root / key / INDEX, {name: file_hashes([path], True) for name, path in paths.items()})
+            with self._entry(key) as place:
+                index = {}
+                for name, array in arrays.items():
+                    with replacing_within(place, f"{name}.npy") as file:
+                        np.save(file, array, allow_pickle=False)
+                    index[name] = file_hashes([Path(f"{name}.npy")], True, place)
+                write_index(place, index)
         except BaseException as error:
             self._remove(key)
             if isinstance(error, OSError):
@@ -140,12 +169,32 @@ class DiskCache:
             raise
 
     def _remove(self, key: str) -> None:
-        place = self.root / key
-        for path in (place / INDEX, *place.glob("*.npy"), *place.glob(".*.tmp")):
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        """Remove what was written for the key, its index first, and nothing behind a link."""
+        self.indices.pop(key, None)
+        with suppress(OSError, UserError), self._entry(key) as place:
+            for name in sorted(os.listdir(place), key=lambda name: name != INDEX):
+                if name == INDEX or name.endswith(".npy") or TEMPORARY.fullmatch(name):
+                    with suppress(OSError):
+                        os.unlink(name, dir_fd=place)
         with suppress(OSError):
-            place.rmdir()
+            (self.root / key).rmdir()
+
+    @contextmanager
+    def _entry(self, key: str) -> Iterator[int]:
+        """The folder of the key, open: names in it are its own, wherever its path leads meanwhile.
+
+        Raises OSError, and UserError for a link, which may lead to files of others.
+        """
+        try:
+            place = os.open(self.root / key, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno in NO_FOLDER:
+                raise self._problem(self.root / key, "is a link or a file, not a folder", remedy="remove it") from error
+            raise
+        try:
+            yield place
+        finally:
+            os.close(place)
 
     @contextmanager
     def _held(self, key: str, wait: bool = True) -> Iterator[bool]:
@@ -154,18 +203,84 @@ class DiskCache:
         The locks of a process that is killed go with it. A process that closes the file loses all of its locks: it
         holds one key at a time.
         """
-        with ExitStack() as stack:
-            is_held = True
+        try:
+            descriptor = os.open(self.root / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            if error.errno in NO_FILE:
+                raise self._problem(self.root / LOCK, "is not a file", remedy="remove it") from error
+            raise self._problem(self.root, f"cannot be locked ({error.strerror})") from error
+        with open(descriptor, "wb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise self._problem(self.root / LOCK, "is not a file", remedy="remove it")
             try:
-                file = stack.enter_context((self.root / LOCK).open("ab"))
-                fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, int(key[:15], 16))
+                is_held = self._lock(file, int(key[:15], 16), wait)
             except OSError as error:
-                is_held = False
-                if wait or error.errno not in (errno.EACCES, errno.EAGAIN):
-                    raise self._problem(self.root, f"cannot be locked ({error.strerror})") from error
+                raise self._problem(self.root, f"cannot be locked ({error.strerror})") from error
             yield is_held
 
+    def _lock(self, file: IO[bytes], byte: int, wait: bool) -> bool:
+        """Lock a byte, or return False. Who waits for long says for whom, and waits on. Raises OSError."""
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+        if not wait:
+            return False
+        speaker = threading.Timer(PATIENCE, self._name_holder, (file, byte))
+        speaker.daemon = True
+        speaker.start()
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, byte)
+        finally:
+            speaker.cancel()
+            speaker.join()
+        return True
+
+    def _name_holder(self, file: IO[bytes], byte: int) -> None:
+        number = holder(file, byte)
+        who, remedy = f"process {number}", f"kill -9 {number}"
+        if number <= 0:
+            who, remedy = "another process", "end it"
+        what = f"for {PATIENCE:.0f} s {who} has held a case that this run waits for; if it hangs, {remedy}"
+        print(f"warning: data.cache=disk: {escaped(self.root)}: {what}", file=sys.stderr, flush=True)
+
     @staticmethod
-    def _problem(place: Path, what: str, error: OSError | None = None) -> UserError:
-        remedy = f"{make_room(error)}, or " if error is not None and is_disk_full(error) else ""
+    def _problem(place: Path, what: str, error: OSError | None = None, remedy: str = "") -> UserError:
+        if error is not None and is_disk_full(error):
+            remedy = make_room(error)
+        remedy += ", or " if remedy else ""
         return UserError(f"data.cache=disk: {place}: {what}; {remedy}give another folder, data.cache_root=PATH")
+
+
+def write_index(place: int, index: Mapping[str, Any]) -> None:
+    """Write the index of the open folder of a key. Raises OSError."""
+    with replacing_within(place, INDEX) as file:
+        file.write(json.dumps(index, indent=2).encode())
+
+
+def map_array(place: int, name: str) -> np.ndarray:
+    """The array of a file in an open folder, mapped. Raises OSError, and ValueError for what is no array of numbers.
+
+    Unlike numpy.load, it knows neither archives nor pickles.
+    """
+    with open_regular(name, place) as file:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError(f"{name} is not as it was written")
+        shape, is_fortran, kind = np.lib.format.read_array_header_1_0(file)
+        if kind.hasobject:
+            raise ValueError(f"{name} holds objects")
+        return np.asarray(np.memmap(file, kind, "r", file.tell(), shape, "F" if is_fortran else "C"))
+
+
+def holder(file: IO[bytes], byte: int) -> int:
+    """The number of the process that holds the lock on this byte, 0 or less if the system does not say."""
+    if sys.platform != "linux" or sys.maxsize < 2**32:  # `struct flock` of others is another
+        return 0
+    layout = "hhqqi4x"  # type, whence, start, length, process
+    asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    try:
+        return int(struct.unpack(layout, fcntl.fcntl(file, fcntl.F_GETLK, asked))[-1])
+    except OSError:
+        return 0

@@ -1,6 +1,7 @@
 """data.label_map: a file's labels become others as soon as they are read; and the map that unexpected labels need."""
 
 from collections.abc import Collection, Mapping, Sequence
+from textwrap import shorten
 
 from unet3d.checks import MAX_LABEL, label_sources
 from unet3d.config import Data
@@ -28,7 +29,8 @@ def relabelling(names: Mapping[int, str], ignore: int | None, data: Data) -> tup
         new_names = dict(enumerate(data.classes))
     else:
         if unknown := sorted(old for old, new in relabel.items() if new and old not in names):
-            what = f"dataset.json names no label {unknown[0]}, only {', '.join(map(str, sorted(names)))}"
+            known = shorten(", ".join(map(str, sorted(names))), 2_000, placeholder=" ...")
+            what = f"dataset.json names no label {unknown[0]}, only {known}"
             raise UserError(f"data.label_map={data.label_map}: {what}; name the new classes in data.classes")
         new_names = {new: "+".join(names[old] for old in olds) for new, olds in sources.items() if new}
         new_names[0] = names.get(0, "background")

@@ -13,19 +13,18 @@ from torch import Tensor
 
 from unet3d import progress, ranks
 from unet3d.config import Data
+from unet3d.data.case_arrays import CASE, LABELS, fit_case, fit_kinds, fit_labels, label_arrays, labels_of
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.check import content_hashes
 from unet3d.data.disk_cache import Arrays, DiskCache, key_of
 from unet3d.data.nifti import STRICT, ValidationRules, open_image, problem, replacement
 from unet3d.data.patches import PreparedCase, cached, foreground, prepare, subsample_indices
 from unet3d.data.volume import Volume, read_volume, target_grid
-from unet3d.errors import UserError, escaped
+from unet3d.errors import UserError, escaped, listed
 from unet3d.types import IGNORE, host_bytes, mib
 
 T = TypeVar("T")
 SAMPLED_VOXELS = 10_000  # foreground voxels a case, enough to settle the scale of CT
-LABELS = ("label", "foreground", "counts")  # arrays on disk of a label map, and of a case
-CASE = ("image", *LABELS, "spacing", "replaced")
 
 
 @dataclass(frozen=True)
@@ -129,9 +128,12 @@ class CaseReader:
     def _map(self, case: Case) -> PreparedCase:
         """The case with an image and a label map that are read from `disk` where they are used."""
         assert self.disk is not None
-        arrays = self.disk.read(self.key(case), CASE, lambda: self._arrays(case))
+        channels = len(self.dataset.channels)
+        arrays = self.disk.read(
+            self.key(case), CASE, lambda: self._arrays(case), lambda found: fit_case(found, channels)
+        )
         self._warn(case, int(arrays["replaced"]))
-        image, (label, voxels), (x, y, z) = arrays["image"], _labels_of(arrays), arrays["spacing"].tolist()
+        image, (label, voxels), (x, y, z) = arrays["image"], labels_of(arrays), arrays["spacing"].tolist()
         return PreparedCase(case.id, torch.from_dlpack(image), label, (x, y, z), voxels)
 
     def _arrays(self, case: Case) -> Arrays:
@@ -164,7 +166,10 @@ class CaseReader:
             self._refuse_changed(case)
             return {"voxels": found}
 
-        return self.disk.read(self.key(case, "foreground"), ("voxels",), make)["voxels"]
+        channels = len(self.dataset.channels)
+        key = self.key(case, "foreground")
+        found = self.disk.read(key, ("voxels",), make, lambda kept: fit_kinds(kept) and len(kept["voxels"]) == channels)
+        return found["voxels"]
 
     def _foreground(self, volume: Volume) -> np.ndarray:
         assert volume.label is not None, volume.case
@@ -186,7 +191,7 @@ def _usable(cases: Sequence[Case], what: str, read: Callable[[Case], T]) -> Iter
         else:
             yield found
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError("\n".join(listed(problems)))
 
 
 def intensity_rules(choice: str, channels: Sequence[str], foreground: Iterable[np.ndarray]) -> tuple[Intensity, ...]:
@@ -232,19 +237,6 @@ def _apply(channel: np.ndarray, rule: Intensity) -> np.ndarray:
     return normal.astype(np.float32)
 
 
-def label_arrays(case: PreparedCase) -> dict[str, np.ndarray]:
-    """A label map and the voxels of its classes, for the disk."""
-    counts = np.array([len(voxels) for voxels in case.foreground], np.int64)
-    voxels = np.concatenate([np.empty((0, 3), np.int32), *case.foreground])
-    return {"label": case.label.numpy(), "foreground": voxels, "counts": counts}
-
-
-def _labels_of(arrays: Arrays) -> tuple[Tensor, tuple[np.ndarray, ...]]:
-    """The label map and the voxels of its classes, from what `label_arrays` gave."""
-    parts = np.split(arrays["foreground"], np.cumsum(arrays["counts"]))  # the last one is empty
-    return torch.from_dlpack(arrays["label"]), tuple(parts[:-1])
-
-
 @dataclass(frozen=True)
 class SparseReader:
     """Reads a case with the labels of some slices only: the learned or the scored ones. The image is `read`'s."""
@@ -263,7 +255,10 @@ class SparseReader:
             return self._masked(dense)
         slices = options.sparse, options.sparse_folds, options.sparse_fold, options.scored, self.scored
         key = self.read.key(case, *slices)
-        label, voxels = _labels_of(self.read.disk.read(key, LABELS, lambda: label_arrays(self._masked(dense))))
+        arrays = self.read.disk.read(
+            key, LABELS, lambda: label_arrays(self._masked(dense)), lambda found: fit_labels(found, dense.label.shape)
+        )
+        label, voxels = labels_of(arrays)
         return replace(dense, label=label, foreground=voxels)
 
     def _masked(self, dense: PreparedCase) -> PreparedCase:

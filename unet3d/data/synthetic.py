@@ -1,8 +1,6 @@
 """Data sets that are generated, in Decathlon's layout: the phantom, and a brain from nilearn's MNI152 template."""
 
 import json
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ from unet3d import progress
 from unet3d.config import Phantom
 from unet3d.data import nifti
 from unet3d.errors import UserError, is_disk_full, make_room
+from unet3d.files import making_folder
 
 PHANTOM_ROOT, MNI152_ROOT = Path("data/phantom"), Path("data/mni152")
 PHANTOM_VERSION = MNI152_VERSION = 1  # raise one with every change of its voxels
@@ -37,19 +36,15 @@ def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[Genera
     """`folder`; if absent, written whole from `about`, the start of dataset.json, and `cases`. Raises UserError."""
     if folder.is_dir():
         return folder
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process that had the same number
     try:
-        entries = [_write_case(temporary, case) for case in cases]
-        content = {**about, "numTraining": len(entries), "training": entries}
-        (temporary / "dataset.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-        os.rename(temporary, folder)
+        with making_folder(folder) as temporary:
+            entries = [_write_case(temporary, case) for case in cases]
+            content = {**about, "numTraining": len(entries), "training": entries}
+            (temporary / "dataset.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     except OSError as error:
         if not folder.is_dir():  # else another process was faster, and its bytes are the same
             remedy = make_room(error) if is_disk_full(error) else "name a writable folder in data.root"
             raise UserError(f"{folder}: cannot be generated ({error.strerror}); {remedy}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 

@@ -1,0 +1,65 @@
+"""Temporary files and folders: the dead leave none for long, and those of the living stay."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from guards import nothing, without
+
+from unet3d import files
+
+
+def write_half(folder: Path, reached: "multiprocessing.SimpleQueue[str]") -> None:
+    """Write a file and a folder in `folder`, without an end."""
+    with files.replacing(folder / "scores.nii") as file, files.making_folder(folder / "set") as made:
+        file.write(b"half")
+        (made / "image.nii").write_bytes(b"half")
+        reached.put("half")
+        signal.pause()
+
+
+@contextmanager
+def writer(folder: Path) -> Iterator[BaseProcess]:
+    """A process that is half-way through a file and a folder."""
+    context = multiprocessing.get_context("fork")
+    reached = context.SimpleQueue()
+    child = context.Process(target=write_half, args=(folder, reached))
+    child.start()
+    assert reached.get() == "half"
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.join()
+
+
+def temporary(folder: Path) -> list[Path]:
+    return [*folder.glob(".*.tmp")]
+
+
+@without("unet3d.files.hold", nothing)
+@without("unet3d.files.remove_unheld", nothing)
+def test_what_a_killed_command_was_writing_is_removed_by_the_next_that_writes_there(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / ".mine.tmp").touch()
+    with writer(tmp_path):
+        files.write_text(tmp_path / "a", "x")
+        assert len(temporary(tmp_path)) == 3, "a living process goes on writing"
+    files.remove_abandoned.cache_clear()
+    files.write_text(tmp_path / "a", "x")
+    assert [path.name for path in temporary(tmp_path)] == [".mine.tmp"], "its name is none that was drawn"
+
+
+def test_a_link_under_a_temporary_name_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").touch()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / f".{'0' * 16}.tmp").symlink_to(tmp_path / "mine")
+    os.mkfifo(tmp_path / "out" / f".{'1' * 16}.tmp")
+    files.write_text(tmp_path / "out" / "a", "x")
+    assert (tmp_path / "mine" / "precious").exists() and len(temporary(tmp_path / "out")) == 2
