@@ -152,16 +152,14 @@ def _memory(arguments: argparse.Namespace) -> None:
     if arguments.input or arguments.measure or arguments.args != "{}":
         raise UserError("--args, --input and --measure are of --module; name it")
     jobs = compose.sweep(arguments.overrides[is_fit:])
-    for job in jobs:
-        _composed(job)  # a mistake is answered before torch loads
+    _refuse_all(jobs)
     if is_fit and (arguments.curves or out or arguments.half or len(jobs) > 1):
-        raise UserError("memory fit prints one command for train.py; remove -o, --curves, --half and commas")
+        what = "it tries amp, batch, ckpt, lean and slab itself"
+        raise UserError(f"memory fit prints one command for train.py; remove -o, --curves, --half and commas: {what}")
     if arguments.curves and out is None:
         raise UserError("--curves writes a picture and a table; add -o FOLDER")
     from unet3d.cli import memory
-    from unet3d.run.start import with_names
 
-    jobs = [with_names(job) for job in jobs]
     if is_fit:
         memory.print_fit(jobs[0])
     elif arguments.curves:
@@ -170,6 +168,18 @@ def _memory(arguments: argparse.Namespace) -> None:
         memory.print_peaks(jobs, arguments.half, out)
     else:
         memory.print_explanation(jobs[0], arguments.half, out)
+
+
+def _refuse_all(jobs: list[list[str]]) -> None:
+    """Raise UserError, before torch loads, where none of these configs makes sense; one that does not is skipped."""
+    reasons = []
+    for job in jobs:
+        try:
+            _composed(job)
+        except UserError as error:
+            reasons.append(str(error))
+    if len(reasons) == len(jobs):
+        raise UserError("; ".join(dict.fromkeys(reasons)))
 
 
 def _memory_of_module(arguments: argparse.Namespace) -> None:

@@ -69,7 +69,7 @@ def open_start(config: Config, options: Model, data: Data | None) -> Start:
     return start
 
 
-def with_names(overrides: list[str]) -> list[str]:
+def with_names(overrides: Sequence[str]) -> Sequence[str]:
     """A command line for `unet3d memory`, with the names that `optim.init_lr` is for. Raises UserError."""
     config = compose.compose(overrides)
     if config.init is None or config.optim.init_lr == 1 or config.optim.init_names is not None:
