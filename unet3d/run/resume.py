@@ -128,7 +128,7 @@ class TrainingState:
         }
 
     def put_back(self, state: Snapshot, path: Path) -> list[str]:
-        """Put a snapshot's state back. Returns what changed, in words. Raises UserError, SnapshotError for another run."""
+        """Put a snapshot's state back. Returns what changes. Raises UserError, SnapshotError for another run."""
         changes = compose.refuse_changes(state["config"], compose.to_plain(self.config))
         if "grounds" in state:  # else an older version wrote it
             refuse_other_data(state["grounds"], self.fingerprint)
