@@ -351,8 +351,7 @@ def _varied(subject: MemoryEstimate) -> Iterator[tuple[str, int, str, MemoryEsti
 
 def print_fit(overrides: Sequence[str]) -> None:
     """Print the options that no other beats, and the command line that fits `budget`. UserError if none does."""
-    overrides = with_names(overrides)
-    subject = estimate(overrides, half=False)
+    subject = estimate(with_names(overrides), half=False)
     if (given := subject.config.budget) is None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
     limit = budget_bytes(given)

@@ -124,7 +124,7 @@ def _read(path: Path, model_path: str | None) -> TrainedNetworks:
         kinds = [f"model.path={one}" if one else "the package's own U-Net" for one in (theirs, model_path)]
         raise UserError(f"init={path}: its network is {kinds[0]}, this run's {kinds[1]}; nothing of it can be used")
     if isinstance(state.get("config"), dict):  # how that run took its steps, which ranks may not, does not matter
-        state["config"] |= {"batch": ranks.SIZE, "lean": False, "slab": 0}
+        state["config"] |= {"batch": ranks.SIZE, "lean": False, "slab": 0, "compile": False, "channels_last": False}
     return predict.parse(state, path, model_path)
 
 
