@@ -250,9 +250,9 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
 
 
 def folds_table(rows: Sequence[Row]) -> Table | None:
-    """Scores of the methods that were cross-validated; None without any."""
+    """Scores of the methods that were cross-validated; None without any, as where runs only predict."""
     keys = setting_columns(rows)
-    return folds.table(rows, keys, short(keys)) if any(row.folds for row in rows) else None
+    return folds.table(rows, keys, short(keys)) if any(row.folds and row.scores for row in rows) else None
 
 
 def print_comparison(runs: Sequence[Row]) -> None:
@@ -287,7 +287,8 @@ def _not_comparable(runs: Sequence[Row]) -> list[str]:
     rows = methods(runs)  # one has several folds, all the same as another's
     held_out = {row.name: row.settings.get(folds.FOLD) for row in rows}
     scored = {row.name: row.scored for row in rows}
-    return [*_unlike({folds.FOLD: held_out, "folds scored": scored}), *mismatches(runs, [folds.FOLD])]
+    others = _unlike({folds.FOLD: held_out}) or _unlike({"folds scored": scored})
+    return [*others, *mismatches(runs, [folds.FOLD])]
 
 
 def write_comparison(runs: Sequence[Row], folder: Path) -> Path:
