@@ -9,7 +9,7 @@ from guards import nothing, without, yes
 
 from unet3d import build, compose
 from unet3d.errors import NotSaved, SnapshotError
-from unet3d.run.resume import Checkpoints, TrainingState
+from unet3d.run.resume import Checkpoints, TrainingState, rate_change
 from unet3d.training import checkpoint, optim
 
 
@@ -130,6 +130,34 @@ def test_a_state_that_is_put_back_is_the_same(state: TrainingState, tmp_path: Pa
     moments = [found["optimizer"]["state"] for found in (saved, again)]
     assert all(torch.equal(moments[0][i][name], moments[1][i][name]) for i in moments[0] for name in moments[0][i])
     assert saved["optimizer"]["param_groups"] == again["optimizer"]["param_groups"]
+
+
+@pytest.mark.parametrize(
+    ("words", "step", "said"),
+    [
+        (["optim.schedule=one_cycle"], 100, "rises to"),
+        (["optim.schedule=poly"], 100, "rises to"),
+        (["optim.schedule=cosine"], 50, "rises to"),
+        (["optim.schedule=constant"], 100, ""),
+    ],
+)
+def test_a_run_that_goes_on_for_more_steps_says_what_its_rate_does(words: list[str], step: int, said: str) -> None:
+    before, now = (compose.compose([*WORDS, *words, f"steps={steps}"]) for steps in (100, 200))
+    line = rate_change(before, now, step)
+    if not said:
+        assert line == ""
+        return
+    last = optim.learning_rate(before.optim, 100, step - 1)
+    first = optim.learning_rate(now.optim, 200, step)
+    assert f"{last:.3g} in step {step}, {said} {first:.3g} in step {step + 1}" in line and "200 steps" in line
+    assert rate_change(now, now, step) == ""
+
+
+def test_a_changed_rate_is_said_as_the_state_is_put_back(state: TrainingState, tmp_path: Path) -> None:
+    saved = state.state(1, 0, 0.5)
+    saved["config"]["optim"]["lr"] = 4e-4
+    changed, rate = state.put_back(saved, tmp_path)
+    assert changed.startswith("optim.lr: 0.0004 -> ") and "1.6e-05 in step 1, rises to 0.000151 in step 2" in rate
 
 
 @without("unet3d.training.checkpoint.is_finite", yes, only="nan moment")

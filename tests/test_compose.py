@@ -203,6 +203,20 @@ def test_options_at_odds_are_one_line(overrides: tuple[str, ...], words: list[st
     assert "\n" not in text and not missing(text, words), text
 
 
+def test_a_resumed_run_names_no_option_that_was_never_given() -> None:
+    """`init_names` is what the run has noted of its start; `lean` is the run's own, and is called so."""
+    given = ["model=unet_tiny", f"init={__file__}", "optim.init_lr=0.1", "optim.init_names=[inc]"]
+    begun = compose.to_plain(compose.compose(given))
+    with pytest.raises(UserError, match=r"^resume: .*\binit: ") as caught:
+        compose.resumed(begun, ["steps=999", "init=null"])
+    assert "init_names" not in str(caught.value)
+    lean = compose.to_plain(compose.compose(["model=unet_tiny", "lean=true"]))
+    with pytest.raises(UserError, match=r"^lean=true and ckpt=2: .*; the run that goes on has lean=True$"):
+        compose.resumed(lean, ["ckpt=2"])
+    with pytest.raises(UserError, match=r"^ckpt=99: [^;]*; [^;]*; [^;]*$"):
+        compose.resumed(lean, ["ckpt=99", "lean=false"])
+
+
 def configs(group: str) -> list[str]:
     return sorted(path.stem for path in (compose.config_folder() / group).glob("*.yaml"))
 

@@ -22,10 +22,12 @@ from scipy import ndimage
 from torch import Tensor
 from training import TINY, call, face, forked, records, send, status, train
 
+import unet3d
 from unet3d.data.cases import Case
 from unet3d.data.patches import PreparedCase, prepare
 from unet3d.data.preprocess import CaseReader, Intensity, normalise
 from unet3d.data.volume import LabelMap, canonical_grid
+from unet3d.errors import UserError
 from unet3d.model.unet import UNet3D
 from unet3d.report import case_plots, plots
 from unet3d.run import predict, validate
@@ -130,6 +132,25 @@ def test_predict_sees_several_windows_at_once_where_it_is_asked_to(
         assert face("predict", snapshot, image, "-o", tmp_path / "none", "--batch", batch) == 2
         assert "inference.batch" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_predict_takes_another_overlap_in_its_range(
+    whole: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    snapshot, image = whole / "checkpoints" / "last.pt", next(place.glob("phantom/*/imagesTr/*.nii.gz"))
+    made = {}
+    for share in ("0.5", ".9"):  # as in validation, and more
+        assert face("predict", snapshot, image, "-o", tmp_path / share, "--overlap", share) == 0
+        made[share] = nib.load(tmp_path / share / image.name).get_fdata()
+        network = unet3d.load(snapshot, overlap=float(share))
+        assert np.array_equal(network.segment(image).get_fdata(), made[share])
+    assert not np.array_equal(made["0.5"], made[".9"])
+    for share in ("0.95", "-1.0", "nan", "half"):
+        assert face("predict", snapshot, image, "-o", tmp_path / "none", f"--overlap={share}") == 2
+        error = capsys.readouterr().err
+        assert f"inference.overlap={share}" in error and error.count("\n") == 1
+    with pytest.raises(UserError, match=r"inference\.overlap=True"):
+        unet3d.load(snapshot, overlap=True)
 
 
 @pytest.mark.parametrize(

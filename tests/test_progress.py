@@ -114,6 +114,17 @@ def test_a_part_that_lasts_says_how_much_is_left_of_all() -> None:
     assert [*progress.parts("ab")] == ["a", "b"]  # counts nothing
 
 
+def test_a_part_that_lasts_says_how_much_of_it_is_done() -> None:
+    file, times = io.StringIO(), [0.0]
+    counter = Counter("predicting cases", 3, Terminal(file=file, width=80), clock=lambda: times[-1])
+    counter.advance()
+    for _ in progress.parts(range(0, 10, 4), "windows", 10):
+        times.append(times[-1] + 20)
+    counter.close()
+    shown = [numbers[:4] for _, numbers in lines(file.getvalue())]
+    assert shown == [["1", "3", done, "10"] for done in ("4", "8", "10")] and "windows" in file.getvalue()
+
+
 def test_a_part_moves_the_bar(terminal: io.StringIO) -> None:
     with progress.counting("validation", 2) as counter:
         list(progress.parts("ab"))

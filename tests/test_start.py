@@ -15,7 +15,7 @@ from guards import nothing, without
 from ranked import train_ranks
 from training import TINY, train
 
-from unet3d import build, compose
+from unet3d import build, compose, ranks
 from unet3d.config import Config
 from unet3d.errors import SnapshotError, UserError
 from unet3d.memory.meter import ENOUGH, LedgerMeter
@@ -160,6 +160,18 @@ def test_what_is_for_a_start_is_refused_without_one(word: str) -> None:
     """Else what has random weights would be frozen."""
     with pytest.raises(UserError, match=rf"^{word.partition('=')[0]}: .*init=net\.pt"):
         compose.compose([*TINY, word])
+
+
+def test_how_the_other_run_took_its_steps_does_not_matter(
+    net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several ranks may begin with what one has trained in ways of its own."""
+    state = checkpoint.load_snapshot(net)
+    state["config"] |= {"compile": True, "channels_last": True}
+    checkpoint.save_snapshot(tmp_path / "net.pt", state)
+    monkeypatch.setattr(ranks, "SIZE", 2)
+    config = compose.compose(words(net, f"init={tmp_path / 'net.pt'}", "batch=2"))
+    assert open_start(config, build.outlined_options(config), None).new == []
 
 
 def test_heads_of_another_type_are_new(net: Path, tmp_path: Path) -> None:

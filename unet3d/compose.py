@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import itertools
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -159,15 +160,30 @@ def resumed(values: Mapping[Any, Any], overrides: Sequence[str]) -> Config:
     Raises UserError where that makes it another run, or where code would be imported that only the file names.
     """
     tree, own = OmegaConf.structured(from_plain(values)), _options(_tree(overrides))
-    for name in _set_by(overrides):
-        OmegaConf.update(tree, name, own[name], merge=False)
+    given = set(_set_by(overrides))
+    with _explained():
+        for name in given:
+            OmegaConf.update(tree, name, own[name], merge=False)
+        changed = OmegaConf.to_object(tree)
+    assert isinstance(changed, Config)
     now = _options(tree)
     if foreign := [f"{name}={now[name]}" for name in IMPORTS if now[name] and now[name] != own[name]]:
         words = " ".join(foreign).replace(", ", ",").replace("'", "")
         raise UserError(f"resume: code is never taken from a run folder; name it again: {words}")
-    config = load(tree)
-    refuse_changes(values, to_plain(config))
-    return config
+    refuse_changes(values, to_plain(changed))  # before `load`, whose message may name an option that only the run has
+    try:
+        return load(tree)
+    except UserError as error:
+        named = sorted(name for name in now if _is_named(name, str(error)))
+        others = [f"{name}={now[name]}" for name in named if name not in given]
+        if not others or len(others) == len(named):
+            raise
+        raise UserError(f"{error}; the run that goes on has {', '.join(others)}") from error
+
+
+def _is_named(name: str, text: str) -> bool:
+    """Whether a text names an option, as `name=value` or before a colon."""
+    return re.search(rf"(?<![\w.]){re.escape(name)}[=:]", text) is not None
 
 
 def _options(tree: DictConfig) -> dict[str, Any]:

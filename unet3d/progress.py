@@ -49,12 +49,16 @@ class Counter:
         self.done = done
         self._show(done, note=escaped(note))
 
-    def _show(self, finished: float, **fields: Any) -> None:
+    def within(self, share: float, part: str = "") -> None:
+        """Show how much of the current part is finished; `part` is that in words."""
+        self._show(self.done + share, part, **({"note": escaped(part)} if part else {}))
+
+    def _show(self, finished: float, part: str = "", **fields: Any) -> None:
         if self._task is not None:
             _display[0].update(self._task, completed=finished, **fields)
         elif self._plain_lines and self._clock() >= self._next_line and finished != self.total:
             self._next_line = self._clock() + BETWEEN_LINES
-            self._terminal.print(self._line(finished), highlight=False, markup=False, soft_wrap=True)
+            self._terminal.print(self._line(finished, part), highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Remove the bar, and with the last bar the display."""
@@ -68,12 +72,13 @@ class Counter:
                 if not any(counter.has_bar for counter in _open):
                     _display.pop().stop()
 
-    def _line(self, finished: float) -> str:
+    def _line(self, finished: float, part: str) -> str:
         elapsed = self._clock() - self._started
         if self.total is None:
             return f"{self.what}: {self.done} done in {duration(elapsed)}"
         left = elapsed / finished * (self.total - finished)
-        return f"{self.what}: {self.done} of {self.total}, about {duration(left)} left"
+        of_next = f", {escaped(part)} of the next" if part else ""
+        return f"{self.what}: {self.done} of {self.total}{of_next}, about {duration(left)} left"
 
 
 def _shared(terminal: Terminal) -> Progress:
@@ -100,12 +105,16 @@ def track(items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
             counter.advance()
 
 
-def parts(items: Sequence[Item]) -> Iterator[Item]:
-    """The items, each an equal share of the current part of the innermost open counter, if there is one."""
+def parts(items: Sequence[Item], things: str = "", count: int = 0) -> Iterator[Item]:
+    """The items, each an equal share of the current part of the innermost open counter, if there is one.
+
+    They are of `count` things, `windows`, in groups of one size, of which the last may be smaller.
+    """
     for number, item in enumerate(items, 1):
         yield item
         if _open:
-            _open[-1]._show(_open[-1].done + number / len(items))
+            done = min(count, number * -(-count // len(items)))
+            _open[-1].within(number / len(items), f"{done} of {count} {things}" if things else "")
 
 
 def _is_terminal(stream: Any) -> bool:

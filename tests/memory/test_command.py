@@ -117,6 +117,32 @@ def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_p
     assert (out / "figures" / "trace.png").exists()
 
 
+def test_a_combination_that_makes_no_sense_is_skipped_and_the_others_go_on(
+    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unet3d.cli.memory.memory_plots.trace_plot", lambda calls, path: None)
+    net = ("model=unet_tiny", "model.features=[4]", *NET, *PLAIN, "compile=true")
+    assert memory(*net, "ckpt=0,2", "-o", tmp_path) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"ckpt=2 +skipped", said) and "skipped: ckpt=2: compile=true and ckpt=2: " in said
+    with (tmp_path / "peaks.csv").open() as file:
+        assert [bool(row["peak_bytes"]) for row in csv.DictReader(file)] == [True, False]
+    assert memory(*net, "lean=true", "slab=1,auto") == 2
+    found = capsys.readouterr()
+    assert "slab=1: " in found.err and "slab=auto: " in found.err and found.err.count("\n") == 1 and not found.out
+
+
+def test_fit_says_which_combinations_it_does_not_try(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unet3d.cli.memory.budget.find_fit", lambda asked, limit: ([asked], asked))
+    net = ("model=unet_tiny", "model.features=[4]", *NET, *PLAIN)
+    assert memory("fit", *net, "channels_last=true", "budget=1GiB") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not tried: ")]
+    assert ["lean=true" in lines[0], "slab=auto" in lines[1]] == [True, True] and "channels_last" in lines[0]
+    assert memory("fit", *net, "budget=1GiB") == 0 and "not tried" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_peaks_against_batch_width_and_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for values, few in (("BATCHES", (1, 2)), ("SCALES", (0.5, 1, 2)), ("SIZES", (0.5, 1))):

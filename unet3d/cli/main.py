@@ -106,6 +106,8 @@ def command_parser() -> argparse.ArgumentParser:
     predict.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     predict.add_argument("--mirror", action=argparse.BooleanOptionalAction, help="average over mirrorings")
     predict.add_argument("--batch", metavar="N", help="windows in one forward pass, or auto; default: as in validation")
+    overlap = "least share of a window that its neighbour covers too, 0 to 0.9; default: as in validation"
+    predict.add_argument("--overlap", metavar="SHARE", help=overlap)
     predict.add_argument("--overwrite", action="store_true", help="replace existing files")
     predict.add_argument("--probabilities", action="store_true", help="also write CASE_probabilities.nii: X Y Z CLASS")
     predict.add_argument("--shard", default="0/1", metavar="i/n", help="of all cases every n-th, from the i-th on")
@@ -153,16 +155,14 @@ def _memory(arguments: argparse.Namespace) -> None:
     if arguments.input or arguments.measure or arguments.args != "{}":
         raise UserError("--args, --input and --measure are of --module; name it")
     jobs = compose.sweep(arguments.overrides[is_fit:])
-    for job in jobs:
-        _composed(job)  # a mistake is answered before torch loads
+    _refuse_all(jobs)
     if is_fit and (arguments.curves or out or arguments.half or len(jobs) > 1):
-        raise UserError("memory fit prints one command for train.py; remove -o, --curves, --half and commas")
+        what = "it tries amp, batch, ckpt, lean and slab itself"
+        raise UserError(f"memory fit prints one command for train.py; remove -o, --curves, --half and commas: {what}")
     if arguments.curves and out is None:
         raise UserError("--curves writes a picture and a table; add -o FOLDER")
     from unet3d.cli import memory
-    from unet3d.run.start import with_names
 
-    jobs = [with_names(job) for job in jobs]
     if is_fit:
         memory.print_fit(jobs[0])
     elif arguments.curves:
@@ -171,6 +171,18 @@ def _memory(arguments: argparse.Namespace) -> None:
         memory.print_peaks(jobs, arguments.half, out)
     else:
         memory.print_explanation(jobs[0], arguments.half, out)
+
+
+def _refuse_all(jobs: list[list[str]]) -> None:
+    """Raise UserError, before torch loads, where none of these configs makes sense; one that does not is skipped."""
+    reasons = []
+    for job in jobs:
+        try:
+            _composed(job)
+        except UserError as error:
+            reasons.append(str(error))
+    if len(reasons) == len(jobs):
+        raise UserError("; ".join(dict.fromkeys(reasons)))
 
 
 def _memory_of_module(arguments: argparse.Namespace) -> None:
@@ -201,15 +213,21 @@ def _predict(arguments: argparse.Namespace) -> int:
     from unet3d.memory.simulate import refuse_large_window
     from unet3d.run import predict
 
-    windows = _number_or_word(arguments.batch)
-    segmenter = predict.open_segmenter(arguments.snapshot, arguments.device, arguments.mirror, arguments.model, windows)
+    segmenter = predict.open_segmenter(
+        arguments.snapshot,
+        arguments.device,
+        arguments.mirror,
+        arguments.model,
+        _number_or_word(arguments.batch),
+        _share_or_word(arguments.overlap),
+    )
     refuse_large_window(segmenter.predictor, arguments.snapshot)
     cases, problems = predict.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel, shard)
     images = set(map(os.path.realpath, predict.files_in(arguments.inputs)[0]))  # Path.resolve raises for a circle
     for problem in problems:
         lifecycle.say(f"error: {escaped(problem)}")
     failed, written, left = len(problems), 0, 0
-    with progress.counting("predicting", len(cases)) as counter:
+    with progress.counting("predicting cases", len(cases)) as counter:
         for case in cases:
             names = [f"{case.id}.nii.gz", *[f"{case.id}_probabilities.nii"] * arguments.probabilities]
             paths = [arguments.out / name for name in names]
@@ -241,6 +259,13 @@ def _number_or_word(text: str | None) -> int | str | None:
     if text is None or len(text) > 20 or not (text.isascii() and text.isdecimal()):
         return text
     return int(text)
+
+
+def _share_or_word(text: str | None) -> float | str | None:
+    """Return `0.25` as a number; other words as they are, for the check of the option."""
+    if text is None or re.fullmatch(r"-?(\d{1,9}(\.\d{0,20})?|\.\d{1,20})", text, re.ASCII) is None:
+        return text
+    return float(text)
 
 
 def _segment(segmenter: "Segmenter", case: "Case", *paths: Path) -> bool:

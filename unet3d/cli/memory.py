@@ -24,6 +24,7 @@ from unet3d.memory.meter import ENOUGH, STEADY
 from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
 from unet3d.progress import track
 from unet3d.report import explained, memory_plots, report
+from unet3d.run.start import with_names
 from unet3d.terminal import WIDE, paper, plain_text, terminal_table
 from unet3d.types import Table, budget_bytes, mib, percent
 
@@ -37,6 +38,7 @@ SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # of the patch's sides
 
 def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) -> None:
     """Print where the memory of a step goes; with `out`, also write it there, with report, figures and tables."""
+    overrides = with_names(overrides)
     subject = estimate(overrides, half)
     narrower, relatives = narrowed(subject), family(subject, overrides)
     simulate_all([subject, *narrower.values(), *relatives])
@@ -246,20 +248,34 @@ def _paradoxes(subject: MemoryEstimate, relatives: Sequence[MemoryEstimate]) -> 
 
 
 def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None:
-    """Print a row a job; with `out`, write peaks.csv, the layer traces of all in trace.csv, and their picture."""
-    subjects = _subjects(jobs, half, ENOUGH if out is None else STEADY)
-    simulate_all(list(subjects.values()))
+    """Print a row a job; with `out`, write peaks.csv, the layer traces of all in trace.csv, and their picture.
+
+    A job that makes no sense is a row without numbers, and a line that says why. Raises UserError where none does.
+    """
+    found = _estimates(jobs, half, ENOUGH if out is None else STEADY)
+    for name, one in track(list(found.items()), "networks", len(found)):
+        try:
+            if isinstance(one, MemoryEstimate):
+                _ = one.meter
+        except UserError as error:  # some only a simulation finds
+            found[name] = error
+    subjects = _sound(found)
     first = next(iter(subjects.values())).peak
-    rows = [
-        [name, f"{one.parameters:,}", mib(one.peak), f"{one.peak / first - 1:+.1%}", tables.moment(one.entry)]
-        for name, one in subjects.items()
-    ]
+    rows = []
+    for name, one in found.items():
+        if isinstance(one, MemoryEstimate):
+            change = f"{one.peak / first - 1:+.1%}"
+            rows.append([name, f"{one.parameters:,}", mib(one.peak), change, tables.moment(one.entry)])
+        else:
+            rows.append([name, "", "", "", "skipped"])
     table = Table(["config", "parameters", "peak (MiB, ledger)", "change", "at its highest"], rows)
     paper(WIDE).print(terminal_table("Predicted peak of a step", table))
+    _print_skipped(found)
     if out is None:
         return
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    peaks = [[name, one.parameters, one.peak] for name, one in subjects.items()]
+    numbers = {name: (one.parameters, one.peak) for name, one in subjects.items()}
+    peaks = [[name, *numbers.get(name, (None, None))] for name in found]
     write_csv(out / "peaks.csv", ["config", "parameters", "peak_bytes"], peaks)
     calls = [row for name, one in subjects.items() for row in export.trace(one.ledger, name, STEADY - 1)]
     export.write_trace(calls, out / "trace.csv")
@@ -267,18 +283,42 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
     print(escaped(out))
 
 
-def _subjects(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> dict[str, MemoryEstimate]:
-    """Each job by the overrides that are not common to all. UserError if two have the same."""
+def _estimates(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> dict[str, MemoryEstimate | UserError]:
+    """Each job, or why it makes no sense, by the overrides that are not common to all. UserError if two have the same.
+
+    Raises UserError where none makes sense.
+    """
     common = set(jobs[0]).intersection(*jobs)
     names = [" ".join(word for word in job if word not in common) or "config" for job in jobs]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UserError(f"{twice[0]} is asked for more than once; name each value once")
-    return {name: replace(estimate(job, half), steps=steps) for name, job in zip(names, jobs, strict=True)}
+    found: dict[str, MemoryEstimate | UserError] = {}
+    for name, job in zip(names, jobs, strict=True):
+        try:
+            found[name] = replace(estimate(with_names(job), half), steps=steps)
+        except UserError as error:
+            found[name] = error
+    return found
+
+
+def _sound(found: Mapping[str, MemoryEstimate | UserError]) -> dict[str, MemoryEstimate]:
+    """The jobs that make sense. Raises UserError, with all reasons, where none does."""
+    sound = {name: one for name, one in found.items() if isinstance(one, MemoryEstimate)}
+    if not sound:
+        raise UserError("; ".join(dict.fromkeys(map(str, found.values()))))
+    return sound
+
+
+def _print_skipped(found: Mapping[str, MemoryEstimate | UserError]) -> None:
+    for name, one in found.items():
+        if isinstance(one, UserError):
+            print(escaped(f"skipped: {name}: {one}"))
 
 
 def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     """Write curves.csv and figures/curves.png: peak against batch size, first width and patch, a line a job."""
-    varied = ((name, *vary) for name, subject in _subjects(jobs, half, ENOUGH).items() for vary in _varied(subject))
+    found = _estimates(jobs, half, ENOUGH)
+    varied = ((name, *vary) for name, subject in _sound(found).items() for vary in _varied(subject))
     points = [
         (axis, x, series, words, one.parameters, one.peak)
         for series, axis, x, words, one in track(varied, "points, at most", len(jobs) * len(BATCHES + SCALES + SIZES))
@@ -290,6 +330,7 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     (out / "figures").mkdir(parents=True, exist_ok=True)
     write_csv(out / "curves.csv", ["varied", "x", "series", "config", "parameters", "peak_bytes"], points)
     memory_plots.peak_curves(list(panels.items()), out / "figures" / "curves.png")
+    _print_skipped(found)
     print(escaped(out / "curves.csv"), escaped(out / "figures" / "curves.png"), sep="\n")
 
 
@@ -310,11 +351,12 @@ def _varied(subject: MemoryEstimate) -> Iterator[tuple[str, int, str, MemoryEsti
 
 def print_fit(overrides: Sequence[str]) -> None:
     """Print the options that no other beats, and the command line that fits `budget`. UserError if none does."""
-    subject = estimate(overrides, half=False)
+    subject = estimate(with_names(overrides), half=False)
     if (given := subject.config.budget) is None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
     limit = budget_bytes(given)
-    found, best = budget.find_fit(budget.Option((), "nothing", subject.config, subject.options), limit)
+    asked = budget.Option((), "nothing", subject.config, subject.options)
+    found, best = budget.find_fit(asked, limit)
     rows = []
     for o in found[:: -(-len(found) // FRONT)]:
         needs = [mib(o.peak_bytes), "yes" if o.occupied_bytes <= limit else "", f"{o.recompute_fraction:+.0%}"]
@@ -322,6 +364,8 @@ def print_fit(overrides: Sequence[str]) -> None:
         rows.append([*needs, str(o.segments) if o.segments > 1 else "", changes, " ".join(o.overrides)])
     table = Table(["peak (MiB, estimated)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
     paper(WIDE).print(terminal_table("Least memory by cost", table))
+    for why in budget.untried(asked):
+        print(escaped(f"not tried: {why}"))
     if best.occupied_bytes > limit:
         raise UserError(
             f"budget={given}: nothing tried fits; the smallest peak is {mib(best.peak_bytes)} MiB{best.reserves}"

@@ -163,6 +163,17 @@ def _unsegmented(asked: Option) -> Iterator[Option]:
             yield Option(asked.overrides + words + (word,) * bool(word), changes, changed, model)
 
 
+def untried(asked: Option) -> list[str]:
+    """Why the search leaves out slabs or thriftier operations, where a run of them would be refused."""
+    found = []
+    for is_lean, slab in LEVERS:
+        try:
+            check(replace(asked.config, model=asked.model, ckpt=0, lean=is_lean, slab=slab), here=False)
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
 def front(found: Iterable[Option]) -> list[Option]:
     """Of options by cost, those with a lower peak than all cheaper ones that change the result in the same way."""
     kept: list[Option] = []

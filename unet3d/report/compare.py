@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -16,11 +16,12 @@ from unet3d import compose
 from unet3d.config import Config
 from unet3d.errors import UserError, escaped
 from unet3d.files import write_csv, write_text
+from unet3d.report import folds
+from unet3d.report.folds import Row
 from unet3d.report.html import element, html_page, html_table, picture, section
 from unet3d.report.loggers import Loggers, wandb_loggers
 from unet3d.report.plots import (
     OVERLAID,
-    Curve,
     PlottedRun,
     PublishedRow,
     comparison_plot,
@@ -72,25 +73,6 @@ ABOUT = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One run. `settings`: the config, flattened, as text, and the names chosen in config groups, e.g. model: unet."""
-
-    name: str
-    settings: Mapping[str, str]
-    is_whole: bool  # whether `settings` is the whole config; else only the command line is known
-    environment: Mapping[str, str]
-    numbers: Mapping[str, Any]  # with the names, order and units of compare.csv; None if there is no such number
-    iou: Mapping[str, float]  # of each scored case, the mean over its foreground classes
-    curves: Mapping[str, Curve]  # by their keys in metrics.jsonl
-    named: frozenset[str] = frozenset()  # options on its command line
-
-    @property
-    def basis(self) -> str | None:
-        """Whether its peak was measured or predicted; None without one."""
-        return next((kind for kind in KINDS if self.numbers[f"peak_{kind}_bytes"] is not None), None)
-
-
 def compare_runs(paths: Sequence[Path], out: Path | None) -> None:
     """Print the runs, or the children of sweeps, side by side; with `out`, write the files there. Raises UserError."""
     rows = read_rows(find_runs(paths))
@@ -105,6 +87,7 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     print_comparison(rows)
     path = write_comparison(rows, folder)
     config = next(iter(jobs.values()))
+    rows = methods(rows)
     if config.wandb.private:  # the last part of a path is no path any more, but often a patient's name
         rows = [replace(row, settings={k: v for k, v in row.settings.items() if k not in PATHS}) for row in rows]
     loggers = Loggers(wandb_loggers(config, folder))
@@ -138,7 +121,7 @@ def _row(name: str, run: RunFolder) -> Row:
     config = run.settings
     said = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in run.overrides or ())}
     groups = {path.name for path in compose.config_folder().iterdir() if path.is_dir()}
-    settings = {key: value for key, value in said.items() if key in groups or not config}
+    settings = {key: _as_text(key, value) for key, value in said.items() if key in groups or not config}
     settings |= {key: _as_text(key, value) for key, value in compose.flat(config, ".").items()}
     settings.pop("resume", None)
     iou: dict[str, float] = {}
@@ -147,7 +130,12 @@ def _row(name: str, run: RunFolder) -> Row:
         iou |= {} if mean is None else {case.get("case", ""): mean}
     curves = {key: found for key in OVERLAID if (found := curve(run.records, key)) is not None}
     named = frozenset(word.partition("=")[0].lstrip("+~") for word in run.overrides or ())
-    return Row(name, settings, bool(config), run.environment, _numbers(run), iou, curves, named)
+    return Row(name, settings, bool(config), run.environment, _numbers(run), iou, curves, named, run.scores)
+
+
+def methods(runs: Sequence[Row]) -> list[Row]:
+    """A row for each method, whose folds are one; a published experiment has a table of its own for these."""
+    return list(runs) if published_experiment(runs) else folds.methods(runs)
 
 
 def _as_text(key: str, value: Any) -> str:
@@ -219,6 +207,11 @@ def mismatches(rows: Sequence[Row], varied: Sequence[str] = ()) -> list[str]:
         pairs["steps done"] = {row.name: row.numbers["steps_done"] for row in rows}
     pairs["peak"] = {row.name: row.basis for row in rows}
     pairs["kind of measured peak"] = {row.name: row.numbers["measured_kind"] for row in rows}
+    return _unlike(pairs)
+
+
+def _unlike(pairs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each key whose values differ between runs."""
     return [f"{key}: {sides(found)}" for key, found in pairs.items() if len(set(found.values()) - {None}) > 1]
 
 
@@ -239,6 +232,9 @@ def comparison_table(rows: Sequence[Row]) -> Table:
     body = []
     for row in rows:
         shown = ["" if row.numbers[field] is None else FACE[field][1](row.numbers[field]) for field in fields]
+        if row.folds and "dice_mean" in fields:
+            mean, sd = row.numbers["dice_mean"], row.numbers["dice_sd"]
+            shown[fields.index("dice_mean")] = folds.spread("dice", mean, sd)
         body.append([row.name, *(row.settings.get(key, "") for key in keys), *shown])
     return Table(["run", *short(keys), *(FACE[field][0] for field in fields)], body)
 
@@ -246,22 +242,37 @@ def comparison_table(rows: Sequence[Row]) -> Table:
 def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
     """The same for programs: headings with their units, and plain values; None if a run has no such number."""
     keys = setting_columns(rows)
-    body = [[row.name, *(row.settings.get(key) for key in keys), *row.numbers.values()] for row in rows]
-    return ["run", *keys, *rows[0].numbers], body
+    names = dict.fromkeys(name for row in rows for name in row.numbers)  # of a cross-validation more
+    body = [
+        [row.name, *(row.settings.get(key) for key in keys), *(row.numbers.get(name) for name in names)] for row in rows
+    ]
+    return ["run", *keys, *names], body
 
 
-def print_comparison(rows: Sequence[Row]) -> None:
+def folds_table(rows: Sequence[Row]) -> Table | None:
+    """Scores of the methods that were cross-validated; None without any, as where runs only predict."""
+    keys = setting_columns(rows)
+    return folds.table(rows, keys, short(keys)) if any(row.folds and row.scores for row in rows) else None
+
+
+def print_comparison(runs: Sequence[Row]) -> None:
     """Print the table, then a line for each run that failed and for each reason not to compare."""
-    console = paper(NARROW)
-    console.print(narrow_tables(_title(rows), comparison_table(rows), console.width))
-    if found := published_experiment(rows):
-        console.print(narrow_tables(found.title, found.table(rows), console.width))
-    for line in [*_failures(rows), *(f"not comparable: {line}" for line in _not_comparable(rows))]:
+    console, rows = paper(NARROW), methods(runs)
+    console.print(narrow_tables(_title(runs), comparison_table(rows), console.width))
+    if (found := folds_table(rows)) is not None:
+        console.print(narrow_tables(folds.TITLE, found, console.width))
+    if published := published_experiment(runs):
+        console.print(narrow_tables(published.title, published.table(runs), console.width))
+    for line in [*_failures(runs), *(f"not comparable: {line}" for line in _not_comparable(runs))]:
         console.print(escaped(line), soft_wrap=True)
 
 
-def _title(rows: Sequence[Row]) -> str:
-    return f"Comparison of {len(rows)} runs" if len(rows) > 1 else "One run"
+def _title(runs: Sequence[Row]) -> str:
+    rows = methods(runs)
+    if len(rows) < len(runs):
+        what = f"Comparison of {len(rows)} methods" if len(rows) > 1 else "Cross-validation"
+        return f"{what}, {len(runs)} runs"
+    return f"Comparison of {len(runs)} runs" if len(runs) > 1 else "One run"
 
 
 def _failures(rows: Sequence[Row]) -> list[str]:
@@ -270,36 +281,58 @@ def _failures(rows: Sequence[Row]) -> list[str]:
     return [f"run {row.name} {shorten(row.numbers['status'], 110, placeholder=' ...')}" for row in failed]
 
 
-def _not_comparable(rows: Sequence[Row]) -> list[str]:
-    found = published_experiment(rows)
-    return [*mismatches(rows, (found.by, found.across)), *found.unlike(rows)] if found else mismatches(rows)
+def _not_comparable(runs: Sequence[Row]) -> list[str]:
+    if found := published_experiment(runs):
+        return [*mismatches(runs, (found.by, found.across)), *found.unlike(runs)]
+    rows = methods(runs)  # one has several folds, all the same as another's
+    held_out = {row.name: row.settings.get(folds.FOLD) for row in rows}
+    scored = {row.name: row.scored for row in rows}
+    others = _unlike({folds.FOLD: held_out}) or _unlike({"folds scored": scored})
+    return [*others, *mismatches(runs, [folds.FOLD])]
 
 
-def write_comparison(rows: Sequence[Row], folder: Path) -> Path:
-    """Write compare.csv, .png, .html, curves.png, and published.csv, .png of such an experiment; returns the page."""
+def write_comparison(runs: Sequence[Row], folder: Path) -> Path:
+    """Write compare.csv, .png, .html and curves.png; returns the page.
+
+    Also folds.csv, .png of cross-validations, and published.csv, .png of such an experiment.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    write_csv(folder / "compare.csv", *cells(rows))
-    _draw(rows, folder / "compare.png")
-    _draw_curves(rows, folder / "curves.png")
-    if found := published_experiment(rows):
-        write_csv(folder / "published.csv", *found.table(rows))
-        published_plot(found.beside(rows), found.title, folder / "published.png")
-    write_text(folder / "compare.html", _html(rows, folder))
+    write_csv(folder / "compare.csv", *cells(methods(runs)))
+    _draw(runs, folder / "compare.png")
+    _draw_curves(runs, folder / "curves.png")
+    _write_folds(runs, folder)
+    if found := published_experiment(runs):
+        write_csv(folder / "published.csv", *found.table(runs))
+        published_plot(found.beside(runs), found.title, folder / "published.png")
+    write_text(folder / "compare.html", _html(runs, folder))
     return folder / "compare.html"
 
 
-def _draw(rows: Sequence[Row], path: Path) -> None:
+def _write_folds(runs: Sequence[Row], folder: Path) -> None:
+    """A row a run of cross-validations, whose rows in compare.csv are of several, and the picture of their scores."""
+    rows = methods(runs)
+    keys = setting_columns(rows)
+    (folder / "folds.csv").unlink(missing_ok=True)  # of an earlier comparison
+    remove_picture(folder / "folds.png")
+    if any(row.folds for row in rows):
+        write_csv(folder / "folds.csv", *cells(runs))
+    if labelled := [(_label(row, keys), row) for row in rows if row.folds and row.numbers["dice_mean"] is not None]:
+        folds.folds_plot(labelled, folder / "folds.png")
+
+
+def _draw(runs: Sequence[Row], path: Path) -> None:
     """The picture of the runs with a measured peak; with fewer than two, of all with a peak; without any, none."""
-    measured = [row for row in rows if row.basis == "measured"]
-    shown = measured if len(measured) > 1 else [row for row in rows if row.basis is not None]
+    measured = [run for run in runs if run.basis == "measured"]
+    shown = measured if len(measured) > 1 else [run for run in runs if run.basis is not None]
     differences = ", ".join(line.partition(":")[0] for line in _not_comparable(shown))
-    keys, plotted = setting_columns(rows), []
-    for row in shown:
-        numbers = [row.numbers[f"peak_{row.basis}_bytes"], row.numbers["step_median_s"], row.numbers["dice_mean"]]
+    keys, plotted = setting_columns(methods(runs)), []
+    for row in methods(shown):
+        seconds, dice, sd = (row.numbers.get(name) for name in ("step_median_s", "dice_mean", "dice_sd"))
         if row.basis == "predicted":
-            numbers[1:] = None, None
+            seconds = dice = sd = None
         kind = ", ".join(filter(None, (row.basis, row.numbers["measured_kind"])))
-        plotted.append(PlottedRun(_label(row, keys), plain(kind), *numbers))
+        peak = row.numbers[f"peak_{row.basis}_bytes"]
+        plotted.append(PlottedRun(_label(row, keys), plain(kind), peak, seconds, dice, sd))
     remove_picture(path)  # of an earlier comparison
     if plotted:
         comparison_plot(plotted, differences and f"Not comparable: the runs differ in {differences}", path)
@@ -319,11 +352,12 @@ def _label(row: Row, keys: Sequence[str]) -> str:
     return f"{row.name}: {' '.join(said)}" if said else row.name
 
 
-def _html(rows: Sequence[Row], folder: Path) -> str:
-    title, keys, table, published = _title(rows), setting_columns(rows), comparison_table(rows), ""
-    if found := published_experiment(rows):
+def _html(runs: Sequence[Row], folder: Path) -> str:
+    rows = methods(runs)
+    title, keys, table, published = _title(runs), setting_columns(rows), comparison_table(rows), ""
+    if found := published_experiment(runs):
         beside = picture(folder / "published.png", "IoU of these runs beside the paper's")
-        published = section(found.title, html_table(*found.table(rows)), beside)
+        published = section(found.title, html_table(*found.table(runs)), beside)
     first = 1 + len(keys)  # the settings go into the first cell, which is wrapped: else numbers are cut off
     body = [[_label(row, keys), *line[first:]] for row, line in zip(rows, table.rows, strict=True)]
     what = [[key, sides({row.name: row.settings.get(key) for row in rows})] for key in differing(rows)]
@@ -332,14 +366,25 @@ def _html(rows: Sequence[Row], folder: Path) -> str:
         element("h1", title),
         element("p", ABOUT),
         html_table(["run", *table.columns[first:]], body),
-        *(element("p", line) for line in _failures(rows)),
+        *(element("p", line) for line in _failures(runs)),
+        _html_folds(runs, rows, folder),
         published,
-        section("Not comparable", *(element("p", line) for line in _not_comparable(rows))),
+        section("Not comparable", *(element("p", line) for line in _not_comparable(runs))),
         section("Peak memory", peaks),
         section("Curves", picture(folder / "curves.png", "training loss and validation Dice by step, a line a run")),
         section("What differs", html_table(["option", "values"], what)),
     ]
     return html_page(title, parts)
+
+
+def _html_folds(runs: Sequence[Row], rows: Sequence[Row], folder: Path) -> str:
+    """The scores of cross-validations, and a row a run; "" without any."""
+    if (found := folds_table(rows)) is None:
+        return ""
+    scores = picture(folder / "folds.png", "Dice by class: of each method a point a fold, and their mean")
+    return section(folds.TITLE, html_table(*found), element("p", folds.NOTE), scores) + section(
+        "Each run", html_table(*comparison_table(runs))
+    )
 
 
 class Published(NamedTuple):

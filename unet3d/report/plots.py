@@ -221,6 +221,7 @@ class PlottedRun(NamedTuple):
     peak_bytes: int
     step_s: float | None
     dice: float | None
+    dice_sd: float | None = None  # over the folds
 
 
 class PublishedRow(NamedTuple):
@@ -264,6 +265,8 @@ def _scatter(runs: Sequence[PlottedRun], labels: list[str], fields: Sequence[str
         for run, label, (marker, colour) in zip(runs, labels, cycle(MARKERS), strict=False):
             if (y := getattr(run, field)) is not None:
                 axes.plot(run.peak_bytes / MIB, y, marker, color=colour, mec="black", mew=0.5, ms=7, label=label)
+                if field == "dice" and run.dice_sd is not None:
+                    axes.errorbar(run.peak_bytes / MIB, y, run.dice_sd, fmt="none", color=colour, capsize=3, zorder=1)
         axes.set_ylabel(title)
         axes.margins(0.12)
         axes.grid(color=PALE)

@@ -144,16 +144,28 @@ def save_prediction(
 
 
 def open_segmenter(
-    path: Path, device: str, mirror: bool | None = None, model_path: str | None = None, batch: int | str | None = None
+    path: Path,
+    device: str,
+    mirror: bool | None = None,
+    model_path: str | None = None,
+    batch: int | str | None = None,
+    overlap: float | str | None = None,
 ) -> Segmenter:
     """Return the segmenter of a snapshot, of a run or published. Raises SnapshotError, or UserError for the device."""
-    return segmenter(parse(checkpoint.load_snapshot(path), path, model_path), device, mirror, batch)
+    return segmenter(parse(checkpoint.load_snapshot(path), path, model_path), device, mirror, batch, overlap)
 
 
-def segmenter(found: TrainedNetworks, device: str, mirror: bool | None, batch: int | str | None = None) -> Segmenter:
-    """Return the segmenter of these networks; `mirror`, `batch` None: as validated. Raises as `open_segmenter`.
+def segmenter(
+    found: TrainedNetworks,
+    device: str,
+    mirror: bool | None,
+    batch: int | str | None = None,
+    overlap: float | str | None = None,
+) -> Segmenter:
+    """Return the segmenter of these networks; `mirror`, `batch`, `overlap` None: as validated.
 
-    `batch` is of windows. Where it is auto and a GPU has not enough free, there are fewer at once.
+    `batch` is of windows. Where it is auto and a GPU has not enough free, there are fewer at once. Raises as
+    `open_segmenter`, and UserError for a value out of the range that the option has.
     """
     # A prediction has no backward pass, which alone is not deterministic on a GPU, and is not compiled.
     config = dataclasses.replace(found.config, device=device, deterministic=False, compile=False)
@@ -161,9 +173,16 @@ def segmenter(found: TrainedNetworks, device: str, mirror: bool | None, batch: i
         config.inference = dataclasses.replace(config.inference, mirror=mirror)
     if batch is not None:
         config.inference = dataclasses.replace(config.inference, batch=batch)
+    if overlap is not None:
+        if isinstance(overlap, bool) or not isinstance(overlap, (int, float)):
+            raise UserError(f"inference.overlap={overlap}: give a number from 0 to 0.9, a share of the window")
+        config.inference = dataclasses.replace(config.inference, overlap=overlap)
     checks.check(config, here=False)  # the device's name; and not every network can be mirrored
     if mirror and not config.data.augment.mirror:
         print("warning: mirroring does nothing: this network has data.augment.mirror=[]", file=sys.stderr)
+    if overlap is not None and config.model.padding == "valid":
+        what = "this network has model.padding=valid, whose tiles do not overlap"
+        print(f"warning: overlap does nothing: {what}", file=sys.stderr)
     where = build.device(config)
     policy = build.policy(config, where.type, ())
     warning = known_bad.warning(policy.dtype) if where.type == "cuda" else None

@@ -76,6 +76,24 @@ def _refuse_other_files(before: Mapping[str, Any], now: Mapping[str, Any], short
         warn(f"resume: files of {short(', '.join(sampled))}: {what}")
 
 
+def rate_change(before: Config, now: Config, step: int) -> str:
+    """What the learning rate does after `step`, where other options set it than before; "" where it goes on as it was.
+
+    A schedule that has come to its end begins anew high up if it gets more steps.
+    """
+    if step in (0, now.steps):
+        return ""
+    was, planned, becomes = (
+        optim.learning_rate(config.optim, config.steps, at)
+        for config, at in ((before, step - 1), (before, step), (now, step))
+    )
+    if planned == becomes:
+        return ""
+    how = "rises to" if becomes > was else "falls to"
+    numbers = f"{was:.3g} in step {step}, {how} {becomes:.3g} in step {step + 1}"
+    return f"the learning rate, {numbers}: it is now {now.optim.schedule} over {now.steps} steps"
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """What changes as a run goes on, with what it is built from: `options` are the model's, with nothing left open."""
@@ -110,7 +128,7 @@ class TrainingState:
         }
 
     def put_back(self, state: Snapshot, path: Path) -> list[str]:
-        """Put a snapshot's state back. Returns the changed options. Raises UserError, SnapshotError for another run."""
+        """Put a snapshot's state back. Returns what changes. Raises UserError, SnapshotError for another run."""
         changes = compose.refuse_changes(state["config"], compose.to_plain(self.config))
         if "grounds" in state:  # else an older version wrote it
             refuse_other_data(state["grounds"], self.fingerprint)
@@ -123,6 +141,9 @@ class TrainingState:
         self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": self._groups(state)})
         self.scaler.load_state_dict(state["scaler"])
         self._put_back_random(state)  # last: building things draws from it
+        if changes:
+            before = compose.from_plain(state["config"] | {"resume": None})
+            changes += filter(None, [rate_change(before, self.config, reached)])
         return changes
 
     def _put_back_random(self, state: Snapshot) -> None:
@@ -240,9 +261,7 @@ class Checkpoints:
         else:
             self.saved = step, validated
         if changes:
-            has_others = any(change.startswith("steps: ") for change in changes)
-            rate = "; the learning rate follows the new number of steps" * has_others
-            print(f"from step {step} on with other options: {escaped('; '.join(changes))}{rate}", flush=True)
+            print(f"from step {step} on with other options: {escaped('; '.join(changes))}", flush=True)
         return step, validated
 
     def _forget_after(self, step: int, validated: int) -> int:

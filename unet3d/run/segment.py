@@ -46,15 +46,17 @@ def load(
     mirror: bool | None = None,
     model: str | None = None,
     batch: int | str | None = None,
+    overlap: float | None = None,
 ) -> Network:
     """The network of a run's snapshot, or of a published file.
 
     `device`: auto, cpu or cuda. `mirror`: average over mirrorings; None: as in validation. `model`: package.module:name
-    of your own network, where the file holds one. `batch`: windows in a forward pass, or auto; None: as in validation.
-    No code is taken from the file. Raises SnapshotError, UserError.
+    of your own network, where the file holds one. `batch`: windows in a forward pass, or auto; `overlap`: least share
+    of a window that its neighbour covers too, 0 to 0.9; None: as in validation. No code is taken from the file. Raises
+    SnapshotError, UserError.
     """
     path = Path(path)
     found = parse(checkpoint.load_snapshot(path), path, model)
-    opened = segmenter(found, device, mirror, batch)
+    opened = segmenter(found, device, mirror, batch, overlap)
     refuse_large_window(opened.predictor, path)
     return Network(found.classes, found.channels, opened)

@@ -69,7 +69,7 @@ def open_start(config: Config, options: Model, data: Data | None) -> Start:
     return start
 
 
-def with_names(overrides: list[str]) -> list[str]:
+def with_names(overrides: Sequence[str]) -> Sequence[str]:
     """A command line for `unet3d memory`, with the names that `optim.init_lr` is for. Raises UserError."""
     config = compose.compose(overrides)
     if config.init is None or config.optim.init_lr == 1 or config.optim.init_names is not None:
@@ -124,7 +124,7 @@ def _read(path: Path, model_path: str | None) -> TrainedNetworks:
         kinds = [f"model.path={one}" if one else "the package's own U-Net" for one in (theirs, model_path)]
         raise UserError(f"init={path}: its network is {kinds[0]}, this run's {kinds[1]}; nothing of it can be used")
     if isinstance(state.get("config"), dict):  # how that run took its steps, which ranks may not, does not matter
-        state["config"] |= {"batch": ranks.SIZE, "lean": False, "slab": 0}
+        state["config"] |= {"batch": ranks.SIZE, "lean": False, "slab": 0, "compile": False, "channels_last": False}
     return predict.parse(state, path, model_path)
 
 

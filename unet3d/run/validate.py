@@ -74,7 +74,7 @@ class Predictions:
     def complete(self, predictor: Predictor) -> None:
         """Add what is missing, as after a kill or on a disk that was full. Raises NotSaved, UserError."""
         if missing := [case for case in self.data.val if not self._path(case).exists()]:
-            with progress.counting("predicting", len(missing)) as counter:
+            with progress.counting("predicting cases", len(missing)) as counter:
                 for case in missing:
                     strips = LabelMap(predictor.strips(self.data.read_val(case).image))
                     self._add(case, strips)

@@ -100,7 +100,7 @@ class Predictor:
 
     def _logits(self, padded: Tensor, places: Sequence[Axes], host: "HostMemory | None") -> Iterator[Tensor]:
         """Yield logits K D H W of the windows at `places`, on the networks' device, or in `host` memory."""
-        for start in progress.parts(range(0, len(places), self.batch)):
+        for start in progress.parts(range(0, len(places), self.batch), "windows", len(places)):
             logits = self.window_logits(self._tiles(padded, places[start : start + self.batch]))
             if host is not None and logits.device.type != "cpu":
                 logits = host.take(logits)
