@@ -199,6 +199,7 @@ def test_a_snapshot_cannot_ask_for_the_environment(given: Callable[[Change], Pat
         *(put("model_options", "features", value="abc"), put("model_options", "features", value=[4, {}])),
         *(put("model_options", "dropout", value="x"), put("intensity", 0, "kind", value="sqrt")),
         *(put("intensity", 0, "std", value=0.0), put("intensity", 0, "low", value="x"), put("intensity", value=7)),
+        put("intensity", 0, "mean", value="3"),
         *(put("intensity", 0, "mean", value=float("nan")), put("config", value=7), put("model", value=[1])),
         *(put("classes", value=7), put("classes", value=["a", "b", {}]), put("channels", value=["a", "b"])),
         *(
@@ -210,6 +211,13 @@ def test_a_snapshot_cannot_ask_for_the_environment(given: Callable[[Change], Pat
 def test_a_snapshot_of_wrong_types_is_one_line(given: Callable[[Change], Path], change: Change) -> None:
     with pytest.raises(SnapshotError, match=r"given\.pt"):
         predict.open_segmenter(given(change), "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_weight_of_several_tensors_is_one_line(given: Callable[[Change], Path]) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)])
+    with pytest.raises(SnapshotError, match=r"given\.pt"):
+        predict.open_segmenter(given(put("model", "outc.conv.bias", value=nested)), "cpu")
 
 
 @pytest.mark.parametrize("features", [[40_000, 40_000], [2**40, 8]])
@@ -260,6 +268,32 @@ def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Pa
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**20
+
+
+def with_another_end(sound: bytes, length: int) -> bytes:
+    """Return a zip file whose end says that its list of contents begins `length` bytes earlier than zipfile looks."""
+    begin, end = sound[:-98], bytearray(sound[-98:])
+    offset = int.from_bytes(end[48:56], "little")
+    end[48:56] = (offset - length).to_bytes(8, "little")
+    return begin + bytes(end)
+
+
+@without("unet3d.training.checkpoint.has_one_directory", yes)
+@pytest.mark.parametrize("damage", ["directory", "locator", "comment", "begin"])
+def test_a_snapshot_that_torch_would_read_as_another_than_is_checked_is_refused(tmp_path: Path, damage: str) -> None:
+    """zipfile shifts places that do not fit and skips what is before the first; torch does neither."""
+    checkpoint.save_snapshot(tmp_path / "a.pt", {"model": {"w": torch.zeros(9)}})
+    sound = (tmp_path / "a.pt").read_bytes()
+    assert checkpoint.load_snapshot(tmp_path / "a.pt")["model"].keys() == {"w"}
+    changed = {
+        "directory": with_another_end(sound, 16),
+        "locator": sound[:-34] + bytes([sound[-34] ^ 1]) + sound[-33:],
+        "comment": sound[:-2] + b"\1\0x",
+        "begin": b"legacy" + with_another_end(sound, -6),
+    }[damage]
+    (tmp_path / "b.pt").write_bytes(changed)
+    with pytest.raises(DamagedSnapshot, match=r"b\.pt.*torch\.save"):
+        checkpoint.load_snapshot(tmp_path / "b.pt")
 
 
 @pytest.mark.parametrize("content", [b"\x80\x02\x8c\x02\xff\xfe.", b"\x80\x02}q\x00h\x07.", b"\x80\x02(K\x01t."])
