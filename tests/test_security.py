@@ -25,13 +25,17 @@ from pages import check_named_tests, named_tests
 from training import TINY, face
 from training import train as train_in
 
+import unet3d
 from unet3d import build, compose, files
 from unet3d.cli import lifecycle, train
 from unet3d.config import Config
+from unet3d.data.cases import Case
+from unet3d.data.patches import prepare
 from unet3d.errors import DamagedSnapshot, SnapshotError, UserError
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.run import predict
+from unet3d.run.validate import evaluate
 from unet3d.training import checkpoint
 from unet3d.training.inference import Predictor
 
@@ -574,6 +578,29 @@ def test_a_small_snapshot_that_describes_much_is_refused(tmp_path: Path, value: 
 def test_a_network_of_thousands_of_levels_is_refused(given: Callable[[Change], Path]) -> None:
     with pytest.raises(SnapshotError, match=r"model\.features.*\b3000\b.*\b12\b"):
         predict.open_segmenter(given(put("model_options", "features", value=[1] * 3000)), "cpu")
+
+
+def test_weights_whose_outputs_are_not_finite_predict_nothing(
+    given: Callable[[Change], Path], capsys: pytest.CaptureFixture
+) -> None:
+    def enlarge(state: Any) -> None:
+        state["model"]["outc.conv.weight"].fill_(3e38)
+
+    path = given(enlarge)
+    image = path.with_name("a.nii.gz")
+    nib.save(nib.Nifti1Image(np.random.default_rng(0).random((9, 9, 9)), np.eye(4)), image)
+    assert face("predict", path, image, "-o", path.parent / "out", "--device", "cpu", "--probabilities") == 2
+    shown = capsys.readouterr().err
+    assert str(image) in shown and "NaN" in shown and shown.count("\n") == 1
+    assert not [*(path.parent / "out").iterdir()]
+    case, network = Case("a", (image,), None), unet3d.load(path, device="cpu")
+    with pytest.raises(UserError, match=r"as it was given\b.*\bNaN\b"):
+        network.segment(np.random.default_rng(0).random((9, 9, 9)), (1, 1, 1))
+    prepared = prepare(
+        "a", np.eye(9, dtype=np.float32)[None, None].repeat(9, 1), np.zeros((9, 9, 9), np.uint8), (1, 1, 1), None
+    )
+    with pytest.raises(UserError, match=r"^a: .*a\.nii\.gz\b.*\bNaN\b"):
+        [*evaluate(network.segmenter.predictor, [case], lambda _: prepared, 3, False, "validation")]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
