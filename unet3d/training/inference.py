@@ -22,6 +22,7 @@ from unet3d import progress
 from unet3d.config import Model
 from unet3d.errors import NonFinitePrediction
 from unet3d.model import geometry
+from unet3d.training.losses import refuse_odd_logits
 from unet3d.training.policy import MemoryPolicy
 from unet3d.types import Strip
 
@@ -133,7 +134,11 @@ class Predictor:
         subsets = [subset for n in range(len(dims) + 1) for subset in itertools.combinations(dims, n)]
         total: Tensor | None = None
         for model, flipped in itertools.product(self.models, subsets):
-            logits = self.policy.forward(model, tiles.flip(flipped)).float()  # of a copy: a network may change it
+            output = self.policy.forward(model, tiles.flip(flipped))  # of a copy: a network may change it
+            if self.options.path is not None and self.options.classes is not None:
+                sizes = (len(tiles), *self.window)
+                refuse_odd_logits(output, self.options.path, self.options.classes, sizes)
+            logits = output.float()
             logits = logits.flip(flipped) if flipped else logits
             total = logits if total is None else total.add_(logits)
         assert total is not None
