@@ -103,6 +103,7 @@ def test_the_optimizer_is_the_one_asked_for(words: list[str], kind: type, option
 
 
 WORDS = ["model.features=[4,8]", "model.in_channels=1", "model.classes=3", "data.patch=[16,16,16]", "optim.average=0.9"]
+MOMENTS = ("exp_avg", "exp_avg_sq", "average")
 MOMENT = ("optimizer", "state", 0, "exp_avg")
 
 
@@ -173,6 +174,13 @@ def test_a_changed_rate_is_said_as_the_state_is_put_back(state: TrainingState, t
         *((MOMENT, value, "optimizer") for value in (torch.zeros(2), torch.zeros(4, 1, 3, 3, 3).double(), None, [])),
         pytest.param(MOMENT, torch.full((4, 1, 3, 3, 3), float("nan")), "optimizer", id="nan moment"),
         (MOMENT[:3], {}, "optimizer"),
+        *(((*MOMENT[:3], "step"), torch.tensor(value), "optimizer") for value in (-1.0, 0.0, 0.5, 2.0)),
+        ((*MOMENT[:3], "exp_avg_sq"), torch.full((4, 1, 3, 3, 3), -1.0), "optimizer"),
+        *(
+            (MOMENT, torch.zeros(99).as_strided((4, 1, 3, 3, 3), strides), "optimizer")
+            for strides in ([0] * 5, [1] * 5)
+        ),
+        (MOMENT[:3], {"step": torch.ones(()), **dict.fromkeys(MOMENTS, torch.zeros(4, 1, 3, 3, 3))}, "optimizer"),
         (("optimizer", "param_groups", 0, optim.COUNT), -3, "step"),
     ],
 )

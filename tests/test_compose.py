@@ -172,6 +172,22 @@ def test_a_wrong_option_is_one_line(override: str, words: list[str]) -> None:
     assert "\n" not in text and not missing(text, words), text
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["loss.weights=[0,0,0]"], r"loss\.weights=\[0\.0, 0\.0, 0\.0\]: .*\bloss=dice\b"),
+        (["loss=ce", "loss.weights=[0,0]"], r"loss\.weights=\[0\.0, 0\.0\]: no class\b.*\babove 0\b"),
+        (["loss=ce", "loss.weights=[0,2,0]"], r"loss\.weights=\[0\.0, 2\.0, 0\.0\]: one class\b.*\btwo classes\b"),
+        (["loss.weights=[inf,1]"], r"loss\.weights=\[inf, 1\.0\]: .*\bfinite\b"),
+    ],
+)
+def test_weights_that_leave_nothing_to_learn_are_refused(words: list[str], line: str) -> None:
+    with pytest.raises(UserError, match=rf"^{line}[^\n]*$"):
+        compose.compose(words)
+    compose.compose(["loss=ce", "loss.weights=[0,1,2]"])
+    compose.compose(["loss.weights=[0,2,0]"])
+
+
 @pytest.mark.parametrize(("name", "meant"), MEANT.items())
 def test_what_other_programs_call_an_option_is_understood(name: str, meant: str | None) -> None:
     text = str(compose.not_a_flag(f"--{name}=1", []))

@@ -540,6 +540,16 @@ def sources() -> set[tuple[Path, int]]:
     return {(path, path.stat().st_mtime_ns) for path in found if path.is_file()}
 
 
+def test_code_of_ones_own_that_exits_does_not_end_the_run_with_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, lifecycle.guarded(Config(), tmp_path, []):
+        raise SystemExit(0)
+    assert ended.value.code == 1
+    assert status(tmp_path).startswith("failed: ") and "SystemExit" in status(tmp_path) and exit_code(tmp_path) == 1
+    assert "SystemExit" in capsys.readouterr().err
+
+
 @without("unet3d.errors.is_out_of_memory", no, only="MemoryError")
 @pytest.mark.parametrize(
     ("error", "code", "cause"),

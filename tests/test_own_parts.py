@@ -16,8 +16,12 @@ from training import train as fork
 
 from unet3d import build, compose
 from unet3d.cli import lifecycle, train
+from unet3d.config import Model
 from unet3d.errors import UserError
+from unet3d.memory.preflight import preflight
 from unet3d.memory.segments import choose_segments
+from unet3d.training.inference import Predictor
+from unet3d.training.policy import MemoryPolicy
 
 PARTS = """
 import torch
@@ -43,6 +47,58 @@ def stages(in_channels, classes):
 
 def number(in_channels, classes):
     return 7
+
+
+def convolution(in_channels, classes):
+    return nn.Conv3d(in_channels, classes, 1)
+
+
+def half(in_channels, classes):
+    return nn.Conv3d(in_channels, classes, 2, stride=2)
+
+
+def more(in_channels, classes):
+    return nn.Conv3d(in_channels, classes + 1, 1)
+
+
+def several(in_channels, classes):
+    class Several(nn.Conv3d):
+        def forward(self, image):
+            return [super().forward(image)]
+
+    return Several(in_channels, classes, 1)
+
+
+def flat(in_channels, classes):
+    return nn.Sequential(nn.Conv3d(in_channels, classes, 1), nn.Flatten())
+
+
+def frozen(in_channels, classes):
+    return convolution(in_channels, classes).requires_grad_(False)
+
+
+def lazy(in_channels, classes):
+    return nn.LazyConv3d(classes, 1)
+
+
+def empty(in_channels, classes):
+    return nn.Identity()
+
+
+def needs(in_channels, classes, width):
+    return convolution(in_channels, classes)
+
+
+def vector(logits, label, options):
+    return logits.mean((1, 2, 3, 4))
+
+
+def text(logits, label, options):
+    return "x"
+
+
+def detached(logits, label, options):
+    return logits.detach().mean()
 
 
 def focal(logits, label, options):
@@ -203,6 +259,42 @@ def test_a_wrong_path_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]
     error = capsys.readouterr().err
     assert f"model.path={path}" in error and message in error
     assert len([line for line in error.splitlines() if "model.features" not in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.path=own_parts:half", "(1, 4, 8, 8, 8)"),
+        ("model.path=own_parts:more", "(1, 5, 16, 16, 16)"),
+        ("model.path=own_parts:several", "list"),
+        ("model.path=own_parts:flat", "(1, 16384)"),
+        ("model.path=own_parts:frozen", "gradient"),
+        ("model.path=own_parts:lazy", "lazy"),
+        ("model.path=own_parts:empty", "no parameters"),
+        ("model.path=own_parts:needs", "needs(in_channels, classes)"),
+        ("loss.path=own_parts:vector", "shape (1,)"),
+        ("loss.path=own_parts:text", "str"),
+        ("loss.path=own_parts:detached", "gradient"),
+        ("loss.path=own_parts:empty", "empty(logits, label, options)"),
+        ("loggers=[own_parts:vector]", "vector(config, folder)"),
+        ("data.transforms=[own_parts:empty]", "empty(image, label, rng)"),
+    ],
+)
+def test_a_part_that_does_not_suit_is_one_line_before_a_run(here: Path, word: str, said: str) -> None:
+    config = compose.compose([*TINY, *PLAIN, "model.path=own_parts:convolution", word, "dry_run=true"])
+    with pytest.raises(UserError) as refused:
+        preflight(config, build.outlined_options(config))
+    line = str(refused.value)
+    assert line.startswith(word.replace("[", "").replace("]", "")) and said in line and "\n" not in line, line
+
+
+@pytest.mark.parametrize("name", ["half", "more", "several"])
+def test_a_network_that_does_not_suit_predicts_nothing(here: Path, name: str) -> None:
+    """In evaluation it may return something else than in training."""
+    options = Model(path=f"own_parts:{name}", in_channels=1, classes=3)
+    found = Predictor((build.model(options, 0),), options, MemoryPolicy(), (8, 8, 8))
+    with pytest.raises(UserError, match=rf"^model\.path=own_parts:{name}: .*\(1, 3, 8, 8, 8\)"):
+        found.probabilities(torch.zeros(1, 9, 9, 9))
 
 
 def test_a_transform_that_changes_sizes_is_refused(place: Path) -> None:

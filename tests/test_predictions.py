@@ -258,7 +258,7 @@ class Watched:
     def __init__(self, runs_out: bool = False) -> None:
         self.given, self.runs_out = list[weakref.ref[Tensor]](), runs_out
 
-    def strips(self, image: Tensor) -> Iterator[Strip]:
+    def strips(self, image: Tensor, name: str) -> Iterator[Strip]:
         assert all(given() is None for given in self.given)
         for first in (0, 2):
             if first and self.runs_out:

@@ -152,6 +152,12 @@ def test_an_image_that_does_not_suit_is_one_line(trained: TrainedRun, tmp_path: 
     for given, spacing, line in (
         (voxels, None, r"segment\b.*\bspacing\b.*\bNone\b"),
         (voxels, (1, 0, 1), r"segment\b.*\bspacing\b.*\(1, 0, 1\)"),
+        (voxels, "111", r"segment\b.*\bspacing\b.*\b111\b"),
+        (voxels, ("1", "1", "1"), r"segment\b.*\bspacing\b.*'1'"),
+        (voxels, 1.0, r"segment\b.*\bspacing\b.*\b1\.0\b"),
+        (voxels, (1j, 1, 1), r"segment\b.*\bspacing\b.*\b1j\b"),
+        (voxels, (1e-300, 1, 1), r"segment\b.*\bspacing\b.*\b1e-300\b"),
+        (np.ma.masked_greater(voxels, 100), (1, 1, 1), r"segment\b.*\bmasked\b.*\bfilled\b"),
         (voxels[0], (1, 1, 1), r"segment\b.*\bX Y Z\b.*\bfloat64\b.*\(18, 17\)"),
         (np.stack([voxels] * 2), (1, 1, 1), r"image\b.*\b2 channels\b.*\b1\b"),
         (bad, (1, 1, 1), r"image\b.*\bNaN\b"),
@@ -167,6 +173,12 @@ def test_an_image_that_does_not_suit_is_one_line(trained: TrainedRun, tmp_path: 
     ):
         with pytest.raises(UserError, match=rf"^{line}[^\n]*$"):
             network.segment(given, spacing)
+
+
+def test_a_file_is_read_under_any_number_of_ranks(trained: TrainedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How its run took its steps is no part of the network."""
+    monkeypatch.setattr(ranks, "SIZE", 7)
+    assert unet3d.load(trained.snapshot).classes
 
 
 @pytest.mark.slow

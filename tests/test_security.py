@@ -25,13 +25,17 @@ from pages import check_named_tests, named_tests
 from training import TINY, face
 from training import train as train_in
 
+import unet3d
 from unet3d import build, compose, files
 from unet3d.cli import lifecycle, train
 from unet3d.config import Config
+from unet3d.data.cases import Case
+from unet3d.data.patches import prepare
 from unet3d.errors import DamagedSnapshot, SnapshotError, UserError
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.run import predict
+from unet3d.run.validate import evaluate
 from unet3d.training import checkpoint
 from unet3d.training.inference import Predictor
 
@@ -199,6 +203,7 @@ def test_a_snapshot_cannot_ask_for_the_environment(given: Callable[[Change], Pat
         *(put("model_options", "features", value="abc"), put("model_options", "features", value=[4, {}])),
         *(put("model_options", "dropout", value="x"), put("intensity", 0, "kind", value="sqrt")),
         *(put("intensity", 0, "std", value=0.0), put("intensity", 0, "low", value="x"), put("intensity", value=7)),
+        put("intensity", 0, "mean", value="3"),
         *(put("intensity", 0, "mean", value=float("nan")), put("config", value=7), put("model", value=[1])),
         *(put("classes", value=7), put("classes", value=["a", "b", {}]), put("channels", value=["a", "b"])),
         *(
@@ -210,6 +215,13 @@ def test_a_snapshot_cannot_ask_for_the_environment(given: Callable[[Change], Pat
 def test_a_snapshot_of_wrong_types_is_one_line(given: Callable[[Change], Path], change: Change) -> None:
     with pytest.raises(SnapshotError, match=r"given\.pt"):
         predict.open_segmenter(given(change), "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_weight_of_several_tensors_is_one_line(given: Callable[[Change], Path]) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)])
+    with pytest.raises(SnapshotError, match=r"given\.pt"):
+        predict.open_segmenter(given(put("model", "outc.conv.bias", value=nested)), "cpu")
 
 
 @pytest.mark.parametrize("features", [[40_000, 40_000], [2**40, 8]])
@@ -260,6 +272,32 @@ def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Pa
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**20
+
+
+def with_another_end(sound: bytes, length: int) -> bytes:
+    """Return a zip file whose end says that its list of contents begins `length` bytes earlier than zipfile looks."""
+    begin, end = sound[:-98], bytearray(sound[-98:])
+    offset = int.from_bytes(end[48:56], "little")
+    end[48:56] = (offset - length).to_bytes(8, "little")
+    return begin + bytes(end)
+
+
+@without("unet3d.training.checkpoint.has_one_directory", yes)
+@pytest.mark.parametrize("damage", ["directory", "locator", "comment", "begin"])
+def test_a_snapshot_that_torch_would_read_as_another_than_is_checked_is_refused(tmp_path: Path, damage: str) -> None:
+    """zipfile shifts places that do not fit and skips what is before the first; torch does neither."""
+    checkpoint.save_snapshot(tmp_path / "a.pt", {"model": {"w": torch.zeros(9)}})
+    sound = (tmp_path / "a.pt").read_bytes()
+    assert checkpoint.load_snapshot(tmp_path / "a.pt")["model"].keys() == {"w"}
+    changed = {
+        "directory": with_another_end(sound, 16),
+        "locator": sound[:-34] + bytes([sound[-34] ^ 1]) + sound[-33:],
+        "comment": sound[:-2] + b"\1\0x",
+        "begin": b"legacy" + with_another_end(sound, -6),
+    }[damage]
+    (tmp_path / "b.pt").write_bytes(changed)
+    with pytest.raises(DamagedSnapshot, match=r"b\.pt.*torch\.save"):
+        checkpoint.load_snapshot(tmp_path / "b.pt")
 
 
 @pytest.mark.parametrize("content", [b"\x80\x02\x8c\x02\xff\xfe.", b"\x80\x02}q\x00h\x07.", b"\x80\x02(K\x01t."])
@@ -540,6 +578,29 @@ def test_a_small_snapshot_that_describes_much_is_refused(tmp_path: Path, value: 
 def test_a_network_of_thousands_of_levels_is_refused(given: Callable[[Change], Path]) -> None:
     with pytest.raises(SnapshotError, match=r"model\.features.*\b3000\b.*\b12\b"):
         predict.open_segmenter(given(put("model_options", "features", value=[1] * 3000)), "cpu")
+
+
+def test_weights_whose_outputs_are_not_finite_predict_nothing(
+    given: Callable[[Change], Path], capsys: pytest.CaptureFixture
+) -> None:
+    def enlarge(state: Any) -> None:
+        state["model"]["outc.conv.weight"].fill_(3e38)
+
+    path = given(enlarge)
+    image = path.with_name("a.nii.gz")
+    nib.save(nib.Nifti1Image(np.random.default_rng(0).random((9, 9, 9)), np.eye(4)), image)
+    assert face("predict", path, image, "-o", path.parent / "out", "--device", "cpu", "--probabilities") == 2
+    shown = capsys.readouterr().err
+    assert str(image) in shown and "NaN" in shown and shown.count("\n") == 1
+    assert not [*(path.parent / "out").iterdir()]
+    case, network = Case("a", (image,), None), unet3d.load(path, device="cpu")
+    with pytest.raises(UserError, match=r"as it was given\b.*\bNaN\b"):
+        network.segment(np.random.default_rng(0).random((9, 9, 9)), (1, 1, 1))
+    prepared = prepare(
+        "a", np.eye(9, dtype=np.float32)[None, None].repeat(9, 1), np.zeros((9, 9, 9), np.uint8), (1, 1, 1), None
+    )
+    with pytest.raises(UserError, match=r"^a: .*a\.nii\.gz\b.*\bNaN\b"):
+        [*evaluate(network.segmenter.predictor, [case], lambda _: prepared, 3, False, "validation")]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

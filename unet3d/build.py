@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import inspect
 import math
 import os
 import sys
@@ -35,6 +36,13 @@ from unet3d.training.slab_run import SlabOptions
 Read = Callable[[Case], PreparedCase]
 ROWS = 8  # of a slab at least, unless asked for
 SLABS, LEAN_SLABS = 12, 8  # along the longest axis at most, of slab=auto and lean=true
+ARGUMENTS = {  # of the user's own parts
+    "model.path": ("in_channels", "classes"),
+    "--model": ("in_channels", "classes"),
+    "loss.path": ("logits", "label", "options"),
+    "data.transforms": ("image", "label", "rng"),
+    "loggers": ("config", "folder"),
+}
 CUDA_VOXELS = 5 * 2**15  # of a slab on a GPU, at least: a step of smaller ones waits for the launches of its kernels
 
 
@@ -51,7 +59,24 @@ def import_object(name: str, path: str) -> Callable[..., Any]:
         raise UserError(f"{name}={path}: {module_name} has no {attribute}") from error
     if not callable(found):
         raise UserError(f"{name}={path}: {attribute} cannot be called")
+    _refuse_signature(name, path, found)
     return found  # type: ignore[no-any-return]
+
+
+def _refuse_signature(name: str, path: str, part: Callable[..., Any]) -> None:
+    """Raise UserError for a part that does not take what it will be called with."""
+    arguments = ARGUMENTS.get(name)
+    try:
+        signature = inspect.signature(part)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return
+    if arguments is None:
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        called = f"{path.partition(':')[2]}({', '.join(arguments)})"
+        raise UserError(f"{name}={path}: is called as {called}, which it does not accept ({error})") from error
 
 
 def import_all(config: Config) -> dict[str, list[Callable[..., Any]]]:
@@ -200,9 +225,20 @@ def model(options: Model, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     if options.path is None:
         return UNet3D(options)
-    found = import_object("model.path", options.path)(options.in_channels, options.classes)
+    make = import_object("model.path", options.path)
+    lazy = UserError(f"model.path={options.path}: has lazy layers, whose sizes are not known; give them sizes")
+    try:
+        found = make(options.in_channels, options.classes)
+    except RuntimeError as error:
+        if "UninitializedParameter" in str(error):  # of fake tensors there are none
+            raise lazy from error
+        raise
     if not isinstance(found, nn.Module):
         raise UserError(f"model.path={options.path}: returned {type(found).__name__}, not a torch.nn.Module")
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*found.parameters(), *found.buffers())):
+        raise lazy
+    if next(found.parameters(), None) is None:
+        raise UserError(f"model.path={options.path}: has no parameters, so that it can learn nothing")
     return found
 
 
@@ -228,7 +264,8 @@ def loss(config: Config, classes: int, device: torch.device | str = "cpu") -> Se
     function = LOSSES[config.loss.name] if path is None else import_object("loss.path", path)
     tensor = None if weights is None else torch.tensor(weights, device=device)
     slab = CUDA_SLAB if target(config) == "cuda" else None
-    return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice, slab))
+    network = None if config.model.path is None else (config.model.path, classes)
+    return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice, slab), path, network)
 
 
 def patches(config: Config) -> int:

@@ -1,6 +1,7 @@
 """Ranges and combinations of options. One UserError a mistake: what is wrong, where, what to do. Free of torch."""
 
 import difflib
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -65,7 +66,10 @@ def network(model: Model) -> Model:
 
 
 def check(config: Config, here: bool = True) -> None:
-    """Raise UserError for the first option out of its range or at odds with another; `here`: paths must exist."""
+    """Raise UserError for the first option out of its range or at odds with another.
+
+    `here`: for a run in this place, whose paths must exist, and of as many ranks as there are.
+    """
     for name, value, metadata in options(config):
         _check_range(name, value, metadata)
     config = replace(config, model=network(config.model))
@@ -73,6 +77,9 @@ def check(config: Config, here: bool = True) -> None:
         _check_model(config.model)
         _check_patch(config)
     _check_training(config)
+    if here:
+        _check_ranks(config)
+        _check_weights(config)
     _check_windows(config)
     _check_count("workers", config.workers, "processes")
     _check_switches(config)
@@ -171,9 +178,37 @@ def stages(model: Model) -> int:
     return 2 * len(model.features)
 
 
-def _check_training(config: Config) -> None:
+def _check_ranks(config: Config) -> None:
+    """Raise UserError for a step that several ranks cannot share. What a file holds was another run's step."""
+    if ranks.SIZE == 1:
+        return
     if config.batch % ranks.SIZE:
         raise UserError(f"batch={config.batch}: {ranks.SIZE} ranks share a batch; use a multiple of {ranks.SIZE}")
+    if (config.lean or config.slab) and config.model.norm.startswith("batch"):
+        way = "lean=true" if config.lean else f"slab={config.slab}"
+        raise UserError(f"{way} and model.norm={config.model.norm}: not over several ranks; use model.norm=instance")
+    for name in ("compile", "channels_last"):
+        if getattr(config, name):
+            raise UserError(f"{name}=true: not over several ranks, of which there are {ranks.SIZE}; set it to false")
+
+
+def _check_weights(config: Config) -> None:
+    """Raise UserError for weights of classes that leave nothing to learn."""
+    weights = config.loss.weights
+    if weights is None or config.loss.path is not None or config.loss.name == "dice":
+        return
+    if not all(map(math.isfinite, weights)):
+        raise UserError(f"loss.weights={weights}: give finite numbers, one a class")
+    learned = [weight for weight in weights if weight > 0]
+    if not learned:
+        advice = "use loss=dice, or give weights" if config.loss.name == "dice_ce" else "give weights"
+        raise UserError(f"loss.weights={weights}: no class counts in the cross-entropy; {advice} above 0, or null")
+    if len(learned) == 1 and config.loss.name == "ce":
+        what = "one class alone counts, and is then right everywhere"
+        raise UserError(f"loss.weights={weights}: {what}; give two classes or more a weight above 0")
+
+
+def _check_training(config: Config) -> None:
     own, ckpt, most = config.model.path is not None, config.ckpt, stages(config.model)
     is_count = isinstance(ckpt, int) and not isinstance(ckpt, bool) and (ckpt == 0 or ckpt >= 2)
     if ckpt != "auto" and (not is_count or (ckpt > most and not own)):
@@ -194,8 +229,6 @@ def _check_slabs(config: Config) -> None:
         raise UserError(f"lean=true and slab={slab}: slab does what lean does, and more; drop one")
     if not config.lean and not slab:
         return
-    if ranks.SIZE > 1 and config.model.norm.startswith("batch"):
-        raise UserError(f"{way} and model.norm={config.model.norm}: not over several ranks; use model.norm=instance")
     if config.ckpt:
         raise UserError(f"{way} and ckpt={config.ckpt}: each decides what backward makes again; drop one")
     if config.optim.init_lr == 0:
@@ -231,9 +264,6 @@ def _check_switches(config: Config) -> None:
     if config.channels_last and config.model.path is None and config.model.norm == "group":
         what = "a GPU copies each map within it, which no prediction sees"
         raise UserError(f"channels_last=true and model.norm=group: {what}; use another norm, or drop one")
-    for name in ("compile", "channels_last"):
-        if getattr(config, name) and ranks.SIZE > 1:
-            raise UserError(f"{name}=true: not over several ranks, of which there are {ranks.SIZE}; set it to false")
     if config.device == "cuda":
         refuse_indeterminate(config)
 

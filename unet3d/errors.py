@@ -54,6 +54,12 @@ class NonFiniteLoss(ForeseenError, ArithmeticError):
         self.batches = batches
 
 
+class NonFinitePrediction(UserError):
+    """A network's outputs for an image are NaN or infinite: no class would be the likeliest."""
+
+    exit_code = NonFiniteLoss.exit_code
+
+
 class LoaderError(ForeseenError, RuntimeError):
     """A process that prepares batches was killed, or hangs."""
 

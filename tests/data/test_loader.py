@@ -11,11 +11,13 @@ import threading
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from guards import no, nothing, without
+from monai.data import get_track_meta, set_track_meta
 from torch.utils.data import _utils
 from training import TINY, train
 
@@ -101,6 +103,18 @@ def test_only_what_patches_use_is_loaded_and_before_workers_start() -> None:
     assert found.stdout.splitlines() == ["False False", "True False"]
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_making_batches_leaves_monai_as_others_use_it(before: bool) -> None:
+    augment = Augment(**dict.fromkeys(("noise_p", "blur_p", "contrast_p", "gamma_p", "low_resolution_p"), 1.0))
+    set_track_meta(before)
+    try:
+        patches = Patches(case, Data(patch=[8, 8, 8], augment=augment), 0, [8, 8, 8])
+        assert type(patches[PatchIndex(0, 0, 1)][0]) is torch.Tensor
+        assert get_track_meta() is before
+    finally:
+        set_track_meta(True)
+
+
 def test_making_batches_leaves_the_global_random_state_alone() -> None:
     """Dropout draws from it."""
     before = torch.get_rng_state()
@@ -119,6 +133,47 @@ def test_every_case_once_an_epoch_in_a_new_order() -> None:
     epochs = [places[i : i + 7] for i in range(0, 42, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def labelled(value: float) -> Callable[[torch.Tensor, torch.Tensor, np.random.Generator], object]:
+    """Return a transform that makes a corner's label another value."""
+
+    def change(image: torch.Tensor, label: torch.Tensor, rng: np.random.Generator) -> object:
+        label = label.clone() if value == round(value) else label.float()
+        label[0, 0, :2] = value
+        return image, label
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("transform", "words"),
+    [
+        (labelled(-1), "label -1; classes are 0 to 1, and -100"),
+        (labelled(255), "label 255; classes are 0 to 1"),
+        (labelled(0.5), "torch.float32.*torch.int16"),
+        (lambda image, label, rng: (image.double(), label), "torch.float64.*torch.float32"),
+        (lambda image, label, rng: (image.numpy(), label), "ndarray as image.*torch tensor"),
+        (lambda image, label, rng: (image, label > 0), "torch.bool.*torch.int16"),
+        (lambda image, label, rng: (image, label[1:]), "(7, 8, 8) for (8, 8, 8)"),
+        (lambda image, label, rng: image, "Tensor.*image and label"),
+    ],
+)
+def test_what_a_transform_of_ones_own_may_not_return_is_one_line(transform: Any, words: str) -> None:
+    patches = Patches(case, Data(patch=[8, 8, 8]), 0, [8, 8, 8], [("mine:bad", transform)], classes=2)
+    with pytest.raises(UserError) as refused:
+        patches[PatchIndex(0, 0, 1)]
+    line = str(refused.value)
+    assert line.startswith("data.transforms=[mine:bad]: ") and "case1" in line and "\n" not in line
+    assert all(word in line for word in words.split(".*")), line
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int8])
+def test_a_transform_may_ignore_voxels_and_return_whole_numbers_of_any_size(kind: torch.dtype) -> None:
+    ways = [("mine:ignore", labelled(IGNORE)), ("mine:wide", lambda image, label, rng: (image, label.to(kind)))]
+    patches = Patches(case, Data(patch=[8, 8, 8]), 0, [8, 8, 8], ways, classes=2)
+    label = patches[PatchIndex(0, 0, 1)][1]
+    assert label.dtype is torch.int16 and (label[0, 0, :2] == IGNORE).all()
 
 
 def test_augmentation_differs_from_visit_to_visit() -> None:

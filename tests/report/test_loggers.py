@@ -199,6 +199,35 @@ def test_a_logger_has_only_the_methods_that_it_needs(is_good: bool, capsys: Capt
     assert line.count("\n") == (not is_good) and ("Losses" in line and "KeyError: 'b'" in line) == (not is_good)
 
 
+PARTS = """
+class Exits:
+    def __init__(self, config, folder): self.lines = []
+    def scalars(self, values, step): raise SystemExit(3)
+    def close(self, exit_code): raise SystemExit(5)
+
+class Starts:
+    def __init__(self, config, folder): raise SystemExit(3)
+
+def nothing(config, folder): pass
+"""
+
+
+@pytest.mark.parametrize("name", ["Exits", "Starts", "nothing"])
+def test_a_logger_of_ones_own_neither_ends_the_run_nor_logs_nothing_unsaid(
+    name: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    (tmp_path / "own_loggers.py").write_text(PARTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Config(loggers=[f"own_loggers:{name}"], wandb=Wandb(mode="disabled"))
+    opened = open_loggers(config, tmp_path)
+    opened.scalars({"a": 1}, 1)
+    opened.close(0)
+    line = capsys.readouterr().err
+    assert f"loggers=[own_loggers:{name}]" in line and line.count("\n") == 1
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1}]
+
+
 def test_an_interrupt_is_not_taken_for_a_failing_logger() -> None:
     with pytest.raises(KeyboardInterrupt):
         Loggers([Memory(0, KeyboardInterrupt)]).scalars({}, 1)

@@ -18,7 +18,7 @@ from unet3d import build, compose
 from unet3d.config import Model
 from unet3d.data.patches import choose_centre, crop, prepare
 from unet3d.data.volume import LabelMap
-from unet3d.errors import UserError
+from unet3d.errors import NonFinitePrediction, UserError
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
@@ -44,6 +44,19 @@ def test_windows_of_any_number_leave_pointwise_logits_as_they_are(size: tuple, o
         expected = model(image[None])[0].softmax(0)
     found = predictor(model, (8, 8, 8), overlap=overlap).probabilities(image)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "advice"), [("nan", None, "snapshot"), ("inf", torch.float16, "amp_dtype=bf16")]
+)
+def test_outputs_that_are_not_finite_are_refused(value: str, dtype: torch.dtype | None, advice: str) -> None:
+    """NaN is more than no other number: such a voxel would be background."""
+    image = torch.zeros(1, 9, 20, 9)
+    found = replace(predictor(nn.Conv3d(1, 3, 1), (8, 8, 8)), policy=MemoryPolicy(dtype=dtype))
+    found.probabilities(image)
+    image[0, 8, 19, 0] = float(value)
+    with pytest.raises(NonFinitePrediction, match=rf"^a: a\.nii: .*\bNaN\b.*\b{advice}\b"):
+        LabelMap(found.strips(image, "a: a.nii")).whole()
 
 
 @pytest.mark.parametrize(("size", "window", "overlap"), [(100, 32, 0.5), (33, 32, 0.0), (32, 32, 0.5), (64, 10, 0.25)])

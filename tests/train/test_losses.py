@@ -1,7 +1,7 @@
 """Losses against the formula written out, with ignored voxels, in half precision, over several scales."""
 
-import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +13,35 @@ from torch import Tensor
 
 from unet3d import build, compose
 from unet3d.config import Config
+from unet3d.config import losses as names_of_losses
 from unet3d.memory.ledger import Ledger
 from unet3d.training import losses
-from unet3d.training.losses import LOSSES, LossOptions, LossTerm, SegmentationLoss, ce, dice, dice_ce, subsample
+from unet3d.training.losses import (
+    BY_SLABS,
+    LOSSES,
+    LossOptions,
+    LossTerm,
+    SegmentationLoss,
+    ce,
+    dice,
+    dice_ce,
+    subsample,
+)
 from unet3d.types import IGNORE
 
-every_loss = pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
+ROOT = Path(losses.__file__).parents[2]
+
+
+def of_the_guide() -> LossTerm:
+    """Return the loss that docs/extending.md shows how to write; of any in the package, these tests ask the same."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    (block,) = (block for block in blocks if "def focal" in block)
+    names: dict[str, LossTerm] = {}
+    exec(block, names)
+    return names["focal"]
+
+
+every_loss = pytest.mark.parametrize("function", [*LOSSES.values(), of_the_guide()], ids=[*LOSSES, "of the guide"])
 
 
 def example() -> tuple[Tensor, Tensor]:
@@ -49,10 +72,7 @@ def test_a_decorated_function_is_a_loss_by_its_name(mine: LossTerm) -> None:
 
 def test_the_names_can_be_read_without_torch() -> None:
     """The config, its help and its errors read them so."""
-    tree = ast.parse(Path(losses.__file__).read_text())
-    decorators = {node.name: node.decorator_list for node in tree.body if isinstance(node, ast.FunctionDef)}
-    named = [name for name, found in decorators.items() if "loss" in map(ast.unparse, found)]
-    assert named == [*LOSSES] == ["ce", "dice", "dice_ce"]
+    assert [*names_of_losses()] == [*LOSSES] and {*BY_SLABS} <= {*LOSSES.values()}
 
 
 def test_cross_entropy_is_torchs() -> None:
@@ -112,7 +132,7 @@ def plain(name: str, logits: Tensor, label: Tensor, options: LossOptions) -> Ten
 
 @pytest.mark.parametrize("weights", [None, torch.rand(7, dtype=torch.float64) + 0.1], ids=("even", "weighted"))
 @pytest.mark.parametrize(("batch_dice", "slab"), [(True, 900), (False, None)], ids=("ten slabs", "as on the CPU"))
-@every_loss
+@pytest.mark.parametrize("function", BY_SLABS)
 def test_value_and_gradient_are_those_of_whole_maps(
     function: LossTerm, batch_dice: bool, slab: int | None, weights: Tensor
 ) -> None:

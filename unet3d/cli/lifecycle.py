@@ -71,8 +71,9 @@ def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
         try:
             with nullcontext(signals.Stop()) if ends_at_once else signals.stopping() as stop:
                 yield stop
-        except (Exception, KeyboardInterrupt, Preempted) as error:
+        except (Exception, KeyboardInterrupt, Preempted, SystemExit) as caught:
             reserve.close()
+            error = _not_an_exit(caught)
             line, code = _outcome(error, folder)
             if config.resume is not None and status(folder)[0] == before:
                 with suppress(OSError):  # the disk is full
@@ -107,12 +108,23 @@ def follow(job: Callable[[Config, Path, signals.Stop], None]) -> int:
                     folder = Path(run[1])
                     job(compose.from_plain(run[0]), folder, stop)
             return 0
-        except (Exception, KeyboardInterrupt, Preempted) as error:
+        except (Exception, KeyboardInterrupt, Preempted, SystemExit) as caught:
+            error = _not_an_exit(caught)
             ranks.say_end(error)
             line, code = _outcome(error, folder)
         say(f"rank {ranks.RANK}: {line}")
         ranks.end_if_stuck(code)
         return code
+
+
+def _not_an_exit(error: BaseException) -> BaseException:
+    """Return the error; for a SystemExit, which code of the user's own has raised, one that says so."""
+    if not isinstance(error, SystemExit):
+        return error
+    found = RuntimeError(
+        f"code of your own asked to exit the program ({errors.reason(error)}); it may only raise errors"
+    )
+    return found.with_traceback(error.__traceback__)
 
 
 def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:

@@ -28,6 +28,19 @@ def prepare(options: Augment) -> "Compose | None":
     return intensities(options) if any(chances) else None
 
 
+def changed(image: Tensor, changes: "Compose", seed: int) -> Tensor:
+    """Return the image C D H W with these changes of intensity, drawn from the seed."""
+    from monai.data import get_track_meta, set_track_meta
+
+    before = get_track_meta()  # of the whole process: others use MONAI, too
+    set_track_meta(False)
+    try:
+        changes.set_random_state(seed=seed)
+        return torch.as_tensor(changes(image)).float()
+    finally:
+        set_track_meta(before)
+
+
 def coordinates(
     centre: np.ndarray, patch: Sequence[int], spacing: Sequence[float], options: Augment, rng: np.random.Generator
 ) -> Tensor | None:
@@ -106,9 +119,7 @@ def _sample(volume: Tensor, field: Tensor, mode: str, outside: int) -> Tensor:
 def intensities(options: Augment) -> "Compose":
     """Noise, blur, contrast, gamma and low resolution for C D H W patches; `set_random_state` before each call."""
     from monai import transforms
-    from monai.data import set_track_meta
 
-    set_track_meta(False)
     sigma, factors = tuple(options.blur), tuple(factor - 1 for factor in options.contrast)
     changes = [
         transforms.RandGaussianNoise(prob=options.noise_p, std=options.noise),

@@ -29,6 +29,11 @@ class Case(NamedTuple):
     images: tuple[Path, ...]
     label: Path | None
 
+    @property
+    def named(self) -> str:
+        """Its id and its first file, as errors name them."""
+        return ": ".join([self.id, *map(str, self.images[:1])])
+
 
 class DatasetInfo(NamedTuple):
     """A data set. `classes` are named by label value, background first; `cases` are sorted by id.

@@ -34,8 +34,20 @@ READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFi
 # By the header's own length, which also gives the byte order: class, place of the magic, magic.
 FORMATS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
 
-# nibabel logs what it corrects in a header, at every copy of it, without the file's name.
-imageglobals.logger = logging.Logger("silent", level=logging.CRITICAL + 1)
+
+@contextmanager
+def quiet_nibabel() -> Iterator[None]:
+    """Within, nibabel does not log: it would what it corrects in a header, at every copy, without the file's name."""
+
+    def drop(_: logging.LogRecord) -> bool:
+        return False
+
+    logger = imageglobals.logger  # of the whole process: others use it, too
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
 
 
 class ValidationRules(NamedTuple):
@@ -74,6 +86,7 @@ def stem(path: Path) -> str:
     return path.name.removesuffix(".gz").removesuffix(".nii") if path.name.endswith(SUFFIXES) else path.name
 
 
+@quiet_nibabel()
 def open_image(case: str, path: Path) -> nib.Nifti1Image:
     """The file with its header checked, its voxels unread. Raises UserError."""
     _check_file(case, path)
@@ -250,6 +263,7 @@ def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
     save_image(path, labels_like(labels, open_image(stem(path), like)))
 
 
+@quiet_nibabel()
 def labels_like(labels: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
     """Integer labels (X, Y, Z) as an image on the grid of `source`, uint8 or uint16."""
     assert labels.shape == source.shape[:3], f"{labels.shape} labels for an image of {source.shape}"
@@ -257,6 +271,7 @@ def labels_like(labels: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
     return type(source)(labels.astype(kind), None, _header_like(source, kind))
 
 
+@quiet_nibabel()
 def _header_like(source: nib.Nifti1Image, kind: np.dtype | type) -> nib.Nifti1Header:
     """The header of `source` for other values of this type."""
     header = source.header.copy()
@@ -290,6 +305,7 @@ def saving_scores(path: Path, like: Path) -> Iterator[Callable[[int, int], np.nd
         yield open_scores
 
 
+@quiet_nibabel()
 def save_image(path: Path, image: nib.Nifti1Image) -> None:
     """Write `image` to `path` (.nii or .nii.gz), whole or not at all. Same image, same bytes. Raises OSError."""
     content = image.to_bytes()

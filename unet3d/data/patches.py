@@ -18,6 +18,8 @@ from unet3d.types import IGNORE
 MAX_CENTRES = 10_000  # voxels of each class that are kept as patch centres
 TRIES = 20  # to find a place with labels, which are rare in sparse annotation
 
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)  # types that labels may have
+
 Transform = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor]]  # of image C D H W, label D H W
 
 
@@ -81,7 +83,8 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
     options: Data
     seed: int
     tile: Sequence[int]  # the size that the network returns for a patch, D H W; if smaller, its context is mirrored
-    transforms: Sequence[Transform] = ()  # the user's own, applied last
+    transforms: Sequence[tuple[str, Transform]] = ()  # the user's own with their import paths, applied last
+    classes: int | None = None  # labels are below; None: not known
 
     def __post_init__(self) -> None:
         self.mirror = list(self.tile) != list(self.options.patch)
@@ -100,14 +103,39 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
         flips = [axis for axis in self.options.augment.mirror if rng.random() < 0.5]
         image, label = image.flip([axis + 1 for axis in flips]), label.flip(flips)
         if self.intensities is not None:
-            self.intensities.set_random_state(seed=int(rng.integers(2**32)))
-            image = torch.as_tensor(self.intensities(image)).float()
-        shapes = image.shape, label.shape
-        for transform in self.transforms:
-            image, label = transform(image, label, rng)
-            if (found := (image.shape, label.shape)) != shapes:
-                raise UserError(f"data.transforms: {transform} changes sizes: {found} for {shapes}")
+            image = augment.changed(image, self.intensities, int(rng.integers(2**32)))
+        for path, transform in self.transforms:
+            result = transform(image, label, rng)
+            problem = self._fault(result, image, label)
+            if problem is not None:
+                raise UserError(f"data.transforms=[{path}]: {problem}, for a patch of {case.case}")
+            image, changed = result
+            label = changed.to(label.dtype)
         return image, label.contiguous(), case.case
+
+    def _fault(self, result: object, image: Tensor, label: Tensor) -> str | None:
+        """Return what is wrong with the result of a transform of these, and what it is to be; None if nothing is."""
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            return f"returns {type(result).__name__}; return image and label"
+        new_image, new_label = result
+        for name, found, wanted in (("image", new_image, image), ("label", new_label, label)):
+            if not isinstance(found, Tensor):
+                return f"returns {type(found).__name__} as {name}; return a torch tensor"
+            if found.shape != wanted.shape:
+                return f"changes the {name}'s size: {tuple(found.shape)} for {tuple(wanted.shape)}; keep it"
+        if new_image.dtype is not torch.float32:
+            return f"returns an image of {new_image.dtype}; return torch.float32"
+        if new_label.dtype not in INTEGERS:
+            return f"returns labels of {new_label.dtype}; return whole numbers, as {label.dtype}"
+        values = new_label.long()
+        is_odd = (values < 0) & (values != IGNORE)
+        if self.classes is not None:
+            is_odd |= values >= self.classes
+        if is_odd.any():
+            listed = ", ".join(map(str, values[is_odd].unique()[:5].tolist()))
+            last = "above" if self.classes is None else f"to {self.classes - 1}"
+            return f"returns the label {listed}; classes are 0 {last}, and {IGNORE} is not labelled"
+        return None
 
 
 def choose_centre(case: PreparedCase, tile: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:

@@ -1,5 +1,6 @@
 """From a case on disk to tensors ready for the network: a cache, normalised intensities, sparse annotation."""
 
+import math
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -216,8 +217,9 @@ def _ct(values: np.ndarray) -> Intensity:
 def checked_intensity(values: Any) -> Intensity:
     """The rule that a snapshot holds as plain values. Raises ValueError or TypeError if they are not a rule."""
     rule = Intensity(**values)
-    is_finite = np.isfinite([float(number) for number in (rule.low, rule.high, rule.mean, rule.std)]).all()
-    if rule.kind not in ("zscore", "ct", "none") or not is_finite or rule.std <= 0:
+    numbers = (rule.low, rule.high, rule.mean, rule.std)
+    are_finite = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+    if rule.kind not in ("zscore", "ct", "none") or not are_finite or rule.std <= 0:
         raise ValueError(f"not a rule of intensity: {values}")
     return rule
 

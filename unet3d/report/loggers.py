@@ -65,9 +65,9 @@ class Loggers:
     def _call(self, method: str, *arguments: object) -> None:
         for logger in tuple(self._loggers):
             act = getattr(logger, method, None)
-            if act and not _succeeds(f"{type(logger).__name__} failed", act, *arguments):
+            if act and not _succeeds(f"{_name(logger)} failed", act, *arguments):
                 self._loggers.remove(logger)
-                with suppress(Exception):  # errors while it closes are ignored
+                with suppress(Exception, SystemExit):  # errors while it closes are ignored
                     logger.close(1)  # type: ignore[attr-defined]
 
 
@@ -80,9 +80,24 @@ def open_loggers(config: Config, folder: Path) -> Loggers:
         from unet3d.report.tensorboard_logger import TensorBoardLogger
 
         _succeeds("TensorBoard does not start", lambda: found.append(TensorBoardLogger(config, folder)))
-    for make in build.import_all(config)["loggers"]:  # the user's own
-        _succeeds(f"{make} does not start", lambda make=make: found.append(make(config, folder)))
+    for path, make in zip(config.loggers, build.import_all(config)["loggers"], strict=True):  # the user's own
+        _succeeds(f"loggers=[{path}] does not start", lambda make=make: found.append(_checked(make(config, folder))))
     return Loggers(found)
+
+
+def _checked(logger: Logger) -> Logger:
+    """Return a logger of the user's own. Raises TypeError where it would get no number."""
+    if not callable(getattr(logger, "scalars", None)):
+        raise TypeError(f"{type(logger).__name__} has no method scalars(values, step)")
+    return logger
+
+
+def _name(logger: Logger) -> str:
+    """Return what a warning calls a logger: one of the user's own by its option."""
+    kind = type(logger)
+    return (
+        kind.__name__ if kind.__module__.startswith("unet3d.") else f"loggers=[{kind.__module__}:{kind.__qualname__}]"
+    )
 
 
 def wandb_loggers(config: Config, folder: Path) -> list[Logger]:
@@ -94,10 +109,13 @@ def wandb_loggers(config: Config, folder: Path) -> list[Logger]:
 
 
 def _succeeds(failure: str, act: Callable[..., object], *arguments: object) -> bool:
-    """Call `act`. It catches every exception: a logger's failure, foreseen or not, is one line and ends no run."""
+    """Call `act`. It catches every exception: a logger's failure, foreseen or not, is one line and ends no run.
+
+    So is a SystemExit: the run would end with the logger's exit code.
+    """
     try:
         act(*arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         warn(f"{failure} ({reason(error)}); the run goes on without it")
         return False
     return True

@@ -112,12 +112,12 @@ class Segmenter:
     def to_file(self, case: Case, path: Path, scores: Path | None = None) -> Volume:
         """Segment one case; class probabilities go to `scores`. Returns it on the network's grid. Raises UserError."""
         volume = self._read(case)
-        save_prediction(path, self._strips(volume), case, self.spacing, scores)
+        save_prediction(path, self._strips(volume, case), case, self.spacing, scores)
         return volume
 
     def labels(self, case: Case) -> np.ndarray:
         """Labels (X, Y, Z) of a case in the axes of its first file. Raises UserError."""
-        return to_original(self._strips(self._read(case)), case, self.spacing)
+        return to_original(self._strips(self._read(case), case), case, self.spacing)
 
     def _read(self, case: Case) -> Volume:
         volume = read_volume(case._replace(label=None), 0, None, self.spacing, self.rules)
@@ -126,8 +126,8 @@ class Segmenter:
             raise UserError(f"{case.id}: {case.images[0]} has {found} channels; this network takes {wanted}")
         return volume
 
-    def _strips(self, volume: Volume) -> Iterator[Strip]:
-        return self.predictor.strips(torch.from_numpy(normalise(volume.image, self.intensity)))
+    def _strips(self, volume: Volume, case: Case) -> Iterator[Strip]:
+        return self.predictor.strips(torch.from_numpy(normalise(volume.image, self.intensity)), case.named)
 
 
 def save_prediction(

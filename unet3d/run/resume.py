@@ -178,7 +178,7 @@ class TrainingState:
                 for on_cpu, on_gpu in state.get("ranks", [])
             ),
             "scaler": state["scaler"].keys() == own.keys() and 0 < state["scaler"].get("scale", 1) < math.inf,
-            "optimizer": self._fits_optimizer(state["optimizer"]["state"]),
+            "optimizer": self._fits_optimizer(state["optimizer"]["state"], step),
         }
         if wrong := [name for name in is_sound if not is_sound[name]]:
             raise SnapshotError(f"{path}: its {', '.join(wrong)} cannot be those of this run; take an earlier snapshot")
@@ -187,18 +187,29 @@ class TrainingState:
         device = next(self.model.parameters()).device
         return device.type != "cuda" or all(_is_like(one, torch.cuda.get_rng_state(device)) for one in states)
 
-    def _fits_optimizer(self, states: Mapping[int, Mapping[str, Any]]) -> bool:
+    def _fits_optimizer(self, states: Mapping[int, Mapping[str, Any]], reached: Any) -> bool:
+        """Return whether each tensor is one that `reached` steps of this optimizer leave, in memory of its own."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         names, one = optim.state_names(self.config.optim), torch.zeros(())
         pairs = [(name, value, parameters[index]) for index, state in states.items() for name, value in state.items()]
-        is_whole = all(state.keys() == names for state in states.values())
-        return is_whole and all(_is_like(value, one if name == "step" else like) for name, value, like in pairs)
+        if not all(state.keys() == names for state in states.values()):
+            return False
+        if not all(_is_like(value, one if name == "step" else like) for name, value, like in pairs):
+            return False
+        counts = [value.item() for name, value, _ in pairs if name == "step"]
+        squares = [value for name, value, _ in pairs if name == "exp_avg_sq"]
+        places = [value.untyped_storage().data_ptr() for _, value, _ in pairs if value.numel()]
+        is_reached = type(reached) is int and all(count in range(1, reached + 1) for count in counts)
+        return is_reached and all(value.ge(0).all() for value in squares) and len(places) == len({*places})
 
 
 def _is_like(value: Any, wanted: torch.Tensor) -> bool:
     """Whether a value of a file is a tensor of the same size and type, of finite numbers."""
-    is_tensor = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
-    return is_tensor and (value.shape, value.dtype) == (wanted.shape, wanted.dtype) and checkpoint.is_finite(value)
+    if not checkpoint.is_plain(value) or (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
+        return False
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    is_dense = value.permute(order).is_contiguous()  # else an index may share its number with another
+    return is_dense and checkpoint.is_finite(value)
 
 
 @dataclass

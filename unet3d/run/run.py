@@ -162,8 +162,9 @@ class Run:
         config, data = self.config, self.data
         read = functools.partial(_read_nth, data.read_train, data.train)
         tile = geometry.output_size(config.data.patch, self.options)
-        transforms = build.import_all(config)["data.transforms"]
-        patches, cases = Patches(read, config.data, config.seed, tile, transforms), [case.id for case in data.train]
+        transforms = [*zip(config.data.transforms, build.import_all(config)["data.transforms"], strict=True)]
+        patches = Patches(read, config.data, config.seed, tile, transforms, len(data.dataset.classes))
+        cases = [case.id for case in data.train]
         pin = self.trainer.learner.policy.device_type == "cuda"
         yield from batches(patches, cases, config, self.first, pin)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unet3d import build, compose, ranks
+from unet3d import build, compose
 from unet3d.build import Data
 from unet3d.config import Config, Model
 from unet3d.data.cases import DatasetInfo, read_dataset
@@ -123,8 +123,6 @@ def _read(path: Path, model_path: str | None) -> TrainedNetworks:
     if theirs != model_path:
         kinds = [f"model.path={one}" if one else "the package's own U-Net" for one in (theirs, model_path)]
         raise UserError(f"init={path}: its network is {kinds[0]}, this run's {kinds[1]}; nothing of it can be used")
-    if isinstance(state.get("config"), dict):  # how that run took its steps, which ranks may not, does not matter
-        state["config"] |= {"batch": ranks.SIZE, "lean": False, "slab": 0, "compile": False, "channels_last": False}
     return predict.parse(state, path, model_path)
 
 

@@ -32,7 +32,7 @@ def evaluate(
     with progress.counting(what, len(cases)) as counter:
         for case in cases:
             found = read(case)
-            strips = LabelMap(predictor.strips(found.image))
+            strips = LabelMap(predictor.strips(found.image, case.named))
             if keep is not None:
                 keep(case, strips)
             prediction, label = strips.whole(), found.label.numpy()
@@ -76,7 +76,7 @@ class Predictions:
         if missing := [case for case in self.data.val if not self._path(case).exists()]:
             with progress.counting("predicting cases", len(missing)) as counter:
                 for case in missing:
-                    strips = LabelMap(predictor.strips(self.data.read_val(case).image))
+                    strips = LabelMap(predictor.strips(self.data.read_val(case).image, case.named))
                     self._add(case, strips)
                     strips.whole()
                     counter.advance()

@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,11 @@ from unet3d.files import replacing
 FORMAT = 2
 SHOWN = 10  # differences in an error
 DEEPEST = 20  # levels of lists and dictionaries
+# Of a zip file: how an entry begins, and the records at its end, the first two for large files.
+LOCAL = b"PK\3\4"
+END64 = struct.Struct("<4sQHHIIQQQQ")
+LOCATOR = struct.Struct("<4sIQI")
+END = struct.Struct("<4sHHHHIIH")
 
 
 def save_snapshot(path: Path, state: dict[str, Any], previous: Path | None = None) -> None:
@@ -108,8 +114,36 @@ def _refuse_damage(path: Path) -> None:
         is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:  # torch packs nothing
             raise DamagedSnapshot(f"{path}: holds more than its size, unlike torch.save's files; use another snapshot")
+        if not has_one_directory(path):
+            what = "its zip has another layout than torch.save's, which torch may read as other contents"
+            raise DamagedSnapshot(f"{path}: {what}; use another snapshot")
         if damaged := archive.testzip():  # torch would load a flipped bit without an error
             raise DamagedSnapshot(f"{path}: damaged ({escaped(damaged)} fails its checksum)")
+
+
+def has_one_directory(path: Path) -> bool:
+    """Return whether torch and `zipfile` find the same list of contents in a zip file that is not empty.
+
+    Where its end does not say exactly where that list lies, `zipfile` looks for it and torch does not. A file that does
+    not begin with its first entry is no zip file for torch, which then reads the format of its old versions.
+    """
+    with path.open("rb") as file:
+        begins = file.read(len(LOCAL)) == LOCAL
+        size = file.seek(0, 2)
+        file.seek(max(0, size - END.size - LOCATOR.size - END64.size))
+        tail = file.read().rjust(END.size + LOCATOR.size + END64.size, b"\0")
+    end64, locator, end = (tail[: END64.size], tail[END64.size : -END.size], tail[-END.size :])
+    mark, _, _, _, _, length, offset, comment = END.unpack(end)
+    if (begins, mark, comment) != (True, b"PK\5\6", 0):
+        return False
+    behind = size - END.size  # where the list ends
+    if locator.startswith(b"PK\6\7"):
+        behind -= LOCATOR.size + END64.size
+        _, _, place, _ = LOCATOR.unpack(locator)
+        mark, _, _, _, _, _, _, _, length, offset = END64.unpack(end64)
+        if (mark, place) != (b"PK\6\6", behind):
+            return False
+    return bool(length + offset == behind)
 
 
 def load_any(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
@@ -154,8 +188,15 @@ def fitting(model: nn.Module, weights: dict[str, Tensor], path: Path) -> dict[st
 
 
 def _refuse_no_numbers(weights: Mapping[str, Tensor], path: Path) -> None:
-    if not all(isinstance(v, Tensor) and v.layout is torch.strided and not v.is_meta for v in weights.values()):
+    if not all(is_plain(value) for value in weights.values()):
         raise SnapshotError(f"{path}: its weights are not all tensors with their numbers")
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value of a file is a tensor with a number of its own at each index, as weights are."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return not (value.is_meta or value.is_nested or value.is_quantized)
 
 
 def refuse_non_finite(weights: Mapping[str, Tensor], path: Path) -> None:

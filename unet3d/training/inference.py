@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from unet3d import progress
 from unet3d.config import Model
+from unet3d.errors import NonFinitePrediction
 from unet3d.model import geometry
+from unet3d.training.losses import refuse_odd_logits
 from unet3d.training.policy import MemoryPolicy
 from unet3d.types import Strip
 
@@ -44,16 +46,17 @@ class Predictor:
     sums_on_device: bool | None = None  # whether the networks' device has the sums; None: where they fit
 
     @torch.no_grad()
-    def strips(self, image: Tensor) -> Iterator[Strip]:
+    def strips(self, image: Tensor, name: str = "image") -> Iterator[Strip]:
         """Yield class probabilities of an image C X Y Z (normalised) on the CPU, each voxel in one strip.
 
-        A strip is valid until the next one is asked for, which takes its memory.
+        A strip is valid until the next one is asked for, which takes its memory. Raises NonFinitePrediction, which calls
+        the image by its `name`.
         """
         were_training = [model.training for model in self.models]
         for model in self.models:
             model.eval()
         try:
-            yield from self._slide(image)
+            yield from self._slide(image, name)
         finally:
             for model, was_training in zip(self.models, were_training, strict=True):
                 model.train(was_training)
@@ -67,7 +70,7 @@ class Predictor:
         assert found is not None
         return found
 
-    def _slide(self, image: Tensor) -> Iterator[Strip]:
+    def _slide(self, image: Tensor, name: str) -> Iterator[Strip]:
         x, y, z = image.shape[1:]
         out_window = geometry.output_size(self.window, self.options)
         strides = [math.prod(axis) for axis in zip((1, 1, 1), *geometry.strides(self.options), strict=True)]
@@ -85,7 +88,15 @@ class Predictor:
         logits = self._logits(padded, places, None if on_device else host)
         for (a, b, c), means in _means(logits, corners, weight, axes):
             for strip in _inside(Strip((x, y, z), axes, (a - offset[0], b - offset[1], c - offset[2]), means)):
+                if not torch.isfinite(strip.probabilities[0].sum()):  # softmax has made a voxel NaN in all classes
+                    raise self._not_finite(name)
                 yield strip._replace(probabilities=host.take(strip.probabilities)) if on_device else strip
+
+    def _not_finite(self, name: str) -> NonFinitePrediction:
+        what = f"{name}: outputs of the network are NaN or infinite: no class is the likeliest"
+        if self.policy.dtype is torch.float16:
+            return NonFinitePrediction(f"{what}; numbers in fp16 end at 65,504: train with amp_dtype=bf16 or amp=false")
+        return NonFinitePrediction(f"{what}; take another snapshot, or mend extreme values in the image")
 
     @property
     def _device(self) -> torch.device:
@@ -125,7 +136,12 @@ class Predictor:
         total: Tensor | None = None
         for model, flipped in itertools.product(self.models, subsets):
             # `flip` copies even without axes, so a network that works in place changes no other pass.
-            logits = self.policy.forward(model, tiles.flip(flipped)).float()
+            output = self.policy.forward(model, tiles.flip(flipped))
+            if self.options.path is not None and self.options.classes is not None:
+                sizes = (len(tiles), *self.window)
+                refuse_odd_logits(output, self.options.path, self.options.classes, sizes)
+            logits = output.float()
+            del output
             logits = logits.flip(flipped) if flipped else logits
             total = logits if total is None else total.add_(logits)
         assert total is not None

@@ -8,7 +8,7 @@ Voxels labelled IGNORE add nothing to value and gradient; a batch of only such v
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d import ranks
+from unet3d.errors import UserError
 from unet3d.model.blocks import crop
 from unet3d.types import IGNORE
 
@@ -51,9 +52,16 @@ class SegmentationLoss:
 
     function: LossTerm
     options: LossOptions = LossOptions()
+    path: str | None = None  # that names the function, of the user's own
+    network: tuple[str, int] | None = None  # the path and the classes of a network of the user's own
 
     def __call__(self, logits: Any, label: Tensor) -> Tensor:
-        """`logits`: one tensor, or a tuple of them, finest first. Labels are cropped or subsampled to each."""
+        """`logits`: one tensor, or a tuple of them, finest first. Labels are cropped or subsampled to each.
+
+        Raises UserError for outputs of a user's own network, and values of a user's own loss, of another kind.
+        """
+        if self.network is not None:
+            refuse_odd_logits(logits, *self.network, label.shape, may_be_several=True)
         scales: tuple[Tensor, ...] = logits if isinstance(logits, tuple) else (logits,)
         label = crop(label, scales[0].shape[2:])  # valid convolutions lose the border
         total = self._term(scales[0], label)
@@ -66,7 +74,44 @@ class SegmentationLoss:
         if self.function in BY_SLABS:  # they convert a slab at a time
             return self.function(logits, label, self.options)
         value = self.function(logits.float(), label.long(), self.options)
+        if self.path is not None:
+            refuse_odd_loss(value, self.path, logits.requires_grad)
         return MeanOverRanks.apply(value) if ranks.count() > 1 else value
+
+
+def refuse_odd_logits(
+    output: object, path: str, classes: int, sizes: Sequence[int], may_be_several: bool = False
+) -> None:
+    """Raise UserError unless a user's own network, named by its path, returns logits for images of `sizes`, N D H W.
+
+    `may_be_several`: a tuple of logits, for deep supervision, of which the first are of the images' size.
+    """
+    scales = output if may_be_several and isinstance(output, tuple) and output else (output,)
+    count, *size = sizes
+    wanted = (count, classes, *size)
+    for number, scale in enumerate(scales):
+        found = tuple(scale.shape) if isinstance(scale, Tensor) else type(scale).__name__
+        is_coarser = number > 0 and len(found) == 5 and found[:2] == wanted[:2]
+        if found != wanted and not is_coarser:
+            name = "returns" if len(scales) == 1 else f"returns as number {number + 1}"
+            what = f"{name} {found}; return logits N K D H W of the image's size, here {wanted}"
+            raise UserError(f"model.path={path}: {what}")
+        if not scale.is_floating_point():
+            raise UserError(f"model.path={path}: returns {scale.dtype}; return logits, floating-point numbers")
+        if may_be_several and torch.is_grad_enabled() and not scale.requires_grad:
+            what = "returns logits without a gradient: they are detached, or none of its parameters requires one"
+            raise UserError(f"model.path={path}: {what}")
+
+
+def refuse_odd_loss(value: object, path: str, has_gradient: bool) -> None:
+    """Raise UserError unless a user's own loss, named by its path, returns a number that can be learned from."""
+    if not isinstance(value, Tensor):
+        raise UserError(f"loss.path={path}: returns {type(value).__name__}; return a torch tensor, one number")
+    if value.dim() or not value.is_floating_point():
+        what = f"returns {value.dtype} of shape {tuple(value.shape)}; return one floating-point number, as by .mean()"
+        raise UserError(f"loss.path={path}: {what}")
+    if has_gradient and torch.is_grad_enabled() and not value.requires_grad:
+        raise UserError(f"loss.path={path}: returns a number without a gradient; compute it from the logits by torch")
 
 
 @loss
