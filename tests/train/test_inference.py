@@ -11,7 +11,6 @@ import pytest
 import torch
 from guards import without
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d import build, compose
@@ -20,7 +19,7 @@ from unet3d.data.patches import choose_centre, crop, prepare
 from unet3d.data.volume import LabelMap
 from unet3d.errors import NonFinitePrediction, UserError
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.simulate import fitted
+from unet3d.memory.simulate import fake_mode, fitted
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.training import inference
@@ -475,7 +474,7 @@ class Seen:
         arrivals = Arrivals(8**3 + 1)  # which a window's weights have not
         self.strips = 0
         self.were_on_host = True
-        with FakeTensorMode(allow_non_fake_inputs=True), arrivals, self.ledger:
+        with fake_mode(), arrivals, self.ledger:
             model = nn.Conv3d(1, self.classes, 1, device="meta")
             found = predictor(model, self.window, Model(in_channels=1, classes=self.classes), **changes)
             for strip in found.strips(torch.zeros(1, *self.size)):

@@ -49,8 +49,8 @@ class Predictor:
     def strips(self, image: Tensor, name: str = "image") -> Iterator[Strip]:
         """Yield class probabilities of an image C X Y Z (normalised) on the CPU, each voxel in one strip.
 
-        A strip is valid until the next one is asked for, which takes its memory. Raises NonFinitePrediction, which calls
-        the image by its `name`.
+        A strip is valid until the next one is asked for, which takes its memory. Raises NonFinitePrediction, which
+        calls the image by its `name`.
         """
         were_training = [model.training for model in self.models]
         for model in self.models:
@@ -88,9 +88,11 @@ class Predictor:
         logits = self._logits(padded, places, None if on_device else host)
         for (a, b, c), means in _means(logits, corners, weight, axes):
             for strip in _inside(Strip((x, y, z), axes, (a - offset[0], b - offset[1], c - offset[2]), means)):
-                if not torch.isfinite(strip.probabilities[0].sum()):  # softmax has made a voxel NaN in all classes
+                if on_device:
+                    strip = strip._replace(probabilities=host.take(strip.probabilities))
+                if not math.isfinite(strip.probabilities[0].sum().item()):  # softmax makes a voxel NaN in all classes
                     raise self._not_finite(name)
-                yield strip._replace(probabilities=host.take(strip.probabilities)) if on_device else strip
+                yield strip
 
     def _not_finite(self, name: str) -> NonFinitePrediction:
         what = f"{name}: outputs of the network are NaN or infinite: no class is the likeliest"
