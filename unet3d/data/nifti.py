@@ -257,6 +257,11 @@ def labels_like(labels: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
     return type(source)(labels.astype(kind), None, _header_like(source, kind))
 
 
+def scores_like(scores: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
+    """Scores (X, Y, Z, K) as an image on the grid of `source`, float32."""
+    return type(source)(scores, None, _header_like(source, np.float32))
+
+
 def _header_like(source: nib.Nifti1Image, kind: np.dtype | type) -> nib.Nifti1Header:
     """The header of `source` for other values of this type."""
     header = source.header.copy()
