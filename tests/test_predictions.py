@@ -155,6 +155,7 @@ def test_label_maps_are_those_that_predict_makes_of_the_last_snapshot(
     assert {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()} == found
 
 
+@pytest.mark.slow
 def test_scores_are_of_the_label_maps_as_they_lie_in_files_and_then_on_the_networks_grid(
     place: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
