@@ -93,6 +93,16 @@ def read_written(case: Case, path: Path, values: Sequence[int]) -> np.ndarray:
     return read_label(case.id, path, nifti.open_image(case.id, path), len(values), None, own)
 
 
+def read_truth(
+    case: Case, classes: int, ignore: int | None, relabel: Relabel
+) -> tuple[np.ndarray, tuple[float, float, float]]:
+    """The labels (X, Y, Z) of a case as they lie in its files, and the spacing along these axes. Raises UserError."""
+    assert case.label is not None, case.id
+    label = read_label(case.id, case.label, nifti.open_image(case.id, case.label), classes, ignore, relabel)
+    x, y, z = voxel_sizes(nifti.open_image(case.id, case.images[0]).affine).tolist()
+    return label, (x, y, z)
+
+
 def with_values(labels: np.ndarray, values: Sequence[int] | None) -> np.ndarray:
     """Classes as the values that are written for them; None: their numbers."""
     if values is None or [*values] == [*range(len(values))]:

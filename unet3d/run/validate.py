@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from nibabel.affines import voxel_sizes
 
 from unet3d import progress
 from unet3d.build import Data, Read
@@ -18,8 +17,7 @@ from unet3d.config import Data as Options
 from unet3d.data import preprocess
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.labels import written_values
-from unet3d.data.nifti import open_image, read_label
-from unet3d.data.volume import LabelMap, is_resampled, read_label_map, read_written
+from unet3d.data.volume import LabelMap, is_resampled, read_label_map, read_truth, read_written
 from unet3d.errors import UserError, is_out_of_memory, not_saved
 from unet3d.files import from_csv, read_text, write_text
 from unet3d.report import case_plots, case_scores
@@ -50,11 +48,8 @@ def evaluate(
 
 def score_on_own_grid(case: Case, prediction: np.ndarray, dataset: DatasetInfo) -> CaseScore:
     """Scores of a label map (X, Y, Z) in the axes of the case's files, against theirs. Raises UserError."""
-    assert case.label is not None, case.id
     classes = len(dataset.classes)
-    stored = open_image(case.id, case.label)
-    truth = read_label(case.id, case.label, stored, classes, dataset.ignore, dataset.relabel)
-    spacing = voxel_sizes(open_image(case.id, case.images[0]).affine).tolist()
+    truth, spacing = read_truth(case, classes, dataset.ignore, dataset.relabel)
     return score_case(case.id, prediction, truth, classes, spacing, dataset.ignore, hd95=True)
 
 
