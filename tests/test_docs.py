@@ -126,6 +126,7 @@ def test_the_python_of_the_page_runs(
     blocks = re.findall(r"```python\n(.*?)```", TEXTS["docs/python.md"], re.DOTALL)
     (training,) = (block for block in blocks if "unet3d.train(" in block)
     names: dict[str, Any] = {"array": np.random.default_rng(0).random((20, 20, 16), np.float32), "unet3d": unet3d}
+    names["affine"] = np.eye(4)
     exec(make_small(training, ('"steps=20", "eval_every=10"', listed(SMALL))), names)
     assert str(names["run"].snapshot) in capsys.readouterr().out
     shutil.copy(names["run"].snapshot, "net.pt")
@@ -134,7 +135,7 @@ def test_the_python_of_the_page_runs(
         if block != training:
             exec(block.replace("(1, 1, 32, 32, 32)", "(1, 1, 8, 8, 8)"), names)
             assert capsys.readouterr().out or "print(" not in block
-    assert names["labels"].shape == names["image"].shape == (20, 20, 16)
+    assert names["labels"].shape == names["image"].shape == names["probabilities"].shape[1:] == (20, 20, 16)
     assert names["found"].peak_bytes > 0 and names["result"].loss > 0
 
 

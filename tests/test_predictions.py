@@ -28,6 +28,7 @@ from unet3d.data.patches import PreparedCase, prepare
 from unet3d.data.preprocess import CaseReader, Intensity, normalise
 from unet3d.data.volume import LabelMap, canonical_grid
 from unet3d.errors import UserError
+from unet3d.files import from_csv
 from unet3d.model.unet import UNet3D
 from unet3d.report import case_plots, plots
 from unet3d.run import predict, validate
@@ -173,6 +174,36 @@ def test_label_maps_are_those_that_predict_makes_of_the_last_snapshot(
     assert len(images) == len(found) > 0
     assert face("predict", run / "checkpoints" / "last.pt", *images, "-o", tmp_path / "made") == 0
     assert {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()} == found
+
+
+@pytest.mark.slow
+def test_scores_are_of_the_label_maps_as_they_lie_in_files_and_then_on_the_networks_grid(
+    place: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the files' own labels, which the classes are not numbered by; `score` writes the same."""
+    own = ["data.spacing=[1.5,1.5,2]", "data.label_map={1:3,2:1,3:2}", f"data.root={place / 'phantom'}"]
+    done = train(tmp_path, *RUN, "steps=2", *own)
+    assert done.code == 0, done.err
+    run, found = tmp_path / "run", from_csv((tmp_path / "run" / "scores.csv").read_text())
+    names = [("lesion", 3), ("organ", 1), ("vessel", 2)]
+    for row in found:
+        made = np.asanyarray(nib.load(run / "predictions" / f"{row['case']}.nii.gz").dataobj)
+        (label,) = place.glob(f"phantom/*/labelsTr/{row['case']}.nii.gz")
+        truth = np.asanyarray(nib.load(label).dataobj)
+        for name, value in names:
+            sizes = (made == value).sum() + (truth == value).sum()
+            assert float(row[f"dice/{name}"]) == 2 * ((made == value) & (truth == value)).sum() / sizes
+    (validated,) = [record for record in records(run) if "val/dice/organ" in record]
+    mean = np.mean([float(row["network_dice/organ"]) for row in found])
+    assert mean == pytest.approx(float.fromhex(validated["val/dice/organ"]))
+    assert found[0]["network_dice/organ"] != found[0]["dice/organ"] and len(found) == 2
+    assert "(at 1.5x1.5x2 mm)" in done.out.replace("2.0 mm", "2 mm"), "validations are on the network's grid"
+    words = [*RUN[:-1], *own, "-o", tmp_path / "scored"]
+    assert face("score", run / "checkpoints" / "last.pt", *words) == 0
+    assert (tmp_path / "scored" / "scores.csv").read_text() == (run / "scores.csv").read_text()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.index("on the files' own grids") < printed.index("The same on the network's grid")
+    assert not [key for key in from_csv((whole / "scores.csv").read_text())[0] if "network" in key], "there is one"
 
 
 @pytest.mark.slow

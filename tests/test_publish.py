@@ -14,6 +14,7 @@ import torch
 from guards import no, without
 from training import TINY, face, train
 
+import unet3d
 from unet3d import build, compose
 from unet3d.config import Model
 from unet3d.data.cases import Case, read_dataset
@@ -68,6 +69,9 @@ def test_networks_published_as_one_give_the_mean_of_their_logits(pair: list[Path
             predict.open_segmenter(path, "cpu").predictor.window_logits(tile) for path in (*pair, tmp_path / "both.pt")
         )
     assert (one - other).abs().max() > 0.1
+    torch.testing.assert_close(both, (one + other) / 2)
+    with torch.no_grad():  # the module alone does not mirror
+        one, other, both = (unet3d.load(path, "cpu").module(tile) for path in (*pair, tmp_path / "both.pt"))
     torch.testing.assert_close(both, (one + other) / 2)
     publish.publish([tmp_path / "both.pt", pair[0]], tmp_path / "three.pt")  # what is published can be joined again
     assert len(predict.open_segmenter(tmp_path / "three.pt", "cpu").predictor.models) == 3
@@ -160,6 +164,25 @@ def test_scores_are_named_after_the_snapshot_and_its_weights(pair: list[Path], f
     for path, part in ((pair[0], r"step 4\b.*average"), (tmp_path / "both.pt", r"\b2\b")):
         title = publish.score(path, compose.compose(overrides(finished)), tmp_path / path.stem)
         assert title.startswith(SCORES_TITLE) and re.search(part, title.partition(str(path))[2])
+
+
+def test_label_maps_hold_the_values_of_the_files_that_the_network_learned_from(
+    finished: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    label_map, values = {1: 500, 2: [2, 5], 3: 4}, (0, 500, 2, 4)
+    words = "0 background, 500 organ, 2 vessel (in the files 2, 5), 4 lesion"
+    shutil.copy(finished / "checkpoints" / "last.pt", tmp_path / "net.pt")
+    change(tmp_path / "net.pt", "config", "data", "label_map", value=label_map)
+    (numbered, *_) = (finished / "predictions").iterdir()
+    (path,) = finished.parent.glob(f"data/phantom/*/imagesTr/{numbered.name}")
+    assert face("predict", tmp_path / "net.pt", path, "-o", tmp_path / "out", "--device", "cpu") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("1 label map written") and words in last
+    expected = np.array(values)[np.asanyarray(nib.load(numbered).dataobj)]
+    assert np.array_equal(np.asanyarray(nib.load(tmp_path / "out" / numbered.name).dataobj), expected)
+    network = unet3d.load(tmp_path / "net.pt", device="cpu")
+    assert network.values == values
+    assert np.array_equal(np.asanyarray(network.segment(path).dataobj), expected)
 
 
 def test_what_is_there_is_not_scored_over(finished: Path) -> None:

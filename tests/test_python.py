@@ -103,6 +103,36 @@ def test_an_array_is_segmented_as_an_image_with_its_spacing(trained: TrainedRun)
     assert np.array_equal(labels, network.segment(voxels[None], (1.1, 0.9, 2.2)))
 
 
+def test_an_array_with_its_affine_is_turned_as_a_file_is(trained: TrainedRun, predicted: nib.Nifti1Image) -> None:
+    network, given, expected = unet3d.load(trained.snapshot), image(), np.asanyarray(predicted.dataobj)
+    labels = network.segment(given.get_fdata(), affine=given.affine)
+    assert isinstance(labels, np.ndarray) and np.array_equal(labels, expected)
+    for affine, spacing, line in (
+        (given.affine, (1, 1, 1), r"segment\b.*\baffine\b.*\bspacing\b"),
+        (np.eye(3), None, r"segment\b.*\b4 x 4\b"),
+        (np.full((4, 4), np.nan), None, r"segment\b.*\b4 x 4\b"),
+        ("RAS", None, r"segment\b.*\b4 x 4\b"),
+    ):
+        with pytest.raises(UserError, match=rf"^{line}[^\n]*$"):
+            network.segment(given.get_fdata(), spacing, affine)
+    with pytest.raises(UserError, match=r"^segment\b.*\baffine\b"):
+        network.segment(given, affine=given.affine)
+
+
+def test_probabilities_come_with_the_labels_on_request(trained: TrainedRun, tmp_path: Path) -> None:
+    """Those that the command writes."""
+    nib.save(image(), tmp_path / "a.nii.gz")
+    words = ["predict", trained.snapshot, tmp_path / "a.nii.gz", "-o", tmp_path / "maps", "--probabilities"]
+    assert face(*words, "--device", "cpu") == 0
+    written = np.asanyarray(nib.load(tmp_path / "maps" / "a_probabilities.nii").dataobj)
+    network = unet3d.load(trained.snapshot, device="cpu")
+    labels, found = network.segment(image(), probabilities=True)
+    assert found.get_data_dtype() == np.float32 and np.array_equal(np.asanyarray(found.dataobj), written)
+    assert np.allclose(found.affine, labels.affine) and np.array_equal(labels.dataobj, written.argmax(-1))
+    labels, found = network.segment(image().get_fdata(dtype=np.float32), affine=OBLIQUE, probabilities=True)
+    assert np.array_equal(np.moveaxis(found, 0, -1), written) and np.array_equal(labels, found.argmax(0))
+
+
 @pytest.mark.parametrize("kind", [np.int64, np.uint64, np.longdouble, np.float16, ">f2", np.bool_, np.int8, np.uint32])
 def test_an_array_of_any_numbers_is_segmented(trained: TrainedRun, kind: Any) -> None:
     network, voxels = unet3d.load(trained.snapshot), (image().get_fdata() > 150).astype(np.float32)

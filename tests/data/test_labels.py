@@ -19,7 +19,7 @@ from unet3d.config import Config, Data
 from unet3d.data.cases import read_dataset, split
 from unet3d.data.check import WARNING, summary
 from unet3d.data.disk_cache import key_of
-from unet3d.data.labels import numbered, proposal
+from unet3d.data.labels import numbered, proposal, written_values, written_words
 from unet3d.data.preprocess import CaseReader
 from unet3d.errors import UserError
 from unet3d.run.resume import fingerprint
@@ -286,3 +286,21 @@ def test_what_is_cached_and_what_a_run_rests_on_differ_by_the_map(tmp_path: Path
         ["background", "organ", "tumour"],
         ["background", "tumour", "organ"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("label_map", "values", "words"),
+    [
+        (None, (0, 1, 2), "0 air, 1 a, 2 b"),
+        ({0: [0, 7], 1: 1, 2: 4}, (0, 1, 4), "0 air, 1 a, 4 b"),
+        ({1: 2, 2: 1}, (0, 2, 1), "0 air, 2 a, 1 b"),
+        ({1: [1, 2], 2: 4}, (0, 1, 4), "0 air, 1 a (in the files 1, 2), 4 b"),
+        ({1: [2, 3], 2: 1}, (0, 1, 2), "0 air, 1 a (in the files 2, 3), 2 b (in the files 1)"),
+        ({0: 1, 1: 0, 2: 2}, (0, 1, 2), "0 air, 1 a (in the files 0), 2 b"),
+    ],
+)
+def test_classes_are_written_as_labels_of_the_files_unless_one_would_be_two(
+    label_map: dict | None, values: tuple[int, ...], words: str
+) -> None:
+    data = Data(label_map=label_map)
+    assert written_values(data, 3) == values and written_words(data, ("air", "a", "b")) == words

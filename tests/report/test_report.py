@@ -20,8 +20,8 @@ from training import face, yaml_of
 
 from unet3d.report import case_plots, memory_plots, plots, report, run_folder
 from unet3d.report.html import html_table
-from unet3d.report.run_folder import read_run
-from unet3d.training.metrics import CaseScore, csv_text
+from unet3d.report.run_folder import headline, read_run
+from unet3d.training.metrics import CaseScore, both_csv_text, csv_text
 
 MIB = 2**20
 SHOWN = {  # on the page, by the file that it is in
@@ -213,6 +213,29 @@ def test_scores_name_the_grid_that_they_are_of(folder: Path) -> None:
     found = written(folder)
     assert "1.5x1.5x3.75 mm" in report.score_title(read_run(folder))
     assert sum("1.5x1.5x3.75 mm" in text for text in found.text) == 2, "of the scores and of the cases"
+
+
+def test_scores_on_the_files_own_grids_come_before_those_on_the_networks(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And are the ones by which cases are shown, runs are compared and wandb sorts them."""
+    (folder / "config.yaml").write_text(yaml_of("model=unet_tiny", "data.spacing=[1.5,1.5,3.75]"))
+    names = ("background", "organ")
+    found = [CaseScore("a", (0.5,), (0.25,), (7.0,)), CaseScore("b", (0.7,), (0.55,), (3.0,))]
+    on_network_grid = csv_text([CaseScore("b", (0.9,), (0.8,), (1.0,)), CaseScore("a", (0.8,), (0.7,), ())], names)
+    text = both_csv_text(found, names, on_network_grid)
+    assert both_csv_text(found, names, text) == text, "made again, as after a kill, it is the same"
+    (folder / "scores.csv").write_text(text)
+    run = read_run(folder)
+    assert "on the files' own grids" in report.score_title(run) and "1.5x1.5x3.75" not in report.score_title(run)
+    assert run.dice_mean == headline(run)["own_grid/dice_mean"] == pytest.approx(0.6)
+    page = written(folder)
+    own = page.rows.index(["organ", "0.600", "0.400", "5.00", "2"])
+    assert page.rows[own + 2] == ["organ", "0.850", "0.750", "1.00 (1)", "2"]
+    assert ["a", "0.500", "0.500", "0.250", "7.00"] in page.rows
+    report.print_summary(folder)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert 0 < printed.index("0.600") < printed.index("the network's grid, 1.5x1.5x3.75 mm") < printed.index("0.850")
 
 
 def test_an_average_of_the_weights_is_named(folder: Path) -> None:

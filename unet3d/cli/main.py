@@ -242,7 +242,8 @@ def _predict(arguments: argparse.Namespace) -> int:
                 print(f"{escaped(paths[0])}: exists, left alone (--overwrite replaces it)")
             counter.advance()
     ends = f"{left} left alone" * bool(left), f"{failed} not segmented" * bool(failed)
-    print(", ".join(filter(None, (f"{_count(written, 'label map')} written", *ends))))
+    values = f"; values: {escaped(segmenter.written)}" if written else ""
+    print(", ".join(filter(None, (f"{_count(written, 'label map')} written", *ends))) + values)
     return UserError.exit_code if failed else 0
 
 

@@ -85,9 +85,8 @@ class TrainedRun:
 
     @property
     def dice(self) -> float | None:
-        """Mean Dice of the last validation; None without one."""
-        value: float | None = self._files().last_validation.get("val/dice_mean")
-        return value
+        """Mean Dice of the last validation, on the files' own grids; None without one."""
+        return self._files().dice_mean
 
     @property
     def memory(self) -> Mapping[str, Any]:

@@ -11,15 +11,17 @@ import nibabel as nib
 import numpy as np
 
 from unet3d.data.cases import Case
-from unet3d.data.nifti import LARGEST, SMALLEST, labels_like, open_image, quiet_nibabel, stem
+from unet3d.data.nifti import LARGEST, SMALLEST, labels_like, open_image, quiet_nibabel, scores_like, stem
 from unet3d.errors import UserError
 
 Given = Any  # an array, an image of nibabel, a path, or a list of paths, one a channel
 
 
 @contextmanager
-def as_case(image: Given, spacing: Sequence[float] | None) -> Iterator[Case]:
+def as_case(image: Given, spacing: Sequence[float] | None, affine: Any = None) -> Iterator[Case]:
     """A case of files: the given ones, or temporary ones of an array or image. Raises UserError, in its own words."""
+    if affine is not None and not isinstance(image, np.ndarray):
+        raise UserError("segment: only an array needs an affine, others have their own; leave out affine")
     if isinstance(image, str | PathLike | list | tuple):
         if spacing is not None:
             raise UserError("segment: a file has a spacing of its own; leave out spacing")
@@ -32,7 +34,7 @@ def as_case(image: Given, spacing: Sequence[float] | None) -> Iterator[Case]:
     with TemporaryDirectory() as folder:
         path = Path(folder, "image.nii")
         with quiet_nibabel():
-            nib.save(_as_nifti(image, spacing), path)
+            nib.save(_as_nifti(image, spacing, affine), path)
         try:
             yield Case("image", (path,), None)
         except UserError as error:
@@ -40,13 +42,13 @@ def as_case(image: Given, spacing: Sequence[float] | None) -> Iterator[Case]:
 
 
 @quiet_nibabel()
-def _as_nifti(image: Given, spacing: Sequence[float] | None) -> nib.Nifti1Image:
+def _as_nifti(image: Given, spacing: Sequence[float] | None, affine: Any) -> nib.Nifti1Image:
     if isinstance(image, np.ndarray):
         if image.ndim not in (3, 4) or image.dtype.kind not in "buif":
             raise UserError(f"segment: give numbers X Y Z, or C X Y Z, not {image.dtype} of shape {image.shape}")
         _refuse_masked(image)
         voxels = image if image.ndim == 3 else np.moveaxis(image, 0, -1)
-        return _nifti(voxels, np.diag([*_lengths(spacing), 1.0]))
+        return _nifti(voxels, _affine_of_array(spacing, affine))
     if not isinstance(image, nib.spatialimages.SpatialImage):
         raise UserError(
             f"segment: give an array, an image of nibabel or the paths of files, not {type(image).__name__}"
@@ -59,6 +61,21 @@ def _as_nifti(image: Given, spacing: Sequence[float] | None) -> nib.Nifti1Image:
     return image if isinstance(image, nib.Nifti1Image) else _nifti(np.asanyarray(image.dataobj), image.affine)
 
 
+def _affine_of_array(spacing: Sequence[float] | None, affine: Any) -> np.ndarray:
+    """Where an array lies: as its affine says, or with its spacing and axes to the right, anterior, superior."""
+    if affine is None:
+        return np.diag([*_lengths(spacing), 1.0])
+    if spacing is not None:
+        raise UserError("segment: an affine holds the spacing; leave out spacing")
+    try:
+        found = np.asarray(affine, float)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"segment: affine: {error}; give 4 x 4 numbers, as of nibabel") from error
+    if found.shape != (4, 4) or not np.isfinite(found).all() or not np.array_equal(found[3], [0, 0, 0, 1]):
+        raise UserError(f"segment: an affine is 4 x 4 finite numbers, the last row 0 0 0 1, not {found.tolist()}")
+    return found
+
+
 def _lengths(spacing: object) -> list[float]:
     """Return the spacing (mm) as numbers. Raises UserError."""
     found = list[float]()
@@ -67,7 +84,7 @@ def _lengths(spacing: object) -> list[float]:
             found = [float(length) for length in spacing if not isinstance(length, str | bytes)]
     if len(found) != 3 or not all(SMALLEST <= length <= LARGEST for length in found):
         what = f"three numbers from {SMALLEST:g} to {LARGEST:g}, such as (1, 1, 2.5)"
-        raise UserError(f"segment: an array needs its spacing in mm, {what}, not {spacing}")
+        raise UserError(f"segment: an array needs its affine, or its spacing in mm, {what}, not {spacing}")
     return found
 
 
@@ -93,3 +110,27 @@ def returned(image: Given, labels: np.ndarray, case: Case) -> np.ndarray | nib.N
     source = open_image(case.id, case.images[0])
     found = labels_like(labels, source)
     return type(found)(found.dataobj, source.affine, found.header)
+
+
+class Probabilities:
+    """Probabilities (K, X, Y, Z) of a case, float32, in memory: `open_scores` of `unet3d.data.volume.to_original`."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._shape = open_image(case.id, case.images[0]).shape[:3]
+        self._found = np.empty(0, np.float32)
+
+    def __call__(self, label: int, classes: int) -> np.ndarray:
+        """The part of a class, to write to."""
+        if not self._found.size:
+            self._found = np.zeros((classes, *self._shape), np.float32)
+        part: np.ndarray = self._found[label]
+        return part
+
+    def returned(self, image: Given) -> np.ndarray | nib.Nifti1Image:
+        """K X Y Z where an array was given, else an image X Y Z K on the grid of its first file."""
+        if isinstance(image, np.ndarray):
+            return self._found
+        source = open_image(self._case.id, self._case.images[0])
+        found = scores_like(np.moveaxis(self._found, 0, -1), source)
+        return type(found)(found.dataobj, source.affine, found.header)

@@ -1,4 +1,7 @@
-"""data.label_map: a file's labels become others as soon as they are read; and the map that unexpected labels need."""
+"""data.label_map: a file's labels become classes as they are read, and these its labels again as they are written.
+
+And the map that unexpected labels need.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from textwrap import shorten
@@ -7,6 +10,7 @@ from unet3d.checks import MAX_LABEL, label_sources
 from unet3d.config import Data
 from unet3d.errors import UserError
 
+LONGEST_LINE = 400  # letters about the values of classes
 LISTED = 20  # labels in a message: more are no classes, but the voxels of an image
 Relabel = Mapping[int, int] | None  # from a file's label to the new one, of all that may occur; None: as stored
 
@@ -35,6 +39,28 @@ def relabelling(names: Mapping[int, str], ignore: int | None, data: Data) -> tup
         new_names = {new: "+".join(names[old] for old in olds) for new, olds in sources.items() if new}
         new_names[0] = names.get(0, "background")
     return new_names, dict.fromkeys([0, *(old for old in names if old != ignore)], 0) | relabel
+
+
+def written_values(data: Data, classes: int) -> tuple[int, ...]:
+    """The value of each class in label maps that are written: the files' own, where the class is one of their labels.
+
+    A class of several labels has its number. So has every class where that number would be another's label.
+    """
+    sources = {} if data.label_map is None else label_sources(data.label_map)
+    own = {new: olds[0] for new, olds in sources.items() if new and len(olds) == 1}
+    values = tuple(own.get(number, number) for number in range(classes))
+    return values if len(set(values)) == classes else tuple(range(classes))
+
+
+def written_words(data: Data, names: Sequence[str]) -> str:
+    """What label maps hold, as `0 background, 1 core+edema (in the files 1, 2), 4 enhancing`."""
+    sources = {} if data.label_map is None else label_sources(data.label_map)
+    words = []
+    for number, value in enumerate(written_values(data, len(names))):
+        olds = sources.get(number, [value]) if number else [value]
+        known = "" if olds == [value] else f" (in the files {', '.join(map(str, olds))})"
+        words.append(f"{value} {names[number]}{known}")
+    return shorten(", ".join(words), LONGEST_LINE, placeholder=" ...")
 
 
 def proposal(found: Collection[int], classes: int, relabel: Relabel = None) -> str:

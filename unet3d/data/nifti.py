@@ -272,6 +272,12 @@ def labels_like(labels: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
 
 
 @quiet_nibabel()
+def scores_like(scores: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
+    """Scores (X, Y, Z, K) as an image on the grid of `source`, float32."""
+    return type(source)(scores, None, _header_like(source, np.float32))
+
+
+@quiet_nibabel()
 def _header_like(source: nib.Nifti1Image, kind: np.dtype | type) -> nib.Nifti1Header:
     """The header of `source` for other values of this type."""
     header = source.header.copy()

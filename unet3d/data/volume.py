@@ -76,12 +76,47 @@ def read_volume(
     return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, sum(replaced))
 
 
-def read_label_map(case: Case, path: Path, classes: int, spacing: Sequence[float] | None) -> np.ndarray:
-    """A predicted label map of the case (X, Y, Z) on the grid of `read_volume`. Raises UserError."""
+def read_label_map(case: Case, path: Path, values: Sequence[int], spacing: Sequence[float] | None) -> np.ndarray:
+    """A predicted label map of the case (X, Y, Z) on the grid of `read_volume`. Raises UserError.
+
+    `values` are those of the classes in the file.
+    """
     image = nifti.open_image(case.id, path)
-    label = apply_orientation(read_label(case.id, path, image, classes, None), nib.io_orientation(image.affine))
+    label = apply_orientation(read_written(case, path, values), nib.io_orientation(image.affine))
     target = target_grid(case, image, spacing)
     return np.ascontiguousarray(_resample_labels(label, canonical_grid(image), target, None))
+
+
+def read_written(case: Case, path: Path, values: Sequence[int]) -> np.ndarray:
+    """The classes (X, Y, Z) in a predicted label map, in the file's axes and with these values. Raises UserError."""
+    own = None if [*values] == [*range(len(values))] else {value: number for number, value in enumerate(values)}
+    return read_label(case.id, path, nifti.open_image(case.id, path), len(values), None, own)
+
+
+def read_truth(
+    case: Case, classes: int, ignore: int | None, relabel: Relabel
+) -> tuple[np.ndarray, tuple[float, float, float]]:
+    """The labels (X, Y, Z) of a case as they lie in its files, and the spacing along these axes. Raises UserError."""
+    assert case.label is not None, case.id
+    label = read_label(case.id, case.label, nifti.open_image(case.id, case.label), classes, ignore, relabel)
+    x, y, z = voxel_sizes(nifti.open_image(case.id, case.images[0]).affine).tolist()
+    return label, (x, y, z)
+
+
+def with_values(labels: np.ndarray, values: Sequence[int] | None) -> np.ndarray:
+    """Classes as the values that are written for them; None: their numbers."""
+    if values is None or [*values] == [*range(len(values))]:
+        return labels
+    found: np.ndarray = np.array(values, np.min_scalar_type(max(values)))[labels]
+    return found
+
+
+def is_resampled(case: Case, spacing: Sequence[float] | None) -> bool:
+    """Whether the network sees the case on another grid than its file's, whatever their axes. Raises UserError."""
+    if spacing is None:
+        return False
+    image = nifti.open_image(case.id, case.images[0])
+    return not _is_same(target_grid(case, image, spacing), canonical_grid(image))
 
 
 class LabelMap:

@@ -158,7 +158,7 @@ def _numbers(run: RunFolder) -> dict[str, Any]:
         "error_bytes": run.memory.get("error_bytes"),
         "steps_done": max((record["step"] for record in run.records), default=None),
         "step_median_s": median(steps) if steps else None,
-        "dice_mean": as_number(run.last_validation.get("val/dice_mean")),
+        "dice_mean": run.dice_mean,
         "labelled_share": next(iter(run.values("data/labelled_share")), None),
     }
 

@@ -172,10 +172,11 @@ def _jsonable(value: Scalar) -> Scalar:
 class TerminalLogger:
     """Shows losses in a bar, or in plain lines where there is no terminal; prints the Dice of each validation."""
 
-    def __init__(self, steps: int, terminal: Console | None = None, switches: str = "") -> None:
-        """`switches`: what is on, said beside the seconds of a step."""
+    def __init__(self, steps: int, terminal: Console | None = None, switches: str = "", grid: str = "") -> None:
+        """`switches`: what is on, said beside the seconds of a step. `grid`: what validations score on, said there."""
         self.steps, self.terminal = steps, terminal or Console()
         self.switches = f" ({switches})" if switches else ""
+        self.grid = f"  ({grid})" if grid else ""
         self.every = max(1, steps // 20)  # about 20 plain lines per run
         self.started = time.perf_counter()
         self.first: int | None = None  # step of this process, which may have resumed
@@ -200,7 +201,7 @@ class TerminalLogger:
                 self.dice.append(values["val/dice_mean"])
             dice = {key.removeprefix("val/"): value for key, value in values.items() if key.startswith("val/dice")}
             shown = {name: f"{value:.4f}" if isinstance(value, float) else "n/a" for name, value in dice.items()}
-            self._line(step, "  ".join(f"{name} {value}" for name, value in shown.items()))
+            self._line(step, "  ".join(f"{name} {value}" for name, value in shown.items()) + self.grid)
 
     def _left(self, step: int) -> str:
         """The time that the other steps will take, as those since the last line did, and validations as all so far."""

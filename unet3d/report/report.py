@@ -14,10 +14,11 @@ from unet3d.report.case_scores import METRICS, ROLES, case_table, dice_by_class,
 from unet3d.report.html import element, facts, folded, html_page, html_table, picture, section
 from unet3d.report.run_folder import RunFolder, as_number, read_run
 from unet3d.terminal import NARROW, paper, terminal_table
-from unet3d.training.metrics import mean_of
+from unet3d.training.metrics import NETWORK, mean_of
 from unet3d.types import Table, mib
 
 SCORES_TITLE = "Scores on the held-out cases"
+OWN_GRIDS = "on the files' own grids"
 MOST_COLUMNS, MOST_CELLS = 2000, 10**8  # of metrics.csv
 MOST_CLASSES = 60  # of figures/scores.png
 PAGES = ("report.html", "scores.csv", "metrics.csv", "memory.json", "checkpoints/best.pt", "figures", "predictions")
@@ -68,18 +69,20 @@ def print_summary(folder: Path) -> None:
 
 def print_scores(run: RunFolder, title: str) -> None:
     """Print scores per class, of a run or of scores.csv alone."""
+    console = paper(NARROW)
     if (scores := score_table(run)).rows:
-        paper(NARROW).print(terminal_table(title, scores))
+        console.print(terminal_table(title, scores))
+    if run.has_own_grids:
+        console.print(terminal_table(*network_scores(run)))
 
 
 def score_title(run: RunFolder) -> str:
-    """The title of the table of scores: which weights, and whether they are also the best."""
-    weights = validated_weights(run)
-    return f"{SCORES_TITLE}, {weights}" if weights else SCORES_TITLE
+    """The title of the table of scores: which weights, whether they are also the best, and on which grid."""
+    return ", ".join(filter(None, (SCORES_TITLE, validated_weights(run), grid(run) if run.last_validation else "")))
 
 
 def validated_weights(run: RunFolder) -> str:
-    """Which weights the last validation scored, and on which grid; "" without a validation."""
+    """Which weights the last validation scored; "" without a validation."""
     if not run.last_validation:
         return ""
     step, optim = run.last_validation["step"], run.settings.get("optim")
@@ -87,10 +90,23 @@ def validated_weights(run: RunFolder) -> str:
     weights = "last weights" if is_last else "weights"
     if isinstance(optim, dict) and optim.get("average") is not None:
         weights = "average of the weights"
-    data, is_best = run.settings.get("data"), run.best_validation.get("step") == step
-    spacing = data.get("spacing") if isinstance(data, dict) else None
-    grid = f", at {'x'.join(map(str, spacing))} mm" if isinstance(spacing, list) else ""
-    return f"{weights} (step {step}){', also the best' * is_best}{grid}"
+    is_best = run.best_validation.get("step") == step
+    return f"{weights} (step {step}){', also the best' * is_best}"
+
+
+def grid(run: RunFolder) -> str:
+    """On which grid the scores are; "" where there is one alone, the files' own."""
+    if run.has_own_grids:
+        return OWN_GRIDS
+    return f"at {run.spacing}" if run.spacing else ""
+
+
+def network_scores(run: RunFolder) -> tuple[str, Table]:
+    """Title and scores on the network's grid, where others are on the files' own."""
+    found = {str(key): [row.get(key) for row in run.scores] for key in run.scores[0]}
+    columns = {key.removeprefix(NETWORK): column for key, column in found.items() if key.startswith(NETWORK)}
+    spacing = f", {run.spacing}" if run.spacing else ""
+    return f"The same on the network's grid{spacing}", _means(columns, counts_cases=True)
 
 
 def best_scores(run: RunFolder) -> tuple[str, Table] | None:
@@ -99,7 +115,9 @@ def best_scores(run: RunFolder) -> tuple[str, Table] | None:
     if not best or best["step"] == run.last_validation["step"]:
         return None
     where = ", checkpoints/best.pt" if (run.path / "checkpoints" / "best.pt").is_file() else ""
-    return f"Best weights (step {best['step']}{where})", _means({key: [value] for key, value in best.items()})
+    spacing = f", at {run.spacing}" if run.spacing else ""
+    title = f"Best weights (step {best['step']}{where}){spacing}"
+    return title, _means({key: [value] for key, value in best.items()})
 
 
 def score_table(run: RunFolder) -> Table:
@@ -137,6 +155,9 @@ def _html(run: RunFolder) -> str:
     if "rehearsed" in run.memory:  # `unet3d memory` wrote the folder
         name, about = "unet3d memory of a step", [run.memory["rehearsed"]]
     scores = [html_table(*score_table(run))]
+    if run.has_own_grids:
+        on_network_grid = network_scores(run)
+        scores += [element("p", on_network_grid[0]), html_table(*on_network_grid[1])]
     if best := best_scores(run):
         scores += [element("p", best[0]), html_table(*best[1])]
     parts = [
@@ -144,7 +165,7 @@ def _html(run: RunFolder) -> str:
         *(element("p", line) for line in about),
         facts(_highlights(run)),
         section(score_title(run), *scores),
-        section(f"Cases, {weights}" if (weights := validated_weights(run)) else "Cases", *_cases(run)),
+        section(_cases_title(run), *_cases(run)),
         section("Training", picture(pictures / "curves.png", "loss, Dice, learning rate, gradient norm, step time")),
         section("Memory", *(_memory(run) if run.memory else ())),
         section("Time", facts(_timing(run))),
@@ -153,6 +174,11 @@ def _html(run: RunFolder) -> str:
         folded("Config", element("pre", run.config)),
     ]
     return html_page(name, parts)
+
+
+def _cases_title(run: RunFolder) -> str:
+    weights = validated_weights(run)
+    return ", ".join(filter(None, ("Cases", weights, grid(run) if weights else "")))
 
 
 def _cases(run: RunFolder) -> list[str]:
@@ -204,7 +230,8 @@ def _highlights(run: RunFolder) -> dict[str, str]:
     if rows := score_table(run).rows:
         found[f"Dice, {rows[-1][0]}"] = rows[-1][1]
     if best := run.best_validation:
-        found["best Dice"] = f"{shown('dice', as_number(best['val/dice_mean']))} (step {best['step']:,})"
+        spacing = f", at {run.spacing}" if run.has_own_grids else ""
+        found["best Dice"] = f"{shown('dice', as_number(best['val/dice_mean']))} (step {best['step']:,}{spacing})"
     if run.memory:
         found[f"peak memory, {run.memory_kind}"] = f"{mib(run.memory_entry['peak_bytes'])} MiB"
         found["parameters"] = f"{run.memory['parameters']:,}"

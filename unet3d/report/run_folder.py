@@ -17,6 +17,7 @@ from unet3d.config import Config
 from unet3d.errors import UserError, escaped
 from unet3d.files import from_csv, read_text, read_yaml, refuse_links_out, write_json, write_text
 from unet3d.memory.tables import NAMES
+from unet3d.training.metrics import NETWORK, mean_of
 
 if TYPE_CHECKING:
     import torch
@@ -215,6 +216,25 @@ class RunFolder:
         return best_of(self.records)
 
     @property
+    def has_own_grids(self) -> bool:
+        """Whether its scores are of the files' own grids, beside those of another grid, the network's."""
+        return bool(self.scores) and any(str(key).startswith(NETWORK) for key in self.scores[0])
+
+    @property
+    def dice_mean(self) -> float | None:
+        """The mean Dice of the last validation: of its label maps on the files' own grids once these are scored."""
+        if not self.has_own_grids:
+            return as_number(self.last_validation.get("val/dice_mean"))
+        keys = [key for key in self.scores[0] if str(key).startswith("dice/")]
+        return mean_of(mean_of(as_number(row.get(key)) for row in self.scores) for key in keys)
+
+    @property
+    def spacing(self) -> str:
+        """That of the network's grid, `1x1x2 mm`; "" where it is the files' own."""
+        data = self.settings.get("data")
+        return spacing_words(data.get("spacing")) if isinstance(data, dict) else ""
+
+    @property
     def switches(self) -> str:
         """What was on as its steps were timed; "" if nothing was."""
         return checks.switched_on(compose.flat(self.settings, "."))
@@ -243,6 +263,11 @@ def read_run(path: Path) -> RunFolder:
     )
 
 
+def spacing_words(spacing: Any) -> str:
+    """`1x1x2 mm`; "" for what is no list."""
+    return f"{'x'.join(map(str, spacing))} mm" if isinstance(spacing, list) else ""
+
+
 def best_of(records: Sequence[Record]) -> Record:
     """The validation with the highest mean Dice, the first of equals, as for best.pt; empty if there is none."""
     scored = [(dice, record) for record in records if (dice := as_number(record.get("val/dice_mean"))) is not None]
@@ -261,6 +286,7 @@ def headline(run: RunFolder) -> dict[str, Any]:
         "steps": max((record["step"] for record in run.records), default=None),
         "parameters": run.memory.get("parameters"),
         "memory/error_bytes": run.memory.get("error_bytes"),
+        "own_grid/dice_mean": run.dice_mean if run.has_own_grids else None,
     }
     found |= {f"memory/peak_{kind}_bytes": run.memory[kind]["peak_bytes"] for kind in KINDS if kind in run.memory}
     found |= {"memory/peak_kind": run.memory_entry["kind"]} if run.memory else {}

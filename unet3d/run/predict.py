@@ -18,9 +18,10 @@ from unet3d import build, checks, compose
 from unet3d.config import Config, Data
 from unet3d.data import preprocess
 from unet3d.data.cases import Case, in_order, refuse_long, volumes_in, without_channel
+from unet3d.data.labels import written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, save_labels, saving_scores, stem
 from unet3d.data.preprocess import Intensity, normalise
-from unet3d.data.volume import Volume, contradictions, foreign_units, read_volume, to_original
+from unet3d.data.volume import Scores, Volume, contradictions, foreign_units, read_volume, to_original, with_values
 from unet3d.errors import SnapshotError, UserError
 from unet3d.memory.simulate import fitted
 from unet3d.training import checkpoint, known_bad
@@ -108,16 +109,23 @@ class Segmenter:
     spacing: list[float] | None  # mm, of the grid it was trained on; None: the file's own
     rules: ValidationRules = STRICT
     by_channel: bool = False  # files are of one channel each, and named so, even a single one
+    values: tuple[int, ...] | None = None  # of the classes in label maps; None: their numbers
+    written: str = ""  # these values and the classes' names, in words
 
     def to_file(self, case: Case, path: Path, scores: Path | None = None) -> Volume:
         """Segment one case; class probabilities go to `scores`. Returns it on the network's grid. Raises UserError."""
         volume = self._read(case)
-        save_prediction(path, self._strips(volume, case), case, self.spacing, scores)
+        save_prediction(path, self._strips(volume, case), case, self.spacing, scores, self.values)
         return volume
 
-    def labels(self, case: Case) -> np.ndarray:
-        """Labels (X, Y, Z) of a case in the axes of its first file. Raises UserError."""
-        return to_original(self._strips(self._read(case), case), case, self.spacing)
+    def labels(self, case: Case, open_scores: Scores | None = None) -> np.ndarray:
+        """Labels (X, Y, Z) of a case in the axes of its first file; its probabilities as `to_original` gives them.
+
+        Raises UserError.
+        """
+        return with_values(
+            to_original(self._strips(self._read(case), case), case, self.spacing, open_scores), self.values
+        )
 
     def _read(self, case: Case) -> Volume:
         volume = read_volume(case._replace(label=None), 0, None, self.spacing, self.rules)
@@ -131,16 +139,22 @@ class Segmenter:
 
 
 def save_prediction(
-    path: Path, strips: Iterable[Strip], case: Case, spacing: Sequence[float] | None, scores: Path | None = None
+    path: Path,
+    strips: Iterable[Strip],
+    case: Case,
+    spacing: Sequence[float] | None,
+    scores: Path | None = None,
+    values: Sequence[int] | None = None,
 ) -> None:
     """Write the label map of a case, and its probabilities to `scores`, on its file's grid. Raises UserError, OSError.
 
-    Probabilities are float32 (X, Y, Z, K), in a NIfTI file that is not compressed: programs can read it in parts.
+    `values` are those of the classes; None: their numbers. Probabilities are float32 (X, Y, Z, K), in a NIfTI file that
+    is not compressed: programs can read it in parts.
     """
     like = case.images[0]
     with saving_scores(scores, like) if scores else nullcontext() as open_scores:
         labels = to_original(strips, case, spacing, open_scores)
-    save_labels(path, labels, like)  # last: where a label map is, all of the case is
+    save_labels(path, with_values(labels, values), like)  # last: where a label map is, all of the case is
 
 
 def open_segmenter(
@@ -194,7 +208,15 @@ def segmenter(
         free = free_bytes(where) if config.inference.batch == "auto" else math.inf
         predictor = fitted(predictor, free)
     by_channel = config.data.format == "nnunet"
-    return Segmenter(predictor, found.intensity, config.data.spacing, ValidationRules.of(config.data), by_channel)
+    return Segmenter(
+        predictor,
+        found.intensity,
+        config.data.spacing,
+        ValidationRules.of(config.data),
+        by_channel,
+        written_values(config.data, len(found.classes)),
+        written_words(config.data, found.classes),
+    )
 
 
 def accepted_contradictions(case: Case) -> list[str]:

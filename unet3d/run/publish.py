@@ -12,14 +12,15 @@ from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
+from unet3d.data.volume import LabelMap, is_resampled, to_original
 from unet3d.errors import SnapshotError, UserError, not_saved
 from unet3d.files import write_text
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.loggers import warn
-from unet3d.report.report import SCORES_TITLE
+from unet3d.report.report import OWN_GRIDS, SCORES_TITLE
 from unet3d.run import predict
 from unet3d.run.predict import TrainedNetworks, split_of
-from unet3d.run.validate import evaluate
+from unet3d.run.validate import evaluate, score_on_own_grid
 from unet3d.training import checkpoint, metrics
 
 KEPT = ("model_options", "classes", "channels", "intensity", "step")  # of a snapshot, besides weights and config
@@ -67,7 +68,10 @@ def _refuse_different(one: Opened, first: Opened) -> None:
 
 
 def score(path: Path, config: Config, out: Path, model_path: str | None = None) -> str:
-    """Score the cases that `config` holds out, predicted as the snapshot says, in out/scores.csv. Returns its title."""
+    """Score the cases that `config` holds out, predicted as the snapshot says, in out/scores.csv. Returns its title.
+
+    On the files' own grids, and where that is another, on the network's grid too.
+    """
     if config.data.semi:
         raise UserError("data.semi holds out slices of the training cases; the run's own scores.csv has their scores")
     if (out / SCORES).exists():
@@ -83,16 +87,25 @@ def score(path: Path, config: Config, out: Path, model_path: str | None = None) 
     refuse_large_window(segmenter.predictor, path)
     rules = ValidationRules.of(config.data)
     reader = CaseReader(dataset, segmenter.spacing, segmenter.intensity, cache=None, rules=rules)
+    own = list[metrics.CaseScore]()
+
+    def keep(case: Case, strips: LabelMap) -> None:
+        own.append(score_on_own_grid(case, to_original(strips, case, segmenter.spacing), dataset))
+
+    has_own_grids = any(is_resampled(case, segmenter.spacing) for case in held_out)
+    also = keep if has_own_grids else None
     try:
         out.mkdir(parents=True, exist_ok=True)
-        scores = [*evaluate(segmenter.predictor, held_out, reader, len(dataset.classes), hd95=True, what="scoring")]
-        write_text(out / SCORES, metrics.csv_text(scores, dataset.classes))
+        scores = evaluate(segmenter.predictor, held_out, reader, len(dataset.classes), True, "scoring", also)
+        text = metrics.csv_text([*scores], dataset.classes)
+        write_text(out / SCORES, metrics.both_csv_text(own, dataset.classes, text) if has_own_grids else text)
     except OSError as error:
         raise not_saved(out / SCORES, error) from error
+    grid = f", {OWN_GRIDS}" if has_own_grids else ""
     if len(found.weights) > 1:
-        return f"{SCORES_TITLE}, {path} (mean of {len(found.weights)} networks)"
+        return f"{SCORES_TITLE}, {path} (mean of {len(found.weights)} networks){grid}"
     average = ", average of the weights" if state["average"] else ""
-    return f"{SCORES_TITLE}, {path} (step {state.get('step', 'unknown')}{average})"
+    return f"{SCORES_TITLE}, {path} (step {state.get('step', 'unknown')}{average}){grid}"
 
 
 def _refuse_misfit(found: TrainedNetworks, dataset: DatasetInfo) -> None:

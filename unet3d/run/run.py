@@ -40,7 +40,7 @@ from unet3d.report import memory_plots, run_folder
 from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers, warn
 from unet3d.run.resume import BEST, Checkpoints, TrainingState, draw_apart, fingerprint
 from unet3d.run.start import Start
-from unet3d.run.validate import Predictions, evaluate
+from unet3d.run.validate import Predictions, evaluate, has_own_grids
 from unet3d.signals import Stop
 from unet3d.training import metrics, optim, switches
 from unet3d.training.inference import free_bytes
@@ -99,7 +99,9 @@ class Run:
             split = {"train": data.train, "val": data.val}  # as data.split reads it
             write_json(folder / "split.json", {use: [case.id for case in cases] for use, cases in split.items()})
             self.loggers = open_loggers(config, folder)
-            self.loggers.add(TerminalLogger(config.steps, switches=checks.switches_of(config)))
+            spacing = run_folder.spacing_words(config.data.spacing)
+            grid = f"at {spacing}" if has_own_grids(data.val, config.data) else ""
+            self.loggers.add(TerminalLogger(config.steps, switches=checks.switches_of(config), grid=grid))
         rate = functools.partial(optim.learning_rate, config.optim, config.steps)
         clip, mark, log = config.optim.clip, self._mark, self.loggers.scalars
         self.trainer = Trainer(learner, rate, clip, mark, log, self.first, last_validation)

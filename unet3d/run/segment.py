@@ -2,17 +2,37 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unet3d.data.given import Given, as_case, returned
+from torch import Tensor, nn
+
+from unet3d.data.given import Given, Probabilities, as_case, returned
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.run.predict import Segmenter, parse, segmenter
 from unet3d.training import checkpoint
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+class MeanOfLogits(nn.Module):
+    """Several networks as one, as they predict."""
+
+    def __init__(self, networks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Mean logits N K D H W of images N C D H W."""
+        first, *others = self.networks
+        total = first(image)
+        for network in others:
+            total = total + network(image)
+        mean: Tensor = total / len(self.networks)
+        return mean
 
 
 @dataclass(frozen=True)
@@ -23,21 +43,37 @@ class Network:
     channels: tuple[str, ...]
     segmenter: Segmenter = field(repr=False)  # with all layers
 
-    @property
+    @cached_property
     def module(self) -> Any:
-        """The torch module: normalised images N C D H W in, logits N K D H W out; of several, the first."""
-        return self.segmenter.predictor.models[0]
+        """The torch module: normalised images N C D H W in, logits N K D H W out; of several networks, their mean."""
+        networks = self.segmenter.predictor.models
+        return networks[0] if len(networks) == 1 else MeanOfLogits(networks).eval()
 
-    def segment(self, image: Given, spacing: Sequence[float] | None = None) -> "np.ndarray | Any":
-        """Labels of an image, on its own grid.
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The value of each class in label maps: the files' own, where data.label_map made the class of one label."""
+        return self.segmenter.values or tuple(range(len(self.classes)))
 
-        `image`: an array X Y Z or C X Y Z, whose axes run right, anterior, superior, with its `spacing` (mm); or an
-        image of nibabel; or the path of a NIfTI file, or a list of one file a channel. An array gives an array of uint8
-        or uint16, everything else an image of nibabel. They equal what `python -m unet3d predict` writes for the same
-        voxels. Raises UserError.
+    def segment(
+        self,
+        image: Given,
+        spacing: Sequence[float] | None = None,
+        affine: "np.ndarray | Sequence[Sequence[float]] | None" = None,
+        probabilities: bool = False,
+    ) -> Any:
+        """Labels of an image, on its own grid; with `probabilities` the pair of them and of all classes' probabilities.
+
+        `image`: an array X Y Z or C X Y Z, with its `affine` (4 x 4, from voxels to mm, as nibabel's), or with its
+        `spacing` (mm) if its axes run right, anterior, superior; or an image of nibabel; or the path of a NIfTI file,
+        or a list of one file a channel. An array gives an array of uint8 or uint16, everything else an image of
+        nibabel. They equal what `python -m unet3d predict` writes for the same voxels, with the same `values`.
+        Probabilities are float32, K X Y Z of an array, else an image X Y Z K: 4 bytes a voxel and class of memory.
+        Raises UserError.
         """
-        with as_case(image, spacing) as case:
-            return returned(image, self.segmenter.labels(case), case)
+        with as_case(image, spacing, affine) as case:
+            scores = Probabilities(case) if probabilities else None
+            labels = returned(image, self.segmenter.labels(case, scores), case)
+            return labels if scores is None else (labels, scores.returned(image))
 
 
 def load(

@@ -1,4 +1,8 @@
-"""Held-out cases: predicted, scored, written as label maps."""
+"""Held-out cases: predicted, scored, written as label maps.
+
+Every validation scores on the grid that the network sees. Where that is not the files' own, since `data.spacing` is
+set, the last one's label maps are scored on the files' grids too.
+"""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,15 +15,16 @@ from unet3d import progress
 from unet3d.build import Data, Read
 from unet3d.config import Data as Options
 from unet3d.data import preprocess
-from unet3d.data.cases import Case
-from unet3d.data.volume import LabelMap, read_label_map
+from unet3d.data.cases import Case, DatasetInfo
+from unet3d.data.labels import written_values
+from unet3d.data.volume import LabelMap, is_resampled, read_label_map, read_truth, read_written
 from unet3d.errors import UserError, is_out_of_memory, not_saved
-from unet3d.files import from_csv, read_text
+from unet3d.files import from_csv, read_text, write_text
 from unet3d.report import case_plots, case_scores
 from unet3d.report.plots import remove_picture
 from unet3d.run.predict import save_prediction
 from unet3d.training.inference import Predictor
-from unet3d.training.metrics import CaseScore, score_case
+from unet3d.training.metrics import CaseScore, both_csv_text, score_case
 from unet3d.types import IGNORE
 
 Keep = Callable[[Case, LabelMap], None] | None
@@ -39,6 +44,18 @@ def evaluate(
             yield score_case(case.id, prediction, label, classes, found.spacing, IGNORE, hd95)
             del found, strips, prediction, label  # before the next case is read
             counter.advance()
+
+
+def score_on_own_grid(case: Case, prediction: np.ndarray, dataset: DatasetInfo) -> CaseScore:
+    """Scores of a label map (X, Y, Z) in the axes of the case's files, against theirs. Raises UserError."""
+    classes = len(dataset.classes)
+    truth, spacing = read_truth(case, classes, dataset.ignore, dataset.relabel)
+    return score_case(case.id, prediction, truth, classes, spacing, dataset.ignore, hd95=True)
+
+
+def has_own_grids(cases: Sequence[Case], options: Options) -> bool:
+    """Whether the network sees any of the cases on another grid than its file's. Slices to score are of that grid."""
+    return not options.semi and any(is_resampled(case, options.spacing) for case in cases)
 
 
 @dataclass
@@ -80,18 +97,34 @@ class Predictions:
                     self._add(case, strips)
                     strips.whole()
                     counter.advance()
+        if has_own_grids(self.data.val, self.options):
+            self._score()
         for role, (case, title) in self._shown().items():
             if not (path := self._picture(role)).exists():
                 with _saving(path):
-                    prediction = read_label_map(
-                        case, self._path(case), len(self.data.dataset.classes), self.options.spacing
-                    )
+                    prediction = read_label_map(case, self._path(case), self._values, self.options.spacing)
                     self.draw(case, prediction, path, title)
+
+    @property
+    def _values(self) -> tuple[int, ...]:
+        """The value of each class in the label maps."""
+        return written_values(self.options, len(self.data.dataset.classes))
 
     def _add(self, case: Case, strips: LabelMap) -> None:
         if not (path := self._path(case)).exists():
             with _saving(path):
-                save_prediction(path, strips, case, self.options.spacing)
+                save_prediction(path, strips, case, self.options.spacing, values=self._values)
+
+    def _score(self) -> None:
+        """Put the scores of the label maps on the files' own grids first in scores.csv, a case at a time in memory."""
+        dataset, path, found = self.data.dataset, self.folder / "scores.csv", []
+        with progress.counting("scoring", len(self.data.val)) as counter:
+            for case in self.data.val:
+                prediction = read_written(case, self._path(case), self._values)
+                found.append(score_on_own_grid(case, prediction, dataset))
+                counter.advance()
+        with _saving(path):
+            write_text(path, both_csv_text(found, dataset.classes, read_text(path)))
 
     def _path(self, case: Case) -> Path:
         return self.folder / "predictions" / f"{case.id}.nii.gz"

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unet3d.files import as_csv
+from unet3d.files import as_csv, from_csv
 
+NETWORK = "network_"  # before the names of columns on the network's grid, where others are on the files' own
 Labels = NDArray[np.integer]
 Mask = NDArray[np.bool_]
 
@@ -130,6 +131,23 @@ def csv_text(scores: Sequence[CaseScore], class_names: Sequence[str]) -> str:
     columns = _columns(scores, class_names)
     rows = ([score.case, *(values[row] for values in columns.values())] for row, score in enumerate(scores))
     return as_csv(["case", *columns], rows)
+
+
+def both_csv_text(scores: Sequence[CaseScore], class_names: Sequence[str], on_network_grid: str) -> str:
+    """The text of `csv_text` for scores on the files' own grids, followed by those of a text on the network's grid.
+
+    The columns of these begin with `network_`, also where `on_network_grid` has been made by this function.
+    """
+    rows = from_csv(on_network_grid)
+    head = [key for key in (rows[0] if rows else ()) if key != "case"]
+    sources = [key for key in head if key.startswith(NETWORK)] or head
+    others = {row.get("case"): [row.get(key) for key in sources] for row in rows}
+    columns = _columns(scores, class_names)
+    found = []
+    for row, score in enumerate(scores):
+        own = [values[row] for values in columns.values()]
+        found.append([score.case, *own, *others.get(score.case, [None] * len(sources))])
+    return as_csv(["case", *columns, *(NETWORK + key.removeprefix(NETWORK) for key in sources)], found)
 
 
 def _columns(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, list[float | None]]:
