@@ -132,6 +132,19 @@ def test_a_state_that_is_put_back_is_the_same(state: TrainingState, tmp_path: Pa
     assert saved["optimizer"]["param_groups"] == again["optimizer"]["param_groups"]
 
 
+def test_another_number_of_threads_is_told(
+    state: TrainingState, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the CPU they change rounding."""
+    saved = state.state(1, 0, 0.5)
+    state.put_back(saved, tmp_path)
+    assert not capsys.readouterr().err
+    threads = saved["threads"]
+    state.put_back(saved | {"threads": threads + 2}, tmp_path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{threads + 2} -> {threads}" in line and f"OMP_NUM_THREADS={threads + 2}" in line
+
+
 @without("unet3d.training.checkpoint.is_finite", yes, only="nan moment")
 @pytest.mark.parametrize(
     ("keys", "value", "wrong"),
