@@ -284,8 +284,7 @@ def _check_lone_voxels(config: Config) -> None:
     if not lone or numbers.get(model.norm, min(lone) // model.groups) > 1:
         return
     advice = f"use data.patch={geometry.larger_patch(patch, model)}"
-    groups = [n for n in range(1, min(lone)) if not any(channels % n for channels, _ in maps)]
-    if groups:
+    if groups := [n for n in range(1, min(lone)) if not any(channels % n for channels, _ in maps)]:
         norm = "" if model.norm == "group" else "model.norm=group "
         advice += f", or {norm}model.groups={groups[-1]}"
     which = f"{model.norm} model.groups={model.groups}" if model.norm == "group" else model.norm
