@@ -161,6 +161,19 @@ def test_a_changed_rate_is_said_as_the_state_is_put_back(state: TrainingState, t
     assert changed.startswith("optim.lr: 0.0004 -> ") and "1.6e-05 in step 1, rises to 0.000151 in step 2" in rate
 
 
+def test_another_number_of_threads_is_told(
+    state: TrainingState, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the CPU they change rounding."""
+    saved = state.state(1, 0, 0.5)
+    state.put_back(saved, tmp_path)
+    assert not capsys.readouterr().err
+    threads = saved["threads"]
+    state.put_back(saved | {"threads": threads + 2}, tmp_path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{threads + 2} -> {threads}" in line and f"OMP_NUM_THREADS={threads + 2}" in line
+
+
 @without("unet3d.training.checkpoint.is_finite", yes, only="nan moment")
 @pytest.mark.parametrize(
     ("keys", "value", "wrong"),

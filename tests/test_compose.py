@@ -33,7 +33,7 @@ WRONG = {
     "data=decathlon": ["data=decathlon", "data.root=PATH"],
     "data.pach=[1,1,1]": ["data.pach", "data.patch"],
     "data.patch=[64,64]": ["data.patch=[64, 64]"],
-    "data.patch=[1,1,1]": ["data.patch=[1, 1, 1]", "model.norm=instance", "norm=group"],
+    "data.patch=[1,1,1]": ["data.patch=[1, 1, 1]", "model.norm=instance", "model.norm=group"],
     "data.patch=3": ["data.patch", "data.patch=[1,2,3]"],
     "data.augment.scaling=[2,1]": ["data.augment.scaling=[2.0, 1.0]"],
     "data.fold=5": ["data.fold=5", "data.folds=5", "0", "4"],
@@ -109,6 +109,20 @@ CONFLICTS = {
     ): ["model.deep_supervision=true", "[4, 4, 4]", "[9, 9, 9]", "data.patch"],
     ("model.norm=batch", "batch=1", "data.patch=[8,8,8]"): ["model.norm=batch", "data.patch=[8, 8, 8]"],
 }
+ONE_LEVEL_OF_3 = ("model.kernels=[[1,1,1],[3,3,3]]", "model.strides=2", "model.padding=valid", "data.patch=[10,10,10]")
+ONE_VOXEL = [  # in a map that is normalised; how to mend it
+    (("model.features=[8,8,8]", "data.patch=[4,4,4]"), ["data.patch=[8,8,8]"]),
+    (("model.features=[8,8,8]", "data.patch=[4,4,4]"), ["model.norm=group", "model.groups=4"]),
+    (("model.features=[8,8,8]", "data.patch=[4,4,3]", "model.norm=batch", "batch=1"), ["data.patch=[8,8,4]"]),
+    (("model.features=[8,8,8]", "data.patch=[4,4,4]", "model.norm=group", "model.groups=8"), ["model.groups=4"]),
+    (("model.features=[8,8]", *ONE_LEVEL_OF_3), ["data.patch=[12,12,12]"]),
+    (("model.features=[8,8]", *ONE_LEVEL_OF_3, "model.norm=batch_current"), ["model.norm=group", "model.groups=4"]),
+    (("model.features=[8,8]", *ONE_LEVEL_OF_3, "model.norm=group", "model.groups=8"), ["data.patch=[12,12,12]"]),
+    (
+        ("model.features=[8]", "model.padding=valid", "data.patch=[5,5,5]", "model.norm=batch", "batch=1"),
+        ["data.patch=[6,6,6]"],
+    ),
+]
 
 
 SEMI = ("data.semi=true", "data.sparse=[3,3,3]")
@@ -149,6 +163,20 @@ def read(overrides: Sequence[str]) -> Config:
     for name, _, value in words:
         OmegaConf.update(values, name, yaml.safe_load(value))
     return compose.from_plain(OmegaConf.to_container(values))
+
+
+@pytest.mark.parametrize(("overrides", "advice"), ONE_VOXEL)
+def test_one_voxel_is_refused_with_advice_that_helps(overrides: tuple[str, ...], advice: list[str]) -> None:
+    """Plain, `lean` and `slab` alike: a step or a window would normalise one number at a time."""
+    for way in ("lean=false", "lean=true", "slab=4"):
+        with pytest.raises(UserError) as caught:
+            read([*overrides, way])
+        text = str(caught.value)
+        assert "\n" not in text and "one voxel" in text and all(word in text.replace(", ", ",") for word in advice), (
+            text
+        )
+        config = read([*overrides, *advice, way])
+        assert config.model.features
 
 
 def named(value: object) -> str | None:

@@ -71,10 +71,10 @@ def trained(run: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_killed_twice_a_run_ends_as_if_it_were_not(copy: Path, killed: Path, whole: Path) -> None:
-    """Mid-epoch, with other workers and threads; the lock of a killed run does not live on in its workers."""
+    """Mid-epoch, with other workers; the lock of a killed run does not live on in its workers."""
     assert records(killed) == records(whole)[: len(records(killed))] and len(trained(killed)) == 5
     (copy / "report.html").write_text("of an earlier end")
-    second = resume(copy, "workers=2", "save_every=5", hook=functools.partial(at_step, 6, threads=2))
+    second = resume(copy, "workers=2", "save_every=5", hook=functools.partial(at_step, 6))
     assert not (copy / "report.html").exists(), "it would say how an earlier end was"
     third = resume(copy, "workers=1")
     assert (second.code, third.code, third.err) == (-KILL, 0, ""), third.err

@@ -171,9 +171,8 @@ def send(number: int, to_group: bool = False) -> None:
     (os.killpg if to_group else os.kill)(0 if to_group else os.getpid(), number)
 
 
-def at_step(step: int, number: int = signal.SIGKILL, threads: int = 1) -> None:
+def at_step(step: int, number: int = signal.SIGKILL) -> None:
     """The process gets a signal once it has logged this step."""
-    torch.set_num_threads(threads)
     log = Loggers.scalars
 
     def then_signal(loggers: Loggers, values: dict, at: int) -> None:

@@ -302,11 +302,24 @@ def _check_patch(config: Config) -> None:
             what = f"strides of {list(stride)} do not divide maps of {list(above)} voxels"
             advice = "labels would not align; give another data.patch"
             raise UserError(f"model.deep_supervision=true: {what}; {advice}")
-    lone = model.norm in ("instance", "batch_current") or (model.norm == "batch" and config.batch == 1)
-    if lone and model.padding == "same" and sizes[-1] == (1, 1, 1):
-        what = f"leaves one voxel at the deepest of {len(model.features)} levels"
-        advice = "use a larger patch, fewer levels, or norm=group"
-        raise UserError(f"data.patch={data.patch} {what}: model.norm={model.norm} has nothing to normalise; {advice}")
+    _check_lone_voxels(config)
+
+
+def _check_lone_voxels(config: Config) -> None:
+    """Raise UserError where a normalisation would see one number at a time, in a step or in a window."""
+    model, patch = config.model, config.data.patch
+    maps = geometry.normalised_maps(patch, model)
+    lone = [channels for channels, size in maps if size == geometry.ONES]
+    numbers = {"instance": 1, "batch_current": 1, "batch": config.batch, "none": 2}
+    if not lone or numbers.get(model.norm, min(lone) // model.groups) > 1:
+        return
+    advice = f"use data.patch={geometry.larger_patch(patch, model)}"
+    if groups := [n for n in range(1, min(lone)) if not any(channels % n for channels, _ in maps)]:
+        norm = "" if model.norm == "group" else "model.norm=group "
+        advice += f", or {norm}model.groups={groups[-1]}"
+    which = f"{model.norm} model.groups={model.groups}" if model.norm == "group" else model.norm
+    what = f"leaves one voxel of a map at {len(model.features)} levels: model.norm={which} has nothing to normalise"
+    raise UserError(f"data.patch={patch} {what}; {advice}")
 
 
 def _check_data(data: Data) -> None:

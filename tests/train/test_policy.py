@@ -1,8 +1,11 @@
 """Memory techniques change no bit: loss, gradients, buffers and evaluation output with and without."""
 
+import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from evenly import evenly
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from unet3d import build, compose
+from unet3d.errors import UserError
 from unet3d.memory.meter import open_meter
 from unet3d.model.unet import UNet3D
 from unet3d.training import policy, slab_run
@@ -87,7 +91,7 @@ def test_checkpointing_changes_no_bit_with_deep_supervision(network: Network) ->
 
 
 def on_its_own_buffers(stage: nn.Module, copies: dict[str, Tensor], arguments: tuple[Any, ...]) -> Any:
-    """Call a stage on its buffers and not on their copies."""
+    """Call a stage on its buffers and not on copies of what they were."""
     return stage(*arguments)
 
 
@@ -99,6 +103,139 @@ def test_only_copies_of_running_statistics_see_a_batch_twice(network: Network) -
         outcome(model, MemoryPolicy(segment_starts=segment_starts))
         batches_seen.append(model.inc.block.conv1.norm.num_batches_tracked.item())
     assert batches_seen == [2, 2]
+
+
+class Counting(nn.Module):
+    """State in attributes: a number, a tensor, and what the first call makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.scale, self.conv = 0, torch.ones(1), nn.Conv3d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.scale = self.scale + 1
+        self.first = getattr(self, "first", self.calls)
+        return self.conv(x * self.scale) * self.calls + self.first
+
+
+class Chance(nn.Module):
+    """Random numbers of Python and of NumPy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * random.random()).square() + np.random.random()
+
+
+class Averaging(nn.Module):
+    """A buffer past autograd's counts of changes, which the result depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data.mul_(0.5)
+        return (x * self.mean).square()
+
+
+def convolution() -> nn.Conv3d:
+    return nn.Conv3d(2, 2, 3, padding=1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.utils.parametrizations.spectral_norm(convolution()),
+        lambda: nn.utils.spectral_norm(convolution()),
+        lambda: nn.utils.parametrizations.weight_norm(convolution()),
+        lambda: nn.BatchNorm3d(2, momentum=None),
+        nn.RReLU,
+        Counting,
+        Chance,
+        Averaging,
+    ],
+    ids=["spectral_norm", "old spectral_norm", "weight_norm", "batch", "RReLU", "counter", "chance", "buffer"],
+)
+def test_what_a_stage_keeps_is_put_back_for_its_second_call(make: Callable[[], nn.Module]) -> None:
+    """Of a network of one's own: gradients, buffers and attributes are those without checkpointing, to the bit."""
+    found = []
+    for segment_starts in ((), (0, 3)):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model, image = nn.Sequential(convolution(), make(), convolution(), convolution()), torch.randn(2, 2, 6, 6, 6)
+        for _ in range(2):
+            MemoryPolicy(segment_starts=segment_starts).forward(model, image).square().sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        attributes = [getattr(model[1], name, torch.zeros(1)) for name in ("calls", "scale", "first")]
+        found.append([*gradients, *model.buffers(), *map(torch.as_tensor, attributes), torch.rand(1)])
+    assert len(found[0]) > 6 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Listing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(1.0)
+        return x * len(self.seen)
+
+
+class Filling(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.add_(1)
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.rng = torch.Generator(), np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.rng.random()
+
+
+class Clamping(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.conv.weight.mul_(0.9)
+        return self.conv(x)
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Identity(), convolution(), convolution())
+    model.register_forward_hook(lambda module, inputs, output: output * 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: nn.Sequential(Listing(), convolution(), convolution()), r"Listing\b.*\bseen"),
+        (lambda: nn.Sequential(nn.Sequential(Filling()), convolution(), convolution()), r"\.0\b.*\bscale of Filling"),
+        (lambda: nn.Sequential(Drawing(), convolution(), convolution()), r"\brng of Drawing"),
+        (lambda: nn.Sequential(Clamping(), convolution(), convolution()), r"weight of Conv3d"),
+        (lambda: nn.Sequential(convolution(), nn.ReLU(inplace=True), convolution()), r"\bReLU\b.*\binplace=False"),
+        (hooked, r"\bSequential\b.*\bhooks"),
+    ],
+    ids=["list", "tensor", "generator", "weight", "in place", "hook"],
+)
+def test_what_cannot_be_put_back_is_refused_by_name(make: Callable[[], nn.Module], named: str) -> None:
+    image = torch.randn(1, 2, 6, 6, 6)
+    with pytest.raises(UserError, match=rf"^ckpt\b.*{named}.*ckpt=0"):
+        MemoryPolicy(segment_starts=(0, 1, 2)).forward(make(), image)
+
+
+def test_other_threads_change_rounding_alone(network: Network, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    gradients = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        model = network("model=unet_tiny")
+        model(torch.ones(1, 1, 16, 16, 16)).square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() < 1e-4 * gradients[0].norm()
 
 
 def test_without_gradients_slabs_run_on_the_cpu_alone(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:

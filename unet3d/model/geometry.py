@@ -1,6 +1,8 @@
 """Kernels, strides and sizes along the U, in plain integers and without torch."""
 
+import itertools
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from unet3d.config import Model
@@ -96,3 +98,48 @@ def valid_length(n: int, model: Model, axis: int) -> int | None:
 
 def _nearest(n: int, model: Model, axis: int) -> int:
     return next(m for step in range(10_000) for m in (n - step, n + step) if m > 0 and valid_length(m, model, axis))
+
+
+def normalised_maps(size: Sequence[int], model: Model) -> list[tuple[int, Triple]]:
+    """Return channels and size (voxels) of every map that a normalisation sees, for a patch that fits."""
+    steps, decoder = strides(model), [*(model.decoder or model.features[:-1])]
+    axes = [_lengths(n, model, axis) for axis, n in enumerate(size)]
+    sizes = [_triple("size", list(lengths)) for lengths in zip(*axes, strict=True)]
+    widths = [c for width in model.features for c in (width if model.widen == "first" else max(1, width // 2), width)]
+    widths += [width for width in reversed(decoder) for _ in range(2)]
+    assert len(sizes) == len(widths) == 4 * len(steps) + 2
+    return list(zip(widths, sizes, strict=True))
+
+
+def _lengths(n: int, model: Model, axis: int) -> list[int]:
+    """Return the length along one axis after each convolution of a unit, encoder first."""
+    is_strided, is_same = model.downsampling == "strided_conv", model.padding == "same"
+    kernel, stride = [k[axis] for k in kernels(model)], [1, *(s[axis] for s in strides(model))]
+    found, skips = list[int](), list[int]()
+    for k, s in zip(kernel, stride, strict=True):
+        lost = 0 if is_same else k - 1
+        first = -(-n // s) if is_same else (n - k) // s + 1 if is_strided else n // s - lost
+        n = first - lost
+        found += [first, n]
+        skips.append(n)
+    for k, s, skip in [*zip(kernel, stride[1:], skips, strict=False)][::-1]:
+        lost = 0 if is_same else k - 1
+        n = min(n * s, skip) - lost
+        found += [n, n - lost]
+        n -= lost
+    return found
+
+
+def larger_patch(size: Sequence[int], model: Model) -> list[int]:
+    """Return the next larger patch that fits and leaves more than one voxel of each map."""
+    found = list(size)
+    while any(map_size == ONES for _, map_size in normalised_maps(found, model)):
+        found = [_next_length(n, model, axis) for axis, n in enumerate(found)]
+    return found
+
+
+def _next_length(n: int, model: Model, axis: int) -> int:
+    if model.padding == "same":
+        step = prod(stride[axis] for stride in strides(model))
+        return (n // step + 1) * step
+    return next(m for m in itertools.count(n + 1) if valid_length(m, model, axis))

@@ -125,6 +125,7 @@ class TrainingState:
             "rng": own[0],
             "cuda_rng": own[1],
             "ranks": list(map(list, others)),  # what the same two are of the other ranks
+            "threads": torch.get_num_threads(),
         }
 
     def put_back(self, state: Snapshot, path: Path) -> list[str]:
@@ -140,11 +141,20 @@ class TrainingState:
         checkpoint.load_weights(self.model, state["model"], path)
         self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": self._groups(state)})
         self.scaler.load_state_dict(state["scaler"])
+        self._warn_of_other_threads(state.get("threads"))
         self._put_back_random(state)  # last: building things draws from it
         if changes:
             before = compose.from_plain(state["config"] | {"resume": None})
             changes += filter(None, [rate_change(before, self.config, reached)])
         return changes
+
+    def _warn_of_other_threads(self, before: object) -> None:
+        """Print a line where sums on the CPU are split in another way than before."""
+        now = torch.get_num_threads()
+        is_on_cpu = next(self.model.parameters()).device.type == "cpu"
+        if is_on_cpu and ranks.RANK == 0 and type(before) is int and before != now:  # an older version wrote none
+            same = f"OMP_NUM_THREADS={before} keeps it equal to the bit"
+            warn(f"resume: threads: {before} -> {now}; the run goes on equal but for rounding; {same}")
 
     def _put_back_random(self, state: Snapshot) -> None:
         """The state of random numbers; a rank that was not there draws numbers of its own."""

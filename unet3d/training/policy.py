@@ -1,6 +1,7 @@
 """Mixed precision, activation checkpointing and slabs, applied to a step from outside the model.
 
-Checkpointing changes no bit of loss, gradients, buffers or evaluation output; slabs change their rounding alone.
+Checkpointing changes no bit of loss, gradients, buffers or evaluation output, of stages that compute from their input,
+weights, buffers, attributes and global random numbers; slabs change their rounding alone.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
 
 from unet3d.training import half_precision, slab_run
+from unet3d.training.kept_state import (
+    KeptState,
+    RandomNumbers,
+    drawn_again,
+    refuse_changed_input,
+    refuse_own_call,
+    versions,
+)
 from unet3d.training.slab_run import SlabOptions
 
 
@@ -53,9 +62,12 @@ class MemoryPolicy:
         with torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None), self.convolutions():
             if not self.segment_starts or not torch.is_grad_enabled():
                 return model(image)
+            refuse_own_call(model)
             assert isinstance(model, nn.Sequential)
             segments = split(list(model), self.segment_starts)
-            return checkpoint_sequential(segments, len(segments), image, use_reentrant=False)
+            # A recomputation ends once all that backward needs is saved; RReLU's noise is filled after that.
+            with set_checkpoint_early_stop(not any(isinstance(module, nn.RReLU) for module in model.modules())):
+                return checkpoint_sequential(segments, len(segments), image, use_reentrant=False)
 
     def scaler(self) -> torch.amp.GradScaler:
         """Loss scaling, which only fp16 needs: bf16 has the exponents of fp32."""
@@ -65,24 +77,44 @@ class MemoryPolicy:
 class Segment:
     """Consecutive stages, called once in forward and once more in backward; each forward pass makes a new one.
 
-    The second call works on copies of the buffers: the first has updated running statistics with this batch.
+    The second call begins with what the stages kept before the first: that has updated running statistics, for one.
+    With `is_last`, there is no second call.
     """
 
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
-        self.stages, self.has_run = stages, False
+    def __init__(self, stages: Sequence[nn.Module], is_last: bool) -> None:
+        self.stages, self.is_last, self.kept = stages, is_last, list[KeptState]()
+        self.random_numbers: RandomNumbers | None = None
 
     def __call__(self, state: Any) -> Any:
+        if self.random_numbers is not None:
+            return self._again(state, self.random_numbers)
+        if self.is_last:
+            for stage in self.stages:
+                state = stage(state)
+            return state
+        self.random_numbers = RandomNumbers()
+        before = versions(state)
         for stage in self.stages:
-            copies = {name: buffer.clone() for name, buffer in stage.named_buffers()} if self.has_run else {}
-            state = functional_call(stage, copies, (state,)) if copies else stage(state)
-        self.has_run = True
+            self.kept.append(KeptState(stage))
+            state = stage(state)
+            self.kept[-1].refuse_changes_within()
+            if any(tensor._version != version for tensor, version in before):
+                refuse_changed_input(stage)
+        return state
+
+    def _again(self, state: Any, before: RandomNumbers) -> Any:
+        with drawn_again(before):
+            for stage, kept in zip(self.stages, self.kept, strict=True):
+                with kept.put_back() as buffers:
+                    state = functional_call(stage, buffers, (state,)) if buffers else stage(state)
         return state
 
 
 def split(stages: Sequence[nn.Module], segment_starts: Sequence[int]) -> list[Segment]:
     """Segments that begin with these stages, the first with stage 0; checkpoint_sequential keeps the last in memory."""
     assert segment_starts[0] == 0 and sorted(set(segment_starts)) == list(segment_starts)
-    return [Segment(stages[start:end]) for start, end in pairwise([*segment_starts, len(stages)])]
+    spans = list(pairwise([*segment_starts, len(stages)]))
+    return [Segment(stages[start:end], is_last=end == len(stages)) for start, end in spans]
 
 
 def amp_dtype(name: str, device_type: str) -> torch.dtype:

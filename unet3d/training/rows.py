@@ -1,12 +1,12 @@
 """Layers on a few rows of their maps at a time: what each reads, and what it computes.
 
 A `Node` is a map that need not exist: it yields any of its rows, made from rows of its sources. `Stored` maps exist.
-`node_of` has one rule for each type of layer; a new layer needs one more. Rows run along `axis`, one of D, H, W.
+`RULES` has one rule for each type of layer; a new layer needs one more, here and in `slab_rules`. Rows run along
+`axis`, one of D, H, W.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import singledispatch
 from typing import Any, NamedTuple
 
 import torch
@@ -326,13 +326,29 @@ def added(x: Node, shortcut: Node) -> Node:
     return Added(x.shape, x.axis, (x, shortcut))
 
 
-@singledispatch
+Rule = Callable[[Any, Node, torch.dtype, Any], Node]
+RULES: dict[type, Rule] = {}  # by exact type: a subclass may compute something else
+
+
 def node_of(layer: nn.Module, source: Node, dtype: torch.dtype, known: Any) -> Node:
-    """A layer's map. `known`: what it keeps from the pass that began: statistics, a mask. ValueError without a rule."""
-    raise ValueError(f"slab and lean have no rule for the layer {type(layer).__name__}; add one to training/rows.py")
+    """Return a layer's map. `known`: what it keeps from the pass that began: statistics, a mask.
+
+    `slab_rules` has refused layers without a rule before.
+    """
+    return RULES[type(layer)](layer, source, dtype, known)
 
 
-@node_of.register(nn.Conv3d)
+def rule(*kinds: type) -> Callable[[Rule], Rule]:
+    """Make a function the rule of layers of exactly these types."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(kinds, function))
+        return function
+
+    return register
+
+
+@rule(nn.Conv3d)
 def _(layer: Any, source: Node, dtype: torch.dtype, known: Any) -> Node:
     sizes = zip(source.shape[2:], layer.kernel_size, layer.stride, layer.padding, strict=True)
     size = [(n + 2 * int(p) - k) // s + 1 for n, k, s, p in sizes]
@@ -341,14 +357,14 @@ def _(layer: Any, source: Node, dtype: torch.dtype, known: Any) -> Node:
     )
 
 
-@node_of.register(nn.MaxPool3d)
+@rule(nn.MaxPool3d)
 def _(layer: Any, source: Node, dtype: torch.dtype, known: Any) -> Node:
     up = (lambda n, s: -(-n // s)) if layer.ceil_mode else (lambda n, s: n // s)
     size = [up(n, s) for n, s in zip(source.shape[2:], layer.stride, strict=True)]
     return Pooled(torch.Size([*source.shape[:2], *size]), source.axis, (source,), layer)
 
 
-@node_of.register(nn.ConvTranspose3d)
+@rule(nn.ConvTranspose3d)
 def _(layer: Any, source: Node, dtype: torch.dtype, known: Any) -> Node:
     def run(x: Tensor) -> Tensor:
         bias = None if layer.bias is None else layer.bias.to(dtype)
@@ -357,7 +373,7 @@ def _(layer: Any, source: Node, dtype: torch.dtype, known: Any) -> Node:
     return _raised(layer, source, layer.out_channels, [int(s) for s in layer.stride], 0, run)
 
 
-@node_of.register(nn.Upsample)
+@rule(nn.Upsample)
 def _(layer: Any, source: Node, dtype: torch.dtype, known: Any) -> Node:
     return _raised(layer, source, source.shape[1], [int(s) for s in layer.scale_factor], 1, layer)
 
@@ -370,35 +386,31 @@ def _raised(
     return Raised(shape, source.axis, (source,), layer, factor=factor, margin=margin, run=run)
 
 
-@node_of.register(nn.InstanceNorm3d)
-@node_of.register(nn.BatchNorm3d)
-@node_of.register(nn.GroupNorm)
+@rule(nn.InstanceNorm3d, nn.BatchNorm3d, nn.GroupNorm)
 def _(layer: nn.Module, source: Node, dtype: torch.dtype, known: Any) -> Node:
     return Normalised(source.shape, source.axis, (source,), layer, statistics=known)
 
 
-@node_of.register(nn.ReLU)
-@node_of.register(nn.LeakyReLU)
+@rule(nn.ReLU, nn.LeakyReLU)
 def _(layer: nn.Module, source: Node, dtype: torch.dtype, known: Any) -> Node:
     return Rectified(source.shape, source.axis, (source,), layer)
 
 
-@node_of.register(nn.SiLU)
+@rule(nn.SiLU)
 def _(layer: nn.SiLU, source: Node, dtype: torch.dtype, known: Any) -> Node:
     return Silu(source.shape, source.axis, (source,), layer)
 
 
-@node_of.register(nn.PReLU)
+@rule(nn.PReLU)
 def _(layer: nn.PReLU, source: Node, dtype: torch.dtype, known: Any) -> Node:
     return Sloped(source.shape, source.axis, (source,), layer)
 
 
-@node_of.register(Swish)
-@node_of.register(LeanSwish)
+@rule(Swish, LeanSwish)
 def _(layer: nn.Module, source: Node, dtype: torch.dtype, known: Any) -> Node:
     return Pointwise(source.shape, source.axis, (source,), layer)
 
 
-@node_of.register(nn.Dropout3d)
+@rule(nn.Dropout3d)
 def _(layer: nn.Dropout3d, source: Node, dtype: torch.dtype, known: Any) -> Node:
     return Scaled(source.shape, source.axis, (source,), layer, factor=known)

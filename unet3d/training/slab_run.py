@@ -3,7 +3,8 @@
 Both compute what the model computes, with its own layers and weights. A convolution's raw output and the statistics of
 its normalisation stand for all that follows up to the next convolution, which makes its input again, a slab at a time.
 Gradients are written over gradients whose rows are used up. `slab` also drops the maps: backward makes a level again
-when it needs it, so that two maps of full resolution exist at a time. `rows` has a rule for each type of layer.
+when it needs it, so that two maps of full resolution exist at a time. `rows` has a rule for each type of layer, and
+`slab_rules` refuses what has none.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from unet3d.model.blocks import DoubleConv
 from unet3d.model.unet import UNet3D
-from unet3d.training import slabs
+from unet3d.training import slab_rules, slabs
 from unet3d.training.rows import Node, Stored, added, joined, node_of, stored
 from unet3d.training.slabs import Slabs, statistics
 
@@ -32,7 +33,11 @@ class SlabOptions:
 
 
 def forward(model: nn.Module, image: Tensor, options: SlabOptions, dtype: torch.dtype | None) -> Any:
-    """What `model(image)` is, image N C D H W; with gradients on, one `backward()` may follow, for the parameters."""
+    """What `model(image)` is, image N C D H W; with gradients on, one `backward()` may follow, for the parameters.
+
+    Raises UserError for a network that is not computed by the rules.
+    """
+    slab_rules.refuse_unknown(model, "lean=true" if options.is_lean else "slab")
     assert isinstance(model, UNet3D)
     run = _Run(model, options, dtype or image.dtype)
     anchor = next((p for p in model.parameters() if p.requires_grad), None)  # by which autograd knows of this pass

@@ -28,6 +28,11 @@ class Observer:
 observer = Observer()
 
 
+def only_watches(hook: Callable[..., Any]) -> bool:
+    """Return whether a module's hook is a memory ledger's, which changes nothing."""
+    return isinstance(getattr(getattr(hook, "func", None), "__self__", None), Observer)
+
+
 def statistics(norm: Any, raw: Tensor, pieces: int = PIECES) -> Statistics:
     """Of a normalisation's input N C D H W, in its mode; running ones are updated as the layer does it.
 
@@ -42,6 +47,8 @@ def statistics(norm: Any, raw: Tensor, pieces: int = PIECES) -> Statistics:
     parts = [_moments(piece) for piece in grouped.split(max(1, grouped.shape[1] // pieces), 1)]
     mean, unbiased = (torch.cat(part) for part in zip(*parts, strict=True))
     count = raw.numel() // mean.numel()
+    if count == 1:
+        unbiased = _of_one_voxel(norm, unbiased)
     if is_batch and norm.running_mean is not None:
         norm.num_batches_tracked.add_(1)
         for running, now in ((norm.running_mean, mean), (norm.running_var, unbiased)):
@@ -49,6 +56,13 @@ def statistics(norm: Any, raw: Tensor, pieces: int = PIECES) -> Statistics:
     inverse_std = (unbiased * ((count - 1) / count) + norm.eps).rsqrt()
     found = [t.view(-1, groups, 1, 1, 1).detach().requires_grad_() for t in (mean, inverse_std)]
     return Statistics(found[0], found[1], count)
+
+
+def _of_one_voxel(norm: Any, unbiased: Tensor) -> Tensor:
+    """Return the variances, 0, of single numbers. Raises ValueError where the layer itself refuses them."""
+    if not isinstance(norm, nn.GroupNorm) or len(unbiased) == norm.num_groups:
+        raise ValueError(f"{type(norm).__name__}: expected more than 1 value per channel when training")
+    return torch.zeros_like(unbiased)
 
 
 def _moments(x: Tensor) -> list[Tensor]:
@@ -204,7 +218,9 @@ class _Sums:
     def __init__(self, node: Node, of_statistics: OfStatistics) -> None:
         inner = list(node.nodes())[isinstance(node, Convolved) :]
         layers = dict.fromkeys(n.layer for n in inner if n.layer is not None)
-        self.tensors: list[Tensor] = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+        # Once each: layers may share a parameter, whose gradient is then of all of them.
+        parameters = dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad)
+        self.tensors: list[Tensor] = list(parameters)
         self.statistics: dict[Tensor, Tensor] = {}
         for n in inner:
             if isinstance(n, Normalised) and n.statistics.voxels:

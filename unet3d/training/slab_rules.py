@@ -1,0 +1,189 @@
+"""What a pass in slabs has exact rules for. All else is refused by name before the first step.
+
+Slabs never call a module: `slab_run` computes what the package's own U-Net computes, by the rules of `rows`. So every
+module must stand where `slab_run` visits it, be of exactly a known type, and carry nothing that its call would run too.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all_modules
+
+from unet3d.errors import UserError
+from unet3d.model.blocks import DoubleConv, Down, Inc, LeanSwish, OutConv, Swish, Up
+from unet3d.model.geometry import ONES
+from unet3d.model.unet import UNet3D
+from unet3d.training import slabs
+
+ZEROS = (0, 0, 0)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+PLAIN = (nn.Parameter.__torch_function__, Tensor.__torch_function__)  # of tensors that compute nothing of their own
+Attributes = Mapping[str, Callable[[Any], bool]]  # whether a layer's attribute has a value with a rule
+
+WEIGHTS = ("weight", "bias")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+CONVOLUTION: Attributes = {
+    "padding_mode": lambda layer: layer.padding_mode == "zeros",
+    "dilation": lambda layer: layer.dilation == ONES,
+    "groups": lambda layer: layer.groups == 1,
+}
+AFFINE: Attributes = {"bias": lambda layer: (layer.bias is None) == (layer.weight is None)}
+LAYERS: dict[Any, Attributes] = {  # of the types that `rows` has a rule for
+    nn.Conv3d: {
+        **CONVOLUTION,
+        "padding": lambda layer: all(
+            type(p) is int and p < k for p, k in zip(layer.padding, layer.kernel_size, strict=False)
+        ),
+    },
+    nn.ConvTranspose3d: {
+        **CONVOLUTION,
+        "kernel_size": lambda layer: layer.kernel_size == layer.stride,
+        "padding": lambda layer: layer.padding == ZEROS,
+        "output_padding": lambda layer: layer.output_padding == ZEROS,
+    },
+    nn.MaxPool3d: {
+        "kernel_size": lambda layer: isinstance(layer.kernel_size, tuple) and layer.kernel_size == layer.stride,
+        "padding": lambda layer: layer.padding in (0, ZEROS),
+        "dilation": lambda layer: layer.dilation in (1, ONES),
+        "return_indices": lambda layer: not layer.return_indices,
+    },
+    nn.Upsample: {
+        "mode": lambda layer: layer.mode in ("nearest", "trilinear"),
+        "align_corners": lambda layer: not layer.align_corners,
+        "size": lambda layer: layer.size is None,
+        "scale_factor": lambda layer: isinstance(layer.scale_factor, tuple) and _are_whole(layer.scale_factor),
+        "recompute_scale_factor": lambda layer: not layer.recompute_scale_factor,
+    },
+    nn.InstanceNorm3d: {**AFFINE, "track_running_stats": lambda layer: not layer.track_running_stats},
+    nn.BatchNorm3d: {
+        **AFFINE,
+        "momentum": lambda layer: layer.momentum is not None,
+        "track_running_stats": lambda layer: all(
+            (getattr(layer, name) is not None) == layer.track_running_stats for name in STATISTICS
+        ),
+    },
+    nn.GroupNorm: AFFINE,
+    nn.ReLU: {},
+    nn.LeakyReLU: {"negative_slope": lambda layer: layer.negative_slope >= 0},
+    nn.PReLU: {},
+    nn.SiLU: {},
+    Swish: {},
+    LeanSwish: {},
+    nn.Dropout3d: {},
+}
+TENSORS = {  # the only ones that a layer may own
+    **dict.fromkeys((nn.Conv3d, nn.ConvTranspose3d, nn.InstanceNorm3d, nn.GroupNorm, nn.PReLU), WEIGHTS),
+    nn.BatchNorm3d: WEIGHTS + STATISTICS,
+}
+ONCE = (nn.InstanceNorm3d, nn.BatchNorm3d, nn.GroupNorm, nn.Dropout3d)  # of which a pass keeps statistics or a mask
+
+
+@dataclass(frozen=True)
+class Place:
+    """What may stand somewhere: a module of one of these types, with these children if it is no layer."""
+
+    types: tuple[type, ...]
+    children: Mapping[str, "Place"] = field(default_factory=dict)
+    is_optional: bool = False
+
+
+CONV, HEAD = Place((nn.Conv3d,)), Place((nn.Conv3d,), is_optional=True)
+ACT = Place((nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.SiLU, Swish, LeanSwish), is_optional=True)
+NORM = Place((nn.InstanceNorm3d, nn.BatchNorm3d, nn.GroupNorm), is_optional=True)
+DROPOUT = Place((nn.Dropout3d,), is_optional=True)
+UNIT = Place((nn.Sequential,), {"conv": CONV, "norm": NORM, "act": ACT, "dropout": DROPOUT})
+BLOCK = Place((DoubleConv,), {"conv1": UNIT, "conv2": UNIT, "act": ACT, "project": HEAD})
+POOL = Place((nn.MaxPool3d,), is_optional=True)
+UPSAMPLER = Place((nn.ConvTranspose3d, nn.Sequential), {"reduce": HEAD, "interpolate": Place((nn.Upsample,))})
+INC = Place((Inc,), {"block": BLOCK})
+DOWN = Place((Down,), {"pool": POOL, "block": BLOCK})
+UP = Place((Up,), {"up": UPSAMPLER, "block": BLOCK, "head": HEAD})
+OUTC = Place((OutConv,), {"conv": CONV})
+CONTAINERS: tuple[Any, ...] = (UNet3D, Inc, Down, Up, OutConv, DoubleConv, nn.Sequential)
+FORWARD = {kind: kind.forward for kind in (*CONTAINERS, *LAYERS)}  # what the rules are of
+
+
+def refuse_unknown(model: nn.Module, way: str) -> None:
+    """Raise UserError with the first part of a network for which `way`, lean or slab, has no exact rule."""
+    found = next(_without_rule(model), None)
+    if found is not None:
+        advice = f"use ckpt=auto in place of {way}, or add a rule as docs/extending.md says"
+        raise UserError(f"{way}: no exact rule for {found}; {advice}")
+
+
+def _without_rule(model: nn.Module) -> Iterator[str]:
+    if any(getattr(of_all_modules, f"_global{name}") for name in HOOKS):
+        yield "a hook of all modules"
+    if type(model) is not UNet3D:
+        yield f"a network of type {type(model).__name__}"
+        return
+    downs = range(1, len(model.options.features))
+    stages = {"inc": INC} | {f"down{n}": DOWN for n in downs} | {f"up{n}": UP for n in downs} | {"outc": OUTC}
+    places: dict[nn.Module, str] = {}
+    yield from _walk("the network", model, Place((UNet3D,), stages), places)
+    types = {parameter.dtype: name for name, parameter in model.named_parameters()}
+    if len(types) > 1:
+        yield "weights of several types: " + ", ".join(f"{name} is {dtype}" for dtype, name in types.items())
+
+
+def _walk(path: str, module: nn.Module, place: Place, places: dict[nn.Module, str]) -> Iterator[str]:
+    """Name what has no rule, of a module and all that is in it."""
+    kind = type(module)
+    if kind not in place.types:
+        yield f"{path} ({kind.__module__}.{kind.__qualname__})"
+        return
+    yield from (f"{path} ({kind.__name__} {what})" for what in _attached(module))
+    if kind in ONCE and module in places:
+        yield f"{path} ({kind.__name__} that is {places[module]}, too)"
+    places[module] = path
+    for name, has_rule in LAYERS.get(kind, {}).items():
+        if not has_rule(module):
+            yield f"{path} ({kind.__name__} with {name}={getattr(module, name)})"
+    wanted = {} if kind in LAYERS else place.children
+    found = {name: child for name, child in module._modules.items() if child is not None}
+    prefix = "" if kind is UNet3D else f"{path}."
+    for name, child in found.items():
+        if name not in wanted:
+            yield f"{prefix}{name} ({type(child).__name__})"
+    if missing := [name for name, part in wanted.items() if name not in found and not part.is_optional]:
+        yield f"{path} without {missing[0]}"
+        return
+    known = [name for name in wanted if name in found]
+    if isinstance(module, nn.Sequential) and known != list(found):
+        yield f"{path} with the order {', '.join(found)}"
+    for name in known:
+        yield from _walk(f"{prefix}{name}", found[name], wanted[name], places)
+
+
+def _attached(module: nn.Module) -> Iterator[str]:
+    """Name what a call of the module would run, or use, beside its type's own forward."""
+    kind: Any = type(module)
+    if kind.forward is not FORWARD[kind]:
+        yield "whose class has another forward"
+    for name in vars(module):
+        if callable(getattr(kind, name, None)):
+            yield f"with a {name} of its own"
+    for name in HOOKS:
+        if not all(map(slabs.only_watches, getattr(module, name).values())):
+            yield f"with hooks in {name}"
+    for name, tensor in (module._parameters | module._buffers).items():
+        if name not in TENSORS.get(kind, ()) and tensor is not None:
+            yield f"with {name}"
+        elif any(getattr(tensor, hooks, None) for hooks in TENSOR_HOOKS):
+            yield f"with hooks of {name}"
+        elif tensor is not None and type(tensor).__torch_function__ not in PLAIN:
+            yield f"with {name} of type {type(tensor).__name__}"
+    for name in TENSORS.get(kind, ()):
+        if name in vars(module):  # a tensor that a hook makes anew
+            yield f"with {name} that is no parameter"
+
+
+def _is_less(numbers: tuple[int, ...], limits: tuple[int, ...]) -> bool:
+    return all(number < limit for number, limit in zip(numbers, limits, strict=True))
+
+
+def _are_whole(factors: tuple[float, ...]) -> bool:
+    return all(factor == int(factor) for factor in factors)
