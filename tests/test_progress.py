@@ -58,11 +58,11 @@ def test_long_work_says_how_much_is_left_now_and_then_and_not_at_its_end() -> No
 
 def test_what_is_counted_cannot_command_a_terminal(terminal: io.StringIO) -> None:
     file, times = io.StringIO(), [0.0]
-    counter = Counter("a\x1b[2Jb\r", 3, Terminal(file=file, width=80), clock=lambda: times[-1])
+    counter = Counter("a\x1b[2Jb\r:skull:", 3, Terminal(file=file, width=80), clock=lambda: times[-1])
     times.append(6)
     counter.advance()
     counter.close()
-    assert lines(file.getvalue()) == [(r"a\x1b[2Jb\r", ["1", "3", "12"])]
+    assert lines(file.getvalue()) == [(r"a\x1b[2Jb\r:skull:", ["1", "3", "12"])]
     with progress.counting("a\x1b[2Jb", 3) as bar:
         bar.advance("c\x1b[2Jd")
         with progress.counting("more"):  # draws all bars

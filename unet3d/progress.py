@@ -54,7 +54,8 @@ class Counter:
             _display[0].update(self._task, completed=finished, **fields)
         elif self._plain_lines and self._clock() >= self._next_line and finished != self.total:
             self._next_line = self._clock() + BETWEEN_LINES
-            self._terminal.print(self._line(finished), highlight=False, markup=False, soft_wrap=True)
+            line = self._line(finished)
+            self._terminal.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:
         """Remove the bar, and with the last bar the display."""
