@@ -72,6 +72,8 @@ WRONG = {
     "/data/brats": ["/data/brats", "data.root=/data/brats"],
     "data.patch=64": ["data.patch", "data.patch=[1,2,3]"],
     "amp=true,false": ["amp=true,false"],
+    "model.features=[" + "9" * 30 + "]": ["model.features", "4,294,967,296"],
+    "budget=" + "9" * 5000 + "GiB": ["budget", "budget=8GiB"],
 }
 # The option that is named for one that does not exist.
 MEANT = {

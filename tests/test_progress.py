@@ -70,6 +70,17 @@ def test_what_is_counted_cannot_command_a_terminal(terminal: io.StringIO) -> Non
     assert "\x1b[2J" not in terminal.getvalue() and r"c\x1b[2Jd" in terminal.getvalue()
 
 
+def test_one_part_that_takes_long_is_said_to_go_on() -> None:
+    file, times = io.StringIO(), [0.0]
+    counter = Counter("networks", 3, Terminal(file=file, width=80), clock=lambda: times[-1])
+    for second in (1, 6, 7, 22):
+        times.append(second)
+        progress.beat()
+    counter.close()
+    assert lines(file.getvalue()) == [("networks", ["0", "3", "6"]), ("networks", ["0", "3", "22"])]
+    progress.beat()  # of no counter
+
+
 def test_bars_on_a_terminal_share_one_display_which_ends_with_the_last(terminal: io.StringIO) -> None:
     with progress.counting("training", 3) as outer:
         outer.advance("loss 0.5")

@@ -31,6 +31,7 @@ class Counter:
     ) -> None:
         what = escaped(what)
         self.what, self.total, self.done = what, total, 0
+        self._shown: float = 0  # finished parts, and the share of the current one
         self._terminal = terminal or Terminal(stderr=True)
         self._plain_lines, self._clock, self._started = plain_lines, clock, clock()
         self._next_line = self._started + FIRST_LINE
@@ -49,7 +50,13 @@ class Counter:
         self.done = done
         self._show(done, note=escaped(note))
 
+    def beat(self) -> None:
+        """Say now and then, in plain lines, that the current part goes on."""
+        if self._task is None and self._clock() >= self._next_line:
+            self._show(self._shown)
+
     def _show(self, finished: float, **fields: Any) -> None:
+        self._shown = finished
         if self._task is not None:
             _display[0].update(self._task, completed=finished, **fields)
         elif self._plain_lines and self._clock() >= self._next_line and finished != self.total:
@@ -73,6 +80,8 @@ class Counter:
         elapsed = self._clock() - self._started
         if self.total is None:
             return f"{self.what}: {self.done} done in {duration(elapsed)}"
+        if not finished:
+            return f"{self.what}: 0 of {self.total}, for {duration(elapsed)}"
         left = elapsed / finished * (self.total - finished)
         return f"{self.what}: {self.done} of {self.total}, about {duration(left)} left"
 
@@ -107,6 +116,12 @@ def parts(items: Sequence[Item]) -> Iterator[Item]:
         yield item
         if _open:
             _open[-1]._show(_open[-1].done + number / len(items))
+
+
+def beat() -> None:
+    """Say that the innermost counter's work goes on; for work of many small operations."""
+    if _open:
+        _open[-1].beat()
 
 
 def _is_terminal(stream: Any) -> bool:
