@@ -8,10 +8,11 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nibabel as nib
@@ -23,7 +24,7 @@ from training import PLAIN, ROOT, TINY, face, records, run, status, weights
 from training import train as fork
 from wandb_records import read_run
 
-from unet3d import build, compose, errors
+from unet3d import __main__, build, compose, errors
 from unet3d.cli import lifecycle, train
 from unet3d.config import Config
 from unet3d.data import nifti
@@ -48,6 +49,74 @@ def code_of(*words: str) -> int | str | None:
         return face("train", *words)
     except SystemExit as end:
         return end.code
+
+
+def ctrl_c(*_: object, **named: object) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def ctrl_c_in_an_import(*_: object, **named: object) -> None:
+    try:
+        ctrl_c()
+    except KeyboardInterrupt as error:
+        raise ImportError("a library cannot be loaded") from error
+
+
+# By the function that a signal interrupts. A training that has begun answers by itself.
+INTERRUPTED: dict[str, tuple[str, ...]] = {
+    "unet3d.run.predict.open_segmenter": ("predict", "net.pt", "images", "-o", "out"),
+    "unet3d.run.publish.publish": ("publish", "net.pt", "-o", "out.pt"),
+    "unet3d.run.publish.score": ("score", "net.pt", "seed=1", "-o", "out"),
+    "unet3d.cli.memory.print_explanation": ("memory",),
+    "unet3d.cli.memory.print_fit": ("memory", "fit", "budget=1GiB"),
+    "unet3d.report.report.write_report": ("report", "."),
+    "unet3d.report.compare.compare_runs": ("compare", "."),
+    "unet3d.data.cases.read_dataset": ("check-data",),
+    "unet3d.cli.options.as_markdown": ("options",),
+    "unet3d.cli.train.checked_arguments": ("train",),
+}
+
+
+@pytest.mark.parametrize("act", [ctrl_c, ctrl_c_in_an_import])
+@pytest.mark.parametrize("interrupted", INTERRUPTED)
+def test_ctrl_c_ends_each_command_in_one_line(
+    interrupted: str,
+    act: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(interrupted, act)
+    monkeypatch.setattr(sys, "argv", ["unet3d", *INTERRUPTED[interrupted]])
+    try:
+        assert __main__.main() == (75 if INTERRUPTED[interrupted] == ("train",) else 130)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN, "a second one ends nothing"
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+WHILE_LOADING = """
+import sys
+
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == "hydra":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder)
+from unet3d.__main__ import main
+
+sys.argv = ["unet3d", "check-data"]
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_while_libraries_load_is_one_line(tmp_path: Path) -> None:
+    done = run(cwd=tmp_path, code=WHILE_LOADING)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,16 @@ def test_what_resuming_would_resolve_once_more_is_refused(tmp_path: Path) -> Non
     assert train.checked_arguments(words[1:]) == words[1:]
 
 
+@pytest.mark.parametrize("name", ["back\\", "back\\'q", "q'uote", "a=b", "br]acket[", "${oc.env:HOME}", "\\${x}"])
+def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    (folder / "optim").mkdir(parents=True)
+    (folder / "optim" / "mine.yaml").write_text("lr: 0.5\n")
+    words = [compose.search_path(str(folder)), "optim=mine", lifecycle.path_option("hydra.sweep.dir", folder)]
+    job = compose.job(words, 0)
+    assert (job.config.optim.lr, job.folder) == (0.5, folder / "0")
+
+
 def test_a_sweep_takes_configs_by_pattern() -> None:
     names = [name for name in compose.choices("model") if name.startswith("unet")]
     assert {"unet", "unet_tiny"} < {*names} < {*compose.choices("model")}

@@ -62,7 +62,9 @@ WRONG = {
     "output_dir=x": ["output_dir", "--help"],
     "data.root=~/a": ["data.root=~/a", "data.root=$HOME/a"],
     "resume=~": ["resume=~", "resume=$HOME"],
-    "data.root=~other/a": ["key=value", "'a (b)'"],
+    "data.root=~other/a": ["data.root=~other/a", "\"data.root='~other/a'\""],
+    "hydra.run.dir=/x/rss_slab=0": ["hydra.run.dir=/x/rss_slab=0", "\"hydra.run.dir='/x/rss_slab=0'\""],
+    "data.patch=[16,16": ["data.patch=[16,16", "'data.patch=[1,2,3]'"],
     "+chkpt=2": ["chkpt", "ckpt"],
     "+model.depth=2": ["model.depth"],
     "model=foo": ["model=foo", "cicek2016", "unet_small"],
@@ -70,6 +72,8 @@ WRONG = {
     "/data/brats": ["/data/brats", "data.root=/data/brats"],
     "data.patch=64": ["data.patch", "data.patch=[1,2,3]"],
     "amp=true,false": ["amp=true,false"],
+    "model.features=[" + "9" * 30 + "]": ["model.features", "4,294,967,296"],
+    "budget=" + "9" * 5000 + "GiB": ["budget", "budget=8GiB"],
 }
 # The option that is named for one that does not exist.
 MEANT = {

@@ -58,16 +58,27 @@ def test_long_work_says_how_much_is_left_now_and_then_and_not_at_its_end() -> No
 
 def test_what_is_counted_cannot_command_a_terminal(terminal: io.StringIO) -> None:
     file, times = io.StringIO(), [0.0]
-    counter = Counter("a\x1b[2Jb\r", 3, Terminal(file=file, width=80), clock=lambda: times[-1])
+    counter = Counter("a\x1b[2Jb\r:skull:", 3, Terminal(file=file, width=80), clock=lambda: times[-1])
     times.append(6)
     counter.advance()
     counter.close()
-    assert lines(file.getvalue()) == [(r"a\x1b[2Jb\r", ["1", "3", "12"])]
+    assert lines(file.getvalue()) == [(r"a\x1b[2Jb\r:skull:", ["1", "3", "12"])]
     with progress.counting("a\x1b[2Jb", 3) as bar:
         bar.advance("c\x1b[2Jd")
         with progress.counting("more"):  # draws all bars
             pass
     assert "\x1b[2J" not in terminal.getvalue() and r"c\x1b[2Jd" in terminal.getvalue()
+
+
+def test_one_part_that_takes_long_is_said_to_go_on() -> None:
+    file, times = io.StringIO(), [0.0]
+    counter = Counter("networks", 3, Terminal(file=file, width=80), clock=lambda: times[-1])
+    for second in (1, 6, 7, 22):
+        times.append(second)
+        progress.beat()
+    counter.close()
+    assert lines(file.getvalue()) == [("networks", ["0", "3", "6"]), ("networks", ["0", "3", "22"])]
+    progress.beat()  # of no counter
 
 
 def test_bars_on_a_terminal_share_one_display_which_ends_with_the_last(terminal: io.StringIO) -> None:

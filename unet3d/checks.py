@@ -19,6 +19,7 @@ from unet3d.types import budget_bytes
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
 UNTYPED = ("model.kernels", "model.strides", "ckpt", "slab", "data.label_map")  # have rules of their own
 MAX_LABEL = 65535  # label maps are uint16 at most
+MOST = 2**32  # of a number without an upper bound of its own: no arithmetic overflows, no float loses it
 MOST_LEVELS = 12
 SIZES = {2: "two", 3: "three"}
 SWITCHES = ("cuda.benchmark", "cuda.tf32", "deterministic", "compile", "channels_last", "optim.fused")
@@ -140,6 +141,8 @@ def _check_range(name: str, value: Any, metadata: Any) -> None:
             raise UserError(f"{name}={value}: give numbers or words, nothing nested ({metadata['about']})")
         if name in IMPORTS and isinstance(item, str) and not IMPORT_PATH.fullmatch(item):
             raise UserError(f"{name}={item}: give package.module:name, as in {name}=mypkg.parts:mine")
+        if isinstance(item, int) and high is None and abs(item) > MOST:
+            raise UserError(f"{name}={str(value)[:60]}: must be at most {MOST:,} ({metadata['about']})")
         is_number = isinstance(item, int | float)
         if is_number and (item != item or (low is not None and item < low) or (high is not None and item > high)):
             raise UserError(f"{name}={value}: must be {bounds(metadata)} ({metadata['about']})")

@@ -5,6 +5,7 @@ import difflib
 import itertools
 import re
 import secrets
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,8 +124,13 @@ def search_path(folder: str) -> str:
     """The override that adds a folder of YAML files, as `--config-dir` does. Raises UserError where there is none."""
     if not Path(folder).is_dir():
         raise UserError(f"--config-dir={folder}: no such folder")
-    escaped = str(Path(folder).resolve()).replace("'", r"\'")
-    return f"hydra.searchpath=['{escaped}']"
+    return f"hydra.searchpath=[{quoted(str(Path(folder).resolve()))}]"
+
+
+def quoted(text: str) -> str:
+    """The text as a value of Hydra's command line, which without quotes accepts few characters."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\'", text)  # a backslash is doubled only before a quote, and at the end
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
 
 
 def load(tree: DictConfig, here: bool = True) -> Config:
@@ -285,7 +291,19 @@ def explain(error: Exception) -> str:
         return f"{key}: is no option=value{meant}"
     if value == "~" or value.startswith("~/"):
         return f"{key}={value}: a shell replaces ~ only where a word begins; write {key}=$HOME{value[1:]}"
-    return f"{text}; write key=value, in quotes if it has spaces or brackets: \"key='a (b)'\""
+    return _explain_value(key, value, text.partition(" See https")[0])
+
+
+def _explain_value(key: str, value: str, problem: str) -> str:
+    """Say how to write a value that Hydra's grammar does not take."""
+    said = f"{key}={value}: Hydra does not understand the value"
+    said += "" if "Exception" in problem else f" ({problem})"
+    if value.startswith(("[", "{")):
+        return f"{said}; close what it opens, and quote it for the shell: '{key}=[1,2,3]'"
+    bare = value.strip("\"'")
+    word = f"{key}={quoted(bare)}"
+    for_shell = shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
+    return f"{said}; quote it, once for Hydra and once for the shell: {for_shell}"
 
 
 def _explain_choice(missing: str, choices: list[str]) -> str:

@@ -20,7 +20,7 @@ def option(default: Any, about: str, *, low: Any = None, high: Any = None, among
 
 def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
     """A map of labels with integers as keys, where JSON has made them texts."""
-    is_number = {key: isinstance(key, str) and key.isdecimal() for key in label_map}
+    is_number = {key: isinstance(key, str) and key.isdecimal() and len(key) < 20 for key in label_map}
     return {int(key) if is_number[key] else key: olds for key, olds in label_map.items()}
 
 

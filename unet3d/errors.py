@@ -9,7 +9,9 @@ from typing import Any
 
 def escaped(text: object, keep: str = "") -> str:
     """Text for a terminal or a page, whoever wrote it: what is not printable as `\\x1b`, but for those in `keep`."""
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in str(text))
+    shown = str(text)
+    odd = {letter for letter in set(shown) if not letter.isprintable() and letter not in keep}
+    return shown.translate({ord(letter): letter.encode("unicode_escape").decode() for letter in odd}) if odd else shown
 
 
 def listed(lines: Sequence[str], most: int = 1000) -> list[str]:

@@ -13,9 +13,9 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 import yaml  # type: ignore[import-untyped]
 
@@ -23,12 +23,14 @@ from unet3d.errors import UserError, escaped
 
 LARGEST_TEXT = 2**28  # bytes: the records of a million steps
 LARGEST_YAML = 2**16  # bytes: thirty configs, read in half a second
+LARGEST_TABLE, MOST_ROWS = 2**24, 100_000  # bytes and rows: ten thousand cases of fifty classes, or more of fewer
 DEEPEST_YAML = 20  # levels
 TAGGED = (ValueError, LookupError, AttributeError, TypeError, OverflowError)  # raised for `!!bool x` and others
 PLAIN = (str, int, float, list, dict, type(None))
 DEEPEST_FOLDER = 50  # levels; os.walk of Python 3.11 is recursive
 TEMPORARY = re.compile(r"\.(.*\.)?[0-9a-f]{16}\.tmp")  # names of what is written and not yet in its place
-FORMULA = re.compile(r"'*(=|@|[+-](?!([\d.]+(e[+-]?\d+)?|inf|nan)$))", re.IGNORECASE)  # to a spreadsheet; -1e3 is none
+# To a spreadsheet; -1e3 is none. Letters of full width count as their narrow ones where East Asian is spoken.
+FORMULA = re.compile(r"'*([=@＝＠＋－]|[+-](?!([\d.]+(e[+-]?\d+)?|inf|nan)$))", re.IGNORECASE)  # noqa: RUF001
 
 
 @contextmanager
@@ -175,15 +177,22 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def write_csv(path: Path, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """The CSV file of `as_csv`."""
-    write_text(path, as_csv(head, rows))
+    """The CSV file of `as_csv`, a row at a time."""
+    with replacing(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
+        _write_rows(text, head, rows)
+        text.detach()  # writes what it holds
 
 
 def as_csv(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     """CSV in which no text commands a terminal or is a formula: such text begins with `'`. None is an empty cell."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(map(_cell, row) for row in chain([head], rows))
+    _write_rows(text, head, rows)
     return text.getvalue()
+
+
+def _write_rows(text: TextIO, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    csv.writer(text, lineterminator="\n").writerows(map(_cell, row) for row in chain([head], rows))
 
 
 def _cell(value: Any) -> str:
@@ -193,16 +202,32 @@ def _cell(value: Any) -> str:
 
 def from_csv(text: str) -> list[dict[str, str]]:
     """The rows of `as_csv` by their headings, each cell as it was given; none if the text is damaged."""
+    return _rows(text.splitlines())
+
+
+def _rows(lines: Iterable[str]) -> list[dict[str, str]]:
     try:
-        head, *rows = csv.reader(text.splitlines()) if text.strip() else [[]]
+        rows = csv.reader(lines)
+        head = next(rows, [])
         return [dict(zip(head, map(_given, row), strict=False)) for row in rows if row]
     except csv.Error:  # a cell of more than 128 KiB
         return []
 
 
-def _given(cell: Any) -> Any:
-    """Of a damaged file, a cell may be None or a list."""
-    return cell[1:] if isinstance(cell, str) and cell.startswith("'") and FORMULA.match(cell) else cell
+def _given(cell: str) -> str:
+    return cell[1:] if cell.startswith("'") and FORMULA.match(cell) else cell
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of `write_csv` by their headings; none if there is no file, or it is damaged. Raises UserError.
+
+    Each row takes a few hundred bytes, however short it is in the file: there may be at most `MOST_ROWS`.
+    """
+    lines = (line.decode(errors="replace") for line in read_lines(path, LARGEST_TABLE))
+    found = _rows(islice(lines, MOST_ROWS + 2))
+    if len(found) > MOST_ROWS:
+        raise UserError(f"{path}: has more than {MOST_ROWS:,} rows; shorten or remove it")
+    return found
 
 
 def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
@@ -210,20 +235,31 @@ def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
 
     It must be a regular file (a pipe would be waited for) of at most `most` bytes.
     """
+    with _opened(path, most) as file:
+        return file.read().decode(errors="replace")
+
+
+def read_lines(path: Path, most: int = LARGEST_TEXT) -> Iterator[bytes]:
+    """The lines of a file as of `read_text`, one at a time. Raises UserError."""
+    with _opened(path, most) as file:
+        yield from file
+
+
+def _opened(path: Path, most: int) -> IO[bytes]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
-        return ""
+        return io.BytesIO()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
         raise UserError(f"{path}: is not a file; remove it")
-    with open(descriptor, "rb") as file:
-        if found.st_size > most:
-            raise UserError(f"{path}: has {found.st_size:,} bytes; at most {most:,} are read; shorten or remove it")
-        return file.read().decode(errors="replace")
+    if found.st_size > most:
+        os.close(descriptor)
+        raise UserError(f"{path}: has {found.st_size:,} bytes; at most {most:,} are read; shorten or remove it")
+    return open(descriptor, "rb")
 
 
 def read_yaml(path: Path) -> Any:

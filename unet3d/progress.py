@@ -31,6 +31,7 @@ class Counter:
     ) -> None:
         what = escaped(what)
         self.what, self.total, self.done = what, total, 0
+        self._shown: float = 0  # finished parts, and the share of the current one
         self._terminal = terminal or Terminal(stderr=True)
         self._plain_lines, self._clock, self._started = plain_lines, clock, clock()
         self._next_line = self._started + FIRST_LINE
@@ -53,12 +54,19 @@ class Counter:
         """Show how much of the current part is finished; `part` is that in words."""
         self._show(self.done + share, part, **({"note": escaped(part)} if part else {}))
 
+    def beat(self) -> None:
+        """Say now and then, in plain lines, that the current part goes on."""
+        if self._task is None and self._clock() >= self._next_line:
+            self._show(self._shown)
+
     def _show(self, finished: float, part: str = "", **fields: Any) -> None:
+        self._shown = finished
         if self._task is not None:
             _display[0].update(self._task, completed=finished, **fields)
         elif self._plain_lines and self._clock() >= self._next_line and finished != self.total:
             self._next_line = self._clock() + BETWEEN_LINES
-            self._terminal.print(self._line(finished, part), highlight=False, markup=False, soft_wrap=True)
+            line = self._line(finished, part)
+            self._terminal.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:
         """Remove the bar, and with the last bar the display."""
@@ -76,6 +84,8 @@ class Counter:
         elapsed = self._clock() - self._started
         if self.total is None:
             return f"{self.what}: {self.done} done in {duration(elapsed)}"
+        if not finished:
+            return f"{self.what}: 0 of {self.total}, for {duration(elapsed)}"
         left = elapsed / finished * (self.total - finished)
         of_next = f", {escaped(part)} of the next" if part else ""
         return f"{self.what}: {self.done} of {self.total}{of_next}, about {duration(left)} left"
@@ -115,6 +125,12 @@ def parts(items: Sequence[Item], things: str = "", count: int = 0) -> Iterator[I
         if _open:
             done = min(count, number * -(-count // len(items)))
             _open[-1].within(number / len(items), f"{done} of {count} {things}" if things else "")
+
+
+def beat() -> None:
+    """Say that the innermost counter's work goes on; for work of many small operations."""
+    if _open:
+        _open[-1].beat()
 
 
 def _is_terminal(stream: Any) -> bool:

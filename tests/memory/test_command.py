@@ -243,6 +243,7 @@ def test_any_network_is_explained_from_the_command_line(tmp_path: Path, capsys: 
         ((*MODULE[:3], "16"), ["--input 16:", "1x1x96x96x96"]),
         (("--module", "json:loads", *MODULE[2:]), ["--module json:loads:", "--args {}", "TypeError"]),
         (("--module", "builtins:dict", *MODULE[2:]), ["--module builtins:dict:", "torch.nn.Module"]),
+        (("--module", "torch.nn:Identity", *MODULE[2:]), ["Identity", "no weights"]),
         (("--measure",), ["--args", "--input", "--measure", "--module"]),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, tuple) else "",

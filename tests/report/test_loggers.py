@@ -596,9 +596,9 @@ def test_the_terminal_shows_dice_so_far_and_the_time_left(terminal: io.StringIO,
 def test_the_name_of_a_class_is_no_markup_and_no_command() -> None:
     file = io.StringIO()
     console = TerminalLogger(2, Terminal(file=file, width=80))
-    console.scalars({"val/dice_mean": 0.5, "val/dice/tumour [core]": 0.5, "val/dice/x\x1b[2J [/b]": None}, 2)
+    console.scalars({"val/dice_mean": 0.5, "val/dice/[core] :skull:": 0.5, "val/dice/x\x1b[2J [/b]": None}, 2)
     console.close(0)
-    assert "dice/tumour [core] 0.5000  dice/x\\x1b[2J [/b] n/a" in file.getvalue()
+    assert "dice/[core] :skull: 0.5000  dice/x\\x1b[2J [/b] n/a" in file.getvalue()
 
 
 @without("unet3d.terminal.escaped", unchanged)

@@ -18,7 +18,8 @@ from guards import unchanged, without, yes
 from PIL import Image
 from training import face, yaml_of
 
-from unet3d.report import case_plots, memory_plots, plots, report, run_folder
+from unet3d.errors import UserError
+from unet3d.report import case_plots, compare, memory_plots, plots, report, run_folder
 from unet3d.report.html import html_table
 from unet3d.report.run_folder import headline, read_run
 from unet3d.training.metrics import CaseScore, both_csv_text, csv_text
@@ -407,6 +408,11 @@ DAMAGED_MEMORY = [
     {"measured": ENTRY | {"layers": [ROW | {"level": 0, "module": "inc"}] * 600}},
     *({"predicted": ENTRY, "error_bytes": value} for value in (None, "x")),
     *({"predicted": ENTRY, "advice": value} for value in (7, {}, {"level": 0, "bytes": 7, "mostly": "x"})),
+    {"predicted": ENTRY, "advice": {"level": 0, "bytes": 7, "mostly": "params", "halved_peak_bytes": "x"}},
+    *(
+        {"predicted": ENTRY, "measured": ENTRY | {"rank_peak_bytes": value}, "error_bytes": 0}
+        for value in (7, "x", [None], [10**400], [7] * 10**5)
+    ),
 ]
 
 
@@ -508,6 +514,55 @@ def test_a_damaged_config_is_shown_as_it_is(folder: Path, config: str) -> None:
     assert config in written(folder).text
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"batch": "xy" * 15_000, "accumulate": 300_000},  # their product would have 9 GB
+        {"batch": [1, 2], "accumulate": 2**40},
+        {"data": {"format": "phantom", "patch": "16x16"}},
+        {"data": {"root": 7, "label_map": {"9" * 5000: 1}}},
+        {"model": {"features": {"a": 1}}},
+        {"optim": [1]},
+    ],
+    ids=lambda option: str(option)[:40],
+)
+def test_options_of_another_type_are_passed_over(folder: Path, option: dict[str, Any]) -> None:
+    (folder / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((folder / "config.yaml").read_text()) | option))
+    run = read_run(folder)
+    assert run.settings["seed"] == 7 and "batch" not in option.keys() & run.settings.keys()
+    assert folder.name in written(folder).all
+    assert report.what_ran(run) == "" or "optim" in option
+    assert [row.name for row in compare.read_rows([folder])] == [folder.name]
+
+
+@pytest.mark.parametrize("scores", [("inf", "-inf"), ("inf", "inf"), ("nan", "1e400"), ("x", "")], ids=str)
+def test_scores_that_are_no_finite_numbers_are_none(folder: Path, scores: tuple[str, str]) -> None:
+    rows = [f"{name},{score},0.5" for name, score in zip("ab", scores, strict=True)]
+    (folder / "scores.csv").write_text("\n".join(["case,dice/left,iou/left", *rows]))
+    found = written(folder, draws=["score_plot"])
+    assert ["left", "n/a", "0.500", "0"] in found.rows
+    (folder / "scores.csv").unlink()
+    last = {"step": 3, "val/dice_mean": "inf", "val/dice/left": scores[0], "val/dice/right": scores[1]}
+    (folder / "metrics.jsonl").write_text(json.dumps(last))
+    assert ["mean of classes", "n/a"] in [row[:2] for row in written(folder).rows]
+
+
+SHORT = {
+    "scores.csv": b"case,dice/a\n" + b"1\n" * 100_001,
+    "env.json": b" " * 70_000,
+    "STATUS": b"\x01" * 2_000_000,
+    "config.yaml": b"#" * 70_000,
+    "memory.json": b" " * 9_000_000,
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_file_that_would_take_many_times_its_size_is_refused(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(SHORT[name])
+    with pytest.raises(UserError, match=rf"{name}.*(100,000|65,536|1,048,576|8,388,608)"):
+        read_run(folder)
+
+
 def test_a_network_of_the_users_own_is_named_by_its_path(folder: Path) -> None:
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["model"] |= {"path": "mine.nets:small", "features": []}
@@ -540,6 +595,7 @@ def test_metrics_csv_is_metrics_jsonl_as_a_table(folder: Path) -> None:
 
 
 FORMULAS = ("=1+1", "+cmd|' /C calc'!A0", "-1+2", "@SUM(A1)", "'=x", "''-x", "-", "--1")
+FORMULAS += ("＝1+1", "＋1", "－1", "＠SUM(A1)")  # noqa: RUF001 (East Asian spreadsheets read letters of full width)
 TEXTS = ("a=1", "'a", "", "-1.5", "-1", "+2.5e-3", "-1E-05", "-inf", "+nan", "1-2")
 
 

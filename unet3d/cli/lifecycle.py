@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from omegaconf import OmegaConf
 
 from unet3d import compose, errors, ranks, signals
+from unet3d.cli.interrupt import INTERRUPTED
 from unet3d.config import Config
 from unet3d.errors import LoaderError, NotSaved, OutOfMemory, Preempted, RankLost, UserError, escaped
 from unet3d.files import read_text, read_yaml, refuse_links_out, write_text
@@ -28,7 +29,6 @@ from unet3d.report import run_folder
 LOCK = ".lock"
 OVERRIDES = "overrides.yaml"  # the command line's options
 RUNNING = "running\n"  # STATUS as a run begins
-INTERRUPTED = 130  # exit code after a second SIGINT
 CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preempted.exit_code, INTERRUPTED))
 LOST_WORKER = tuple(
     f"failed: {how}" for how in ("rank ", "no batch of ", "DataLoader ", "no room in shared", "too many open")
@@ -246,8 +246,8 @@ def path_option(name: str, path: Path) -> str:
     """The override `name=path` as Hydra's command line takes it, which without quotes accepts few characters."""
     if re.fullmatch(r"[A-Za-z0-9_/.+%@:-]+", str(path)):
         return f"{name}={path}"
-    escaped = re.sub(r"(\\*)'", r"\1\1\'", str(path))  # a backslash is doubled only before a quote
-    return f"{name}='" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
+    plain = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", str(path))  # OmegaConf would look for what ${name} stands for
+    return f"{name}={compose.quoted(plain)}"
 
 
 def run_process(command: list[str]) -> tuple[int, bool]:

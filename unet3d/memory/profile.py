@@ -139,7 +139,8 @@ def predict(
     `device`: "cpu" or "cuda", also where there is no GPU; None: where the weights are. On CUDA the prediction is of
     tensors, without workspaces of convolutions, for which `entry` has a bound.
     """
-    target = device or _device(model).type
+    own = _device(model).type
+    target = device or own
     if target not in ("cpu", "cuda"):
         raise UserError(f"device={device}: give cpu or cuda")
     policy = _policy(amp, "cpu", target)

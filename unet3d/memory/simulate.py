@@ -20,7 +20,7 @@ from unet3d.errors import UserError
 from unet3d.memory.copies import GpuLedger
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEADY, LedgerMeter
-from unet3d.progress import parts
+from unet3d.progress import beat, parts
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
 from unet3d.training.step import train_step
@@ -229,6 +229,7 @@ class _Corrections(TorchDispatchMode):
         return False  # as in the ledger
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        beat()
         try:
             result = func(*args, **(kwargs or {}))
         except DataDependentOutputException:

@@ -7,7 +7,7 @@ from unet3d.errors import UserError
 from unet3d.files import write_json, write_text
 from unet3d.memory.profile import Explanation
 from unet3d.report import memory_plots, report
-from unet3d.report.run_folder import MOST_ITEMS
+from unet3d.report.shapes import MOST_ITEMS
 
 
 def draw_layers(explanation: Explanation, path: str | Path) -> Path:

@@ -212,7 +212,8 @@ class TerminalLogger:
     def _line(self, step: int, text: str) -> None:
         elapsed = time.perf_counter() - self.started
         line = escaped(f"{elapsed:6.0f} s  step {step:>5}/{self.steps}  {text}")
-        self.terminal.print(line, highlight=False, markup=False, soft_wrap=True)  # classes may be called [a] or [/b]
+        # classes may be called [a], [/b] or :skull:
+        self.terminal.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def close(self, exit_code: int) -> None:
         self.bar.close()

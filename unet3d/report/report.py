@@ -12,7 +12,7 @@ from unet3d.memory import tables
 from unet3d.report import case_plots, memory_plots, plots
 from unet3d.report.case_scores import METRICS, ROLES, case_table, dice_by_class, shown
 from unet3d.report.html import element, facts, folded, html_page, html_table, picture, section
-from unet3d.report.run_folder import RunFolder, as_number, read_run
+from unet3d.report.run_folder import RunFolder, as_number, finite, read_run
 from unet3d.terminal import NARROW, paper, terminal_table
 from unet3d.training.metrics import NETWORK, mean_of
 from unet3d.types import Table, mib
@@ -130,7 +130,7 @@ def score_table(run: RunFolder) -> Table:
 def _means(cells: Mapping[str, list[Any]], counts_cases: bool = False) -> Table:
     """Means of columns `metric/class` or `val/metric/class`; in brackets how many cases have an HD95, if not all."""
     columns = {key.removeprefix("val/"): column for key, column in cells.items()}
-    scores = {key: [n for cell in column if (n := as_number(cell)) is not None] for key, column in columns.items()}
+    scores = {key: [n for cell in column if (n := finite(cell)) is not None] for key, column in columns.items()}
     classes = [key.removeprefix("dice/") for key in scores if key.startswith("dice/")]
     metrics = [metric for metric in METRICS if any(key.startswith(f"{metric}/") for key in scores)]
 

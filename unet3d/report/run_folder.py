@@ -4,10 +4,12 @@ import json
 import math
 import platform
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -15,8 +17,18 @@ from typing import TYPE_CHECKING, Any
 from unet3d import checks, compose
 from unet3d.config import Config
 from unet3d.errors import UserError, escaped
-from unet3d.files import from_csv, read_text, read_yaml, refuse_links_out, write_json, write_text
+from unet3d.files import (
+    LARGEST_YAML,
+    read_csv,
+    read_lines,
+    read_text,
+    read_yaml,
+    refuse_links_out,
+    write_json,
+    write_text,
+)
 from unet3d.memory.tables import NAMES
+from unet3d.report.shapes import as_number, finite, fits, is_shallow, sound
 from unet3d.training.metrics import NETWORK, mean_of
 
 if TYPE_CHECKING:
@@ -25,12 +37,13 @@ if TYPE_CHECKING:
 PACKAGES = ("unet3d", "torch", "monai", "hydra-core", "nibabel", "numpy", "scipy", "wandb")
 SOURCE = Path(__file__).resolve().parents[2]  # of this package, where it is not installed
 LARGEST_HEAD = 2**12  # bytes of a file of git that names one commit
+LARGEST_STATUS, LARGEST_ENV, LARGEST_MEMORY, LARGEST_SPLIT = 2**20, 2**16, 2**23, 2**24  # bytes of these files
+MOST_PARTS = 20  # of split.json
 KINDS = ("measured", "predicted")  # entries of memory.json; a measured one is preferred
 Record = Mapping[str, Any]
 # The shape of memory.json, as `fits` reads it. An entry has all of STEP, and of DETAILS any.
 DEEPEST = 10  # levels
-LARGEST = 2**53  # of a number: more bytes are not exact in a picture
-MOST_ITEMS, MOST_PHASES = 500, 20  # of a list or a text, and of a step, in memory.json
+MOST_PHASES = 20  # of a step
 BYTES = dict.fromkeys(NAMES, int)
 PEAKS = {"first": int, "steady": int}
 STEP = {"peak_bytes": int, "kind": str, "phases": {...: {"steady": int}}}  # and a "first", where it is known
@@ -43,9 +56,11 @@ DETAILS = {
     "layers": [{"module": str, "level": int | str | None, "bytes": int, **BYTES}],
     "workspace_bound_bytes": int,
     "workspaces": [{"module": str, "phase": str, "bytes": int}],
+    "rank_peak_bytes": [int],
     "state": dict.fromkeys(("params", "grads", "optimizer"), int),
 }
 ADVICE = {"level": int | str | None, "bytes": int, "mostly": str}
+HALVED = {"halved_peak_bytes": int, "override": str}  # of advice, where half the width was tried
 
 
 def start_folder(folder: Path, config: Config, device: "torch.device", start: Mapping[str, Any] | None = None) -> None:
@@ -141,12 +156,14 @@ def forget_after(metrics: Path, step: int, validated: int) -> int:
 
 def read_memory(folder: Path) -> dict[str, Any]:
     """memory.json without what is damaged; empty if there is none."""
-    found = _object(read_text(folder / "memory.json"))
+    found = _object(read_text(folder / "memory.json", LARGEST_MEMORY))
     shapes = {"parameters": int, "error_bytes": int, "rehearsed": str, "advice": ADVICE, "without": {...: int}}
     is_sound = {key: fits(found.get(key), shape) for key, shape in shapes.items()}
     is_sound |= {kind: _is_step(found.get(kind)) for kind in KINDS}
     if is_sound["advice"]:
+        is_tried = found["advice"].get("halved_peak_bytes") is not None
         is_sound["advice"] = is_sound["predicted"] and found["advice"]["mostly"] in NAMES
+        is_sound["advice"] &= not is_tried or fits(found["advice"], HALVED)
     is_sound["error_bytes"] &= all(is_sound[kind] for kind in KINDS)
     return {key: value for key, value in found.items() if is_sound.get(key, True)}
 
@@ -248,17 +265,18 @@ def read_run(path: Path) -> RunFolder:
     """Read a run folder, whatever of it is missing or damaged."""
     refuse_links_out(path)
     settings, words = (_yaml(path / name) for name in ("config.yaml", "overrides.yaml"))
-    memory = read_memory(path)
+    memory, split = read_memory(path), _object(read_text(path / "split.json", LARGEST_SPLIT))
+    versions = _object(read_text(path / "env.json", LARGEST_ENV))
     return RunFolder(
         path=path,
-        status=", ".join(read_text(path / "STATUS").split("\n")).strip(", "),
-        config=read_text(path / "config.yaml"),
-        settings=settings if isinstance(settings, dict) else {},
+        status=", ".join(read_text(path / "STATUS", LARGEST_STATUS).split("\n")).strip(", "),
+        config=read_text(path / "config.yaml", LARGEST_YAML),
+        settings=sound(settings),
         overrides=[str(word) for word in words] if isinstance(words, list) else None,
-        environment={k: str(v) for k, v in _object(read_text(path / "env.json")).items() if v is not None},
+        environment={key: str(value) for key, value in versions.items() if value is not None},
         records=_records(path / "metrics.jsonl"),
-        scores=from_csv(read_text(path / "scores.csv")),
-        split={k: list(map(str, v)) for k, v in _object(read_text(path / "split.json")).items() if isinstance(v, list)},
+        scores=list(map(_scored, read_csv(path / "scores.csv"))),
+        split={key: list(map(str, split[key])) for key in islice(split, MOST_PARTS) if isinstance(split[key], list)},
         memory=memory if memory.keys() & KINDS and memory.get("parameters", 0) > 0 else {},
     )
 
@@ -303,15 +321,6 @@ def case_table(run: RunFolder) -> tuple[list[str], list[list[Any]]]:
     return columns, [[row.get("case"), *cells] for row, cells in zip(run.scores, numbers, strict=True)]
 
 
-def as_number(cell: Any) -> float | None:
-    """The number in a cell or record; None if there is none, or one too large for a picture."""
-    try:
-        number = float(cell)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return None if LARGEST < abs(number) < math.inf else number
-
-
 def _is_step(entry: Any) -> bool:
     """Whether an entry of memory.json has what tables and pictures read."""
     if not fits(entry, STEP) or not all(fits(entry[key], DETAILS[key]) for key in DETAILS if key in entry):
@@ -323,24 +332,19 @@ def _is_step(entry: Any) -> bool:
     return is_whole and ("ledger" not in entry or _is_step(entry["ledger"]))
 
 
-def fits(value: Any, shape: Any) -> bool:
-    """Whether JSON has this shape: a type, [shape of all items], {key: shape} or {...: shape of all values}."""
-    if isinstance(value, (str, list, dict)) and len(value) > MOST_ITEMS:
-        return False
-    if isinstance(shape, list):
-        return isinstance(value, list) and bool(value) and all(fits(item, shape[0]) for item in value)
-    if isinstance(shape, dict) and ... in shape:
-        return isinstance(value, dict) and bool(value) and all(fits(item, shape[...]) for item in value.values())
-    if isinstance(shape, dict):
-        return isinstance(value, dict) and all(key in value and fits(value[key], shape[key]) for key in shape)
-    is_number = isinstance(value, int)  # JSON's true is one, too
-    return isinstance(value, shape) and not (is_number and (isinstance(value, bool) or abs(value) > LARGEST))
-
-
 def _records(metrics: Path) -> list[Record]:
     """The whole records of metrics.jsonl: a kill cuts the last one short."""
-    found = map(_object, read_text(metrics).splitlines())
-    return [one for one in found if fits(one.get("step"), int) and one["step"] >= 0 and is_shallow(one, 1)]
+    found = (_object(line.decode(errors="replace")) for line in read_lines(metrics) if not line.isspace())
+    sound_ones = (one for one in found if fits(one.get("step"), int) and one["step"] >= 0 and is_shallow(one, 1))
+    return [{sys.intern(key): value for key, value in one.items()} for one in sound_ones]  # keys are held once
+
+
+def _scored(row: dict[str, str]) -> dict[str, str]:
+    """A row of scores.csv; what is no finite number in a column `metric/class` is no score."""
+    for key, cell in row.items():
+        if cell and "/" in key and finite(cell) is None:
+            row[key] = ""
+    return row
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -350,12 +354,6 @@ def _object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) and is_shallow(value, DEEPEST) else {}
-
-
-def is_shallow(value: Any, levels: int) -> bool:
-    """Whether lists and dictionaries are nested in at most so many levels."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels >= 0 and all(is_shallow(item, levels - 1) for item in items)
 
 
 def _yaml(path: Path) -> Any:

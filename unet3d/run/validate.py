@@ -19,7 +19,7 @@ from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.labels import written_values
 from unet3d.data.volume import LabelMap, is_resampled, read_label_map, read_truth, read_written
 from unet3d.errors import UserError, is_out_of_memory, not_saved
-from unet3d.files import from_csv, read_text, write_text
+from unet3d.files import read_csv, read_text, write_text
 from unet3d.report import case_plots, case_scores
 from unet3d.report.plots import remove_picture
 from unet3d.run.predict import save_prediction
@@ -135,7 +135,7 @@ class Predictions:
     def _shown(self) -> dict[str, tuple[Case, str]]:
         """The cases to draw and their titles, by the scores of the last validation."""
         cases = {case.id: case for case in self.data.val}
-        rows = [row for row in from_csv(read_text(self.folder / "scores.csv")) if row.get("case") in cases]
+        rows = [row for row in read_csv(self.folder / "scores.csv") if row.get("case") in cases]
         found = {}
         for role, case in case_scores.chosen(rows or [{"case": self.data.val[0].id}]).items():
             rank = f"the {role} of {len(cases)} held-out cases" if role else "held-out case"
