@@ -233,12 +233,25 @@ class _Corrections(TorchDispatchMode):
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
             return args[0].dtype.is_floating_point * 0.0
+        if func.is_view:
+            _copy_for_slices(torch._C._current_autograd_node())
         if func in NORMALISATIONS and args[1] is not None:
             output, mean, inverse_std = result
             return output, mean.to(args[1].dtype), inverse_std.to(args[1].dtype)
         if func is torch.ops.aten.native_group_norm_backward.default and result[0] is not None:
             return result[0].to(args[1].dtype), *result[1:]
         return result
+
+
+def _copy_for_slices(node: Any) -> None:
+    """Have the gradient of a view that was written to in place copied, if the view's gradient is what a node computes.
+
+    Autograd takes such a view of a real tensor as `as_strided`, whose gradient is a copy; of a fake one it takes the
+    view again, whose gradient is no copy. The copy is made as the next node begins, which then holds it alone.
+    """
+    following = node.next_functions if node is not None else ()
+    if following and following[0][0] is not None and following[0][0].name().endswith("CopySlices"):
+        following[0][0].register_prehook(lambda gradients: tuple(g if g is None else g.clone() for g in gradients))
 
 
 @contextmanager
