@@ -263,7 +263,7 @@ def trained(network: nn.Module, starts: tuple[int, ...]) -> dict[str, Any]:
     [
         (plain, (), {"0", "4", "loss"}),
         (plain, (0, 2), {"0", "4", "loss"}),
-        (Foreign, (), {"encoder.0", "head", "model", "loss"}),
+        (Foreign, (), {"encoder.0", "head", "(forward)", "loss"}),
     ],
 )
 def test_a_network_that_is_not_a_u_has_layers_and_no_levels(

@@ -3,12 +3,15 @@
 import copy
 import importlib.util
 import json
+import random
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from allocator import dispatch_modes
@@ -228,6 +231,133 @@ def test_a_failing_step_restores_the_model_too_and_leaves_no_observer_on() -> No
         assert not dispatch_modes()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Choosing(Own):
+    """Takes another way by a value."""
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        if torch.rand(()) > 0.5:
+            image = image + image
+        return super().forward(image)
+
+
+def test_a_prediction_that_has_to_guess_values_says_where(tmp_path: Path) -> None:
+    line = Choosing.forward.__code__.co_firstlineno + 1
+    with pytest.warns(UserWarning, match=rf"test_explain\.py:{line}\b.*explain"):
+        found = unet3d.memory.predict(Choosing(), SHAPE)
+    assert found.guesses == [f"{__file__}:{line}"]
+    second, third = str(found).splitlines()[1:4:2]
+    assert "GUESS" in second and f"{__file__}:{line}" in third and "unet3d.memory.explain" in third
+    assert found.entry["guesses"] == found.guesses, "as memory.json and the page have it"
+    assert not unet3d.memory.predict(Own(), SHAPE).guesses and not unet3d.memory.explain(Choosing(), SHAPE).guesses
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.item(),
+    "tolist": lambda x: x.reshape(1).tolist(),
+    "int": lambda x: range(int(x)),
+    "integer": lambda x: range(x.long().item()),
+    "draw": lambda x: random.random(),
+    "numpy": lambda x: np.random.rand(),
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_values_read_by_a_loss_and_draws_of_others_are_guesses_too(way: str) -> None:
+    def loss(output: list[Tensor], label: Tensor) -> Tensor:
+        READS[way](output[0].sum())
+        return output[0].mean()
+
+    before = random.getstate()
+    with pytest.warns(UserWarning, match="GUESS"):
+        found = unet3d.memory.predict(Own(), SHAPE, loss)
+    assert len(found.guesses) == 1 and random.getstate() == before
+
+
+SIZES: dict[str, Callable[[Tensor], Any]] = {
+    "mask": lambda x: x[x > 0],
+    "nonzero": lambda x: x.nonzero(),
+    "numpy": lambda x: x.detach().numpy().sum(),
+    "fails": lambda x: 1 / x.sum().item(),
+    "equal": lambda x: torch.equal(x, x + 1),
+}
+
+
+@pytest.mark.parametrize("way", SIZES)
+def test_what_depends_on_values_and_cannot_be_predicted_is_one_line(way: str) -> None:
+    def loss(output: list[Tensor], label: Tensor) -> Tensor:
+        SIZES[way](output[0])
+        return output[0].mean()
+
+    with pytest.raises(UserError, match=r"test_explain\.py:\d+.*unet3d\.memory\.explain"):
+        unet3d.memory.predict(Own(), SHAPE, loss)
+
+
+def test_an_image_of_two_dimensions_needs_a_loss_of_its_own() -> None:
+    model = nn.Conv2d(1, 3, 3, padding=1)
+    for act in (unet3d.memory.predict, unet3d.memory.explain):
+        with pytest.raises(UserError, match=r"^example: .*N C D H W"):
+            act(model, (1, 1, 8, 8))
+        assert act(model, (1, 1, 8, 8), nn.functional.cross_entropy).peak_bytes
+
+
+class Named(nn.Module):
+    """Submodules whose names are words of tables, and one name within another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv3d(1, 4, 1))
+        self.encoder = nn.ModuleDict({"block": nn.Sequential(nn.Conv3d(4, 4, 1))})
+        self.loss = nn.Conv3d(4, 3, 1)
+        self.add_module("0", nn.Conv3d(4, 4, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.get_submodule("0")(self.block(image))
+        return self.loss(self.encoder["block"](x + x))
+
+
+@pytest.mark.parametrize("act", [unet3d.memory.predict, unet3d.memory.explain])
+def test_layers_have_their_full_names(act: Callable[..., Any]) -> None:
+    found = act(Named(), SHAPE)
+    names = {row["module"]: row["bytes"] for row in found.layers}
+    assert {"(forward)", "block.0", "0", "encoder.block.0", "loss", "(loss)", "data"} == {*names} - {"backward"}
+    cut = {row["module"]: row["bytes"] for row in act(Named(), SHAPE, depth=1).layers}
+    assert cut == {name.partition(".")[0]: size for name, size in names.items()}
+    with pytest.raises(UserError, match=r"^depth=0: "):
+        act(Named(), SHAPE, depth=0)
+
+
+class Sliced(nn.Module):
+    """Writes to a view in place, whose gradient another branch needs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv3d(1, 4, 1), nn.InstanceNorm3d(4), nn.Conv3d(4, 3, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.conv(image)
+        return self.head(nn.functional.leaky_relu_(self.norm(x)) + x)
+
+
+def dynunet() -> nn.Module:
+    from monai.networks.nets import DynUNet
+
+    return DynUNet(3, 1, 3, [3] * 3, [1, 2, 2], [2, 2], filters=[4, 4, 8], norm_name=("INSTANCE", {"affine": True}))
+
+
+def unet_of_monai() -> nn.Module:
+    from monai.networks.nets import UNet
+
+    return UNet(3, 1, 3, (4, 8), (2,), norm="instance", act=("leakyrelu", {"inplace": True}))
+
+
+@pytest.mark.parametrize("make", [Sliced, dynunet, unet_of_monai])
+def test_predicted_and_measured_bytes_are_of_the_same_layers(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    predicted, measured = (act(model, SHAPE) for act in (unet3d.memory.predict, unet3d.memory.explain))
+    assert predicted.layers == measured.layers and predicted.phases == measured.phases
+    assert predicted.ledger["moment"] == measured.ledger["moment"]
 
 
 def bench() -> ModuleType:

@@ -99,6 +99,7 @@ def command_parser() -> argparse.ArgumentParser:
     memory.add_argument("--args", default="{}", metavar="JSON", help="of --module: keywords that make the network")
     memory.add_argument("--input", metavar="SHAPE", help="of --module: N, C, D, H, W of its input, 1x1x96x96x96")
     memory.add_argument("--measure", action="store_true", help="of --module: run the step, too")
+    memory.add_argument("--depth", type=int, metavar="N", help="of --module: cut layers' names to N parts")
     about = "segment NIfTI files with a run's snapshot"
     predict = command("predict", _predict, about, required=True, help="folder for the label maps")
     predict.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt")
@@ -152,8 +153,8 @@ def _memory(arguments: argparse.Namespace) -> None:
         raise UserError(f"{out}: holds a run; -o needs a folder of its own")
     if arguments.module is not None:
         return _memory_of_module(arguments)
-    if arguments.input or arguments.measure or arguments.args != "{}":
-        raise UserError("--args, --input and --measure are of --module; name it")
+    if arguments.input or arguments.measure or arguments.depth is not None or arguments.args != "{}":
+        raise UserError("--args, --input, --measure and --depth are of --module; name it")
     jobs = compose.sweep(arguments.overrides[is_fit:])
     _refuse_all(jobs)
     if is_fit and (arguments.curves or out or arguments.half or len(jobs) > 1):
@@ -204,7 +205,7 @@ def _memory_of_module(arguments: argparse.Namespace) -> None:
     from unet3d.cli import memory
 
     sizes = [int(size) for size in shape[0].split("x")]
-    memory.print_module(arguments.module, keywords, sizes, config, arguments.measure, arguments.out)
+    memory.print_module(arguments.module, keywords, sizes, config, arguments.measure, arguments.out, arguments.depth)
 
 
 def _predict(arguments: argparse.Namespace) -> int:

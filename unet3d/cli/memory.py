@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -60,7 +61,13 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) ->
 
 
 def print_module(
-    path: str, keywords: Mapping[str, Any], shape: Sequence[int], config: Config, measures: bool, out: Path | None
+    path: str,
+    keywords: Mapping[str, Any],
+    shape: Sequence[int],
+    config: Config,
+    measures: bool,
+    out: Path | None,
+    depth: int | None = None,
 ) -> None:
     """Print where the memory of a step of any network goes; with `out`, also write it there. Raises UserError."""
     make = build.import_object("--module", path)
@@ -73,9 +80,10 @@ def print_module(
     target = build.target(config)
     amp = config.amp and (config.amp_dtype if config.amp_dtype != "auto" else True)
     try:
-        found = [profile.predict(network, shape, amp=amp, device=target)]
+        with warnings.catch_warnings(action="ignore"):  # what is printed says it, too
+            found = [profile.predict(network, shape, amp=amp, device=target, depth=depth)]
         if measures:
-            found.append(profile.explain(network.to(build.device(config)), shape, amp=amp))
+            found.append(profile.explain(network.to(build.device(config)), shape, amp=amp, depth=depth))
     except (RuntimeError, ValueError, TypeError, ImportError) as error:
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise
@@ -140,7 +148,7 @@ def _parts(
     yield f"predicted peak of a step: {mib(peak)} MiB ({entry['kind']}), {tables.moment(entry)}"
     yield sentence
     yield "Layers of the number", _layers(subject)
-    yield from filter(None, [tables.cuda_sizes(entry)])
+    yield from filter(None, [tables.guessed(entry), tables.cuda_sizes(entry)])
     made = [storage for storage in subject.ledger.storages if storage.operation == "aten.convolution.default"]
     for first in made[:1]:
         shape = " x ".join(map(str, first.shape))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unet3d.memory.ledger import CATEGORIES, Ledger, Storage
+from unet3d.memory.ledger import CATEGORIES, WHOLE, Ledger, Storage
+from unet3d.model.unet import UNet3D
 from unet3d.training.step import PHASES
 
 ADAM = 16  # bytes per parameter in float32: weight 4, gradient 4, two moments 8
@@ -38,16 +39,25 @@ def describe(ledger: Ledger, moment: int) -> dict[str, Any]:
     """The allocation that led to a moment: its phase, module and operation, and in words."""
     storage = ledger.storages[ledger.events[moment - 1][0]]
     phase = next(name for start, name in reversed(ledger.marks) if start < moment)
-    module, operation = layer(storage.scope.module), operation_name(storage.operation)
+    module, operation = ledger.layer(storage.scope.module), operation_name(storage.operation)
     is_recomputed = storage.scope.is_recomputed
     work = "recomputation" if is_recomputed else phase
-    owner = f"the {module}" if module in ("loss", "model") else module
-    words = work if module in (phase, "before", "end") else f"{work} of {owner}"
+    owner = {"loss": "the loss", WHOLE: f"the network's {WHOLE}"}.get(module, module)
+    words = work if module in (phase, f"({phase})", "before", "end") else f"{work} of {owner}"
     return {"phase": phase, "module": module, "operation": operation, "is_recomputed": is_recomputed, "words": words}
 
 
-def layer(path: str) -> str:
-    """A module path cut to a layer: `up1.block.conv2.norm` is `up1.conv2`."""
+def layer_names(model: nn.Module, depth: int | None = None) -> Callable[[str], str]:
+    """Return what names a module's path in tables: all of it, or its first `depth` parts.
+
+    Without `depth`, those of the package's own network are short: `up1.block.conv2.norm` is `up1.conv2`.
+    """
+    if depth is not None:
+        return lambda path: ".".join(path.split(".")[:depth])
+    return _own_layer if isinstance(model, UNet3D) else str
+
+
+def _own_layer(path: str) -> str:
     return ".".join([part for part in path.split(".") if part != "block"][:2])
 
 
@@ -143,7 +153,7 @@ class Levels:
         """Of one side of the U, from the smallest map of a block up: a 1x1x1 convolution may precede an upsampling."""
         made: dict[int | None, list[tuple[int, bool]]] = defaultdict(list)
         for s in ledger.storages:
-            stage, _, name = layer(s.scope.module).partition(".")
+            stage, _, name = _own_layer(s.scope.module).partition(".")
             is_map = s.operation == "aten.convolution.default" and not s.scope.is_in_slabs  # else of a few rows
             if is_map and re.fullmatch(stages, stage):
                 made[self.of_module(stage)].append((prod(s.shape[2:]), name.startswith("conv")))
@@ -160,9 +170,9 @@ def by_level(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
 
 def by_layer(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
     """A row a layer, in the order of work: its level, the bytes that it made, also by category."""
-    levels, rows = Levels(ledger), _grouped(ledger, moment, lambda s: layer(s.scope.module))
+    levels, rows = Levels(ledger), _grouped(ledger, moment, lambda s: ledger.layer(s.scope.module))
     made = sorted(ledger.storages, key=lambda s: s.role is not None)  # claimed ones are in no order of work
-    order = dict.fromkeys(layer(s.scope.module) for s in made)
+    order = dict.fromkeys(ledger.layer(s.scope.module) for s in made)
     return [{"module": name, "level": levels.of_module(name), **rows[name]} for name in order if name in rows]
 
 
@@ -224,7 +234,7 @@ def timeline_rows(ledger: Ledger) -> tuple[dict[str, int], list[TimelineRow]]:
             if not change:  # of a storage that does not count
                 continue
             s = ledger.storages[index]
-            words = (layer(s.scope.module), operation_name(s.operation), ledger.category(s))
+            words = (ledger.layer(s.scope.module), operation_name(s.operation), ledger.category(s))
             rows.append(TimelineRow(event, phase, *words, change, alive[event + 1]))
     return ledger.categories_at(spans[0][1] if spans else 0), rows
 

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from unet3d.memory.analysis import layer
 from unet3d.memory.ledger import CONVOLUTION, CONVOLUTION_BACKWARD, Ledger, ModuleScope
 
 PEAKS = ("allocated_bytes", "requested_bytes", "reserved_bytes")
@@ -67,7 +66,7 @@ class CudaLedger(Ledger):
         if func not in (CONVOLUTION, CONVOLUTION_BACKWARD):
             return func(*args, **kwargs)
         result, excess = self._counters.excess(lambda: func(*args, **kwargs))
-        key = layer(self._scope().module), self.marks[-1][1]
+        key = self.layer(self._scope().module), self.marks[-1][1]
         self.excesses[key] = max(self.excesses[key], excess)
         return result
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.files import replacing, write_csv, write_text
-from unet3d.memory.analysis import Group, changed_groups, describe, last_step, layer
+from unet3d.memory.analysis import Group, changed_groups, describe, last_step
 from unet3d.memory.ledger import Ledger, Storage
 from unet3d.types import mib
 
@@ -85,7 +85,7 @@ def _frames(ledger: Ledger, storage: Storage, step: int) -> list[dict[str, Any]]
     """A stack of two, innermost first: what made the storage, and in which step (from 1) and phase."""
     made = describe(ledger, storage.born + 1)
     is_adopted = storage.operation == "adopted"  # made by nothing that the ledger saw
-    words = f"{ledger.category(storage)} of {layer(storage.scope.module)}" if is_adopted else made["words"]
+    words = f"{ledger.category(storage)} of {ledger.layer(storage.scope.module)}" if is_adopted else made["words"]
     what = f"{words}, {str(storage.dtype).removeprefix('torch.')} {storage.shape}"
     innermost = {"filename": what, "line": storage.born, "name": made["operation"]}
     return [innermost, {"filename": "step", "line": step, "name": made["phase"]}]

@@ -25,13 +25,14 @@ CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 OUTLIVES = {"forward": ("backward", "activations"), "loss": ("backward", "activations"), "data": ("forward", "inputs")}
 SUM = torch.ops.aten.add.Tensor
 DEVICE = torch.ops.prim.device.default  # called for fake tensors only
+WHOLE = "(forward)"  # what the forward of the network itself makes, and the weights that are in no submodule
 ACCUMULATE_GRAD = 2**62  # its nodes have sequence numbers beyond; each stands for a parameter, not for an operation
 
 
 class ModuleScope(NamedTuple):
     """Where an operation runs."""
 
-    module: str  # dotted path, "model" for the whole; outside of it the phase: data, forward, loss, backward, step
+    module: str  # dotted path, WHOLE for the network itself; outside of it the phase: data, forward, loss ...
     is_recomputed: bool = False  # by activation checkpointing or in slabs, within backward
     is_in_slabs: bool = False
 
@@ -64,7 +65,7 @@ class Ledger(TorchDispatchMode):
 
     `events` holds (storage index, bytes gained or lost), 0 bytes for a storage that was taken out of the count; `marks`
     and `crossings` hold (event index, what begins).
-    `scope` returns where the current operation runs.
+    `scope` returns where the current operation runs, `layer` the name in tables of a module's path.
     """
 
     def __init__(self, scope: Callable[[], ModuleScope] = lambda: ModuleScope(""), device_type: str = "cpu") -> None:
@@ -75,6 +76,7 @@ class Ledger(TorchDispatchMode):
         self.crossings: list[tuple[int, Crossing]] = []
         self.convolutions: list[tuple[int, str, int]] = []  # of each forward call: events before it, module, FLOPs
         self.workspaces: list[tuple[int, int]] = []  # of each convolution: events with its results, bytes of its maps
+        self.layer: Callable[[str], str] = str
         self._scope, self._device_type = scope, device_type
         self._alive: dict[int, tuple[int, Any]] = {}  # address of a storage: its index, a weak reference to it
         self._owners = self._sole_owner = (0, 0, 0)  # of the last sum of gradients; of one that autograd alone holds
@@ -269,7 +271,7 @@ class ModuleTracker(Observer):
     """Follows a model through a step. Between `open` and `close` it calls `crossed` at every crossing."""
 
     def __init__(self, model: nn.Module, crossed: Callable[[Crossing], None] = lambda crossing: None) -> None:
-        self.modules = {path or "model": module for path, module in model.named_modules()}
+        self.modules = {path or WHOLE: module for path, module in model.named_modules()}
         self._crossed = crossed
         self._owners = {id(p): path for path, module in self.modules.items() for p in module.parameters(recurse=False)}
         self._leaves = {path: type(m).__name__ for path, m in self.modules.items() if not list(m.children())}
@@ -299,8 +301,8 @@ class ModuleTracker(Observer):
     def mark(self, phase: str) -> None:
         """A phase begins: operations outside of all modules belong to it."""
         self._back_in("")
-        self._phase = phase
-        self._attribute(phase)
+        self._phase = f"({phase})" if phase in self.modules else phase
+        self._attribute(self._phase)
 
     def scope(self) -> ModuleScope:
         """Where the current operation runs."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, default_generator, nn
 
-from unet3d.memory.analysis import by_phase, first_and_steady, summarise_ledger
+from unet3d.memory.analysis import by_phase, first_and_steady, layer_names, summarise_ledger
 from unet3d.memory.copies import GpuLedger
 from unet3d.memory.counters import Counters, CudaLedger
 from unet3d.memory.ledger import Ledger, ModuleTracker
@@ -32,6 +32,8 @@ class LedgerMeter:
         self.tracker = ModuleTracker(model, lambda crossing: self.ledger.cross(crossing))
         self.device = next(model.parameters()).device
         self.ledger = self._new_ledger()
+        self.ledger.layer = layer_names(model)
+        self.guesses: list[str] = []  # where fake tensors were asked for values
         self.steps, self.is_open = 0, False
         for path, module in self.tracker.modules.items():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -67,10 +69,13 @@ class LedgerMeter:
     def summary(self) -> dict[str, Any]:
         """`peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and what `summarise_ledger` returns.
 
-        For a GPU also `workspace_bound_bytes`, see `Ledger.workspace_bound`; they are in no other number.
+        For a GPU also `workspace_bound_bytes`, see `Ledger.workspace_bound`; they are in no other number. `guesses`,
+        if there are any, say where a prediction took 0 for values that it does not have.
         """
         peaks = self.ledger.phase_peaks()
         summary = {"peak_bytes": max(peak for _, peak in peaks), "kind": "ledger", "phases": by_phase(peaks)}
+        if self.guesses:
+            summary |= {"kind": "ledger, GUESSED", "guesses": list(self.guesses)}
         if self._for_gpu:
             summary["workspace_bound_bytes"] = self.ledger.workspace_bound()
         return summary | summarise_ledger(self.ledger)

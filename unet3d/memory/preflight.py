@@ -20,7 +20,7 @@ from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
 from unet3d.memory.segments import choose_segments, predicted
 from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_mode, fake_model, simulate, validation_peak
-from unet3d.memory.tables import cuda_sizes, moment, peak_location, sentence, workspace_bound
+from unet3d.memory.tables import cuda_sizes, guessed, moment, peak_location, sentence, workspace_bound
 from unet3d.progress import counting
 from unet3d.training import known_bad
 from unet3d.types import host_bytes, mib
@@ -108,8 +108,10 @@ def preflight(config: Config, options: Model) -> Preflight:
         counter.advance()
         found, parameters = meter.summary(), sum(p.numel() for p in meter.model.parameters())
         peak, names = found["peak_bytes"], [name for name, _ in meter.model.named_children()]
-        peaks = f"predicted peak of a step {mib(peak)} MiB (ledger), {moment(found)}"
+        peaks = f"predicted peak of a step {mib(peak)} MiB ({found['kind']}), {moment(found)}"
         print(f"{parameters:,} parameters; {peaks}", flush=True)
+        if found.get("guesses"):
+            print(guessed(found), flush=True)
         if config.compile:
             print("predicted without compile=true: compiled steps need more or less, which is not known", flush=True)
         if config.channels_last and is_cuda and (config.model.path or config.model.norm.startswith("batch")):

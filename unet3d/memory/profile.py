@@ -5,21 +5,25 @@ shapes and no data: it makes nothing as large as a map.
 """
 
 import copy
+import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from unet3d.errors import UserError
+from unet3d.errors import UserError, reason
 from unet3d.memory import tables
+from unet3d.memory.analysis import layer_names
 from unet3d.memory.meter import STEADY, LedgerMeter, open_meter
-from unet3d.memory.simulate import fake_mode, fake_steps
+from unet3d.memory.simulate import asked_in, fake_mode, fake_steps, unknown
 from unet3d.terminal import NARROW, plain_text
 from unet3d.training.losses import SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy, amp_dtype
@@ -29,6 +33,7 @@ from unet3d.types import Batch, Table, mib
 
 Example = Tensor | Sequence[int]  # an image N C D H W, or its shape
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+NUMPY = ".numpy() is not supported"  # as torch refuses it of tensors without data
 LARGEST = 8  # layers printed
 UNOBSERVED = 2  # steps on a GPU after those of the ledger: the allocator's peaks are theirs
 
@@ -74,6 +79,11 @@ class Explanation:
         return list(self.ledger["layers"])
 
     @property
+    def guesses(self) -> list[str]:
+        """FILE:LINE of code that read values of tensors, which a prediction takes as 0; empty where it is exact."""
+        return list(self.meter.guesses)
+
+    @property
     def parameters(self) -> int:
         """Number of weights."""
         return sum(p.numel() for p in self.meter.model.parameters())
@@ -85,7 +95,7 @@ class Explanation:
         yield f"{self.name}: {self.parameters:,} parameters; {self.about}"
         yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({self.entry['kind']})"
         yield f"at its highest in {tables.moment(self.ledger)}"
-        about = (tables.workspace_bound, tables.largest_workspaces, tables.cuda_sizes)
+        about = (tables.guessed, tables.workspace_bound, tables.largest_workspaces, tables.cuda_sizes)
         yield from filter(None, (words(self.entry) for words in about))
         yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
         yield "At the peak, by category", tables.categories(self.ledger)
@@ -102,21 +112,25 @@ def explain(
     optimizer: MakeOptimizer = AdamW,
     amp: bool | str = False,
     label: Tensor | None = None,
+    depth: int | None = None,
 ) -> Explanation:
     """Measure training steps of `model` where its weights are, and leave it as it was.
 
     `example`: an image N C D H W, or its shape. `loss`: called with the model's output and `label`; None: Dice and
     cross-entropy. `optimizer`: called with the weights, such as `torch.optim.SGD`, or a partial. `amp`: mixed
-    precision; true, "bf16" or "fp16". `label`: integers N D H W; None: background. On the CPU all tensors are counted,
-    without scratch memory within kernels; on a GPU the allocator's peaks are those of steps that nothing observes.
-    Raises UserError, and what the model raises.
+    precision; true, "bf16" or "fp16". `label`: integers N D H W; None: background. `depth`: parts of layers' names, as
+    1 for `encoder` of `encoder.block.0`; None: all of them, or the short names of the package's own network. On the
+    CPU all tensors are counted, without scratch memory within kernels; on a GPU the allocator's peaks are those of
+    steps that nothing observes. Raises UserError, and what the model raises.
     """
     device = _device(model)
+    _refuse_depth(depth)
     devices, policy = [device] if device.type == "cuda" else [], _policy(amp, device.type, device.type)
     with torch.random.fork_rng(devices), _restored(model):
-        batch = _batch(model, example, label, device)
+        batch = _batch(model, example, label, device, loss is None)
         learner = _learner(model, loss, optimizer, policy)
         meter = open_meter(model, learner.optimizer)
+        meter.ledger.layer = layer_names(model, depth)
         with closing(meter):
             for _ in range(STEADY + UNOBSERVED * (device.type == "cuda")):
                 train_step(*learner, [batch], meter.mark)
@@ -133,21 +147,59 @@ def predict(
     amp: bool | str = False,
     label: Tensor | None = None,
     device: str | None = None,
+    depth: int | None = None,
 ) -> Explanation:
     """Predict what `explain` would measure, without data; arguments are its own. Allocates no map.
 
     `device`: "cpu" or "cuda", also where there is no GPU; None: where the weights are. On CUDA the prediction is of
     tensors, without workspaces of convolutions, for which `entry` has a bound.
+
+    Where the network or the loss reads a value, as in `if x.mean() > 0`, it is taken as 0: a guess, which is a warning
+    and in `guesses`. Raises UserError where sizes depend on values.
     """
+    _refuse_depth(depth)
     own = _device(model).type
     target = device or own
     if target not in ("cpu", "cuda"):
         raise UserError(f"device={device}: give cpu or cuda")
     policy = _policy(amp, "cpu", target)
-    with torch.random.fork_rng([]), fake_mode(target):
-        batch = _batch(model, example, label, None)
-        meter = fake_steps(_learner(_on_fake_tensors(model), loss, optimizer, policy), lambda: [batch], target)
-    return Explanation(type(model).__name__, "predicted", _about(batch, policy, target), meter)
+    with torch.random.fork_rng([]), fake_mode(target) as guesses, _draws_noted(guesses):
+        batch = _batch(model, example, label, None, loss is None)
+        learner = _learner(_on_fake_tensors(model), loss, optimizer, policy)
+        try:
+            meter = fake_steps(learner, lambda: [batch], target)
+        except Exception as error:
+            if NUMPY in str(error):
+                raise unknown(asked_in(error.__traceback__), error) from error
+            if not guesses or isinstance(error, UserError):
+                raise
+            where = f"with values taken as 0 at {', '.join(guesses)}"
+            raise UserError(f"{where}, a step fails: {reason(error)}; use unet3d.memory.explain") from error
+    meter.guesses, meter.ledger.layer = guesses, layer_names(model, depth)
+    found = Explanation(type(model).__name__, "predicted", _about(batch, policy, target), meter)
+    if guesses:
+        warnings.warn(tables.guessed(found.entry), stacklevel=2)
+    return found
+
+
+def _refuse_depth(depth: int | None) -> None:
+    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
+        raise UserError(f"depth={depth}: give the number of parts of layers' names, from 1 on")
+
+
+@contextmanager
+def _draws_noted(guesses: list[str]) -> Iterator[None]:
+    """Note among the guesses that Python's or NumPy's random numbers were drawn, and put these back as they were."""
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        drawn = [] if random.getstate() == python else ["a draw of Python's random"]
+        if repr(np.random.get_state()) != repr(numbers):
+            drawn.append("a draw of numpy.random")
+        guesses += drawn
+        random.setstate(python)
+        np.random.set_state(numbers)
 
 
 def _learner(model: nn.Module, loss: LossFunction | None, optimizer: MakeOptimizer, policy: MemoryPolicy) -> Learner:
@@ -175,13 +227,15 @@ def _device(model: nn.Module) -> torch.device:
     return found.device
 
 
-def _batch(model: nn.Module, example: Example, label: Tensor | None, device: torch.device | None) -> Batch:
+def _batch(
+    model: nn.Module, example: Example, label: Tensor | None, device: torch.device | None, is_volume: bool
+) -> Batch:
     """The example and its labels on a device; None: tensors of their shapes and types, within `fake_mode`.
 
-    An image of a shape is noise of the weights' type.
+    An image of a shape is noise of the weights' type; `is_volume`: the loss is that of volumes.
     """
     shape = tuple(example.shape) if isinstance(example, Tensor) else tuple(example)
-    if len(shape) < 3 or not all(isinstance(n, int) and n > 0 for n in shape):
+    if len(shape) < 3 or (is_volume and len(shape) != 5) or not all(isinstance(n, int) and n > 0 for n in shape):
         raise UserError(f"example: give an image N C D H W, or its shape, such as (1, 1, 96, 96, 96), not {shape}")
     if not isinstance(example, Tensor):
         example = torch.randn(shape, dtype=next(model.parameters()).dtype, device=device)

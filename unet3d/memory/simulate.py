@@ -1,17 +1,21 @@
 """The real training step on fake tensors, which have shapes and no data: its ledger without its memory."""
 
 import math
+import os
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d import build
@@ -29,6 +33,13 @@ from unet3d.training.trainer import Learner
 from unet3d.types import Batch, host_bytes, mib
 
 SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing
+PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+# Frames that are passed over in search of the code that asks for a value: torch's, and those of the dispatch modes.
+INNER = (
+    str(Path(torch.__file__).parent) + os.sep,
+    *(f"{PACKAGE}memory{os.sep}{name}.py" for name in ("ledger", "counters", "simulate")),
+)
+MOST_GUESSES = 100
 P = ParamSpec("P")
 R = TypeVar("R")
 memo: dict[tuple[Callable, str], Any] = {}  # results of all memoized functions
@@ -51,13 +62,15 @@ def simulate(
     `options` leave nothing open; `dtype` is that of weights and images; `watch` may add hooks. No step needs a GPU.
     """
     target = build.target(config)
-    with torch.random.fork_rng([]), switched(config), fake_mode(target):
+    with torch.random.fork_rng([]), switched(config), fake_mode(target) as guesses:
         learner = fake_learner(config, options, segment_starts, dtype)
 
         def make() -> list[Batch]:
             return [fake_batch(config, options, dtype) for _ in range(config.accumulate)]
 
-        return fake_steps(learner, make, target, config.optim.clip, watch, steps)
+        meter = fake_steps(learner, make, target, config.optim.clip, watch, steps)
+        meter.guesses = guesses
+        return meter
 
 
 def fake_learner(
@@ -210,19 +223,27 @@ def _window_peak(predictor: Predictor, target: str) -> int:
 
 
 @contextmanager
-def fake_mode(device_type: str = "cpu") -> Iterator[None]:
-    """Tensors made inside occupy nothing; a number read from one is 0. Mixed precision is that of a device type."""
+def fake_mode(device_type: str = "cpu") -> Iterator[list[str]]:
+    """Tensors made inside occupy nothing; a number read from one is 0. Mixed precision is that of a device type.
+
+    Yields a list that grows by each place, FILE:LINE, of code outside of this package that reads such a number.
+    """
     autocast = cuda_autocast() if device_type == "cuda" else nullcontext()
-    with FakeTensorMode(allow_non_fake_inputs=True), _Corrections(), autocast:
-        yield
+    with FakeTensorMode(allow_non_fake_inputs=True), _Corrections() as corrections, autocast:
+        yield corrections.guesses
 
 
 class _Corrections(TorchDispatchMode):
     """Where fake tensors differ from real ones.
 
-    `.item()` gives 0 (a loss of 0, no overflow found); known numbers, as Adam's step count, stay known. Statistics that
-    normalisation saves have its parameters' type, also for half-precision maps, whose gradients have their own type.
+    `.item()` gives 0 (a loss of 0, no overflow found), which is a guess where a network or a loss of others asks for
+    it; known numbers, as Adam's step count, stay known. Statistics that normalisation saves have its parameters' type,
+    also for half-precision maps, whose gradients have their own type.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guesses: list[str] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -232,16 +253,64 @@ class _Corrections(TorchDispatchMode):
         beat()
         try:
             result = func(*args, **(kwargs or {}))
-        except DataDependentOutputException:
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            place = _asking(sys._getframe(1))
             if func is not torch.ops.aten._local_scalar_dense.default:
-                raise
-            return args[0].dtype.is_floating_point * 0.0
+                raise unknown(place, error) from error
+            if place and place not in self.guesses and len(self.guesses) < MOST_GUESSES:
+                self.guesses.append(place)
+            return _zero(args[0].dtype)
+        if func.is_view:
+            _copy_for_slices(torch._C._current_autograd_node())
         if func in NORMALISATIONS and args[1] is not None:
             output, mean, inverse_std = result
             return output, mean.to(args[1].dtype), inverse_std.to(args[1].dtype)
         if func is torch.ops.aten.native_group_norm_backward.default and result[0] is not None:
             return result[0].to(args[1].dtype), *result[1:]
         return result
+
+
+def _zero(dtype: torch.dtype) -> complex:
+    """Return 0 as a number of Python that `.item()` gives for a type."""
+    if dtype == torch.bool:
+        return False
+    return 0j if dtype.is_complex else 0.0 if dtype.is_floating_point else 0
+
+
+def _asking(frame: FrameType | None) -> str:
+    """Return FILE:LINE of the innermost code outside of torch; "" if that is this package's own."""
+    while frame is not None and frame.f_code.co_filename.startswith(INNER):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(PACKAGE):
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def asked_in(trace: TracebackType | None) -> str:
+    """Return FILE:LINE of the innermost code outside of torch in a trace; "" if that is this package's own."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
+    path, line = next((one for one in reversed(frames) if not one[0].startswith(INNER)), ("", 0))
+    return "" if not path or path.startswith(PACKAGE) else f"{path}:{line}"
+
+
+def unknown(place: str, error: Exception) -> Exception:
+    """Return what to raise where no 0 can stand for the values that code at a place asks for."""
+    if not place:
+        return error
+    return UserError(
+        f"{place}: sizes or numbers depend on values, which a prediction does not have: use unet3d.memory.explain"
+    )
+
+
+def _copy_for_slices(node: Any) -> None:
+    """Have the gradient of a view that was written to in place copied, if the view's gradient is what a node computes.
+
+    Autograd takes such a view of a real tensor as `as_strided`, whose gradient is a copy; of a fake one it takes the
+    view again, whose gradient is no copy. The copy is made as the next node begins, which then holds it alone.
+    """
+    following = node.next_functions if node is not None else ()
+    if following and following[0][0] is not None and following[0][0].name().endswith("CopySlices"):
+        following[0][0].register_prehook(lambda gradients: tuple(g if g is None else g.clone() for g in gradients))
 
 
 @contextmanager

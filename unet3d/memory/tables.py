@@ -15,7 +15,7 @@ NAMES = {
     "inputs": "batch",
 }
 
-LARGEST = 3  # workspaces in a sentence
+LARGEST = 3  # workspaces or places in a sentence
 WORKSPACES = "Workspaces of convolutions (measured: requested less tensors)"
 # How the sizes of a step on CUDA differ, from the smallest to the largest.
 CUDA_SIZES = (
@@ -52,6 +52,32 @@ def cuda_sizes(entry: Entry) -> str:
     """Return how the sizes of a step differ, if it is on CUDA; else ""."""
     is_on_cuda = "workspace_bound_bytes" in entry or "reserved_bytes" in entry
     return f"On CUDA: {CUDA_SIZES}." if is_on_cuda else ""
+
+
+def guessed(entry: Entry) -> str:
+    """Return that a prediction is a guess, where and what to do; "" for another entry."""
+    if not entry.get("guesses"):
+        return ""
+    places = entry["guesses"]
+    shown = ", ".join(places[:LARGEST]) + (f" and {len(places) - LARGEST} more" if len(places) > LARGEST else "")
+    return (
+        f"WARNING, A GUESS: values that a prediction does not have are asked for, and were taken as 0, at "
+        f"{shown}. Where they decide what runs or how large it is, the memory differs: measure "
+        f"it, with unet3d.memory.explain (--measure beside --module) or a run"
+    )
+
+
+def folded(entry: Entry, most: int) -> dict[str, Any]:
+    """The entry with at most so many layers: the largest, in order, and the sum of the others."""
+    if "ledger" in entry:
+        return {**entry, "ledger": folded(entry["ledger"], most)}
+    rows = entry.get("layers", [])
+    if len(rows) <= most:
+        return dict(entry)
+    others = sorted(rows, key=lambda row: -row["bytes"])[most - 1 :]
+    kept = [row for row in rows if row not in others]
+    sums = {name: sum(row[name] for row in others) for name in rows[0] if name not in ("module", "level")}
+    return {**entry, "layers": [*kept, {"module": f"{len(others)} smaller layers", "level": None, **sums}]}
 
 
 def moment(entry: Entry) -> str:

@@ -1,10 +1,10 @@
 """Figures and a page of an `Explanation`, which `unet3d.memory.explain` and `unet3d.memory.predict` return."""
 
 from pathlib import Path
-from typing import Any
 
 from unet3d.errors import UserError
 from unet3d.files import write_json, write_text
+from unet3d.memory import tables
 from unet3d.memory.profile import Explanation
 from unet3d.report import memory_plots, report
 from unet3d.report.shapes import MOST_ITEMS
@@ -25,24 +25,12 @@ def write_page(explanation: Explanation, folder: str | Path) -> Path:
     if any((folder / name).exists() for name in ("STATUS", "metrics.jsonl")):
         raise UserError(f"{folder}: holds a run; give a folder of its own")
     folder.mkdir(parents=True, exist_ok=True)
-    readable = _readable(explanation.ledger)
-    entry = {**explanation.entry, "ledger": readable} if "ledger" in explanation.entry else readable
     memory = {
         "rehearsed": f"{explanation.name}: {explanation.about}",
         "parameters": explanation.parameters,
-        explanation.kind: entry,
+        explanation.kind: tables.folded(explanation.entry, MOST_ITEMS),
     }
     write_json(folder / "memory.json", memory)
     write_text(folder / "explained.txt", f"{explanation}\n")
     memory_plots.write_ledger_files(explanation.meter.ledger, explanation.name, folder)
     return report.write_report(folder)
-
-
-def _readable(ledger: dict[str, Any]) -> dict[str, Any]:
-    """The figures with no more layers than a report shows: the largest, and the sum of the others."""
-    rows = ledger["layers"]
-    others = sorted(rows, key=lambda row: -row["bytes"])[MOST_ITEMS - 1 :] if len(rows) > MOST_ITEMS else []
-    kept = [row for row in rows if row not in others]
-    sums = {name: sum(row[name] for row in others) for name in rows[0] if name not in ("module", "level")}
-    rest = {"module": f"{len(others)} smaller layers", "level": None, **sums}
-    return {**ledger, "layers": [*kept, *[rest] * bool(others)]}

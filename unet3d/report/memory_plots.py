@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unet3d.files import write_csv
+from unet3d.memory.tables import folded
 from unet3d.report.plots import GREY, PALE, Array, blank, colours, plain, save_picture
 from unet3d.types import MIB, mib
 
@@ -28,6 +29,7 @@ KINDS = {  # category of bytes: its name and colour, from the bottom of a stack 
     "activations": ("activations (saved for backward)", "#56B4E9"),
     "temporaries": ("temporaries", "#E69F00"),
 }
+MOST_BARS = 60  # layers of a network without levels
 MOST_EVENTS = 5000  # of a step whose areas an SVG draws as shapes, not as pixels
 WIDTH, LETTER = 9.6, 0.075  # inches: of a figure; of a letter in 9 points on average, generously
 Part = tuple[str, str, Array, Array]  # of a stack: name, colour, its MiB in every place and the MiB below it
@@ -104,7 +106,7 @@ def layer_plot(entry: Mapping[str, Any], path: Path) -> None:
     rows = [row for row in entry["layers"] if row["level"] is not None]
     rest = [row for row in entry["layers"] if row["level"] is None]
     if {row["module"] for row in rows} <= {"data", "loss"}:  # a user's own network, which has no levels
-        rows = entry["layers"]
+        rows = folded(entry, MOST_BARS)["layers"]
     elif rest:
         rows.append({"module": "other", "level": None} | {k: sum(row[k] for row in rest) for k in ("bytes", *KINDS)})
     width = max(WIDTH, 0.26 * len(rows) + 1)

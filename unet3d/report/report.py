@@ -260,6 +260,7 @@ def _memory(run: RunFolder) -> list[str]:
     return [
         element("p", f"{run.memory_kind.capitalize()} ({entry['kind']}): peak bytes of a step, in MiB (2^20 bytes)."),
         element("p", _prediction(run)),
+        element("p", tables.guessed(predicted or {})),
         element("p", tables.workspace_bound(predicted or {})),
         element("p", tables.largest_workspaces(entry)),
         element("p", tables.cuda_sizes(entry)),

@@ -27,8 +27,8 @@ from unet3d.files import (
     write_json,
     write_text,
 )
-from unet3d.memory.tables import NAMES
-from unet3d.report.shapes import as_number, finite, fits, is_shallow, sound
+from unet3d.memory.tables import NAMES, folded
+from unet3d.report.shapes import MOST_ITEMS, as_number, finite, fits, is_shallow, sound
 from unet3d.training.metrics import NETWORK, mean_of
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ DETAILS = {
     "phase_ends": {...: PEAKS},
     "levels": [{"level": int | str | None, "bytes": int, **BYTES}],
     "layers": [{"module": str, "level": int | str | None, "bytes": int, **BYTES}],
+    "guesses": [str],
     "workspace_bound_bytes": int,
     "workspaces": [{"module": str, "phase": str, "bytes": int}],
     "rank_peak_bytes": [int],
@@ -170,6 +171,7 @@ def read_memory(folder: Path) -> dict[str, Any]:
 
 def update_memory(folder: Path, values: dict[str, Any]) -> None:
     """Add or replace these entries of memory.json."""
+    values = {name: folded(value, MOST_ITEMS) if name in KINDS else value for name, value in values.items()}
     write_json(folder / "memory.json", read_memory(folder) | values)
 
 
@@ -179,7 +181,7 @@ def add_measured(folder: Path, parameters: int, measured: dict[str, Any], before
     segments = found.get("segments")
     if known.get("kind") == measured["kind"] and before.get("measured_segments") == segments:  # the same step
         measured = _with_first_of(known, measured)
-    found |= {"parameters": parameters, "measured": measured, "measured_segments": segments}
+    found |= {"parameters": parameters, "measured": folded(measured, MOST_ITEMS), "measured_segments": segments}
     if "predicted" in found:  # tensors against tensors: on CUDA the ledger's, without workspaces and rounding
         found["error_bytes"] = found["predicted"]["peak_bytes"] - measured.get("ledger", measured)["peak_bytes"]
     write_json(folder / "memory.json", found)
