@@ -85,6 +85,10 @@ def empty(in_channels, classes):
     return nn.Identity()
 
 
+def exits(in_channels, classes):
+    raise SystemExit(7)
+
+
 def needs(in_channels, classes, width):
     return convolution(in_channels, classes)
 
@@ -271,6 +275,7 @@ def test_a_wrong_path_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]
         ("model.path=own_parts:frozen", "gradient"),
         ("model.path=own_parts:lazy", "lazy"),
         ("model.path=own_parts:empty", "no parameters"),
+        ("model.path=own_parts:exits", "(7)"),
         ("model.path=own_parts:needs", "needs(in_channels, classes)"),
         ("loss.path=own_parts:vector", "shape (1,)"),
         ("loss.path=own_parts:text", "str"),

@@ -233,6 +233,10 @@ def model(options: Model, seed: int) -> nn.Module:
         if "UninitializedParameter" in str(error):  # of fake tensors there are none
             raise lazy from error
         raise
+    except SystemExit as end:
+        raise UserError(
+            f"model.path={options.path}: asked to exit the program ({end}); raise an error instead"
+        ) from end
     if not isinstance(found, nn.Module):
         raise UserError(f"model.path={options.path}: returned {type(found).__name__}, not a torch.nn.Module")
     if any(nn.parameter.is_lazy(tensor) for tensor in (*found.parameters(), *found.buffers())):
