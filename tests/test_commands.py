@@ -19,6 +19,7 @@ ELSEWHERE = {  # what part of a command says that another test runs it: which
     "-m pytest": "CI",
     "pip install": "CI",
     "torchrun": "test_ranks.py",
+    "data.fold=0,1,2,3,4": "test_folds.py",
     "hydra/launcher=": "test_launchers.py",
     "experiment=cicek2016": "test_docs.py composes it, docs/experiments.md has its results",
     "tests/bench/": "by hand",

@@ -259,9 +259,9 @@ def test_a_signal_within_a_validation_ends_it_on_all_ranks(tmp_path: Path) -> No
 def signalled_validation() -> None:
     strips = Predictor.strips
 
-    def signalled(self: Predictor, image: torch.Tensor) -> object:
+    def signalled(self: Predictor, image: torch.Tensor, name: str) -> object:
         send(signal.SIGTERM)
-        return strips(self, image)
+        return strips(self, image, name)
 
     Predictor.strips = signalled  # type: ignore[method-assign,assignment]
 

@@ -79,7 +79,7 @@ def check(config: Config, here: bool = True) -> None:
         _check_patch(config)
     _check_training(config)
     if here:
-        _check_ranks(config)
+        check_ranks(config)
         _check_weights(config)
     _check_windows(config)
     _check_count("workers", config.workers, "processes")
@@ -181,7 +181,7 @@ def stages(model: Model) -> int:
     return 2 * len(model.features)
 
 
-def _check_ranks(config: Config) -> None:
+def check_ranks(config: Config) -> None:
     """Raise UserError for a step that several ranks cannot share. What a file holds was another run's step."""
     if ranks.SIZE == 1:
         return

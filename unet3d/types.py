@@ -16,7 +16,7 @@ MIB = 2**20
 def budget_bytes(text: str) -> int:
     """Bytes of `8GiB`, `900 MiB`, `1.5GB`. Raises UserError."""
     units = {"MIB": MIB, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([MG]i?B)", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,20})?)\s*([MG]i?B)", text.strip(), re.IGNORECASE)
     if not found or not float(found[1]):
         raise UserError(f"budget={text}: give an amount and a unit, MiB or GiB, e.g. budget=8GiB")
     return int(float(found[1]) * units[found[2].upper()])

@@ -2,26 +2,31 @@
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 INTERRUPTED = 130  # exit code: 128 + SIGINT's number
+STOPPED = 75  # exit code of a training that was asked to stop
 
 
-def in_one_line(command: Callable[[], int], code: int = INTERRUPTED) -> int:
-    """Return the command's exit code, or `code`, after a line, where Ctrl-C has ended it."""
+@contextmanager
+def answered(code: int = INTERRUPTED) -> Iterator[None]:
+    """Within, Ctrl-C prints a line and raises SystemExit with `code`."""
     try:
-        return command()
+        yield
     except KeyboardInterrupt:
         pass
     except Exception as error:
         if not _follows_interrupt(error):
             raise
+    else:
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be ended
     print("interrupted", file=sys.stderr)
-    return code
+    raise SystemExit(code) from None
 
 
 def _follows_interrupt(error: BaseException) -> bool:
-    """Whether a library, as it was loaded, has made another error of an interrupt."""
+    """Return whether a library, as it was loaded, has made another error of an interrupt."""
     cause = error.__cause__ or error.__context__
     return cause is not None and (isinstance(cause, KeyboardInterrupt) or _follows_interrupt(cause))

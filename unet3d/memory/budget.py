@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple, NoReturn
 
 from unet3d import build
-from unet3d.checks import check
+from unet3d.checks import check, check_ranks
 from unet3d.config import Config, Model
 from unet3d.errors import UserError
 from unet3d.memory import analysis, segments
@@ -124,7 +124,10 @@ def search(asked: Option, enough: int = 0, until: float = inf) -> list[Option]:
         if time.monotonic() > until:
             break
         if way.config.lean or way.config.slab:
-            peak, again = segments.estimated_in_slabs(way.config, way.model)
+            try:
+                peak, again = segments.estimated_in_slabs(way.config, way.model)
+            except UserError:  # a part of the user's own, for which slabs have no rule
+                continue
             found.append(way._replace(peak_bytes=peak, recompute_fraction=again / PASSES, is_simulated=False))
             continue
         profile = segments.profile_stages(way.config, way.model)
@@ -168,7 +171,7 @@ def untried(asked: Option) -> list[str]:
     found = []
     for is_lean, slab in LEVERS:
         try:
-            check(replace(asked.config, model=asked.model, ckpt=0, lean=is_lean, slab=slab), here=False)
+            _refuse_step(replace(asked.config, model=asked.model, ckpt=0, lean=is_lean, slab=slab))
         except UserError as error:
             found.append(str(error))
     return found
@@ -256,9 +259,15 @@ def width_overrides(options: Model) -> list[str]:
 def is_allowed(config: Config, options: Model) -> bool:
     """Whether a run of this network would start."""
     with suppress(UserError):
-        check(replace(config, model=options), here=False)
+        _refuse_step(replace(config, model=options))
         return True
     return False
+
+
+def _refuse_step(config: Config) -> None:
+    """Raise UserError where a run of this config would not start; its paths need not exist."""
+    check(config, here=False)
+    check_ranks(config)
 
 
 def sees_the_batch(config: Config, options: Model) -> bool:

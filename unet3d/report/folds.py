@@ -68,16 +68,20 @@ class Score(NamedTuple):
 
 
 def methods(runs: Sequence[Row]) -> list[Row]:
-    """A row for each method: runs that differ in their fold alone are one; others, and a fold by itself, stay."""
-    groups: dict[frozenset[tuple[str, str]], list[Row]] = {}
-    for run in runs:
-        groups.setdefault(_method(run, runs), []).append(run)
-    found: list[Row] = []
-    for same in groups.values():
+    """Return a row for each method, in order: runs that differ in their fold alone are one; others stay as they are."""
+    groups: dict[frozenset[tuple[str, str]], list[int]] = {}
+    for place, run in enumerate(runs):
+        groups.setdefault(_method(run, runs), []).append(place)
+    rows: list[tuple[int, Row]] = []
+    for places in groups.values():
+        same = [runs[place] for place in places]
         held_out = [run.settings.get(FOLD, "") for run in same]
         is_cross_validation = len(same) > 1 and len(set(held_out)) == len(same) and all(map(str.isdecimal, held_out))
-        found += [_merged(same)] if is_cross_validation else same
-    return found
+        if is_cross_validation:
+            rows.append((places[0], _merged(same)))
+        else:
+            rows += zip(places, same, strict=True)
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
 
 def _method(run: Row, runs: Sequence[Row]) -> frozenset[tuple[str, str]]:

@@ -29,7 +29,6 @@ from unet3d.files import (
 )
 from unet3d.memory.tables import NAMES, folded
 from unet3d.report.shapes import MOST_ITEMS, as_number, finite, fits, is_shallow, sound
-from unet3d.training.metrics import NETWORK, mean_of
 
 if TYPE_CHECKING:
     import torch
@@ -237,6 +236,8 @@ class RunFolder:
     @property
     def has_own_grids(self) -> bool:
         """Whether its scores are of the files' own grids, beside those of another grid, the network's."""
+        from unet3d.training.metrics import NETWORK  # loads NumPy, for which a command first makes sure of memory
+
         return bool(self.scores) and any(str(key).startswith(NETWORK) for key in self.scores[0])
 
     @property
@@ -244,6 +245,8 @@ class RunFolder:
         """The mean Dice of the last validation: of its label maps on the files' own grids once these are scored."""
         if not self.has_own_grids:
             return as_number(self.last_validation.get("val/dice_mean"))
+        from unet3d.training.metrics import mean_of
+
         keys = [key for key in self.scores[0] if str(key).startswith("dice/")]
         return mean_of(mean_of(as_number(row.get(key)) for row in self.scores) for key in keys)
 
