@@ -83,8 +83,7 @@ def whole(place: Path) -> Path:
     [
         ("step", 2, signal.SIGINT, True, 2),  # after which a validation is due
         pytest.param("validation", 1, signal.SIGHUP, True, 2, marks=pytest.mark.slow),
-        pytest.param("validation", 2, signal.SIGTERM, False, 4, marks=pytest.mark.slow),  # after the last step
-        pytest.param("save", 3, signal.SIGUSR1, False, 2, marks=pytest.mark.slow),  # the one after a validation
+        pytest.param("save", 3, signal.SIGTERM, False, 2, marks=pytest.mark.slow),  # the one after a validation
     ],
 )
 def test_a_signal_ends_the_run_where_it_is_and_the_run_goes_on_from_there(

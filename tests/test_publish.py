@@ -213,7 +213,6 @@ def test_scores_that_cannot_be_written_are_one_line(finished: Path, tmp_path: Pa
     [
         ("fold", 1, ["data.fold=0", "data.folds=4"]),
         ("split", "/somewhere/split.json", []),
-        ("semi", True, []),
         ("val_fraction", 0.5, []),
     ],
 )

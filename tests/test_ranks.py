@@ -112,7 +112,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("counts", [(1, 2), (2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("counts", [(1, 2), (2, 2)])
 def test_a_run_goes_on_with_another_number_of_ranks(
     tmp_path: Path, request: pytest.FixtureRequest, counts: tuple[int, int]
 ) -> None:

@@ -239,7 +239,6 @@ def stepped(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer, Led
     [
         [],
         ["ckpt=2", "amp=true"],
-        pytest.param(["ckpt=auto"], marks=pytest.mark.slow),
         ["model.deep_supervision=true", "model.features=[4,8,8]", "optim.average=0.5"],
         ["optim.init_lr=0.1"],
     ],

@@ -185,6 +185,7 @@ def losses(folder: Path) -> list[float]:
 def with_an_empty_cache() -> None:
     """Let nothing that was compiled before be used."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path("compiled_code").resolve())
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # without processes of its own, each of which loads torch
 
 
 @pytest.mark.slow

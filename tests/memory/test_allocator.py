@@ -355,7 +355,7 @@ def test_a_repeated_stream_soon_reserves_nothing_more(seed: int, expandable: boo
     assert reserved[0] == reserved[1] or (not expandable and seed == 2 and reserved[0] < reserved[1])
 
 
-NETWORKS = [(), ("model.activation=leaky_relu",), ("model.norm=group",), ("amp=true",), ("ckpt=3",)]
+NETWORKS = [("model.activation=leaky_relu",), ("model.norm=group", "amp=true"), ("ckpt=3",)]
 
 
 @pytest.mark.parametrize("overrides", NETWORKS, ids=" ".join)
