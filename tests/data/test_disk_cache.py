@@ -535,6 +535,21 @@ def test_arrays_that_cannot_be_the_case_are_made_again_though_their_hashes_are_r
     assert all(equal(rebuilt.read(one), sound.read(one)) for one in (*sound.train, *sound.val))
 
 
+@pytest.mark.parametrize(
+    "header", ["{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 20, 20, 20), }", "[" * 117, "{'descr': '<f4'}"]
+)
+def test_an_array_with_a_forged_header_is_made_again(pair: Path, tmp_path: Path, header: str) -> None:
+    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
+    sound = ready(pair_of(tmp_path, "memory"))
+    text = f"{header:<117}\n".encode()
+    for place in (tmp_path / "cache").glob("*/"):
+        (place / "image.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(64))
+        hashes = {path.stem: disk_cache.file_hashes([path], True) for path in place.glob("*.npy")}
+        (place / "index.json").write_text(json.dumps(hashes))
+    rebuilt = ready(pair_of(tmp_path, "disk"))
+    assert all(equal(rebuilt.read(case), sound.read(case)) for case in (*sound.train, *sound.val))
+
+
 def follow(path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
     """Open a file as if links were no danger."""
     return open_file(path, flags & ~os.O_NOFOLLOW, mode, dir_fd=dir_fd)

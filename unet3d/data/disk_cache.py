@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any
 
 import numpy as np
@@ -37,6 +38,8 @@ MAPPED = 5_000  # cases whose maps stay open: the system allows a process 65,530
 PATIENCE = 30.0  # seconds that a key may be held by another process before it is named
 NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)  # a file or a link in place of a folder
 NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)  # a link, a folder or a pipe in place of a file
+# Raised for an index or a header of an array that nobody here has written.
+MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError, TokenError)
 Arrays = Mapping[str, np.ndarray]
 Fits = Callable[[Arrays], bool]  # whether arrays can be what their key says
 
@@ -128,7 +131,7 @@ class DiskCache:
                 arrays = {name: map_array(place, f"{name}.npy") for name in names}
         except UserError:
             raise
-        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        except (FileNotFoundError, *MALFORMED):
             return None
         except OSError as error:
             if is_out_of_memory(error) or is_out_of_files(error):
