@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import nibabel as nib
@@ -96,6 +97,25 @@ def test_ctrl_c_ends_each_command_in_one_line(
             __main__.main()
         assert ended.value.code == (75 if INTERRUPTED[interrupted] == ("train",) else 130)
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN, "a second one ends nothing"
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_error_after_a_ctrl_c_that_a_library_has_lost_is_the_interrupt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_: object) -> None:
+        with suppress(KeyboardInterrupt):
+            ctrl_c()
+        raise ImportError("cannot load module more than once per process")
+
+    monkeypatch.setattr("unet3d.cli.options.as_markdown", lost)
+    monkeypatch.setattr(sys, "argv", ["unet3d", "options"])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            __main__.main()
+        assert ended.value.code == 130
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     assert capsys.readouterr().err == "interrupted\n"
