@@ -46,20 +46,22 @@ def temporary(folder: Path) -> list[Path]:
 def test_what_a_killed_command_was_writing_is_removed_by_the_next_that_writes_there(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / ".mine.tmp").touch()
+    mine = (".mine.tmp", f".{'0' * 16}.tmp", f".backup.{'0' * 16}.tmp")
+    for name in mine:
+        (tmp_path / name).touch()
     with writer(tmp_path):
         files.write_text(tmp_path / "a", "x")
-        assert len(temporary(tmp_path)) == 3, "a living process goes on writing"
+        assert len(temporary(tmp_path)) == 5, "a living process goes on writing"
     files.remove_abandoned.cache_clear()
     files.write_text(tmp_path / "a", "x")
-    assert [path.name for path in temporary(tmp_path)] == [".mine.tmp"], "its name is none that was drawn"
+    assert {path.name for path in temporary(tmp_path)} == {*mine}, "names that this package does not draw"
 
 
 def test_a_link_under_a_temporary_name_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").touch()
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / f".{'0' * 16}.tmp").symlink_to(tmp_path / "mine")
-    os.mkfifo(tmp_path / "out" / f".{'1' * 16}.tmp")
+    (tmp_path / "out" / f".unet3d-{'0' * 16}.tmp").symlink_to(tmp_path / "mine")
+    os.mkfifo(tmp_path / "out" / f".unet3d-{'1' * 16}.tmp")
     files.write_text(tmp_path / "out" / "a", "x")
     assert (tmp_path / "mine" / "precious").exists() and len(temporary(tmp_path / "out")) == 2

@@ -107,7 +107,11 @@ def test_an_array_with_its_affine_is_turned_as_a_file_is(trained: TrainedRun, pr
     network, given, expected = unet3d.load(trained.snapshot), image(), np.asanyarray(predicted.dataobj)
     labels = network.segment(given.get_fdata(), affine=given.affine)
     assert isinstance(labels, np.ndarray) and np.array_equal(labels, expected)
+    floats = nib.Nifti1Image(given.get_fdata(), given.affine, given.header)
+    floats.header.set_data_dtype(np.uint8)
+    assert np.array_equal(np.asarray(network.segment(floats).dataobj), labels), "not rounded to its header's type"
     for affine, spacing, line in (
+        (np.diag([1, 1, 0, 1]), None, r"segment\b.*\binverted\b"),
         (given.affine, (1, 1, 1), r"segment\b.*\baffine\b.*\bspacing\b"),
         (np.eye(3), None, r"segment\b.*\b4 x 4\b"),
         (np.full((4, 4), np.nan), None, r"segment\b.*\b4 x 4\b"),

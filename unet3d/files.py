@@ -28,7 +28,7 @@ DEEPEST_YAML = 20  # levels
 TAGGED = (ValueError, LookupError, AttributeError, TypeError, OverflowError)  # raised for `!!bool x` and others
 PLAIN = (str, int, float, list, dict, type(None))
 DEEPEST_FOLDER = 50  # levels; os.walk of Python 3.11 is recursive
-TEMPORARY = re.compile(r"\.(.*\.)?[0-9a-f]{16}\.tmp")  # names of what is written and not yet in its place
+TEMPORARY = re.compile(r"\.unet3d-[0-9a-f]{16}\.tmp")  # of what is not yet in its place; nobody else's
 # To a spreadsheet; -1e3 is none. Letters of full width count as their narrow ones where East Asian is spoken.
 FORMULA = re.compile(r"'*([=@＝＠＋－]|[+-](?!([\d.]+(e[+-]?\d+)?|inf|nan)$))", re.IGNORECASE)  # noqa: RUF001
 
@@ -61,10 +61,15 @@ def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
         raise
 
 
+def temporary_name() -> str:
+    """Return a name that nobody has: process numbers repeat on other hosts."""
+    return f".unet3d-{secrets.token_hex(8)}.tmp"
+
+
 def _held_file(folder: Path) -> IO[bytes]:
     """A new file under a temporary name, held by this process."""
     while True:
-        temporary = folder / f".{secrets.token_hex(8)}.tmp"  # nobody can have put a link there
+        temporary = folder / temporary_name()  # nobody can have put a link there
         file = temporary.open("x+b")  # O_EXCL: neither a file that is there nor a link is written to
         hold(file.fileno())
         if os.fstat(file.fileno()).st_nlink:  # else another process has removed it before it was held
@@ -115,24 +120,34 @@ def remove_unheld(path: Path) -> None:
 def making_folder(folder: Path) -> Iterator[Path]:
     """A folder that becomes `folder` in one move at the end, or is removed. Raises OSError."""
     remove_abandoned(folder.parent.absolute())
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")  # process numbers repeat on other hosts
-    temporary.mkdir(parents=True)
+    temporary, descriptor = _held_folder(folder.parent)
     try:
-        descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            hold(descriptor)
-            yield temporary
-            os.rename(temporary, folder)
-        finally:
-            os.close(descriptor)
+        yield temporary
+        os.rename(temporary, folder)
     finally:
+        os.close(descriptor)
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _held_folder(parent: Path) -> tuple[Path, int]:
+    """Return a new folder under a temporary name, and the descriptor by which this process holds it."""
+    while True:
+        temporary = parent / temporary_name()
+        temporary.mkdir(parents=True)
+        try:
+            descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # another process has removed it before it was held
+            continue
+        hold(descriptor)
+        if os.fstat(descriptor).st_nlink:
+            return temporary, descriptor
+        os.close(descriptor)
 
 
 @contextmanager
 def replacing_within(folder: int, name: str) -> Iterator[IO[bytes]]:
     """`replacing` for a name in an open folder: wherever its path leads meanwhile. Raises OSError."""
-    temporary = f".{secrets.token_hex(8)}.tmp"
+    temporary = temporary_name()
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
     try:
         with open(descriptor, "r+b") as file:

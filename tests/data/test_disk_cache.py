@@ -563,7 +563,7 @@ def test_a_link_in_place_of_a_folder_is_refused_and_what_is_behind_it_stays(tmp_
     """Whoever may write to a cache that is shared may not make others remove and write files of their own."""
     cache, victim = DiskCache(tmp_path / "cache", full=False), tmp_path / "mine"
     victim.mkdir()
-    contents = {name: f"my {name}" for name in ("voxels.npy", "other.npy", "index.json", f".{'0' * 16}.tmp")}
+    contents = {name: f"my {name}" for name in ("voxels.npy", "other.npy", "index.json", f".unet3d-{'0' * 16}.tmp")}
     for name, text in contents.items():
         (victim / name).write_text(text)
     (cache.root / key_of("a")).symlink_to(victim)

@@ -79,7 +79,7 @@ def test_a_generation_that_stops_half_way_leaves_nothing(tmp_path: Path) -> None
 
 def test_what_a_killed_process_left_behind_is_removed(tmp_path: Path) -> None:
     complete = synthetic.ensure_phantom(SMALL, tmp_path / "made")
-    left_behind = tmp_path / f".{complete.name}.{'0' * 16}.tmp"
+    left_behind = tmp_path / f".unet3d-{'0' * 16}.tmp"
     os.rename(complete, left_behind)
     assert len(contents(synthetic.ensure_phantom(SMALL, tmp_path))) == 5
     assert {path.name for path in tmp_path.iterdir()} == {complete.name, "made"}

@@ -51,6 +51,23 @@ def sweep(place: Path, *methods: str, count: int = 3) -> list[Path]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "scores"),
+    [
+        (("data.folds=3", "data.folds=5"), SCORES),
+        (("data.folds=3", "data.folds=3"), (SCORES[0], SCORES[0])),  # another data set: it holds out the same case
+    ],
+    ids=["other folds", "the same cases"],
+)
+def test_runs_that_only_look_like_folds_stay_rows_of_their_own(
+    tmp_path: Path, words: tuple[str, str], scores: tuple[str, ...]
+) -> None:
+    runs = [
+        make(tmp_path / str(fold), f"data.fold={fold}", word, scores=scores[fold]) for fold, word in enumerate(words)
+    ]
+    assert len(compare.methods(read_rows(runs))) == 2
+
+
 def test_two_methods_on_the_same_folds_are_two_rows_that_can_be_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

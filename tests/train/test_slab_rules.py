@@ -138,7 +138,21 @@ def conv(kernel: int = 3, **options: Any) -> Callable[[Any], nn.Module]:
 CONV, ACT = "inc.block.conv1.conv", "inc.block.conv1.act"
 NORM, BATCH = "down1.block.conv1.norm", {"norm": "batch"}
 TRILINEAR, DROPOUT = {"upsampling": "trilinear"}, {"dropout": 0.3}
+
+
+def compute_weight(model: UNet3D) -> None:
+    """Make a weight of another one, as adapters of low rank do."""
+    layer: Any = model.get_submodule(CONV)
+    layer._parameters["weight"] = layer.weight * 0.5
+
+
 REFUSED: dict[str, tuple[Change, str, dict[str, Any]]] = {  # what changes, what the line names, options
+    "a head of the last decoder": (
+        lambda model: setattr(model.get_submodule("up1"), "head", nn.Conv3d(4, 3, 1).double()),
+        r"up1\.head \(Conv3d\)",
+        {},
+    ),
+    "a weight that is computed": (compute_weight, f"{CONV} .*weight that is computed", {}),
     "a stage": (with_a_stage, r"gate \(Gate\)", {}),
     "a subclass of a stage": (become("up1", GatedUp), "up1 .*GatedUp", {}),
     "a subclass of the network": (lambda model: setattr(model, "__class__", Tripled), "Tripled", {}),

@@ -241,6 +241,8 @@ def _predict(arguments: argparse.Namespace) -> int:
             else:
                 left += 1
                 print(f"{escaped(paths[0])}: exists, left alone (--overwrite replaces it)")
+                if missing:
+                    print(f"{escaped(missing[0])}: not written, since its label map was left alone (--overwrite)")
             counter.advance()
     ends = f"{left} left alone" * bool(left), f"{failed} not segmented" * bool(failed)
     values = f"; values: {escaped(segmenter.written)}" if written else ""

@@ -58,7 +58,12 @@ def _as_nifti(image: Given, spacing: Sequence[float] | None, affine: Any) -> nib
     if spacing is not None:
         raise UserError("segment: an image of nibabel has a spacing of its own; leave out spacing")
     _refuse_masked(image.dataobj)
-    return image if isinstance(image, nib.Nifti1Image) else _nifti(np.asanyarray(image.dataobj), image.affine)
+    if isinstance(image, nib.Nifti1Image) and nib.is_proxy(image.dataobj):
+        return image
+    voxels = np.asanyarray(image.dataobj)
+    if isinstance(image, nib.Nifti1Image) and voxels.dtype == image.get_data_dtype():
+        return image
+    return _nifti(voxels, image.affine)  # saved as it is, it would be rounded to the type of its header
 
 
 def _affine_of_array(spacing: Sequence[float] | None, affine: Any) -> np.ndarray:
@@ -68,11 +73,15 @@ def _affine_of_array(spacing: Sequence[float] | None, affine: Any) -> np.ndarray
     if spacing is not None:
         raise UserError("segment: an affine holds the spacing; leave out spacing")
     try:
+        if np.iscomplexobj(affine):
+            raise TypeError("its numbers are complex")
         found = np.asarray(affine, float)
     except (TypeError, ValueError) as error:
         raise UserError(f"segment: affine: {error}; give 4 x 4 numbers, as of nibabel") from error
-    if found.shape != (4, 4) or not np.isfinite(found).all() or not np.array_equal(found[3], [0, 0, 0, 1]):
-        raise UserError(f"segment: an affine is 4 x 4 finite numbers, the last row 0 0 0 1, not {found.tolist()}")
+    is_affine = found.shape == (4, 4) and np.isfinite(found).all() and np.array_equal(found[3], [0, 0, 0, 1])
+    if not is_affine or np.linalg.matrix_rank(found) < 4:
+        what = "4 x 4 finite numbers that can be inverted, the last row 0 0 0 1"
+        raise UserError(f"segment: an affine is {what}, not {found.tolist()}")
     return found
 
 

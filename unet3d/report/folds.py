@@ -17,7 +17,8 @@ from unet3d.training.metrics import mean_of
 from unet3d.types import Table
 
 FOLD = "data.fold"
-ASIDE = (FOLD, "wandb.", "tensorboard", "loggers", "requeue", "resume")  # in which the folds of one method may differ
+ASIDE = (FOLD, "tensorboard", "loggers", "requeue", "resume")  # in which the folds of one method may differ
+ASIDE_GROUP = "wandb."  # so they may in all of this
 TITLE = "Cross-validation: Dice of the held-out cases, mean ± SD over the folds"
 NOTE = (
     "SD: of the folds' means, with n - 1. Pooled: mean ± SD over all cases, each of which was held out once. Mean of "
@@ -76,7 +77,9 @@ def methods(runs: Sequence[Row]) -> list[Row]:
     for places in groups.values():
         same = [runs[place] for place in places]
         held_out = [run.settings.get(FOLD, "") for run in same]
-        is_cross_validation = len(same) > 1 and len(set(held_out)) == len(same) and all(map(str.isdecimal, held_out))
+        are_folds = len(set(held_out)) == len(same) and all(map(str.isdecimal, held_out))
+        cases = [case.get("case") for run in same for case in run.scores]
+        is_cross_validation = len(same) > 1 and are_folds and len(set(cases)) == len(cases)  # each is held out once
         if is_cross_validation:
             rows.append((places[0], _merged(same)))
         else:
@@ -94,7 +97,7 @@ def _method(run: Row, runs: Sequence[Row]) -> frozenset[tuple[str, str]]:
 
 
 def _shared(run: Row) -> dict[str, str]:
-    return {key: value for key, value in run.settings.items() if not key.startswith(ASIDE)}
+    return {key: value for key, value in run.settings.items() if key not in ASIDE and not key.startswith(ASIDE_GROUP)}
 
 
 def _suits(asked: Mapping[str, str], run: Row) -> bool:

@@ -2,7 +2,9 @@
 
 Checkpointing calls a stage twice in a step. Buffers, attributes of modules, and the random numbers of Python and NumPy
 are put back for the second call; torch's own checkpointing does that for the random numbers of torch. What a call
-changes within an attribute, such as a list that grows, cannot be put back: it is refused by name.
+changes within an attribute, such as a list that grows, cannot be put back: it is refused by name where it is seen,
+which is one level deep and in the types of `INNER`. Not seen are iterators, callables with a state, what lies deeper,
+class attributes, and what is written through `.data`.
 """
 
 import random
@@ -28,6 +30,8 @@ INNER: tuple[tuple[type, Callable[[Any], Any]], ...] = (  # what changes within 
     (Tensor, lambda tensor: None if tensor.is_inference() else tensor._version),
     (np.ndarray, lambda array: zlib.crc32(array.tobytes())),
     (np.random.Generator, lambda generator: repr(generator.bit_generator.state)),
+    (np.random.RandomState, lambda generator: repr(generator.get_state())),
+    (bytearray, bytes),
     (random.Random, lambda generator: repr(generator.getstate())),
     (torch.Generator, lambda generator: generator.get_state().numpy().tobytes()),
 )

@@ -34,13 +34,14 @@ AFFINE: Attributes = {"bias": lambda layer: (layer.bias is None) == (layer.weigh
 LAYERS: dict[Any, Attributes] = {  # of the types that `rows` has a rule for
     nn.Conv3d: {
         **CONVOLUTION,
+        "kernel_size": lambda layer: layer.kernel_size == layer.weight.shape[2:],
         "padding": lambda layer: all(
             type(p) is int and p < k for p, k in zip(layer.padding, layer.kernel_size, strict=False)
         ),
     },
     nn.ConvTranspose3d: {
         **CONVOLUTION,
-        "kernel_size": lambda layer: layer.kernel_size == layer.stride,
+        "kernel_size": lambda layer: layer.kernel_size == layer.stride == layer.weight.shape[2:],
         "padding": lambda layer: layer.padding == ZEROS,
         "output_padding": lambda layer: layer.output_padding == ZEROS,
     },
@@ -101,6 +102,7 @@ UPSAMPLER = Place((nn.ConvTranspose3d, nn.Sequential), {"reduce": HEAD, "interpo
 INC = Place((Inc,), {"block": BLOCK})
 DOWN = Place((Down,), {"pool": POOL, "block": BLOCK})
 UP = Place((Up,), {"up": UPSAMPLER, "block": BLOCK, "head": HEAD})
+LAST_UP = Place((Up,), {"up": UPSAMPLER, "block": BLOCK})  # its head is outc
 OUTC = Place((OutConv,), {"conv": CONV})
 CONTAINERS: tuple[Any, ...] = (UNet3D, Inc, Down, Up, OutConv, DoubleConv, nn.Sequential)
 FORWARD = {kind: kind.forward for kind in (*CONTAINERS, *LAYERS)}  # what the rules are of
@@ -121,7 +123,8 @@ def _without_rule(model: nn.Module) -> Iterator[str]:
         yield f"a network of type {type(model).__name__}"
         return
     downs = range(1, len(model.options.features))
-    stages = {"inc": INC} | {f"down{n}": DOWN for n in downs} | {f"up{n}": UP for n in downs} | {"outc": OUTC}
+    ups = {f"up{n}": LAST_UP if n == len(downs) else UP for n in downs}
+    stages = {"inc": INC} | {f"down{n}": DOWN for n in downs} | ups | {"outc": OUTC}
     places: dict[nn.Module, str] = {}
     yield from _walk("the network", model, Place((UNet3D,), stages), places)
     types = {parameter.dtype: name for name, parameter in model.named_parameters()}
@@ -172,6 +175,8 @@ def _attached(module: nn.Module) -> Iterator[str]:
     for name, tensor in (module._parameters | module._buffers).items():
         if name not in TENSORS.get(kind, ()) and tensor is not None:
             yield f"with {name}"
+        elif tensor is not None and not tensor.is_leaf:
+            yield f"with {name} that is computed from others"
         elif any(getattr(tensor, hooks, None) for hooks in TENSOR_HOOKS):
             yield f"with hooks of {name}"
         elif tensor is not None and type(tensor).__torch_function__ not in PLAIN:

@@ -68,6 +68,8 @@ class InSlabs(torch.autograd.Function):
             raise RuntimeError("a pass in slabs keeps nothing for a second backward; call forward again")
         if any(tensor._version != version for tensor, version in inputs):
             raise RuntimeError("weights or image were modified by an inplace operation after the forward pass in slabs")
+        if not run.has_its_parameters():
+            raise RuntimeError("weights of the network were replaced after the forward pass in slabs")
         run.backward(list(gradients))
         return None, None, None
 
@@ -96,11 +98,17 @@ class _Run:
         self.head, self.options, self.dtype = stages["outc"].conv, options, dtype
         self.encoder = [stages["inc"], *(stages[f"down{level}"] for level in range(1, depth))]
         self.decoder = [stages[f"up{depth - 1 - level}"] for level in range(depth - 1)]
+        self.model = model
         self.parameters = list(model.parameters())
         self.is_training = {module: module.training for module in model.modules()}  # backward is of the same mode
         self.known: dict[nn.Module, Any] = {}  # statistics of normalisations, masks of dropout
         self.sides: list[Tensor] = []  # logits of deep supervision, deepest first
         self.is_again = False  # maps are made a second time
+
+    def has_its_parameters(self) -> bool:
+        """Return whether the model holds the parameters that it had in forward, by whose layers backward goes."""
+        now = list(self.model.parameters())
+        return len(now) == len(self.parameters) and all(a is b for a, b in zip(now, self.parameters, strict=True))
 
     @torch.no_grad()
     def forward(self, image: Tensor, keeps: bool) -> tuple[Tensor, ...]:
