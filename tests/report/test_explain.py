@@ -21,6 +21,7 @@ from torch.optim import AdamW
 import unet3d.memory
 from unet3d import build, compose
 from unet3d.errors import UserError
+from unet3d.memory.profile import Explanation
 from unet3d.memory.segments import predict
 from unet3d.memory.simulate import simulate
 from unet3d.report import explained, shapes
@@ -386,3 +387,30 @@ def test_networks_of_monai_are_explained_as_the_allocator_has_them(name: str) ->
     tensors, _ = bench().unobserved(partial(tiny, name), shape)
     for act in (unet3d.memory.predict, unet3d.memory.explain):
         assert act(tiny(name), shape).peak_bytes == pytest.approx(tensors, rel=0.01)
+
+
+@pytest.mark.parametrize("act", [unet3d.memory.predict, unet3d.memory.explain])
+def test_arguments_that_are_no_functions_are_one_line(act: Callable[..., Explanation]) -> None:
+    for given in ({"optimizer": "adam"}, {"loss": "dice"}):
+        with pytest.raises(UserError, match=rf"^{next(iter(given))}: give a function[^\n]*$"):
+            act(nn.Conv3d(1, 3, 1), (1, 1, 4, 4, 4), **given)
+
+
+class Decaying(nn.Sequential):
+    """Its forward puts another tensor into the place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv3d(1, 3, 1))
+        self.register_buffer("history", torch.ones(2**16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.history = self.history * 0.9
+        found: torch.Tensor = super().forward(x)
+        return found
+
+
+def test_a_buffer_that_forward_replaces_is_not_counted_twice_and_is_put_back() -> None:
+    model = Decaying()
+    peaks = [act(model, (1, 1, 4, 4, 4)).peak_bytes for act in (unet3d.memory.predict, unet3d.memory.explain)]
+    assert peaks[0] == peaks[1]
+    assert torch.equal(model.history, torch.ones(2**16))

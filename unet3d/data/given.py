@@ -20,8 +20,12 @@ Given = Any  # an array, an image of nibabel, a path, or a list of paths, one a 
 @contextmanager
 def as_case(image: Given, spacing: Sequence[float] | None, affine: Any = None) -> Iterator[Case]:
     """A case of files: the given ones, or temporary ones of an array or image. Raises UserError, in its own words."""
+    known = (np.ndarray, nib.spatialimages.SpatialImage, str, PathLike, list, tuple)
+    if not isinstance(image, known):
+        what = f"not {type(image).__name__}: give a NumPy array, an image of nibabel or the paths of files"
+        raise UserError(f"segment: {what}")
     if affine is not None and not isinstance(image, np.ndarray):
-        raise UserError("segment: only an array needs an affine, others have their own; leave out affine")
+        raise UserError("segment: only a NumPy array needs an affine, images and files have their own; leave it out")
     if isinstance(image, str | PathLike | list | tuple):
         if spacing is not None:
             raise UserError("segment: a file has a spacing of its own; leave out spacing")

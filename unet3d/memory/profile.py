@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef
 
 from unet3d.errors import UserError, reason
 from unet3d.memory import tables
@@ -203,6 +204,10 @@ def _draws_noted(guesses: list[str]) -> Iterator[None]:
 
 
 def _learner(model: nn.Module, loss: LossFunction | None, optimizer: MakeOptimizer, policy: MemoryPolicy) -> Learner:
+    if not callable(optimizer):
+        raise UserError(f"optimizer: give a function of the weights, such as torch.optim.Adam, not {optimizer!r}")
+    if loss is not None and not callable(loss):
+        raise UserError(f"loss: give a function of the network's output and the label, not {loss!r}")
     made = optimizer(model.train().parameters())
     return Learner(model, loss or segmentation_loss, made, policy.scaler(), policy)
 
@@ -256,12 +261,12 @@ def _about(batch: Batch, policy: MemoryPolicy, device_type: str) -> str:
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
     """Afterwards the model has its weights, buffers, gradients and modes of before; copies wait in host memory."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = list(model.parameters())
     kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     gradients = [parameter.grad for parameter in model.parameters()]
     modes = {module: module.training for module in model.modules()}
-    places: list[Any] = [place for module in modes for place in (module._parameters, module._buffers)]
-    registered = [(place, dict(place)) for place in places]
+    registered: list[Any] = [(module._parameters, dict(module._parameters)) for module in modes]
+    buffers = [_KeptBuffers(module._buffers) for module in modes]
     for parameter in model.parameters():
         parameter.grad = None
     try:
@@ -270,14 +275,47 @@ def _restored(model: nn.Module) -> Iterator[None]:
         for place, before in registered:  # a step may have put another tensor there
             place.clear()
             place.update(before)
+        for kept_buffers in buffers:
+            kept_buffers.put_back()
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         for module, mode in modes.items():
             module.training = mode
-        with torch.no_grad():
-            for tensor, value in zip(tensors, kept, strict=True):
-                if not torch.equal(tensor.to("cpu"), value):  # what is expanded cannot be written to, and is not
-                    tensor.copy_(value)
+        for tensor, value in zip(tensors, kept, strict=True):
+            _write_over(tensor, value)
+
+
+class _KeptBuffers:
+    """A module's buffers as they were. They are not held: a step that puts others in their place frees them."""
+
+    def __init__(self, place: dict[str, Any]) -> None:
+        self.place = place
+        self.kept = {
+            name: b if b is None else (TensorWeakRef(b), b.detach().to("cpu", copy=True), b.device)
+            for name, b in place.items()
+        }
+
+    def put_back(self) -> None:
+        """Put each buffer, or a copy of one that is gone, back into its place."""
+        self.place.clear()
+        for name, entry in self.kept.items():
+            if entry is None:
+                self.place[name] = None
+                continue
+            reference, value, device = entry
+            buffer = reference()
+            if buffer is None:
+                buffer = value.to(device)
+            else:
+                _write_over(buffer, value)
+            self.place[name] = buffer
+
+
+@torch.no_grad()
+def _write_over(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor these values, unless it has them: what is expanded cannot be written to, and is not."""
+    if not torch.equal(tensor.to("cpu"), value):
+        tensor.copy_(value)
 
 
 def _on_fake_tensors(model: nn.Module) -> nn.Module:

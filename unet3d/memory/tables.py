@@ -61,9 +61,9 @@ def guessed(entry: Entry) -> str:
     places = entry["guesses"]
     shown = ", ".join(places[:LARGEST]) + (f" and {len(places) - LARGEST} more" if len(places) > LARGEST else "")
     return (
-        f"WARNING, A GUESS: values that a prediction does not have are asked for, and were taken as 0, at "
-        f"{shown}. Where they decide what runs or how large it is, the memory differs: measure "
-        f"it, with unet3d.memory.explain (--measure beside --module) or a run"
+        f"A GUESS: a tensor's value is read at {shown}, which a prediction does not have, and was taken as 0. Where it "
+        f"decides what runs, the memory differs, perhaps several times: measure it, with unet3d.memory.explain "
+        f"(--measure beside --module) or a run"
     )
 
 
