@@ -452,7 +452,7 @@ def test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows(tmp_path: Path, m
     files.write_text(tmp_path / ("n" * 255), "the longest name")
     monkeypatch.setattr(secrets, "token_hex", lambda count: "guessed")
     (tmp_path / "victim").write_text("precious")
-    (tmp_path / ".guessed.tmp").symlink_to(tmp_path / "victim")
+    (tmp_path / ".unet3d-guessed.tmp").symlink_to(tmp_path / "victim")
     with pytest.raises(FileExistsError):
         files.write_text(tmp_path / "a", "y")
     assert (tmp_path / "victim").read_text() == "precious" and (tmp_path / "a").read_text() == "x"
