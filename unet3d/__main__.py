@@ -7,13 +7,8 @@ from unet3d.cli import interrupt
 
 def main() -> int:
     """Run the command that the arguments name. Returns its exit code."""
-    if sys.argv[1:2] == ["train"]:
-        del sys.argv[1]  # the rest is Hydra's
-        with interrupt.answered(interrupt.STOPPED):
-            from unet3d.cli import train
-
-            return train.main()
-    with interrupt.answered():
+    is_training = sys.argv[1:2] == ["train"]
+    with interrupt.answered(interrupt.STOPPED if is_training else interrupt.INTERRUPTED):
         from unet3d.cli import main
 
         return main.main()

@@ -53,21 +53,17 @@ def _as_nifti(image: Given, spacing: Sequence[float] | None, affine: Any) -> nib
         _refuse_masked(image)
         voxels = image if image.ndim == 3 else np.moveaxis(image, 0, -1)
         return _nifti(voxels, _affine_of_array(spacing, affine))
-    if not isinstance(image, nib.spatialimages.SpatialImage):
-        raise UserError(
-            f"segment: give an array, an image of nibabel or the paths of files, not {type(image).__name__}"
-        )
+    assert isinstance(image, nib.spatialimages.SpatialImage)
     if image.get_data_dtype().kind not in "buif":
         raise UserError(f"segment: give an image of numbers, not of {image.get_data_dtype()}")
     if spacing is not None:
         raise UserError("segment: an image of nibabel has a spacing of its own; leave out spacing")
     _refuse_masked(image.dataobj)
-    if isinstance(image, nib.Nifti1Image) and nib.is_proxy(image.dataobj):
+    is_of_file = nib.is_proxy(image.dataobj)
+    if isinstance(image, nib.Nifti1Image) and (is_of_file or image.dataobj.dtype == image.get_data_dtype()):
         return image
-    voxels = np.asanyarray(image.dataobj)
-    if isinstance(image, nib.Nifti1Image) and voxels.dtype == image.get_data_dtype():
-        return image
-    return _nifti(voxels, image.affine)  # saved as it is, it would be rounded to the type of its header
+    # Saved as it is, an array in memory would be rounded to the type of the header.
+    return _nifti(np.asanyarray(image.dataobj), image.affine)
 
 
 def _affine_of_array(spacing: Sequence[float] | None, affine: Any) -> np.ndarray:

@@ -186,9 +186,5 @@ def _attached(module: nn.Module) -> Iterator[str]:
             yield f"with {name} that is no parameter"
 
 
-def _is_less(numbers: tuple[int, ...], limits: tuple[int, ...]) -> bool:
-    return all(number < limit for number, limit in zip(numbers, limits, strict=True))
-
-
 def _are_whole(factors: tuple[float, ...]) -> bool:
     return all(factor == int(factor) for factor in factors)
