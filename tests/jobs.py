@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from unet3d.base.errors import UserError
+from unet3d.base.signals import Stop
 from unet3d.cli import train
-from unet3d.config import Config
-from unet3d.errors import UserError
-from unet3d.signals import Stop
+from unet3d.config.schema import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 Job = Callable[[Config, Path, Stop], None]

@@ -7,8 +7,9 @@ import pytest
 import torch
 from guards import nothing, without, yes
 
-from unet3d import build, compose
-from unet3d.errors import NotSaved, SnapshotError
+from unet3d import build
+from unet3d.base.errors import NotSaved, SnapshotError
+from unet3d.config import compose
 from unet3d.run.resume import Checkpoints, TrainingState, rate_change
 from unet3d.training import checkpoint, optim
 

@@ -25,12 +25,14 @@ from training import PLAIN, ROOT, TINY, face, records, run, status, weights
 from training import train as fork
 from wandb_records import read_run
 
-from unet3d import __main__, build, compose, errors
+from unet3d import __main__, build
+from unet3d.base import errors
+from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, train
-from unet3d.config import Config
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.data import nifti
 from unet3d.data.cases import read_dataset, split
-from unet3d.errors import UserError
 from unet3d.report import report
 from unet3d.training import checkpoint
 from unet3d.training.policy import MemoryPolicy
@@ -158,7 +160,7 @@ def test_a_mistake_is_one_line_and_exit_2_without_a_trace(
 
 
 @pytest.mark.parametrize("project", [f"a{CODES}b", f"'a{CODES}{FOREIGN}b'"], ids=("bare", "quoted"))
-@without("unet3d.errors.escaped", unchanged, only="bare")
+@without("unet3d.base.errors.escaped", unchanged, only="bare")
 def test_a_value_of_an_option_cannot_command_a_terminal(
     project: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,7 +356,7 @@ def limit_memory() -> None:
     MemoryPolicy.forward = limited  # type: ignore[method-assign]
 
 
-@without("unet3d.compose.refuse_changes", nothing)
+@without("unet3d.config.compose.refuse_changes", nothing)
 def test_resume_refuses_another_network(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

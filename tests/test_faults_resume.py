@@ -13,13 +13,13 @@ from guards import without
 from training import TINY, Ended, at_step, call, numbers, records, same, send, status, train, weights
 
 from unet3d import build
+from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle
 from unet3d.cli.train import resumed_config
-from unet3d.compose import refuse_changes
-from unet3d.errors import UserError
+from unet3d.config.compose import refuse_changes
 from unet3d.report import run_folder
 from unet3d.run.resume import Checkpoints, refuse_other_data
-from unet3d.run.validate import Predictions
+from unet3d.run.validation import Predictions
 from unet3d.training import checkpoint
 
 KILL = signal.SIGKILL
@@ -132,7 +132,7 @@ def test_a_refused_resume_leaves_no_trace(copy: Path) -> None:
     assert contents(copy) == before and status(copy) == "running\n"
 
 
-@without("unet3d.compose.FIXED", ())
+@without("unet3d.config.compose.FIXED", ())
 def test_another_network_is_refused_and_another_rate_is_reported() -> None:
     before = {"model": {"features": [4, 8]}, "data": {"patch": [16]}, "optim": {"lr": 0.1}, "steps": 4, "resume": None}
     now = {"model": {"features": [8, 8]}, "data": {"patch": [8]}, "optim": {"lr": 0.1}, "steps": 4, "resume": "run"}

@@ -39,12 +39,13 @@ from training import (
     weights,
 )
 
-from unet3d import build, signals
+from unet3d import build
+from unet3d.base import signals
+from unet3d.base.errors import Preempted
 from unet3d.cli import lifecycle
-from unet3d.config import Config, Data
+from unet3d.config.schema import Config, Data
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, PreparedCase, prepare
-from unet3d.errors import Preempted
 from unet3d.run import run
 from unet3d.training import checkpoint, trainer
 
@@ -127,7 +128,7 @@ def ask_once(stop: signals.Stop, number: int, _: FrameType | None) -> None:
     stop.asked = signal.Signals(number)
 
 
-@without("unet3d.signals.Stop.handle", ask_once)
+@without("unet3d.base.signals.Stop.handle", ask_once)
 def test_a_second_interrupt_ends_the_run_at_once(place: Path, tmp_path: Path) -> None:
     done = train(tmp_path, *RUN, f"data.root={place / 'phantom'}", hook=interrupted_twice)
     folder = tmp_path / "run"
@@ -154,7 +155,7 @@ def always_deferred() -> Iterator[signals.Stop]:
         yield stop
 
 
-@without("unet3d.signals.stopping", always_deferred)
+@without("unet3d.base.signals.stopping", always_deferred)
 def test_before_the_first_step_there_is_nothing_to_wait_for(place: Path) -> None:
     done = train(place / "early", *RUN, hook=functools.partial(signalled, "data", 1, signal.SIGTERM))
     assert done.code == 75
@@ -207,7 +208,7 @@ def test_a_worker_that_hangs_ends_with_the_run(tmp_path: Path) -> None:
     assert done.code == 75, done.err
 
 
-@without("unet3d.signals.ignore", nothing)
+@without("unet3d.base.signals.ignore", nothing)
 def test_workers_leave_signals_to_the_run() -> None:
     config = Config(data=Data(patch=[8, 8, 8]), batch=1, workers=1)
     with closing(batches(Patches(phantom_case, config.data, 0, [8, 8, 8]), ["a"], config)) as stream:
@@ -549,7 +550,7 @@ def test_code_of_ones_own_that_exits_does_not_end_the_run_with_its_code(
     assert "SystemExit" in capsys.readouterr().err
 
 
-@without("unet3d.errors.is_out_of_memory", no, only="MemoryError")
+@without("unet3d.base.errors.is_out_of_memory", no, only="MemoryError")
 @pytest.mark.parametrize(
     ("error", "code", "cause"),
     [(MemoryError(), 5, "MemoryError"), (KeyError("x"), 1, "KeyError('x')")],

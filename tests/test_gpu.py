@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from unet3d import build, compose
+from unet3d import build
+from unet3d.base.types import Batch
+from unet3d.config import compose
 from unet3d.memory.meter import STEADY
 from unet3d.memory.simulate import fitted, simulate
 from unet3d.training import optim
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,8 +12,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from unet3d import build, compose
-from unet3d.config import Config
+from unet3d import build
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory.simulate import fake_mode
 
 SCRIPT = Path(__file__).parent / "bench" / "launches.py"

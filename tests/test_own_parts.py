@@ -14,12 +14,13 @@ from guards import without
 from training import PLAIN, ROOT, TINY, face, records, status
 from training import train as fork
 
-from unet3d import build, compose
+from unet3d import build
+from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, train
-from unet3d.config import Model
-from unet3d.errors import UserError
+from unet3d.config import compose
+from unet3d.config.schema import Model
+from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.preflight import preflight
-from unet3d.memory.segments import choose_segments
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
 
@@ -168,7 +169,7 @@ def test_a_run_uses_the_parts(place: Path) -> None:
 
 
 @pytest.mark.slow
-@without("unet3d.compose.IMPORTS", ())
+@without("unet3d.config.compose.IMPORTS", ())
 def test_a_run_resumes_only_with_code_that_the_command_line_names(place: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(place / "run", copy)

@@ -23,21 +23,21 @@ from torch import Tensor
 from training import TINY, call, face, forked, records, send, status, train
 
 import unet3d
+from unet3d.base.errors import UserError
+from unet3d.base.files import from_csv
+from unet3d.base.types import Strip
 from unet3d.data.cases import Case
 from unet3d.data.patches import PreparedCase, prepare
 from unet3d.data.preprocess import CaseReader, Intensity, normalise
 from unet3d.data.volume import LabelMap, canonical_grid
-from unet3d.errors import UserError
-from unet3d.files import from_csv
 from unet3d.model.unet import UNet3D
 from unet3d.report import case_plots, plots
-from unet3d.run import predict, validate
+from unet3d.run import predict, validation
 from unet3d.run.predict import Segmenter
-from unet3d.run.validate import Predictions, evaluate
+from unet3d.run.validation import Predictions, evaluate
 from unet3d.training import checkpoint
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
-from unet3d.types import Strip
 
 RUN = [*TINY, "data.val_fraction=0.5", "data.root=../phantom", "hydra.run.dir=run"]
 PICTURE = "figures/prediction_worst.png"
@@ -47,7 +47,7 @@ def counted(name: str, number: int, act: Callable[[], None]) -> None:
     """Call `act` as label map `number` is to be written; count the volumes that are read and predicted."""
     for owner, attribute in ((Predictor, "strips"), (CaseReader, "raw")):
         setattr(owner, attribute, _counting(getattr(owner, attribute), Path(f"{name}.{attribute}")))
-    call(validate, "save_prediction", number, act)
+    call(validation, "save_prediction", number, act)
 
 
 def _counting(before: Callable, path: Path) -> Callable:
@@ -83,7 +83,7 @@ def hook(name: str, number: int = 0, act: Callable[[], None] = kill) -> Callable
 def lasting(name: str, number: int, act: Callable[[], None]) -> None:
     """As label map `number` is to be written, and whenever it is tried again."""
     counted(name, number, act)
-    call(Predictions, "complete", 1, functools.partial(call, validate, "save_prediction", 1, act))
+    call(Predictions, "complete", 1, functools.partial(call, validation, "save_prediction", 1, act))
 
 
 def maps(folder: Path) -> dict[str, bytes]:
@@ -303,7 +303,9 @@ class Watched:
 def test_no_strip_is_in_memory_while_a_case_is_scored(hd95: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though who keeps the strips takes all of them, some or none."""
     predictor, cases, kept = Watched(), [Case(name, (), None) for name in "abc"], []
-    monkeypatch.setattr(validate, "score_case", lambda *of: [given() for given in predictor.given] + [int(of[1].sum())])
+    monkeypatch.setattr(
+        validation, "score_case", lambda *of: [given() for given in predictor.given] + [int(of[1].sum())]
+    )
 
     def keep(case: Case, strips: LabelMap) -> None:
         kept.append([case.id, *(strip.corner[0] for strip in islice(strips, "cba".index(case.id)))])

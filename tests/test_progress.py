@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console as Terminal
 from training import TINY, face, train
 
-from unet3d import progress
+from unet3d.base import progress
+from unet3d.base.progress import Counter
 from unet3d.data.cases import Case
-from unet3d.progress import Counter
-from unet3d.run.validate import evaluate
+from unet3d.run.validation import evaluate
 
 Line = tuple[str, list[str]]  # what is counted, and the numbers behind it
 

@@ -15,11 +15,12 @@ from guards import no, without
 from training import TINY, face, train
 
 import unet3d
-from unet3d import build, compose
-from unet3d.config import Model
+from unet3d import build
+from unet3d.base.errors import NotSaved, SnapshotError, UserError
+from unet3d.config import compose
+from unet3d.config.schema import Model
 from unet3d.data.cases import Case, read_dataset
 from unet3d.data.nifti import stem
-from unet3d.errors import NotSaved, SnapshotError, UserError
 from unet3d.report.report import SCORES_TITLE
 from unet3d.run import predict, publish
 from unet3d.training import checkpoint

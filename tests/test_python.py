@@ -15,11 +15,11 @@ from training import PLAIN, TINY, face
 from training import train as fork
 
 import unet3d
-from unet3d import ranks
+from unet3d.base import ranks
+from unet3d.base.errors import UserError
 from unet3d.cli.train import TrainedRun
 from unet3d.data.cases import Case
-from unet3d.errors import UserError
-from unet3d.run.validate import Predictions
+from unet3d.run.validation import Predictions
 
 OBLIQUE = np.array([[0, -1.1, 0.1, 7], [-0.9, 0, 0, 3], [0, 0.1, -2.2, 5], [0, 0, 0, 1]])  # neither RAS nor straight
 

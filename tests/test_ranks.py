@@ -19,9 +19,10 @@ from ranked import predict_without_pictures, torchrun, train_ranks
 from torch.distributed import HashStore
 from training import PLAIN, ROOT, TINY, at_step, call, records, same, send, status, train, weights
 
-from unet3d import checks, compose, ranks
+from unet3d.base import ranks
+from unet3d.base.errors import NotSaved, OutOfMemory, RankLost, UserError
 from unet3d.cli import lifecycle
-from unet3d.errors import NotSaved, OutOfMemory, RankLost, UserError
+from unet3d.config import compose, rules
 from unet3d.memory import preflight
 from unet3d.training import checkpoint, trainer
 from unet3d.training.inference import Predictor
@@ -218,7 +219,7 @@ def test_however_a_rank_ends_the_first_says_so_and_the_run_goes_on_from_its_snap
         assert len(losses(tmp_path / "run")) == 4
 
 
-@without("unet3d.ranks.say_end", nothing)
+@without("unet3d.base.ranks.say_end", nothing)
 def test_a_rank_says_how_the_first_ended(tmp_path: Path) -> None:
     hooks = {0: functools.partial(in_step, 2, functools.partial(fail, KeyError("of rank 0")))}
     first, second = train_ranks(tmp_path, *PAIRED, *SGD, hooks=hooks)
@@ -249,7 +250,7 @@ def of_first(number: int) -> int:
 
 
 @pytest.mark.slow
-@without("unet3d.ranks.agreed", of_first)
+@without("unet3d.base.ranks.agreed", of_first)
 def test_a_signal_within_a_validation_ends_it_on_all_ranks(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={1: signalled_validation})
     assert [rank.code for rank in done] == [75, 75], done[0].err + done[1].err
@@ -291,9 +292,9 @@ def test_what_ranks_cannot_share_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert done[0].code == 2 and "model.norm=instance" in status(tmp_path / "run")
     monkeypatch.setattr(ranks, "SIZE", 2)
     with pytest.raises(UserError, match=r"^batch=3: .*\b2 ranks"):
-        checks.check(compose.compose(["batch=3"]))
+        rules.check(compose.compose(["batch=3"]))
     with pytest.raises(UserError, match=r"^lean=true and model.norm=batch: .*model.norm=instance"):
-        checks.check(compose.compose(["lean=true", "model.norm=batch"]))
+        rules.check(compose.compose(["lean=true", "model.norm=batch"]))
 
 
 @pytest.mark.slow
@@ -341,7 +342,7 @@ def be_killed_once() -> None:
         call(trainer, "train_step", 3, be_killed)
 
 
-@without("unet3d.ranks._ended", nothing)
+@without("unet3d.base.ranks._ended", nothing)
 def test_a_rank_that_waits_for_its_gpu_notices_that_another_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's collectives wait for it without end."""
     killed = subprocess.Popen([sys.executable, "-c", ""])

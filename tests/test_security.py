@@ -26,16 +26,18 @@ from training import TINY, face
 from training import train as train_in
 
 import unet3d
-from unet3d import build, compose, files
+from unet3d import build
+from unet3d.base import files
+from unet3d.base.errors import DamagedSnapshot, SnapshotError, UserError
 from unet3d.cli import lifecycle, train
-from unet3d.config import Config
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.data.cases import Case
 from unet3d.data.patches import prepare
-from unet3d.errors import DamagedSnapshot, SnapshotError, UserError
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.run import predict
-from unet3d.run.validate import evaluate
+from unet3d.run.validation import evaluate
 from unet3d.training import checkpoint
 from unet3d.training.inference import Predictor
 
@@ -458,7 +460,7 @@ def test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows(tmp_path: Path, m
     assert (tmp_path / "victim").read_text() == "precious" and (tmp_path / "a").read_text() == "x"
 
 
-@without("unet3d.files.stat.S_ISREG", yes, only="STATUS")
+@without("unet3d.base.files.stat.S_ISREG", yes, only="STATUS")
 @pytest.mark.parametrize(
     "name", ["STATUS", "metrics.jsonl", "memory.json", "config.yaml", "scores.csv", "env.json", "split.json"]
 )
@@ -519,7 +521,7 @@ def test_yaml_holds_what_a_config_holds(value: str, tmp_path: Path) -> None:
         assert found == {"zz": [value]}
 
 
-@without("unet3d.files.DEEPEST_FOLDER", 10**6)
+@without("unet3d.base.files.DEEPEST_FOLDER", 10**6)
 def test_folders_within_folders_without_end_are_refused(tmp_path: Path) -> None:
     deepest = tmp_path / "run"
     for _ in range(52):

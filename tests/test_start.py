@@ -15,19 +15,21 @@ from guards import nothing, without
 from ranked import train_ranks
 from training import TINY, train
 
-from unet3d import build, compose, ranks
-from unet3d.config import Config
-from unet3d.errors import SnapshotError, UserError
+from unet3d import build
+from unet3d.base import ranks
+from unet3d.base.errors import SnapshotError, UserError
+from unet3d.base.types import Batch
+from unet3d.config import compose
+from unet3d.config.schema import Config
+from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.meter import ENOUGH, LedgerMeter
 from unet3d.memory.preflight import estimate
-from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import simulate
 from unet3d.report.wandb_logger import without_paths
 from unet3d.run import publish
-from unet3d.run.start import Start, class_sources, heads, open_start, with_names
+from unet3d.run.pretrained import Start, class_sources, heads, open_start, with_names
 from unet3d.training import checkpoint, optim
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 Capture = pytest.CaptureFixture[str]
 HEAD = ["outc.conv.weight", "outc.conv.bias"]

@@ -15,10 +15,10 @@ from jobs import sweep_of
 from training import ROOT, TINY, face, run, train
 from wandb_records import read_run
 
+from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, sweep
 from unet3d.cli import train as train_command
-from unet3d.config import Config, Model
-from unet3d.errors import UserError
+from unet3d.config.schema import Config, Model
 from unet3d.memory import preflight
 
 PREDICTED = [*TINY, "model.in_channels=1", "model.classes=3", "dry_run=true"]

@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from unet3d import checks, progress, ranks
-from unet3d.config import Config, Model
-from unet3d.config import Data as DataOptions
+from unet3d.base import progress, ranks
+from unet3d.base.errors import UserError, listed
+from unet3d.config import rules
+from unet3d.config.schema import Config, Model
+from unet3d.config.schema import Data as DataOptions
 from unet3d.data import disk_cache
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
-from unet3d.data.check import WARNING, check_cases, content_hashes
 from unet3d.data.disk_cache import DiskCache, can_stay_mapped
 from unet3d.data.nifti import ValidationRules, open_image
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader, SparseReader
 from unet3d.data.twins import leaks, voxel_digests
+from unet3d.data.validate import WARNING, check_cases, content_hashes
 from unet3d.data.volume import target_grid
-from unet3d.errors import UserError, listed
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.training.inference import Predictor
@@ -81,7 +82,7 @@ def _refuse_signature(name: str, path: str, part: Callable[..., Any]) -> None:
 
 def import_all(config: Config) -> dict[str, list[Callable[..., Any]]]:
     """The user's own parts, by the option that names them. Raises UserError for the first that cannot be imported."""
-    named = {name: value for name, value, _ in checks.options(config) if name in checks.IMPORTS}
+    named = {name: value for name, value, _ in rules.options(config) if name in rules.IMPORTS}
     lists = {name: value if isinstance(value, list) else [value] * bool(value) for name, value in named.items()}
     return {name: [import_object(name, path) for path in paths] for name, paths in lists.items()}
 
@@ -195,7 +196,7 @@ def _readers(options: DataOptions, read: CaseReader, train: Sequence[Case]) -> t
 def outlined_options(config: Config) -> Model:
     """The model's options for a prediction: unset ones come from the data set's names and one header."""
     import_all(config)
-    options = checks.network(config.model)
+    options = rules.network(config.model)
     if None not in (options.in_channels, options.classes) and "auto" not in (options.kernels, options.strides):
         return options
     dataset = read_dataset(config.data)
@@ -205,7 +206,7 @@ def outlined_options(config: Config) -> Model:
 
 def model_options(config: Config, dataset: DatasetInfo, case: Case) -> Model:
     """The model's options, all set, for the spacing of this case. Raises UserError where model and data disagree."""
-    options = replace(checks.network(config.model))
+    options = replace(rules.network(config.model))
     spacing = target_grid(case, open_image(case.id, case.images[0]), config.data.spacing).spacing
     for name, found in (("in_channels", len(dataset.channels)), ("classes", len(dataset.classes))):
         own = getattr(options, name)
@@ -216,7 +217,7 @@ def model_options(config: Config, dataset: DatasetInfo, case: Case) -> Model:
     for name, sizes in zip(("kernels", "strides"), automatic, strict=True):
         if getattr(options, name) == "auto":
             setattr(options, name, [list(size) for size in sizes])
-    checks.check(replace(config, model=options))
+    rules.check(replace(config, model=options))
     return options
 
 
@@ -306,7 +307,7 @@ def windows(config: Config, networks: Sequence[nn.Module]) -> int:
     mixes = any(_takes_statistics(module) for network in networks for module in network.modules())
     if asked != "auto":
         if asked > 1 and mixes:
-            raise checks.mixed_windows(asked, "a batch normalisation without running statistics")
+            raise rules.mixed_windows(asked, "a batch normalisation without running statistics")
         return int(asked)
     if mixes or target(config) == "cpu" or slabs(config) is not None:
         return 1

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from unet3d import compose
+from unet3d.base.terminal import WIDE, paper, terminal_table
+from unet3d.base.types import MIB, Table
+from unet3d.config import compose
 from unet3d.memory.analysis import held, layer_counts, state_bytes
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH, LedgerMeter
 from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.simulate import fake_batch, fake_mode
-from unet3d.terminal import WIDE, paper, terminal_table
-from unet3d.types import MIB, Table
 
 
 class Published(NamedTuple):

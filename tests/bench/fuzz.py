@@ -33,14 +33,15 @@ import torch
 from damage import LAYOUTS, NIFTI, damage_json, data_set
 from damage_run import damage_run
 
-from unet3d import build, compose
+from unet3d import build
+from unet3d.base.errors import SnapshotError, UserError
+from unet3d.base.files import read_yaml
 from unet3d.cli import train
-from unet3d.config import Data
+from unet3d.config import compose
+from unet3d.config.schema import Data
 from unet3d.data.cases import read_dataset, split
-from unet3d.data.check import WARNING, check_cases, summary
 from unet3d.data.preprocess import CaseReader
-from unet3d.errors import SnapshotError, UserError
-from unet3d.files import read_yaml
+from unet3d.data.validate import WARNING, check_cases, summary
 from unet3d.report import compare, memory_plots, plots, report
 from unet3d.run import predict
 from unet3d.run.resume import Checkpoints, TrainingState

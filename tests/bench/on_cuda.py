@@ -29,17 +29,18 @@ from peers import NETWORKS
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from unet3d import build, compose
-from unet3d.errors import UserError
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.base.types import MIB, Batch
+from unet3d.config import compose
 from unet3d.memory.allocator import read_settings, replay
+from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.meter import STEADY, open_meter
-from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import fitted, simulate
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
 from unet3d.training.step import Mark, ignore_mark, train_step
 from unet3d.training.switches import switched
-from unet3d.types import MIB, Batch
 
 TIMED = 5  # steps, after STEADY others
 TF32 = ("cuda.tf32=true", "cuda.tf32=false")

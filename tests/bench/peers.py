@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d import build, compose
-from unet3d.config import Config
+from unet3d import build
+from unet3d.base.types import Batch
+from unet3d.config import compose
+from unet3d.config.schema import Config
+from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter, open_meter
-from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import fake_mode, simulate
 from unet3d.training.losses import CUDA_SLAB, LossOptions, SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 WIDTHS = [32, 64, 128, 256]
 NNUNETS = ["model.activation=leaky_relu", "model.inplace=true", "model.downsampling=strided_conv"]

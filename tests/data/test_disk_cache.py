@@ -26,15 +26,17 @@ from guards import nothing, without, yes
 from nifti_files import decathlon, image, rewrite, told, write
 from training import TINY, Ended, call, fill, records, same, send, start, status, train
 
-from unet3d import build, compose, signals
-from unet3d.config import Augment, Config, Data, Phantom
+from unet3d import build
+from unet3d.base import signals
+from unet3d.base.errors import Preempted, UserError
+from unet3d.base.types import Batch
+from unet3d.config import compose
+from unet3d.config.schema import Augment, Config, Data, Phantom
 from unet3d.data import disk_cache, loader, preprocess, synthetic
 from unet3d.data.cases import Case
 from unet3d.data.disk_cache import DiskCache, key_of
 from unet3d.data.patches import Patches, PreparedCase, crop
-from unet3d.errors import Preempted, UserError
 from unet3d.training import checkpoint
-from unet3d.types import Batch
 
 SHAPE = (21, 18, 13)
 SEMI = {"semi": True, "sparse": [3, 3, 2], "scored": [2, 2, 2]}

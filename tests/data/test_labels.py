@@ -13,15 +13,16 @@ import yaml
 from guards import without
 from nifti_files import changed, checked, decathlon, errors, holds, image, label, rewrite, told, write
 
-from unet3d import build, compose
-from unet3d.checks import label_sources
-from unet3d.config import Config, Data
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.config import compose
+from unet3d.config.rules import label_sources
+from unet3d.config.schema import Config, Data
 from unet3d.data.cases import read_dataset, split
-from unet3d.data.check import WARNING, summary
 from unet3d.data.disk_cache import key_of
 from unet3d.data.labels import numbered, proposal, written_values, written_words
 from unet3d.data.preprocess import CaseReader
-from unet3d.errors import UserError
+from unet3d.data.validate import WARNING, summary
 from unet3d.run.resume import fingerprint
 
 Dataset = Callable[[Path], Data]

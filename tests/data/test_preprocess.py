@@ -16,17 +16,17 @@ from nifti_files import FLIPPED, LPS, case, checked, decathlon, image, label, to
 from training import TINY, face, records, train
 
 from unet3d import build
-from unet3d.compose import compose, to_plain
-from unet3d.config import Config, Data
+from unet3d.base.errors import UserError
+from unet3d.base.types import IGNORE
+from unet3d.config.compose import compose, to_plain
+from unet3d.config.schema import Config, Data
 from unet3d.data import preprocess
-from unet3d.data.check import WARNING
 from unet3d.data.patches import Patches, PatchIndex, choose_centre, crop
 from unet3d.data.preprocess import Intensity, checked_intensity, intensity_rules, normalise
-from unet3d.errors import UserError
+from unet3d.data.validate import WARNING
 from unet3d.run.predict import Segmenter
 from unet3d.training import checkpoint
 from unet3d.training.policy import MemoryPolicy
-from unet3d.types import IGNORE
 
 
 def test_auto_treats_ct_as_ct_and_the_rest_by_z_score() -> None:

@@ -15,11 +15,11 @@ from nibabel.orientations import apply_orientation
 from nifti_files import SHIFTED, case, changed, checked, decathlon, image, label, told, write, write_header
 from scipy import ndimage
 
+from unet3d.base.errors import UserError
+from unet3d.base.types import Strip
 from unet3d.data.cases import Case
 from unet3d.data.nifti import ValidationRules, save_labels
 from unet3d.data.volume import canonical_grid, read_volume, target_grid, to_original
-from unet3d.errors import UserError
-from unet3d.types import Strip
 
 ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]
 

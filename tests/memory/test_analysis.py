@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unet3d import compose
+from unet3d.base.types import Batch
 from unet3d.cli.memory import narrowed
+from unet3d.config import compose
 from unet3d.memory import analysis, tables
 from unet3d.memory.analysis import Levels, changed_groups, usual_estimates
 from unet3d.memory.ledger import CATEGORIES, Ledger
@@ -21,7 +22,6 @@ from unet3d.memory.tables import sentence
 from unet3d.training.losses import LOSSES, SegmentationLoss
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 FORUM = ("model=forum_mid", "data.patch=[320,150,26]", "batch=2", "amp=true")
 

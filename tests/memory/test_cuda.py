@@ -14,9 +14,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from training import PLAIN, train
 
-from unet3d import build, compose
-from unet3d.config import Config
-from unet3d.errors import is_out_of_memory
+from unet3d import build
+from unet3d.base.errors import is_out_of_memory
+from unet3d.base.types import MIB, mib
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory import preflight
 from unet3d.memory.allocator import Settings
 from unet3d.memory.copies import GpuLedger
@@ -26,7 +28,6 @@ from unet3d.memory.simulate import cuda_autocast, fake_mode, simulate
 from unet3d.model.unet import UNet3D
 from unet3d.run.resume import TrainingState
 from unet3d.training import optim
-from unet3d.types import MIB, mib
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Bytes that autograd saves in forward and cross-entropy, widths 16..128, 32 x 32 x 32, batch 2: with a CUDA build of
@@ -207,8 +208,8 @@ def test_the_replay_has_the_settings_that_the_environment_asks_for(
     assert line.startswith(f"{name}:") and "backend:cudaMallocAsync" in line and "max_split" not in line
 
 
-@without("unet3d.errors.NO_MEMORY", ("can't allocate", "ALLOC_FAILED"), only="create a primitive-True")
-@without("unet3d.errors.NO_MEMORY", ("could not create a primitive",), only="primitive descriptor")
+@without("unet3d.base.errors.NO_MEMORY", ("can't allocate", "ALLOC_FAILED"), only="create a primitive-True")
+@without("unet3d.base.errors.NO_MEMORY", ("could not create a primitive",), only="primitive descriptor")
 @pytest.mark.parametrize(
     ("error", "is_so"),
     [

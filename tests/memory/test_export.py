@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
-from unet3d import compose
+from unet3d.config import compose
 from unet3d.memory import analysis, export
+from unet3d.memory.checkpoint_plan import predicted
 from unet3d.memory.ledger import CATEGORIES, Crossing, Ledger
 from unet3d.memory.meter import STEADY
-from unet3d.memory.segments import predicted
 from unet3d.memory.simulate import fake_mode
 from unet3d.report import memory_plots
 

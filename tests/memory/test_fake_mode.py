@@ -4,14 +4,15 @@ import pytest
 import torch
 from allocator import dispatch_modes
 
-from unet3d import build, compose
-from unet3d.config import Config
+from unet3d import build
+from unet3d.base.types import Batch
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEADY, LedgerMeter
 from unet3d.memory.simulate import fake_mode, simulate
 from unet3d.training import optim
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 
 def test_a_known_number_stays_known_until_data_changes_it() -> None:

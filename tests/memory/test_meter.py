@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from unet3d.base.types import Batch
 from unet3d.memory.analysis import by_phase
 from unet3d.memory.meter import STEADY, CudaMeter, LedgerMeter, open_meter
 from unet3d.model.unet import UNet3D
 from unet3d.training.losses import SegmentationLoss, ce
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import PHASES, train_step
-from unet3d.types import Batch
 
 Network = Callable[..., UNet3D]
 

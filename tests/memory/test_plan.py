@@ -11,9 +11,12 @@ import torch
 from guards import nothing, without
 from training import PLAIN, face
 
-from unet3d import build, compose, ranks
-from unet3d.config import Config, Model
-from unet3d.errors import UserError
+from unet3d import build
+from unet3d.base import ranks
+from unet3d.base.errors import UserError
+from unet3d.base.types import MIB, mib
+from unet3d.config import compose
+from unet3d.config.schema import Config, Model
 from unet3d.memory import budget as search_of_ways
 from unet3d.memory.budget import (
     Option,
@@ -30,11 +33,10 @@ from unet3d.memory.budget import (
     smaller,
     without_levers,
 )
+from unet3d.memory.checkpoint_plan import choose_segments, estimated_in_slabs, in_slabs, predicted, profile_stages
 from unet3d.memory.meter import ENOUGH
 from unet3d.memory.preflight import preflight
-from unet3d.memory.segments import choose_segments, estimated_in_slabs, in_slabs, predicted, profile_stages
 from unet3d.memory.simulate import validation_peak
-from unet3d.types import MIB, mib
 
 WORDS = (
     *("model=unet_tiny", "model.features=[8,16]", "data.patch=[4,16,16]", "batch=2", "model.norm=none"),

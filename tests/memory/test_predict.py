@@ -8,17 +8,18 @@ import torch
 from evenly import evenly
 from training import PLAIN
 
-from unet3d import build, compose
-from unet3d.config import Config
-from unet3d.errors import UserError
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.base.types import IGNORE, Batch
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory.budget import resized
+from unet3d.memory.checkpoint_plan import choose_segments, predict
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
 from unet3d.memory.preflight import preflight
-from unet3d.memory.segments import choose_segments, predict
 from unet3d.memory.simulate import SegmentStarts, fake_mode, simulate
 from unet3d.training import optim
 from unet3d.training.step import train_step
-from unet3d.types import IGNORE, Batch
 
 VARIANTS = [
     ("model.norm=instance", "ckpt=3", "optim.average=0.99"),

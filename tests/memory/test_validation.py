@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from unet3d import build, compose
+from unet3d import build
+from unet3d.config import compose
+from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH
-from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import simulate, validation_peak
 
 MIRRORED = ("inference.mirror=true", "data.augment.mirror=[0,2]")

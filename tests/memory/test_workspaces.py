@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import PLAIN
 
-from unet3d import compose
-from unet3d.config import Config
+from unet3d.base.types import MIB, Batch
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory import predict, tables
 from unet3d.memory.budget import Option, warn_over_card
 from unet3d.memory.counters import Counters
@@ -19,7 +20,6 @@ from unet3d.memory.preflight import preflight
 from unet3d.training.losses import SegmentationLoss, ce
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
-from unet3d.types import MIB, Batch
 
 WORDS = ("model=unet_tiny", "model.features=[8]", "data.patch=[8,8,8]", "model.in_channels=1", "model.classes=3")
 WEIGHTS = (32, 16)  # bytes of the two layers'

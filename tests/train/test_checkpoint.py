@@ -9,8 +9,8 @@ import pytest
 import torch
 from guards import nothing, without, yes
 
-from unet3d.compose import SNAPSHOTS
-from unet3d.errors import DamagedSnapshot, SnapshotError
+from unet3d.base.errors import DamagedSnapshot, SnapshotError
+from unet3d.config.compose import SNAPSHOTS
 from unet3d.memory.ledger import Ledger
 from unet3d.training import checkpoint
 

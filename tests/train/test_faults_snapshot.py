@@ -21,9 +21,9 @@ from guards import Guard, are_out, no, nothing, without
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from training import SERVER, TINY, fill, forked, records, same, status, train
 
+from unet3d.base.errors import NotSaved, UserError
 from unet3d.cli.lifecycle import hold_folder
-from unet3d.compose import SNAPSHOTS
-from unet3d.errors import NotSaved, UserError
+from unet3d.config.compose import SNAPSHOTS
 from unet3d.report import memory_plots
 from unet3d.training import checkpoint
 
@@ -258,7 +258,7 @@ def full_beginning() -> None:
     os.fsync = no_space
 
 
-@without("unet3d.errors.is_disk_full", no)
+@without("unet3d.base.errors.is_disk_full", no)
 def test_a_disk_that_is_full_as_a_run_begins_is_one_line(place: Path) -> None:
     done = train(place / "e", *TINY, "hydra.run.dir=run", hook=full_beginning)
     assert done.code == 2 and done.err.count("\n") == 1

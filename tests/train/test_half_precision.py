@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from unet3d import build, compose
+from unet3d import build
+from unet3d.base.types import Batch
+from unet3d.config import compose
+from unet3d.memory.checkpoint_plan import choose_segments, predict
 from unet3d.memory.meter import open_meter
-from unet3d.memory.segments import choose_segments, predict
 from unet3d.model.unet import UNet3D
 from unet3d.training import half_precision, optim
 from unet3d.training.half_precision import Options, convolutions, is_served, slabs
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 aten = torch.ops.aten
 DTYPES = half_precision.DTYPES

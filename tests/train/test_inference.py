@@ -13,11 +13,13 @@ from guards import without
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unet3d import build, compose
-from unet3d.config import Model
+from unet3d import build
+from unet3d.base.errors import NonFinitePrediction, UserError
+from unet3d.base.types import IGNORE, Strip
+from unet3d.config import compose
+from unet3d.config.schema import Model
 from unet3d.data.patches import choose_centre, crop, prepare
 from unet3d.data.volume import LabelMap
-from unet3d.errors import NonFinitePrediction, UserError
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.simulate import fake_mode, fitted
 from unet3d.model import geometry
@@ -25,7 +27,6 @@ from unet3d.model.unet import UNet3D
 from unet3d.training import inference
 from unet3d.training.inference import Predictor, aligned_corners, even_corners, gaussian, scan_order, sums_bytes
 from unet3d.training.policy import MemoryPolicy
-from unet3d.types import IGNORE, Strip
 
 Network = Callable[..., UNet3D]
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from unet3d.compose import compose
-from unet3d.config import Optim
+from unet3d.base.types import Batch
+from unet3d.config.compose import compose
+from unet3d.config.schema import Optim
 from unet3d.training import checkpoint, optim
 from unet3d.training.optim import learning_rate
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations
 from training import TINY
 
-from unet3d import build, compose
-from unet3d.config import Model
-from unet3d.errors import UserError
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.config import compose
+from unet3d.config.schema import Model
 from unet3d.memory.simulate import simulate
 from unet3d.model.blocks import DoubleConv, FeatureState, Up
 from unet3d.model.unet import UNet3D

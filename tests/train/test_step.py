@@ -8,12 +8,12 @@ from calls import Calls
 from guards import no, without, yes
 from torch import nn
 
-from unet3d.errors import NonFiniteLoss
+from unet3d.base.errors import NonFiniteLoss
+from unet3d.base.types import Batch
 from unet3d.model.unet import UNet3D
 from unet3d.training.losses import SegmentationLoss, ce
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import StepResult, ignore_mark, train_step
-from unet3d.types import Batch
 
 Network = Callable[..., UNet3D]
 

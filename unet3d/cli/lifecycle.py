@@ -19,11 +19,12 @@ from typing import Any, TextIO
 
 from omegaconf import OmegaConf
 
-from unet3d import compose, errors, ranks, signals
+from unet3d.base import errors, ranks, signals
+from unet3d.base.errors import LoaderError, NotSaved, OutOfMemory, Preempted, RankLost, UserError, escaped
+from unet3d.base.files import read_text, read_yaml, refuse_links_out, write_text
 from unet3d.cli.interrupt import INTERRUPTED
-from unet3d.config import Config
-from unet3d.errors import LoaderError, NotSaved, OutOfMemory, Preempted, RankLost, UserError, escaped
-from unet3d.files import read_text, read_yaml, refuse_links_out, write_text
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.report import run_folder
 
 LOCK = ".lock"

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unet3d import __version__, checks, compose, progress
-from unet3d.cli import libraries, lifecycle, options, train
-from unet3d.config import Config
-from unet3d.errors import (
+from unet3d import __version__
+from unet3d.base import progress
+from unet3d.base.errors import (
     OutOfMemory,
     SnapshotError,
     UserError,
@@ -24,6 +23,9 @@ from unet3d.errors import (
     not_saved,
     reason,
 )
+from unet3d.cli import libraries, lifecycle, options, train
+from unet3d.config import compose, rules
+from unet3d.config.schema import Config
 
 if TYPE_CHECKING:
     from unet3d.data.cases import Case
@@ -141,7 +143,7 @@ def _options(_: argparse.Namespace) -> None:
 def _composed(overrides: list[str]) -> Config:
     """The config, with a warning for each option that does nothing."""
     config = compose.compose(overrides)
-    for line in checks.warnings(config):
+    for line in rules.warnings(config):
         lifecycle.say(f"warning: {escaped(line)}")
     return config
 
@@ -318,20 +320,20 @@ def _score(arguments: argparse.Namespace) -> None:
 def _check_data(arguments: argparse.Namespace) -> int:
     """Read every voxel of every case; returns 2 if there is a problem."""
     config = _composed(arguments.overrides)
-    from unet3d.data import cases, check
+    from unet3d.data import cases, validate
 
     dataset = cases.read_dataset(config.data)
     try:
         train, val = cases.split(dataset, config.data)
     except UserError:  # check_cases lists it too
         train, val = (), ()
-    found = check.check_cases(dataset, dataset.cases, config.data, full=True)
-    options = check.suitable_options(config, dataset.cases)
-    if line := check.unsuitable_patch(config, train):
+    found = validate.check_cases(dataset, dataset.cases, config.data, full=True)
+    options = validate.suitable_options(config, dataset.cases)
+    if line := validate.unsuitable_patch(config, train):
         line = line.partition("; ")[0] if "data.patch=" in " ".join(options) else line  # one patch is named, not two
-        found.append(f"{check.WARNING}{line}")
-    problems = [line for line in found if not line.startswith(check.WARNING)]
-    lines = check.summary(dataset, train, val)
+        found.append(f"{validate.WARNING}{line}")
+    problems = [line for line in found if not line.startswith(validate.WARNING)]
+    lines = validate.summary(dataset, train, val)
     if options:
         lines.append(f"options that suit it: {' '.join(options)}")
     print(*map(escaped, [*lines, *listed(found)]), sep="\n")

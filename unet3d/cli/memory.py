@@ -15,19 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from unet3d import build, compose
-from unet3d.config import Config
-from unet3d.errors import UserError, escaped, is_out_of_memory, reason
-from unet3d.files import write_csv, write_json, write_text
+from unet3d import build
+from unet3d.base.errors import UserError, escaped, is_out_of_memory, reason
+from unet3d.base.files import write_csv, write_json, write_text
+from unet3d.base.progress import track
+from unet3d.base.terminal import WIDE, paper, plain_text, terminal_table
+from unet3d.base.types import Table, budget_bytes, mib, percent
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory import analysis, budget, export, profile, tables
 from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import ENOUGH, STEADY
 from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
-from unet3d.progress import track
 from unet3d.report import explained, memory_plots, report
-from unet3d.run.start import with_names
-from unet3d.terminal import WIDE, paper, plain_text, terminal_table
-from unet3d.types import Table, budget_bytes, mib, percent
+from unet3d.run.pretrained import with_names
 
 LARGEST = 10  # groups of tensors shown
 FRONT = 24  # rows of the table of options

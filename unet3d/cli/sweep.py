@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from unet3d import compose, signals
+from unet3d.base import signals
+from unet3d.base.errors import Preempted, UserError, reason
 from unet3d.cli import lifecycle
-from unet3d.compose import Job
-from unet3d.errors import Preempted, UserError, reason
+from unet3d.config import compose
+from unet3d.config.compose import Job
 
 QUEUES = ("slurm", "submitit_slurm")  # launchers whose jobs do not need this process
 GOES_ON = "resume=auto"

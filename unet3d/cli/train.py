@@ -14,12 +14,13 @@ from hydra._internal.utils import get_args_parser  # the only place that knows w
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from unet3d import checks, compose, ranks
+from unet3d.base import ranks
+from unet3d.base.errors import UserError, escaped, is_disk_full, make_room
+from unet3d.base.files import read_yaml, refuse_links_out
+from unet3d.base.signals import Stop
 from unet3d.cli import libraries, lifecycle, options, sweep
-from unet3d.config import Config
-from unet3d.errors import UserError, escaped, is_disk_full, make_room
-from unet3d.files import read_yaml, refuse_links_out
-from unet3d.signals import Stop
+from unet3d.config import compose, rules
+from unet3d.config.schema import Config
 
 if TYPE_CHECKING:
     from unet3d.data.cases import Case
@@ -145,16 +146,16 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     """One run in its folder, of this process or of several ranks, which all call this. Ends early once `stop`."""
     libraries.load_libraries()  # before torch and monai, which load here: a wrong option was answered before
     from unet3d import build
-    from unet3d.data.check import unsuitable_patch
+    from unet3d.data.validate import unsuitable_patch
     from unet3d.memory.preflight import preflight
     from unet3d.report import report, run_folder
+    from unet3d.run.pretrained import open_start
     from unet3d.run.run import Run
-    from unet3d.run.start import open_start
     from unet3d.training.switches import switched
 
     if build.target(config) == "cuda":
-        checks.refuse_indeterminate(config)
-    for line in checks.warnings(config):
+        rules.refuse_indeterminate(config)
+    for line in rules.warnings(config):
         lifecycle.say(f"warning: {line}")
     ranks.hand_over([compose.to_plain(config), str(folder.resolve())])
     with switched(config), ranks.joined(build.target(config), config.rank_timeout):

@@ -11,12 +11,12 @@ import numpy as np
 from nibabel.affines import apply_affine, voxel_sizes
 from nibabel.orientations import apply_orientation, inv_ornt_aff
 
+from unet3d.base.errors import UserError
+from unet3d.base.types import Strip
 from unet3d.data import nifti
 from unet3d.data.cases import Case
 from unet3d.data.labels import Relabel
 from unet3d.data.nifti import STRICT, ValidationRules, problem, read_image, read_label
-from unet3d.errors import UserError
-from unet3d.types import Strip
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative

@@ -10,16 +10,16 @@ from math import inf
 from typing import NamedTuple, NoReturn
 
 from unet3d import build
-from unet3d.checks import check, check_ranks
-from unet3d.config import Config, Model
-from unet3d.errors import UserError
-from unet3d.memory import analysis, segments
+from unet3d.base.errors import UserError
+from unet3d.base.progress import track
+from unet3d.base.types import budget_bytes, mib
+from unet3d.config.rules import check, check_ranks
+from unet3d.config.schema import Config, Model
+from unet3d.memory import analysis, checkpoint_plan
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH
 from unet3d.memory.simulate import memoized, simulate
 from unet3d.memory.tables import NAMES
-from unet3d.progress import track
-from unet3d.types import budget_bytes, mib
 
 PASSES = 3  # forward passes in a step's FLOPs: backward counts as two
 RESUMABLE = {"ckpt=auto", "ckpt=0", "lean=true", "lean=false", "slab=auto", "slab=0"}  # by a resumed run
@@ -41,7 +41,7 @@ class Option(NamedTuple):
     peak_bytes: int = 0
     recompute_fraction: float = 0  # convolution FLOPs computed twice, as a share of a step's
     segments: int = 1
-    is_simulated: bool = True  # else the peak is estimated, see `segments.estimated_peak`
+    is_simulated: bool = True  # else the peak is estimated, see `checkpoint_plan.estimated_peak`
     reserved_bytes: int = 0  # by CUDA's allocator; 0 on the CPU, and where it is not known
 
     @property
@@ -63,21 +63,21 @@ class Option(NamedTuple):
 def simulated(option: Option) -> Option:
     """The option as a run takes it: with the segments that it chooses, and the peak of its second step."""
     if option.config.lean or option.config.slab:
-        peak, reserved, again = segments.in_slabs(option.config, option.model)
+        peak, reserved, again = checkpoint_plan.in_slabs(option.config, option.model)
         return Option(*option[:4], peak, again / PASSES, reserved_bytes=reserved)
-    segment_starts, fraction = segments.choose_segments(option.config, option.model)
+    segment_starts, fraction = checkpoint_plan.choose_segments(option.config, option.model)
     if segment_starts:
         ledger = simulate(option.config, option.model, segment_starts, steps=ENOUGH).ledger
         peak = ledger.peak_bytes()
-        reserved = segments.reserved_bytes(option.config, ledger)
+        reserved = checkpoint_plan.reserved_bytes(option.config, ledger)
     else:
-        profile = segments.profile_stages(option.config, option.model)
+        profile = checkpoint_plan.profile_stages(option.config, option.model)
         peak = profile.peak
         reserved = profile.reserved
     return Option(*option[:4], peak, fraction / PASSES, max(1, len(segment_starts)), reserved_bytes=reserved)
 
 
-def without_levers(config: Config, options: Model, segment_starts: segments.SegmentStarts) -> dict[str, int]:
+def without_levers(config: Config, options: Model, segment_starts: checkpoint_plan.SegmentStarts) -> dict[str, int]:
     """The peak of the same step without each way to save memory that it uses, by the word for that."""
     plain, parts = replace(config, lean=False, slab=0, ckpt=0), config.accumulate
     ways: list[tuple[bool, str, Config]] = [
@@ -90,7 +90,7 @@ def without_levers(config: Config, options: Model, segment_starts: segments.Segm
     found = {}
     for is_used, word, way in ways:
         if is_used and way is plain:
-            found[word] = segments.profile_stages(plain, options).peak
+            found[word] = checkpoint_plan.profile_stages(plain, options).peak
         elif is_used:
             found[word] = simulate(way, options, segment_starts, steps=ENOUGH).ledger.peak_bytes()
     return found
@@ -125,17 +125,20 @@ def search(asked: Option, enough: int = 0, until: float = inf) -> list[Option]:
             break
         if way.config.lean or way.config.slab:
             try:
-                peak, again = segments.estimated_in_slabs(way.config, way.model)
+                peak, again = checkpoint_plan.estimated_in_slabs(way.config, way.model)
             except UserError:  # a part of the user's own, for which slabs have no rule
                 continue
             found.append(way._replace(peak_bytes=peak, recompute_fraction=again / PASSES, is_simulated=False))
             continue
-        profile = segments.profile_stages(way.config, way.model)
+        profile = checkpoint_plan.profile_stages(way.config, way.model)
         plain = way.overrides + ("ckpt=0",) * (ckpt != 0)
         found.append(way._replace(overrides=plain, peak_bytes=profile.peak, reserved_bytes=profile.reserved))
         words, config = way.overrides + ("ckpt=auto",) * (ckpt != "auto"), replace(way.config, ckpt="auto")
-        for choice in segments.partitions(len(profile.forward), len(profile.forward)):
-            peak, fraction = segments.estimated_peak(profile, choice), segments.recompute_fraction(profile, choice)
+        for choice in checkpoint_plan.partitions(len(profile.forward), len(profile.forward)):
+            peak, fraction = (
+                checkpoint_plan.estimated_peak(profile, choice),
+                checkpoint_plan.recompute_fraction(profile, choice),
+            )
             found.append(Option(words, way.changes, config, way.model, peak, fraction / PASSES, len(choice), False))
     return sorted(found, key=Option.cost)
 
@@ -195,7 +198,7 @@ def find_fit(asked: Option, budget: int, thorough: bool = True) -> tuple[list[Op
     """
     found = search(asked, 0 if thorough else budget)
     may_lack = not thorough and any(option.occupied_bytes <= budget for option in found)
-    likely = {o.overrides: o for o in reversed(found) if o.peak_bytes <= segments.SLACK * budget}
+    likely = {o.overrides: o for o in reversed(found) if o.peak_bytes <= checkpoint_plan.SLACK * budget}
     for option in track(sorted(likely.values(), key=Option.cost), "options that may fit, at most", len(likely)):
         best = simulated(option)
         if best.occupied_bytes <= budget:

@@ -19,18 +19,18 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d import build
-from unet3d.config import Config, Model
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
+from unet3d.base.progress import beat, parts
+from unet3d.base.types import Batch, host_bytes, mib
+from unet3d.config.schema import Config, Model
 from unet3d.memory.copies import GpuLedger
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEADY, LedgerMeter
-from unet3d.progress import beat, parts
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
 from unet3d.training.step import train_step
 from unet3d.training.switches import switched
 from unet3d.training.trainer import Learner
-from unet3d.types import Batch, host_bytes, mib
 
 SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep

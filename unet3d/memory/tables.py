@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unet3d.types import Table, mib, percent
+from unet3d.base.types import Table, mib, percent
 
 Entry = Mapping[str, Any]  # what memory.json holds under "predicted" or "measured"
 NAMES = {

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from unet3d import compose
-from unet3d.config import Config
-from unet3d.errors import UserError, escaped
-from unet3d.files import write_csv, write_text
+from unet3d.base.errors import UserError, escaped
+from unet3d.base.files import write_csv, write_text
+from unet3d.base.terminal import NARROW, narrow_tables, paper
+from unet3d.base.types import Table, mib
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.report import folds
 from unet3d.report.folds import Row
 from unet3d.report.html import element, html_page, html_table, picture, section
@@ -33,9 +35,7 @@ from unet3d.report.plots import (
 )
 from unet3d.report.run_folder import KINDS, RunFolder, as_number, read_run
 from unet3d.report.wandb_logger import PATHS
-from unet3d.terminal import NARROW, narrow_tables, paper
 from unet3d.training.metrics import mean_of
-from unet3d.types import Table, mib
 
 MARKS = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them
 SAME_CONFIG = (  # runs that differ in these are not comparable: other data, or another length or course of training

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from unet3d.errors import UserError
-from unet3d.files import write_json, write_text
+from unet3d.base.errors import UserError
+from unet3d.base.files import write_json, write_text
 from unet3d.memory import tables
 from unet3d.memory.profile import Explanation
 from unet3d.report import memory_plots, report

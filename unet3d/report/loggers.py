@@ -13,9 +13,9 @@ from typing import Protocol
 
 from rich.console import Console
 
-from unet3d.config import Config
-from unet3d.errors import escaped, is_disk_full, reason
-from unet3d.progress import Counter, duration
+from unet3d.base.errors import escaped, is_disk_full, reason
+from unet3d.base.progress import Counter, duration
+from unet3d.config.schema import Config
 from unet3d.report.wandb_logger import WandbLogger, wandb_mode
 
 Scalar = float | int | str | None

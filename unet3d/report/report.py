@@ -6,16 +6,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from unet3d.errors import escaped
-from unet3d.files import write_csv, write_text
+from unet3d.base.errors import escaped
+from unet3d.base.files import write_csv, write_text
+from unet3d.base.terminal import NARROW, paper, terminal_table
+from unet3d.base.types import Table, mib
 from unet3d.memory import tables
 from unet3d.report import case_plots, memory_plots, plots
 from unet3d.report.case_scores import METRICS, ROLES, case_table, dice_by_class, shown
 from unet3d.report.html import element, facts, folded, html_page, html_table, picture, section
 from unet3d.report.run_folder import RunFolder, as_number, finite, read_run
-from unet3d.terminal import NARROW, paper, terminal_table
 from unet3d.training.metrics import NETWORK, mean_of
-from unet3d.types import Table, mib
 
 SCORES_TITLE = "Scores on the held-out cases"
 OWN_GRIDS = "on the files' own grids"

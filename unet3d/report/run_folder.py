@@ -14,10 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from unet3d import checks, compose
-from unet3d.config import Config
-from unet3d.errors import UserError, escaped
-from unet3d.files import (
+from unet3d.base.errors import UserError, escaped
+from unet3d.base.files import (
     LARGEST_YAML,
     read_csv,
     read_lines,
@@ -27,6 +25,8 @@ from unet3d.files import (
     write_json,
     write_text,
 )
+from unet3d.config import compose, rules
+from unet3d.config.schema import Config
 from unet3d.memory.tables import NAMES, folded
 from unet3d.report.shapes import MOST_ITEMS, as_number, finite, fits, is_shallow, sound
 
@@ -259,7 +259,7 @@ class RunFolder:
     @property
     def switches(self) -> str:
         """What was on as its steps were timed; "" if nothing was."""
-        return checks.switched_on(compose.flat(self.settings, "."))
+        return rules.switched_on(compose.flat(self.settings, "."))
 
     def values(self, key: str) -> list[float]:
         """A number's values in the records, in their order; NaN and infinity included."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unet3d.config import Config, Wandb
-from unet3d.errors import reason
+from unet3d.base.errors import reason
+from unet3d.config.schema import Config, Wandb
 
 STEP = "trainer/step"
 DATA_DIR = "WANDB_DATA_DIR"  # where wandb keeps copies of what it is to upload

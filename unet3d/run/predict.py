@@ -14,19 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unet3d import build, checks, compose
-from unet3d.config import Config, Data
+from unet3d import build
+from unet3d.base.errors import SnapshotError, UserError
+from unet3d.base.types import Strip
+from unet3d.config import compose, rules
+from unet3d.config.schema import Config, Data
 from unet3d.data import preprocess
 from unet3d.data.cases import Case, in_order, refuse_long, volumes_in, without_channel
 from unet3d.data.labels import written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, save_labels, saving_scores, stem
 from unet3d.data.preprocess import Intensity, normalise
 from unet3d.data.volume import Scores, Volume, contradictions, foreign_units, read_volume, to_original, with_values
-from unet3d.errors import SnapshotError, UserError
 from unet3d.memory.simulate import fitted
 from unet3d.training import checkpoint, known_bad
 from unet3d.training.inference import Predictor, free_bytes
-from unet3d.types import Strip
 
 Split = dict[str, Any]
 
@@ -191,7 +192,7 @@ def segmenter(
         if isinstance(overlap, bool) or not isinstance(overlap, (int, float)):
             raise UserError(f"inference.overlap={overlap}: give a number from 0 to 0.9, a share of the window")
         config.inference = dataclasses.replace(config.inference, overlap=overlap)
-    checks.check(config, here=False)  # the device's name; and not every network can be mirrored
+    rules.check(config, here=False)  # the device's name; and not every network can be mirrored
     if mirror and not config.data.augment.mirror:
         print("warning: mirroring does nothing: this network has data.augment.mirror=[]", file=sys.stderr)
     if overlap is not None and config.model.padding == "valid":

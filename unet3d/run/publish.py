@@ -5,22 +5,23 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from unet3d import build, compose
-from unet3d.checks import label_sources
-from unet3d.config import Config, Data
+from unet3d import build
+from unet3d.base.errors import SnapshotError, UserError, not_saved
+from unet3d.base.files import write_text
+from unet3d.config import compose
+from unet3d.config.rules import label_sources
+from unet3d.config.schema import Config, Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.volume import LabelMap, is_resampled, to_original
-from unet3d.errors import SnapshotError, UserError, not_saved
-from unet3d.files import write_text
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.loggers import warn
 from unet3d.report.report import OWN_GRIDS, SCORES_TITLE
 from unet3d.run import predict
 from unet3d.run.predict import TrainedNetworks, split_of
-from unet3d.run.validate import evaluate, score_on_own_grid
+from unet3d.run.validation import evaluate, score_on_own_grid
 from unet3d.training import checkpoint, metrics
 
 KEPT = ("model_options", "classes", "channels", "intensity", "step")  # of a snapshot, besides weights and config

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from unet3d import compose, ranks
+from unet3d.base import ranks
+from unet3d.base.errors import NotSaved, SnapshotError, UserError, escaped, is_out_of_memory
+from unet3d.base.types import Batch
 from unet3d.build import Data
-from unet3d.compose import SNAPSHOTS
-from unet3d.config import Config, Model
-from unet3d.errors import NotSaved, SnapshotError, UserError, escaped, is_out_of_memory
+from unet3d.config import compose
+from unet3d.config.compose import SNAPSHOTS
+from unet3d.config.schema import Config, Model
 from unet3d.report import run_folder
 from unet3d.report.loggers import warn
 from unet3d.training import checkpoint, optim
-from unet3d.types import Batch
 
 DatasetFingerprint = dict[str, Any]
 Snapshot = dict[str, Any]

@@ -14,14 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from unet3d import build, checks, ranks
-from unet3d.compose import flat
-from unet3d.config import Config, Model
-from unet3d.data.cases import Case
-from unet3d.data.loader import batches, lost
-from unet3d.data.patches import Patches, PreparedCase
-from unet3d.data.volume import LabelMap
-from unet3d.errors import (
+from unet3d import build
+from unet3d.base import ranks
+from unet3d.base.errors import (
     NonFiniteLoss,
     NotSaved,
     OutOfMemory,
@@ -31,22 +26,29 @@ from unet3d.errors import (
     not_saved,
     reason,
 )
-from unet3d.files import write_json, write_text
+from unet3d.base.files import write_json, write_text
+from unet3d.base.signals import Stop
+from unet3d.base.types import IGNORE, Batch
+from unet3d.config import rules
+from unet3d.config.compose import flat
+from unet3d.config.schema import Config, Model
+from unet3d.data.cases import Case
+from unet3d.data.loader import batches, lost
+from unet3d.data.patches import Patches, PreparedCase
+from unet3d.data.volume import LabelMap
 from unet3d.memory import budget
 from unet3d.memory.meter import STEADY, CudaMeter, open_meter
 from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
 from unet3d.report import memory_plots, run_folder
 from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers, warn
+from unet3d.run.pretrained import Start
 from unet3d.run.resume import BEST, Checkpoints, TrainingState, draw_apart, fingerprint
-from unet3d.run.start import Start
-from unet3d.run.validate import Predictions, evaluate, has_own_grids
-from unet3d.signals import Stop
+from unet3d.run.validation import Predictions, evaluate, has_own_grids
 from unet3d.training import metrics, optim, switches
 from unet3d.training.inference import free_bytes
 from unet3d.training.metrics import CaseScore
 from unet3d.training.trainer import Learner, Trainer
-from unet3d.types import IGNORE, Batch
 
 
 class Run:
@@ -101,7 +103,7 @@ class Run:
             self.loggers = open_loggers(config, folder)
             spacing = run_folder.spacing_words(config.data.spacing)
             grid = f"at {spacing}" if has_own_grids(data.val, config.data) else ""
-            self.loggers.add(TerminalLogger(config.steps, switches=checks.switches_of(config), grid=grid))
+            self.loggers.add(TerminalLogger(config.steps, switches=rules.switches_of(config), grid=grid))
         rate = functools.partial(optim.learning_rate, config.optim, config.steps)
         clip, mark, log = config.optim.clip, self._mark, self.loggers.scalars
         self.trainer = Trainer(learner, rate, clip, mark, log, self.first, last_validation)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d.errors import DamagedSnapshot, NotSaved, SnapshotError, escaped, is_disk_full, make_room
-from unet3d.files import replacing
+from unet3d.base.errors import DamagedSnapshot, NotSaved, SnapshotError, escaped, is_disk_full, make_room
+from unet3d.base.files import replacing
 
 FORMAT = 2
 SHOWN = 10  # differences in an error

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unet3d import progress
-from unet3d.config import Model
-from unet3d.errors import NonFinitePrediction
+from unet3d.base import progress
+from unet3d.base.errors import NonFinitePrediction
+from unet3d.base.types import Strip
+from unet3d.config.schema import Model
 from unet3d.model import geometry
 from unet3d.training.losses import refuse_odd_logits
 from unet3d.training.policy import MemoryPolicy
-from unet3d.types import Strip
 
 Axes = tuple[int, int, int]  # slabs follow one another along the first, strips of a slab along the second
 FLOAT32 = 4  # bytes

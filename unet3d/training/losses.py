@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unet3d import ranks
-from unet3d.errors import UserError
+from unet3d.base import ranks
+from unet3d.base.errors import UserError
+from unet3d.base.types import IGNORE
 from unet3d.model.blocks import crop
-from unet3d.types import IGNORE
 
 SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
 SLABS = 16  # of a map on the CPU, at most

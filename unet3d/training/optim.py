@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d.config import Optim
+from unet3d.config.schema import Optim
 
 AVERAGE = "average"  # of a parameter, in the optimizer's state
 COUNT = "averaged"  # updates so far, in the parameter group

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from unet3d import ranks
-from unet3d.errors import NonFiniteLoss
+from unet3d.base import ranks
+from unet3d.base.errors import NonFiniteLoss
+from unet3d.base.types import Batch
 from unet3d.training.policy import MemoryPolicy
-from unet3d.types import Batch
 
 PHASES = ("data", "forward", "loss", "backward", "step")
 LOWEST_SCALE = 1.0  # of fp16 losses; gradients that overflow below it overflow at any scale

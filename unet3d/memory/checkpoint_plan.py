@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from unet3d import build
-from unet3d.config import Config, Model, Optim
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
+from unet3d.base.progress import track
+from unet3d.base.types import budget_bytes
+from unet3d.config.schema import Config, Model, Optim
 from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.analysis import last_step, phase_ends
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
 from unet3d.memory.simulate import SegmentStarts, memoized, simulate, step_key
-from unet3d.progress import track
-from unet3d.types import budget_bytes
 
 SLACK = 1.11  # an estimated peak is at most so many times the simulated one
 PLAIN = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)  # changes the update alone

@@ -17,16 +17,16 @@ import nibabel as nib
 import numpy as np
 from nibabel.affines import voxel_sizes
 
-from unet3d import progress
-from unet3d.checks import check, network
-from unet3d.config import Config, Data, Model
+from unet3d.base import progress
+from unet3d.base.errors import UserError
+from unet3d.base.files import open_regular
+from unet3d.config.rules import check, network
+from unet3d.config.schema import Config, Data, Model
 from unet3d.data import nifti, volume
 from unet3d.data.cases import Case, DatasetInfo, split
 from unet3d.data.labels import proposal
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.twins import Digests, VoxelDigest, leaks
-from unet3d.errors import UserError
-from unet3d.files import open_regular
 from unet3d.model import geometry
 from unet3d.model.geometry import Triple
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unet3d.errors import ForeseenError, OutOfMemory, Preempted, RankLost, is_out_of_memory, reason
+from unet3d.base.errors import ForeseenError, OutOfMemory, Preempted, RankLost, is_out_of_memory, reason
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from unet3d.data.given import Given, Probabilities, as_case, returned
+from unet3d.data.in_memory import Given, Probabilities, as_case, returned
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.run.predict import Segmenter, parse, segmenter
 from unet3d.training import checkpoint

@@ -10,9 +10,9 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 
+from unet3d.base.errors import UserError
 from unet3d.data.cases import Case
 from unet3d.data.nifti import LARGEST, SMALLEST, labels_like, open_image, quiet_nibabel, scores_like, stem
-from unet3d.errors import UserError
 
 Given = Any  # an array, an image of nibabel, a path, or a list of paths, one a channel
 

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import numpy as np
 
-from unet3d import progress
+from unet3d.base import progress
+from unet3d.base.errors import UserError, is_out_of_memory, not_saved
+from unet3d.base.files import read_csv, read_text, write_text
+from unet3d.base.types import IGNORE
 from unet3d.build import Data, Read
-from unet3d.config import Data as Options
+from unet3d.config.schema import Data as Options
 from unet3d.data import preprocess
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.labels import written_values
 from unet3d.data.volume import LabelMap, is_resampled, read_label_map, read_truth, read_written
-from unet3d.errors import UserError, is_out_of_memory, not_saved
-from unet3d.files import read_csv, read_text, write_text
 from unet3d.report import case_plots, case_scores
 from unet3d.report.plots import remove_picture
 from unet3d.run.predict import save_prediction
 from unet3d.training.inference import Predictor
 from unet3d.training.metrics import CaseScore, both_csv_text, score_case
-from unet3d.types import IGNORE
 
 Keep = Callable[[Case, LabelMap], None] | None
 

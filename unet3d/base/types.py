@@ -4,7 +4,7 @@ import os
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unet3d import build, compose
+from unet3d import build
+from unet3d.base.errors import UserError, escaped
 from unet3d.build import Data
-from unet3d.config import Config, Model
+from unet3d.config import compose
+from unet3d.config.schema import Config, Model
 from unet3d.data.cases import DatasetInfo, read_dataset
 from unet3d.data.preprocess import Intensity
-from unet3d.errors import UserError, escaped
 from unet3d.model import geometry
 from unet3d.report.loggers import warn
 from unet3d.run import predict

@@ -20,9 +20,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from unet3d.checks import IMPORTS, check, options
-from unet3d.config import Config, losses, with_numbers
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
+from unet3d.config.rules import IMPORTS, check, options
+from unet3d.config.schema import LOSSES, Config, with_numbers
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
@@ -49,7 +49,7 @@ OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=T
 
 def config_folder() -> Path:
     """The YAML files: beside the package in a checkout, inside it once installed."""
-    installed = Path(__file__).resolve().parent / "configs"
+    installed = Path(__file__).resolve().parents[1] / "configs"
     return installed if installed.is_dir() else installed.parents[1] / "configs"
 
 
@@ -310,7 +310,7 @@ def _explain_choice(missing: str, choices: list[str]) -> str:
     group, _, name = missing.rpartition("/")
     if group == "hydra/launcher" and name in LAUNCHERS:
         return f"{group}={name}: is not installed; pip install {LAUNCHERS[name]}"
-    if group == "loss" and name in losses():
+    if group == "loss" and name in LOSSES:
         return f"loss={name}: no such config; write loss.name={name}"
     close = difflib.get_close_matches(name, choices, n=1)
     meant = f"did you mean {close[0]}? " if close else ""

@@ -1,12 +1,11 @@
-"""Every option of a run: its type, range and meaning; Hydra's schema. `checks` has the rules for several. No torch."""
+"""Every option of a run: its type, range and meaning; Hydra's schema. `rules` has those for several options. Free of torch."""
 
-import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 ACTIVATIONS = ("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean")
+LOSSES = ("ce", "dice", "dice_ce")  # functions of training/losses.py, which would load torch
 INTENSITIES = ("auto", "zscore", "ct", "none")
 
 
@@ -22,16 +21,6 @@ def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
     """A map of labels with integers as keys, where JSON has made them texts."""
     is_number = {key: isinstance(key, str) and key.isdecimal() and len(key) < 20 for key in label_map}
     return {int(key) if is_number[key] else key: olds for key, olds in label_map.items()}
-
-
-def losses() -> tuple[str, ...]:
-    """Return the names of the functions that training/losses.py decorates with `@loss`.
-
-    The source is parsed, because importing it would load torch.
-    """
-    tree = ast.parse((Path(__file__).parent / "training" / "losses.py").read_text(encoding="utf-8"))
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return tuple(f.name for f in functions if "loss" in map(ast.unparse, f.decorator_list))
 
 
 @dataclass
@@ -141,9 +130,7 @@ class Data:
 class Loss:
     """What training minimises, computed in float32."""
 
-    name: str = option(
-        "dice_ce", "cross-entropy, soft Dice, their sum, or another of training/losses.py", among=losses()
-    )
+    name: str = option("dice_ce", "cross-entropy, soft Dice, their sum, or another of training/losses.py", among=LOSSES)
     path: str | None = option(None, "your own function, package.module:name, called as name(logits, label, options)")
     weights: list[float] | None = option(None, "one weight a class for the cross-entropy", low=0)
     batch_dice: bool = option(True, "Dice over the batch as one volume; false: mean over its samples")
