@@ -162,7 +162,7 @@ def test_a_word_that_names_no_option_of_the_run_is_one_line(killed: Path, word: 
     assert "\n" not in text and re.search(r"NoneType" if word == "optim=null" else rf"\b{option}\b", text), text
 
 
-@without("unet3d.cli.lifecycle.snapshots", no)
+@without("unet3d.cli.lifecycle.checkpoints", no)
 def test_a_job_that_may_have_begun_goes_on_or_begins(killed: Path, tmp_path: Path) -> None:
     go_on = train.checked_arguments(["resume=auto", f"hydra.run.dir={killed}", "steps=999"])
     assert train.resumed_config(killed, go_on).steps == 999 and f"resume={killed}" in go_on

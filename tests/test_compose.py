@@ -309,7 +309,7 @@ def test_plain_values_round_trip() -> None:
 
 
 @without("unet3d.config.compose.check", nothing)
-def test_a_snapshots_config_is_checked_and_cannot_add_keys() -> None:
+def test_a_checkpoints_config_is_checked_and_cannot_add_keys() -> None:
     plain = compose.to_plain(Config())
     with pytest.raises(UserError, match="_target_"):
         compose.from_plain(plain | {"model": {"_target_": "os.system"}})

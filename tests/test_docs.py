@@ -136,8 +136,8 @@ def test_the_python_of_the_page_runs(
     names: dict[str, Any] = {"array": np.random.default_rng(0).random((20, 20, 16), np.float32), "unet3d": unet3d}
     names["affine"] = np.eye(4)
     exec(make_small(training, ('"steps=20", "eval_every=10"', listed(SMALL))), names)
-    assert str(names["run"].snapshot) in capsys.readouterr().out
-    shutil.copy(names["run"].snapshot, "net.pt")
+    assert str(names["run"].checkpoint) in capsys.readouterr().out
+    shutil.copy(names["run"].checkpoint, "net.pt")
     shutil.copy(next(tmp_path.glob("data/phantom/*/imagesTr/*.nii.gz")), "case.nii.gz")
     for block in blocks:
         if block != training:

@@ -30,7 +30,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def config_of(*words: str) -> Config:
     config = compose.compose([*AT_64, *words])
-    config.model = build.outlined_options(config)
+    config.model = build.model_config_from_headers(config)
     return config
 
 

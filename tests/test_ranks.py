@@ -200,8 +200,10 @@ ENDS = {  # what a rank does, what the others say of it, and the exit code
 @pytest.mark.parametrize(
     "end", [pytest.param(end, marks=[pytest.mark.slow] * (end in ("is_killed", "hangs"))) for end in ENDS]
 )
-def test_however_a_rank_ends_the_first_says_so_and_the_run_goes_on_from_its_snapshot(tmp_path: Path, end: str) -> None:
-    """All ends leave the same snapshot; it is resumed after the one that leaves no time."""
+def test_however_a_rank_ends_the_first_says_so_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, end: str
+) -> None:
+    """All ends leave the same checkpoint; it is resumed after the one that leaves no time."""
     act, said, code = ENDS[end]
     words = [*PAIRED, *SGD, "rank_timeout=5"]
     hooks = {1: functools.partial(in_step, 4, act)} | ({0: not_waited_for} if end == "hangs" else {})
@@ -211,15 +213,15 @@ def test_however_a_rank_ends_the_first_says_so_and_the_run_goes_on_from_its_snap
     assert ("rank_timeout" in text) == (end == "hangs"), "a longer one is no remedy for a rank that is gone"
     assert f"python train.py resume={tmp_path / 'run'}" in text
     assert done[0].code == code and text.endswith(f"exit code {code}\n") and "Traceback" not in done[0].err
-    snapshot = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)
-    assert snapshot["step"] == 2
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)
+    assert checkpoint["step"] == 2
     if end == "is_killed":
         resumed = train_ranks(tmp_path, *words, f"resume={tmp_path / 'run'}")
         assert [rank.code for rank in resumed] == [0, 0], resumed[0].err
         assert len(losses(tmp_path / "run")) == 4
 
 
-@without("unet3d.base.ranks.say_end", nothing)
+@without("unet3d.base.ranks.publish_failure", nothing)
 def test_a_rank_says_how_the_first_ended(tmp_path: Path) -> None:
     hooks = {0: functools.partial(in_step, 2, functools.partial(fail, KeyError("of rank 0")))}
     first, second = train_ranks(tmp_path, *PAIRED, *SGD, hooks=hooks)
@@ -228,7 +230,7 @@ def test_a_rank_says_how_the_first_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_snapshot_that_cannot_be_written_stops_all_ranks_at_the_end(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_stops_all_ranks_at_the_end(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={0: no_room})
     assert [rank.code for rank in done] == [2, 2], done[0].err + done[1].err
     assert status(tmp_path / "run").startswith("error: best.pt: not saved")
@@ -237,7 +239,7 @@ def test_a_snapshot_that_cannot_be_written_stops_all_ranks_at_the_end(tmp_path: 
 
 
 def no_room() -> None:
-    checkpoint.save_snapshot = _refuse
+    checkpoint.save_checkpoint = _refuse
 
 
 def _refuse(path: Path, *_: object) -> None:
@@ -250,7 +252,7 @@ def of_first(number: int) -> int:
 
 
 @pytest.mark.slow
-@without("unet3d.base.ranks.agreed", of_first)
+@without("unet3d.base.ranks.all_reduce_max", of_first)
 def test_a_signal_within_a_validation_ends_it_on_all_ranks(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={1: signalled_validation})
     assert [rank.code for rank in done] == [75, 75], done[0].err + done[1].err
@@ -312,7 +314,7 @@ def test_torchrun_starts_the_ranks_of_one_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_by_itself(tmp_path: Path) -> None:
-    """`--max-restarts` repeats the command; with resume=auto, ranks go on from the last snapshot.
+    """`--max-restarts` repeats the command; with resume=auto, ranks go on from the last checkpoint.
 
     Nor does a thread of the group outlive the run: at Python's end it would abort a rank that is done.
     """

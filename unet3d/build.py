@@ -104,7 +104,7 @@ def device(config: Config) -> torch.device:
     """The device of `device=`. Raises UserError for cuda where there is none, or not one for each rank."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: this torch sees no CUDA device; use device=cpu, or install torch with CUDA")
-    if target(config) != "cuda":
+    if device_type(config) != "cuda":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus < ranks.LOCAL_SIZE:
@@ -113,7 +113,7 @@ def device(config: Config) -> torch.device:
     return torch.device("cuda", ranks.LOCAL_RANK)
 
 
-def target(config: Config) -> str:
+def device_type(config: Config) -> str:
     """The type of device that a run of this config is for, cpu or cuda, even if unavailable."""
     is_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return "cuda" if is_cuda else "cpu"
@@ -123,10 +123,10 @@ def data(config: Config) -> Data:
     """Read, check and split the cases. Raises UserError that lists every problem of every case."""
     import_all(config)  # a wrong path is answered now; tensors of an imported module are real, not fake ones
     options = config.data
-    dataset = ranks.on_first(lambda: read_dataset(options))
+    dataset = ranks.on_rank0(lambda: read_dataset(options))
     train, val = split(dataset, options)
     cases = [*dict.fromkeys([*train, *val])]
-    files = ranks.on_first(lambda: checked_files(dataset, cases, options))
+    files = ranks.on_rank0(lambda: checked_files(dataset, cases, options))
     reader = CaseReader(dataset, options.spacing, (), _cache(options, len(cases)), ValidationRules.of(options))
     maps = 1 + (options.sparse is not None) + options.semi  # label maps of a training case, see `_readers`
     kept = dict.fromkeys(val, 1) | dict.fromkeys(train, maps)
@@ -193,7 +193,7 @@ def _readers(options: DataOptions, read: CaseReader, train: Sequence[Case]) -> t
     return read_train, read_val if options.semi else read
 
 
-def outlined_options(config: Config) -> Model:
+def model_config_from_headers(config: Config) -> Model:
     """The model's options for a prediction: unset ones come from the data set's names and one header."""
     import_all(config)
     options = rules.network(config.model)
@@ -247,7 +247,7 @@ def model(options: Model, seed: int) -> nn.Module:
     return found
 
 
-def shared(model: nn.Module) -> nn.Module:
+def prepare_for_ranks(model: nn.Module) -> nn.Module:
     """The network for ranks that work together: equal weights, and a batch normalisation over all. Raises UserError."""
     if ranks.count() == 1:
         return model
@@ -257,7 +257,7 @@ def shared(model: nn.Module) -> nn.Module:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if any(isinstance(m, nn.InstanceNorm3d) and m.track_running_stats for m in model.modules()):
         raise UserError("running statistics of instance normalisation are not shared by ranks; do not track them")
-    ranks.take_first(model.state_dict().values())
+    ranks.broadcast_from_rank0(model.state_dict().values())
     return model
 
 
@@ -268,12 +268,12 @@ def loss(config: Config, classes: int, device: torch.device | str = "cpu") -> Se
         raise UserError(f"loss.weights={weights}: {classes} classes need {classes} weights")
     function = LOSSES[config.loss.name] if path is None else import_object("loss.path", path)
     tensor = None if weights is None else torch.tensor(weights, device=device)
-    slab = CUDA_SLAB if target(config) == "cuda" else None
+    slab = CUDA_SLAB if device_type(config) == "cuda" else None
     network = None if config.model.path is None else (config.model.path, classes)
     return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice, slab), path, network)
 
 
-def patches(config: Config) -> int:
+def patches_per_rank(config: Config) -> int:
     """Of a micro-batch, in one process."""
     return config.batch // ranks.count()
 
@@ -290,11 +290,11 @@ def slabs(config: Config) -> SlabOptions | None:
         return None
     patch = config.data.patch
     most = LEAN_SLABS if config.lean else SLABS
-    if target(config) == "cuda":
-        most = max(1, min(most, patches(config) * math.prod(patch) // CUDA_VOXELS))
+    if device_type(config) == "cuda":
+        most = max(1, min(most, patches_per_rank(config) * math.prod(patch) // CUDA_VOXELS))
     automatic = max(ROWS, -(-max(patch) // most))
     rows = automatic if config.lean or config.slab == "auto" else config.slab
-    return SlabOptions(rows, config.lean, 2 + patch.index(max(patch)), target(config) == "cpu")
+    return SlabOptions(rows, config.lean, 2 + patch.index(max(patch)), device_type(config) == "cpu")
 
 
 def windows(config: Config, networks: Sequence[nn.Module]) -> int:
@@ -309,9 +309,9 @@ def windows(config: Config, networks: Sequence[nn.Module]) -> int:
         if asked > 1 and mixes:
             raise rules.mixed_windows(asked, "a batch normalisation without running statistics")
         return int(asked)
-    if mixes or target(config) == "cpu" or slabs(config) is not None:
+    if mixes or device_type(config) == "cpu" or slabs(config) is not None:
         return 1
-    return patches(config)
+    return patches_per_rank(config)
 
 
 def _takes_statistics(module: nn.Module) -> bool:

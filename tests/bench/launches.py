@@ -264,7 +264,7 @@ def main() -> int:
         return 0
     try:
         config = compose.compose([*sys.argv[1:], "device=cuda"])
-        config.model = build.outlined_options(config)
+        config.model = build.model_config_from_headers(config)
         switches = rules.switches_of(config)
         if switches:
             raise UserError(f"{switches}: only steps without switches can be counted; drop it")

@@ -405,7 +405,7 @@ def change_unsampled(path: Path) -> None:
     path.write_bytes(content)
 
 
-def grounds(data: Data) -> DatasetFingerprint:
+def fingerprint_of(data: Data) -> DatasetFingerprint:
     return fingerprint(build.data(Config(data=data)), None)
 
 
@@ -427,21 +427,21 @@ def test_images_whose_samples_agree_are_compared_as_a_whole(tmp_path: Path) -> N
 
 def test_a_resumed_run_refuses_images_and_labels_that_changed(tmp_path: Path) -> None:
     data = decathlon(tmp_path / "set")
-    before = grounds(data)
+    before = fingerprint_of(data)
     shutil.copytree(tmp_path / "set", tmp_path / "moved", copy_function=shutil.copyfile)
     data.root = str(tmp_path / "moved")
-    refuse_other_data(before, grounds(data))
+    refuse_other_data(before, fingerprint_of(data))
     a, b = (tmp_path / f"moved/labelsTr/{name}.nii.gz" for name in "ab")
     swapped = b.read_bytes(), a.read_bytes()
     a.write_bytes(swapped[0]), b.write_bytes(swapped[1])
     with pytest.raises(UserError, match=r"^resume: labels .*\ba, b\b"):
-        refuse_other_data(before, grounds(data))
+        refuse_other_data(before, fingerprint_of(data))
     write(tmp_path / "moved/imagesTr/c.nii.gz", image(seed=9))
     with pytest.raises(UserError, match=r"^resume: images .*\bc, labels .*\ba, b\b"):
-        refuse_other_data(before, grounds(data))
-    older = grounds(data)
+        refuse_other_data(before, fingerprint_of(data))
+    older = fingerprint_of(data)
     del older["files"]
-    refuse_other_data(older, grounds(data))
+    refuse_other_data(older, fingerprint_of(data))
 
 
 @without("unet3d.build.content_hashes", samples_alone)
@@ -451,21 +451,21 @@ def test_bytes_between_the_sampled_ones_are_compared_on_request(
     """Else a file that was written since is warned of, unless the checksum at its end settles it."""
     data, before = large(tmp_path), {}
     for data.fingerprint in ("sample", "full"):
-        before[data.fingerprint] = grounds(data)
+        before[data.fingerprint] = fingerprint_of(data)
     for path in (tmp_path / "imagesTr/a.nii", tmp_path / "labelsTr/d.nii.gz"):
         assert path.stat().st_size > 2**16
         os.utime(path, ns=(0, 0))
-    refuse_other_data(before["full"], grounds(data))
+    refuse_other_data(before["full"], fingerprint_of(data))
     assert capsys.readouterr().err == "", "all bytes are the same"
     change_unsampled(tmp_path / "imagesTr/b.nii")
     os.utime(tmp_path / "imagesTr/b.nii", ns=(0, 0))
     with pytest.raises(UserError, match=r"^resume: images .*\bb\b"):
-        refuse_other_data(before["full"], grounds(data))
+        refuse_other_data(before["full"], fingerprint_of(data))
     line = ["warning: resume: ", " a, b:", "data.fingerprint=full"]
-    refuse_other_data(before["sample"], grounds(data))
+    refuse_other_data(before["sample"], fingerprint_of(data))
     assert told(capsys.readouterr().err.splitlines(), [line])
     data.fingerprint = "sample"
-    refuse_other_data(before["full"], grounds(data))
+    refuse_other_data(before["full"], fingerprint_of(data))
     assert told(capsys.readouterr().err.splitlines(), [line])
 
 
@@ -473,12 +473,12 @@ def test_bytes_between_the_sampled_ones_are_compared_on_request(
 @pytest.mark.parametrize("place", [100, -1])
 def test_both_ends_of_a_large_file_are_always_compared(tmp_path: Path, place: int) -> None:
     data = large(tmp_path)
-    before, path = grounds(data), tmp_path / "imagesTr/b.nii"
+    before, path = fingerprint_of(data), tmp_path / "imagesTr/b.nii"
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"^resume: images .*\bb\b"):
-        refuse_other_data(before, grounds(data))
+        refuse_other_data(before, fingerprint_of(data))
 
 
 def test_a_copy_within_train_is_no_leak(tmp_path: Path) -> None:

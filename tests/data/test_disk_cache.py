@@ -725,9 +725,9 @@ def test_a_run_of_an_older_version_goes_on(finished: Path, tmp_path: Path) -> No
     config = tmp_path / "a" / "config.yaml"
     config.write_text(config.read_text().replace("cache: memory", "cache: true"))
     last = tmp_path / "a" / "checkpoints" / "last.pt"
-    state = checkpoint.load_snapshot(last)
+    state = checkpoint.load_checkpoint(last)
     state["config"]["data"]["cache"] = True
-    checkpoint.save_snapshot(last, state)
+    checkpoint.save_checkpoint(last, state)
     words = [word for word in from_disk(finished, tmp_path) if word.startswith(("data.root", "data.cache"))]
     done = train(tmp_path, "resume=a", "steps=5", *words)
     assert done.code == 0 and re.search(r"data\.cache: True .*\bdisk\b", done.out), done.err

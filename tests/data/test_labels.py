@@ -253,7 +253,7 @@ def test_names_of_a_map(tmp_path: Path) -> None:
         compose.compose(["data.label_map={1:[1,2]}", "data.classes=[a,b,c]"])
 
 
-def test_the_map_goes_through_yaml_json_and_a_snapshot_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
+def test_the_map_goes_through_yaml_json_and_a_checkpoint_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
     words = ["data.label_map={1:[1,2],2:4}"]
     config = compose.compose(words)
     assert config.data.label_map == {1: [1, 2], 2: 4}

@@ -75,7 +75,7 @@ def test_ct_without_foreground_is_refused() -> None:
 
 
 @pytest.mark.parametrize("values", [{"kind": "odd"}, {"kind": "ct", "std": 0.0}, {"kind": "ct", "mean": np.nan}])
-def test_a_snapshots_rule_is_checked(values: dict) -> None:
+def test_a_checkpoints_rule_is_checked(values: dict) -> None:
     assert checked_intensity({"kind": "zscore"}) == Intensity("zscore")
     with pytest.raises(ValueError, match=rf"'kind': '{values['kind']}'"):
         checked_intensity(values)
@@ -126,7 +126,7 @@ def test_predict_accepts_what_its_run_accepted_and_counts_it(
         ("error", 2, [f"error: a: {path}: 1 ", "NaN"]),
         ("zero", 0, ["warning: a: 1 ", "NaN", "data.nonfinite=zero"]),
     ):
-        checkpoint.save_snapshot(tmp_path / "s.pt", state | {"config": to_plain(config)})
+        checkpoint.save_checkpoint(tmp_path / "s.pt", state | {"config": to_plain(config)})
         assert face("predict", tmp_path / "s.pt", path, "-o", tmp_path / "out", "--device", "cpu") == code
         assert told(capsys.readouterr().err.splitlines(), [line])
     assert (tmp_path / "out" / "a.nii.gz").exists()
@@ -248,7 +248,7 @@ def test_a_prediction_of_memory_reads_no_voxel(tmp_path: Path) -> None:
     whole = build.model_options(config, ready.dataset, ready.train[0])
     assert ready.read(ready.train[0]).spacing == (1, 1, 4)
     damage_voxels(tmp_path)
-    assert build.outlined_options(config) == whole and [1, 1, 1] != whole.strides[0] != [2, 2, 2]
+    assert build.model_config_from_headers(config) == whole and [1, 1, 1] != whole.strides[0] != [2, 2, 2]
 
 
 def labels() -> torch.Tensor:

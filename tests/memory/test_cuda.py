@@ -22,7 +22,7 @@ from unet3d.config.schema import Config
 from unet3d.memory import preflight
 from unet3d.memory.allocator import Settings
 from unet3d.memory.copies import GpuLedger
-from unet3d.memory.meter import ENOUGH
+from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.simulate import cuda_autocast, fake_mode, simulate
 from unet3d.model.unet import UNet3D
@@ -56,7 +56,7 @@ def tiny(*overrides: str) -> Config:
 
 
 def peak(options: Config) -> int:
-    return simulate(options, options.model, (), steps=ENOUGH).ledger.peak_bytes()
+    return simulate(options, options.model, (), steps=STEPS_FOR_PEAK).ledger.peak_bytes()
 
 
 def saved(options: Config, dtype: torch.dtype | None) -> int:
@@ -122,7 +122,7 @@ def test_a_gpu_holds_one_micro_batch_at_a_time() -> None:
 def test_the_steps_that_adam_counts_lie_on_the_host() -> None:
     for device, numbers in (("cpu", 1), ("cuda", 0)):
         options = tiny(f"device={device}", "optim=adam")
-        meter = simulate(options, options.model, (), steps=ENOUGH)
+        meter = simulate(options, options.model, (), steps=STEPS_FOR_PEAK)
         weights = [weight.numel() for weight in meter.model.parameters()]
         states = meter.ledger.categories_at(len(meter.ledger.events))["optimizer"]
         assert states == sum(4 * (2 * size + numbers) for size in weights)

@@ -15,7 +15,7 @@ from unet3d.memory import predict, tables
 from unet3d.memory.budget import Option, warn_over_card
 from unet3d.memory.counters import Counters
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import STEADY, CudaMeter
+from unet3d.memory.meter import MEASURED_STEPS, CudaMeter
 from unet3d.memory.preflight import preflight
 from unet3d.training.losses import SegmentationLoss, ce
 from unet3d.training.policy import MemoryPolicy
@@ -192,7 +192,7 @@ def measured(allocator: Allocator, steps: int) -> dict[str, Any]:
 
 
 def test_a_gpus_allocator_tells_the_workspaces_of_each_layer(allocator: Allocator) -> None:
-    found = measured(allocator, STEADY)
+    found = measured(allocator, MEASURED_STEPS)
     backward, forward = (1000 * len(name) for name in ("convolution_backward", "convolution"))
     sizes = {
         ("backward", "1"): backward,
@@ -211,7 +211,7 @@ def test_a_gpus_allocator_tells_the_workspaces_of_each_layer(allocator: Allocato
 
 def test_steps_after_the_ledgers_are_not_measured_one_by_one(allocator: Allocator) -> None:
     resets = []
-    for steps in (STEADY, STEADY + 1, STEADY + 2):
+    for steps in (MEASURED_STEPS, MEASURED_STEPS + 1, MEASURED_STEPS + 2):
         allocator.resets = 0
         measured(allocator, steps)
         resets.append(allocator.resets)

@@ -348,9 +348,9 @@ def test_wandb_names_a_run_as_its_options_and_its_own_variables_say(
 
 
 @pytest.mark.slow
-def test_the_best_snapshot_is_an_artifact_and_a_resumed_folder_continues_its_wandb_run(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_an_artifact_and_a_resumed_folder_continues_its_wandb_run(tmp_path: Path) -> None:
     picture = "pathlib.Path('picture.png')"
-    code = SESSION.replace("loggers.close(3)", f"loggers.snapshot({picture})\nloggers.close(3)")
+    code = SESSION.replace("loggers.close(3)", f"loggers.checkpoint({picture})\nloggers.close(3)")
     folder, warnings = session(tmp_path, code=f"{code}\nconfig.resume = 'run'\nopen_loggers(config, folder).close(0)\n")
     assert warnings == []
     found, *resumed = (read_file(path) for path in sorted(folder.glob("wandb/*run-*/*.wandb"), key=os.path.getctime))

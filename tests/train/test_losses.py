@@ -14,8 +14,8 @@ from torch import Tensor
 from unet3d import build
 from unet3d.base.types import IGNORE
 from unet3d.config import compose
-from unet3d.config.schema import Config
 from unet3d.config.schema import LOSSES as NAMES
+from unet3d.config.schema import Config
 from unet3d.memory.ledger import Ledger
 from unet3d.training import losses
 from unet3d.training.losses import (

@@ -340,4 +340,4 @@ def test_a_prediction_of_memory_refuses_it(monkeypatch: pytest.MonkeyPatch) -> N
     config = compose.compose([*TINY, "lean=true", "model.in_channels=1", "model.classes=2"])
     monkeypatch.setattr("unet3d.model.unet.DoubleConv", GatedBlock)
     with pytest.raises(UserError, match=r"^lean=true\b.*inc\.block"):
-        simulate(config, build.outlined_options(config), (), steps=1)
+        simulate(config, build.model_config_from_headers(config), (), steps=1)

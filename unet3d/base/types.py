@@ -52,7 +52,7 @@ class Batch(NamedTuple):
     cases: tuple[str, ...] = ()  # one id for each patch
 
 
-class Strip(NamedTuple):
+class ProbabilityBlock(NamedTuple):
     """Class probabilities of a box of a volume. The next strip takes its memory: use it, then ask for the next."""
 
     sizes: tuple[int, int, int]  # of the volume, voxels

@@ -215,7 +215,7 @@ def _ct(values: np.ndarray) -> Intensity:
 
 
 def checked_intensity(values: Any) -> Intensity:
-    """The rule that a snapshot holds as plain values. Raises ValueError or TypeError if they are not a rule."""
+    """The rule that a checkpoint holds as plain values. Raises ValueError or TypeError if they are not a rule."""
     rule = Intensity(**values)
     numbers = (rule.low, rule.high, rule.mean, rule.std)
     are_finite = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)

@@ -26,7 +26,7 @@ def write_page(explanation: Explanation, folder: str | Path) -> Path:
         raise UserError(f"{folder}: holds a run; give a folder of its own")
     folder.mkdir(parents=True, exist_ok=True)
     memory = {
-        "rehearsed": f"{explanation.name}: {explanation.about}",
+        "about": f"{explanation.name}: {explanation.about}",
         "parameters": explanation.parameters,
         explanation.kind: tables.folded(explanation.entry, MOST_ITEMS),
     }

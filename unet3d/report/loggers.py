@@ -24,7 +24,7 @@ Scalar = float | int | str | None
 class Logger(Protocol):
     """Receives a run's numbers after `step` optimizer steps.
 
-    May also have `image`, `table`, `summary`, `snapshot` and `close`.
+    May also have `image`, `table`, `summary`, `checkpoint` and `close`.
     """
 
     def scalars(self, values: Mapping[str, Scalar], step: int) -> None: ...
@@ -51,11 +51,11 @@ class Loggers:
     def summary(self, values: Mapping[str, object]) -> None:
         self._call("summary", values)
 
-    def snapshot(self, path: Path) -> None:
-        self._call("snapshot", path)
+    def checkpoint(self, path: Path) -> None:
+        self._call("checkpoint", path)
 
     @property
-    def take_images(self) -> bool:
+    def wants_images(self) -> bool:
         """Whether any of them would record a picture."""
         return any(hasattr(logger, "image") for logger in self._loggers)
 

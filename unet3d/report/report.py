@@ -152,8 +152,8 @@ def _means(cells: Mapping[str, list[Any]], counts_cases: bool = False) -> Table:
 def _html(run: RunFolder) -> str:
     name, pictures = f"unet3d run {run.path.resolve().name}", run.path / "figures"
     about = [what_ran(run), f"Status: {run.status or 'unknown, there is no STATUS file'}"]
-    if "rehearsed" in run.memory:  # `unet3d memory` wrote the folder
-        name, about = "unet3d memory of a step", [run.memory["rehearsed"]]
+    if "about" in run.memory:  # `unet3d memory` wrote the folder
+        name, about = "unet3d memory of a step", [run.memory["about"]]
     scores = [html_table(*score_table(run))]
     if run.has_own_grids:
         on_network_grid = network_scores(run)
@@ -265,7 +265,9 @@ def _memory(run: RunFolder) -> list[str]:
         element("p", tables.largest_workspaces(entry)),
         element("p", tables.cuda_sizes(entry)),
         element("p", tables.sentence(advice, predicted["peak_bytes"]) if advice and predicted else ""),
-        html_table(*tables.levers(run.memory.get("without", {}), predicted["peak_bytes"] if predicted else 0)),
+        html_table(
+            *tables.single_techniques(run.memory.get("without", {}), predicted["peak_bytes"] if predicted else 0)
+        ),
         html_table(*tables.phases(entry)),
         picture(pictures / "memory_phases.png", "peak memory per phase, by category"),
         element("p", moment),

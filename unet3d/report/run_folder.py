@@ -69,7 +69,7 @@ def start_folder(folder: Path, config: Config, device: "torch.device", start: Ma
         (folder / part).mkdir(parents=True, exist_ok=True)
     if config.resume is None:
         for name in ("metrics.jsonl", "init.json"):
-            (folder / name).unlink(missing_ok=True)  # of a run that ended before its first snapshot
+            (folder / name).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
     if start is not None:
         write_json(folder / "init.json", start)
     (folder / "report.html").unlink(missing_ok=True)  # of an earlier end; the next one writes it again
@@ -157,7 +157,7 @@ def forget_after(metrics: Path, step: int, validated: int) -> int:
 def read_memory(folder: Path) -> dict[str, Any]:
     """memory.json without what is damaged; empty if there is none."""
     found = _object(read_text(folder / "memory.json", LARGEST_MEMORY))
-    shapes = {"parameters": int, "error_bytes": int, "rehearsed": str, "advice": ADVICE, "without": {...: int}}
+    shapes = {"parameters": int, "error_bytes": int, "about": str, "advice": ADVICE, "without": {...: int}}
     is_sound = {key: fits(found.get(key), shape) for key, shape in shapes.items()}
     is_sound |= {kind: _is_step(found.get(kind)) for kind in KINDS}
     if is_sound["advice"]:
