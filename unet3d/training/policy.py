@@ -1,7 +1,8 @@
 """Mixed precision, activation checkpointing and slabs, applied to a step from outside the model.
 
 Checkpointing changes no bit of loss, gradients, buffers or evaluation output, of stages that compute from their input,
-weights, buffers, attributes and global random numbers; slabs change their rounding alone.
+weights, buffers, attributes and global random numbers; other stages are refused where `kept_state` or `recomputation`
+sees it. Slabs change the rounding alone.
 """
 
 from collections.abc import Sequence
