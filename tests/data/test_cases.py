@@ -11,10 +11,10 @@ import pytest
 from guards import no, without, yes
 from nifti_files import checked, decathlon, holds, image, label, rewrite, told, write
 
-from unet3d.config import Data, Phantom
+from unet3d.base.errors import UserError
+from unet3d.config.schema import Data, Phantom
 from unet3d.data import dataset_json
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
-from unet3d.errors import UserError
 
 
 def refusal(data: Data) -> str:

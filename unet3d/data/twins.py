@@ -7,11 +7,11 @@ import nibabel as nib
 import numpy as np
 from nibabel.orientations import apply_orientation
 
-from unet3d import progress, ranks
+from unet3d.base import progress, ranks
+from unet3d.base.errors import UserError, listed
 from unet3d.data import nifti
 from unet3d.data.cases import Case
 from unet3d.data.nifti import ValidationRules
-from unet3d.errors import UserError, listed
 
 Digests = frozenset[bytes]
 Size = tuple[int, ...]

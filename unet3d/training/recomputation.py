@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
 from unet3d.training.slabs import Observer
 
 PASSES = 2  # of a network, that are compared

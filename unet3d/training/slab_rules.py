@@ -20,7 +20,7 @@ from torch.nn.modules import module as of_all_modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
 from unet3d.model import blocks
 from unet3d.model.blocks import DoubleConv, Down, Inc, LeanSwish, OutConv, Swish, Up
 from unet3d.model.geometry import ONES
