@@ -26,6 +26,7 @@ from unet3d.config.schema import Config, Model
 from unet3d.memory.copies import GpuLedger
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
+from unet3d.memory.tables import LSTM
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
 from unet3d.training.step import train_step
@@ -226,7 +227,8 @@ def _window_peak(predictor: Predictor, target: str) -> int:
 def fake_mode(device_type: str = "cpu") -> Iterator[list[str]]:
     """Tensors made inside occupy nothing; a number read from one is 0. Mixed precision is that of a device type.
 
-    Yields a list that grows by each place, FILE:LINE, of code outside of this package that reads such a number.
+    Yields a list that grows by each place, FILE:LINE, of code outside of this package that reads such a number, and by
+    LSTM where one has run.
     """
     autocast = cuda_autocast() if device_type == "cuda" else nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True), _Corrections() as corrections, autocast:
@@ -260,6 +262,8 @@ class _Corrections(TorchDispatchMode):
             if place and place not in self.guesses and len(self.guesses) < MOST_GUESSES:
                 self.guesses.append(place)
             return _zero(args[0].dtype)
+        if func is torch.ops.aten.mkldnn_rnn_layer.default and LSTM not in self.guesses:  # its workspace has 0 bytes
+            self.guesses.append(LSTM)
         if func.is_view:
             _copy_for_slices(torch._C._current_autograd_node())
         if func in NORMALISATIONS and args[1] is not None:
