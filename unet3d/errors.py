@@ -39,7 +39,11 @@ class SnapshotError(ForeseenError, ValueError):
 
 
 class DamagedSnapshot(SnapshotError):
-    """A snapshot that is missing, cut short or changed on disk; an older one may serve."""
+    """A snapshot that is cut short or changed on disk; an older one may serve."""
+
+
+class MissingSnapshot(SnapshotError):
+    """A snapshot that is not there; an older one may serve."""
 
 
 class NotSaved(UserError):

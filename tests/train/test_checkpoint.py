@@ -9,8 +9,9 @@ import pytest
 import torch
 from guards import nothing, without, yes
 
+import unet3d
 from unet3d.compose import SNAPSHOTS
-from unet3d.errors import DamagedSnapshot, SnapshotError
+from unet3d.errors import DamagedSnapshot, MissingSnapshot, SnapshotError
 from unet3d.memory.ledger import Ledger
 from unet3d.training import checkpoint
 
@@ -144,8 +145,10 @@ def test_another_format_or_a_strangers_file_is_refused_but_not_called_damaged(
 
 @without("pathlib.Path.is_file", yes)
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DamagedSnapshot, match=r"missing\.pt: .*No such file"):
+    with pytest.raises(MissingSnapshot, match=r"missing\.pt: no such file; "):
         checkpoint.load_snapshot(tmp_path / "missing.pt")
+    with pytest.raises(MissingSnapshot, match=r"missing\.pt: no such file; "):
+        unet3d.load(tmp_path / "missing.pt")
     with pytest.raises(SnapshotError, match=rf"{re.escape(str(tmp_path))}: .*best\.pt"):
         checkpoint.load_snapshot(tmp_path)
 

@@ -5,7 +5,6 @@ import fcntl
 import mmap
 import os
 import re
-import shlex
 import signal
 import stat
 import subprocess
@@ -19,7 +18,8 @@ from typing import Any, TextIO
 
 from omegaconf import OmegaConf
 
-from unet3d import compose, errors, ranks, signals
+from unet3d import checks, compose, errors, ranks, shell, signals
+from unet3d.cli import options
 from unet3d.cli.interrupt import INTERRUPTED
 from unet3d.config import Config
 from unet3d.errors import LoaderError, NotSaved, OutOfMemory, Preempted, RankLost, UserError, escaped
@@ -164,9 +164,20 @@ def ran_out(error: BaseException, go_on: str = "") -> tuple[str, int] | None:
 
 
 def how_to_go_on(folder: Path) -> str:
-    """The command that resumes the run, to be pasted into a shell."""
-    command = f"python train.py {shlex.quote(path_option('resume', folder))}"
-    return f"to go on: {command}" if snapshots(folder) else "there is no snapshot yet to go on from"
+    """Return the command that resumes the run, to be pasted into a shell."""
+    if not snapshots(folder):
+        return "there is no snapshot yet to go on from"
+    return f"to go on: {shell.training([path_option('resume', folder), *_imports(folder)])}"
+
+
+def _imports(folder: Path) -> list[str]:
+    """Return the options of a run that name code, which resuming takes from the command line alone."""
+    try:
+        values = read_yaml(folder / "config.yaml")
+        named = compose.flat(values, ".") if isinstance(values, dict) else {}
+    except (UserError, OSError, ValueError):  # resuming will say what is wrong with it
+        return []
+    return [f"{name}={options.plain(named[name])}" for name in checks.IMPORTS if named.get(name)]
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unet3d import build, compose
+from unet3d import build, compose, shell
 from unet3d.config import Config
 from unet3d.errors import UserError, escaped, is_out_of_memory, reason
 from unet3d.files import write_csv, write_json, write_text
@@ -378,4 +377,4 @@ def print_fit(overrides: Sequence[str]) -> None:
         raise UserError(
             f"budget={given}: nothing tried fits; the smallest peak is {mib(best.peak_bytes)} MiB{best.reserves}"
         )
-    print(f"fits: {escaped(shlex.join(['python', 'train.py', *budget.replaced(overrides, best.overrides)]))}")
+    print(f"fits: {escaped(shell.training(budget.replaced(overrides, best.overrides)))}")

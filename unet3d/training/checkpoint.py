@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d.errors import DamagedSnapshot, NotSaved, SnapshotError, escaped, is_disk_full, make_room
+from unet3d.errors import DamagedSnapshot, MissingSnapshot, NotSaved, SnapshotError, escaped, is_disk_full, make_room
 from unet3d.files import replacing
 
 FORMAT = 2
@@ -60,7 +60,12 @@ def _tensors(state: object) -> Iterator[Tensor]:
 
 
 def load_snapshot(path: Path) -> dict[str, Any]:
-    """A snapshot's state. Raises DamagedSnapshot, or SnapshotError where it is foreign or of another format."""
+    """Return a snapshot's state.
+
+    Raises MissingSnapshot, DamagedSnapshot, or SnapshotError where it is foreign or of another format.
+    """
+    if not path.exists():
+        raise MissingSnapshot(f"{path}: no such file; give a snapshot, RUN/checkpoints/best.pt or last.pt")
     if path.exists() and not path.is_file():  # a folder; a pipe, which would be waited for
         raise SnapshotError(f"{path}: is not a file; give a snapshot, RUN/checkpoints/best.pt or last.pt")
     try:
@@ -152,7 +157,7 @@ def load_any(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list
     for name in names:
         try:
             return load_snapshot(folder / name), wrong
-        except DamagedSnapshot as error:
+        except (DamagedSnapshot, MissingSnapshot) as error:
             wrong.append(str(error))
     raise SnapshotError("no usable snapshot: " + "; ".join(wrong))
 
