@@ -92,6 +92,28 @@ def test_all_problems_of_all_cases_are_listed_at_once(tmp_path: Path) -> None:
     assert told(checked(data, full=False), of_headers(lines))
 
 
+@pytest.mark.parametrize(
+    ("words", "changes", "said"),
+    [
+        (["data.label_map={1:[1,9]}"], {}, "data.label_map={{1: [1, 9]}}: "),
+        ([], {"labels": {"0": "background", "1": "organ", "4": "tumour"}}, "{json}: labels are numbered [0, 1, 4]; "),
+        (["data.ignore=1"], {}, "{json}: 1 is the label to ignore"),
+    ],
+)
+def test_labels_that_make_no_classes_are_listed_with_all_other_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], changes: dict[str, Any], said: str
+) -> None:
+    data, lines = damaged(tmp_path)
+    rewrite(tmp_path, **changes)
+    assert face("check-data", "data=decathlon", f"data.root={data.root}", *words) == 2
+    out = capsys.readouterr().out.splitlines()
+    others = [line for line in lines if " 7;" not in line]  # a label that may be a class
+    assert all(is_there(line, out) for line in [[said.format(json=tmp_path / "dataset.json")], *others])
+    assert out[-1].startswith(f"{len(others) + 1} problems") and "classes: unknown" in out
+    with pytest.raises(UserError, match=f"^{re.escape(said.format(json=tmp_path / 'dataset.json'))}"):
+        read_dataset(compose.compose(["data=decathlon", f"data.root={data.root}", *words]).data)
+
+
 @pytest.mark.slow
 def test_check_data_and_a_run_list_every_problem_and_end_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -121,13 +121,13 @@ def _refuse_misfit(found: TrainedNetworks, dataset: DatasetInfo, data: Data) -> 
     if len(dataset.channels) > 1 and found.channels != dataset.channels:  # each layout has its own names for channels
         own, given = (", ".join(one.channels) for one in (found, dataset))
         warn(f"{found.path}: its channels are {own}, those of the data {given}; they are taken in this order")
-    own, given = (_label_map(options, len(dataset.classes)) for options in (found.config.data, data))
-    if own != given:
-        maps = f"it learned with {as_option(own)}, and is scored with {as_option(given)}"
+    learned_map, asked_map = (_label_map(options, len(dataset.classes)) for options in (found.config.data, data))
+    if learned_map != asked_map:
+        maps = f"it learned with {as_option(learned_map)}, and is scored with {as_option(asked_map)}"
         warn(f"{found.path}: its classes are other labels of the files: {maps}")
 
 
-def _label_map(data: Data, classes: int) -> dict[int, list[int]]:
+def _label_map(data: Data, classes: int) -> Mapping[int, list[int]]:
     """Return the files' labels of each class but background, in ascending order; without data.label_map its number."""
     sources = label_sources(data.label_map or {number: number for number in range(1, classes)})
     return {new: sorted(sources[new]) for new in sorted(sources) if new}
