@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, sav
 from unet3d.data.preprocess import Intensity, normalise
 from unet3d.data.volume import Scores, Volume, contradictions, foreign_units, read_volume, to_original, with_values
 from unet3d.errors import SnapshotError, UserError
-from unet3d.memory.simulate import fitted
+from unet3d.memory.simulate import fitted, largest_map
 from unet3d.training import checkpoint, known_bad
 from unet3d.training.inference import Predictor, free_bytes
 from unet3d.types import Strip
@@ -197,15 +198,15 @@ def segmenter(
         print(f"warning: overlap does nothing: {what}", file=sys.stderr)
     where = build.device(config)
     policy = build.policy(config, where.type, ())
-    warning = known_bad.warning(policy.dtype) if where.type == "cuda" else None
-    if warning is not None:
-        print(f"warning: {warning}", file=sys.stderr)
     loaded = [policy.formatted(network) for network in networks(found, where)]
     with _named_as(given):
         predictor = build.predictor(config, loaded, config.model, policy)
     if where.type == "cuda":
         free = free_bytes(where) if config.inference.batch == "auto" else math.inf
         predictor = fitted(predictor, free)
+        warning = known_bad.warning(policy.dtype, partial(largest_map, predictor))
+        if warning is not None:
+            print(f"warning: {warning}", file=sys.stderr)
     by_channel = config.data.format == "nnunet"
     return Segmenter(
         predictor,
