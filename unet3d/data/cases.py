@@ -72,6 +72,18 @@ def dataset_to_check(data: Data) -> DatasetInfo:
     return {"decathlon": _decathlon, "nnunet": _nnunet, "folders": _folders}[data.format](Path(data.root), data)
 
 
+def phantom_outline(data: Data) -> DatasetInfo:
+    """Return what `read_dataset` returns of the phantom, and generate no file. Raises UserError."""
+    folder = synthetic.phantom_folder(data.phantom, Path(data.root or synthetic.PHANTOM_ROOT))
+    about, files = synthetic.PHANTOM, synthetic.phantom_files(data.phantom)
+    cases = tuple(Case(name, (folder / each["image"],), folder / each["label"]) for name, each in files.items())
+    names = {int(label): name for label, name in about["labels"].items()}
+    classes, relabel, wrong = _classes(names, data.ignore, data, folder / "dataset.json")
+    if wrong:
+        raise UserError(wrong)
+    return DatasetInfo(about["name"], tuple(about["modality"].values()), classes, data.ignore, cases, relabel)
+
+
 def _decathlon(root: Path, data: Data) -> DatasetInfo:
     """Medical Segmentation Decathlon: dataset.json lists the files; several channels are one 4D image."""
     found = DatasetJson(root, data.allow_outside)
