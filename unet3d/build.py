@@ -1,6 +1,5 @@
 """From config to objects: where names become classes, the package's own or a user's by import path."""
 
-import hashlib
 import importlib
 import inspect
 import math
@@ -24,7 +23,7 @@ from unet3d.data.nifti import ValidationRules, open_image
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader, SparseReader
 from unet3d.data.synthetic import phantom_header
-from unet3d.data.twins import leaks, voxel_digests
+from unet3d.data.twins import VoxelDigest, leaks, voxel_digests
 from unet3d.data.volume import Grid, target_grid
 from unet3d.errors import UserError, listed
 from unet3d.model import geometry
@@ -164,9 +163,10 @@ def _digests(train: Sequence[Case], val: Sequence[Case], read: CaseReader) -> di
         return {case.id: frozenset([read.disk.digest(read.key(case), "image")]) for case in cases}
     if read.cache is None:
         return voxel_digests(train, val, read.rules)
-    images = {case.id: read(case).image for case in cases}
-    hashed = {name: hashlib.sha256(image.numpy().data).digest() for name, image in images.items()}
-    return {name: frozenset([(images[name].shape, digest)]) for name, digest in hashed.items()}
+    found = {case.id: VoxelDigest() for case in cases}
+    for case in cases:
+        found[case.id].update(read(case).image.numpy())
+    return {name: digest.digests() for name, digest in found.items()}
 
 
 def refuse_problems(dataset: DatasetInfo, cases: Sequence[Case], options: DataOptions) -> None:

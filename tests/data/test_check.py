@@ -372,9 +372,27 @@ def moved(stored: nib.Nifti1Image) -> nib.Nifti1Image:
     return nib.Nifti1Image(np.asanyarray(stored.dataobj), stored.affine + 50 * np.eye(4, k=3))
 
 
+def turned_unsaid(stored: nib.Nifti1Image) -> nib.Nifti1Image:
+    voxels = np.asanyarray(stored.dataobj)
+    return nib.Nifti1Image(np.ascontiguousarray(voxels.transpose(2, 0, 1)[::-1, :, ::-1]), stored.affine)
+
+
+def mirrored_unsaid(stored: nib.Nifti1Image) -> nib.Nifti1Image:
+    return nib.Nifti1Image(np.ascontiguousarray(np.asanyarray(stored.dataobj)[::-1]), stored.affine)
+
+
+SAID = [packed, turned, as_doubles, moved]
+UNSAID = [turned_unsaid, mirrored_unsaid]
+
+
 @without("unet3d.build.leaks", none, only="off-turned")
-@pytest.mark.parametrize("stored", [packed, turned, as_doubles, moved])
-@pytest.mark.parametrize("cache", ["memory", "disk", "off"])
+@pytest.mark.parametrize(
+    ("cache", "stored"),
+    [
+        *((cache, stored) for cache in ("memory", "disk", "off") for stored in SAID),
+        *((cache, stored) for cache in ("memory", "off") for stored in UNSAID),
+    ],
+)
 def test_a_run_refuses_a_held_out_image_that_it_learns_from(
     tmp_path: Path, cache: str, stored: Callable[[nib.Nifti1Image], nib.Nifti1Image]
 ) -> None:
@@ -391,6 +409,32 @@ def test_a_run_refuses_a_held_out_image_that_it_learns_from(
     assert told(checked(data), [wanted])
     data.semi, data.sparse = True, [2, 2, 2]
     assert len(build.data(Config(data=data)).val) == 4, "other slices of the same images are scored on purpose"
+
+
+@pytest.mark.parametrize("intensity", ["zscore", "none"])
+@pytest.mark.parametrize("cache", ["memory", "off"])
+def test_the_same_channels_in_another_order_are_the_same_image(tmp_path: Path, cache: str, intensity: str) -> None:
+    data, seen, unseen = held_out(tmp_path)
+    data.cache, data.intensity = cache, intensity
+    rewrite(tmp_path, modality={"0": "T1", "1": "T2"})
+    for number, path in enumerate(sorted((tmp_path / "imagesTr").iterdir())):
+        write(path, image((6, 5, 4, 2), seed=number))
+    build.data(Config(data=data))  # no two of them are the same
+    write(unseen, np.asanyarray(nib.load(seen).dataobj)[::-1, :, :, ::-1])
+    wanted = [f"case3: {unseen}: ", " case1;"]
+    with pytest.raises(UserError) as caught:
+        build.data(Config(data=data))
+    assert told([str(caught.value)], [wanted])
+    assert told(errors(checked(data)), [wanted])
+
+
+def test_the_same_values_elsewhere_are_another_image(tmp_path: Path) -> None:
+    """As of images whose intensities were made to have one histogram."""
+    data, seen, unseen = held_out(tmp_path)
+    data.cache = "off"
+    voxels = np.asanyarray(nib.load(seen).dataobj)
+    write(unseen, np.random.default_rng(0).permutation(voxels.ravel()).reshape(voxels.shape))
+    build.data(Config(data=data))
 
 
 def test_images_of_sizes_that_are_in_one_part_alone_are_not_read_to_compare_them(

@@ -140,7 +140,7 @@ def _content(
                 labels = frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
             else:
                 voxels, replaced = nifti.read_image(case.id, path, image, rules)
-                digest.update(voxels, image.affine)
+                digest.update(voxels)
                 if replaced:
                     warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(replaced)}")
         except UserError as error:
