@@ -18,8 +18,9 @@ from guards import Guard, taken_out
 from rich.console import Console as Terminal
 from training import TINY, train
 
-from unet3d import compose, progress
-from unet3d.config import Model
+from unet3d.base import progress
+from unet3d.config import compose
+from unet3d.config.schema import Model
 from unet3d.model.unet import UNet3D
 
 # Tests send signals; those that whoever started pytest ignores (nohup, `&` in a script) would stay ignored in each run.

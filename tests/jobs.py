@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from unet3d.base.errors import UserError
+from unet3d.base.signals import Stop
 from unet3d.cli import train
-from unet3d.config import Config
-from unet3d.errors import UserError
-from unet3d.signals import Stop
+from unet3d.config.schema import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 Job = Callable[[Config, Path, Stop], None]
@@ -60,20 +60,20 @@ def run(job: Job) -> NoReturn:
 
 
 def steps(config: Config, folder: Path, stop: Stop, act: Callable[[], object] | None = None) -> None:
-    """Write a record and a snapshot of each step; fail where the data's folder is a file.
+    """Write a record and a checkpoint of each step; fail where the data's folder is a file.
 
     `act` once, in the second step; then wait for the signal that it has asked for.
     """
     if Path(config.data.root).is_file():
         raise UserError(f"{config.data.root}: a file")
-    snapshot, asked = folder / "checkpoints" / "last.pt", folder / "asked"
-    snapshot.parent.mkdir(exist_ok=True)
-    first = int(snapshot.read_text()) + 1 if config.resume else 1
+    checkpoint, asked = folder / "checkpoints" / "last.pt", folder / "asked"
+    checkpoint.parent.mkdir(exist_ok=True)
+    first = int(checkpoint.read_text()) + 1 if config.resume else 1
     with stop.deferred():
         for step in range(first, config.steps + 1):
             with (folder / "metrics.jsonl").open("a") as file:
                 print(json.dumps({"step": step, "train/loss": 1.0}), file=file)
-            snapshot.write_text(str(step))
+            checkpoint.write_text(str(step))
             if act and step == 2 and not asked.exists():
                 asked.touch()
                 act()

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from training import Ended, Hook, forked, start, train_here, without_frills
 
-from unet3d import ranks
+from unet3d.base import ranks
 from unet3d.memory import preflight
 
 

@@ -1,4 +1,4 @@
-"""Which snapshots of a run are kept."""
+"""Which checkpoints of a run are kept."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,9 @@ import pytest
 import torch
 from guards import nothing, without, yes
 
-from unet3d import build, compose
-from unet3d.errors import NotSaved, SnapshotError
+from unet3d import build
+from unet3d.base.errors import CheckpointError, NotSaved
+from unet3d.config import compose
 from unet3d.run.resume import Checkpoints, TrainingState, rate_change
 from unet3d.training import checkpoint, optim
 
@@ -20,7 +21,7 @@ class Steps:
         self.step = 0
 
     def __call__(self) -> dict[str, Any]:
-        return {"step": self.step, "paused": self.step}
+        return {"step": self.step, "last_validation": self.step}
 
     def next(self) -> None:
         self.step += 1
@@ -38,9 +39,9 @@ def checkpoints(tmp_path: Path, steps: Steps) -> Checkpoints:
 
 
 def kept(checkpoints: Checkpoints) -> dict[str, int]:
-    """The step of each snapshot."""
+    """The step of each checkpoint."""
     folder = checkpoints.folder / "checkpoints"
-    return {path.stem: checkpoint.load_snapshot(path)["step"] for path in folder.iterdir()}
+    return {path.stem: checkpoint.load_checkpoint(path)["step"] for path in folder.iterdir()}
 
 
 def test_the_best_is_that_of_the_highest_dice(checkpoints: Checkpoints, steps: Steps) -> None:
@@ -48,7 +49,7 @@ def test_the_best_is_that_of_the_highest_dice(checkpoints: Checkpoints, steps: S
     best = []
     for dice in (None, 0.5, 0.3, None, 0.5, 0.6):
         steps.next()
-        checkpoints.keep(dice)
+        checkpoints.save_best_and_last(dice)
         best.append(kept(checkpoints).get("best"))
     assert best == [None, 2, 2, 2, 2, 6] and checkpoints.best == 0.6
     assert kept(checkpoints) == {"best": 6, "last": 6, "previous": 5}
@@ -57,7 +58,7 @@ def test_the_best_is_that_of_the_highest_dice(checkpoints: Checkpoints, steps: S
 def test_options_that_changed_cannot_command_a_terminal(
     checkpoints: Checkpoints, steps: Steps, capsys: pytest.CaptureFixture
 ) -> None:
-    checkpoint.save_snapshot(checkpoints.folder / "checkpoints" / "last.pt", {**steps(), "best": None})
+    checkpoint.save_checkpoint(checkpoints.folder / "checkpoints" / "last.pt", {**steps(), "best": None})
     checkpoints.restore(lambda state, path: ["wandb.project: a\x1b[2J -> \udcff"])
     printed = capsys.readouterr().out
     assert "wandb.project: a\\x1b[2J -> \\udcff" in printed and printed.removesuffix("\n").isprintable()
@@ -65,22 +66,22 @@ def test_options_that_changed_cannot_command_a_terminal(
 
 def test_a_best_that_could_not_be_saved_is_no_best(checkpoints: Checkpoints, steps: Steps) -> None:
     best = checkpoints.folder / "checkpoints" / "best.pt"
-    checkpoints.keep(0.5)
+    checkpoints.save_best_and_last(0.5)
     steps.next()
     aside = best.rename(checkpoints.folder / "aside.pt")
     best.mkdir()  # no file can take its place
     with pytest.raises(NotSaved):
-        checkpoints.keep(0.8)
+        checkpoints.save_best_and_last(0.8)
     best.rmdir()
     aside.rename(best)
     assert kept(checkpoints) == {"best": 0, "last": 0}
     steps.next()
-    checkpoints.keep(0.7)
+    checkpoints.save_best_and_last(0.7)
     assert kept(checkpoints)["best"] == 2
 
 
 def test_a_resumed_run_knows_its_best(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    checkpoint.save_snapshot(tmp_path / "checkpoints" / "last.pt", {"step": 4, "paused": 4, "best": 0.5})
+    checkpoint.save_checkpoint(tmp_path / "checkpoints" / "last.pt", {"step": 4, "last_validation": 4, "best": 0.5})
     (tmp_path / "metrics.jsonl").touch()
     assert checkpoints.restore(lambda state, path: []) == (4, 4) and checkpoints.best == 0.5
 
@@ -125,7 +126,7 @@ def test_a_state_that_is_put_back_is_the_same(state: TrainingState, tmp_path: Pa
     saved = state.state(1, 0, 0.5)
     saved["scaler"]["scale"] *= 2
     torch.rand(1)
-    assert state.put_back(saved, tmp_path) == []
+    assert state.load_state_dict(saved, tmp_path) == []
     again = state.state(1, 0, 0.5)
     assert torch.equal(saved["rng"], again["rng"]) and saved["scaler"] == again["scaler"]
     moments = [found["optimizer"]["state"] for found in (saved, again)]
@@ -157,7 +158,7 @@ def test_a_run_that_goes_on_for_more_steps_says_what_its_rate_does(words: list[s
 def test_a_changed_rate_is_said_as_the_state_is_put_back(state: TrainingState, tmp_path: Path) -> None:
     saved = state.state(1, 0, 0.5)
     saved["config"]["optim"]["lr"] = 4e-4
-    changed, rate = state.put_back(saved, tmp_path)
+    changed, rate = state.load_state_dict(saved, tmp_path)
     assert changed.startswith("optim.lr: 0.0004 -> ") and "1.6e-05 in step 1, rises to 0.000151 in step 2" in rate
 
 
@@ -166,10 +167,10 @@ def test_another_number_of_threads_is_told(
 ) -> None:
     """On the CPU they change rounding."""
     saved = state.state(1, 0, 0.5)
-    state.put_back(saved, tmp_path)
+    state.load_state_dict(saved, tmp_path)
     assert not capsys.readouterr().err
     threads = saved["threads"]
-    state.put_back(saved | {"threads": threads + 2}, tmp_path)
+    state.load_state_dict(saved | {"threads": threads + 2}, tmp_path)
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{threads + 2} -> {threads}" in line and f"OMP_NUM_THREADS={threads + 2}" in line
 
@@ -179,7 +180,7 @@ def test_another_number_of_threads_is_told(
     ("keys", "value", "wrong"),
     [
         *((("step",), value, "step") for value in (-5, 2.5, "x", True)),
-        *((("paused",), value, "step") for value in (7, -1, None)),
+        *((("last_validation",), value, "step") for value in (7, -1, None)),
         *((("best",), value, "best") for value in ("x", float("nan"), 7.0)),
         *((("rng",), value, "rng") for value in (torch.zeros(9, dtype=torch.uint8), torch.zeros(5056), "x")),
         *((("scaler", "scale"), value, "scaler") for value in (0.0, float("inf"))),
@@ -205,8 +206,8 @@ def test_a_state_that_no_run_has_written_is_refused(
     for key in keys[:-1]:
         node = node[key]
     node[keys[-1]] = value
-    with pytest.raises(SnapshotError, match=rf"last\.pt: .*\b{wrong}\b"):
-        state.put_back(saved, tmp_path / "last.pt")
+    with pytest.raises(CheckpointError, match=rf"last\.pt: .*\b{wrong}\b"):
+        state.load_state_dict(saved, tmp_path / "last.pt")
 
 
 @pytest.mark.parametrize("value", [torch.zeros(5056, dtype=torch.uint8), torch.full((5056,), 255, dtype=torch.uint8)])
@@ -214,25 +215,25 @@ def test_a_random_state_that_torch_refuses_is_one_line(
     state: TrainingState, tmp_path: Path, value: torch.Tensor
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
-    checkpoint.save_snapshot(tmp_path / "checkpoints" / "last.pt", state.state(1, 0, None) | {"rng": value})
-    with pytest.raises(SnapshotError, match=r"last\.pt: .*RuntimeError"):
-        Checkpoints(tmp_path, dict).restore(state.put_back)
+    checkpoint.save_checkpoint(tmp_path / "checkpoints" / "last.pt", state.state(1, 0, None) | {"rng": value})
+    with pytest.raises(CheckpointError, match=r"last\.pt: .*RuntimeError"):
+        Checkpoints(tmp_path, dict).restore(state.load_state_dict)
 
 
 def test_a_state_without_a_part_is_one_line_and_no_other_is_taken(state: TrainingState, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     whole = state.state(1, 0, None)
-    checkpoint.save_snapshot(folder / "previous.pt", whole)
-    checkpoint.save_snapshot(folder / "last.pt", {name: value for name, value in whole.items() if name != "scaler"})
-    with pytest.raises(SnapshotError, match=r"last\.pt: .*KeyError\('scaler'\)"):
-        Checkpoints(tmp_path, dict).restore(state.put_back)
+    checkpoint.save_checkpoint(folder / "previous.pt", whole)
+    checkpoint.save_checkpoint(folder / "last.pt", {name: value for name, value in whole.items() if name != "scaler"})
+    with pytest.raises(CheckpointError, match=r"last\.pt: .*KeyError\('scaler'\)"):
+        Checkpoints(tmp_path, dict).restore(state.load_state_dict)
 
 
 def test_options_of_the_optimizer_come_from_the_config(state: TrainingState, tmp_path: Path) -> None:
     saved = state.state(1, 0, None)
     (group,) = saved["optimizer"]["param_groups"]
     saved["optimizer"]["param_groups"] = [group | {"betas": (5, 7), "eps": -1, "maximize": True, "params": [99]}]
-    state.put_back(saved, tmp_path)
+    state.load_state_dict(saved, tmp_path)
     found = state.optimizer.param_groups[0]
     assert (found["betas"], found["eps"], found["maximize"], found[optim.COUNT]) == ((0.9, 0.999), 1e-8, False, 1)

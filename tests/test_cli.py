@@ -25,12 +25,14 @@ from training import PLAIN, ROOT, TINY, face, records, run, status, weights
 from training import train as fork
 from wandb_records import read_run
 
-from unet3d import __main__, build, compose, errors
+from unet3d import __main__, build
+from unet3d.base import errors
+from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, train
-from unet3d.config import Config
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.data import nifti
 from unet3d.data.cases import read_dataset, split
-from unet3d.errors import UserError
 from unet3d.report import report
 from unet3d.training import checkpoint
 from unet3d.training.policy import MemoryPolicy
@@ -158,7 +160,7 @@ def test_a_mistake_is_one_line_and_exit_2_without_a_trace(
 
 
 @pytest.mark.parametrize("project", [f"a{CODES}b", f"'a{CODES}{FOREIGN}b'"], ids=("bare", "quoted"))
-@without("unet3d.errors.escaped", unchanged, only="bare")
+@without("unet3d.base.errors.escaped", unchanged, only="bare")
 def test_a_value_of_an_option_cannot_command_a_terminal(
     project: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,8 +331,8 @@ def test_the_wandb_run_has_a_name_a_short_summary_the_cases_and_a_picture_a_vali
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_is_one_message_with_remedies_and_the_snapshot_is_kept(tmp_path: Path) -> None:
-    """The address space is limited for real, after the first snapshot."""
+def test_memory_that_runs_out_is_one_message_with_remedies_and_the_checkpoint_is_kept(tmp_path: Path) -> None:
+    """The address space is limited for real, after the first checkpoint."""
     folder = tmp_path / "run"
     done = fork(tmp_path, *TINY, *PLAIN, "model.features=[4]", "amp=true", "hydra.run.dir=run", hook=limit_memory)
     assert done.code == 5, done.err
@@ -354,7 +356,7 @@ def limit_memory() -> None:
     MemoryPolicy.forward = limited  # type: ignore[method-assign]
 
 
-@without("unet3d.compose.refuse_changes", nothing)
+@without("unet3d.config.compose.refuse_changes", nothing)
 def test_resume_refuses_another_network(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,14 +371,14 @@ def test_resume_refuses_another_network(
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before, "the run is as it was"
 
 
-def test_a_published_snapshot_predicts_the_same_and_names_no_path(
+def test_a_published_checkpoint_predicts_the_same_and_names_no_path(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, slim = tmp_path / "whole.pt", tmp_path / "net.pt"
-    state = checkpoint.load_snapshot(finished / "checkpoints" / "best.pt")
+    state = checkpoint.load_checkpoint(finished / "checkpoints" / "best.pt")
     state["config"] |= {"resume": "/home/someone/run", "wandb": state["config"]["wandb"] | {"project": "a-secret"}}
     state["config"]["data"] |= {"images": "/home/someone/scans"}
-    checkpoint.save_snapshot(whole, state)
+    checkpoint.save_checkpoint(whole, state)
     assert face("publish", whole, "-o", slim) == 0
     assert slim.stat().st_size < whole.stat().st_size / 2
     for secret in (str(finished), "imagesTr", "phantom/", "a-secret", "/home/someone"):
@@ -424,7 +426,7 @@ def test_predict_replaces_a_file_only_when_asked(
     assert [path.name for path in made.parent.iterdir()] == ["a.nii.gz"]
 
 
-def test_a_foreign_snapshot_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_checkpoint_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": {}}, tmp_path / "x.pt")
     assert face("predict", tmp_path / "x.pt", ".", "-o", tmp_path) == 3
     assert capsys.readouterr().err.count("\n") == 1
@@ -489,12 +491,12 @@ def test_an_input_that_cannot_be_read_stops_no_other(
 
 
 @without("unet3d.training.checkpoint.escaped", unchanged)
-def test_names_in_a_snapshot_cannot_command_a_terminal(
+def test_names_in_a_checkpoint_cannot_command_a_terminal(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    state = checkpoint.load_snapshot(finished / "checkpoints" / "last.pt")
+    state = checkpoint.load_checkpoint(finished / "checkpoints" / "last.pt")
     state["model"][f"w{CODES}\nerror: all is lost"] = torch.zeros(1)
-    checkpoint.save_snapshot(tmp_path / "tensor.pt", state)
+    checkpoint.save_checkpoint(tmp_path / "tensor.pt", state)
     with zipfile.ZipFile(tmp_path / "entry.pt", "w") as archive:
         archive.writestr(f"{CODES}\nerror: all is lost/data.pkl", "content")
     damaged = (tmp_path / "entry.pt").read_bytes().replace(b"content", b"CONTENT")
@@ -559,7 +561,7 @@ def test_what_memory_prints_cannot_command_a_terminal(
 
 
 def test_a_trace_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), lifecycle.guarded(Config(dry_run=True), tmp_path, []):
+    with pytest.raises(SystemExit), lifecycle.run_context(Config(dry_run=True), tmp_path, []):
         raise ZeroDivisionError(f"{CODES}{FOREIGN}")
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback") and printed.count(r"\x1b[2J\x07\x9b\u202e\udcff") == 2

@@ -15,10 +15,12 @@ import pytest
 from guards import no, nothing, without
 from training import ROOT, TINY, face, yaml_of
 
-from unet3d import checks, compose, errors, shell
+from unet3d import shell
+from unet3d.base import errors
+from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, options, sweep, train
 from unet3d.cli.lifecycle import SafeStream
-from unet3d.errors import UserError
+from unet3d.config import compose, rules
 
 LARGE = ["model=forum_large", "data.patch=[64,64,16]"]  # ten stages; the default network has eight
 composed = cache(lambda *words: compose.compose(words))
@@ -50,7 +52,7 @@ def rows(markdown: str) -> list[str]:
 def test_help_shows_every_option_with_type_range_default_and_meaning() -> None:
     text = options.as_text()
     shown = " ".join(text.split())
-    for name, _, metadata in checks.options(composed()):
+    for name, _, metadata in rules.options(composed()):
         assert f" {name}=" in shown and " ".join(metadata["about"].split()) in shown, name
     heads = {line.split("=")[0].strip(): line for line in text.splitlines() if re.match(r" +[\w.]+=", line)}
     for name, parts in {
@@ -64,7 +66,7 @@ def test_help_shows_every_option_with_type_range_default_and_meaning() -> None:
 def test_the_page_of_options_is_that_of_the_schema(capsys: pytest.CaptureFixture) -> None:
     """A row an option; `tests/bench/docs_outputs.py` compares the page with what is printed."""
     assert face("options") == 0
-    there = sorted(name for name, _, _ in checks.options(composed()))
+    there = sorted(name for name, _, _ in rules.options(composed()))
     for page in ((ROOT / "docs" / "options.md").read_text(), capsys.readouterr().out):
         assert sorted(rows(page)) == there, "write it again: python -m unet3d options > docs/options.md"
 
@@ -174,7 +176,7 @@ def test_a_run_goes_on_from_its_config_alone(killed: Path, content: str | None) 
         ("data=phantom", "data.patch"),
     ],
 )
-@without("unet3d.compose.refuse_changes", nothing, only="seed=1")
+@without("unet3d.config.compose.refuse_changes", nothing, only="seed=1")
 def test_what_would_make_it_another_run_is_refused_however_it_is_written(killed: Path, word: str, option: str) -> None:
     with pytest.raises(UserError, match=rf"^resume\b.* {option}: \S+.* -> "):
         train.checked_arguments([f"resume={killed}", word])
@@ -201,7 +203,7 @@ def test_a_word_that_names_no_option_of_the_run_is_one_line(killed: Path, word: 
     assert "\n" not in text and re.search(r"NoneType" if word == "optim=null" else rf"\b{option}\b", text), text
 
 
-@without("unet3d.cli.lifecycle.snapshots", no)
+@without("unet3d.cli.lifecycle.checkpoints", no)
 def test_a_job_that_may_have_begun_goes_on_or_begins(killed: Path, tmp_path: Path) -> None:
     go_on = train.checked_arguments(["resume=auto", f"hydra.run.dir={killed}", "steps=999"])
     assert train.resumed_config(killed, go_on).steps == 999 and f"resume={killed}" in go_on

@@ -12,10 +12,10 @@ import yaml
 from guards import nothing, without
 from omegaconf import OmegaConf
 
-from unet3d import checks, compose
-from unet3d.compose import refuse_changes
-from unet3d.config import Config
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
+from unet3d.config import compose, rules
+from unet3d.config.compose import refuse_changes
+from unet3d.config.schema import Config
 
 # Words that the one line must hold, as often as they stand here.
 WRONG = {
@@ -189,14 +189,14 @@ def named(value: object) -> str | None:
 
 
 @pytest.mark.parametrize(("overrides", "words"), IDLE.items(), ids=named)
-@without("unet3d.checks.IDLE", (), only="data.folds=10")
+@without("unet3d.config.rules.IDLE", (), only="data.folds=10")
 def test_an_option_that_does_nothing_is_one_warning(overrides: tuple[str, ...], words: list[str]) -> None:
-    (line,) = checks.warnings(read(overrides))
+    (line,) = rules.warnings(read(overrides))
     assert "\n" not in line and not missing(line, words), line
 
 
 @pytest.mark.parametrize(("override", "words"), WRONG.items(), ids=named)
-@without("unet3d.compose.check", nothing, only="batch=0")
+@without("unet3d.config.compose.check", nothing, only="batch=0")
 def test_a_wrong_option_is_one_line(override: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         read([override])
@@ -243,7 +243,7 @@ def test_a_target_is_no_option(is_debugged: bool, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("overrides", "words"), CONFLICTS.items(), ids=named)
-@without("unet3d.compose.check", nothing, only="model.groups=3")
+@without("unet3d.config.compose.check", nothing, only="model.groups=3")
 def test_options_at_odds_are_one_line(overrides: tuple[str, ...], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         read(overrides)
@@ -282,7 +282,7 @@ def test_every_yaml_composes(group: str, tmp_path: Path) -> None:
             overrides += [f"loss={next(losses)}", f"optim={next(optimizers)}"]
         config = compose.compose(overrides)
         if group == "experiment":
-            assert checks.warnings(config) == [], f"{name} sets what does nothing"
+            assert rules.warnings(config) == [], f"{name} sets what does nothing"
 
 
 COMPOSE = hydra.compose
@@ -293,7 +293,7 @@ def compose_half(name: str, overrides: list[str], **named: Any) -> Any:
     return COMPOSE(name, overrides[::2], **named)
 
 
-@without("unet3d.compose.hydra.compose", compose_half)
+@without("unet3d.config.compose.hydra.compose", compose_half)
 def test_the_command_line_overrides_an_experiment(tmp_path: Path) -> None:
     root = f"data.root={tmp_path}"
     assert compose.compose([root]).amp is False
@@ -308,8 +308,8 @@ def test_plain_values_round_trip() -> None:
     assert compose.from_plain(compose.to_plain(config)) == config
 
 
-@without("unet3d.compose.check", nothing)
-def test_a_snapshots_config_is_checked_and_cannot_add_keys() -> None:
+@without("unet3d.config.compose.check", nothing)
+def test_a_checkpoints_config_is_checked_and_cannot_add_keys() -> None:
     plain = compose.to_plain(Config())
     with pytest.raises(UserError, match="_target_"):
         compose.from_plain(plain | {"model": {"_target_": "os.system"}})

@@ -16,9 +16,9 @@ from pages import check_named_tests, named_tests
 from training import PLAIN, TINY
 
 import unet3d
-from unet3d import compose
+from unet3d.base.errors import UserError
 from unet3d.cli.main import command_parser
-from unet3d.errors import UserError
+from unet3d.config import compose
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -63,7 +63,7 @@ def compose_jobs(words: list[str], folder: Path, skips: bool = False) -> None:
 
 
 @pytest.mark.slow
-@without("unet3d.checks.stages", no)
+@without("unet3d.config.rules.stages", no)
 def test_training_commands_compose(tmp_path: Path) -> None:
     found = [words for words in commands() if "train.py" in words[1] and "chkpt=2" not in words]
     assert found
@@ -136,8 +136,8 @@ def test_the_python_of_the_page_runs(
     names: dict[str, Any] = {"array": np.random.default_rng(0).random((20, 20, 16), np.float32), "unet3d": unet3d}
     names["affine"] = np.eye(4)
     exec(make_small(training, ('"steps=20", "eval_every=10"', listed(SMALL))), names)
-    assert str(names["run"].snapshot) in capsys.readouterr().out
-    shutil.copy(names["run"].snapshot, "net.pt")
+    assert str(names["run"].checkpoint) in capsys.readouterr().out
+    shutil.copy(names["run"].checkpoint, "net.pt")
     shutil.copy(next(tmp_path.glob("data/phantom/*/imagesTr/*.nii.gz")), "case.nii.gz")
     for block in blocks:
         if block != training:

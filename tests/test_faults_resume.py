@@ -13,13 +13,13 @@ from guards import without
 from training import TINY, Ended, at_step, call, numbers, records, same, send, status, train, weights
 
 from unet3d import build
+from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle
 from unet3d.cli.train import resumed_config
-from unet3d.compose import refuse_changes
-from unet3d.errors import UserError
+from unet3d.config.compose import refuse_changes
 from unet3d.report import run_folder
 from unet3d.run.resume import Checkpoints, refuse_other_data
-from unet3d.run.validate import Predictions
+from unet3d.run.validation import Predictions
 from unet3d.training import checkpoint
 
 KILL = signal.SIGKILL
@@ -43,7 +43,7 @@ def whole(place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(place: Path, whole: Path) -> Path:
-    """A run killed at step 5, with its snapshot of step 4."""
+    """A run killed at step 5, with its checkpoint of step 4."""
     assert train(place / "killed", *RUN, hook=functools.partial(at_step, 5)).code == -KILL
     return place / "killed" / "run"
 
@@ -101,16 +101,16 @@ def test_the_first_step_of_another_device_or_other_segments_is_not_kept(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["rng", "scaler", "optimizer"])
-def test_each_part_of_a_snapshot_matters(part: str, copy: Path, whole: Path) -> None:
+def test_each_part_of_a_checkpoint_matters(part: str, copy: Path, whole: Path) -> None:
     path = copy / "checkpoints" / "last.pt"
-    state = checkpoint.load_snapshot(path)
+    state = checkpoint.load_checkpoint(path)
     if part == "rng":
         state["rng"] = torch.Generator().manual_seed(1).get_state()
     elif part == "scaler":
         state["scaler"]["scale"] *= 2.0**10
     else:
         state["optimizer"]["state"][0]["exp_avg"].zero_()
-    checkpoint.save_snapshot(path, state)
+    checkpoint.save_checkpoint(path, state)
     assert resume(copy).code == 0
     assert not same(copy, whole)
 
@@ -132,13 +132,13 @@ def test_a_refused_resume_leaves_no_trace(copy: Path) -> None:
     assert contents(copy) == before and status(copy) == "running\n"
 
 
-@without("unet3d.compose.FIXED", ())
+@without("unet3d.config.compose.FIXED", ())
 def test_another_network_is_refused_and_another_rate_is_reported() -> None:
     before = {"model": {"features": [4, 8]}, "data": {"patch": [16]}, "optim": {"lr": 0.1}, "steps": 4, "resume": None}
     now = {"model": {"features": [8, 8]}, "data": {"patch": [8]}, "optim": {"lr": 0.1}, "steps": 4, "resume": "run"}
     with pytest.raises(UserError, match=r"data.patch: \[16\] -> \[8\]; model.features: \[4, 8\] -> \[8, 8\]"):
         refuse_changes(before, now)
-    for option in ("weight_decay", "betas", "momentum"):  # which the snapshot's optimizer keeps
+    for option in ("weight_decay", "betas", "momentum"):  # which the checkpoint's optimizer keeps
         with pytest.raises(UserError, match=f"optim.{option}: 1 -> 2"):
             refuse_changes({"optim": {option: 1}}, {"optim": {option: 2}})
     assert refuse_changes(before, before | {"optim": {"lr": 0.2}, "resume": "run"}) == ["optim.lr: 0.1 -> 0.2"]
@@ -238,11 +238,11 @@ def die_saving(number: int) -> None:
 def test_killed_beside_a_save_no_validation_is_lost_or_recorded_twice(
     words: list[str], number: int, step: int, copy: Path, whole: Path
 ) -> None:
-    """Its record is newer than the snapshot."""
+    """Its record is newer than the checkpoint."""
     if words is RUN:
         shutil.rmtree(copy)
     assert train(copy.parent, *words, hook=functools.partial(die_saving, number)).code == -KILL
-    assert checkpoint.load_snapshot(copy / "checkpoints" / "last.pt")["step"] == step
+    assert checkpoint.load_checkpoint(copy / "checkpoints" / "last.pt")["step"] == step
     assert [line["step"] for line in records(copy) if "val/dice_mean" in line][-1] > step - (step == 6)
     assert resume(copy).code == 0 and same(copy, whole)
     assert (copy / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes()
@@ -272,8 +272,8 @@ def die_finishing() -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_snapshot_gives_way_to_the_one_before(copy: Path, whole: Path) -> None:
-    """The records are cut to the snapshot that was used, and what killed saves left is removed."""
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(copy: Path, whole: Path) -> None:
+    """The records are cut to the checkpoint that was used, and what killed saves left is removed."""
     cut(copy / "checkpoints" / "last.pt")
     orphans = [copy / "checkpoints" / "last.tmp", copy / "checkpoints" / "best.tmp", copy / ".memory.json.tmp"]
     orphans.append(copy / "predictions" / ".a.nii.gz.7.tmp")
@@ -286,14 +286,14 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(copy: Path, whole: Path)
     assert same(copy, whole)
 
 
-def test_the_whole_snapshot_outlives_the_save_after_the_damaged_one(copy: Path) -> None:
+def test_the_whole_checkpoint_outlives_the_save_after_the_damaged_one(copy: Path) -> None:
     last, previous = (copy / "checkpoints" / name for name in ("last.pt", "previous.pt"))
     cut(last)
     assert resume(copy, hook=functools.partial(at_step, 5)).code == -KILL
-    assert [checkpoint.load_snapshot(path)["step"] for path in (last, previous)] == [4, 2]
+    assert [checkpoint.load_checkpoint(path)["step"] for path in (last, previous)] == [4, 2]
 
 
-def test_without_a_whole_snapshot_nothing_starts_over(copy: Path) -> None:
+def test_without_a_whole_checkpoint_nothing_starts_over(copy: Path) -> None:
     for path in (copy / "checkpoints").iterdir():
         path.write_bytes(b"")
     before = status(copy), (copy / "metrics.jsonl").read_bytes()
@@ -310,16 +310,16 @@ def test_without_a_whole_snapshot_nothing_starts_over(copy: Path) -> None:
         pytest.param({"model": {}}, marks=pytest.mark.slow),
     ],
 )
-def test_a_snapshot_that_does_not_fit_is_exit_3_and_no_other_is_taken(change: dict, copy: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_exit_3_and_no_other_is_taken(change: dict, copy: Path) -> None:
     path = copy / "checkpoints" / "last.pt"
-    torch.save(checkpoint.load_snapshot(path) | change, path)
+    torch.save(checkpoint.load_checkpoint(path) | change, path)
     done = resume(copy)
     assert done.code == 3, done.err
     assert "Traceback" not in done.err and "last.pt: " in done.err
 
 
 @pytest.mark.slow
-def test_a_run_killed_before_its_first_snapshot_starts_over(place: Path, whole: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_over(place: Path, whole: Path) -> None:
     early = place / "early"
     assert train(early, *RUN, hook=functools.partial(at_step, 1)).code == -KILL
     assert not list((early / "run").glob("checkpoints/*")) and records(early / "run")
@@ -345,7 +345,7 @@ def test_a_job_that_may_have_begun_begins_or_goes_on(place: Path, whole: Path) -
     assert done.code == 0 and same(folder, whole), done.err
 
 
-KILLED = (f"failed: {lifecycle.fate(137)}", 137)
+KILLED = (f"failed: {lifecycle.describe_exit(137)}", 137)
 
 
 @without("unet3d.cli.lifecycle.RUNNING", "other\n", only="killed before its end")
@@ -356,8 +356,8 @@ KILLED = (f"failed: {lifecycle.fate(137)}", 137)
         pytest.param(("out of memory", 5), ["metrics.jsonl"], True, id="out of memory"),
         pytest.param(("failed: ValueError('my own loss')", 1), ["metrics.jsonl"], True, id="own error"),
         pytest.param(("error: the loss is nan", 4), ["metrics.jsonl"], True, id="nan"),
-        pytest.param(None, ["metrics.jsonl", "checkpoints/previous.pt"], True, id="snapshot and records"),
-        pytest.param(None, ["checkpoints/best.pt"], True, id="snapshot"),
+        pytest.param(None, ["metrics.jsonl", "checkpoints/previous.pt"], True, id="checkpoint and records"),
+        pytest.param(None, ["checkpoints/best.pt"], True, id="checkpoint"),
         pytest.param((), ["metrics.jsonl"], True, id="no status"),
         pytest.param(None, ["metrics.jsonl"], False, id="killed before its end"),
         pytest.param(KILLED, ["metrics.jsonl"], False, id="killed job"),
@@ -384,12 +384,12 @@ def test_a_run_with_a_result_or_perhaps_alive_is_left_alone(
 
 
 @pytest.mark.slow
-def test_snapshots_between_validations(place: Path, whole: Path) -> None:
+def test_checkpoints_between_validations(place: Path, whole: Path) -> None:
     """Of a run that validates only at its end, killed at step 5 of 6: it goes on from step 3. Step 6 is saved once."""
     saved = place / "saved"
     options = [*RUN, "eval_every=0", "save_every=3"]
     assert train(saved, *options, hook=functools.partial(at_step, 5)).code == -KILL
-    assert checkpoint.load_snapshot(saved / "run" / "checkpoints" / "last.pt")["step"] == 3
+    assert checkpoint.load_checkpoint(saved / "run" / "checkpoints" / "last.pt")["step"] == 3
     assert resume(saved / "run").code == 0
     assert trained(saved / "run") == trained(whole)
     assert all(torch.equal(a, b) for a, b in zip(weights(saved / "run").values(), weights(whole).values(), strict=True))

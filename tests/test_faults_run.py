@@ -39,12 +39,13 @@ from training import (
     weights,
 )
 
-from unet3d import build, signals
+from unet3d import build
+from unet3d.base import signals
+from unet3d.base.errors import Preempted
 from unet3d.cli import lifecycle
-from unet3d.config import Config, Data
+from unet3d.config.schema import Config, Data
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, PreparedCase, prepare
-from unet3d.errors import Preempted
 from unet3d.run import run
 from unet3d.training import checkpoint, trainer
 
@@ -97,7 +98,7 @@ def test_a_signal_ends_the_run_where_it_is_and_the_run_goes_on_from_there(
     assert done.err.count("\n") == 1 and status(folder).startswith(done.err)
     said, _, command = done.err.partition("; to go on: ")
     assert number.name in said and numbers(said) == [step, 4] and command.endswith(f"train.py resume={folder}\n")
-    assert checkpoint.load_snapshot(folder / "checkpoints" / "last.pt")["step"] == step
+    assert checkpoint.load_checkpoint(folder / "checkpoints" / "last.pt")["step"] == step
     assert [record["step"] for record in records(folder) if "train/loss" in record] == [*range(1, step + 1)]
     validated = [record["step"] for record in records(folder) if "val/dice_mean" in record]
     assert validated == [at for at in (2, 4) if at < step or (at == step and where == "save")]
@@ -127,13 +128,13 @@ def ask_once(stop: signals.Stop, number: int, _: FrameType | None) -> None:
     stop.asked = signal.Signals(number)
 
 
-@without("unet3d.signals.Stop.handle", ask_once)
+@without("unet3d.base.signals.Stop.handle", ask_once)
 def test_a_second_interrupt_ends_the_run_at_once(place: Path, tmp_path: Path) -> None:
     done = train(tmp_path, *RUN, f"data.root={place / 'phantom'}", hook=interrupted_twice)
     folder = tmp_path / "run"
     assert done.code == exit_code(folder) == 130
     assert done.err.count("\n") == 1 and done.err.endswith(f"train.py resume={folder}\n")
-    assert checkpoint.load_snapshot(folder / "checkpoints" / "last.pt")["step"] == 2
+    assert checkpoint.load_checkpoint(folder / "checkpoints" / "last.pt")["step"] == 2
 
 
 def interrupted_twice() -> None:
@@ -154,7 +155,7 @@ def always_deferred() -> Iterator[signals.Stop]:
         yield stop
 
 
-@without("unet3d.signals.stopping", always_deferred)
+@without("unet3d.base.signals.stopping", always_deferred)
 def test_before_the_first_step_there_is_nothing_to_wait_for(place: Path) -> None:
     done = train(place / "early", *RUN, hook=functools.partial(signalled, "data", 1, signal.SIGTERM))
     assert done.code == 75
@@ -207,7 +208,7 @@ def test_a_worker_that_hangs_ends_with_the_run(tmp_path: Path) -> None:
     assert done.code == 75, done.err
 
 
-@without("unet3d.signals.ignore", nothing)
+@without("unet3d.base.signals.ignore", nothing)
 def test_workers_leave_signals_to_the_run() -> None:
     config = Config(data=Data(patch=[8, 8, 8]), batch=1, workers=1)
     with closing(batches(Patches(phantom_case, config.data, 0, [8, 8, 8]), ["a"], config)) as stream:
@@ -382,7 +383,7 @@ def poisoned(step: int, amp: bool) -> None:
             if amp:
                 scaler.load_state_dict(scaler.state_dict() | {"scale": 0.5})  # type: ignore[attr-defined]
             torch.save(model.state_dict(), "before.pt")
-            call(checkpoint, "save_snapshot", 1, lambda: torch.save(model.state_dict(), "after.pt"))
+            call(checkpoint, "save_checkpoint", 1, lambda: torch.save(model.state_dict(), "after.pt"))
         return take(model, *of)  # type: ignore[arg-type]
 
     trainer.train_step = poison  # type: ignore[assignment]
@@ -404,11 +405,11 @@ def test_a_poisoned_batch_is_kept_and_changes_no_weight(precision: list[str], tm
     assert f"{folder}/nan_batch.pt" in done.err and status(folder).startswith(done.err)
     before, after = (torch.load(tmp_path / name, weights_only=True) for name in ("before.pt", "after.pt"))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    found = checkpoint.load_snapshot(folder / "nan_batch.pt")
+    found = checkpoint.load_checkpoint(folder / "nan_batch.pt")
     (batch,) = found["batches"]
     assert found["step"] == 3 and batch["image"].isnan().sum() == 1 and batch["label"].shape == (1, 16, 16, 16)
     assert batch["cases"] and batch["cases"][0] in done.err
-    assert checkpoint.load_snapshot(folder / "checkpoints" / "last.pt")["step"] == 2
+    assert checkpoint.load_checkpoint(folder / "checkpoints" / "last.pt")["step"] == 2
     assert all(value.isfinite().all() for value in weights(folder).values())
 
 
@@ -416,7 +417,7 @@ def test_a_run_killed_in_its_last_validation_has_lost_no_step(place: Path) -> No
     """`test_faults_resume.py` goes on from there."""
     folder = place / "killed" / "run"
     done = train(place / "killed", *RUN, hook=functools.partial(signalled, "validation", 2, signal.SIGKILL))
-    assert done.code == -signal.SIGKILL and checkpoint.load_snapshot(folder / "checkpoints" / "last.pt")["step"] == 4
+    assert done.code == -signal.SIGKILL and checkpoint.load_checkpoint(folder / "checkpoints" / "last.pt")["step"] == 4
     assert [record["step"] for record in records(folder) if "train/loss" in record] == [*range(1, 5)]
 
 
@@ -542,14 +543,14 @@ def sources() -> set[tuple[Path, int]]:
 def test_code_of_ones_own_that_exits_does_not_end_the_run_with_its_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended, lifecycle.guarded(Config(), tmp_path, []):
+    with pytest.raises(SystemExit) as ended, lifecycle.run_context(Config(), tmp_path, []):
         raise SystemExit(0)
     assert ended.value.code == 1
     assert status(tmp_path).startswith("failed: ") and "SystemExit" in status(tmp_path) and exit_code(tmp_path) == 1
     assert "SystemExit" in capsys.readouterr().err
 
 
-@without("unet3d.errors.is_out_of_memory", no, only="MemoryError")
+@without("unet3d.base.errors.is_out_of_memory", no, only="MemoryError")
 @pytest.mark.parametrize(
     ("error", "code", "cause"),
     [(MemoryError(), 5, "MemoryError"), (KeyError("x"), 1, "KeyError('x')")],
@@ -559,7 +560,7 @@ def test_any_error_of_a_job_is_its_last_line(
     error: Exception, code: int, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Python says nothing where memory runs out as a file is read; only what nobody foresaw has a traceback."""
-    with pytest.raises(SystemExit) as ended, lifecycle.guarded(Config(), tmp_path, []):
+    with pytest.raises(SystemExit) as ended, lifecycle.run_context(Config(), tmp_path, []):
         raise error
     printed = capsys.readouterr().err
     assert ended.value.code == exit_code(tmp_path) == code and ("Traceback" in printed) is (code == 1)

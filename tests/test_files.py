@@ -10,7 +10,7 @@ from pathlib import Path
 
 from guards import nothing, without
 
-from unet3d import files
+from unet3d.base import files
 
 
 def write_half(folder: Path, reached: "multiprocessing.SimpleQueue[str]") -> None:
@@ -41,8 +41,8 @@ def temporary(folder: Path) -> list[Path]:
     return [*folder.glob(".*.tmp")]
 
 
-@without("unet3d.files.hold", nothing)
-@without("unet3d.files.remove_unheld", nothing)
+@without("unet3d.base.files.hold", nothing)
+@without("unet3d.base.files.remove_unheld", nothing)
 def test_what_a_killed_command_was_writing_is_removed_by_the_next_that_writes_there(
     tmp_path: Path,
 ) -> None:

@@ -1,6 +1,6 @@
 """Every command on a disk without room: a line that names the file, nothing half written, and what was there stays.
 
-`tests/bench/full_disk.py` tries a run at every size; `tests/train/test_faults_snapshot.py` has snapshots and runs.
+`tests/bench/full_disk.py` tries a run at every size; `tests/train/test_faults_checkpoint.py` has checkpoints and runs.
 """
 
 import resource

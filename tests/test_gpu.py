@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from unet3d import build, compose
-from unet3d.memory.meter import STEADY
+from unet3d import build
+from unet3d.base.types import Batch
+from unet3d.config import compose
+from unet3d.memory.meter import MEASURED_STEPS
 from unet3d.memory.simulate import fitted, simulate
 from unet3d.training import optim
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +23,7 @@ WORDS = ("device=cuda", "model=unet_small", "data.patch=[32,32,32]", "batch=2", 
 @pytest.mark.parametrize("word", ["ckpt=0", "ckpt=2", "lean=true", "slab=auto", "optim.fused=true"])
 def test_a_step_requests_what_was_predicted_and_at_most_the_workspaces_more(word: str) -> None:
     config = compose.compose([*WORDS, word])
-    config.model = build.outlined_options(config)
+    config.model = build.model_config_from_headers(config)
     segment_starts = tuple(range(config.ckpt))
     ledger = simulate(config, config.model, segment_starts).ledger
     policy = build.policy(config, "cuda", segment_starts)
@@ -33,7 +34,7 @@ def test_a_step_requests_what_was_predicted_and_at_most_the_workspaces_more(word
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    for _ in range(STEADY):
+    for _ in range(MEASURED_STEPS):
         train_step(model, loss, optimizer, policy.scaler(), policy, [batch], clip=12.0)
     requested = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before + weights
     predicted = ledger.peak_bytes()
@@ -42,7 +43,7 @@ def test_a_step_requests_what_was_predicted_and_at_most_the_workspaces_more(word
 
 def test_probabilities_are_those_of_single_windows_with_sums_on_the_host() -> None:
     config = compose.compose(["device=cuda", "model=unet_small", "data.patch=[32,32,32]", "inference.batch=3"])
-    config.model = build.outlined_options(config)
+    config.model = build.model_config_from_headers(config)
     policy = build.policy(config, "cuda", ())
     predictor = fitted(build.predictor(config, [build.model(config.model, 0).cuda()], config.model, policy))
     image = torch.randn(1, 70, 50, 40)

@@ -15,9 +15,9 @@ from jobs import SITE, sweep_of
 from slurm import one_node
 from training import ROOT, TINY, records, status, train
 
+from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, sweep
 from unet3d.cli import train as cli_train
-from unet3d.errors import UserError
 
 THREE = [*TINY, "data.root=../a,../file,../b"]  # job 1 fails
 
@@ -189,7 +189,7 @@ def test_a_sweep_that_cannot_be_is_one_line(
     ("launcher", "package"),
     [("joblib", "joblib"), ("submitit_local", "submitit"), ("submitit_slurm", "submitit"), ("slurm", "submitit")],
 )
-@without("unet3d.compose.LAUNCHERS", {}, only="joblib-joblib")
+@without("unet3d.config.compose.LAUNCHERS", {}, only="joblib-joblib")
 def test_a_launcher_that_is_not_installed_is_one_line(launcher: str, package: str, tmp_path: Path) -> None:
     done = train(tmp_path / "place", "-m", "seed=0,1", f"hydra/launcher={launcher}", hook=without_plugins)
     assert done.code == 2 and done.err.count("\n") == 1

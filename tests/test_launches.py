@@ -12,8 +12,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from unet3d import build, compose
-from unet3d.config import Config
+from unet3d import build
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory.simulate import fake_mode
 
 SCRIPT = Path(__file__).parent / "bench" / "launches.py"
@@ -29,7 +30,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def config_of(*words: str) -> Config:
     config = compose.compose([*AT_64, *words])
-    config.model = build.outlined_options(config)
+    config.model = build.model_config_from_headers(config)
     return config
 
 

@@ -16,10 +16,11 @@ from guards import no, without
 from training import ROOT, TINY, face, run, status
 from training import train as fork
 
-from unet3d import build, compose
+from unet3d import build
+from unet3d.base.errors import OutOfMemory, UserError, is_out_of_memory
 from unet3d.cli import libraries
+from unet3d.config import compose
 from unet3d.data import cases, loader
-from unet3d.errors import OutOfMemory, UserError, is_out_of_memory
 
 LIMITED = """
 import resource, sys
@@ -143,7 +144,7 @@ def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-@without("unet3d.errors.is_out_of_files", no)
+@without("unet3d.base.errors.is_out_of_files", no)
 def test_open_files_that_run_out_elsewhere_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +227,7 @@ def unlimited() -> str:
     return ""
 
 
-@without("unet3d.errors.address_limit", unlimited)
+@without("unet3d.base.errors.address_limit", unlimited)
 def test_an_error_that_python_lost_is_of_memory_where_that_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = SystemError("error return without exception set"), RuntimeError("can't start new thread")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 0))

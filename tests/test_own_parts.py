@@ -15,12 +15,13 @@ from guards import without
 from training import PLAIN, ROOT, TINY, face, records, status
 from training import train as fork
 
-from unet3d import build, compose
+from unet3d import build
+from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, train
-from unet3d.config import Model
-from unet3d.errors import UserError
+from unet3d.config import compose
+from unet3d.config.schema import Model
+from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.preflight import preflight
-from unet3d.memory.segments import choose_segments
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
 
@@ -169,7 +170,7 @@ def test_a_run_uses_the_parts(place: Path) -> None:
 
 
 @pytest.mark.slow
-@without("unet3d.compose.IMPORTS", ())
+@without("unet3d.config.compose.IMPORTS", ())
 def test_a_run_resumes_only_with_code_that_the_command_line_names(place: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(place / "run", copy)
@@ -203,14 +204,14 @@ def test_a_planted_path_is_not_imported(
 def test_predict_and_publish_take_the_network_that_the_command_line_names(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    snapshot, image = here / "run" / "checkpoints" / "best.pt", next(here.rglob("imagesTr/*.nii.gz"))
-    assert face("predict", snapshot, image, "-o", tmp_path) == 2
+    checkpoint, image = here / "run" / "checkpoints" / "best.pt", next(here.rglob("imagesTr/*.nii.gz"))
+    assert face("predict", checkpoint, image, "-o", tmp_path) == 2
     assert "--model own_parts:Network" in capsys.readouterr().err
-    assert face("publish", snapshot, "-o", tmp_path / "net.pt", "--model", "own_parts:Network") == 0
-    for path in (snapshot, tmp_path / "net.pt"):
+    assert face("publish", checkpoint, "-o", tmp_path / "net.pt", "--model", "own_parts:Network") == 0
+    for path in (checkpoint, tmp_path / "net.pt"):
         assert face("predict", path, image, "-o", tmp_path / path.stem, "--model", "own_parts:Network") == 0
     assert (tmp_path / "net" / image.name).read_bytes() == (tmp_path / "best" / image.name).read_bytes()
-    words = ["score", snapshot, *TINY, "--model", "own_parts:Network", "-o", tmp_path / "scores"]
+    words = ["score", checkpoint, *TINY, "--model", "own_parts:Network", "-o", tmp_path / "scores"]
     assert face(*words) == 0, capsys.readouterr().err
 
 
@@ -239,7 +240,7 @@ def test_what_fits_it_and_its_curves_are_found(
 
 def test_a_sequence_of_stages_can_be_checkpointed(here: Path) -> None:
     config = compose.compose([*TINY, "model.path=own_parts:stages", "model.in_channels=1", "model.classes=3", "ckpt=2"])
-    options = build.outlined_options(config)
+    options = build.model_config_from_headers(config)
     assert len(choose_segments(config, options)[0]) == 2
     config.ckpt = 9
     with pytest.raises(UserError, match=r"^ckpt=9\b.*nn\.Sequential.*\b4\b"):
@@ -289,7 +290,7 @@ def test_a_wrong_path_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]
 def test_a_part_that_does_not_suit_is_one_line_before_a_run(here: Path, word: str, said: str) -> None:
     config = compose.compose([*TINY, *PLAIN, "model.path=own_parts:convolution", word, "dry_run=true"])
     with pytest.raises(UserError) as refused:
-        preflight(config, build.outlined_options(config))
+        preflight(config, build.model_config_from_headers(config))
     line = str(refused.value)
     assert line.startswith(word.replace("[", "").replace("]", "")) and said in line and "\n" not in line, line
 

@@ -23,21 +23,21 @@ from torch import Tensor
 from training import TINY, call, face, forked, records, send, status, train
 
 import unet3d
+from unet3d.base.errors import UserError
+from unet3d.base.files import from_csv
+from unet3d.base.types import ProbabilityBlock
 from unet3d.data.cases import Case
 from unet3d.data.patches import PreparedCase, prepare
 from unet3d.data.preprocess import CaseReader, Intensity, normalise
-from unet3d.data.volume import LabelMap, canonical_grid
-from unet3d.errors import UserError
-from unet3d.files import from_csv
+from unet3d.data.volume import ArgmaxCollector, canonical_grid
 from unet3d.model.unet import UNet3D
 from unet3d.report import case_plots, plots
-from unet3d.run import predict, validate
+from unet3d.run import predict, validation
 from unet3d.run.predict import Segmenter
-from unet3d.run.validate import Predictions, evaluate
+from unet3d.run.validation import Predictions, evaluate
 from unet3d.training import checkpoint
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
-from unet3d.types import Strip
 
 RUN = [*TINY, "data.val_fraction=0.5", "data.root=../phantom", "hydra.run.dir=run"]
 PICTURE = "figures/prediction_worst.png"
@@ -47,7 +47,7 @@ def counted(name: str, number: int, act: Callable[[], None]) -> None:
     """Call `act` as label map `number` is to be written; count the volumes that are read and predicted."""
     for owner, attribute in ((Predictor, "strips"), (CaseReader, "raw")):
         setattr(owner, attribute, _counting(getattr(owner, attribute), Path(f"{name}.{attribute}")))
-    call(validate, "save_prediction", number, act)
+    call(validation, "save_prediction", number, act)
 
 
 def _counting(before: Callable, path: Path) -> Callable:
@@ -83,7 +83,7 @@ def hook(name: str, number: int = 0, act: Callable[[], None] = kill) -> Callable
 def lasting(name: str, number: int, act: Callable[[], None]) -> None:
     """As label map `number` is to be written, and whenever it is tried again."""
     counted(name, number, act)
-    call(Predictions, "complete", 1, functools.partial(call, validate, "save_prediction", 1, act))
+    call(Predictions, "complete", 1, functools.partial(call, validation, "save_prediction", 1, act))
 
 
 def maps(folder: Path) -> dict[str, bytes]:
@@ -123,14 +123,14 @@ def test_a_run_predicts_and_reads_each_case_once_a_validation(whole: Path) -> No
 def test_predict_sees_several_windows_at_once_where_it_is_asked_to(
     whole: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    snapshot, image = whole / "checkpoints" / "last.pt", next(place.glob("phantom/*/imagesTr/*.nii.gz"))
+    checkpoint, image = whole / "checkpoints" / "last.pt", next(place.glob("phantom/*/imagesTr/*.nii.gz"))
     made = []
     for batch in ("1", "3", "auto"):
-        assert face("predict", snapshot, image, "-o", tmp_path / batch, "--batch", batch) == 0
+        assert face("predict", checkpoint, image, "-o", tmp_path / batch, "--batch", batch) == 0
         made.append((tmp_path / batch / image.name).read_bytes())
     assert made[0] == made[1] == made[2]
     for batch in ("0", "many", "9" * 5000):
-        assert face("predict", snapshot, image, "-o", tmp_path / "none", "--batch", batch) == 2
+        assert face("predict", checkpoint, image, "-o", tmp_path / "none", "--batch", batch) == 2
         assert capsys.readouterr().err.startswith(f"error: --batch {batch[:60]}")
     assert not (tmp_path / "none").exists()
 
@@ -138,21 +138,21 @@ def test_predict_sees_several_windows_at_once_where_it_is_asked_to(
 def test_predict_takes_another_overlap_in_its_range(
     whole: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    snapshot, image = whole / "checkpoints" / "last.pt", next(place.glob("phantom/*/imagesTr/*.nii.gz"))
+    checkpoint, image = whole / "checkpoints" / "last.pt", next(place.glob("phantom/*/imagesTr/*.nii.gz"))
     made = {}
     for share in ("0.5", ".9"):  # as in validation, and more
-        assert face("predict", snapshot, image, "-o", tmp_path / share, "--overlap", share) == 0
+        assert face("predict", checkpoint, image, "-o", tmp_path / share, "--overlap", share) == 0
         made[share] = nib.load(tmp_path / share / image.name).get_fdata()
-        network = unet3d.load(snapshot, overlap=float(share))
+        network = unet3d.load(checkpoint, overlap=float(share))
         assert np.array_equal(network.segment(image).get_fdata(), made[share])
     assert not np.array_equal(made["0.5"], made[".9"])
     for share in ("0.95", "-1.0", "nan", "half"):
-        assert face("predict", snapshot, image, "-o", tmp_path / "none", f"--overlap={share}") == 2
+        assert face("predict", checkpoint, image, "-o", tmp_path / "none", f"--overlap={share}") == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: --overlap {share}: ") and error.count("\n") == 1
     for value in (True, 1.0):
         with pytest.raises(UserError, match=rf"^overlap={value}: "):
-            unet3d.load(snapshot, overlap=value)
+            unet3d.load(checkpoint, overlap=value)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_predict_takes_another_overlap_in_its_range(
     ],
     ids=lambda options: "".join(options[:1]),
 )
-def test_label_maps_are_those_that_predict_makes_of_the_last_snapshot(
+def test_label_maps_are_those_that_predict_makes_of_the_last_checkpoint(
     options: list[str], place: Path, tmp_path: Path, whole: Path
 ) -> None:
     if options:
@@ -216,7 +216,7 @@ def test_a_run_ended_within_its_last_validation_makes_all_of_it_again(
     done = train(place / "ended", *RUN, hook=hook("first", 2, act))
     folder = place / "ended" / "run"
     assert done.code == code and len(maps(folder)) == 1 and not (folder / PICTURE).exists(), done.err
-    assert checkpoint.load_snapshot(folder / "checkpoints" / "last.pt")["step"] == 4
+    assert checkpoint.load_checkpoint(folder / "checkpoints" / "last.pt")["step"] == 4
     resumed = train(place / "ended", "resume=run", hook=hook("second"))
     assert resumed.code == 0 and same(folder, whole), resumed.err
     assert times(place / "ended", "second")[0] == 2
@@ -290,23 +290,25 @@ class Watched:
     def __init__(self, runs_out: bool = False) -> None:
         self.given, self.runs_out = list[weakref.ref[Tensor]](), runs_out
 
-    def strips(self, image: Tensor, name: str) -> Iterator[Strip]:
+    def strips(self, image: Tensor, name: str) -> Iterator[ProbabilityBlock]:
         assert all(given() is None for given in self.given)
         for first in (0, 2):
             if first and self.runs_out:
                 raise MemoryError
             made = torch.stack([image[0, first : first + 2], 3 - image[0, first : first + 2]])
             self.given.append(weakref.ref(made))
-            yield Strip((4, 4, 4), (0, 1, 2), (first, 0, 0), made)
+            yield ProbabilityBlock((4, 4, 4), (0, 1, 2), (first, 0, 0), made)
 
 
 @pytest.mark.parametrize("hd95", [False, True])
 def test_no_strip_is_in_memory_while_a_case_is_scored(hd95: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though who keeps the strips takes all of them, some or none."""
     predictor, cases, kept = Watched(), [Case(name, (), None) for name in "abc"], []
-    monkeypatch.setattr(validate, "score_case", lambda *of: [given() for given in predictor.given] + [int(of[1].sum())])
+    monkeypatch.setattr(
+        validation, "score_case", lambda *of: [given() for given in predictor.given] + [int(of[1].sum())]
+    )
 
-    def keep(case: Case, strips: LabelMap) -> None:
+    def keep(case: Case, strips: ArgmaxCollector) -> None:
         kept.append([case.id, *(strip.corner[0] for strip in islice(strips, "cba".index(case.id)))])
 
     found = [*evaluate(predictor, cases, phantom, 2, hd95, "all", keep)]  # type: ignore[arg-type]
@@ -315,7 +317,7 @@ def test_no_strip_is_in_memory_while_a_case_is_scored(hd95: bool, monkeypatch: p
 
 
 def test_what_ends_a_prediction_early_leaves_no_score_though_it_ended_while_strips_were_kept() -> None:
-    def keep(_: Case, strips: LabelMap) -> None:
+    def keep(_: Case, strips: ArgmaxCollector) -> None:
         with suppress(MemoryError):
             list(strips)
 

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console as Terminal
 from training import TINY, face, train
 
-from unet3d import progress
+from unet3d.base import progress
+from unet3d.base.progress import Counter
 from unet3d.data.cases import Case
-from unet3d.progress import Counter
-from unet3d.run.validate import evaluate
+from unet3d.run.validation import evaluate
 
 Line = tuple[str, list[str]]  # what is counted, and the numbers behind it
 
@@ -211,16 +211,16 @@ def test_the_commands_show_progress_beside_what_they_print(
 ) -> None:
     monkeypatch.setattr(progress, "FIRST_LINE", -1)
     monkeypatch.setattr(progress, "BETWEEN_LINES", -1)
-    snapshot, root = watched / "checkpoints" / "last.pt", f"data.root={watched.parent / 'data' / 'phantom'}"
+    checkpoint, root = watched / "checkpoints" / "last.pt", f"data.root={watched.parent / 'data' / 'phantom'}"
     for name in "ab":
         nib.save(nib.Nifti1Image(np.zeros((9, 9, 20), np.float32), np.eye(4)), tmp_path / f"{name}.nii")
-    assert face("predict", snapshot, tmp_path / "a.nii", tmp_path / "b.nii", "-o", tmp_path / "made") == 0
+    assert face("predict", checkpoint, tmp_path / "a.nii", tmp_path / "b.nii", "-o", tmp_path / "made") == 0
     shown = capsys.readouterr()
     *maps, summary = shown.out.splitlines()
     assert maps == [str(tmp_path / "made" / f"{name}.nii.gz") for name in "ab"] and "2" in summary
     (predicted,) = counts(shown.err)
     assert {*predicted} == {"0 of 2", "1 of 2"}
-    assert face("score", snapshot, *TINY, root, "data.val_fraction=0.5", "-o", tmp_path / "scores") == 0
+    assert face("score", checkpoint, *TINY, root, "data.val_fraction=0.5", "-o", tmp_path / "scores") == 0
     assert "1 of 2" in counts(capsys.readouterr().err)[-1]
     assert face("check-data", *TINY, root) == 0
     assert counts(capsys.readouterr().err) == [[f"{done} of 4" for done in (1, 2, 3)]]

@@ -15,11 +15,12 @@ from guards import no, without
 from training import TINY, face, train
 
 import unet3d
-from unet3d import build, compose
-from unet3d.config import Model
+from unet3d import build
+from unet3d.base.errors import CheckpointError, NotSaved, UserError
+from unet3d.config import compose
+from unet3d.config.schema import Model
 from unet3d.data.cases import Case, read_dataset
 from unet3d.data.nifti import stem
-from unet3d.errors import NotSaved, SnapshotError, UserError
 from unet3d.report.report import SCORES_TITLE
 from unet3d.run import predict, publish
 from unet3d.training import checkpoint
@@ -38,12 +39,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pair(finished: Path, tmp_path: Path) -> Iterator[list[Path]]:
-    """Its snapshot, and one of the same kind with other weights."""
-    state = checkpoint.load_snapshot(finished / "checkpoints" / "last.pt")
+    """Its checkpoint, and one of the same kind with other weights."""
+    state = checkpoint.load_checkpoint(finished / "checkpoints" / "last.pt")
     for weights in (state["model"], state["average"]):
         for name in weights:
             weights[name] = weights[name] * 1.5 + 0.01
-    checkpoint.save_snapshot(tmp_path / "other.pt", state)
+    checkpoint.save_checkpoint(tmp_path / "other.pt", state)
     yield [finished / "checkpoints" / "last.pt", tmp_path / "other.pt"]
 
 
@@ -52,12 +53,12 @@ def overrides(finished: Path, *more: str) -> list[str]:
 
 
 def change(path: Path, *keys: str, value: Any) -> None:
-    """Set state[key][key] ... of a snapshot."""
-    state = inner = checkpoint.load_snapshot(path)
+    """Set state[key][key] ... of a checkpoint."""
+    state = inner = checkpoint.load_checkpoint(path)
     for key in keys[:-1]:
         inner = inner[key]
     inner[keys[-1]] = value
-    checkpoint.save_snapshot(path, state)
+    checkpoint.save_checkpoint(path, state)
 
 
 @pytest.mark.slow
@@ -109,20 +110,20 @@ def test_networks_validated_with_other_numbers_of_windows_are_published_as_one(
 
 
 @pytest.mark.parametrize("others", [7, [7], ["ab"], [{}], [{"x": 1}], {"a": 1}, [{1: torch.zeros(1)}]])
-def test_a_published_snapshot_of_wrong_networks_is_refused(finished: Path, tmp_path: Path, others: Any) -> None:
-    state = checkpoint.load_snapshot(finished / "checkpoints" / "last.pt")
+def test_a_published_checkpoint_of_wrong_networks_is_refused(finished: Path, tmp_path: Path, others: Any) -> None:
+    state = checkpoint.load_checkpoint(finished / "checkpoints" / "last.pt")
     for splits in ([{}], [{}, {}]):
-        checkpoint.save_snapshot(tmp_path / "wrong.pt", state | {"others": others, "splits": splits})
-        with pytest.raises(SnapshotError, match=r"wrong\.pt"):
+        checkpoint.save_checkpoint(tmp_path / "wrong.pt", state | {"others": others, "splits": splits})
+        with pytest.raises(CheckpointError, match=r"wrong\.pt"):
             predict.open_segmenter(tmp_path / "wrong.pt", "cpu")
 
 
 @pytest.mark.parametrize("key", ["channels", "step"])
-def test_a_snapshot_that_lacks_what_is_published_is_refused(key: str, pair: list[Path], tmp_path: Path) -> None:
-    state = checkpoint.load_snapshot(pair[1])
+def test_a_checkpoint_that_lacks_what_is_published_is_refused(key: str, pair: list[Path], tmp_path: Path) -> None:
+    state = checkpoint.load_checkpoint(pair[1])
     del state[key]
-    checkpoint.save_snapshot(pair[1], state)
-    with pytest.raises(SnapshotError, match=rf"other\.pt: .*\b{key}\b"):
+    checkpoint.save_checkpoint(pair[1], state)
+    with pytest.raises(CheckpointError, match=rf"other\.pt: .*\b{key}\b"):
         publish.publish(pair, tmp_path / "both.pt")
 
 
@@ -130,7 +131,7 @@ def test_a_snapshot_that_lacks_what_is_published_is_refused(key: str, pair: list
 def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
     pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    state = checkpoint.load_snapshot(pair[0])
+    state = checkpoint.load_checkpoint(pair[0])
     names = ("config", "model_options", "classes", "channels", "intensity", "model")
     kept = {name: state[name] for name in names} | {"average": {}}
     if kind == "aliased":
@@ -140,13 +141,13 @@ def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
         with torch.device("meta"):
             shapes = build.model(Model(**kept["model_options"]), 0).state_dict()
         kept["model"] = {name: torch.zeros(()).expand(value.shape) for name, value in shapes.items()}
-    checkpoint.save_snapshot(tmp_path / "bomb.pt", kept)
+    checkpoint.save_checkpoint(tmp_path / "bomb.pt", kept)
     monkeypatch.setattr(torch.nn.Module, "to", lambda *_: pytest.fail("memory is taken"))
-    with pytest.raises(SnapshotError, match=r"bomb\.pt: "):
+    with pytest.raises(CheckpointError, match=r"bomb\.pt: "):
         predict.open_segmenter(tmp_path / "bomb.pt", "cpu")
 
 
-def test_a_snapshot_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_checkpoint_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys: Capture) -> None:
     net, out = str(tmp_path / "net.pt"), str(tmp_path / "out")
     for words in (
         ["publish", str(finished / "checkpoints" / "last.pt"), "-o", net],
@@ -160,7 +161,9 @@ def test_a_snapshot_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys
 
 
 @pytest.mark.slow
-def test_scores_are_named_after_the_snapshot_and_its_weights(pair: list[Path], finished: Path, tmp_path: Path) -> None:
+def test_scores_are_named_after_the_checkpoint_and_its_weights(
+    pair: list[Path], finished: Path, tmp_path: Path
+) -> None:
     publish.publish(pair, tmp_path / "both.pt")
     for path, part in ((pair[0], r"step 4\b.*average"), (tmp_path / "both.pt", r"\b2\b")):
         title = publish.score(path, compose.compose(overrides(finished)), tmp_path / path.stem)
@@ -242,10 +245,10 @@ def test_folds_do_not_matter_where_there_is_no_fold(pair: list[Path], finished: 
 
 
 def test_data_that_a_network_is_not_for_is_not_scored(finished: Path, tmp_path: Path) -> None:
-    state = checkpoint.load_snapshot(finished / "checkpoints" / "last.pt")
+    state = checkpoint.load_checkpoint(finished / "checkpoints" / "last.pt")
     state["model_options"]["in_channels"], state["intensity"] = 2, state["intensity"] * 2
     state["channels"] = ["T1", "T2"]
-    checkpoint.save_snapshot(tmp_path / "two.pt", state)
+    checkpoint.save_checkpoint(tmp_path / "two.pt", state)
     with pytest.raises(UserError, match=r"two\.pt: .*\b2\b.*background, .*\b1\b"):
         publish.score(tmp_path / "two.pt", compose.compose(overrides(finished)), tmp_path / "out")
     semi = compose.compose(overrides(finished, "data.sparse=[3,3,3]", "data.semi=true"))
@@ -255,7 +258,7 @@ def test_data_that_a_network_is_not_for_is_not_scored(finished: Path, tmp_path: 
 
 
 def test_classes_in_another_order_are_not_scored(pair: list[Path], finished: Path, tmp_path: Path) -> None:
-    background, first, second, *rest = checkpoint.load_snapshot(pair[1])["classes"]
+    background, first, second, *rest = checkpoint.load_checkpoint(pair[1])["classes"]
     change(pair[1], "classes", value=[background, second, first, *rest])
     with pytest.raises(UserError, match=rf"background, {second}, {first}.*background, {first}, {second}"):
         publish.score(pair[1], compose.compose(overrides(finished)), tmp_path / "out")
@@ -292,20 +295,20 @@ def test_channels_of_other_names_are_warned_of(
     pair: list[Path], finished: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     (source,) = finished.parent.glob("data/phantom/*/")
-    state = checkpoint.load_snapshot(pair[1])
+    state = checkpoint.load_checkpoint(pair[1])
     state["model_options"]["in_channels"], state["intensity"] = 2, state["intensity"] * 2
     first = next(name for name, value in state["model"].items() if value.dim() == 5 and value.shape[1] == 1)
     for weights in (state["model"], state["average"]):
         weights[first] = weights[first].repeat(1, 2, 1, 1, 1)
-    checkpoint.save_snapshot(tmp_path / "two.pt", state | {"channels": ["T1", "T2"]})
+    checkpoint.save_checkpoint(tmp_path / "two.pt", state | {"channels": ["T1", "T2"]})
     words = ["data=decathlon", f"data.root={two_channels(source, tmp_path / 'set')}", "device=cpu"]
     assert re.search(r"two\.pt: .*T1, T2.*T2, T1", warnings_of(tmp_path / "two.pt", capsys, *words))
 
 
 def test_predictions_are_those_of_the_averaged_weights(finished: Path, tmp_path: Path) -> None:
     path = finished / "checkpoints" / "last.pt"
-    raw = checkpoint.load_snapshot(path) | {"average": {}}
-    checkpoint.save_snapshot(tmp_path / "raw.pt", raw)
+    raw = checkpoint.load_checkpoint(path) | {"average": {}}
+    checkpoint.save_checkpoint(tmp_path / "raw.pt", raw)
     task = read_dataset(compose.compose(overrides(finished)).data)
     cases = {case.id: case for case in task.cases}
     (kept,) = (finished / "predictions").iterdir()
@@ -360,7 +363,7 @@ def test_a_single_channel_is_numbered_in_one_layout_alone(tmp_path: Path) -> Non
     assert [case.id for case in predict.find_cases([tmp_path], 1)[0]] == ["a_0000", "b_0001"]
 
 
-def test_a_snapshots_preparation_is_that_of_its_run(pair: list[Path], capsys: Capture) -> None:
+def test_a_checkpoints_preparation_is_that_of_its_run(pair: list[Path], capsys: Capture) -> None:
     """Its spacing, how its layout names files, and whether it mirrors, unless the command says otherwise."""
     found = predict.open_segmenter(pair[1], "cpu")
     assert (found.spacing, found.by_channel, found.predictor.mirror) == (None, False, (0, 1, 2))
@@ -383,9 +386,9 @@ def test_training_cases_among_those_that_are_scored_are_warned_of(
     """As where cases were added since: the rule is the same, but it holds others out."""
     (case,) = [path.name.removesuffix(".nii.gz") for path in (finished / "predictions").iterdir()]
     for fingerprint in (7, {"training cases": 7}, {"training cases": ["other"]}):
-        change(pair[1], "grounds", value=fingerprint)
+        change(pair[1], "fingerprint", value=fingerprint)
         assert warnings_of(pair[1], capsys, *overrides(finished)) == ""
-    change(pair[1], "grounds", value={"training cases": ["other", case]})
+    change(pair[1], "fingerprint", value={"training cases": ["other", case]})
     warning = warnings_of(pair[1], capsys, *overrides(finished))
     assert re.search(rf"other\.pt: .*\b1\b.*\b1\b.*\b{case}$", warning) and warning.count("\n") == 1
 
@@ -434,7 +437,7 @@ def test_files_that_are_no_case_stop_no_other_and_what_is_accepted_is_a_warning(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.nii.gz"]
 
 
-def test_channels_that_lie_apart_are_reported_whatever_the_snapshot_accepts(tmp_path: Path) -> None:
+def test_channels_that_lie_apart_are_reported_whatever_the_checkpoint_accepts(tmp_path: Path) -> None:
     paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
     for path, side in zip(paths, (1, -1), strict=True):
         nib.save(nib.Nifti1Image(np.zeros((4, 5, 6), np.float32), np.diag([side, 1, 1, 1])), path)

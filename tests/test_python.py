@@ -15,11 +15,11 @@ from training import PLAIN, TINY, face
 from training import train as fork
 
 import unet3d
-from unet3d import ranks
+from unet3d.base import ranks
+from unet3d.base.errors import UserError
 from unet3d.cli.train import TrainedRun
 from unet3d.data.cases import Case
-from unet3d.errors import UserError
-from unet3d.run.validate import Predictions
+from unet3d.run.validation import Predictions
 
 OBLIQUE = np.array([[0, -1.1, 0.1, 7], [-0.9, 0, 0, 3], [0, 0.1, -2.2, 5], [0, 0, 0, 1]])  # neither RAS nor straight
 
@@ -39,7 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
 @pytest.mark.slow
 def test_a_run_is_trained_in_this_process(trained: TrainedRun) -> None:
     assert trained.folder.parent.parent.name == "outputs" and (trained.folder / "STATUS").read_text()[:5] == "done\n"
-    assert trained.snapshot.is_file() and trained.memory["predicted"]["peak_bytes"] > 0
+    assert trained.checkpoint.is_file() and trained.memory["predicted"]["peak_bytes"] > 0
     assert trained.memory["measured"]["peak_bytes"] == trained.memory["predicted"]["peak_bytes"]
     assert len(trained.scores) == 1 and trained.dice == pytest.approx(
         np.mean([float(v) for k, v in trained.scores[0].items() if k.startswith("dice/")])
@@ -76,14 +76,14 @@ def image() -> nib.Nifti1Image:
 def predicted(trained: TrainedRun, tmp_path: Path) -> nib.Nifti1Image:
     """What the command writes for this image."""
     nib.save(image(), tmp_path / "a.nii.gz")
-    assert face("predict", trained.snapshot, tmp_path / "a.nii.gz", "-o", tmp_path / "maps", "--device", "cpu") == 0
+    assert face("predict", trained.checkpoint, tmp_path / "a.nii.gz", "-o", tmp_path / "maps", "--device", "cpu") == 0
     return nib.load(tmp_path / "maps" / "a.nii.gz")
 
 
 def test_images_and_files_are_segmented_as_by_the_command(
     trained: TrainedRun, predicted: nib.Nifti1Image, tmp_path: Path
 ) -> None:
-    network = unet3d.load(str(trained.snapshot), device="cpu")
+    network = unet3d.load(str(trained.checkpoint), device="cpu")
     assert network.classes == ("background", "organ", "vessel", "lesion") and network.channels == ("MRI",)
     assert network.module(torch.zeros(1, 1, 16, 16, 16)).shape == (1, 4, 16, 16, 16)
     expected = np.asanyarray(predicted.dataobj)
@@ -95,7 +95,7 @@ def test_images_and_files_are_segmented_as_by_the_command(
 
 
 def test_an_array_is_segmented_as_an_image_with_its_spacing(trained: TrainedRun) -> None:
-    network, voxels = unet3d.load(trained.snapshot), image().get_fdata(dtype=np.float32)
+    network, voxels = unet3d.load(trained.checkpoint), image().get_fdata(dtype=np.float32)
     straight = nib.Nifti1Image(voxels, np.diag([1.1, 0.9, 2.2, 1]))
     labels = network.segment(voxels, (1.1, 0.9, 2.2))
     assert isinstance(labels, np.ndarray) and labels.dtype == np.uint8 and labels.any()
@@ -104,7 +104,7 @@ def test_an_array_is_segmented_as_an_image_with_its_spacing(trained: TrainedRun)
 
 
 def test_an_array_with_its_affine_is_turned_as_a_file_is(trained: TrainedRun, predicted: nib.Nifti1Image) -> None:
-    network, given, expected = unet3d.load(trained.snapshot), image(), np.asanyarray(predicted.dataobj)
+    network, given, expected = unet3d.load(trained.checkpoint), image(), np.asanyarray(predicted.dataobj)
     labels = network.segment(given.get_fdata(), affine=given.affine)
     assert isinstance(labels, np.ndarray) and np.array_equal(labels, expected)
     floats = nib.Nifti1Image(given.get_fdata(), given.affine, given.header)
@@ -126,10 +126,10 @@ def test_an_array_with_its_affine_is_turned_as_a_file_is(trained: TrainedRun, pr
 def test_probabilities_come_with_the_labels_on_request(trained: TrainedRun, tmp_path: Path) -> None:
     """Those that the command writes."""
     nib.save(image(), tmp_path / "a.nii.gz")
-    words = ["predict", trained.snapshot, tmp_path / "a.nii.gz", "-o", tmp_path / "maps", "--probabilities"]
+    words = ["predict", trained.checkpoint, tmp_path / "a.nii.gz", "-o", tmp_path / "maps", "--probabilities"]
     assert face(*words, "--device", "cpu") == 0
     written = np.asanyarray(nib.load(tmp_path / "maps" / "a_probabilities.nii").dataobj)
-    network = unet3d.load(trained.snapshot, device="cpu")
+    network = unet3d.load(trained.checkpoint, device="cpu")
     labels, found = network.segment(image(), probabilities=True)
     assert found.get_data_dtype() == np.float32 and np.array_equal(np.asanyarray(found.dataobj), written)
     assert np.allclose(found.affine, labels.affine) and np.array_equal(labels.dataobj, written.argmax(-1))
@@ -139,7 +139,7 @@ def test_probabilities_come_with_the_labels_on_request(trained: TrainedRun, tmp_
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint64, np.longdouble, np.float16, ">f2", np.bool_, np.int8, np.uint32])
 def test_an_array_of_any_numbers_is_segmented(trained: TrainedRun, kind: Any) -> None:
-    network, voxels = unet3d.load(trained.snapshot), (image().get_fdata() > 150).astype(np.float32)
+    network, voxels = unet3d.load(trained.checkpoint), (image().get_fdata() > 150).astype(np.float32)
     wanted = network.segment(voxels, (1, 1, 2))
     assert np.array_equal(network.segment(voxels.astype(kind), (1, 1, 2)), wanted) and wanted.any()
     other = nib.MGHImage(voxels, np.diag([1, 1, 2, 1]))
@@ -149,7 +149,7 @@ def test_an_array_of_any_numbers_is_segmented(trained: TrainedRun, kind: Any) ->
 def test_a_device_of_another_name_is_refused(trained: TrainedRun) -> None:
     for name in ("gpu", "cuda:0"):
         with pytest.raises(UserError, match=f"^device={name}(?!:\\d).*auto.*cpu.*cuda"):
-            unet3d.load(trained.snapshot, device=name)
+            unet3d.load(trained.checkpoint, device=name)
 
 
 def without_room_for_a_picture() -> None:
@@ -180,7 +180,7 @@ def test_a_training_outside_of_the_main_thread_is_one_line() -> None:
 
 
 def test_an_image_that_does_not_suit_is_one_line(trained: TrainedRun, tmp_path: Path) -> None:
-    network, voxels = unet3d.load(trained.snapshot), image().get_fdata()
+    network, voxels = unet3d.load(trained.checkpoint), image().get_fdata()
     bad = voxels.copy()
     bad[0, 0, 0] = np.nan
     for given, spacing, line in (
@@ -212,7 +212,7 @@ def test_an_image_that_does_not_suit_is_one_line(trained: TrainedRun, tmp_path: 
 def test_a_file_is_read_under_any_number_of_ranks(trained: TrainedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """How its run took its steps is no part of the network."""
     monkeypatch.setattr(ranks, "SIZE", 7)
-    assert unet3d.load(trained.snapshot).classes
+    assert unet3d.load(trained.checkpoint).classes
 
 
 @pytest.mark.slow

@@ -19,9 +19,10 @@ from ranked import predict_without_pictures, torchrun, train_ranks
 from torch.distributed import HashStore
 from training import PLAIN, ROOT, TINY, at_step, call, records, same, send, status, train, weights
 
-from unet3d import checks, compose, ranks
+from unet3d.base import ranks
+from unet3d.base.errors import NotSaved, OutOfMemory, RankLost, UserError
 from unet3d.cli import lifecycle
-from unet3d.errors import NotSaved, OutOfMemory, RankLost, UserError
+from unet3d.config import compose, rules
 from unet3d.memory import preflight
 from unet3d.training import checkpoint, trainer
 from unet3d.training.inference import Predictor
@@ -199,8 +200,10 @@ ENDS = {  # what a rank does, what the others say of it, and the exit code
 @pytest.mark.parametrize(
     "end", [pytest.param(end, marks=[pytest.mark.slow] * (end in ("is_killed", "hangs"))) for end in ENDS]
 )
-def test_however_a_rank_ends_the_first_says_so_and_the_run_goes_on_from_its_snapshot(tmp_path: Path, end: str) -> None:
-    """All ends leave the same snapshot; it is resumed after the one that leaves no time."""
+def test_however_a_rank_ends_the_first_says_so_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, end: str
+) -> None:
+    """All ends leave the same checkpoint; it is resumed after the one that leaves no time."""
     act, said, code = ENDS[end]
     words = [*PAIRED, *SGD, "rank_timeout=5"]
     hooks = {1: functools.partial(in_step, 4, act)} | ({0: not_waited_for} if end == "hangs" else {})
@@ -210,15 +213,15 @@ def test_however_a_rank_ends_the_first_says_so_and_the_run_goes_on_from_its_snap
     assert ("rank_timeout" in text) == (end == "hangs"), "a longer one is no remedy for a rank that is gone"
     assert f"train.py resume={tmp_path / 'run'}" in text
     assert done[0].code == code and text.endswith(f"exit code {code}\n") and "Traceback" not in done[0].err
-    snapshot = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)
-    assert snapshot["step"] == 2
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)
+    assert checkpoint["step"] == 2
     if end == "is_killed":
         resumed = train_ranks(tmp_path, *words, f"resume={tmp_path / 'run'}")
         assert [rank.code for rank in resumed] == [0, 0], resumed[0].err
         assert len(losses(tmp_path / "run")) == 4
 
 
-@without("unet3d.ranks.say_end", nothing)
+@without("unet3d.base.ranks.publish_failure", nothing)
 def test_a_rank_says_how_the_first_ended(tmp_path: Path) -> None:
     hooks = {0: functools.partial(in_step, 2, functools.partial(fail, KeyError("of rank 0")))}
     first, second = train_ranks(tmp_path, *PAIRED, *SGD, hooks=hooks)
@@ -227,7 +230,7 @@ def test_a_rank_says_how_the_first_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_snapshot_that_cannot_be_written_stops_all_ranks_at_the_end(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_stops_all_ranks_at_the_end(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={0: no_room})
     assert [rank.code for rank in done] == [2, 2], done[0].err + done[1].err
     assert status(tmp_path / "run").startswith("error: best.pt: not saved")
@@ -236,7 +239,7 @@ def test_a_snapshot_that_cannot_be_written_stops_all_ranks_at_the_end(tmp_path: 
 
 
 def no_room() -> None:
-    checkpoint.save_snapshot = _refuse
+    checkpoint.save_checkpoint = _refuse
 
 
 def _refuse(path: Path, *_: object) -> None:
@@ -249,7 +252,7 @@ def of_first(number: int) -> int:
 
 
 @pytest.mark.slow
-@without("unet3d.ranks.agreed", of_first)
+@without("unet3d.base.ranks.all_reduce_max", of_first)
 def test_a_signal_within_a_validation_ends_it_on_all_ranks(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={1: signalled_validation})
     assert [rank.code for rank in done] == [75, 75], done[0].err + done[1].err
@@ -291,9 +294,9 @@ def test_what_ranks_cannot_share_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert done[0].code == 2 and "model.norm=instance" in status(tmp_path / "run")
     monkeypatch.setattr(ranks, "SIZE", 2)
     with pytest.raises(UserError, match=r"^batch=3: .*\b2 ranks"):
-        checks.check(compose.compose(["batch=3"]))
+        rules.check(compose.compose(["batch=3"]))
     with pytest.raises(UserError, match=r"^lean=true and model.norm=batch: .*model.norm=instance"):
-        checks.check(compose.compose(["lean=true", "model.norm=batch"]))
+        rules.check(compose.compose(["lean=true", "model.norm=batch"]))
 
 
 @pytest.mark.slow
@@ -311,7 +314,7 @@ def test_torchrun_starts_the_ranks_of_one_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_by_itself(tmp_path: Path) -> None:
-    """`--max-restarts` repeats the command; with resume=auto, ranks go on from the last snapshot.
+    """`--max-restarts` repeats the command; with resume=auto, ranks go on from the last checkpoint.
 
     Nor does a thread of the group outlive the run: at Python's end it would abort a rank that is done.
     """
@@ -341,7 +344,7 @@ def be_killed_once() -> None:
         call(trainer, "train_step", 3, be_killed)
 
 
-@without("unet3d.ranks._ended", nothing)
+@without("unet3d.base.ranks._ended", nothing)
 def test_a_rank_that_waits_for_its_gpu_notices_that_another_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's collectives wait for it without end."""
     killed = subprocess.Popen([sys.executable, "-c", ""])

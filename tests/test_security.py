@@ -1,4 +1,4 @@
-"""What SECURITY.md promises of snapshots, run folders and code; the promises for data sets are held in tests/data."""
+"""What SECURITY.md promises of checkpoints, run folders and code; the promises for data sets are held in tests/data."""
 
 import ast
 import base64
@@ -26,16 +26,18 @@ from training import TINY, face
 from training import train as train_in
 
 import unet3d
-from unet3d import build, compose, files
+from unet3d import build
+from unet3d.base import files
+from unet3d.base.errors import CheckpointError, DamagedCheckpoint, UserError
 from unet3d.cli import lifecycle, train
-from unet3d.config import Config
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.data.cases import Case
 from unet3d.data.patches import prepare
-from unet3d.errors import DamagedSnapshot, SnapshotError, UserError
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.run import predict
-from unet3d.run.validate import evaluate
+from unet3d.run.validation import evaluate
 from unet3d.training import checkpoint
 from unet3d.training.inference import Predictor
 
@@ -121,7 +123,7 @@ def tiny() -> Config:
 
 @pytest.fixture
 def given(tmp_path: Path, tiny: Config) -> Callable[[Change], Path]:
-    """The snapshot of a run of a tiny network, changed."""
+    """The checkpoint of a run of a tiny network, changed."""
 
     def make(change: Change) -> Path:
         config = deepcopy(tiny)
@@ -136,13 +138,13 @@ def given(tmp_path: Path, tiny: Config) -> Callable[[Change], Path]:
             "average": {},
         }
         change(state)
-        checkpoint.save_snapshot(tmp_path / "given.pt", state)
+        checkpoint.save_checkpoint(tmp_path / "given.pt", state)
         return tmp_path / "given.pt"
 
     return make
 
 
-def test_a_sound_snapshot_opens(given: Callable[[Change], Path]) -> None:
+def test_a_sound_checkpoint_opens(given: Callable[[Change], Path]) -> None:
     segmenter = predict.open_segmenter(given(lambda state: None), "cpu")
     assert segmenter.intensity[0].kind == "zscore" and not segmenter.predictor.models[0].training
 
@@ -171,15 +173,15 @@ CALL = {"_target_": "os.system", "command": "exit 7", "_args_": ["exit 7"]}
         *(put("model_options", "_target_", value="os.system"), put("intensity", value=[CALL])),
     ],
 )
-def test_a_target_in_a_snapshot_is_never_instantiated(
+def test_a_target_in_a_checkpoint_is_never_instantiated(
     given: Callable[[Change], Path], change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "system", lambda *_: pytest.fail("it ran"))
-    with pytest.raises(SnapshotError, match=r"given\.pt"):
+    with pytest.raises(CheckpointError, match=r"given\.pt"):
         predict.open_segmenter(given(change), "cpu")
 
 
-def test_a_network_that_only_a_snapshot_names_is_not_imported(
+def test_a_network_that_only_a_checkpoint_names_is_not_imported(
     given: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (given(lambda state: None).parent / "planted.py").write_text("raise SystemExit('it ran')")
@@ -192,8 +194,8 @@ def test_a_network_that_only_a_snapshot_names_is_not_imported(
 
 
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${seed}", "a${oc.env:HOME}"])
-def test_a_snapshot_cannot_ask_for_the_environment(given: Callable[[Change], Path], value: str) -> None:
-    with pytest.raises(SnapshotError, match=r"given\.pt.*\$\{"):
+def test_a_checkpoint_cannot_ask_for_the_environment(given: Callable[[Change], Path], value: str) -> None:
+    with pytest.raises(CheckpointError, match=r"given\.pt.*\$\{"):
         predict.open_segmenter(given(put("config", "wandb", "project", value=value)), "cpu")
 
 
@@ -212,32 +214,32 @@ def test_a_snapshot_cannot_ask_for_the_environment(given: Callable[[Change], Pat
         ),
     ],
 )
-def test_a_snapshot_of_wrong_types_is_one_line(given: Callable[[Change], Path], change: Change) -> None:
-    with pytest.raises(SnapshotError, match=r"given\.pt"):
+def test_a_checkpoint_of_wrong_types_is_one_line(given: Callable[[Change], Path], change: Change) -> None:
+    with pytest.raises(CheckpointError, match=r"given\.pt"):
         predict.open_segmenter(given(change), "cpu")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_weight_of_several_tensors_is_one_line(given: Callable[[Change], Path]) -> None:
     nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)])
-    with pytest.raises(SnapshotError, match=r"given\.pt"):
+    with pytest.raises(CheckpointError, match=r"given\.pt"):
         predict.open_segmenter(given(put("model", "outc.conv.bias", value=nested)), "cpu")
 
 
 @pytest.mark.parametrize(("features", "built"), [([40_000, 40_000], ["meta"]), ([2**40, 8], [])])
-def test_a_snapshot_that_describes_a_huge_network_takes_no_memory(
+def test_a_checkpoint_that_describes_a_huge_network_takes_no_memory(
     given: Callable[[Change], Path], features: list[int], built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, seen = given(put("model_options", "features", value=features)), []
     make = build.model
     monkeypatch.setattr(build, "model", lambda *a, **b: seen.append(torch.get_default_device().type) or make(*a, **b))
-    with pytest.raises(SnapshotError, match=r"given\.pt"):
+    with pytest.raises(CheckpointError, match=r"given\.pt"):
         predict.open_segmenter(path, "cpu")
     assert seen == built
 
 
 @without("unet3d.memory.simulate.refuse_large_window", nothing)
-def test_a_snapshot_that_names_a_huge_window_takes_no_memory(
+def test_a_checkpoint_that_names_a_huge_window_takes_no_memory(
     given: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     path = given(put("config", "data", "patch", value=[2048, 2048, 2048]))
@@ -258,17 +260,17 @@ def test_windows_at_once_that_no_memory_holds_are_refused_with_fewer(
     refuse_large_window(dataclasses.replace(segmenter.predictor, batch=1), Path("given.pt"))
 
 
-def test_a_snapshot_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     """64 MiB of zeros in 64 KiB."""
-    checkpoint.save_snapshot(tmp_path / "a.pt", {"model": {"w": torch.zeros(2**20)}})
+    checkpoint.save_checkpoint(tmp_path / "a.pt", {"model": {"w": torch.zeros(2**20)}})
     with zipfile.ZipFile(tmp_path / "a.pt") as sound, zipfile.ZipFile(tmp_path / "b.pt", "w") as bomb:
         for name in sound.namelist():
             content = bytes(2**26) if "/data/" in name else sound.read(name)
             bomb.writestr(name, content, zipfile.ZIP_DEFLATED)
     assert (tmp_path / "b.pt").stat().st_size < 2**17
     tracemalloc.start()
-    with pytest.raises(DamagedSnapshot, match=r"b\.pt.*torch\.save"):
-        checkpoint.load_snapshot(tmp_path / "b.pt")
+    with pytest.raises(DamagedCheckpoint, match=r"b\.pt.*torch\.save"):
+        checkpoint.load_checkpoint(tmp_path / "b.pt")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**20
@@ -284,11 +286,11 @@ def with_another_end(sound: bytes, length: int) -> bytes:
 
 @without("unet3d.training.checkpoint.has_one_directory", yes)
 @pytest.mark.parametrize("damage", ["directory", "locator", "comment", "begin"])
-def test_a_snapshot_that_torch_would_read_as_another_than_is_checked_is_refused(tmp_path: Path, damage: str) -> None:
+def test_a_checkpoint_that_torch_would_read_as_another_than_is_checked_is_refused(tmp_path: Path, damage: str) -> None:
     """zipfile shifts places that do not fit and skips what is before the first; torch does neither."""
-    checkpoint.save_snapshot(tmp_path / "a.pt", {"model": {"w": torch.zeros(9)}})
+    checkpoint.save_checkpoint(tmp_path / "a.pt", {"model": {"w": torch.zeros(9)}})
     sound = (tmp_path / "a.pt").read_bytes()
-    assert checkpoint.load_snapshot(tmp_path / "a.pt")["model"].keys() == {"w"}
+    assert checkpoint.load_checkpoint(tmp_path / "a.pt")["model"].keys() == {"w"}
     changed = {
         "directory": with_another_end(sound, 16),
         "locator": sound[:-34] + bytes([sound[-34] ^ 1]) + sound[-33:],
@@ -296,18 +298,18 @@ def test_a_snapshot_that_torch_would_read_as_another_than_is_checked_is_refused(
         "begin": b"legacy" + with_another_end(sound, -6),
     }[damage]
     (tmp_path / "b.pt").write_bytes(changed)
-    with pytest.raises(DamagedSnapshot, match=r"b\.pt.*torch\.save"):
-        checkpoint.load_snapshot(tmp_path / "b.pt")
+    with pytest.raises(DamagedCheckpoint, match=r"b\.pt.*torch\.save"):
+        checkpoint.load_checkpoint(tmp_path / "b.pt")
 
 
 @pytest.mark.parametrize("content", [b"\x80\x02\x8c\x02\xff\xfe.", b"\x80\x02}q\x00h\x07.", b"\x80\x02(K\x01t."])
 def test_a_damaged_pickle_is_one_line(tmp_path: Path, content: bytes) -> None:
-    checkpoint.save_snapshot(tmp_path / "a.pt", {})
+    checkpoint.save_checkpoint(tmp_path / "a.pt", {})
     with zipfile.ZipFile(tmp_path / "a.pt") as sound, zipfile.ZipFile(tmp_path / "b.pt", "w") as damaged:
         for name in sound.namelist():
             damaged.writestr(name, content if name.endswith("data.pkl") else sound.read(name))
-    with pytest.raises(SnapshotError, match=r"b\.pt"):
-        checkpoint.load_snapshot(tmp_path / "b.pt")
+    with pytest.raises(CheckpointError, match=r"b\.pt"):
+        checkpoint.load_checkpoint(tmp_path / "b.pt")
 
 
 @pytest.fixture
@@ -458,7 +460,7 @@ def test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows(tmp_path: Path, m
     assert (tmp_path / "victim").read_text() == "precious" and (tmp_path / "a").read_text() == "x"
 
 
-@without("unet3d.files.stat.S_ISREG", yes, only="STATUS")
+@without("unet3d.base.files.stat.S_ISREG", yes, only="STATUS")
 @pytest.mark.parametrize(
     "name", ["STATUS", "metrics.jsonl", "memory.json", "config.yaml", "scores.csv", "env.json", "split.json"]
 )
@@ -519,7 +521,7 @@ def test_yaml_holds_what_a_config_holds(value: str, tmp_path: Path) -> None:
         assert found == {"zz": [value]}
 
 
-@without("unet3d.files.DEEPEST_FOLDER", 10**6)
+@without("unet3d.base.files.DEEPEST_FOLDER", 10**6)
 def test_folders_within_folders_without_end_are_refused(tmp_path: Path) -> None:
     deepest = tmp_path / "run"
     for _ in range(52):
@@ -569,14 +571,14 @@ def nested(levels: int) -> list[Any]:
     [doubled(60), nested(200), ["x" * 9999] * 999, 10**400, torch.zeros(1).expand(2**40), torch.float16, b"x"],
     ids=["doubled", "nested", "repeated", "integer", "expanded", "type", "bytes"],
 )
-def test_a_small_snapshot_that_describes_much_is_refused(tmp_path: Path, value: Any) -> None:
-    checkpoint.save_snapshot(tmp_path / "a.pt", {"value": value})
-    with pytest.raises(SnapshotError, match=r"a\.pt: "):
-        checkpoint.load_snapshot(tmp_path / "a.pt")
+def test_a_small_checkpoint_that_describes_much_is_refused(tmp_path: Path, value: Any) -> None:
+    checkpoint.save_checkpoint(tmp_path / "a.pt", {"value": value})
+    with pytest.raises(CheckpointError, match=r"a\.pt: "):
+        checkpoint.load_checkpoint(tmp_path / "a.pt")
 
 
 def test_a_network_of_thousands_of_levels_is_refused(given: Callable[[Change], Path]) -> None:
-    with pytest.raises(SnapshotError, match=r"model\.features.*\b3000\b.*\b12\b"):
+    with pytest.raises(CheckpointError, match=r"model\.features.*\b3000\b.*\b12\b"):
         predict.open_segmenter(given(put("model_options", "features", value=[1] * 3000)), "cpu")
 
 
@@ -606,7 +608,7 @@ def test_weights_whose_outputs_are_not_finite_predict_nothing(
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @without("unet3d.training.checkpoint.is_finite", yes)
 def test_weights_that_are_not_finite_do_not_predict(given: Callable[[Change], Path], value: float) -> None:
-    with pytest.raises(SnapshotError, match=r"given\.pt: outc\.conv\.bias.*NaN"):
+    with pytest.raises(CheckpointError, match=r"given\.pt: outc\.conv\.bias.*NaN"):
         predict.open_segmenter(given(put("model", "outc.conv.bias", value=torch.full((3,), value))), "cpu")
 
 

@@ -15,19 +15,21 @@ from guards import nothing, without
 from ranked import train_ranks
 from training import TINY, train
 
-from unet3d import build, compose, ranks
-from unet3d.config import Config
-from unet3d.errors import SnapshotError, UserError
-from unet3d.memory.meter import ENOUGH, LedgerMeter
+from unet3d import build
+from unet3d.base import ranks
+from unet3d.base.errors import CheckpointError, UserError
+from unet3d.base.types import Batch
+from unet3d.config import compose
+from unet3d.config.schema import Config
+from unet3d.memory.checkpoint_plan import choose_segments
+from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.preflight import estimate
-from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import simulate
 from unet3d.report.wandb_logger import without_paths
 from unet3d.run import publish
-from unet3d.run.start import Start, class_sources, heads, open_start, with_names
+from unet3d.run.pretrained import Start, class_sources, heads, load_pretrained, with_names
 from unet3d.training import checkpoint, optim
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 Capture = pytest.CaptureFixture[str]
 HEAD = ["outc.conv.weight", "outc.conv.bias"]
@@ -35,7 +37,7 @@ HEAD = ["outc.conv.weight", "outc.conv.bias"]
 
 @pytest.fixture(scope="module")
 def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The snapshot of a run with averaged weights, beside its data."""
+    """The checkpoint of a run with averaged weights, beside its data."""
     place = tmp_path_factory.mktemp("net")
     ended = train(place, *TINY, "optim.average=0.5", f"hydra.run.dir={place / 'run'}")
     assert ended.code == 0, ended.err
@@ -55,12 +57,12 @@ def data_of(net: Path, *more: str) -> build.Data:
 def opened(net: Path, *more: str) -> Start:
     config = compose.compose(words(net, *more))
     data = data_of(net, *(word for word in more if word.startswith("data.")))
-    return open_start(config, build.model_options(config, data.dataset, data.train[0]), data)
+    return load_pretrained(config, build.model_options(config, data.dataset, data.train[0]), data)
 
 
 @pytest.mark.slow
 def test_all_is_loaded_where_all_fits_averaged_weights_first(net: Path, capsys: Capture) -> None:
-    found, state = opened(net), checkpoint.load_snapshot(net)
+    found, state = opened(net), checkpoint.load_checkpoint(net)
     assert found.new == [] and found.weights.keys() == state["model"].keys()
     assert all(torch.equal(found.weights[name], state["average"][name]) for name in state["average"])
     count = len(state["model"])
@@ -71,7 +73,7 @@ def test_all_is_loaded_where_all_fits_averaged_weights_first(net: Path, capsys: 
 
 @pytest.mark.slow
 def test_heads_begin_with_the_rows_of_their_classes(net: Path, capsys: Capture) -> None:
-    state = checkpoint.load_snapshot(net)
+    state = checkpoint.load_checkpoint(net)
     background, one, two, three = state["classes"]
     for label_map, sources, names in (
         ("{1:2,2:1}", [[0], [2], [1]], [background, background, two, two, one, one]),
@@ -93,7 +95,7 @@ def test_heads_begin_with_the_rows_of_their_classes(net: Path, capsys: Capture) 
 def test_heads_are_new_where_no_class_has_a_name_in_common(net: Path, capsys: Capture) -> None:
     found = opened(net, "data.label_map={1:1,2:2}", "data.classes=[air,x,y]")
     assert (found.new, found.rows) == (HEAD, {})
-    there = ", ".join(checkpoint.load_snapshot(net)["classes"])
+    there = ", ".join(checkpoint.load_checkpoint(net)["classes"])
     *_, line = capsys.readouterr().out.splitlines()
     assert "air, x, y" in line and there in line
 
@@ -114,16 +116,16 @@ def test_heads_of_deep_supervision_are_found_by_their_size() -> None:
 
 def test_another_number_of_channels_has_a_new_first_layer(net: Path) -> None:
     config = compose.compose(words(net))
-    options = build.outlined_options(config)
-    found = open_start(config, dataclasses.replace(options, in_channels=2), None)
+    options = build.model_config_from_headers(config)
+    found = load_pretrained(config, dataclasses.replace(options, in_channels=2), None)
     assert len(found.new) == 1 and found.new[0].startswith("inc.") and found.new[0].endswith("weight")
 
 
 def test_a_published_file_of_several_networks_gives_the_first(net: Path, tmp_path: Path, capsys: Capture) -> None:
-    state = checkpoint.load_snapshot(net)
+    state = checkpoint.load_checkpoint(net)
     first = {name: state["average"].get(name, value) for name, value in state["model"].items()}
     second = {name: value + 1 for name, value in first.items()}
-    checkpoint.save_snapshot(tmp_path / "other.pt", state | {"model": second, "average": {}})
+    checkpoint.save_checkpoint(tmp_path / "other.pt", state | {"model": second, "average": {}})
     publish.publish([net, tmp_path / "other.pt"], tmp_path / "both.pt")
     found = opened(net, f"init={tmp_path / 'both.pt'}")
     assert found.new == [] and all(torch.equal(value, first[name]) for name, value in found.weights.items())
@@ -131,10 +133,10 @@ def test_a_published_file_of_several_networks_gives_the_first(net: Path, tmp_pat
 
 
 def test_other_images_and_another_network_are_warned_of(net: Path, tmp_path: Path, capsys: Capture) -> None:
-    state = checkpoint.load_snapshot(net)
+    state = checkpoint.load_checkpoint(net)
     state["intensity"] = [{"kind": "ct", "low": -100.0, "high": 300.0, "mean": 40.0, "std": 30.0}]
     state["config"]["data"]["spacing"] = [1.0, 1.0, 2.0]
-    checkpoint.save_snapshot(tmp_path / "ct.pt", state)
+    checkpoint.save_checkpoint(tmp_path / "ct.pt", state)
     opened(net, f"init={tmp_path / 'ct.pt'}", "model.activation=silu")
     first, second = capsys.readouterr().err.splitlines()
     assert re.search(r"ct\.pt: .*model\.activation.*relu.*silu", first)
@@ -166,48 +168,48 @@ def test_how_the_other_run_took_its_steps_does_not_matter(
     net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several ranks may begin with what one has trained in ways of its own."""
-    state = checkpoint.load_snapshot(net)
+    state = checkpoint.load_checkpoint(net)
     state["config"] |= {"compile": True, "channels_last": True}
-    checkpoint.save_snapshot(tmp_path / "net.pt", state)
+    checkpoint.save_checkpoint(tmp_path / "net.pt", state)
     monkeypatch.setattr(ranks, "SIZE", 2)
     config = compose.compose(words(net, f"init={tmp_path / 'net.pt'}", "batch=2"))
-    assert open_start(config, build.outlined_options(config), None).new == []
+    assert load_pretrained(config, build.model_config_from_headers(config), None).new == []
 
 
 def test_heads_of_another_type_are_new(net: Path, tmp_path: Path) -> None:
-    state = checkpoint.load_snapshot(net)
+    state = checkpoint.load_checkpoint(net)
     for weights in (state["average"], state["model"]):
         weights |= {name: weights[name].to(torch.int64) for name in HEAD}
-    checkpoint.save_snapshot(tmp_path / "whole.pt", state)
+    checkpoint.save_checkpoint(tmp_path / "whole.pt", state)
     found = opened(net, f"init={tmp_path / 'whole.pt'}", "data.label_map={1:[1,2]}")
     assert found.rows == {} and {*HEAD} <= {*found.new}
 
 
 def test_sizes_that_are_written_in_another_way_are_no_difference(net: Path, tmp_path: Path, capsys: Capture) -> None:
-    state = checkpoint.load_snapshot(net)
+    state = checkpoint.load_checkpoint(net)
     state["model_options"]["kernels"] = [[3, 3, 3], 3]
-    checkpoint.save_snapshot(tmp_path / "same.pt", state)
+    checkpoint.save_checkpoint(tmp_path / "same.pt", state)
     opened(net, f"init={tmp_path / 'same.pt'}")
     assert capsys.readouterr().err == ""
 
 
 @without("unet3d.training.checkpoint.refuse_non_finite", nothing)
-def test_files_that_are_no_snapshot_of_this_network_are_refused(net: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.pt").write_text("no snapshot")
-    with pytest.raises(SnapshotError, match=r"text\.pt: "):
+def test_files_that_are_no_checkpoint_of_this_network_are_refused(net: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    with pytest.raises(CheckpointError, match=r"text\.pt: "):
         opened(net, f"init={tmp_path / 'text.pt'}")
     with pytest.raises(UserError, match=r"init=nowhere\.pt: .*RUN/checkpoints/best\.pt"):
         compose.compose(["init=nowhere.pt"])
-    state = checkpoint.load_snapshot(net)
-    checkpoint.save_snapshot(
+    state = checkpoint.load_checkpoint(net)
+    checkpoint.save_checkpoint(
         tmp_path / "own.pt", state | {"model_options": state["model_options"] | {"path": "evil:net"}}
     )
     with pytest.raises(UserError, match=r"own\.pt: .*model\.path=evil:net"):
         opened(net, f"init={tmp_path / 'own.pt'}")
     name = next(iter(state["average"]))
     state["average"][name] = state["average"][name] * float("nan")
-    checkpoint.save_snapshot(tmp_path / "nan.pt", state)
-    with pytest.raises(SnapshotError, match=rf"nan\.pt: {re.escape(name)}.*NaN"):
+    checkpoint.save_checkpoint(tmp_path / "nan.pt", state)
+    with pytest.raises(CheckpointError, match=rf"nan\.pt: {re.escape(name)}.*NaN"):
         opened(net, f"init={tmp_path / 'nan.pt'}")
 
 
@@ -228,7 +230,7 @@ def stepped(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer, Led
     optimizer = optim.optimizer(config.optim, model)
     meter, scaler = LedgerMeter(model, optimizer), policy.scaler()
     size = config.batch, config.model.in_channels, *config.data.patch
-    for _ in range(ENOUGH):
+    for _ in range(STEPS_FOR_PEAK):
         batch = Batch(torch.randn(size), torch.ones(size[0], *size[2:], dtype=torch.int16))
         train_step(model, loss, optimizer, scaler, policy, [batch], meter.mark, config.optim.clip)
     return model, optimizer, meter
@@ -249,7 +251,7 @@ def test_the_ledger_of_frozen_tensors_is_predicted_to_the_byte_and_they_have_no_
     before = build.model(config.model, 0).state_dict()
     model, optimizer, meter = stepped(config)
     starts = choose_segments(config, config.model).segment_starts
-    predicted = simulate(config, config.model, starts, steps=ENOUGH)
+    predicted = simulate(config, config.model, starts, steps=STEPS_FOR_PEAK)
     assert predicted.ledger.phase_peaks() == meter.ledger.phase_peaks()
     assert predicted.summary()["state"] == meter.summary()["state"]
     slow = {n: p for n, p in model.named_parameters() if optim.is_named(n, config.optim.init_names or ())}
@@ -290,7 +292,7 @@ def transferred(net: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_a_run_records_its_start_and_measures_what_it_predicted(net: Path, transferred: tuple[Path, list[str]]) -> None:
     folder, _ = transferred
     record, memory = (json.loads((folder / name).read_text()) for name in ("init.json", "memory.json"))
-    state, before = checkpoint.load_snapshot(folder / "checkpoints/last.pt"), checkpoint.load_snapshot(net)
+    state, before = checkpoint.load_checkpoint(folder / "checkpoints/last.pt"), checkpoint.load_checkpoint(net)
     assert record["new"] == [] and [*record["by class"]] == HEAD
     assert {*record["loaded"], *HEAD} == state["model"].keys()
     values = yaml.safe_load((folder / "config.yaml").read_text())
@@ -309,7 +311,7 @@ def test_a_resumed_run_needs_the_file_no_more(net: Path, transferred: tuple[Path
     (folder.parent / "net.pt").unlink()
     ended = train(folder.parent, *given, "resume=auto", "steps=4", "eval_every=0")
     assert ended.code == 0, ended.err
-    state, before = checkpoint.load_snapshot(folder / "checkpoints/last.pt"), checkpoint.load_snapshot(net)
+    state, before = checkpoint.load_checkpoint(folder / "checkpoints/last.pt"), checkpoint.load_checkpoint(net)
     assert state["step"] == 4 and "init=" not in ended.out
     loaded = json.loads((folder / "init.json").read_text())["loaded"]
     assert all(torch.equal(state["model"][name], before["average"][name]) for name in loaded)
@@ -335,5 +337,5 @@ def test_ranks_begin_with_the_same_weights_which_the_first_alone_reads(net: Path
     first, other = train_ranks(tmp_path, *given)
     assert (first.code, other.code) == (0, 0), first.err
     assert f"init={net}" in first.out and "init=" not in other.out
-    state, before = checkpoint.load_snapshot(tmp_path / "run/checkpoints/last.pt"), checkpoint.load_snapshot(net)
+    state, before = checkpoint.load_checkpoint(tmp_path / "run/checkpoints/last.pt"), checkpoint.load_checkpoint(net)
     assert all(torch.equal(state["model"][n], before["average"][n]) for n in before["average"].keys() - {*HEAD})

@@ -15,10 +15,10 @@ from jobs import sweep_of
 from training import ROOT, TINY, face, run, train
 from wandb_records import read_run
 
+from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, sweep
 from unet3d.cli import train as train_command
-from unet3d.config import Config, Model
-from unet3d.errors import UserError
+from unet3d.config.schema import Config, Model
 from unet3d.memory import preflight
 
 PREDICTED = [*TINY, "model.in_channels=1", "model.classes=3", "dry_run=true"]
@@ -203,7 +203,7 @@ def test_the_folder_that_is_checked_is_the_one_that_is_made(tmp_path: Path, monk
 
 def test_a_process_that_was_killed_is_named_by_its_signal() -> None:
     code, _ = lifecycle.run_process([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    assert code == 137 and "SIGKILL" in lifecycle.fate(code)
+    assert code == 137 and "SIGKILL" in lifecycle.describe_exit(code)
     assert lifecycle.run_process([sys.executable, "-c", "raise SystemExit(4)"]) == (4, False)
 
 
@@ -226,7 +226,7 @@ def test_a_job_of_a_sweep_that_was_refused_leaves_the_run_there_as_it_is(
     overrides.write_text("- ckpt=2\n")
     for code, text, words in (
         (2, "running\n", "- ckpt=2\n"),
-        (137, f"failed: {lifecycle.fate(137)}\nexit code 137\n", "- ckpt=3\n"),
+        (137, f"failed: {lifecycle.describe_exit(137)}\nexit code 137\n", "- ckpt=3\n"),
     ):
         monkeypatch.setattr(lifecycle, "run_process", lambda *_, code=code: (code, False))
         assert sweep.run_job(tmp_path, ["ckpt=3"], []) == code

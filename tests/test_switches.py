@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from training import PLAIN, TINY, train
 
 import unet3d
-from unet3d import build, checks, compose, ranks
-from unet3d.errors import UserError
+from unet3d import build
+from unet3d.base import ranks
+from unet3d.base.errors import UserError
+from unet3d.config import compose, rules
 from unet3d.memory.preflight import estimate
 from unet3d.report.run_folder import environment, headline, read_run
 from unet3d.training.losses import LOSSES
@@ -91,7 +93,7 @@ def test_a_run_switches_for_itself_alone_and_says_what_was_on(
     for word in ("optim.fused=true", "cuda.tf32=false", "deterministic=true"):
         assert word in line and word in recorded.switches
     assert headline(recorded)["time/switches"] == recorded.switches
-    assert checks.switched_on({}) == ""
+    assert rules.switched_on({}) == ""
 
 
 @pytest.mark.parametrize(
@@ -140,12 +142,12 @@ def test_what_is_of_one_process_is_refused_over_several_ranks(word: str, monkeyp
 @pytest.mark.parametrize("word", ["device=cpu", "model.downsampling=strided_conv", "model.path=package.module:name"])
 def test_what_repeats_itself_is_not_refused(word: str) -> None:
     config = compose.compose(["deterministic=true", "device=cuda", word])
-    assert config.deterministic and checks.switches_of(config) == "deterministic=true"
+    assert config.deterministic and rules.switches_of(config) == "deterministic=true"
 
 
 def test_a_gpu_that_auto_finds_refuses_what_device_cuda_does() -> None:
     with pytest.raises(UserError, match=r"model\.downsampling=max_pool"):
-        checks.refuse_indeterminate(compose.compose(["deterministic=true"]))
+        rules.refuse_indeterminate(compose.compose(["deterministic=true"]))
 
 
 def test_a_part_that_is_not_deterministic_ends_in_one_line(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from training import ROOT, TINY, call, train
 
-from unet3d.signals import Stop
+from unet3d.base.signals import Stop
+from unet3d.base.types import Batch
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import ignore_mark
 from unet3d.training.trainer import Learner, Trainer
-from unet3d.types import Batch
 
 
 def test_seven_frames_in_five_files_lead_from_the_command_line_to_a_step(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ from hydra._internal.hydra import Hydra
 from hydra.types import RunMode
 from PIL import Image
 
-from unet3d import compose, progress
+from unet3d.base import progress
 from unet3d.cli import main
+from unet3d.config import compose
 from unet3d.memory import preflight
 from unet3d.report import case_plots, memory_plots, report
 from unet3d.report.loggers import Loggers

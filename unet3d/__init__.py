@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from unet3d import memory
     from unet3d.cli.train import from_python as train
-    from unet3d.run.segment import load
+    from unet3d.run.api import load
 
 __version__ = "0.1.0"
 __all__ = ["load", "memory", "train"]
@@ -18,7 +18,7 @@ __all__ = ["load", "memory", "train"]
 
 def __getattr__(name: str) -> "Any":
     if name == "load":
-        from unet3d.run.segment import load
+        from unet3d.run.api import load
 
         return load
     if name == "memory":

@@ -12,20 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from unet3d import checks, progress, ranks
-from unet3d.config import Config, Model
-from unet3d.config import Data as DataOptions
+from unet3d.base import progress, ranks
+from unet3d.base.errors import UserError, listed
+from unet3d.config import rules
+from unet3d.config.schema import Config, Model
+from unet3d.config.schema import Data as DataOptions
 from unet3d.data import disk_cache
 from unet3d.data.cases import Case, DatasetInfo, phantom_outline, read_dataset, split
-from unet3d.data.check import WARNING, check_cases, content_hashes
 from unet3d.data.disk_cache import DiskCache, can_stay_mapped
 from unet3d.data.nifti import ValidationRules, open_image
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader, SparseReader
 from unet3d.data.synthetic import phantom_header
 from unet3d.data.twins import VoxelDigest, leaks, voxel_digests
+from unet3d.data.validate import WARNING, check_cases, content_hashes
 from unet3d.data.volume import Grid, target_grid
-from unet3d.errors import UserError, listed
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.training.inference import Predictor
@@ -81,7 +82,7 @@ def _refuse_signature(name: str, path: str, part: Callable[..., Any]) -> None:
 
 def import_all(config: Config) -> dict[str, list[Callable[..., Any]]]:
     """The user's own parts, by the option that names them. Raises UserError for the first that cannot be imported."""
-    named = {name: value for name, value, _ in checks.options(config) if name in checks.IMPORTS}
+    named = {name: value for name, value, _ in rules.options(config) if name in rules.IMPORTS}
     lists = {name: value if isinstance(value, list) else [value] * bool(value) for name, value in named.items()}
     return {name: [import_object(name, path) for path in paths] for name, paths in lists.items()}
 
@@ -103,7 +104,7 @@ def device(config: Config) -> torch.device:
     """The device of `device=`. Raises UserError for cuda where there is none, or not one for each rank."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: this torch sees no CUDA device; use device=cpu, or install torch with CUDA")
-    if target(config) != "cuda":
+    if device_type(config) != "cuda":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus < ranks.LOCAL_SIZE:
@@ -112,7 +113,7 @@ def device(config: Config) -> torch.device:
     return torch.device("cuda", ranks.LOCAL_RANK)
 
 
-def target(config: Config) -> str:
+def device_type(config: Config) -> str:
     """The type of device that a run of this config is for, cpu or cuda, even if unavailable."""
     is_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return "cuda" if is_cuda else "cpu"
@@ -122,10 +123,10 @@ def data(config: Config) -> Data:
     """Read, check and split the cases. Raises UserError that lists every problem of every case."""
     import_all(config)  # a wrong path is answered now; tensors of an imported module are real, not fake ones
     options = config.data
-    dataset = ranks.on_first(lambda: read_dataset(options))
+    dataset = ranks.on_rank0(lambda: read_dataset(options))
     train, val = split(dataset, options)
     cases = [*dict.fromkeys([*train, *val])]
-    files = ranks.on_first(lambda: checked_files(dataset, cases, options))
+    files = ranks.on_rank0(lambda: checked_files(dataset, cases, options))
     reader = CaseReader(dataset, options.spacing, (), _cache(options, len(cases)), ValidationRules.of(options))
     maps = 1 + (options.sparse is not None) + options.semi  # label maps of a training case, see `_readers`
     kept = dict.fromkeys(val, 1) | dict.fromkeys(train, maps)
@@ -193,13 +194,13 @@ def _readers(options: DataOptions, read: CaseReader, train: Sequence[Case]) -> t
     return read_train, read_val if options.semi else read
 
 
-def outlined_options(config: Config) -> Model:
+def model_config_from_headers(config: Config) -> Model:
     """The model's options for a prediction: unset ones come from the data set's names and one header.
 
     The phantom is not generated for it.
     """
     import_all(config)
-    options = checks.network(config.model)
+    options = rules.network(config.model)
     if None not in (options.in_channels, options.classes) and "auto" not in (options.kernels, options.strides):
         return options
     is_generated = config.data.format == "phantom"
@@ -217,7 +218,7 @@ def model_options(config: Config, dataset: DatasetInfo, case: Case) -> Model:
 
 
 def _options_on(config: Config, dataset: DatasetInfo, grid: Grid) -> Model:
-    options = replace(checks.network(config.model))
+    options = replace(rules.network(config.model))
     for name, found in (("in_channels", len(dataset.channels)), ("classes", len(dataset.classes))):
         own = getattr(options, name)
         if own not in (None, found):
@@ -227,7 +228,7 @@ def _options_on(config: Config, dataset: DatasetInfo, grid: Grid) -> Model:
     for name, sizes in zip(("kernels", "strides"), automatic, strict=True):
         if getattr(options, name) == "auto":
             setattr(options, name, [list(size) for size in sizes])
-    checks.check(replace(config, model=options))
+    rules.check(replace(config, model=options))
     return options
 
 
@@ -257,7 +258,7 @@ def model(options: Model, seed: int) -> nn.Module:
     return found
 
 
-def shared(model: nn.Module) -> nn.Module:
+def prepare_for_ranks(model: nn.Module) -> nn.Module:
     """The network for ranks that work together: equal weights, and a batch normalisation over all. Raises UserError."""
     if ranks.count() == 1:
         return model
@@ -267,7 +268,7 @@ def shared(model: nn.Module) -> nn.Module:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if any(isinstance(m, nn.InstanceNorm3d) and m.track_running_stats for m in model.modules()):
         raise UserError("running statistics of instance normalisation are not shared by ranks; do not track them")
-    ranks.take_first(model.state_dict().values())
+    ranks.broadcast_from_rank0(model.state_dict().values())
     return model
 
 
@@ -278,12 +279,12 @@ def loss(config: Config, classes: int, device: torch.device | str = "cpu") -> Se
         raise UserError(f"loss.weights={weights}: {classes} classes need {classes} weights")
     function = LOSSES[config.loss.name] if path is None else import_object("loss.path", path)
     tensor = None if weights is None else torch.tensor(weights, device=device)
-    slab = CUDA_SLAB if target(config) == "cuda" else None
+    slab = CUDA_SLAB if device_type(config) == "cuda" else None
     network = None if config.model.path is None else (config.model.path, classes)
     return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice, slab), path, network)
 
 
-def patches(config: Config) -> int:
+def patches_per_rank(config: Config) -> int:
     """Of a micro-batch, in one process."""
     return config.batch // ranks.count()
 
@@ -300,11 +301,11 @@ def slabs(config: Config) -> SlabOptions | None:
         return None
     patch = config.data.patch
     most = LEAN_SLABS if config.lean else SLABS
-    if target(config) == "cuda":
-        most = max(1, min(most, patches(config) * math.prod(patch) // CUDA_VOXELS))
+    if device_type(config) == "cuda":
+        most = max(1, min(most, patches_per_rank(config) * math.prod(patch) // CUDA_VOXELS))
     automatic = max(ROWS, -(-max(patch) // most))
     rows = automatic if config.lean or config.slab == "auto" else config.slab
-    return SlabOptions(rows, config.lean, 2 + patch.index(max(patch)), target(config) == "cpu")
+    return SlabOptions(rows, config.lean, 2 + patch.index(max(patch)), device_type(config) == "cpu")
 
 
 def windows(config: Config, networks: Sequence[nn.Module]) -> int:
@@ -317,11 +318,11 @@ def windows(config: Config, networks: Sequence[nn.Module]) -> int:
     mixes = any(_takes_statistics(module) for network in networks for module in network.modules())
     if asked != "auto":
         if asked > 1 and mixes:
-            raise checks.mixed_windows(asked, "a batch normalisation without running statistics")
+            raise rules.mixed_windows(asked, "a batch normalisation without running statistics")
         return int(asked)
-    if mixes or target(config) == "cpu" or slabs(config) is not None:
+    if mixes or device_type(config) == "cpu" or slabs(config) is not None:
         return 1
-    return patches(config)
+    return patches_per_rank(config)
 
 
 def _takes_statistics(module: nn.Module) -> bool:

@@ -30,11 +30,11 @@ import numpy as np
 import torch
 
 from unet3d import build
-from unet3d.config import Augment, Config, Data
+from unet3d.base.types import MIB, mib
+from unet3d.config.schema import Augment, Config, Data
 from unet3d.data import augment
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches
-from unet3d.types import MIB, mib
 
 SIDE, BYTES = 160, 6  # voxels of a case along each axis; of a voxel once prepared
 TIMES = 10  # how much larger the data set is than the limit

@@ -11,7 +11,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 
-from unet3d.config import Data
+from unet3d.config.schema import Data
 
 NAMES = ("a", "b", "c")
 LAYOUTS = ("decathlon", "nnunet", "folders")

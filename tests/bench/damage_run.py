@@ -1,4 +1,4 @@
-"""Ways to damage one file of a run folder at random: the trials of `fuzz.py` on runs and snapshots."""
+"""Ways to damage one file of a run folder at random: the trials of `fuzz.py` on runs and checkpoints."""
 
 import io
 import itertools
@@ -109,7 +109,7 @@ def change_storage(rng: random.Random, path: Path) -> None:
 
 
 def change_state(rng: random.Random, path: Path) -> None:
-    """A value of the snapshot: another value, another tensor, or itself many times over."""
+    """A value of the checkpoint: another value, another tensor, or itself many times over."""
     state = torch.load(path, weights_only=True)
     node, key = rng.choice([*spots(state)])
     shared: Any = node[key]

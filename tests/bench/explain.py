@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from allocator import Events, recorded
 
 import unet3d.memory
+from unet3d.base.types import Batch, mib
 from unet3d.memory.profile import segmentation_loss
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
-from unet3d.types import Batch, mib
 
 STEPS, CLASSES = 3, 3
 Shape = tuple[int, ...]

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from unet3d import compose
+from unet3d.base.terminal import WIDE, paper, terminal_table
+from unet3d.base.types import MIB, Table
+from unet3d.config import compose
 from unet3d.memory.analysis import held, layer_counts, state_bytes
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import ENOUGH, LedgerMeter
+from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.simulate import fake_batch, fake_mode
-from unet3d.terminal import WIDE, paper, terminal_table
-from unet3d.types import MIB, Table
 
 
 class Published(NamedTuple):
@@ -88,7 +88,7 @@ def forum() -> Iterator[tuple[str, float]]:
 
 def _half(name: str, batch: int) -> MemoryEstimate:
     config = compose.compose([f"model={name}", "data.patch=[320,150,26]", "optim=adam", f"batch={batch}"])
-    return MemoryEstimate(name, config, config.model, torch.float16, ENOUGH)
+    return MemoryEstimate(name, config, config.model, torch.float16, STEPS_FOR_PEAK)
 
 
 def _weights_and_images(net: MemoryEstimate) -> int:
@@ -124,7 +124,7 @@ def layers() -> Iterator[tuple[str, float]]:
 def swish() -> Iterator[tuple[str, float]]:
     """The same network with Swish as two operations and as one that keeps its input alone, batch 8."""
     plain, lean = (
-        MemoryEstimate("unet_small", config, replace(config.model, in_channels=1, classes=4), steps=ENOUGH)
+        MemoryEstimate("unet_small", config, replace(config.model, in_channels=1, classes=4), steps=STEPS_FOR_PEAK)
         for config in (compose.compose(["batch=8", f"model.activation={name}"]) for name in ("swish", "swish_lean"))
     )
     yield "Swish that keeps only its input: saves of the peak", 100 * (1 - lean.peak / plain.peak)

@@ -1,6 +1,6 @@
 """A run on a disk with too little room finishes, or goes on to the same bits once there is room.
 
-As root, by hand: python tests/bench/full_disk.py. It tries every free size in steps of a sixteenth of a snapshot, from
+As root, by hand: python tests/bench/full_disk.py. It tries every free size in steps of a sixteenth of a checkpoint, from
 none to what the whole run needs, each with the same run on a tmpfs of its own.
 """
 
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import TINY, same, status, train
 
 WORDS = [*TINY, "data.root=../phantom", "resume=auto"]
-OTHER_FILES = 2**17  # bytes of a run's files but its snapshots, generously
+OTHER_FILES = 2**17  # bytes of a run's files but its checkpoints, generously
 
 
 @contextmanager
@@ -52,9 +52,9 @@ def main() -> int:
         root = Path(folder)
         whole = train(root / "whole", *WORDS, "hydra.run.dir=run", frills=True)
         assert whole.code == 0, whole.err
-        snapshot = (root / "whole" / "run" / "checkpoints" / "last.pt").stat().st_size
+        checkpoint = (root / "whole" / "run" / "checkpoints" / "last.pt").stat().st_size
         everything = sum(path.stat().st_size for path in (root / "whole" / "run").rglob("*") if path.is_file())
-        for size in range(4096, OTHER_FILES + everything, snapshot // 16):
+        for size in range(4096, OTHER_FILES + everything, checkpoint // 16):
             found = trial(root, size, "offline" if size // 4096 % 4 == 0 else "disabled")
             failed += found.startswith("FAILED")
             print(f"{size / 2**10:8.0f} KiB  {found}", flush=True)

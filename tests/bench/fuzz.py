@@ -33,14 +33,15 @@ import torch
 from damage import LAYOUTS, NIFTI, damage_json, data_set
 from damage_run import damage_run
 
-from unet3d import build, compose
+from unet3d import build
+from unet3d.base.errors import CheckpointError, UserError
+from unet3d.base.files import read_yaml
 from unet3d.cli import train
-from unet3d.config import Data
+from unet3d.config import compose
+from unet3d.config.schema import Data
 from unet3d.data.cases import read_dataset, split
-from unet3d.data.check import WARNING, check_cases, summary
 from unet3d.data.preprocess import CaseReader
-from unet3d.errors import SnapshotError, UserError
-from unet3d.files import read_yaml
+from unet3d.data.validate import WARNING, check_cases, summary
 from unet3d.report import compare, memory_plots, plots, report
 from unet3d.run import predict
 from unet3d.run.resume import Checkpoints, TrainingState
@@ -138,12 +139,12 @@ class SoundRun:
         for path in (self.folder / "report.html", self.folder / "metrics.csv"):
             path.unlink()  # large, and not read
         shutil.rmtree(self.folder / "memory")
-        state = checkpoint.load_snapshot(self.folder / "checkpoints" / "last.pt")
+        state = checkpoint.load_checkpoint(self.folder / "checkpoints" / "last.pt")
         config = compose.from_plain(read_yaml(self.folder / "config.yaml"))
         options = compose.from_plain(state["config"] | {"model": state["model_options"]}).model
         model = build.model(options, seed=0)
         optimizer, scaler = optim.optimizer(config.optim, model), torch.amp.GradScaler("cpu", enabled=False)
-        self.state = TrainingState(config, options, state["grounds"], model, optimizer, scaler)
+        self.state = TrainingState(config, options, state["fingerprint"], model, optimizer, scaler)
         report.write_report(shutil.copytree(self.folder, place / "warm"))  # loads what draws
 
     def read_all(self, folder: Path, is_drawn: bool) -> str:
@@ -164,14 +165,14 @@ class SoundRun:
 
     def _resume(self, folder: Path) -> None:
         train.resumed(folder, [f"resume={folder}"])
-        Checkpoints(folder, dict).restore(self.state.put_back)
+        Checkpoints(folder, dict).restore(self.state.load_state_dict)
 
 
 def _ends(act: Callable[[Path], object], folder: Path) -> str:
     """The line that a user would see; "" without an error."""
     try:
         act(folder)
-    except (UserError, SnapshotError) as error:
+    except (UserError, CheckpointError) as error:
         return str(error)
     except OSError as error:  # becomes a line in `main`
         return f"{error.filename}: {error.strerror}".encode("unicode_escape").decode()

@@ -20,14 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from allocator import recorded
 
-from unet3d import build, compose
-from unet3d.config import Config
-from unet3d.memory.meter import STEADY, LedgerMeter
-from unet3d.memory.segments import choose_segments, predict
-from unet3d.terminal import WIDE, paper, terminal_table
+from unet3d import build
+from unet3d.base.terminal import WIDE, paper, terminal_table
+from unet3d.base.types import Batch, Table, mib
+from unet3d.config import compose
+from unet3d.config.schema import Config
+from unet3d.memory.checkpoint_plan import choose_segments, predict
+from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
 from unet3d.training import half_precision, optim
 from unet3d.training.step import Mark, ignore_mark, train_step
-from unet3d.types import Batch, Table, mib
 
 ROUNDS = 12
 DEFAULT = ["model=unet_small", "ckpt=2"]
@@ -69,7 +70,7 @@ def resident(kind: str) -> int:
 def resident_peak(overrides: Sequence[str]) -> int:
     """Most resident bytes of a process's steps, above what it held before the first."""
     training, before = Training(overrides), resident("VmRSS")
-    for _ in range(STEADY):
+    for _ in range(MEASURED_STEPS):
         training.step()
     return resident("VmHWM") - before
 
@@ -93,7 +94,7 @@ def ledger_peaks(overrides: Sequence[str]) -> tuple[int, int]:
     """Predicted, and measured by the ledger."""
     training = Training(overrides)
     meter = LedgerMeter(training.model, training.optimizer)
-    for _ in range(STEADY):
+    for _ in range(MEASURED_STEPS):
         training.step(meter.mark)
     return predict(training.config, training.config.model)["peak_bytes"], meter.summary()["peak_bytes"]
 

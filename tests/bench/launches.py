@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unet3d import build, checks, compose
-from unet3d.config import Config
-from unet3d.errors import UserError
-from unet3d.memory.segments import choose_segments
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.config import compose, rules
+from unet3d.config.schema import Config
+from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.simulate import BatchInTransit, fake_batch, fake_learner, fake_mode, take_weights_together
 from unet3d.training.step import train_step
 
@@ -263,8 +264,8 @@ def main() -> int:
         return 0
     try:
         config = compose.compose([*sys.argv[1:], "device=cuda"])
-        config.model = build.outlined_options(config)
-        switches = checks.switches_of(config)
+        config.model = build.model_config_from_headers(config)
+        switches = rules.switches_of(config)
         if switches:
             raise UserError(f"{switches}: only steps without switches can be counted; drop it")
     except UserError as error:

@@ -22,11 +22,11 @@ ROUNDS, MANY = 3, 100_000
 ONE_CORE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
-def seconds(snapshot: Path, volumes: list[Path]) -> float:
+def seconds(checkpoint: Path, volumes: list[Path]) -> float:
     """CPU seconds of a process that segments these volumes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as out:
-        words = ["predict", snapshot, *volumes, "-o", out, "--device", "cpu"]
+        words = ["predict", checkpoint, *volumes, "-o", out, "--device", "cpu"]
         subprocess.run(
             [sys.executable, "-m", "unet3d", *words], check=True, capture_output=True, env=os.environ | ONE_CORE
         )
@@ -36,7 +36,7 @@ def seconds(snapshot: Path, volumes: list[Path]) -> float:
 
 def main() -> None:
     """Prints a line a round, and the table."""
-    snapshot, shape = Path(sys.argv[1]), tuple(map(int, sys.argv[2:5])) or (128, 128, 64)
+    checkpoint, shape = Path(sys.argv[1]), tuple(map(int, sys.argv[2:5])) or (128, 128, 64)
     with tempfile.TemporaryDirectory() as folder:
         volumes = [Path(folder, f"{name}.nii.gz") for name in "abc"]
         for seed, path in enumerate(volumes):
@@ -44,7 +44,7 @@ def main() -> None:
             nib.save(nib.Nifti1Image(voxels, np.eye(4)), path)
         rounds = []
         for number in range(ROUNDS):
-            one, three = seconds(snapshot, volumes[:1]), seconds(snapshot, volumes)
+            one, three = seconds(checkpoint, volumes[:1]), seconds(checkpoint, volumes)
             rounds.append(((three - one) / 2, one - (three - one) / 2))
             print(f"round {number}: {rounds[-1][0]:.1f} s a volume, {rounds[-1][1]:.1f} s to start", flush=True)
     each, start = (median(column) for column in zip(*rounds, strict=True))

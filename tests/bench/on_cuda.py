@@ -29,19 +29,20 @@ from peers import NETWORKS
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from unet3d import build, compose
-from unet3d.errors import UserError
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.base.types import MIB, Batch
+from unet3d.config import compose
 from unet3d.memory.allocator import read_settings, replay
-from unet3d.memory.meter import STEADY, open_meter
-from unet3d.memory.segments import choose_segments
+from unet3d.memory.checkpoint_plan import choose_segments
+from unet3d.memory.meter import MEASURED_STEPS, open_meter
 from unet3d.memory.simulate import fitted, simulate
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
 from unet3d.training.step import Mark, ignore_mark, train_step
 from unet3d.training.switches import switched
-from unet3d.types import MIB, Batch
 
-TIMED = 5  # steps, after STEADY others
+TIMED = 5  # steps, after MEASURED_STEPS others
 TF32 = ("cuda.tf32=true", "cuda.tf32=false")
 AMP = ("amp=false", "amp=true amp_dtype=fp16", "amp=true amp_dtype=bf16")
 NORM = ("model.norm=instance", "model.norm=batch", "model.norm=group")
@@ -93,8 +94,10 @@ Found = Mapping[str, Any] | str  # what a row measured, or why it did not
 def rows_on_cuda(patch: str, also: Iterable[str]) -> list[Row]:
     """The memory rows, then the timed ones in order of importance."""
     grid = [" ".join(choice) for choice in itertools.product(AMP, NORM, CKPT, WIDTHS)]
-    levers = [f"{amp} {lever}" for amp in ("amp=false", BF16) for lever in LEVERS[1:3]]
-    found = [Row("Predicted against the allocator", "memory", words, patch) for words in (*also, *grid, *levers)]
+    single_techniques = [f"{amp} {lever}" for amp in ("amp=false", BF16) for lever in LEVERS[1:3]]
+    found = [
+        Row("Predicted against the allocator", "memory", words, patch) for words in (*also, *grid, *single_techniques)
+    ]
     at_96, at_128 = "96,96,96", "128,128,128"
     found += [Row(f"Networks at {at_96}", "peer", name, at_96) for name in NETWORKS]
     found += [Row(f"Levers at {at_96}", "timed", f"{BF16} {lever}".strip(), at_96) for lever in LEVERS]
@@ -148,11 +151,11 @@ def memory(training: Training) -> dict[str, int]:
     """Bytes, predicted and measured; on the CPU, for want of an allocator's counters, only by the ledger."""
     ledger = simulate(training.config, training.config.model, training.starts).ledger
     held = replay(ledger.events, read_settings(os.environ)[0])
-    for _ in range(STEADY + 2):
+    for _ in range(MEASURED_STEPS + 2):
         training.step()
     stats = torch.cuda.memory_stats() if training.device == "cuda" else {}
     meter = open_meter(training.model, training.optimizer)
-    for _ in range(STEADY + 2):
+    for _ in range(MEASURED_STEPS + 2):
         training.step(meter.mark)
     measured = meter.summary()["peak_bytes"]
     return {
@@ -169,14 +172,14 @@ def memory(training: Training) -> dict[str, int]:
 
 def timed(training: Training) -> dict[str, float]:
     """Median seconds of the steps after the first ones, and the allocator's peak; no ledger observes them."""
-    seconds = [training.step() for _ in range(STEADY + TIMED)][STEADY:]
+    seconds = [training.step() for _ in range(MEASURED_STEPS + TIMED)][MEASURED_STEPS:]
     peak = torch.cuda.max_memory_allocated() if training.device == "cuda" else 0
     return {"s": statistics.median(seconds), "peak": peak}
 
 
 def shares(training: Training) -> dict[str, Any]:
     """Of the time of all operations, on the GPU where there is one: convolutions, and the five largest others."""
-    for _ in range(STEADY):
+    for _ in range(MEASURED_STEPS):
         training.step()
     on_gpu = training.device == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:

@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d import build, compose
-from unet3d.config import Config
-from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter, open_meter
-from unet3d.memory.segments import choose_segments
+from unet3d import build
+from unet3d.base.types import Batch
+from unet3d.config import compose
+from unet3d.config.schema import Config
+from unet3d.memory.checkpoint_plan import choose_segments
+from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter, open_meter
 from unet3d.memory.simulate import fake_mode, simulate
 from unet3d.training.losses import CUDA_SLAB, LossOptions, SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 WIDTHS = [32, 64, 128, 256]
 NNUNETS = ["model.activation=leaky_relu", "model.inplace=true", "model.downsampling=strided_conv"]
@@ -164,7 +165,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         train_step(network, loss, optimizer, scaler, policy, [batch], clip=12.0)
         seconds.append(time.perf_counter() - started)  # the loss was read: the device has finished
     grown, meter = resident(peak=True) - before, open_meter(network, optimizer)
-    for _ in range(STEADY + (device == "cuda")):  # on CUDA, the allocator's counters are read after the ledger's steps
+    for _ in range(
+        MEASURED_STEPS + (device == "cuda")
+    ):  # on CUDA, the allocator's counters are read after the ledger's steps
         train_step(network, loss, optimizer, scaler, policy, [batch], meter.mark, clip=12.0)
     parameters = sum(p.numel() for p in network.parameters())
     found = {"parameters": parameters, "s": statistics.median(seconds[1:]), "peak": meter.summary()["peak_bytes"]}
@@ -182,7 +185,7 @@ def predict(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Parameters and peak of one of our rows, without its memory."""
     config = config_of(name, options)
     starts = choose_segments(config, config.model).segment_starts
-    meter = simulate(config, config.model, starts, steps=ENOUGH)
+    meter = simulate(config, config.model, starts, steps=STEPS_FOR_PEAK)
     return {"parameters": sum(p.numel() for p in meter.model.parameters()), "peak": meter.ledger.peak_bytes()}
 
 
@@ -193,7 +196,7 @@ def predict_theirs(name: str, options: argparse.Namespace) -> dict[str, float]:
         optimizer = torch.optim.SGD(network.parameters(), 1e-2, momentum=0.99, nesterov=True)
         policy = MemoryPolicy("cpu", None if options.amp == "off" else amp_dtype(options.amp, "cpu"))
         meter, loss, size = LedgerMeter(network, optimizer), SegmentationLoss(dice_ce), (options.batch, *options.patch)
-        for _ in range(ENOUGH):
+        for _ in range(STEPS_FOR_PEAK):
             batch = Batch(torch.empty(options.batch, 1, *options.patch), torch.zeros(size, dtype=torch.int16))
             train_step(network, loss, optimizer, policy.scaler(), policy, [batch], meter.mark, clip=12.0)
         return {"parameters": sum(p.numel() for p in network.parameters()), "peak": meter.ledger.peak_bytes()}

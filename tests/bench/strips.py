@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from unet3d.config import Model
-from unet3d.data.volume import LabelMap
+from unet3d.base.types import mib
+from unet3d.config.schema import Model
+from unet3d.data.volume import ArgmaxCollector
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
-from unet3d.types import mib
 
 WINDOW = (64, 64, 64)
 SMALL, LARGE = [40, 160, 160, 160], [105, 512, 512, 200]  # classes, voxels
@@ -38,7 +38,7 @@ def labels_of(way: str, network: nn.Module) -> Callable[[Tensor], object]:
         return lambda image: slide(image[None], network)[0].argmax(0)
     predictor = Predictor((network,), Model(), MemoryPolicy(), WINDOW)
     if way == "strips":
-        return lambda image: LabelMap(predictor.strips(image)).whole()
+        return lambda image: ArgmaxCollector(predictor.strips(image)).whole()
     return lambda image: predictor.probabilities(image).max(0).indices
 
 

@@ -1,8 +1,8 @@
-"""Transfer measured by hand: from a hippocampus snapshot to merged and to swapped classes, against from scratch.
+"""Transfer measured by hand: from a hippocampus checkpoint to merged and to swapped classes, against from scratch.
 
     python tests/bench/transfer.py DATA OUT SEED   DATA: Task04_Hippocampus; runs in OUT are gone on with
 
-The snapshot is of `experiment=hippocampus`, 1,200 steps on both classes. From it, 100 steps learn one class of both
+The checkpoint is of `experiment=hippocampus`, 1,200 steps on both classes. From it, 100 steps learn one class of both
 ("merged") and the classes with their labels swapped; from scratch, 100, 200 and 400 steps do, each with a schedule of
 its own length. All are that experiment otherwise, and hold out the same cases. Prints the mean Dice of these cases.
 Takes as long as 3,000 steps of the experiment.
@@ -36,7 +36,7 @@ def main(data: Path, out: Path, seed: str) -> None:
         for factor in FACTORS:
             words = label_map, start, f"optim.init_lr={factor}", seed
             found = trained(data, out / f"{name}-init-{factor}", FEW, *words)
-            print(f"{name}, from the snapshot at {factor} times the rate, {FEW} steps: {found:.4f}", flush=True)
+            print(f"{name}, from the checkpoint at {factor} times the rate, {FEW} steps: {found:.4f}", flush=True)
         for steps in STEPS:
             found = trained(data, out / f"{name}-{steps}", steps, label_map, seed)
             print(f"{name}, from scratch, {steps} steps: {found:.4f}", flush=True)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from unet3d.config import Augment
+from unet3d.base.types import IGNORE
+from unet3d.config.schema import Augment
 from unet3d.data import augment
 from unet3d.data.patches import crop
-from unet3d.types import IGNORE
 
 
 def still(**changes: object) -> Augment:

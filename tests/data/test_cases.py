@@ -12,11 +12,12 @@ from guards import no, without, yes
 from nifti_files import checked, decathlon, holds, image, label, rewrite, told, write
 from training import face
 
-from unet3d import build, compose
-from unet3d.config import Data, Phantom
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.config import compose
+from unet3d.config.schema import Data, Phantom
 from unet3d.data import dataset_json
 from unet3d.data.cases import Case, DatasetInfo, phantom_outline, read_dataset, split
-from unet3d.errors import UserError
 
 
 def refusal(data: Data) -> str:
@@ -392,7 +393,7 @@ def test_the_phantom_is_known_before_it_is_generated(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = compose.compose(["data.phantom.shape=[16,16,16]", "data.phantom.cases=2", *words])
-    options = build.outlined_options(config)
+    options = build.model_config_from_headers(config)
     outline = phantom_outline(config.data)
     assert list(tmp_path.iterdir()) == []
     dataset = read_dataset(config.data)

@@ -34,12 +34,13 @@ from nifti_files import (
 )
 from training import face, train
 
-from unet3d import build, compose
-from unet3d.config import Config, Data, Phantom
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.config import compose
+from unet3d.config.schema import Config, Data, Phantom
 from unet3d.data import nifti
 from unet3d.data.cases import Case, read_dataset, split
-from unet3d.data.check import WARNING, content_hashes, suitable_options, summary, unsuitable_patch
-from unet3d.errors import UserError
+from unet3d.data.validate import WARNING, content_hashes, suitable_options, summary, unsuitable_patch
 from unet3d.run.resume import DatasetFingerprint, fingerprint, refuse_other_data
 
 PAGE = b"<!DOCTYPE html>" + b"not found " * 100
@@ -258,7 +259,7 @@ def odd(path: Path, kind: str) -> None:
         write_header(write_header(path, "qform_code", 1), "quatern", 0.6, 0.6, 0.6)
 
 
-@without("unet3d.data.check.SHEAR", 2.0, only="sheared")
+@without("unet3d.data.validate.SHEAR", 2.0, only="sheared")
 @without("unet3d.data.volume.MM", range(8), only="yards")
 @pytest.mark.parametrize(
     ("kind", "parts"),
@@ -336,7 +337,7 @@ def link_by_a_folder(link: Path, target: Path) -> None:
     link.symlink_to(link.parent.parent / "other" / target.name)
 
 
-@without("unet3d.data.check.leaks", none, only="True-symlink_to")
+@without("unet3d.data.validate.leaks", none, only="True-symlink_to")
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to, link_by_a_folder])
 @pytest.mark.parametrize("full", [False, True])
 def test_a_link_from_val_to_train_is_an_error(tmp_path: Path, full: bool, link: Callable[[Path, Path], None]) -> None:
@@ -346,7 +347,7 @@ def test_a_link_from_val_to_train_is_an_error(tmp_path: Path, full: bool, link: 
     assert told(checked(data, full), [[f"case3: {unseen}: ", " case1;"]])
 
 
-@without("unet3d.data.check.leaks", none)
+@without("unet3d.data.validate.leaks", none)
 def test_the_same_voxels_in_train_and_val_are_an_error_whatever_the_files(tmp_path: Path) -> None:
     data, seen, unseen = held_out(tmp_path)
     stored = nib.load(seen)
@@ -470,7 +471,7 @@ def change_unsampled(path: Path) -> None:
     path.write_bytes(content)
 
 
-def grounds(data: Data) -> DatasetFingerprint:
+def fingerprint_of(data: Data) -> DatasetFingerprint:
     return fingerprint(build.data(Config(data=data)), None)
 
 
@@ -492,21 +493,21 @@ def test_images_whose_samples_agree_are_compared_as_a_whole(tmp_path: Path) -> N
 
 def test_a_resumed_run_refuses_images_and_labels_that_changed(tmp_path: Path) -> None:
     data = decathlon(tmp_path / "set")
-    before = grounds(data)
+    before = fingerprint_of(data)
     shutil.copytree(tmp_path / "set", tmp_path / "moved", copy_function=shutil.copyfile)
     data.root = str(tmp_path / "moved")
-    refuse_other_data(before, grounds(data))
+    refuse_other_data(before, fingerprint_of(data))
     a, b = (tmp_path / f"moved/labelsTr/{name}.nii.gz" for name in "ab")
     swapped = b.read_bytes(), a.read_bytes()
     a.write_bytes(swapped[0]), b.write_bytes(swapped[1])
     with pytest.raises(UserError, match=r"^resume: labels .*\ba, b\b"):
-        refuse_other_data(before, grounds(data))
+        refuse_other_data(before, fingerprint_of(data))
     write(tmp_path / "moved/imagesTr/c.nii.gz", image(seed=9))
     with pytest.raises(UserError, match=r"^resume: images .*\bc, labels .*\ba, b\b"):
-        refuse_other_data(before, grounds(data))
-    older = grounds(data)
+        refuse_other_data(before, fingerprint_of(data))
+    older = fingerprint_of(data)
     del older["files"]
-    refuse_other_data(older, grounds(data))
+    refuse_other_data(older, fingerprint_of(data))
 
 
 @without("unet3d.build.content_hashes", samples_alone)
@@ -516,34 +517,34 @@ def test_bytes_between_the_sampled_ones_are_compared_on_request(
     """Else a file that was written since is warned of, unless the checksum at its end settles it."""
     data, before = large(tmp_path), {}
     for data.fingerprint in ("sample", "full"):
-        before[data.fingerprint] = grounds(data)
+        before[data.fingerprint] = fingerprint_of(data)
     for path in (tmp_path / "imagesTr/a.nii", tmp_path / "labelsTr/d.nii.gz"):
         assert path.stat().st_size > 2**16
         os.utime(path, ns=(0, 0))
-    refuse_other_data(before["full"], grounds(data))
+    refuse_other_data(before["full"], fingerprint_of(data))
     assert capsys.readouterr().err == "", "all bytes are the same"
     change_unsampled(tmp_path / "imagesTr/b.nii")
     os.utime(tmp_path / "imagesTr/b.nii", ns=(0, 0))
     with pytest.raises(UserError, match=r"^resume: images .*\bb\b"):
-        refuse_other_data(before["full"], grounds(data))
+        refuse_other_data(before["full"], fingerprint_of(data))
     line = ["warning: resume: ", " a, b:", "data.fingerprint=full"]
-    refuse_other_data(before["sample"], grounds(data))
+    refuse_other_data(before["sample"], fingerprint_of(data))
     assert told(capsys.readouterr().err.splitlines(), [line])
     data.fingerprint = "sample"
-    refuse_other_data(before["full"], grounds(data))
+    refuse_other_data(before["full"], fingerprint_of(data))
     assert told(capsys.readouterr().err.splitlines(), [line])
 
 
-@without("unet3d.data.check.BLOCKS", 1, only="--1")
+@without("unet3d.data.validate.BLOCKS", 1, only="--1")
 @pytest.mark.parametrize("place", [100, -1])
 def test_both_ends_of_a_large_file_are_always_compared(tmp_path: Path, place: int) -> None:
     data = large(tmp_path)
-    before, path = grounds(data), tmp_path / "imagesTr/b.nii"
+    before, path = fingerprint_of(data), tmp_path / "imagesTr/b.nii"
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"^resume: images .*\bb\b"):
-        refuse_other_data(before, grounds(data))
+        refuse_other_data(before, fingerprint_of(data))
 
 
 def test_a_copy_within_train_is_no_leak(tmp_path: Path) -> None:
@@ -618,7 +619,7 @@ DEEP, MINE = "model.features=[2,4,8,16,32]", "model.path=own.nets:mine"
 VALID = ["data.patch=[116,116,116]", "model.padding=valid", "model.features=[4,8,16]"]
 
 
-@without("unet3d.data.check.MOST", 0.0, only="(80, 72, 8)-['data.patch=[64,64,32]']")
+@without("unet3d.data.validate.MOST", 0.0, only="(80, 72, 8)-['data.patch=[64,64,32]']")
 @pytest.mark.parametrize(
     ("shape", "words", "parts"),
     [

@@ -26,15 +26,17 @@ from guards import nothing, without, yes
 from nifti_files import decathlon, image, rewrite, told, write
 from training import TINY, Ended, call, fill, records, same, send, start, status, train
 
-from unet3d import build, compose, signals
-from unet3d.config import Augment, Config, Data, Phantom
+from unet3d import build
+from unet3d.base import signals
+from unet3d.base.errors import Preempted, UserError
+from unet3d.base.types import Batch
+from unet3d.config import compose
+from unet3d.config.schema import Augment, Config, Data, Phantom
 from unet3d.data import disk_cache, loader, preprocess, synthetic
 from unet3d.data.cases import Case
 from unet3d.data.disk_cache import DiskCache, key_of
 from unet3d.data.patches import Patches, PreparedCase, crop
-from unet3d.errors import Preempted, UserError
 from unet3d.training import checkpoint
-from unet3d.types import Batch
 
 SHAPE = (21, 18, 13)
 SEMI = {"semi": True, "sparse": [3, 3, 2], "scored": [2, 2, 2]}
@@ -723,9 +725,9 @@ def test_a_run_of_an_older_version_goes_on(finished: Path, tmp_path: Path) -> No
     config = tmp_path / "a" / "config.yaml"
     config.write_text(config.read_text().replace("cache: memory", "cache: true"))
     last = tmp_path / "a" / "checkpoints" / "last.pt"
-    state = checkpoint.load_snapshot(last)
+    state = checkpoint.load_checkpoint(last)
     state["config"]["data"]["cache"] = True
-    checkpoint.save_snapshot(last, state)
+    checkpoint.save_checkpoint(last, state)
     words = [word for word in from_disk(finished, tmp_path) if word.startswith(("data.root", "data.cache"))]
     done = train(tmp_path, "resume=a", "steps=5", *words)
     assert done.code == 0 and re.search(r"data\.cache: True .*\bdisk\b", done.out), done.err

@@ -13,15 +13,16 @@ import yaml
 from guards import without
 from nifti_files import changed, checked, decathlon, errors, holds, image, label, rewrite, told, write
 
-from unet3d import build, compose
-from unet3d.checks import label_sources
-from unet3d.config import Config, Data
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.config import compose
+from unet3d.config.rules import label_sources
+from unet3d.config.schema import Config, Data
 from unet3d.data.cases import read_dataset, split
-from unet3d.data.check import WARNING, summary
 from unet3d.data.disk_cache import key_of
 from unet3d.data.labels import numbered, proposal, written_values, written_words
 from unet3d.data.preprocess import CaseReader
-from unet3d.errors import UserError
+from unet3d.data.validate import WARNING, summary
 from unet3d.run.resume import fingerprint
 
 Dataset = Callable[[Path], Data]
@@ -252,7 +253,7 @@ def test_names_of_a_map(tmp_path: Path) -> None:
         compose.compose(["data.label_map={1:[1,2]}", "data.classes=[a,b,c]"])
 
 
-def test_the_map_goes_through_yaml_json_and_a_snapshot_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
+def test_the_map_goes_through_yaml_json_and_a_checkpoint_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
     words = ["data.label_map={1:[1,2],2:4}"]
     config = compose.compose(words)
     assert config.data.label_map == {1: [1, 2], 2: 4}

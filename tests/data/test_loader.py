@@ -21,13 +21,13 @@ from monai.data import get_track_meta, set_track_meta
 from torch.utils.data import _utils
 from training import TINY, train
 
-from unet3d import ranks
-from unet3d.config import Augment, Config, Data
+from unet3d.base import ranks
+from unet3d.base.errors import LoaderError, UserError
+from unet3d.base.types import IGNORE, Batch
+from unet3d.config.schema import Augment, Config, Data
 from unet3d.data.loader import batches, lost, micro_batches, worker_count
 from unet3d.data.patches import MAX_CENTRES, Patches, PatchIndex, PreparedCase, choose_centre, crop, foreground, prepare
-from unet3d.errors import LoaderError, UserError
 from unet3d.training import trainer
-from unet3d.types import IGNORE, Batch
 
 
 def case(index: int) -> PreparedCase:
@@ -85,7 +85,7 @@ def test_another_seed_is_another_stream() -> None:
 
 LOADS = """
 import sys, numpy
-from unet3d.config import Augment, Data
+from unet3d.config.schema import Augment, Data
 from unet3d.data.patches import Patches, PatchIndex, prepare
 case = prepare("a", numpy.ones((1, 9, 9, 9), numpy.float32), numpy.ones((9, 9, 9), numpy.uint8), (1, 1, 1), None)
 quiet = dict.fromkeys(("noise_p", "blur_p", "contrast_p", "gamma_p", "low_resolution_p"), 0)

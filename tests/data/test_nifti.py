@@ -18,8 +18,8 @@ from guards import nothing, without
 from nibabel.arrayproxy import ArrayProxy
 from nifti_files import LPS, holds, image, label, write, write_header
 
+from unet3d.base.errors import UserError
 from unet3d.data import nifti
-from unet3d.errors import UserError
 
 compress = gzip.compress
 

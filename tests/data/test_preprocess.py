@@ -16,17 +16,17 @@ from nifti_files import FLIPPED, LPS, case, checked, decathlon, image, label, to
 from training import TINY, face, records, train
 
 from unet3d import build
-from unet3d.compose import compose, to_plain
-from unet3d.config import Config, Data
+from unet3d.base.errors import UserError
+from unet3d.base.types import IGNORE
+from unet3d.config.compose import compose, to_plain
+from unet3d.config.schema import Config, Data
 from unet3d.data import preprocess
-from unet3d.data.check import WARNING
 from unet3d.data.patches import Patches, PatchIndex, choose_centre, crop
 from unet3d.data.preprocess import Intensity, checked_intensity, intensity_rules, normalise
-from unet3d.errors import UserError
+from unet3d.data.validate import WARNING
 from unet3d.run.predict import Segmenter
 from unet3d.training import checkpoint
 from unet3d.training.policy import MemoryPolicy
-from unet3d.types import IGNORE
 
 
 def test_auto_treats_ct_as_ct_and_the_rest_by_z_score() -> None:
@@ -75,7 +75,7 @@ def test_ct_without_foreground_is_refused() -> None:
 
 
 @pytest.mark.parametrize("values", [{"kind": "odd"}, {"kind": "ct", "std": 0.0}, {"kind": "ct", "mean": np.nan}])
-def test_a_snapshots_rule_is_checked(values: dict) -> None:
+def test_a_checkpoints_rule_is_checked(values: dict) -> None:
     assert checked_intensity({"kind": "zscore"}) == Intensity("zscore")
     with pytest.raises(ValueError, match=rf"'kind': '{values['kind']}'"):
         checked_intensity(values)
@@ -126,7 +126,7 @@ def test_predict_accepts_what_its_run_accepted_and_counts_it(
         ("error", 2, [f"error: a: {path}: 1 ", "NaN"]),
         ("zero", 0, ["warning: a: 1 ", "NaN", "data.nonfinite=zero"]),
     ):
-        checkpoint.save_snapshot(tmp_path / "s.pt", state | {"config": to_plain(config)})
+        checkpoint.save_checkpoint(tmp_path / "s.pt", state | {"config": to_plain(config)})
         assert face("predict", tmp_path / "s.pt", path, "-o", tmp_path / "out", "--device", "cpu") == code
         assert told(capsys.readouterr().err.splitlines(), [line])
     assert (tmp_path / "out" / "a.nii.gz").exists()
@@ -248,7 +248,7 @@ def test_a_prediction_of_memory_reads_no_voxel(tmp_path: Path) -> None:
     whole = build.model_options(config, ready.dataset, ready.train[0])
     assert ready.read(ready.train[0]).spacing == (1, 1, 4)
     damage_voxels(tmp_path)
-    assert build.outlined_options(config) == whole and [1, 1, 1] != whole.strides[0] != [2, 2, 2]
+    assert build.model_config_from_headers(config) == whole and [1, 1, 1] != whole.strides[0] != [2, 2, 2]
 
 
 def labels() -> torch.Tensor:

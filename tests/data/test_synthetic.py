@@ -14,13 +14,13 @@ from guards import nothing, without
 from nifti_files import checked, told
 from scipy import ndimage
 
-from unet3d import compose
-from unet3d.checks import check
-from unet3d.config import Data, Phantom
+from unet3d.base.errors import UserError
+from unet3d.config import compose
+from unet3d.config.rules import check
+from unet3d.config.schema import Data, Phantom
 from unet3d.data import synthetic
 from unet3d.data.cases import read_dataset
 from unet3d.data.synthetic import GeneratedCase
-from unet3d.errors import UserError
 
 SMALL = Phantom(cases=2, shape=[16, 20, 18])
 LARGE = (64, 64, 32)

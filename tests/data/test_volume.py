@@ -15,11 +15,11 @@ from nibabel.orientations import apply_orientation
 from nifti_files import SHIFTED, case, changed, checked, decathlon, image, label, told, write, write_header
 from scipy import ndimage
 
+from unet3d.base.errors import UserError
+from unet3d.base.types import ProbabilityBlock
 from unet3d.data.cases import Case
 from unet3d.data.nifti import ValidationRules, save_labels
 from unet3d.data.volume import canonical_grid, read_volume, target_grid, to_original
-from unet3d.errors import UserError
-from unet3d.types import Strip
 
 ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]
 
@@ -30,13 +30,13 @@ def write_labels(path: Path, labels: np.ndarray, one: Case, spacing: list[float]
     save_labels(path, to_original(whole(sure), one, spacing), one.images[0])
 
 
-def whole(probabilities: np.ndarray) -> list[Strip]:
+def whole(probabilities: np.ndarray) -> list[ProbabilityBlock]:
     """The volume as one strip."""
     _, x, y, z = probabilities.shape
-    return [Strip((x, y, z), (0, 1, 2), (0, 0, 0), torch.from_numpy(probabilities))]
+    return [ProbabilityBlock((x, y, z), (0, 1, 2), (0, 0, 0), torch.from_numpy(probabilities))]
 
 
-def cut(probabilities: np.ndarray, axes: tuple[int, int, int], steps: Sequence[int]) -> Iterator[Strip]:
+def cut(probabilities: np.ndarray, axes: tuple[int, int, int], steps: Sequence[int]) -> Iterator[ProbabilityBlock]:
     """Strips of these widths along two axes, each in the memory of the one before."""
     (strip,), memory = whole(probabilities), np.empty(probabilities.size, np.float32)
     starts = [range(0, strip.sizes[axis], step) for axis, step in zip(axes, steps, strict=False)]
@@ -47,7 +47,7 @@ def cut(probabilities: np.ndarray, axes: tuple[int, int, int], steps: Sequence[i
         part = probabilities[(slice(None), *box)]
         own = memory[: part.size].reshape(part.shape)
         own[...] = part
-        yield Strip(strip.sizes, axes, (corner[0], corner[1], corner[2]), torch.from_numpy(own))
+        yield ProbabilityBlock(strip.sizes, axes, (corner[0], corner[1], corner[2]), torch.from_numpy(own))
 
 
 def affine(codes: str, turn: Sequence[float] = (0, 0, 0)) -> np.ndarray:

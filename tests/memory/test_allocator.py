@@ -10,10 +10,10 @@ from itertools import pairwise
 import pytest
 from evenly import evenly
 
-from unet3d import compose
+from unet3d.base.types import MIB
+from unet3d.config import compose
 from unet3d.memory.allocator import Allocator, Pool, Reserved, Settings, read_settings, replay
 from unet3d.memory.simulate import simulate
-from unet3d.types import MIB
 
 DEFAULT, EXPANDABLE = Settings(), Settings(expandable=True)
 KINDS = {

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unet3d import compose
+from unet3d.base.types import Batch
 from unet3d.cli.memory import narrowed
+from unet3d.config import compose
 from unet3d.memory import analysis, tables
 from unet3d.memory.analysis import Levels, changed_groups, usual_estimates
 from unet3d.memory.ledger import CATEGORIES, Ledger
-from unet3d.memory.meter import ENOUGH, LedgerMeter
+from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.tables import sentence
 from unet3d.training.losses import LOSSES, SegmentationLoss
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 FORUM = ("model=forum_mid", "data.patch=[320,150,26]", "batch=2", "amp=true")
 
@@ -30,13 +30,13 @@ FORUM = ("model=forum_mid", "data.patch=[320,150,26]", "batch=2", "amp=true")
 def estimate(*overrides: str) -> MemoryEstimate:
     config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", *overrides])
     config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 3
-    return MemoryEstimate("net", config, config.model, steps=ENOUGH)
+    return MemoryEstimate("net", config, config.model, steps=STEPS_FOR_PEAK)
 
 
 @cache
 def forum() -> MemoryEstimate:
     config = compose.compose(FORUM)
-    return MemoryEstimate("forum_mid", config, config.model, steps=ENOUGH)
+    return MemoryEstimate("forum_mid", config, config.model, steps=STEPS_FOR_PEAK)
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def trained(network: nn.Module, starts: tuple[int, ...]) -> dict[str, Any]:
     optimizer, policy = torch.optim.Adam(network.parameters()), MemoryPolicy(segment_starts=starts)
     meter = LedgerMeter(network, optimizer)
     batch = Batch(torch.rand(1, 1, 8, 8, 8), torch.zeros(1, 8, 8, 8, dtype=torch.int16))
-    for _ in range(ENOUGH):
+    for _ in range(STEPS_FOR_PEAK):
         train_step(network, SegmentationLoss(LOSSES["ce"]), optimizer, policy.scaler(), policy, [batch], meter.mark)
     return meter.summary()
 

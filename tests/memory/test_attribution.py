@@ -8,7 +8,7 @@ import torch
 from evenly import evenly
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unet3d.memory.ledger import Crossing, ModuleScope, ModuleTracker
+from unet3d.memory.ledger import ModuleEvent, ModuleScope, ModuleTracker
 from unet3d.model.unet import UNet3D
 from unet3d.training import slabs
 from unet3d.training.policy import MemoryPolicy
@@ -34,8 +34,8 @@ class Log(TorchDispatchMode):
         return [scope for name, scope in self.lines if name == operation]
 
 
-def step(model: UNet3D, ckpt: int) -> tuple[Log, list[Crossing]]:
-    crossings: list[Crossing] = []
+def step(model: UNet3D, ckpt: int) -> tuple[Log, list[ModuleEvent]]:
+    crossings: list[ModuleEvent] = []
     tracker = ModuleTracker(model, crossings.append)
     log = Log(tracker)
     tracker.open()
@@ -72,7 +72,7 @@ def test_each_convolution_runs_forward_and_backward_in_its_own_module(network: N
 @pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "slab"])
 def test_in_slabs_each_operation_belongs_to_the_layer_that_is_made(network: Network, is_lean: bool) -> None:
     """A map's layer, whatever its rows are made from again; in backward the layer whose gradient is used up."""
-    model, crossings = network("model=unet_tiny"), list[Crossing]()
+    model, crossings = network("model=unet_tiny"), list[ModuleEvent]()
     tracker = ModuleTracker(model, crossings.append)
     policy, log = MemoryPolicy(slabs=SlabOptions(4, is_lean, 2, True)), Log(tracker)
     tracker.open()
@@ -123,7 +123,7 @@ def test_leaf_modules_are_entered_left_and_seen_in_reverse_in_backward(network: 
     assert sorted(entered) == sorted(leaves)
     assert [c.module for c in crossings if c.hook == "fwd"] == entered
     assert [c.module for c in crossings if c.hook == "bwd"] == entered[::-1]
-    assert crossings[0] == Crossing("inc.block.conv1.conv", "Conv3d", "pre")
+    assert crossings[0] == ModuleEvent("inc.block.conv1.conv", "Conv3d", "pre")
 
 
 def test_a_recomputation_that_ends_early_leaves_every_module(network: Network) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from training import PLAIN, face
 
-from unet3d import compose
+from unet3d.base.types import mib
 from unet3d.cli.memory import family, narrowed
+from unet3d.config import compose
 from unet3d.memory.preflight import estimate
-from unet3d.types import mib
 
 NET = ("model.in_channels=1", "model.classes=3", "data.patch=[16,16,16]")
 
@@ -30,7 +30,7 @@ def test_one_config_is_explained_and_its_files_written(
     capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr("unet3d.compose.choices", lambda group: ["unet_small", "unet_tiny"])
+    monkeypatch.setattr("unet3d.config.compose.choices", lambda group: ["unet_small", "unet_tiny"])
     assert memory("model=unet_tiny", *NET, *PLAIN, "ckpt=2", "-o", out) == 0
     said = capsys.readouterr().out
     found = json.loads((out / "memory.json").read_text())
@@ -67,9 +67,9 @@ def test_one_config_is_explained_and_its_files_written(
 def test_a_relative_with_more_parameters_and_a_lower_peak_is_explained(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unet3d.compose.choices", lambda group: ["forum_32"])
+    monkeypatch.setattr("unet3d.config.compose.choices", lambda group: ["forum_32"])
     monkeypatch.setattr("unet3d.cli.memory.narrowed", lambda subject: {})
-    monkeypatch.setattr("unet3d.cli.memory.budget.levers", lambda asked: [])
+    monkeypatch.setattr("unet3d.cli.memory.budget.single_techniques", lambda asked: [])
     words = ["data.patch=[48,32,32]", "batch=1", "amp=true", "model.in_channels=1", "model.classes=2", *PLAIN]
     assert memory("model=forum_small", *words) == 0
     said = capsys.readouterr().out

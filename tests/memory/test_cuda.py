@@ -14,19 +14,20 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from training import PLAIN, train
 
-from unet3d import build, compose
-from unet3d.config import Config
-from unet3d.errors import is_out_of_memory
+from unet3d import build
+from unet3d.base.errors import is_out_of_memory
+from unet3d.base.types import MIB, mib
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory import preflight
 from unet3d.memory.allocator import Settings
 from unet3d.memory.copies import GpuLedger
-from unet3d.memory.meter import ENOUGH
+from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.simulate import cuda_autocast, fake_mode, simulate
 from unet3d.model.unet import UNet3D
 from unet3d.run.resume import TrainingState
 from unet3d.training import optim
-from unet3d.types import MIB, mib
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Bytes that autograd saves in forward and cross-entropy, widths 16..128, 32 x 32 x 32, batch 2: with a CUDA build of
@@ -55,7 +56,7 @@ def tiny(*overrides: str) -> Config:
 
 
 def peak(options: Config) -> int:
-    return simulate(options, options.model, (), steps=ENOUGH).ledger.peak_bytes()
+    return simulate(options, options.model, (), steps=STEPS_FOR_PEAK).ledger.peak_bytes()
 
 
 def saved(options: Config, dtype: torch.dtype | None) -> int:
@@ -121,7 +122,7 @@ def test_a_gpu_holds_one_micro_batch_at_a_time() -> None:
 def test_the_steps_that_adam_counts_lie_on_the_host() -> None:
     for device, numbers in (("cpu", 1), ("cuda", 0)):
         options = tiny(f"device={device}", "optim=adam")
-        meter = simulate(options, options.model, (), steps=ENOUGH)
+        meter = simulate(options, options.model, (), steps=STEPS_FOR_PEAK)
         weights = [weight.numel() for weight in meter.model.parameters()]
         states = meter.ledger.categories_at(len(meter.ledger.events))["optimizer"]
         assert states == sum(4 * (2 * size + numbers) for size in weights)
@@ -207,8 +208,8 @@ def test_the_replay_has_the_settings_that_the_environment_asks_for(
     assert line.startswith(f"{name}:") and "backend:cudaMallocAsync" in line and "max_split" not in line
 
 
-@without("unet3d.errors.NO_MEMORY", ("can't allocate", "ALLOC_FAILED"), only="create a primitive-True")
-@without("unet3d.errors.NO_MEMORY", ("could not create a primitive",), only="primitive descriptor")
+@without("unet3d.base.errors.NO_MEMORY", ("can't allocate", "ALLOC_FAILED"), only="create a primitive-True")
+@without("unet3d.base.errors.NO_MEMORY", ("could not create a primitive",), only="primitive descriptor")
 @pytest.mark.parametrize(
     ("error", "is_so"),
     [

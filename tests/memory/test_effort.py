@@ -11,15 +11,16 @@ import pytest
 from rich.console import Console as Terminal
 from training import PLAIN
 
-from unet3d import compose, progress
+from unet3d.base import progress
+from unet3d.base.errors import UserError
+from unet3d.base.types import Batch
 from unet3d.cli import memory
-from unet3d.config import Config
-from unet3d.errors import UserError
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory import budget as search_of_ways
 from unet3d.memory import simulate
 from unet3d.memory.budget import Option, oom_suggestions, simulated
 from unet3d.memory.preflight import preflight
-from unet3d.types import Batch
 
 WORDS = [
     *("model=unet_tiny", "model.features=[8]", "data.patch=[4,16,16]", "batch=2", "dry_run=true"),

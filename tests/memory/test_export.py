@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
-from unet3d import compose
+from unet3d.config import compose
 from unet3d.memory import analysis, export
-from unet3d.memory.ledger import CATEGORIES, Crossing, Ledger
-from unet3d.memory.meter import STEADY
-from unet3d.memory.segments import predicted
+from unet3d.memory.checkpoint_plan import predicted
+from unet3d.memory.ledger import CATEGORIES, Ledger, ModuleEvent
+from unet3d.memory.meter import MEASURED_STEPS
 from unet3d.memory.simulate import fake_mode
 from unet3d.report import memory_plots
 
@@ -147,7 +147,7 @@ def test_frames_say_what_made_a_storage(small: Ledger) -> None:
     assert ("convolution", "inc.conv2", "backward") in found, "recomputed"
     assert ("convolution_backward", "up1.conv2", "backward") in found
     steps = [event["frames"][1]["line"] for event in trace if event["action"] == "alloc"]
-    assert [step for step, _ in groupby(steps)] == list(range(1, STEADY + 1))
+    assert [step for step, _ in groupby(steps)] == list(range(1, MEASURED_STEPS + 1))
 
 
 def test_an_empty_ledger_can_be_written(tmp_path: Path) -> None:
@@ -181,10 +181,10 @@ def test_a_trace_goes_through_each_layer_in_order(forum: Ledger) -> None:
 
 
 def test_each_step_has_its_own_trace(small: Ledger) -> None:
-    traces = [export.trace(small, "x", step) for step in range(STEADY + 1)]
+    traces = [export.trace(small, "x", step) for step in range(MEASURED_STEPS + 1)]
     assert sum(map(len, traces)) == len(small.crossings)
     assert traces[0] and traces[1] == traces[2] != traces[0]
-    assert traces[STEADY] == []
+    assert traces[MEASURED_STEPS] == []
 
 
 def test_a_module_entered_before_a_steps_first_event_belongs_to_that_step() -> None:
@@ -193,7 +193,7 @@ def test_a_module_entered_before_a_steps_first_event_belongs_to_that_step() -> N
     with ledger:
         ledger.adopt([torch.empty(1)])
         ledger.mark("end")
-        ledger.cross(Crossing("conv", "Conv3d", "pre"))
+        ledger.cross(ModuleEvent("conv", "Conv3d", "pre"))
     assert export.trace(ledger, "x", 0) == []
     assert len(export.trace(ledger, "x", 1)) == 1
 

@@ -4,14 +4,15 @@ import pytest
 import torch
 from allocator import dispatch_modes
 
-from unet3d import build, compose
-from unet3d.config import Config
+from unet3d import build
+from unet3d.base.types import Batch
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import STEADY, LedgerMeter
+from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
 from unet3d.memory.simulate import fake_mode, simulate
 from unet3d.training import optim
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 
 def test_a_known_number_stays_known_until_data_changes_it() -> None:
@@ -43,7 +44,7 @@ def measured(options: Config, starts: tuple[int, ...]) -> Ledger:
     model, policy = build.model(options.model, 0), build.policy(options, "cpu", starts)
     optimizer, loss = optim.optimizer(options.optim, model), build.loss(options, 4)
     meter, size = LedgerMeter(model, optimizer), (options.batch, *options.data.patch)
-    for _ in range(STEADY):
+    for _ in range(MEASURED_STEPS):
         batch = Batch(torch.rand(options.batch, 1, *options.data.patch), torch.zeros(size, dtype=torch.int16))
         train_step(model, loss, optimizer, policy.scaler(), policy, [batch], meter.mark)
     return meter.ledger

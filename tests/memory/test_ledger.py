@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from unet3d.base.types import Batch
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import LedgerMeter
 from unet3d.memory.simulate import fake_mode
@@ -14,7 +15,6 @@ from unet3d.model.unet import UNet3D
 from unet3d.training.losses import SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import Mark, ignore_mark, train_step
-from unet3d.types import Batch
 
 Network = Callable[..., UNet3D]
 KIB = 1024

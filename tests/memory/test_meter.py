@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from unet3d.base.types import Batch
 from unet3d.memory.analysis import by_phase
-from unet3d.memory.meter import STEADY, CudaMeter, LedgerMeter, open_meter
+from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, LedgerMeter, open_meter
 from unet3d.model.unet import UNet3D
 from unet3d.training.losses import SegmentationLoss, ce
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import PHASES, train_step
-from unet3d.types import Batch
 
 Network = Callable[..., UNet3D]
 
@@ -22,7 +22,7 @@ def test_first_and_later_steps_differ_by_what_adam_keeps(network: Network) -> No
     meter = LedgerMeter(model, optimizer)
     memory = MemoryPolicy()
     batch = Batch(torch.randn(1, 1, 16, 16, 16), torch.zeros(1, 16, 16, 16, dtype=torch.int16))
-    for _ in range(STEADY + 2):
+    for _ in range(MEASURED_STEPS + 2):
         train_step(model, SegmentationLoss(ce), optimizer, memory.scaler(), memory, [batch], meter.mark)
     summary = meter.summary()
     states = sum(v.nbytes for state in optimizer.state.values() for v in state.values())
@@ -31,7 +31,7 @@ def test_first_and_later_steps_differ_by_what_adam_keeps(network: Network) -> No
         peaks = summary["phases"][phase]
         assert peaks["steady"] - peaks["first"] == states, phase
     assert summary["peak_bytes"] == max(max(p.values()) for p in summary["phases"].values())
-    assert sum(name == "end" for _, name in meter.ledger.marks) == STEADY, "later steps run unmeasured"
+    assert sum(name == "end" for _, name in meter.ledger.marks) == MEASURED_STEPS, "later steps run unmeasured"
 
 
 def test_on_the_cpu_the_ledger_alone_measures(network: Network) -> None:
@@ -73,7 +73,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def stats(device: torch.device) -> dict[str, int]:
         n = next(readings)
-        peak = n + (1000 if n < 10 * (STEADY + 1) else 400 if n == 10 * (STEADY + 1) + 1 else 0)
+        peak = n + (1000 if n < 10 * (MEASURED_STEPS + 1) else 400 if n == 10 * (MEASURED_STEPS + 1) + 1 else 0)
         return {
             "allocated_bytes.all.peak": peak,
             "requested_bytes.all.peak": peak - 1,
@@ -98,7 +98,7 @@ def measured(model: UNet3D, steps: int) -> CudaMeter:
 
 def test_cuda_peaks_are_the_highest_of_the_steps_after_the_ledgers(counters: list[str], network: Network) -> None:
     model = network("model=unet_tiny")
-    meter = measured(model, STEADY + 2)
+    meter = measured(model, MEASURED_STEPS + 2)
     found = meter.summary()
     assert found["phases"]["data"] == {"steady": 50}, "the first step was the ledger's"
     assert found["phases"]["forward"] == {"steady": 441}, "of the first step without it"
@@ -114,12 +114,12 @@ def test_cuda_peaks_are_the_highest_of_the_steps_after_the_ledgers(counters: lis
 def test_the_cache_is_emptied_once_before_the_first_step_without_the_ledger(
     counters: list[str], network: Network
 ) -> None:
-    measured(network("model=unet_tiny"), STEADY + 3)
+    measured(network("model=unet_tiny"), MEASURED_STEPS + 3)
     marks = len(PHASES) + 1
-    assert counters == ["reset"] * marks * STEADY + ["empty"] + ["reset"] * marks * 3
+    assert counters == ["reset"] * marks * MEASURED_STEPS + ["empty"] + ["reset"] * marks * 3
 
 
-@pytest.mark.parametrize("steps", [1, STEADY])
+@pytest.mark.parametrize("steps", [1, MEASURED_STEPS])
 def test_a_run_of_the_ledgers_steps_alone_says_so(steps: int, counters: list[str], network: Network) -> None:
     found = measured(network("model=unet_tiny"), steps).summary()
     assert found["kind"] == "cuda allocated, observed steps"

@@ -11,30 +11,32 @@ import torch
 from guards import nothing, without
 from training import PLAIN, face
 
-from unet3d import build, compose, ranks, shell
-from unet3d.config import Config, Model
-from unet3d.errors import UserError
+from unet3d import build, shell
+from unet3d.base import ranks
+from unet3d.base.errors import UserError
+from unet3d.base.types import MIB, mib
+from unet3d.config import compose
+from unet3d.config.schema import Config, Model
 from unet3d.memory import budget as search_of_ways
 from unet3d.memory.budget import (
     Option,
+    cheaper_activation,
+    depends_on_batch,
     find_fit,
-    front,
-    lean_operation,
-    levers,
     oom_in_validation,
     oom_suggestions,
+    pareto_front,
     replaced,
     search,
-    sees_the_batch,
     simulated,
+    single_techniques,
     smaller,
     without_levers,
 )
-from unet3d.memory.meter import ENOUGH
+from unet3d.memory.checkpoint_plan import choose_segments, estimated_in_slabs, in_slabs, predicted, profile_stages
+from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.preflight import preflight
-from unet3d.memory.segments import choose_segments, estimated_in_slabs, in_slabs, predicted, profile_stages
 from unet3d.memory.simulate import validation_peak
-from unet3d.types import MIB, mib
 
 WORDS = (
     *("model=unet_tiny", "model.features=[8,16]", "data.patch=[4,16,16]", "batch=2", "model.norm=none"),
@@ -56,7 +58,7 @@ def option(*overrides: str) -> Option:
 @cache
 def peak_of(*overrides: str) -> int:
     asked = config(*overrides)
-    return predicted(asked, asked.model, steps=ENOUGH).ledger.peak_bytes()
+    return predicted(asked, asked.model, steps=STEPS_FOR_PEAK).ledger.peak_bytes()
 
 
 def refusal(*overrides: str) -> list[str]:
@@ -172,7 +174,7 @@ def test_the_front_holds_what_nothing_cheaper_beats() -> None:
         Option(("e",), "statistics", bare, bare.model, 70, 0.1),
         Option(("f",), "statistics", bare, bare.model, 50, 0.3),
     ]
-    assert [row.overrides for row in front(sorted(rows, key=Option.cost))] == [("a",), ("b",), ("e",), ("f",)]
+    assert [row.overrides for row in pareto_front(sorted(rows, key=Option.cost))] == [("a",), ("b",), ("e",), ("f",)]
 
 
 def test_overrides_replace_those_of_the_same_option() -> None:
@@ -202,7 +204,7 @@ def test_smaller_networks_and_patches_stop_where_there_is_none(overrides: list[s
     assert [[word.partition("=")[0] for word in row.overrides] for row in found] == changed
     assert all(later.peak_bytes < earlier.peak_bytes for earlier, later in pairwise(found))
     last = found[-1]
-    assert predicted(last.config, last.model, steps=ENOUGH).ledger.peak_bytes() == last.peak_bytes
+    assert predicted(last.config, last.model, steps=STEPS_FOR_PEAK).ledger.peak_bytes() == last.peak_bytes
 
 
 @pytest.mark.slow
@@ -245,19 +247,19 @@ def test_what_each_way_to_save_memory_takes_away(words: list[str], used: dict[st
 
 @pytest.mark.slow
 def test_further_ways_are_simulated_one_by_one() -> None:
-    found = levers(option())
+    found = single_techniques(option())
     ways = [("amp=true",), ("ckpt=2",), ("lean=true",), ("slab=auto",)]
     assert [row.overrides for row in found] == ways
     assert [row.peak_bytes for row in found] == [peak_of(*row.overrides) for row in found]
-    assert [row.overrides for row in levers(option("amp=true", "slab=auto"))] == []
-    assert [row.overrides for row in levers(option("ckpt=2"))] == [("amp=true",)]
+    assert [row.overrides for row in single_techniques(option("amp=true", "slab=auto"))] == []
+    assert [row.overrides for row in single_techniques(option("ckpt=2"))] == [("amp=true",)]
 
 
 @pytest.mark.parametrize("norm", ["instance", "group"])
 def test_what_saves_nothing_is_not_suggested(norm: str, without_slabs: None) -> None:
     """Mixed precision makes group norm need more on CUDA. Slabs save by themselves."""
     asked = option("device=cuda", f"model.norm={norm}", "model.features=[8,8]", "data.patch=[16,16,16]", "batch=1")
-    assert any("amp=true" in row.overrides for row in front(search(asked))) == (norm == "instance")
+    assert any("amp=true" in row.overrides for row in pareto_front(search(asked))) == (norm == "instance")
 
 
 @pytest.mark.slow
@@ -271,8 +273,8 @@ def test_what_saves_nothing_is_not_suggested(norm: str, without_slabs: None) -> 
 )
 def test_a_lean_operation_keeps_less(overrides: list[str], word: str, without_slabs: None) -> None:
     asked = config(*overrides)
-    ((found, lean),) = lean_operation(asked.model)
-    assert found == word and not lean_operation(lean)
+    ((found, lean),) = cheaper_activation(asked.model)
+    assert found == word and not cheaper_activation(lean)
     assert profile_stages(asked, lean).peak < profile_stages(asked, asked.model).peak
     assert any(word in row.overrides for row in search(option(*overrides, "batch=1")))
 
@@ -288,8 +290,8 @@ def test_a_lean_operation_keeps_less(overrides: list[str], word: str, without_sl
 )
 def test_what_sees_the_batch_is_another_step_in_parts(overrides: list[str], sees: bool) -> None:
     asked = option(*overrides)
-    assert sees_the_batch(asked.config, asked.model) is sees
-    assert sees_the_batch(asked.config, Model(features=[])), "a network of the user's own may"
+    assert depends_on_batch(asked.config, asked.model) is sees
+    assert depends_on_batch(asked.config, Model(features=[])), "a network of the user's own may"
 
 
 @pytest.mark.slow

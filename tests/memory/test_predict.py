@@ -8,17 +8,18 @@ import torch
 from evenly import evenly
 from training import PLAIN
 
-from unet3d import build, compose
-from unet3d.config import Config
-from unet3d.errors import UserError
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.base.types import IGNORE, Batch
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory.budget import resized
-from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
+from unet3d.memory.checkpoint_plan import choose_segments, predict
+from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.preflight import preflight
-from unet3d.memory.segments import choose_segments, predict
 from unet3d.memory.simulate import SegmentStarts, fake_mode, simulate
 from unet3d.training import optim
 from unet3d.training.step import train_step
-from unet3d.types import IGNORE, Batch
 
 VARIANTS = [
     ("model.norm=instance", "ckpt=3", "optim.average=0.99"),
@@ -83,8 +84,8 @@ def measure(options: Config, starts: SegmentStarts, steps: int) -> dict[str, Any
 def assert_equal(options: Config) -> None:
     """Every entry of both summaries. Segments are of equal length here: choosing them takes many simulations."""
     starts = evenly(len(build.model(options.model, 0)), int(options.ckpt))
-    predicted = simulate(options, options.model, starts, steps=ENOUGH).summary()
-    measured = measure(options, starts, ENOUGH)
+    predicted = simulate(options, options.model, starts, steps=STEPS_FOR_PEAK).summary()
+    measured = measure(options, starts, STEPS_FOR_PEAK)
     if options.model.inplace:  # without data, autograd replays an in-place change of a view by other operations
         for summary in (predicted, measured):
             summary.pop("layers")
@@ -113,7 +114,7 @@ def test_every_named_network_is_predicted_to_the_byte(name: str) -> None:
 def test_a_prediction_chooses_segments_as_a_run_does() -> None:
     options = config("ckpt=3")
     predicted = predict(options, options.model)
-    measured = measure(options, choose_segments(options, options.model).segment_starts, STEADY)
+    measured = measure(options, choose_segments(options, options.model).segment_starts, MEASURED_STEPS)
     assert predicted.pop("parameters") == sum(p.numel() for p in build.model(options.model, 0).parameters())
     assert predicted == measured
 

@@ -10,10 +10,11 @@ from evenly import evenly
 from torch.utils.flop_counter import FlopCounterMode
 from training import PLAIN
 
-from unet3d import build, compose
-from unet3d.config import Config
-from unet3d.errors import UserError
-from unet3d.memory.segments import (
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.config import compose
+from unet3d.config.schema import Config
+from unet3d.memory.checkpoint_plan import (
     StageProfile,
     best_segment_starts,
     choose_segments,

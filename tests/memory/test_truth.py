@@ -25,13 +25,14 @@ import pytest
 import torch
 from allocator import Events, recorded
 
-from unet3d import build, compose
-from unet3d.config import Config
-from unet3d.memory.segments import choose_segments
+from unet3d import build
+from unet3d.base.types import Batch
+from unet3d.config import compose
+from unet3d.config.schema import Config
+from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.simulate import simulate
 from unet3d.training import optim
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 STEPS = 2  # the optimizer's state appears in the first
 MAP = 4 * 2 * 16 * 32**3  # bytes of one float32 map at full resolution

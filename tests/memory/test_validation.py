@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from unet3d import build, compose
+from unet3d import build
+from unet3d.config import compose
+from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import ENOUGH
-from unet3d.memory.segments import choose_segments
+from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.simulate import simulate, validation_peak
 
 MIRRORED = ("inference.mirror=true", "data.augment.mirror=[0,2]")
@@ -33,7 +34,7 @@ def test_the_windows_of_a_micro_batch_need_less_than_its_step(words: tuple[str, 
     config = compose.compose(["model=unet_tiny", "data.patch=[24,16,16]", "batch=3", "device=cuda", *words])
     config.model.in_channels, config.model.classes = 1, 3
     segment_starts, _ = choose_segments(config, config.model)
-    meter = simulate(config, config.model, segment_starts, steps=ENOUGH)
+    meter = simulate(config, config.model, segment_starts, steps=STEPS_FOR_PEAK)
     state = meter.summary()["state"]["optimizer"]
     assert validation_peak(config, config.model, state) < meter.ledger.peak_bytes()
 

@@ -8,18 +8,18 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import PLAIN
 
-from unet3d import compose
-from unet3d.config import Config
+from unet3d.base.types import MIB, Batch
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory import predict, tables
 from unet3d.memory.budget import Option, warn_over_card
 from unet3d.memory.counters import Counters
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import STEADY, CudaMeter
+from unet3d.memory.meter import MEASURED_STEPS, CudaMeter
 from unet3d.memory.preflight import preflight
 from unet3d.training.losses import SegmentationLoss, ce
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
-from unet3d.types import MIB, Batch
 
 WORDS = ("model=unet_tiny", "model.features=[8]", "data.patch=[8,8,8]", "model.in_channels=1", "model.classes=3")
 WEIGHTS = (32, 16)  # bytes of the two layers'
@@ -192,7 +192,7 @@ def measured(allocator: Allocator, steps: int) -> dict[str, Any]:
 
 
 def test_a_gpus_allocator_tells_the_workspaces_of_each_layer(allocator: Allocator) -> None:
-    found = measured(allocator, STEADY)
+    found = measured(allocator, MEASURED_STEPS)
     backward, forward = (1000 * len(name) for name in ("convolution_backward", "convolution"))
     sizes = {
         ("backward", "1"): backward,
@@ -211,7 +211,7 @@ def test_a_gpus_allocator_tells_the_workspaces_of_each_layer(allocator: Allocato
 
 def test_steps_after_the_ledgers_are_not_measured_one_by_one(allocator: Allocator) -> None:
     resets = []
-    for steps in (STEADY, STEADY + 1, STEADY + 2):
+    for steps in (MEASURED_STEPS, MEASURED_STEPS + 1, MEASURED_STEPS + 2):
         allocator.resets = 0
         measured(allocator, steps)
         resets.append(allocator.resets)

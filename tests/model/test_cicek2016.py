@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unet3d import compose
-from unet3d.config import Model
+from unet3d.base.types import IGNORE
+from unet3d.config import compose
+from unet3d.config.schema import Model
 from unet3d.data.patches import prepare
 from unet3d.model import geometry
 from unet3d.model.blocks import crop
 from unet3d.model.unet import UNet3D
 from unet3d.training.losses import LossOptions, SegmentationLoss, ce
-from unet3d.types import IGNORE
 
 PATCH = "data.patch=[132,132,116]"
 COUNTS = {"cicek2016": 19_069_955, "cicek2016_no_bn": 19_069_955, "cicek2016_2d": 6_817_091}

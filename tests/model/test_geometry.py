@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from unet3d.config import Model
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
+from unet3d.config.schema import Model
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from unet3d import checks
-from unet3d.config import Model
+from unet3d.config import rules
+from unet3d.config.schema import Model
 from unet3d.model.unet import UNet3D
 
 COUNTS = {
@@ -102,7 +102,7 @@ def test_deep_supervision_has_a_head_a_level_in_training_only(network: Callable[
 def test_stage_count_is_what_checkpointing_is_checked_against(options: Callable[..., Model]) -> None:
     with torch.device("meta"):
         models = [UNet3D(options(f"model={name}")) for name in ("unet_tiny", "unet", "forum_large")]
-    assert all(len(model) == checks.stages(model.options) for model in models)
+    assert all(len(model) == rules.stages(model.options) for model in models)
     assert [name for name, _ in models[0].named_children()] == [*("inc", "down1", "down2", "up1", "up2", "outc")]
 
 

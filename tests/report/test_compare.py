@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from training import yaml_of
 
-from unet3d import compose
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
+from unet3d.config import compose
 from unet3d.report import compare, plots
 from unet3d.report.compare import differing, find_runs, mismatches, read_rows, setting_columns, short
 from unet3d.report.plots import PlottedRun, pareto

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import unet3d.memory
-from unet3d import build, compose
-from unet3d.errors import UserError
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.config import compose
+from unet3d.memory.checkpoint_plan import predict
 from unet3d.memory.profile import Explanation
-from unet3d.memory.segments import predict
 from unet3d.memory.simulate import simulate
 from unet3d.report import explained, shapes
 from unet3d.training import optim

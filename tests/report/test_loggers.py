@@ -24,13 +24,14 @@ from rich.console import Console as Terminal
 from training import forked
 from wandb_records import read_file, read_run
 
-from unet3d import checks, progress, terminal
-from unet3d.config import Config, Wandb
-from unet3d.errors import UserError, reason
+from unet3d.base import progress, terminal
+from unet3d.base.errors import UserError, reason
+from unet3d.base.types import Table
+from unet3d.config import rules
+from unet3d.config.schema import Config, Wandb
 from unet3d.report import loggers, wandb_logger
 from unet3d.report.loggers import JsonLines, Loggers, TerminalLogger, open_loggers
 from unet3d.report.tensorboard_logger import TensorBoardLogger
-from unet3d.types import Table
 
 SOURCE = str(Path(loggers.__file__).parents[2])
 Capture = pytest.CaptureFixture[str]
@@ -238,7 +239,7 @@ def test_an_interrupt_is_not_taken_for_a_failing_logger() -> None:
 
 SESSION = """
 import pathlib, socket, sys
-from unet3d.config import Config
+from unet3d.config.schema import Config
 from unet3d.report.loggers import open_loggers
 
 socket.gethostname = lambda: "radiology-pc-12"
@@ -347,9 +348,9 @@ def test_wandb_names_a_run_as_its_options_and_its_own_variables_say(
 
 
 @pytest.mark.slow
-def test_the_best_snapshot_is_an_artifact_and_a_resumed_folder_continues_its_wandb_run(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_an_artifact_and_a_resumed_folder_continues_its_wandb_run(tmp_path: Path) -> None:
     picture = "pathlib.Path('picture.png')"
-    code = SESSION.replace("loggers.close(3)", f"loggers.snapshot({picture})\nloggers.close(3)")
+    code = SESSION.replace("loggers.close(3)", f"loggers.checkpoint({picture})\nloggers.close(3)")
     folder, warnings = session(tmp_path, code=f"{code}\nconfig.resume = 'run'\nopen_loggers(config, folder).close(0)\n")
     assert warnings == []
     found, *resumed = (read_file(path) for path in sorted(folder.glob("wandb/*run-*/*.wandb"), key=os.path.getctime))
@@ -473,7 +474,7 @@ def test_without_network_an_online_run_goes_on_offline_with_one_line_and_the_sam
 
 KILLED = """
 import atexit, os, pathlib
-from unet3d.config import Config
+from unet3d.config.schema import Config
 from unet3d.report.loggers import open_loggers
 
 loggers = open_loggers(Config(), pathlib.Path())
@@ -558,10 +559,10 @@ def test_tensorboard_has_scalars_pictures_tables_and_the_config_and_hides_what_i
 
 
 def test_tensorboard_that_is_not_installed_is_one_line(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^tensorboard=true: .*\[tensorboard\]"):
-        checks.check(Config(tensorboard=True))
-    checks.check(Config())
+        rules.check(Config(tensorboard=True))
+    rules.check(Config())
 
 
 def test_the_terminal_shows_dice_so_far_and_the_time_left(terminal: io.StringIO, monkeypatch: Patch) -> None:
@@ -601,7 +602,7 @@ def test_the_name_of_a_class_is_no_markup_and_no_command() -> None:
     assert "dice/[core] :skull: 0.5000  dice/x\\x1b[2J [/b] n/a" in file.getvalue()
 
 
-@without("unet3d.terminal.escaped", unchanged)
+@without("unet3d.base.terminal.escaped", unchanged)
 def test_a_table_shows_what_would_command_a_terminal_and_keeps_every_language() -> None:
     table = Table(["class\x1b[2J", "näme\x9b1m"], [["日本語 🧠", "a\tb\r\nc\x07"], ["\udcff", "\u202eesrever\u2028"]])
     text = terminal.plain_text(["a line\x1b[2J\nübung", ("title\x1b]0;x\x07\n", table)], 100)

@@ -12,13 +12,13 @@ from legibility import assert_written, drawing
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
-from unet3d import compose
+from unet3d.base.types import MIB
+from unet3d.config import compose
 from unet3d.memory import analysis
+from unet3d.memory.checkpoint_plan import predicted
 from unet3d.memory.ledger import CATEGORIES
 from unet3d.memory.meter import LedgerMeter
-from unet3d.memory.segments import predicted
 from unet3d.report import memory_plots
-from unet3d.types import MIB
 
 Draw = Callable[..., Axes]
 PHASES = ["data", "forward", "loss", "backward", "step"]

@@ -9,7 +9,7 @@ import pytest
 from legibility import drawing
 from training import TINY, train, yaml_of
 
-from unet3d import compose
+from unet3d.config import compose
 from unet3d.report import compare, plots
 from unet3d.report.compare import Row, read_rows
 from unet3d.report.plots import PublishedRow

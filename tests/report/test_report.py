@@ -19,7 +19,7 @@ from PIL import Image
 from training import face, yaml_of
 
 from unet3d import shell
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
 from unet3d.report import case_plots, compare, memory_plots, plots, report, run_folder
 from unet3d.report.html import html_table
 from unet3d.report.run_folder import headline, read_run
@@ -600,7 +600,7 @@ FORMULAS += ("＝1+1", "＋1", "－1", "＠SUM(A1)")  # noqa: RUF001 (East Asian
 TEXTS = ("a=1", "'a", "", "-1.5", "-1", "+2.5e-3", "-1E-05", "-inf", "+nan", "1-2")
 
 
-@without("unet3d.files.FORMULA", NEVER)
+@without("unet3d.base.files.FORMULA", NEVER)
 def test_no_cell_of_a_table_is_a_formula_and_numbers_are_as_they_were(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step, text: text}) + "\n" for step, text in enumerate((*FORMULAS, *TEXTS)))
@@ -612,7 +612,7 @@ def test_no_cell_of_a_table_is_a_formula_and_numbers_are_as_they_were(folder: Pa
     assert columns == [f"'{text}" for text in FORMULAS] + list(TEXTS)
 
 
-@without("unet3d.files.FORMULA", NEVER)
+@without("unet3d.base.files.FORMULA", NEVER)
 def test_names_of_cases_are_read_from_a_table_of_scores_as_they_were(folder: Path) -> None:
     names = (*FORMULAS, *TEXTS)
     scores = [CaseScore(name, (0.25,), (-0.5,), (None,)) for name in names]

@@ -1,4 +1,4 @@
-"""Snapshots keep what was saved, notice damage, run nothing, and say in full what does not fit."""
+"""Checkpoints keep what was saved, notice damage, run nothing, and say in full what does not fit."""
 
 import re
 import zipfile
@@ -10,32 +10,32 @@ import torch
 from guards import nothing, without, yes
 
 import unet3d
-from unet3d.compose import SNAPSHOTS
-from unet3d.errors import DamagedSnapshot, MissingSnapshot, SnapshotError
+from unet3d.base.errors import CheckpointError, DamagedCheckpoint, MissingCheckpoint
+from unet3d.config.compose import CHECKPOINTS
 from unet3d.memory.ledger import Ledger
 from unet3d.training import checkpoint
 
 STATE = {"model": {"w": torch.arange(1000.0)}, "step": 3}
-LAST, PREVIOUS = SNAPSHOTS[:2]
+LAST, PREVIOUS = CHECKPOINTS[:2]
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A saved snapshot."""
-    checkpoint.save_snapshot(tmp_path / LAST, STATE)
+    """A saved checkpoint."""
+    checkpoint.save_checkpoint(tmp_path / LAST, STATE)
     return tmp_path / LAST
 
 
 def test_what_is_loaded_is_what_was_saved(path: Path) -> None:
-    found = checkpoint.load_snapshot(path)
+    found = checkpoint.load_checkpoint(path)
     assert found["step"] == 3 and torch.equal(found["model"]["w"], STATE["model"]["w"])
     assert [p.name for p in path.parent.iterdir()] == [LAST]
 
 
-def test_the_previous_snapshot_is_kept(path: Path) -> None:
+def test_the_previous_checkpoint_is_kept(path: Path) -> None:
     for step in (4, 5):
-        checkpoint.save_snapshot(path, {"step": step}, path.with_name(PREVIOUS))
-    assert [checkpoint.load_snapshot(path.with_name(name))["step"] for name in (LAST, PREVIOUS)] == [5, 4]
+        checkpoint.save_checkpoint(path, {"step": step}, path.with_name(PREVIOUS))
+    assert [checkpoint.load_checkpoint(path.with_name(name))["step"] for name in (LAST, PREVIOUS)] == [5, 4]
     assert {found.name for found in path.parent.iterdir()} == {LAST, PREVIOUS}
 
 
@@ -50,16 +50,16 @@ def test_saving_copies_no_tensor(tmp_path: Path) -> None:
     ledger.adopt(value for state in optimizer.state.values() for value in state.values())
     before = len(ledger.storages)
     with ledger:
-        checkpoint.save_snapshot(tmp_path / LAST, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        checkpoint.save_checkpoint(tmp_path / LAST, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     assert len(ledger.storages) == before
 
 
-@without("unet3d.training.checkpoint.DamagedSnapshot", SnapshotError, only="0.5")
+@without("unet3d.training.checkpoint.DamagedCheckpoint", CheckpointError, only="0.5")
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
 def test_a_truncated_file_is_refused(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    with pytest.raises(DamagedSnapshot, match=r"last\.pt"):
-        checkpoint.load_snapshot(path)
+    with pytest.raises(DamagedCheckpoint, match=r"last\.pt"):
+        checkpoint.load_checkpoint(path)
 
 
 def entry_of_weights(path: Path) -> str:
@@ -76,24 +76,24 @@ def test_one_flipped_bit_is_refused_though_torch_would_load_it(path: Path) -> No
     path.write_bytes(content)
     assert not torch.equal(torch.load(path, weights_only=True)["model"]["w"], STATE["model"]["w"])
     entry = entry_of_weights(path)
-    with pytest.raises(DamagedSnapshot, match=rf"last\.pt: .*{re.escape(entry)}"):
-        checkpoint.load_snapshot(path)
+    with pytest.raises(DamagedCheckpoint, match=rf"last\.pt: .*{re.escape(entry)}"):
+        checkpoint.load_checkpoint(path)
 
 
 @pytest.mark.parametrize("damage", ["cut", "bit", "packed", "empty", "gone"])
-def test_a_damaged_snapshot_is_replaced_by_the_previous_one(damage: str, path: Path) -> None:
-    checkpoint.save_snapshot(path, STATE | {"step": 4}, path.with_name(PREVIOUS))
+def test_a_damaged_checkpoint_is_replaced_by_the_previous_one(damage: str, path: Path) -> None:
+    checkpoint.save_checkpoint(path, STATE | {"step": 4}, path.with_name(PREVIOUS))
     content = bytearray(path.read_bytes())
     method = content.index(b"PK\x01\x02") + 10  # of compression
     content[method if damage == "packed" else len(content) // 2] ^= 8
     path.write_bytes({"cut": content[:-9], "bit": content, "packed": content}.get(damage, b""))
     if damage == "gone":
         path.unlink()
-    found, (wrong,) = checkpoint.load_any(path.parent, SNAPSHOTS)
+    found, (wrong,) = checkpoint.load_any(path.parent, CHECKPOINTS)
     assert found["step"] == 3 and str(path) in wrong
     path.with_name(PREVIOUS).write_bytes(b"")
-    with pytest.raises(SnapshotError, match=r"last\.pt.*previous\.pt.*best\.pt"):
-        checkpoint.load_any(path.parent, SNAPSHOTS)
+    with pytest.raises(CheckpointError, match=r"last\.pt.*previous\.pt.*best\.pt"):
+        checkpoint.load_any(path.parent, CHECKPOINTS)
 
 
 class Payload:
@@ -115,9 +115,9 @@ def load_all(path: Path, **options: Any) -> Any:
 @without("torch.load", load_all)
 def test_a_pickled_command_is_refused_and_not_run(tmp_path: Path) -> None:
     torch.save({"format": 1, "model": Payload(tmp_path / "ran")}, tmp_path / "evil.pt")
-    with pytest.raises(SnapshotError, match=r"evil\.pt") as caught:
-        checkpoint.load_snapshot(tmp_path / "evil.pt")
-    assert not isinstance(caught.value, DamagedSnapshot), "no older one is taken instead"
+    with pytest.raises(CheckpointError, match=r"evil\.pt") as caught:
+        checkpoint.load_checkpoint(tmp_path / "evil.pt")
+    assert not isinstance(caught.value, DamagedCheckpoint), "no older one is taken instead"
     assert not (tmp_path / "ran").exists()
 
 
@@ -138,19 +138,19 @@ def test_another_format_or_a_strangers_file_is_refused_but_not_called_damaged(
     tmp_path: Path, content: object, tokens: str
 ) -> None:
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(SnapshotError, match=rf"x\.pt: .*{tokens}") as caught:
-        checkpoint.load_snapshot(tmp_path / "x.pt")
-    assert not isinstance(caught.value, DamagedSnapshot)
+    with pytest.raises(CheckpointError, match=rf"x\.pt: .*{tokens}") as caught:
+        checkpoint.load_checkpoint(tmp_path / "x.pt")
+    assert not isinstance(caught.value, DamagedCheckpoint)
 
 
 @without("pathlib.Path.is_file", yes)
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(MissingSnapshot, match=r"missing\.pt: no such file; "):
-        checkpoint.load_snapshot(tmp_path / "missing.pt")
-    with pytest.raises(MissingSnapshot, match=r"missing\.pt: no such file; "):
+    with pytest.raises(MissingCheckpoint, match=r"missing\.pt: no such file; "):
+        checkpoint.load_checkpoint(tmp_path / "missing.pt")
+    with pytest.raises(MissingCheckpoint, match=r"missing\.pt: no such file; "):
         unet3d.load(tmp_path / "missing.pt")
-    with pytest.raises(SnapshotError, match=rf"{re.escape(str(tmp_path))}: .*best\.pt"):
-        checkpoint.load_snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(str(tmp_path))}: .*best\.pt"):
+        checkpoint.load_checkpoint(tmp_path)
 
 
 @without("unet3d.training.checkpoint.refuse_misfit", nothing)
@@ -158,7 +158,7 @@ def test_all_differences_are_counted_and_ten_are_shown() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(7)))
     weights = {name: value for name, value in model.state_dict().items() if not name.startswith("0")}
     weights |= {"1.weight": torch.zeros(3, 2), "extra": torch.zeros(())}
-    with pytest.raises(SnapshotError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         checkpoint.load_weights(model, weights, Path("a.pt"))
     head, _, *rows = str(caught.value).splitlines()
     assert head.startswith("a.pt: 4 ")
@@ -168,7 +168,7 @@ def test_all_differences_are_counted_and_ten_are_shown() -> None:
         ["1.weight", "3x2", "2x2"],
         ["extra", "scalar", "-"],
     ]
-    with pytest.raises(SnapshotError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         checkpoint.load_weights(model, {}, Path("a.pt"))
     head, _, *rows, rest = str(caught.value).splitlines()
     assert head.startswith("a.pt: 14 ") and len(rows) == 10 and " 4 " in rest

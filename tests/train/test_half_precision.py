@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from unet3d import build, compose
+from unet3d import build
+from unet3d.base.types import Batch
+from unet3d.config import compose
+from unet3d.memory.checkpoint_plan import choose_segments, predict
 from unet3d.memory.meter import open_meter
-from unet3d.memory.segments import choose_segments, predict
 from unet3d.model.unet import UNet3D
 from unet3d.training import half_precision, optim
-from unet3d.training.half_precision import Options, convolutions, is_served, slabs
+from unet3d.training.half_precision import Options, computes_here, convolutions, slabs
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 aten = torch.ops.aten
 DTYPES = half_precision.DTYPES
@@ -105,7 +106,7 @@ def test_maps_shorter_than_their_kernel_have_right_gradients(
     map_, weight = (
         torch.empty(shape, dtype=torch.bfloat16) for shape in ((2, 16, depth, 12, 12), (16, 16, kernel, 3, 3))
     )
-    assert is_served(map_, weight, options) and not is_served(
+    assert computes_here(map_, weight, options) and not computes_here(
         map_, weight[:, :, :1], options._replace(padding=(0, 1, 1))
     )
     assert error(torch.bfloat16, ((2, 16, depth, 12, 12), 16, (kernel, 3, 3), options)) < CLOSE
@@ -117,8 +118,8 @@ def test_outputs_one_voxel_wide_that_a_stride_made_are_not_left_to_amx(force: Ca
     options = SAME._replace(stride=(1, 1, 2))
     narrow, wide = (torch.empty(2, 8, 8, 8, width, dtype=torch.bfloat16) for width in (2, 4))
     weight = torch.empty(8, 8, 3, 3, 3, dtype=torch.bfloat16)
-    assert is_served(narrow, weight, options) and not is_served(wide, weight, options)
-    assert not is_served(narrow, weight, SAME)
+    assert computes_here(narrow, weight, options) and not computes_here(wide, weight, options)
+    assert not computes_here(narrow, weight, SAME)
     assert error(torch.bfloat16, (narrow.shape, 8, (3, 3, 3), options)) < CLOSE
 
 
@@ -131,11 +132,11 @@ def test_torch_computes_what_it_computes_well(force: Callable) -> None:
             inside = results(dtype, x, weight, weight[:, 0, 0, 0, 0], torch.ones_like(x), SAME)
         assert all(map(torch.equal, plain, inside))
     force(has_kernels=False)
-    assert is_served(x.half(), weight.half(), SAME)
-    assert not is_served(x, weight, SAME)
-    assert not is_served(x[0].half(), weight[:, :, 0].half(), SAME), "2D"
+    assert computes_here(x.half(), weight.half(), SAME)
+    assert not computes_here(x, weight, SAME)
+    assert not computes_here(x[0].half(), weight[:, :, 0].half(), SAME), "2D"
     force(has_kernels=False, fewest=2**16)
-    assert not is_served(x[:1, :, :2, :2, :2].half(), weight.half(), SAME), "conversion would take longer"
+    assert not computes_here(x[:1, :, :2, :2, :2].half(), weight.half(), SAME), "conversion would take longer"
 
 
 def test_nothing_of_ours_stays_registered() -> None:

@@ -13,11 +13,13 @@ from guards import without
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unet3d import build, compose
-from unet3d.config import Model
+from unet3d import build
+from unet3d.base.errors import NonFinitePrediction, UserError
+from unet3d.base.types import IGNORE, ProbabilityBlock
+from unet3d.config import compose
+from unet3d.config.schema import Model
 from unet3d.data.patches import choose_centre, crop, prepare
-from unet3d.data.volume import LabelMap
-from unet3d.errors import NonFinitePrediction, UserError
+from unet3d.data.volume import ArgmaxCollector
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.simulate import fake_mode, fitted
 from unet3d.model import geometry
@@ -25,7 +27,6 @@ from unet3d.model.unet import UNet3D
 from unet3d.training import inference
 from unet3d.training.inference import Predictor, aligned_corners, even_corners, gaussian, scan_order, sums_bytes
 from unet3d.training.policy import MemoryPolicy
-from unet3d.types import IGNORE, Strip
 
 Network = Callable[..., UNet3D]
 
@@ -46,7 +47,7 @@ def test_windows_of_any_number_leave_pointwise_logits_as_they_are(size: tuple, o
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype", "advice"), [("nan", None, "snapshot"), ("inf", torch.float16, "amp_dtype=bf16")]
+    ("value", "dtype", "advice"), [("nan", None, "checkpoint"), ("inf", torch.float16, "amp_dtype=bf16")]
 )
 def test_outputs_that_are_not_finite_are_refused(value: str, dtype: torch.dtype | None, advice: str) -> None:
     """NaN is more than no other number: such a voxel would be background."""
@@ -55,7 +56,7 @@ def test_outputs_that_are_not_finite_are_refused(value: str, dtype: torch.dtype 
     found.probabilities(image)
     image[0, 8, 19, 0] = float(value)
     with pytest.raises(NonFinitePrediction, match=rf"^a: a\.nii: .*\bNaN\b.*\b{advice}\b"):
-        LabelMap(found.strips(image, "a: a.nii")).whole()
+        ArgmaxCollector(found.strips(image, "a: a.nii")).whole()
 
 
 @pytest.mark.parametrize(("size", "window", "overlap"), [(100, 32, 0.5), (33, 32, 0.0), (32, 32, 0.5), (64, 10, 0.25)])
@@ -252,7 +253,7 @@ def assert_dense(found: Predictor, size: tuple[int, ...]) -> tuple[int, ...]:
     for strip in found.strips(image):
         times[strip.box] += 1
     assert (times == 1).all()
-    assert np.array_equal(LabelMap(found.strips(image)).whole(), expected.argmax(0))
+    assert np.array_equal(ArgmaxCollector(found.strips(image)).whole(), expected.argmax(0))
     torch.testing.assert_close(found.probabilities(image), expected, atol=1e-6, rtol=0)
     return strip.axes
 
@@ -340,7 +341,7 @@ def test_a_network_that_changes_its_input_changes_no_image() -> None:
 def test_a_prediction_given_up_early_leaves_the_training_mode(network: Network) -> None:
     model = network("model=unet_tiny").train()
     strips = predictor(model, (16, 16, 16)).strips(torch.randn(1, 40, 16, 16))
-    first: Strip = next(strips)
+    first: ProbabilityBlock = next(strips)
     assert not model.training and not first.probabilities.requires_grad and torch.is_grad_enabled()
     strips.close()
     assert model.training
@@ -383,7 +384,7 @@ def test_several_windows_at_once_give_the_labels_of_single_ones(network: Network
         image = torch.randn(1, *size)
         several = replace(single, batch=batch).probabilities(image)
         torch.testing.assert_close(several, single.probabilities(image), atol=1e-5, rtol=0)
-        labels = [LabelMap(found.strips(image)).whole() for found in (single, replace(single, batch=batch))]
+        labels = [ArgmaxCollector(found.strips(image)).whole() for found in (single, replace(single, batch=batch))]
         assert np.array_equal(*labels)
 
 

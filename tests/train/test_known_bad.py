@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from unet3d import compose
-from unet3d.config import Config
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory.preflight import preflight
 from unet3d.training import known_bad
 

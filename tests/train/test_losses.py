@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from calls import Calls
 from torch import Tensor
 
-from unet3d import build, compose
-from unet3d.config import Config
-from unet3d.config import losses as names_of_losses
+from unet3d import build
+from unet3d.base.types import IGNORE
+from unet3d.config import compose
+from unet3d.config.schema import Config
+from unet3d.config.schema import losses as names_of_losses
 from unet3d.memory.ledger import Ledger
 from unet3d.training import losses
 from unet3d.training.losses import (
@@ -27,7 +29,6 @@ from unet3d.training.losses import (
     dice_ce,
     subsample,
 )
-from unet3d.types import IGNORE
 
 ROOT = Path(losses.__file__).parents[2]
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from unet3d.compose import compose
-from unet3d.config import Optim
+from unet3d.base.types import Batch
+from unet3d.config.compose import compose
+from unet3d.config.schema import Optim
 from unet3d.training import checkpoint, optim
 from unet3d.training.optim import learning_rate
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_fused_updates_are_those_of_the_optimizer_but_for_rounding(name: str) ->
 
 
 def test_an_average_goes_on_from_the_optimizers_state_to_the_bit() -> None:
-    """Snapshots have it there: as `average` of each parameter, and the updates so far as `averaged` of the group."""
+    """Checkpoints have it there: as `average` of each parameter, and the updates so far as `averaged` of the group."""
     model, optimizer, _ = trained(3, "optim.average=0.9")
     state = deepcopy(optimizer.state_dict())
     assert all("average" in found for found in state["state"].values())
@@ -121,13 +121,13 @@ def test_an_average_goes_on_from_the_optimizers_state_to_the_bit() -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_a_snapshot_holds_the_averages_storages_once(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_averages_storages_once(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv3d(8, 64, 3))
     optimizer = optim.optimizer(compose(["optim=sgd", "optim.momentum=0", "optim.average=0.9"]).optim, model)
     model(torch.ones(1, 8, 4, 4, 4)).sum().backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    checkpoint.save_snapshot(tmp_path / "without.pt", state)
-    checkpoint.save_snapshot(tmp_path / "with.pt", state | {"average": optim.averages(model, optimizer)})
+    checkpoint.save_checkpoint(tmp_path / "without.pt", state)
+    checkpoint.save_checkpoint(tmp_path / "with.pt", state | {"average": optim.averages(model, optimizer)})
     grown = (tmp_path / "with.pt").stat().st_size - (tmp_path / "without.pt").stat().st_size
     assert grown < 1000, f"{grown} bytes: the average is {8 * 64 * 27 * 4}"

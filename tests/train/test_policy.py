@@ -13,8 +13,10 @@ from guards import without
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from unet3d import build, compose
-from unet3d.errors import UserError
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.base.types import Batch
+from unet3d.config import compose
 from unet3d.memory.meter import open_meter
 from unet3d.model.unet import UNet3D
 from unet3d.training import policy, slab_run
@@ -22,7 +24,6 @@ from unet3d.training.losses import SegmentationLoss, ce, dice_ce
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.slab_run import SlabOptions
 from unet3d.training.step import train_step
-from unet3d.types import Batch
 
 Network = Callable[..., UNet3D]
 

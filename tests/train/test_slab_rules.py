@@ -12,9 +12,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations
 from training import TINY
 
-from unet3d import build, compose
-from unet3d.config import Model
-from unet3d.errors import UserError
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.config import compose
+from unet3d.config.schema import Model
 from unet3d.memory.simulate import simulate
 from unet3d.model.blocks import DoubleConv, FeatureState, Up
 from unet3d.model.unet import UNet3D
@@ -339,4 +340,4 @@ def test_a_prediction_of_memory_refuses_it(monkeypatch: pytest.MonkeyPatch) -> N
     config = compose.compose([*TINY, "lean=true", "model.in_channels=1", "model.classes=2"])
     monkeypatch.setattr("unet3d.model.unet.DoubleConv", GatedBlock)
     with pytest.raises(UserError, match=r"^lean=true\b.*inc\.block"):
-        simulate(config, build.outlined_options(config), (), steps=1)
+        simulate(config, build.model_config_from_headers(config), (), steps=1)

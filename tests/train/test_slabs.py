@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unet3d import build, compose
-from unet3d.config import Model
-from unet3d.errors import UserError
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.config import compose
+from unet3d.config.schema import Model
 from unet3d.memory.simulate import simulate
 from unet3d.model.unet import UNet3D
 from unet3d.training import rows, slab_run

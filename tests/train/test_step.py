@@ -8,12 +8,12 @@ from calls import Calls
 from guards import no, without, yes
 from torch import nn
 
-from unet3d.errors import NonFiniteLoss
+from unet3d.base.errors import NonFiniteLoss
+from unet3d.base.types import Batch
 from unet3d.model.unet import UNet3D
 from unet3d.training.losses import SegmentationLoss, ce
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import StepResult, ignore_mark, train_step
-from unet3d.types import Batch
 
 Network = Callable[..., UNet3D]
 
@@ -166,7 +166,7 @@ def test_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
-@without("unet3d.training.step.ranks.agreed", no)
+@without("unet3d.training.step.ranks.all_reduce_max", no)
 def test_fp16_that_overflows_into_running_statistics_is_stopped(network: Network) -> None:
     """A lower scale does not make them finite, and validation would use them to the end."""
     memory = MemoryPolicy("cpu", torch.float16)

@@ -6,8 +6,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from unet3d.errors import OutOfMemory, address_limit
-from unet3d.types import mib
+from unet3d.base.errors import OutOfMemory, address_limit
+from unet3d.base.types import mib
 
 THREAD = 48 * 2**20  # bytes of address space that OpenBLAS takes for each of its threads, with the thread's stack
 SPINS = "10000"  # turns of a waiting thread's loop before it sleeps; libgomp's own number is 300,000

@@ -18,12 +18,14 @@ from typing import Any, TextIO
 
 from omegaconf import OmegaConf
 
-from unet3d import checks, compose, errors, ranks, shell, signals
+from unet3d import shell
+from unet3d.base import errors, ranks, signals
+from unet3d.base.errors import LoaderError, NotSaved, OutOfMemory, Preempted, RankLost, UserError, escaped
+from unet3d.base.files import read_text, read_yaml, refuse_links_out, write_text
 from unet3d.cli import options
 from unet3d.cli.interrupt import INTERRUPTED
-from unet3d.config import Config
-from unet3d.errors import LoaderError, NotSaved, OutOfMemory, Preempted, RankLost, UserError, escaped
-from unet3d.files import read_text, read_yaml, refuse_links_out, write_text
+from unet3d.config import compose, rules
+from unet3d.config.schema import Config
 from unet3d.report import run_folder
 
 LOCK = ".lock"
@@ -37,14 +39,14 @@ RESERVE = 2**24  # bytes of address space, not of memory, for the last line of a
 GRACE = 10  # seconds in which a process that was interrupted twice may end by itself
 
 
-def say(line: str, code: int = 0) -> int:
+def print_error(line: str, code: int = 0) -> int:
     """Print lines on stderr, whatever they quote. Returns the exit code."""
     print(errors.escaped(line, keep="\n"), file=sys.stderr)
     return code
 
 
 @contextmanager
-def guarded(config: Config, folder: Path, overrides: list[str]) -> Iterator[signals.Stop]:
+def run_context(config: Config, folder: Path, overrides: list[str]) -> Iterator[signals.Stop]:
     """Within, a job runs alone in its folder; STATUS says how it ends. An error becomes a line and SystemExit."""
     try:
         refuse_links_out(folder)
@@ -55,7 +57,7 @@ def guarded(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
                 yield stop
     except (UserError, OSError) as error:  # before the job began
         line, code = _outcome(error, folder)
-        raise SystemExit(say(line, code)) from error
+        raise SystemExit(print_error(line, code)) from error
 
 
 @contextmanager
@@ -82,7 +84,7 @@ def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
                 write_end(folder, line, code)
             if isinstance(error, Preempted) and config.requeue:
                 requeue()
-            say(line)
+            print_error(line)
             ranks.end_if_stuck(code)
             raise SystemExit(code) from error
     write_end(folder, "done", 0)
@@ -98,21 +100,21 @@ def _silent() -> Iterator[None]:
         yield
 
 
-def follow(job: Callable[[Config, Path, signals.Stop], None]) -> int:
+def run_as_follower_rank(job: Callable[[Config, Path, signals.Stop], None]) -> int:
     """Take part in the run of the first rank, which alone reads options, prints and writes. Returns the exit code."""
     folder = Path()
     with signals.handled(_finish, is_last=True):
         try:
             with _silent(), signals.stopping() as stop:
-                if (run := ranks.received(stop)) is not None:
+                if (run := ranks.wait_for_job(stop)) is not None:
                     folder = Path(run[1])
                     job(compose.from_plain(run[0]), folder, stop)
             return 0
         except (Exception, KeyboardInterrupt, Preempted, SystemExit) as caught:
             error = _not_an_exit(caught)
-            ranks.say_end(error)
+            ranks.publish_failure(error)
             line, code = _outcome(error, folder)
-        say(f"rank {ranks.RANK}: {line}")
+        print_error(f"rank {ranks.RANK}: {line}")
         ranks.end_if_stuck(code)
         return code
 
@@ -137,7 +139,7 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
             return f"interrupted; {go_on}", INTERRUPTED
         case NotSaved():
             return f"error: {error}; {go_on}", error.exit_code
-        case UserError() | errors.SnapshotError() | errors.NonFiniteLoss():
+        case UserError() | errors.CheckpointError() | errors.NonFiniteLoss():
             return f"error: {error}", error.exit_code
         case LoaderError() | RankLost():
             return f"failed: {error}\n{go_on}", error.exit_code
@@ -146,7 +148,7 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
         return f"error: {where}: {error.strerror}; {errors.make_room(error)}; {go_on}", UserError.exit_code
     if found := ran_out(error, go_on):
         return found
-    say("".join(traceback.format_exception(error)).rstrip())  # nobody foresaw it
+    print_error("".join(traceback.format_exception(error)).rstrip())  # nobody foresaw it
     return f"failed: {error!r}", 1
 
 
@@ -165,8 +167,8 @@ def ran_out(error: BaseException, go_on: str = "") -> tuple[str, int] | None:
 
 def how_to_go_on(folder: Path) -> str:
     """Return the command that resumes the run, to be pasted into a shell."""
-    if not snapshots(folder):
-        return "there is no snapshot yet to go on from"
+    if not checkpoints(folder):
+        return "there is no checkpoint yet to go on from"
     return f"to go on: {shell.training([path_option('resume', folder), *_imports(folder)])}"
 
 
@@ -177,7 +179,7 @@ def _imports(folder: Path) -> list[str]:
         named = compose.flat(values, ".") if isinstance(values, dict) else {}
     except (UserError, OSError, ValueError):  # resuming will say what is wrong with it
         return []
-    return [f"{name}={options.plain(named[name])}" for name in checks.IMPORTS if named.get(name)]
+    return [f"{name}={options.plain(named[name])}" for name in rules.IMPORTS if named.get(name)]
 
 
 @contextmanager
@@ -199,7 +201,7 @@ def hold_folder(folder: Path) -> Iterator[bool]:
                 number = file.read(20).strip()  # the holder's process
                 holder = f"process {number}" if number else "another process"
                 raise UserError(f"{folder}: {holder} uses it; wait, or choose another folder") from None
-            say(f"warning: {folder}: cannot be locked ({error.strerror}); use it once at a time")
+            print_error(f"warning: {folder}: cannot be locked ({error.strerror}); use it once at a time")
             is_locked = False
         else:
             file.truncate(0)
@@ -208,19 +210,19 @@ def hold_folder(folder: Path) -> Iterator[bool]:
 
 
 def refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
-    """Raise UserError where a run is, unless it was killed, stopped or refused before its first snapshot."""
-    found, has_records, (_, text) = snapshots(folder), (folder / "metrics.jsonl").exists(), status(folder)
+    """Raise UserError where a run is, unless it was killed, stopped or refused before its first checkpoint."""
+    found, has_records, (_, text) = checkpoints(folder), (folder / "metrics.jsonl").exists(), status(folder)
     was_killed = text.startswith(("failed: killed by ", *LOST_WORKER))
     left_nothing = text == RUNNING or was_killed or text.endswith(CUT_SHORT)
     if found or (has_records and (is_dry or not is_locked or not left_nothing)):
         raise UserError(f"{folder}: holds a run already; choose another folder{', or resume it' if found else ''}")
     if has_records:
-        say(f"{folder}: the run here ended before its first snapshot; it starts over")
+        print_error(f"{folder}: the run here ended before its first checkpoint; it starts over")
 
 
-def snapshots(folder: Path) -> list[Path]:
+def checkpoints(folder: Path) -> list[Path]:
     """What a run can go on from."""
-    return [path for name in compose.SNAPSHOTS if (path := folder / "checkpoints" / name).is_file()]
+    return [path for name in compose.CHECKPOINTS if (path := folder / "checkpoints" / name).is_file()]
 
 
 def status(folder: Path) -> tuple[int, str]:
@@ -296,7 +298,7 @@ def run_process(command: list[str]) -> tuple[int, bool]:
     return (code if code >= 0 else 128 - code), False
 
 
-def fate(code: int) -> str:
+def describe_exit(code: int) -> str:
     """What ended a process that could not write it."""
     endings = {128 + number: f"killed by {number.name}" for number in signal.Signals}
     return (endings | {Preempted.exit_code: "stopped before it began"}).get(code, f"ended with exit code {code}")
@@ -312,7 +314,7 @@ def requeue() -> None:
         except OSError as error:
             problem = f" {job}: {error}"
     if problem:
-        say(f"warning: scontrol requeue{problem}; the job is not requeued")
+        print_error(f"warning: scontrol requeue{problem}; the job is not requeued")
 
 
 class SafeStream:

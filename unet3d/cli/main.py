@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unet3d import __version__, checks, compose, progress
-from unet3d.cli import libraries, lifecycle, options, train
-from unet3d.config import Config
-from unet3d.errors import (
+from unet3d import __version__
+from unet3d.base import progress
+from unet3d.base.errors import (
+    CheckpointError,
     OutOfMemory,
-    SnapshotError,
     UserError,
     escaped,
     is_disk_full,
@@ -24,13 +23,16 @@ from unet3d.errors import (
     not_saved,
     reason,
 )
+from unet3d.cli import libraries, lifecycle, options, train
+from unet3d.config import compose, rules
+from unet3d.config.schema import Config
 
 if TYPE_CHECKING:
     from unet3d.data.cases import Case
     from unet3d.run.predict import Segmenter
 
 Run = Callable[[argparse.Namespace], int | None]  # of a command; returns an exit code, None for 0
-LISTS = ("overrides", "inputs", "snapshots", "runs")  # arguments that take any number of words
+LISTS = ("overrides", "inputs", "checkpoints", "runs")  # arguments that take any number of words
 
 
 def main() -> int:
@@ -44,17 +46,17 @@ def main() -> int:
         if arguments.run in (_memory, _predict, _publish, _score, _check_data, _report, _compare):
             libraries.load_libraries()
         return arguments.run(arguments) or 0
-    except (UserError, SnapshotError) as error:
-        return lifecycle.say(f"error: {error}", error.exit_code)
+    except (UserError, CheckpointError) as error:
+        return lifecycle.print_error(f"error: {error}", error.exit_code)
     except (OSError, ImportError, RuntimeError, SystemError, MemoryError, OutOfMemory) as error:
         if found := lifecycle.ran_out(error):
-            return lifecycle.say(*found)
+            return lifecycle.print_error(*found)
         if not isinstance(error, OSError):
             raise
         # a folder that cannot be made, read or written to, or a full disk
         remedy = f"; {make_room(error)}" if is_disk_full(error) else ""
         text = f"error: {error.filename or 'a file or the output'}: {error.strerror or error}{remedy}"
-        return lifecycle.say(text, UserError.exit_code)
+        return lifecycle.print_error(text, UserError.exit_code)
 
 
 def _arguments() -> argparse.Namespace:
@@ -100,9 +102,9 @@ def command_parser() -> argparse.ArgumentParser:
     memory.add_argument("--input", metavar="SHAPE", help="of --module: N, C, D, H, W of its input, 1x1x96x96x96")
     memory.add_argument("--measure", action="store_true", help="of --module: run the step, too")
     memory.add_argument("--depth", type=int, metavar="N", help="of --module: cut layers' names to N parts")
-    about = "segment NIfTI files with a run's snapshot"
+    about = "segment NIfTI files with a run's checkpoint"
     predict = command("predict", _predict, about, required=True, help="folder for the label maps")
-    predict.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt")
+    predict.add_argument("checkpoint", type=Path, help="RUN/checkpoints/best.pt")
     predict.add_argument("inputs", type=Path, nargs="+", help="NIfTI files, or folders of them")
     predict.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     predict.add_argument("--mirror", action=argparse.BooleanOptionalAction, help="average over mirrorings")
@@ -114,13 +116,13 @@ def command_parser() -> argparse.ArgumentParser:
     predict.add_argument("--shard", default="0/1", metavar="i/n", help="of all cases every n-th, from the i-th on")
     about = "write the network alone, without any path, to share it"
     publish = command("publish", _publish, about, required=True, help="the file to write")
-    publish.add_argument("snapshots", type=Path, nargs="+", help="RUN/checkpoints/best.pt; several predict as one")
-    about = "score a snapshot on the cases that a config holds out"
+    publish.add_argument("checkpoints", type=Path, nargs="+", help="RUN/checkpoints/best.pt; several predict as one")
+    about = "score a checkpoint on the cases that a config holds out"
     score = command("score", _score, about, required=True, help="folder for scores.csv")
-    score.add_argument("snapshot", type=Path, help="RUN/checkpoints/best.pt, or a published one")
+    score.add_argument("checkpoint", type=Path, help="RUN/checkpoints/best.pt, or a published one")
     _add_overrides(score, "data=decathlon data.root=PATH data.fold=0", "+")
     for parser_ in (predict, publish, score):
-        parser_.add_argument("--model", help="your own network, package.module:name, where the snapshot holds one")
+        parser_.add_argument("--model", help="your own network, package.module:name, where the checkpoint holds one")
     _add_overrides(command("check-data", _check_data, "list every problem of a data set"), "data=nnunet data.root=PATH")
     report = command("report", _report, "write the figures and report.html of a run")
     report.add_argument("folder", type=Path, help="the run's folder")
@@ -141,8 +143,8 @@ def _options(_: argparse.Namespace) -> None:
 def _composed(overrides: list[str]) -> Config:
     """The config, with a warning for each option that does nothing."""
     config = compose.compose(overrides)
-    for line in checks.warnings(config):
-        lifecycle.say(f"warning: {escaped(line)}")
+    for line in rules.warnings(config):
+        lifecycle.print_error(f"warning: {escaped(line)}")
     return config
 
 
@@ -216,7 +218,7 @@ def _predict(arguments: argparse.Namespace) -> int:
 
     try:
         segmenter = predict.open_segmenter(
-            arguments.snapshot,
+            arguments.checkpoint,
             arguments.device,
             arguments.mirror,
             arguments.model,
@@ -226,11 +228,11 @@ def _predict(arguments: argparse.Namespace) -> int:
     except UserError as error:  # about an argument of that function, which is a flag here
         text = re.sub(r"^(batch|overlap)=", r"--\1 ", str(error)).replace("mirror=true: ", "--mirror: ", 1)
         raise UserError(text) from error
-    refuse_large_window(segmenter.predictor, arguments.snapshot)
+    refuse_large_window(segmenter.predictor, arguments.checkpoint)
     cases, problems = predict.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel, shard)
     images = set(map(os.path.realpath, predict.files_in(arguments.inputs)[0]))  # Path.resolve raises for a circle
     for problem in problems:
-        lifecycle.say(f"error: {escaped(problem)}")
+        lifecycle.print_error(f"error: {escaped(problem)}")
     failed, written, left = len(problems), 0, 0
     with progress.counting("predicting cases", len(cases)) as counter:
         for case in cases:
@@ -286,11 +288,11 @@ def _segment(segmenter: "Segmenter", case: "Case", *paths: Path) -> bool:
         volume = segmenter.to_file(case, *paths)
         replaced = [f"{case.id}: {replacement(volume.replaced)}"] if volume.replaced else []
         for line in [*replaced, *predict.accepted_contradictions(case)]:
-            lifecycle.say(f"warning: {escaped(line)}")
+            lifecycle.print_error(f"warning: {escaped(line)}")
         print(*map(escaped, paths), sep="\n")
         return True
     except UserError as error:
-        lifecycle.say(f"error: {escaped(error)}")
+        lifecycle.print_error(f"error: {escaped(error)}")
     except OSError as error:
         if lifecycle.ran_out(error):
             raise
@@ -299,14 +301,14 @@ def _segment(segmenter: "Segmenter", case: "Case", *paths: Path) -> bool:
     except (RuntimeError, MemoryError) as error:  # perhaps for the size of this volume
         if not is_out_of_memory(error):
             raise
-        lifecycle.say(f"error: {escaped(case.id)}: out of memory: {reason(error)}")
+        lifecycle.print_error(f"error: {escaped(case.id)}: out of memory: {reason(error)}")
     return False
 
 
 def _publish(arguments: argparse.Namespace) -> None:
     from unet3d.run import publish
 
-    publish.publish(arguments.snapshots, arguments.out, arguments.model)
+    publish.publish(arguments.checkpoints, arguments.out, arguments.model)
     print(f"{escaped(arguments.out)}: {arguments.out.stat().st_size / 1e6:.1f} MB")
 
 
@@ -315,27 +317,27 @@ def _score(arguments: argparse.Namespace) -> None:
     from unet3d.report import report, run_folder
     from unet3d.run import publish
 
-    title = publish.score(arguments.snapshot, config, arguments.out, arguments.model)
+    title = publish.score(arguments.checkpoint, config, arguments.out, arguments.model)
     report.print_scores(run_folder.read_run(arguments.out), title)
 
 
 def _check_data(arguments: argparse.Namespace) -> int:
     """Read every voxel of every case; returns 2 if there is a problem."""
     config = _composed(arguments.overrides)
-    from unet3d.data import cases, check
+    from unet3d.data import cases, validate
 
     dataset = cases.dataset_to_check(config.data)
     try:
         train, val = cases.split(dataset, config.data)
     except UserError:  # check_cases lists it too
         train, val = (), ()
-    found = check.check_cases(dataset, dataset.cases, config.data, full=True)
-    options = check.suitable_options(config, dataset.cases)
-    if line := check.unsuitable_patch(config, train):
+    found = validate.check_cases(dataset, dataset.cases, config.data, full=True)
+    options = validate.suitable_options(config, dataset.cases)
+    if line := validate.unsuitable_patch(config, train):
         line = line.partition("; ")[0] if "data.patch=" in " ".join(options) else line  # one patch is named, not two
-        found.append(f"{check.WARNING}{line}")
-    problems = [line for line in found if not line.startswith(check.WARNING)]
-    lines = check.summary(dataset, train, val)
+        found.append(f"{validate.WARNING}{line}")
+    problems = [line for line in found if not line.startswith(validate.WARNING)]
+    lines = validate.summary(dataset, train, val)
     if options:
         lines.append(f"options that suit it: {' '.join(options)}")
     print(*map(escaped, [*lines, *listed(found)]), sep="\n")

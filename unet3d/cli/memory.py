@@ -14,19 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from unet3d import build, compose, shell
-from unet3d.config import Config
-from unet3d.errors import UserError, escaped, is_out_of_memory, reason
-from unet3d.files import write_csv, write_json, write_text
+from unet3d import build, shell
+from unet3d.base.errors import UserError, escaped, is_out_of_memory, reason
+from unet3d.base.files import write_csv, write_json, write_text
+from unet3d.base.progress import track
+from unet3d.base.terminal import WIDE, paper, plain_text, terminal_table
+from unet3d.base.types import Table, budget_bytes, mib, percent
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.memory import analysis, budget, export, profile, tables
 from unet3d.memory.allocator import Settings, replay
-from unet3d.memory.meter import ENOUGH, STEADY
+from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
-from unet3d.progress import track
 from unet3d.report import explained, memory_plots, report
-from unet3d.run.start import with_names
-from unet3d.terminal import WIDE, paper, plain_text, terminal_table
-from unet3d.types import Table, budget_bytes, mib, percent
+from unet3d.run.pretrained import with_names
 
 LARGEST = 10  # groups of tensors shown
 FRONT = 24  # rows of the table of options
@@ -53,7 +54,7 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) ->
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / "explained.txt", text)
         write_text(out / "config.yaml", compose.to_yaml(subject.config))
-        simulated = {"rehearsed": _summary(subject), "parameters": subject.parameters, "predicted": subject.entry}
+        simulated = {"about": _summary(subject), "parameters": subject.parameters, "predicted": subject.entry}
         write_json(out / "memory.json", simulated | {"advice": found, "without": without})
         memory_plots.write_ledger_files(subject.ledger, subject.name, out)
         print(escaped(report.write_report(out)))
@@ -76,7 +77,7 @@ def print_module(
         raise _refused(path, f"cannot be made with --args {json.dumps(keywords)}", error) from error
     if not isinstance(network, nn.Module):
         raise UserError(f"--module {path}: made {type(network).__name__}, not a torch.nn.Module")
-    target = build.target(config)
+    target = build.device_type(config)
     amp = config.amp and (config.amp_dtype if config.amp_dtype != "auto" else True)
     try:
         with warnings.catch_warnings(action="ignore"):  # what is printed says it, too
@@ -111,7 +112,7 @@ def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
     for level in range(len(subject.options.features)):
         options = budget.resized(subject.options, partial(_scaled, 0.5, [level]))
         if options != subject.options and budget.is_allowed(subject.config, options):
-            found[level] = replace(subject, options=options, steps=ENOUGH)
+            found[level] = replace(subject, options=options, steps=STEPS_FOR_PEAK)
     return found
 
 
@@ -131,7 +132,7 @@ def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEsti
         if name.partition("_")[0] == stem and name != subject.name:
             with suppress(UserError):  # a relative that this patch or option does not suit
                 other = estimate([f"model={name}", *rest], half=subject.dtype is torch.float16)
-                found.append(replace(other, steps=ENOUGH))
+                found.append(replace(other, steps=STEPS_FOR_PEAK))
     return found
 
 
@@ -163,7 +164,7 @@ def _parts(
     ]
     yield "At the peak, the largest groups of tensors", Table(["tensors", "for", "MiB", "share"], rows)
     if without:
-        yield "What each way to save memory takes away (predicted)", tables.levers(without, peak)
+        yield "What each way to save memory takes away (predicted)", tables.single_techniques(without, peak)
     if subject.dtype is torch.float32:
         yield "Each further way to save memory, by itself (predicted)", _further(subject)
     yield "What parameters cost", tables.state(entry, subject.parameters)
@@ -180,7 +181,7 @@ def _parts(
 def _further(subject: MemoryEstimate) -> Table:
     """What each way to save memory that the step does not use would take away."""
     rows = []
-    for o in budget.levers(budget.Option((), "nothing", subject.config, subject.options)):
+    for o in budget.single_techniques(budget.Option((), "nothing", subject.config, subject.options)):
         less, again = subject.peak - o.peak_bytes, f"{o.recompute_fraction:+.0%}"
         rows.append([*o.overrides, mib(o.peak_bytes), mib(less), percent(less, subject.peak), again, o.changes])
     return Table(["way", "peak with it (MiB)", "takes away (MiB)", "share", "FLOPs", "changes"], rows)
@@ -193,7 +194,7 @@ def _summary(subject: MemoryEstimate) -> str:
     return (
         f"{subject.name}: {subject.parameters:,} parameters; patch {'x'.join(map(str, config.data.patch))}, "
         f"batch {config.batch}, {f'amp {_dtype(dtype)}' if dtype else _dtype(subject.dtype)}, "
-        f"{work}, on {build.target(config)}"
+        f"{work}, on {build.device_type(config)}"
     )
 
 
@@ -204,7 +205,7 @@ def _dtype(dtype: object) -> str:
 def _layers(subject: MemoryEstimate) -> Table:
     """A row for each layer of the prediction, with its kind: exact, replay, or not known here."""
     tensors, columns = mib(subject.peak), ["predicted peak of a step", "MiB", "kind"]
-    if build.target(subject.config) != "cuda":
+    if build.device_type(subject.config) != "cuda":
         return Table(columns, [["tensors", tensors, "exact (ledger)"]])
     native, expandable = (replay(subject.ledger.events, Settings(is_expandable)) for is_expandable in (False, True))
     workspaces = mib(subject.entry["workspace_bound_bytes"])
@@ -259,7 +260,7 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
 
     A job that makes no sense is a row without numbers, and a line that says why. Raises UserError where none does.
     """
-    found = _estimates(jobs, half, ENOUGH if out is None else STEADY)
+    found = _estimates(jobs, half, STEPS_FOR_PEAK if out is None else MEASURED_STEPS)
     for name, one in track(list(found.items()), "networks", len(found)):
         try:
             if isinstance(one, MemoryEstimate):
@@ -284,7 +285,7 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
     numbers = {name: (one.parameters, one.peak) for name, one in subjects.items()}
     peaks = [[name, *numbers.get(name, (None, None))] for name in found]
     write_csv(out / "peaks.csv", ["config", "parameters", "peak_bytes"], peaks)
-    calls = [row for name, one in subjects.items() for row in export.trace(one.ledger, name, STEADY - 1)]
+    calls = [row for name, one in subjects.items() for row in export.trace(one.ledger, name, MEASURED_STEPS - 1)]
     export.write_trace(calls, out / "trace.csv")
     memory_plots.trace_plot(calls, out / "figures" / "trace.png")
     print(escaped(out))
@@ -324,7 +325,7 @@ def _print_skipped(found: Mapping[str, MemoryEstimate | UserError]) -> None:
 
 def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     """Write curves.csv and figures/curves.png: peak against batch size, first width and patch, a line a job."""
-    found = _estimates(jobs, half, ENOUGH)
+    found = _estimates(jobs, half, STEPS_FOR_PEAK)
     varied = ((name, *vary) for name, subject in _sound(found).items() for vary in _varied(subject))
     points = [
         (axis, x, series, words, one.parameters, one.peak)

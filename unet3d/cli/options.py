@@ -3,14 +3,16 @@
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from unet3d import checks, compose
+from unet3d.config import compose, rules
 
 USAGE = """python train.py OPTION=VALUE ...    (installed: unet3d train OPTION=VALUE ...)
 
 Several jobs: -m ckpt=0,2. What would run: --cfg job. A folder of your own YAML files: --config-dir FOLDER.
 model=NAME, data=NAME, loss=NAME, optim=NAME and experiment=NAME choose files of configs/.
 """
-TITLE = "# Options\n\nWritten by `python -m unet3d options` from `unet3d/config.py` and the default YAML files.\n"
+TITLE = (
+    "# Options\n\nWritten by `python -m unet3d options` from `unet3d/config/schema.py` and the default YAML files.\n"
+)
 Row = tuple[str, str, str, str, str]  # option, type, allowed values, default, meaning
 
 
@@ -25,7 +27,7 @@ def groups(node: Any, prefix: str = "") -> dict[str, list[Row]]:
             continue
         kind = item.type.__name__ if isinstance(item.type, type) else str(item.type).removeprefix("typing.")
         size = f"{about['size']} items" if about["size"] else ""
-        allowed = ", ".join(filter(None, (*about["among"], checks.bounds(about), size)))
+        allowed = ", ".join(filter(None, (*about["among"], rules.bounds(about), size)))
         free = dict.fromkeys(("ckpt", "slab", "batch", "workers"), "int or auto") | {"label_map": "map or null"}
         kind = kind.replace("Any", free.get(item.name, "int, list or auto")).replace(" | None", " or null")
         own.append((prefix + item.name, kind, allowed, plain(value), about["about"]))

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from unet3d import compose, signals
+from unet3d.base import signals
+from unet3d.base.errors import Preempted, UserError, reason
 from unet3d.cli import lifecycle
-from unet3d.compose import Job
-from unet3d.errors import Preempted, UserError, reason
+from unet3d.config import compose
+from unet3d.config.compose import Job
 
 QUEUES = ("slurm", "submitit_slurm")  # launchers whose jobs do not need this process
 GOES_ON = "resume=auto"
@@ -66,7 +67,7 @@ def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         stopped.set()
     except Exception as error:  # of the launcher: a queue that refuses the jobs, a worker that was killed
-        codes.append(lifecycle.say(f"error: hydra/launcher={launcher}: {reason(error)}", 1))
+        codes.append(lifecycle.print_error(f"error: hydra/launcher={launcher}: {reason(error)}", 1))
     if stopped.is_set():
         return _interrupted(jobs)
     if max(codes) and before == [lifecycle.status(job.folder)[0] for job in jobs]:
@@ -78,7 +79,7 @@ def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
         compare.finish_sweep({job.folder: job.config for job in jobs}, jobs[0].sweep_folder)
     except OSError as error:
         line = f"error: {jobs[0].sweep_folder}: the comparison is not saved ({error.strerror})"
-        codes.append(lifecycle.say(line, UserError.exit_code))
+        codes.append(lifecycle.print_error(line, UserError.exit_code))
     return max(codes)
 
 
@@ -113,7 +114,7 @@ def _interrupted(jobs: Sequence[Job]) -> int:
         what = "its jobs go on"
     command = f"python -m unet3d compare {shlex.quote(str(jobs[0].sweep_folder))}"
     code = max(Preempted.exit_code, *(_code(job.folder) or 0 for job in jobs))
-    return lifecycle.say(f"sweep interrupted; {what}; to compare its finished jobs: {command}", code)
+    return lifecycle.print_error(f"sweep interrupted; {what}; to compare its finished jobs: {command}", code)
 
 
 def _code(folder: Path) -> int | None:
@@ -126,17 +127,17 @@ def _exit_code(job: Job, before: int) -> int:
     """The exit code of a job that wrote its STATUS last at `before` (ns), 0: never."""
     after, code = lifecycle.status(job.folder)[0], _code(job.folder)
     if after != before:
-        return lifecycle.say(f"{job.folder}: the job was lost, or still runs", 1) if code is None else code
+        return lifecycle.print_error(f"{job.folder}: the job was lost, or still runs", 1) if code is None else code
     if before:  # the run that is there stays as it is; the job said why
         return UserError.exit_code
     job.folder.mkdir(parents=True, exist_ok=True)
     lifecycle.save_overrides(job.folder, job.words)
     lifecycle.write_end(job.folder, "failed: did not begin", 1)
-    return lifecycle.say(f"{job.folder}: the job did not begin", 1)
+    return lifecycle.print_error(f"{job.folder}: the job did not begin", 1)
 
 
 def run_job(folder: Path, overrides: list[str], searched: list[str]) -> int:
-    """Run a job in a process of its own, which goes on where its folder has a snapshot. Returns its exit code."""
+    """Run a job in a process of its own, which goes on where its folder has a checkpoint. Returns its exit code."""
     before, _ = lifecycle.status(folder)
     words = [*overrides, *searched, GOES_ON, lifecycle.path_option("hydra.run.dir", folder.resolve())]
     code, is_asked = lifecycle.run_process([sys.executable, "-m", "unet3d.cli.train", *words])
@@ -146,6 +147,6 @@ def run_job(folder: Path, overrides: list[str], searched: list[str]) -> int:
     is_refused = code == UserError.exit_code and before == after != 0  # the run that is there stays as it is
     if code and not is_refused and (before == after or text == lifecycle.RUNNING):
         lifecycle.save_overrides(folder, overrides)
-        line = f"failed: {lifecycle.fate(code)}"
-        lifecycle.write_end(folder, line, lifecycle.say(line, code))
+        line = f"failed: {lifecycle.describe_exit(code)}"
+        lifecycle.write_end(folder, line, lifecycle.print_error(line, code))
     return code

@@ -15,12 +15,13 @@ from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from unet3d import checks, compose, ranks
+from unet3d.base import ranks
+from unet3d.base.errors import UserError, escaped, is_disk_full, make_room
+from unet3d.base.files import read_yaml, refuse_links_out
+from unet3d.base.signals import Stop
 from unet3d.cli import libraries, lifecycle, options, sweep
-from unet3d.config import Config
-from unet3d.errors import UserError, escaped, is_disk_full, make_room
-from unet3d.files import read_yaml, refuse_links_out
-from unet3d.signals import Stop
+from unet3d.config import compose, rules
+from unet3d.config.schema import Config
 
 if TYPE_CHECKING:
     from unet3d.data.cases import Case
@@ -36,7 +37,7 @@ def main() -> int:
     libraries.share_cores()
     lifecycle.install_safe_streams()
     if ranks.RANK:
-        return lifecycle.follow(job)
+        return lifecycle.run_as_follower_rank(job)
     try:
         if {"-h", "--help"} & {*sys.argv[1:]}:
             print(options.as_text())
@@ -47,14 +48,14 @@ def main() -> int:
             planned = sweep.plan(words) if {"-m", "--multirun"} & {*words} else []
             sys.argv[1:] = sweep.arguments(words, planned) if planned else words
         except UserError as error:
-            return lifecycle.say(f"error: {error}", error.exit_code)
+            return lifecycle.print_error(f"error: {error}", error.exit_code)
         flags = {word for word in words if word.startswith("-")}
         if planned and flags <= {"-m", "--multirun"}:
             return sweep.run(planned, _with_hydra(job_of_sweep))
         _with_hydra(single_job)()
         return 0
     finally:
-        ranks.dismiss()
+        ranks.cancel_job()
 
 
 def _with_hydra(task: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -69,7 +70,7 @@ def single_job(tree: DictConfig) -> None:
     asked = HydraConfig.get()
     config = compose.load(tree) if tree.resume is None else resumed_config(Path(tree.resume), sys.argv[1:])
     folder = Path(asked.runtime.output_dir)
-    with lifecycle.guarded(config, folder, [*_searched(asked), *asked.overrides.task]) as stop:
+    with lifecycle.run_context(config, folder, [*_searched(asked), *asked.overrides.task]) as stop:
         job(config, folder, stop)
 
 
@@ -100,7 +101,7 @@ class TrainedRun:
         return self._files().memory
 
     @property
-    def snapshot(self) -> Path:
+    def checkpoint(self) -> Path:
         """The weights with the best mean Dice."""
         return self.folder / "checkpoints" / "best.pt"
 
@@ -151,36 +152,36 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     """One run in its folder, of this process or of several ranks, which all call this. Ends early once `stop`."""
     libraries.load_libraries()  # before torch and monai, which load here: a wrong option was answered before
     from unet3d import build
-    from unet3d.data.check import unsuitable_patch
+    from unet3d.data.validate import unsuitable_patch
     from unet3d.memory.preflight import preflight
     from unet3d.report import report, run_folder
+    from unet3d.run.pretrained import load_pretrained
     from unet3d.run.run import Run
-    from unet3d.run.start import open_start
     from unet3d.training.switches import switched
 
-    if build.target(config) == "cuda":
-        checks.refuse_indeterminate(config)
-    for line in checks.warnings(config):
-        lifecycle.say(f"warning: {line}")
-    ranks.hand_over([compose.to_plain(config), str(folder.resolve())])
-    with switched(config), ranks.joined(build.target(config), config.rank_timeout):
+    if build.device_type(config) == "cuda":
+        rules.refuse_indeterminate(config)
+    for line in rules.warnings(config):
+        lifecycle.print_error(f"warning: {line}")
+    ranks.broadcast_job([compose.to_plain(config), str(folder.resolve())])
+    with switched(config), ranks.joined(build.device_type(config), config.rank_timeout):
         data = None if config.dry_run else build.data(config)
         if data is None:
-            network = ranks.on_first(lambda: build.outlined_options(config))
+            network = ranks.on_rank0(lambda: build.model_config_from_headers(config))
         else:
             network = build.model_options(config, data.dataset, data.train[0])
         first: Sequence[Case] = ()
         if config.resume is None and not ranks.RANK:
             first = data.train if data is not None else _listed_cases(config)
         if advice := unsuitable_patch(config, first):
-            lifecycle.say(f"warning: {escaped(advice)}")
+            lifecycle.print_error(f"warning: {escaped(advice)}")
         start = None
         if config.init is not None and config.resume is None:
-            start = ranks.on_first(lambda: open_start(config, network, data))
+            start = ranks.on_rank0(lambda: load_pretrained(config, network, data))
             config = start.config
-        predicted = ranks.on_first(lambda: preflight(config, network))
+        predicted = ranks.on_rank0(lambda: preflight(config, network))
         if data is None:
-            ranks.on_first(lambda: run_folder.update_memory(folder, predicted.memory))
+            ranks.on_rank0(lambda: run_folder.update_memory(folder, predicted.memory))
             return
         with Run(config, folder, data, network, predicted.segment_starts, stop, start) as run:
             if run.is_done:
@@ -188,7 +189,7 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
                 if (folder / "report.html").exists():  # else the run was killed as it wrote it
                     return
             else:
-                ranks.on_first(lambda: run_folder.update_memory(folder, predicted.memory))
+                ranks.on_rank0(lambda: run_folder.update_memory(folder, predicted.memory))
                 run.fit()
             ranks.leave()
             if ranks.RANK:
@@ -221,7 +222,7 @@ def job_of_sweep(tree: DictConfig) -> None:
     print(f"job {asked.job.num}: {escaped(' '.join(overrides))}", flush=True)
     if tree.dry_run:  # in this process: fake tensors leave nothing behind, and torch need not load for each job
         config, words = compose.load(tree), [*searched, *overrides]
-        with suppress(SystemExit), lifecycle.guarded(config, folder, words) as stop:
+        with suppress(SystemExit), lifecycle.run_context(config, folder, words) as stop:
             job(config, folder, stop)
     else:
         sweep.run_job(folder, overrides, searched)
@@ -259,7 +260,7 @@ def checked_arguments(arguments: list[str]) -> list[str]:
     added = compose.added_sweep(flags.overrides) * (not only_shows)  # composes each job, and so checks it
     if folder == "auto" and not added:  # a sweep's jobs are resumed one by one
         place, flags.overrides = compose.run_folder(flags.overrides), [w for w in flags.overrides if w not in asked]
-        if lifecycle.snapshots(place):
+        if lifecycle.checkpoints(place):
             return resumed(place, [*flags.overrides, lifecycle.path_option("resume", place)])
     if (flags.multirun or added) and ranks.SIZE > 1:
         raise UserError("torchrun starts one run, a sweep several; leave out one of them")
@@ -275,8 +276,8 @@ def _refuse(message: str) -> NoReturn:
 
 def resumed(folder: Path, overrides: list[str]) -> list[str]:
     """The overrides, and the folder of the run that goes on. Raises UserError before anything is touched."""
-    if not lifecycle.snapshots(folder):
-        raise UserError(f"resume={folder}: no run with a snapshot there; give a run folder, outputs/DATE/TIME-ID")
+    if not lifecycle.checkpoints(folder):
+        raise UserError(f"resume={folder}: no run with a checkpoint there; give a run folder, outputs/DATE/TIME-ID")
     if resumed_config(folder, overrides).dry_run:
         raise UserError("resume goes on with a run, dry_run only predicts; remove one of them")
     return [*overrides, lifecycle.path_option("hydra.run.dir", folder.resolve())]

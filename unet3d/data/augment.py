@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.config import Augment
-from unet3d.types import IGNORE
+from unet3d.base.types import IGNORE
+from unet3d.config.schema import Augment
 
 if TYPE_CHECKING:
     from monai.transforms import Compose

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unet3d.config import Data
+from unet3d.base.errors import UserError
+from unet3d.config.schema import Data
 from unet3d.data import dataset_json, nifti, synthetic
 from unet3d.data.dataset_json import DatasetJson, class_names, in_sequence, is_plain, read_json, refuse_odd_names, shown
 from unet3d.data.labels import Relabel, relabelling
-from unet3d.errors import UserError
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
 MAX_NAME = 255  # bytes of a file's name
@@ -68,7 +68,7 @@ def dataset_to_check(data: Data) -> DatasetInfo:
         return _decathlon(synthetic.ensure_phantom(data.phantom, Path(data.root or synthetic.PHANTOM_ROOT)), data)
     if data.format == "mni152":
         return _decathlon(synthetic.ensure_mni152(Path(data.root or synthetic.MNI152_ROOT)), data)
-    assert data.root is not None, "unet3d.checks requires it"
+    assert data.root is not None, "unet3d.config.rules requires it"
     return {"decathlon": _decathlon, "nnunet": _nnunet, "folders": _folders}[data.format](Path(data.root), data)
 
 
@@ -142,7 +142,7 @@ def _classes(names: dict[int, str], ignore: int | None, data: Data, where: objec
 
 def _folders(root: Path, data: Data) -> DatasetInfo:
     """Two folders with equal names; an image may be split into <case>_0000, <case>_0001 ..., one a channel."""
-    assert data.classes is not None, "unet3d.checks requires them"
+    assert data.classes is not None, "unet3d.config.rules requires them"
     images, labels = root / data.images, root / data.labels
     # A folder that the command line puts outside of the root is outside on purpose.
     roots = (root, *(folder for folder in (images, labels) if not folder.is_relative_to(root) or ".." in folder.parts))

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unet3d.checks import MAX_LABEL
+from unet3d.base.errors import UserError, escaped
+from unet3d.config.rules import MAX_LABEL
 from unet3d.data import labels
-from unet3d.errors import UserError, escaped
 
 JSON_TYPES: dict[type, str] = {dict: "object", list: "list", str: "string"}
 MAX_BYTES = 2**24  # ten thousand cases are 2 MB; parsed, JSON takes many times its size

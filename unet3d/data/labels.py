@@ -6,9 +6,9 @@ And the map that unexpected labels need.
 from collections.abc import Collection, Mapping, Sequence
 from textwrap import shorten
 
-from unet3d.checks import MAX_LABEL, label_sources
-from unet3d.config import Data
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
+from unet3d.config.rules import MAX_LABEL, label_sources
+from unet3d.config.schema import Data
 
 LONGEST_LINE = 400  # letters about the values of classes
 LISTED = 20  # labels in a message: more are no classes, but the voxels of an image

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from unet3d import ranks, signals
-from unet3d.config import Config
+from unet3d.base import ranks, signals
+from unet3d.base.errors import LoaderError, UserError, file_limit, is_out_of_files, is_out_of_memory
+from unet3d.base.types import Batch, mib
+from unet3d.config.schema import Config
 from unet3d.data.patches import Patches, PatchIndex
-from unet3d.errors import LoaderError, UserError, file_limit, is_out_of_files, is_out_of_memory
-from unet3d.types import Batch, mib
 
 WRAPPED = f"{UserError.__module__}.{UserError.__name__}: "
 SHARED = Path("/dev/shm")

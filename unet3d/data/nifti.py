@@ -18,10 +18,10 @@ from nibabel.arrayproxy import ArrayProxy
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
-from unet3d.config import Data
+from unet3d.base.errors import UserError
+from unet3d.base.files import replacing
+from unet3d.config.schema import Data
 from unet3d.data.labels import Relabel, proposal
-from unet3d.errors import UserError
-from unet3d.files import replacing
 
 SUFFIXES = (".nii.gz", ".nii")
 MAX_VOXELS = 2**31  # a case is held in memory: 8 GiB as float32, four times the largest whole-body CT

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from unet3d.config import Data
+from unet3d.base.errors import UserError
+from unet3d.base.types import IGNORE
+from unet3d.config.schema import Data
 from unet3d.data import augment
 from unet3d.data.cases import Case
-from unet3d.errors import UserError
-from unet3d.types import IGNORE
 
 MAX_CENTRES = 10_000  # voxels of each class that are kept as patch centres
 TRIES = 20  # to find a place with labels, which are rare in sparse annotation

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unet3d import progress, ranks
-from unet3d.config import Data
+from unet3d.base import progress, ranks
+from unet3d.base.errors import UserError, escaped, listed
+from unet3d.base.types import IGNORE, host_bytes, mib
+from unet3d.config.schema import Data
 from unet3d.data.case_arrays import CASE, LABELS, fit_case, fit_kinds, fit_labels, label_arrays, labels_of
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.check import content_hashes
 from unet3d.data.disk_cache import Arrays, DiskCache, key_of
 from unet3d.data.nifti import STRICT, ValidationRules, open_image, problem, replacement
 from unet3d.data.patches import PreparedCase, cached, foreground, prepare, subsample_indices
+from unet3d.data.validate import content_hashes
 from unet3d.data.volume import Volume, read_volume, target_grid
-from unet3d.errors import UserError, escaped, listed
-from unet3d.types import IGNORE, host_bytes, mib
 
 T = TypeVar("T")
 SAMPLED_VOXELS = 10_000  # foreground voxels a case, enough to settle the scale of CT
@@ -215,7 +215,7 @@ def _ct(values: np.ndarray) -> Intensity:
 
 
 def checked_intensity(values: Any) -> Intensity:
-    """The rule that a snapshot holds as plain values. Raises ValueError or TypeError if they are not a rule."""
+    """The rule that a checkpoint holds as plain values. Raises ValueError or TypeError if they are not a rule."""
     rule = Intensity(**values)
     numbers = (rule.low, rule.high, rule.mean, rule.std)
     are_finite = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)

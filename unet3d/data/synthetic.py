@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import nibabel as nib
 import numpy as np
 
-from unet3d import progress
-from unet3d.config import Phantom
+from unet3d.base import progress
+from unet3d.base.errors import UserError, is_disk_full, make_room
+from unet3d.base.files import making_folder
+from unet3d.config.schema import Phantom
 from unet3d.data import nifti
-from unet3d.errors import UserError, is_disk_full, make_room
-from unet3d.files import making_folder
 
 PHANTOM_ROOT, MNI152_ROOT = Path("data/phantom"), Path("data/mni152")
 PHANTOM_VERSION = MNI152_VERSION = 1  # raise one with every change of its voxels

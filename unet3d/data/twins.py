@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from unet3d import progress, ranks
+from unet3d.base import progress, ranks
+from unet3d.base.errors import UserError, listed
 from unet3d.data import nifti
 from unet3d.data.cases import Case
 from unet3d.data.nifti import ValidationRules
-from unet3d.errors import UserError, listed
 
 Digests = frozenset[bytes]
 Size = tuple[int, ...]

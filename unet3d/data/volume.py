@@ -11,12 +11,12 @@ import numpy as np
 from nibabel.affines import apply_affine, voxel_sizes
 from nibabel.orientations import apply_orientation, inv_ornt_aff
 
+from unet3d.base.errors import UserError
+from unet3d.base.types import ProbabilityBlock
 from unet3d.data import nifti
 from unet3d.data.cases import Case
 from unet3d.data.labels import Relabel
 from unet3d.data.nifti import STRICT, ValidationRules, problem, read_image, read_label
-from unet3d.errors import UserError
-from unet3d.types import Strip
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative
@@ -119,14 +119,14 @@ def is_resampled(case: Case, spacing: Sequence[float] | None) -> bool:
     return not _is_same(target_grid(case, image, spacing), canonical_grid(image))
 
 
-class LabelMap:
+class ArgmaxCollector:
     """The likeliest class of each voxel, the first in a tie, noted as strips pass on their way to others."""
 
-    def __init__(self, strips: Iterator[Strip]) -> None:
+    def __init__(self, strips: Iterator[ProbabilityBlock]) -> None:
         self._strips, self._labels = strips, np.empty(0)
         self._error: Exception | None = None
 
-    def __iter__(self) -> Iterator[Strip]:
+    def __iter__(self) -> Iterator[ProbabilityBlock]:
         """The strips that have not passed yet."""
         try:
             for strip in self._strips:
@@ -148,7 +148,7 @@ class LabelMap:
 
 
 def to_original(
-    strips: Iterable[Strip], case: Case, spacing: Sequence[float] | None, open_scores: Scores | None = None
+    strips: Iterable[ProbabilityBlock], case: Case, spacing: Sequence[float] | None, open_scores: Scores | None = None
 ) -> np.ndarray:
     """The likeliest class of each voxel of the case's first image, in that file's axes: uint8 or uint16 (X, Y, Z).
 
@@ -194,13 +194,13 @@ class _Splines:
             self._axes.append((after, at - np.maximum(after - 1, 0)))
         self._planes, self._rows = dict[int, np.ndarray](), dict[int, np.ndarray]()  # by class
 
-    def resampled(self, strip: Strip) -> tuple[tuple[slice, ...], Iterator[np.ndarray]]:
+    def resampled(self, strip: ProbabilityBlock) -> tuple[tuple[slice, ...], Iterator[np.ndarray]]:
         """The box of new voxels that the strip completes, and their maps, all of which are to be taken."""
         ranges = (after.searchsorted((at.start, at.stop)) for (after, _), at in zip(self._axes, strip.box, strict=True))
         box = tuple(slice(first, last) for first, last in ranges)
         return box, (self._at(box, self._joined(label, strip), strip) for label in range(len(strip.probabilities)))
 
-    def _joined(self, label: int, strip: Strip) -> np.ndarray:
+    def _joined(self, label: int, strip: ProbabilityBlock) -> np.ndarray:
         """A class's map of the strip, behind the plane and the row before it."""
         slab, row, _ = strip.axes
         found = strip.probabilities[label].numpy()
@@ -213,7 +213,7 @@ class _Splines:
         self._rows[label] = joined.take([-1], row)
         return joined
 
-    def _at(self, box: tuple[slice, ...], found: np.ndarray, strip: Strip) -> np.ndarray:
+    def _at(self, box: tuple[slice, ...], found: np.ndarray, strip: ProbabilityBlock) -> np.ndarray:
         for axis, (after, share) in enumerate(self._axes):
             behind = after[box[axis]] - max(strip.corner[axis] - 1, 0)
             part = share[box[axis]].reshape([-1 if other == axis else 1 for other in range(3)])

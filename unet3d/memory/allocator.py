@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from unet3d.types import MIB
+from unet3d.base.types import MIB
 
 ROUND = 512  # bytes; every request is rounded up to it, and no split leaves less
 SMALL = MIB  # the largest request that the small pool serves

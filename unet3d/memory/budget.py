@@ -10,16 +10,16 @@ from math import inf
 from typing import NamedTuple, NoReturn
 
 from unet3d import build
-from unet3d.checks import check, check_ranks
-from unet3d.config import Config, Model
-from unet3d.errors import UserError
-from unet3d.memory import analysis, segments
+from unet3d.base.errors import UserError
+from unet3d.base.progress import track
+from unet3d.base.types import budget_bytes, mib
+from unet3d.config.rules import check, check_ranks
+from unet3d.config.schema import Config, Model
+from unet3d.memory import analysis, checkpoint_plan
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import ENOUGH
+from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.simulate import memoized, simulate
 from unet3d.memory.tables import NAMES
-from unet3d.progress import track
-from unet3d.types import budget_bytes, mib
 
 PASSES = 3  # forward passes in a step's FLOPs: backward counts as two
 RESUMABLE = {"ckpt=auto", "ckpt=0", "lean=true", "lean=false", "slab=auto", "slab=0"}  # by a resumed run
@@ -41,7 +41,7 @@ class Option(NamedTuple):
     peak_bytes: int = 0
     recompute_fraction: float = 0  # convolution FLOPs computed twice, as a share of a step's
     segments: int = 1
-    is_simulated: bool = True  # else the peak is estimated, see `segments.estimated_peak`
+    is_simulated: bool = True  # else the peak is estimated, see `checkpoint_plan.estimated_peak`
     reserved_bytes: int = 0  # by CUDA's allocator; 0 on the CPU, and where it is not known
 
     @property
@@ -63,21 +63,21 @@ class Option(NamedTuple):
 def simulated(option: Option) -> Option:
     """The option as a run takes it: with the segments that it chooses, and the peak of its second step."""
     if option.config.lean or option.config.slab:
-        peak, reserved, again = segments.in_slabs(option.config, option.model)
+        peak, reserved, again = checkpoint_plan.in_slabs(option.config, option.model)
         return Option(*option[:4], peak, again / PASSES, reserved_bytes=reserved)
-    segment_starts, fraction = segments.choose_segments(option.config, option.model)
+    segment_starts, fraction = checkpoint_plan.choose_segments(option.config, option.model)
     if segment_starts:
-        ledger = simulate(option.config, option.model, segment_starts, steps=ENOUGH).ledger
+        ledger = simulate(option.config, option.model, segment_starts, steps=STEPS_FOR_PEAK).ledger
         peak = ledger.peak_bytes()
-        reserved = segments.reserved_bytes(option.config, ledger)
+        reserved = checkpoint_plan.reserved_bytes(option.config, ledger)
     else:
-        profile = segments.profile_stages(option.config, option.model)
+        profile = checkpoint_plan.profile_stages(option.config, option.model)
         peak = profile.peak
         reserved = profile.reserved
     return Option(*option[:4], peak, fraction / PASSES, max(1, len(segment_starts)), reserved_bytes=reserved)
 
 
-def without_levers(config: Config, options: Model, segment_starts: segments.SegmentStarts) -> dict[str, int]:
+def without_levers(config: Config, options: Model, segment_starts: checkpoint_plan.SegmentStarts) -> dict[str, int]:
     """The peak of the same step without each way to save memory that it uses, by the word for that."""
     plain, parts = replace(config, lean=False, slab=0, ckpt=0), config.accumulate
     ways: list[tuple[bool, str, Config]] = [
@@ -90,13 +90,13 @@ def without_levers(config: Config, options: Model, segment_starts: segments.Segm
     found = {}
     for is_used, word, way in ways:
         if is_used and way is plain:
-            found[word] = segments.profile_stages(plain, options).peak
+            found[word] = checkpoint_plan.profile_stages(plain, options).peak
         elif is_used:
-            found[word] = simulate(way, options, segment_starts, steps=ENOUGH).ledger.peak_bytes()
+            found[word] = simulate(way, options, segment_starts, steps=STEPS_FOR_PEAK).ledger.peak_bytes()
     return found
 
 
-def levers(asked: Option) -> list[Option]:
+def single_techniques(asked: Option) -> list[Option]:
     """What the step needs with each further way to save memory, by itself, that changes rounding at most."""
     config = asked.config
     ways = [("amp=true", replace(config, amp=True))]
@@ -125,17 +125,20 @@ def search(asked: Option, enough: int = 0, until: float = inf) -> list[Option]:
             break
         if way.config.lean or way.config.slab:
             try:
-                peak, again = segments.estimated_in_slabs(way.config, way.model)
+                peak, again = checkpoint_plan.estimated_in_slabs(way.config, way.model)
             except UserError:  # a part of the user's own, for which slabs have no rule
                 continue
             found.append(way._replace(peak_bytes=peak, recompute_fraction=again / PASSES, is_simulated=False))
             continue
-        profile = segments.profile_stages(way.config, way.model)
+        profile = checkpoint_plan.profile_stages(way.config, way.model)
         plain = way.overrides + ("ckpt=0",) * (ckpt != 0)
         found.append(way._replace(overrides=plain, peak_bytes=profile.peak, reserved_bytes=profile.reserved))
         words, config = way.overrides + ("ckpt=auto",) * (ckpt != "auto"), replace(way.config, ckpt="auto")
-        for choice in segments.partitions(len(profile.forward), len(profile.forward)):
-            peak, fraction = segments.estimated_peak(profile, choice), segments.recompute_fraction(profile, choice)
+        for choice in checkpoint_plan.partitions(len(profile.forward), len(profile.forward)):
+            peak, fraction = (
+                checkpoint_plan.estimated_peak(profile, choice),
+                checkpoint_plan.recompute_fraction(profile, choice),
+            )
             found.append(Option(words, way.changes, config, way.model, peak, fraction / PASSES, len(choice), False))
     return sorted(found, key=Option.cost)
 
@@ -150,18 +153,18 @@ def _least_cost(way: Option) -> tuple[int, float]:
 
 def _unsegmented(asked: Option) -> Iterator[Option]:
     """Mixed precision x batch in parts x (slabs, or thriftier operations), without checkpointing."""
-    config, parts, lean = asked.config, asked.config.batch * asked.config.accumulate, lean_operation(asked.model)
+    config, parts, lean = asked.config, asked.config.batch * asked.config.accumulate, cheaper_activation(asked.model)
     batches = [batch for batch in range(config.batch, 0, -1) if config.batch % batch == 0]
     own = [(False, 0, word, model) for word, model in [("", asked.model), *lean]]
-    levers = [*own, *((is_lean, slab, "", asked.model) for is_lean, slab in LEVERS)]
-    for amp, batch, (is_lean, slab, word, model) in product(sorted({config.amp, True}), batches, levers):
+    single_techniques = [*own, *((is_lean, slab, "", asked.model) for is_lean, slab in LEVERS)]
+    for amp, batch, (is_lean, slab, word, model) in product(sorted({config.amp, True}), batches, single_techniques):
         changed = replace(config, amp=amp, batch=batch, accumulate=parts // batch, ckpt=0, lean=is_lean, slab=slab)
         rounds = amp != config.amp or (is_lean, slab) != (config.lean, config.slab)
         splits, is_in_slabs = batch != config.batch, bool(is_lean or slab)
         words = ("amp=true",) * (amp != config.amp) + (f"batch={batch}", f"accumulate={parts // batch}") * splits
         words += (f"lean={is_lean}".lower(),) * (is_lean != config.lean) + (f"slab={slab}",) * (slab != config.slab)
         words += ("ckpt=0",) * (is_in_slabs and config.ckpt != 0)
-        changes = "statistics" if splits and sees_the_batch(config, model) else "rounding" if rounds else "nothing"
+        changes = "statistics" if splits and depends_on_batch(config, model) else "rounding" if rounds else "nothing"
         if is_allowed(changed, model):
             yield Option(asked.overrides + words + (word,) * bool(word), changes, changed, model)
 
@@ -177,7 +180,7 @@ def untried(asked: Option) -> list[str]:
     return found
 
 
-def front(found: Iterable[Option]) -> list[Option]:
+def pareto_front(found: Iterable[Option]) -> list[Option]:
     """Of options by cost, those with a lower peak than all cheaper ones that change the result in the same way."""
     kept: list[Option] = []
     for option in found:
@@ -187,7 +190,7 @@ def front(found: Iterable[Option]) -> list[Option]:
 
 
 def find_fit(asked: Option, budget: int, thorough: bool = True) -> tuple[list[Option], Option]:
-    """The front of options, and the cheapest that fits the bytes, or that with the smallest peak, simulated.
+    """The pareto_front of options, and the cheapest that fits the bytes, or that with the smallest peak, simulated.
 
     On CUDA the bytes are those that the allocator reserves.
 
@@ -195,15 +198,15 @@ def find_fit(asked: Option, budget: int, thorough: bool = True) -> tuple[list[Op
     """
     found = search(asked, 0 if thorough else budget)
     may_lack = not thorough and any(option.occupied_bytes <= budget for option in found)
-    likely = {o.overrides: o for o in reversed(found) if o.peak_bytes <= segments.SLACK * budget}
+    likely = {o.overrides: o for o in reversed(found) if o.peak_bytes <= checkpoint_plan.SLACK * budget}
     for option in track(sorted(likely.values(), key=Option.cost), "options that may fit, at most", len(likely)):
         best = simulated(option)
         if best.occupied_bytes <= budget:
-            return front(found), best
+            return pareto_front(found), best
         found = sorted([*(o for o in found if o.overrides != best.overrides), best], key=Option.cost)
     if may_lack:  # and no estimate was right
         return find_fit(asked, budget)
-    rows = front(found)
+    rows = pareto_front(found)
     for best in smaller(found):
         rows.append(best)
         if best.occupied_bytes <= budget:
@@ -270,13 +273,13 @@ def _refuse_step(config: Config) -> None:
     check_ranks(config)
 
 
-def sees_the_batch(config: Config, options: Model) -> bool:
+def depends_on_batch(config: Config, options: Model) -> bool:
     """Whether a norm, Dice or mean is over the whole batch, so that parts change it; assumed of a user's network."""
     norm, loss = options.norm if options.features else "batch", config.loss
     return norm.startswith("batch") or loss.batch_dice or (loss.path or loss.name) != "dice"
 
 
-def lean_operation(options: Model) -> list[tuple[str, Model]]:
+def cheaper_activation(options: Model) -> list[tuple[str, Model]]:
     """The override, if any, that keeps less for backward and computes the same function, and its network."""
     if options.activation == "swish":
         return [("model.activation=swish_lean", replace(options, activation="swish_lean"))]
@@ -354,7 +357,7 @@ def oom_suggestions(config: Config, options: Model, seconds: float = PATIENCE) -
         row = simulated(row)
         rows += [row] if row.peak_bytes < rows[-1].peak_bytes else []
     yield from (*HEAD.splitlines(), *_lines(asked, rows))
-    lowest = {row.overrides: row for row in front(row for row in found if row.overrides not in allowed)}.values()
+    lowest = {row.overrides: row for row in pareto_front(row for row in found if row.overrides not in allowed)}.values()
     halves = islice(smaller(found), 1, None) if found else iter(())
     new = chain((row for row in lowest if row.peak_bytes < rows[-1].peak_bytes), halves)
     for number, line in enumerate(_lines(asked, islice(_in_time(new, until), SUGGESTIONS))):
@@ -389,10 +392,10 @@ def oom_in_validation(config: Config, step: int, windows: int = 1) -> Iterator[s
     window = "x".join(map(str, config.data.patch))
     times = "one at a time" if windows == 1 else f"{windows} at once"
     yield f"in the validation after step {step}, of windows of {window} voxels on the device, {times},"
-    there = "on the device where they fit, else " if build.target(config) == "cuda" else ""
+    there = "on the device where they fit, else " if build.device_type(config) == "cuda" else ""
     yield f"and of strips of windows {there}in host memory, with 4 bytes for each class of each voxel;"
     yield "a new run needs less with a smaller data.patch (both), a wider data.spacing or smaller volumes (host);"
     ways = "with inference.batch=1 (device), or " if windows > 1 else ""
-    if build.target(config) == "cpu":  # else no slabs run there
+    if build.device_type(config) == "cpu":  # else no slabs run there
         ways += "with lean=true or slab=auto (device), or "
     yield f"this run can be resumed {ways}where there is more memory, and predict and score can use its last.pt"

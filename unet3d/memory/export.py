@@ -7,10 +7,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from unet3d.files import replacing, write_csv, write_text
+from unet3d.base.files import replacing, write_csv, write_text
+from unet3d.base.types import mib
 from unet3d.memory.analysis import Group, changed_groups, describe, last_step
 from unet3d.memory.ledger import Ledger, Storage
-from unet3d.types import mib
 
 TRACE_COLUMNS = ("layer_idx", "call_idx", "layer_type", "exp", "hook_type", "mem_all", "mem_cached")
 GROUPS = 12  # largest groups listed of each sign and phase; the rest is summed up

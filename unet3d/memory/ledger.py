@@ -37,7 +37,7 @@ class ModuleScope(NamedTuple):
     is_in_slabs: bool = False
 
 
-class Crossing(NamedTuple):
+class ModuleEvent(NamedTuple):
     """A leaf module is entered ("pre") or left ("fwd"), or its backward is over ("bwd")."""
 
     module: str
@@ -73,7 +73,7 @@ class Ledger(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = [(0, "before")]
-        self.crossings: list[tuple[int, Crossing]] = []
+        self.crossings: list[tuple[int, ModuleEvent]] = []
         self.convolutions: list[tuple[int, str, int]] = []  # of each forward call: events before it, module, FLOPs
         self.workspaces: list[tuple[int, int]] = []  # of each convolution: events with its results, bytes of its maps
         self.layer: Callable[[str], str] = str
@@ -91,7 +91,7 @@ class Ledger(TorchDispatchMode):
         """A phase begins."""
         self.marks.append((len(self.events), phase))
 
-    def cross(self, crossing: Crossing) -> None:
+    def cross(self, crossing: ModuleEvent) -> None:
         """A module is entered or left."""
         self.crossings.append((len(self.events), crossing))
 
@@ -274,7 +274,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 class ModuleTracker(Observer):
     """Follows a model through a step. Between `open` and `close` it calls `crossed` at every crossing."""
 
-    def __init__(self, model: nn.Module, crossed: Callable[[Crossing], None] = lambda crossing: None) -> None:
+    def __init__(self, model: nn.Module, crossed: Callable[[ModuleEvent], None] = lambda crossing: None) -> None:
         self.modules = {path or WHOLE: module for path, module in model.named_modules()}
         self._crossed = crossed
         self._owners = {id(p): path for path, module in self.modules.items() for p in module.parameters(recurse=False)}
@@ -367,4 +367,4 @@ class ModuleTracker(Observer):
 
     def _cross(self, path: str, hook: str) -> None:
         if path in self._leaves:
-            self._crossed(Crossing(path, self._leaves[path], hook))
+            self._crossed(ModuleEvent(path, self._leaves[path], hook))

@@ -12,8 +12,8 @@ from unet3d.memory.counters import Counters, CudaLedger
 from unet3d.memory.ledger import Ledger, ModuleTracker
 from unet3d.training.step import PHASES
 
-STEADY = 3  # measured steps: gradients and optimizer state appear in the first, the third repeats the second
-ENOUGH = 2  # simulated steps for a peak
+MEASURED_STEPS = 3  # measured steps: gradients and optimizer state appear in the first, the third repeats the second
+STEPS_FOR_PEAK = 2  # simulated steps for a peak
 
 
 def open_meter(model: nn.Module, optimizer: torch.optim.Optimizer) -> "LedgerMeter":
@@ -41,7 +41,7 @@ class LedgerMeter:
 
     def mark(self, phase: str) -> None:
         """A phase of `train_step` begins, or the step "end"s."""
-        if self.steps >= STEADY:  # later steps repeat what was seen
+        if self.steps >= MEASURED_STEPS:  # later steps repeat what was seen
             return
         if not self.is_open:
             self.tracker.open()
@@ -125,7 +125,7 @@ class CudaMeter(LedgerMeter):
 
     def mark(self, phase: str) -> None:
         stats, last = self._counters.read(), self._phase
-        if self.is_observed and self.steps >= STEADY:  # the first step without the ledger begins
+        if self.is_observed and self.steps >= MEASURED_STEPS:  # the first step without the ledger begins
             torch.cuda.empty_cache()  # of what the others cached
             self.is_observed, self._steps, self._earlier_retries = False, [{}], stats["num_alloc_retries"]
             self.highest = dict.fromkeys(self.highest, 0)

@@ -10,31 +10,32 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unet3d import build, compose
-from unet3d.config import Config, Model
-from unet3d.errors import UserError
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.base.progress import counting
+from unet3d.base.types import host_bytes, mib
+from unet3d.config import compose
+from unet3d.config.schema import Config, Model
 from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.analysis import LayerCount, layer_counts
 from unet3d.memory.budget import PASSES, Option, refuse_over_budget, refuse_over_card, warn_over_card, without_levers
+from unet3d.memory.checkpoint_plan import choose_segments, predicted
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
-from unet3d.memory.segments import choose_segments, predicted
+from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_mode, fake_model, simulate, validation_peak
 from unet3d.memory.tables import cuda_sizes, guessed, moment, peak_location, sentence, workspace_bound
-from unet3d.progress import counting
 from unet3d.training import known_bad
-from unet3d.types import host_bytes, mib
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """One network at one patch, batch and policy. `dtype` is that of weights and images; ENOUGH steps do for a peak."""
+    """One network at one patch, batch and policy. `dtype` is that of weights and images; STEPS_FOR_PEAK steps do for a peak."""
 
     name: str
     config: Config
     options: Model
     dtype: torch.dtype = torch.float32
-    steps: int = STEADY
+    steps: int = MEASURED_STEPS
 
     @cached_property
     def meter(self) -> LedgerMeter:
@@ -70,7 +71,7 @@ class MemoryEstimate:
 
     def counts(self) -> list[LayerCount]:
         """Every module's input and output in one forward pass without checkpointing."""
-        with fake_mode(build.target(self.config)):
+        with fake_mode(build.device_type(self.config)):
             policy = replace(build.policy(self.config, "cpu", ()), slabs=None)  # the modules themselves run
             model = fake_model(self.config, self.options, self.dtype)
             image = fake_batch(self.config, self.options, self.dtype).image
@@ -82,7 +83,7 @@ def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
     config = compose.compose(overrides)
     if half and config.amp:
         raise UserError("--half makes the whole network half precision, which leaves nothing to amp=true; drop one")
-    options, dtype = build.outlined_options(config), torch.float16 if half else torch.float32
+    options, dtype = build.model_config_from_headers(config), torch.float16 if half else torch.float32
     return MemoryEstimate(options.path or compose.choice("model", overrides), config, options, dtype)
 
 
@@ -97,10 +98,10 @@ def preflight(config: Config, options: Model) -> Preflight:
     """Simulate the step and a validation window, and print what they need. Raises UserError beyond `budget`."""
     if not config.dry_run:
         build.device(config)
-    is_cuda = build.target(config) == "cuda"
+    is_cuda = build.device_type(config) == "cuda"
     with counting("predicting memory", 2) as counter:
         segment_starts, fraction = choose_segments(config, options)
-        steps = STEADY if is_cuda else ENOUGH  # an allocator settles later
+        steps = MEASURED_STEPS if is_cuda else STEPS_FOR_PEAK  # an allocator settles later
         meter = simulate(config, options, segment_starts, steps=steps)
         counter.advance()
         if is_cuda:

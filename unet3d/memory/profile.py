@@ -20,17 +20,17 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
-from unet3d.errors import UserError, reason
+from unet3d.base.errors import UserError, reason
+from unet3d.base.terminal import NARROW, plain_text
+from unet3d.base.types import Batch, Table, mib
 from unet3d.memory import tables
 from unet3d.memory.analysis import layer_names
-from unet3d.memory.meter import STEADY, LedgerMeter, open_meter
+from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
 from unet3d.memory.simulate import asked_in, fake_mode, fake_steps, unknown
-from unet3d.terminal import NARROW, plain_text
 from unet3d.training.losses import SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.step import LossFunction, train_step
 from unet3d.training.trainer import Learner
-from unet3d.types import Batch, Table, mib
 
 Example = Tensor | Sequence[int]  # an image N C D H W, or its shape
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -133,7 +133,7 @@ def explain(
         meter = open_meter(model, learner.optimizer)
         meter.ledger.layer = layer_names(model, depth)
         with closing(meter):
-            for _ in range(STEADY + UNOBSERVED * (device.type == "cuda")):
+            for _ in range(MEASURED_STEPS + UNOBSERVED * (device.type == "cuda")):
                 train_step(*learner, [batch], meter.mark)
         found = Explanation(type(model).__name__, "measured", _about(batch, policy, device.type), meter)
         _ = found.entry  # reads the allocator's counters now

@@ -19,18 +19,18 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d import build
-from unet3d.config import Config, Model
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
+from unet3d.base.progress import beat, parts
+from unet3d.base.types import Batch, host_bytes, mib
+from unet3d.config.schema import Config, Model
 from unet3d.memory.copies import GpuLedger
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import STEADY, LedgerMeter
-from unet3d.progress import beat, parts
+from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
 from unet3d.training.step import train_step
 from unet3d.training.switches import switched
 from unet3d.training.trainer import Learner
-from unet3d.types import Batch, host_bytes, mib
 
 SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -55,13 +55,13 @@ def simulate(
     segment_starts: SegmentStarts,
     dtype: torch.dtype = torch.float32,
     watch: Callable[[nn.Module, Ledger], None] | None = None,
-    steps: int = STEADY,
+    steps: int = MEASURED_STEPS,
 ) -> LedgerMeter:
     """The run's own network and step on fake tensors; the returned meter holds the ledger.
 
     `options` leave nothing open; `dtype` is that of weights and images; `watch` may add hooks. No step needs a GPU.
     """
-    target = build.target(config)
+    target = build.device_type(config)
     with torch.random.fork_rng([]), switched(config), fake_mode(target) as guesses:
         learner = fake_learner(config, options, segment_starts, dtype)
 
@@ -90,7 +90,7 @@ def fake_steps(
     target: str,
     clip: float | None = None,
     watch: Callable[[nn.Module, Ledger], None] | None = None,
-    steps: int = STEADY,
+    steps: int = MEASURED_STEPS,
 ) -> LedgerMeter:
     """Training steps as on a `target`, "cpu" or "cuda", within `fake_mode`; `make` gives each its micro-batches."""
     on_gpu = target == "cuda"
@@ -119,7 +119,7 @@ def take_weights_together(optimizer: torch.optim.Optimizer) -> None:
 
 def step_key(config: Config) -> Config:
     """A key for equal steps: the config without what `simulate` takes as arguments or does not read."""
-    return replace(config, model=Model(), ckpt=0, budget=None, device=build.target(config))
+    return replace(config, model=Model(), ckpt=0, budget=None, device=build.device_type(config))
 
 
 def fake_model(config: Config, options: Model, dtype: torch.dtype) -> nn.Module:
@@ -134,7 +134,7 @@ def fake_model(config: Config, options: Model, dtype: torch.dtype) -> nn.Module:
 def fake_batch(config: Config, options: Model, dtype: torch.dtype) -> Batch:
     """As the loader makes it, within `fake_mode`: images N C D H W, int16 labels N D H W."""
     assert options.in_channels is not None
-    count = build.patches(config)
+    count = build.patches_per_rank(config)
     image = torch.empty(count, options.in_channels, *config.data.patch, dtype=dtype)
     return Batch(image, torch.zeros(count, *config.data.patch, dtype=torch.int16))
 
@@ -164,14 +164,14 @@ def memoized(function: Callable[P, R]) -> Callable[P, R]:
 
 def validation_peak(config: Config, options: Model, optimizer: int) -> int:
     """Most bytes on the device in validation: weights, `optimizer` bytes of state, windows, mirrored; no sums."""
-    with fake_mode(build.target(config)), torch.no_grad():
+    with fake_mode(build.device_type(config)), torch.no_grad():
         model = fake_model(config, options, torch.float32).eval()
         predictor = build.predictor(config, [model], options, build.policy(config, "cpu", ()))
-        return _windows(predictor, build.target(config)).peak_bytes() + optimizer
+        return _windows(predictor, build.device_type(config)).peak_bytes() + optimizer
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
-    """Raise UserError where windows of the snapshot at `path` would need more than all memory of the device."""
+    """Raise UserError where windows of the checkpoint at `path` would need more than all memory of the device."""
     device = next(predictor.models[0].parameters()).device
     needed = _predicted_peak(predictor)
     memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unet3d.types import Table, mib, percent
+from unet3d.base.types import Table, mib, percent
 
 Entry = Mapping[str, Any]  # what memory.json holds under "predicted" or "measured"
 NAMES = {
@@ -102,7 +102,7 @@ def sentence(advice: Entry, peak: int) -> str:
     return f"{found}; half the width there ({advice['override']}) would need {lower} (predicted)."
 
 
-def levers(without: Mapping[str, int], peak: int) -> Table:
+def single_techniques(without: Mapping[str, int], peak: int) -> Table:
     """A row for each way to save memory that a step uses: its peak without that, and what that takes away."""
     rows = [[word, mib(size), mib(size - peak), percent(size - peak, size)] for word, size in without.items()]
     return Table(["way to save memory", "peak without it (MiB, predicted)", "takes away (MiB)", "share"], rows)

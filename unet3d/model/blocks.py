@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unet3d.config import Model
+from unet3d.config.schema import Model
 from unet3d.model.geometry import ONES, Triple
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from unet3d.config import Model
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
+from unet3d.config.schema import Model
 
 Triple = tuple[int, int, int]
 ONES: Triple = (1, 1, 1)

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from unet3d.config import Model
+from unet3d.config.schema import Model
 from unet3d.model import geometry
 from unet3d.model.blocks import DoubleConv, Down, Inc, OutConv, Up, upsampler
 from unet3d.model.geometry import ONES, Triple

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unet3d.base.types import IGNORE
 from unet3d.report.plots import DARK, PALE, Array, blank, colours, plain, save_picture, short_name
-from unet3d.types import IGNORE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

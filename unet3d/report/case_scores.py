@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from unet3d.base.types import Table
 from unet3d.report.run_folder import as_number
 from unet3d.training.metrics import mean_of
-from unet3d.types import Table
 
 METRICS = {"dice": ("Dice", 3), "iou": ("IoU", 3), "hd95_mm": ("HD95 (mm)", 2)}  # heading, digits
 ROLES = ("best", "median", "worst")

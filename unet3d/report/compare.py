@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from unet3d import compose
-from unet3d.config import Config
-from unet3d.errors import UserError, escaped
-from unet3d.files import write_csv, write_text
+from unet3d.base.errors import UserError, escaped
+from unet3d.base.files import write_csv, write_text
+from unet3d.base.terminal import NARROW, narrow_tables, paper
+from unet3d.base.types import Table, mib
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.report import folds
 from unet3d.report.folds import Row
 from unet3d.report.html import element, html_page, html_table, picture, section
@@ -33,11 +35,9 @@ from unet3d.report.plots import (
 )
 from unet3d.report.run_folder import KINDS, RunFolder, as_number, read_run
 from unet3d.report.wandb_logger import PATHS
-from unet3d.terminal import NARROW, narrow_tables, paper
 from unet3d.training.metrics import mean_of
-from unet3d.types import Table, mib
 
-MARKS = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them
+RUN_FILES = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them
 SAME_CONFIG = (  # runs that differ in these are not comparable: other data, or another length or course of training
     *(
         "data.format",
@@ -54,8 +54,17 @@ SAME_CONFIG = (  # runs that differ in these are not comparable: other data, or 
     *("data.phantom.seed", "model.classes", "steps", "seed"),
 )
 SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # of env.json
-LEARNING: tuple[str, ...] = ("model", "data.", "loss", "optim", "amp", "batch", "accumulate", "init")  # change scores
-LEARNING += ("inference.overlap", "inference.mirror")
+AFFECTS_SCORES: tuple[str, ...] = (
+    "model",
+    "data.",
+    "loss",
+    "optim",
+    "amp",
+    "batch",
+    "accumulate",
+    "init",
+)  # change scores
+AFFECTS_SCORES += ("inference.overlap", "inference.mirror")
 FACE: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a row's numbers: heading and format in tables for people
     "status": ("status", folds.ending),  # why a run failed is below the table
     "peak_predicted_bytes": ("peak, predicted (MiB)", mib),
@@ -100,7 +109,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     """The run folders among the paths, and the numbered run folders in those that are sweeps. Raises UserError."""
     found: list[Path] = []
     for path in paths:
-        runs = [run for run in (path, *path.glob("*")) if any((run / mark).is_file() for mark in MARKS)]
+        runs = [run for run in (path, *path.glob("*")) if any((run / mark).is_file() for mark in RUN_FILES)]
         jobs = [run for run in runs if run != path and run.name.isdecimal()]
         if path not in runs and not jobs:
             raise UserError(f"{path}: not a run folder; give outputs/DATE/TIME-ID, or a sweep's multirun/DATE/TIME-ID")
@@ -438,7 +447,7 @@ class Published(NamedTuple):
             if run.iou and self.row_of(run) in self.rows:
                 groups.setdefault((self.row_of(run), run.settings.get(self.across, "")), []).append(run)
         found = {(key, row) for (row, _), same in groups.items() for key in setting_columns(same)}
-        wrong = sorted((key, row) for key, row in found if key.startswith(LEARNING) and key not in SAME_CONFIG)
+        wrong = sorted((key, row) for key, row in found if key.startswith(AFFECTS_SCORES) and key not in SAME_CONFIG)
         return [f"{key}: differs between runs of one cell, {self.rows[row]['name']}" for key, row in wrong]
 
 

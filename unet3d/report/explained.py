@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from unet3d.errors import UserError
-from unet3d.files import write_json, write_text
+from unet3d.base.errors import UserError
+from unet3d.base.files import write_json, write_text
 from unet3d.memory import tables
 from unet3d.memory.profile import Explanation
 from unet3d.report import memory_plots, report
@@ -26,7 +26,7 @@ def write_page(explanation: Explanation, folder: str | Path) -> Path:
         raise UserError(f"{folder}: holds a run; give a folder of its own")
     folder.mkdir(parents=True, exist_ok=True)
     memory = {
-        "rehearsed": f"{explanation.name}: {explanation.about}",
+        "about": f"{explanation.name}: {explanation.about}",
         "parameters": explanation.parameters,
         explanation.kind: tables.folded(explanation.entry, MOST_ITEMS),
     }

@@ -9,12 +9,12 @@ from statistics import median, stdev
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-from unet3d.compose import ABOUT
+from unet3d.base.types import Table
+from unet3d.config.compose import ABOUT
 from unet3d.report.case_scores import METRICS, MOST_COLUMNS, shown
 from unet3d.report.plots import LETTER, LETTERS, LINE, MARKERS, PALE, Curve, blank, plain, save_picture, short_name
 from unet3d.report.run_folder import KINDS, as_number
 from unet3d.training.metrics import mean_of
-from unet3d.types import Table
 
 FOLD = "data.fold"
 ASIDE = (FOLD, "tensorboard", "loggers", "requeue", "resume")  # in which the folds of one method may differ

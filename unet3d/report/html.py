@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from unet3d.errors import escaped
+from unet3d.base.errors import escaped
 
 LARGEST_PICTURE, PNG = 2**24, b"\x89PNG\r\n\x1a\n"  # bytes; how each PNG file begins
 

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from rich.console import Console
 
-from unet3d.config import Config
-from unet3d.errors import escaped, is_disk_full, reason
-from unet3d.progress import Counter, duration
+from unet3d.base.errors import escaped, is_disk_full, reason
+from unet3d.base.progress import Counter, duration
+from unet3d.config.schema import Config
 from unet3d.report.wandb_logger import WandbLogger, wandb_mode
 
 Scalar = float | int | str | None
@@ -24,7 +24,7 @@ Scalar = float | int | str | None
 class Logger(Protocol):
     """Receives a run's numbers after `step` optimizer steps.
 
-    May also have `image`, `table`, `summary`, `snapshot` and `close`.
+    May also have `image`, `table`, `summary`, `checkpoint` and `close`.
     """
 
     def scalars(self, values: Mapping[str, Scalar], step: int) -> None: ...
@@ -51,11 +51,11 @@ class Loggers:
     def summary(self, values: Mapping[str, object]) -> None:
         self._call("summary", values)
 
-    def snapshot(self, path: Path) -> None:
-        self._call("snapshot", path)
+    def checkpoint(self, path: Path) -> None:
+        self._call("checkpoint", path)
 
     @property
-    def take_images(self) -> bool:
+    def wants_images(self) -> bool:
         """Whether any of them would record a picture."""
         return any(hasattr(logger, "image") for logger in self._loggers)
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unet3d.files import write_csv
+from unet3d.base.files import write_csv
+from unet3d.base.types import MIB, mib
 from unet3d.memory.tables import folded
 from unet3d.report.plots import GREY, PALE, Array, blank, colours, plain, save_picture
-from unet3d.types import MIB, mib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

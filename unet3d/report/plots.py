@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unet3d.errors import escaped
-from unet3d.files import replacing
+from unet3d.base.errors import escaped
+from unet3d.base.files import replacing
+from unet3d.base.types import MIB, mib
 from unet3d.report.run_folder import as_number, best_of
-from unet3d.types import MIB, mib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

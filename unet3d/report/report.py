@@ -6,16 +6,16 @@ from statistics import median
 from typing import Any
 
 from unet3d import shell
-from unet3d.errors import escaped
-from unet3d.files import write_csv, write_text
+from unet3d.base.errors import escaped
+from unet3d.base.files import write_csv, write_text
+from unet3d.base.terminal import NARROW, paper, terminal_table
+from unet3d.base.types import Table, mib
 from unet3d.memory import tables
 from unet3d.report import case_plots, memory_plots, plots
 from unet3d.report.case_scores import METRICS, ROLES, case_table, dice_by_class, shown
 from unet3d.report.html import element, facts, folded, html_page, html_table, picture, section
 from unet3d.report.run_folder import RunFolder, as_number, finite, read_run
-from unet3d.terminal import NARROW, paper, terminal_table
 from unet3d.training.metrics import NETWORK, mean_of
-from unet3d.types import Table, mib
 
 SCORES_TITLE = "Scores on the held-out cases"
 OWN_GRIDS = "on the files' own grids"
@@ -152,8 +152,8 @@ def _means(cells: Mapping[str, list[Any]], counts_cases: bool = False) -> Table:
 def _html(run: RunFolder) -> str:
     name, pictures = f"unet3d run {run.path.resolve().name}", run.path / "figures"
     about = [what_ran(run), f"Status: {run.status or 'unknown, there is no STATUS file'}"]
-    if "rehearsed" in run.memory:  # `unet3d memory` wrote the folder
-        name, about = "unet3d memory of a step", [run.memory["rehearsed"]]
+    if "about" in run.memory:  # `unet3d memory` wrote the folder
+        name, about = "unet3d memory of a step", [run.memory["about"]]
     scores = [html_table(*score_table(run))]
     if run.has_own_grids:
         on_network_grid = network_scores(run)
@@ -265,7 +265,9 @@ def _memory(run: RunFolder) -> list[str]:
         element("p", tables.largest_workspaces(entry)),
         element("p", tables.cuda_sizes(entry)),
         element("p", tables.sentence(advice, predicted["peak_bytes"]) if advice and predicted else ""),
-        html_table(*tables.levers(run.memory.get("without", {}), predicted["peak_bytes"] if predicted else 0)),
+        html_table(
+            *tables.single_techniques(run.memory.get("without", {}), predicted["peak_bytes"] if predicted else 0)
+        ),
         html_table(*tables.phases(entry)),
         picture(pictures / "memory_phases.png", "peak memory per phase, by category"),
         element("p", moment),

@@ -14,10 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from unet3d import checks, compose
-from unet3d.config import Config
-from unet3d.errors import UserError, escaped
-from unet3d.files import (
+from unet3d.base.errors import UserError, escaped
+from unet3d.base.files import (
     LARGEST_YAML,
     read_csv,
     read_lines,
@@ -27,6 +25,8 @@ from unet3d.files import (
     write_json,
     write_text,
 )
+from unet3d.config import compose, rules
+from unet3d.config.schema import Config
 from unet3d.memory.tables import NAMES, folded
 from unet3d.report.shapes import MOST_ITEMS, as_number, finite, fits, is_shallow, sound
 
@@ -69,7 +69,7 @@ def start_folder(folder: Path, config: Config, device: "torch.device", start: Ma
         (folder / part).mkdir(parents=True, exist_ok=True)
     if config.resume is None:
         for name in ("metrics.jsonl", "init.json"):
-            (folder / name).unlink(missing_ok=True)  # of a run that ended before its first snapshot
+            (folder / name).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
     if start is not None:
         write_json(folder / "init.json", start)
     (folder / "report.html").unlink(missing_ok=True)  # of an earlier end; the next one writes it again
@@ -157,7 +157,7 @@ def forget_after(metrics: Path, step: int, validated: int) -> int:
 def read_memory(folder: Path) -> dict[str, Any]:
     """memory.json without what is damaged; empty if there is none."""
     found = _object(read_text(folder / "memory.json", LARGEST_MEMORY))
-    shapes = {"parameters": int, "error_bytes": int, "rehearsed": str, "advice": ADVICE, "without": {...: int}}
+    shapes = {"parameters": int, "error_bytes": int, "about": str, "advice": ADVICE, "without": {...: int}}
     is_sound = {key: fits(found.get(key), shape) for key, shape in shapes.items()}
     is_sound |= {kind: _is_step(found.get(kind)) for kind in KINDS}
     if is_sound["advice"]:
@@ -259,7 +259,7 @@ class RunFolder:
     @property
     def switches(self) -> str:
         """What was on as its steps were timed; "" if nothing was."""
-        return checks.switched_on(compose.flat(self.settings, "."))
+        return rules.switched_on(compose.flat(self.settings, "."))
 
     def values(self, key: str) -> list[float]:
         """A number's values in the records, in their order; NaN and infinity included."""

@@ -6,7 +6,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from unet3d.config import Config
+from unet3d.config.schema import Config
 
 LARGEST = 2**53  # of a number: more bytes are not exact in a picture
 MOST_ITEMS = 500  # of a list or a text in memory.json

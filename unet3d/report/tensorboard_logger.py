@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from unet3d import compose
-from unet3d.config import Config
+from unet3d.config import compose
+from unet3d.config.schema import Config
 from unet3d.report.run_folder import read_run
 
 

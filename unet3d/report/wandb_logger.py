@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unet3d.config import Config, Wandb
-from unet3d.errors import reason
+from unet3d.base.errors import reason
+from unet3d.config.schema import Config, Wandb
 
 STEP = "trainer/step"
 DATA_DIR = "WANDB_DATA_DIR"  # where wandb keeps copies of what it is to upload
@@ -95,8 +95,8 @@ class WandbLogger:
     def summary(self, values: Mapping[str, object]) -> None:
         self._run.summary.update(self._allowed(values))
 
-    def snapshot(self, path: Path) -> None:
-        """Record a snapshot as an artifact: a copy in the run folder, whose path wandb notes, in a private run too."""
+    def checkpoint(self, path: Path) -> None:
+        """Record a checkpoint as an artifact: a copy in the run folder, whose path wandb notes, in a private run too."""
         artifact, place = self._wandb.Artifact(f"run-{self._run.id}-best", type="model"), os.environ.get(DATA_DIR)
         os.environ[DATA_DIR] = place or str(self._folder / "wandb")  # else copies gather in the home folder
         try:

@@ -15,19 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unet3d import build, checks, compose
-from unet3d.config import Config, Data
+from unet3d import build
+from unet3d.base.errors import CheckpointError, UserError
+from unet3d.base.types import ProbabilityBlock
+from unet3d.config import compose, rules
+from unet3d.config.schema import Config, Data
 from unet3d.data import preprocess
 from unet3d.data.cases import Case, in_order, refuse_long, volumes_in, without_channel
 from unet3d.data.labels import written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, save_labels, saving_scores, stem
 from unet3d.data.preprocess import Intensity, normalise
 from unet3d.data.volume import Scores, Volume, contradictions, foreign_units, read_volume, to_original, with_values
-from unet3d.errors import SnapshotError, UserError
 from unet3d.memory.simulate import fitted, largest_map
 from unet3d.training import checkpoint, known_bad
 from unet3d.training.inference import Predictor, free_bytes
-from unet3d.types import Strip
 
 Split = dict[str, Any]
 
@@ -41,14 +42,14 @@ class TrainedNetworks:
     classes: tuple[str, ...]  # background first
     channels: tuple[str, ...]
     intensity: tuple[Intensity, ...]  # a rule for each channel
-    weights: list[dict[str, Tensor]]  # of each network: a run's snapshot holds one, a published one may hold several
+    weights: list[dict[str, Tensor]]  # of each network: a run's checkpoint holds one, a published one may hold several
     splits: list[Split]  # what was held out from each
 
 
 def parse(state: Mapping[str, Any], path: Path, model_path: str | None = None) -> TrainedNetworks:
-    """What the snapshot at `path` holds. `model_path`: the import path of the user's network, from the command line.
+    """What the checkpoint at `path` holds. `model_path`: the import path of the user's network, from the command line.
 
-    Raises SnapshotError for anything but plain values of the right types, UserError where it is not its network.
+    Raises CheckpointError for anything but plain values of the right types, UserError where it is not its network.
     """
     try:
         config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
@@ -63,11 +64,11 @@ def parse(state: Mapping[str, Any], path: Path, model_path: str | None = None) -
         if not all(isinstance(name, str) for name in itertools.chain(classes, channels, *weights)):
             raise ValueError("its classes, channels or weights are not named")
     except (KeyError, TypeError, ValueError) as error:
-        raise SnapshotError(f"{path}: not a snapshot of a run ({error})") from error
+        raise CheckpointError(f"{path}: not a checkpoint of a run ({error})") from error
     if config.model.path != model_path:
         if config.model.path is None:
             raise UserError(f"{path}: holds the package's own network; remove --model")
-        raise UserError(f"{path}: code is never taken from a snapshot; name its network: --model {config.model.path}")
+        raise UserError(f"{path}: code is never taken from a checkpoint; name its network: --model {config.model.path}")
     if model_path is not None:
         build.import_object("--model", model_path)  # here, not under torch.device("meta"), where its tensors would stay
     return TrainedNetworks(path, config, classes, channels, rules, weights, splits)
@@ -83,18 +84,18 @@ def split_of(options: Data) -> Split:
 
 
 def networks(trained: TrainedNetworks, device: torch.device) -> list[nn.Module]:
-    """The networks with their weights. Raises SnapshotError where these do not fit, before memory is taken."""
+    """The networks with their weights. Raises CheckpointError where these do not fit, before memory is taken."""
     options, path = trained.config.model, trained.path
     try:
         with torch.device("meta"):
             outline = build.model(options, seed=0)
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise SnapshotError(f"{path}: no network has these options ({error})") from error
+        raise CheckpointError(f"{path}: no network has these options ({error})") from error
     for weights in trained.weights:
         checkpoint.refuse_misfit(outline, weights, path)
     # One storage may stand for many weights, or for many networks; each would take memory of its own.
     if sum(value.nbytes for weights in trained.weights for value in weights.values()) > path.stat().st_size:
-        raise SnapshotError(f"{path}: its weights are not all there: they are larger than the file")
+        raise CheckpointError(f"{path}: its weights are not all there: they are larger than the file")
     found = [build.model(options, seed=0) for _ in trained.weights]
     for network, weights in zip(found, trained.weights, strict=True):
         network.load_state_dict(weights)
@@ -135,13 +136,13 @@ class Segmenter:
             raise UserError(f"{case.id}: {case.images[0]} has {found} channels; this network takes {wanted}")
         return volume
 
-    def _strips(self, volume: Volume, case: Case) -> Iterator[Strip]:
+    def _strips(self, volume: Volume, case: Case) -> Iterator[ProbabilityBlock]:
         return self.predictor.strips(torch.from_numpy(normalise(volume.image, self.intensity)), case.named)
 
 
 def save_prediction(
     path: Path,
-    strips: Iterable[Strip],
+    strips: Iterable[ProbabilityBlock],
     case: Case,
     spacing: Sequence[float] | None,
     scores: Path | None = None,
@@ -166,8 +167,8 @@ def open_segmenter(
     batch: int | str | None = None,
     overlap: float | str | None = None,
 ) -> Segmenter:
-    """Return the segmenter of a snapshot, of a run or published. Raises SnapshotError, or UserError for the device."""
-    return segmenter(parse(checkpoint.load_snapshot(path), path, model_path), device, mirror, batch, overlap)
+    """Return the segmenter of a checkpoint, of a run or published. Raises CheckpointError, or UserError for the device."""
+    return segmenter(parse(checkpoint.load_checkpoint(path), path, model_path), device, mirror, batch, overlap)
 
 
 def segmenter(
@@ -190,7 +191,7 @@ def segmenter(
         raise UserError(f"overlap={overlap}: give a number from 0 to 0.9, a share of the window")
     config.inference = dataclasses.replace(config.inference, **given)
     with _named_as(given):
-        checks.check(config, here=False)  # the device's name; and not every network can be mirrored
+        rules.check(config, here=False)  # the device's name; and not every network can be mirrored
     if mirror and not config.data.augment.mirror:
         print("warning: mirroring does nothing: this network has data.augment.mirror=[]", file=sys.stderr)
     if overlap is not None and config.model.padding == "valid":
@@ -221,7 +222,7 @@ def segmenter(
 
 @contextmanager
 def _named_as(given: Iterable[str]) -> Iterator[None]:
-    """Name arguments in errors, `overlap`, where they took the place of the snapshot's options, `inference.overlap`."""
+    """Name arguments in errors, `overlap`, where they took the place of the checkpoint's options, `inference.overlap`."""
     try:
         yield
     except UserError as error:
@@ -233,7 +234,7 @@ def _named_as(given: Iterable[str]) -> Iterator[None]:
 
 
 def accepted_contradictions(case: Case) -> list[str]:
-    """Contradictions in a case that a snapshot's options accept, as they did in training, and lengths not in mm."""
+    """Contradictions in a case that a checkpoint's options accept, as they did in training, and lengths not in mm."""
     opened = {path: open_image(case.id, path) for path in case.images}
     return [str(error) for error in (*contradictions(case, opened), *foreign_units(case, opened))]
 

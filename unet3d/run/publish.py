@@ -1,29 +1,30 @@
-"""Snapshots for others: published without paths, scored on labelled cases."""
+"""Checkpoints for others: published without paths, scored on labelled cases."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from unet3d import build, compose
-from unet3d.checks import label_sources
-from unet3d.config import Config, Data
+from unet3d import build
+from unet3d.base.errors import CheckpointError, UserError, not_saved
+from unet3d.base.files import write_text
+from unet3d.config import compose
+from unet3d.config.rules import label_sources
+from unet3d.config.schema import Config, Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
-from unet3d.data.volume import LabelMap, is_resampled, to_original
-from unet3d.errors import SnapshotError, UserError, not_saved
-from unet3d.files import write_text
+from unet3d.data.volume import ArgmaxCollector, is_resampled, to_original
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.loggers import warn
 from unet3d.report.report import OWN_GRIDS, SCORES_TITLE
 from unet3d.run import predict
 from unet3d.run.predict import TrainedNetworks, split_of
-from unet3d.run.validate import evaluate, score_on_own_grid
+from unet3d.run.validation import evaluate, score_on_own_grid
 from unet3d.training import checkpoint, metrics
 
-KEPT = ("model_options", "classes", "channels", "intensity", "step")  # of a snapshot, besides weights and config
+KEPT = ("model_options", "classes", "channels", "intensity", "step")  # of a checkpoint, besides weights and config
 SAME = (  # how a network sees images, and what its classes are
     *("model.", "inference.overlap", "inference.mirror", "amp"),
     *("data.patch", "data.spacing", "data.label_map", "data.augment.mirror"),
@@ -34,7 +35,7 @@ Opened = tuple[TrainedNetworks, dict[str, Any]]
 
 
 def publish(paths: Sequence[Path], out: Path, model_path: str | None = None) -> None:
-    """Write the networks of these snapshots to one file, without any path; several predict the mean of their logits."""
+    """Write the networks of these checkpoints to one file, without any path; several predict the mean of their logits."""
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
     opened = [_open(path, model_path) for path in paths]
@@ -44,15 +45,15 @@ def publish(paths: Sequence[Path], out: Path, model_path: str | None = None) -> 
         predict.segmenter(one[0], "cpu", None)  # so that what is published can be used
     own, *others = [weights for found, _ in opened for weights in found.weights]
     splits = [part | {"split": "a file"} if "split" in part else part for found, _ in opened for part in found.splits]
-    checkpoint.save_snapshot(out, kept | {"model": own, "average": {}, "others": others, "splits": splits})
+    checkpoint.save_checkpoint(out, kept | {"model": own, "average": {}, "others": others, "splits": splits})
 
 
 def _open(path: Path, model_path: str | None) -> Opened:
-    """The networks of a snapshot, and what else of it is published."""
-    state = checkpoint.load_snapshot(path)
+    """The networks of a checkpoint, and what else of it is published."""
+    state = checkpoint.load_checkpoint(path)
     found = predict.parse(state, path, model_path)
     if missing := [name for name in KEPT if name not in state]:
-        raise SnapshotError(f"{path}: not a snapshot of a run (no {', '.join(missing)})")
+        raise CheckpointError(f"{path}: not a checkpoint of a run (no {', '.join(missing)})")
     config = {
         name: value for name, value in state["config"].items() if name not in ("wandb", "init", "resume", "sweep")
     }
@@ -70,7 +71,7 @@ def _refuse_different(one: Opened, first: Opened) -> None:
 
 
 def score(path: Path, config: Config, out: Path, model_path: str | None = None) -> str:
-    """Score the cases that `config` holds out, predicted as the snapshot says, in out/scores.csv. Returns its title.
+    """Score the cases that `config` holds out, predicted as the checkpoint says, in out/scores.csv. Returns its title.
 
     On the files' own grids, and where that is another, on the network's grid too.
     """
@@ -80,18 +81,18 @@ def score(path: Path, config: Config, out: Path, model_path: str | None = None) 
         raise UserError(f"{out / SCORES}: is there already; give another folder")
     dataset = read_dataset(config.data)
     _, held_out = split(dataset, config.data)
-    state = checkpoint.load_snapshot(path)
+    state = checkpoint.load_checkpoint(path)
     found = predict.parse(state, path, model_path)
     _refuse_misfit(found, dataset, config.data)
     build.refuse_problems(dataset, held_out, config.data)
-    _warn_of_seen_cases(found, state.get("grounds"), held_out, config.data)
+    _warn_of_seen_cases(found, state.get("fingerprint"), held_out, config.data)
     segmenter = predict.segmenter(found, config.device, mirror=None)
     refuse_large_window(segmenter.predictor, path)
     rules = ValidationRules.of(config.data)
     reader = CaseReader(dataset, segmenter.spacing, segmenter.intensity, cache=None, rules=rules)
     own = list[metrics.CaseScore]()
 
-    def keep(case: Case, strips: LabelMap) -> None:
+    def keep(case: Case, strips: ArgmaxCollector) -> None:
         own.append(score_on_own_grid(case, to_original(strips, case, segmenter.spacing), dataset))
 
     has_own_grids = any(is_resampled(case, segmenter.spacing) for case in held_out)
@@ -134,7 +135,7 @@ def _label_map(data: Data, classes: int) -> Mapping[int, list[int]]:
 
 
 def _warn_of_seen_cases(found: TrainedNetworks, fingerprint: Any, held_out: Sequence[Case], options: Data) -> None:
-    """By the split of each network, and by the cases of a run's own snapshot: more cases change what a split holds."""
+    """By the split of each network, and by the cases of a run's own checkpoint: more cases change what a split holds."""
     if others := sum(split != split_of(options) for split in found.splits):
         trained = f"{others} of {len(found.splits)} networks were trained with another split, or with an unknown one"
         warn(f"{found.path}: {trained}; they may have seen the cases that are scored")

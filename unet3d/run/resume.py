@@ -1,4 +1,4 @@
-"""A run's snapshots: what they hold, which are kept, and how a run goes on from one."""
+"""A run's checkpoints: what they hold, which are kept, and how a run goes on from one."""
 
 import dataclasses
 import functools
@@ -14,22 +14,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from unet3d import compose, ranks
+from unet3d.base import ranks
+from unet3d.base.errors import CheckpointError, NotSaved, UserError, escaped, is_out_of_memory
+from unet3d.base.types import Batch
 from unet3d.build import Data
-from unet3d.compose import SNAPSHOTS
-from unet3d.config import Config, Model
-from unet3d.errors import NotSaved, SnapshotError, UserError, escaped, is_out_of_memory
+from unet3d.config import compose
+from unet3d.config.compose import CHECKPOINTS
+from unet3d.config.schema import Config, Model
 from unet3d.report import run_folder
 from unet3d.report.loggers import warn
 from unet3d.training import checkpoint, optim
-from unet3d.types import Batch
 
 DatasetFingerprint = dict[str, Any]
-Snapshot = dict[str, Any]
-LAST, PREVIOUS, BEST = SNAPSHOTS
+Checkpoint = dict[str, Any]
+LAST, PREVIOUS, BEST = CHECKPOINTS
 
 
-def draw_apart(seed: int, step: int) -> None:
+def seed_per_rank(seed: int, step: int) -> None:
     """From here on, each rank but the first has random numbers of its own: for dropout."""
     if ranks.RANK:
         torch.manual_seed(int(np.random.default_rng([seed, step, ranks.RANK]).integers(2**63)))
@@ -105,7 +106,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
 
-    def state(self, step: int, last_validation: int, best: float | None) -> Snapshot:
+    def state(self, step: int, last_validation: int, best: float | None) -> Checkpoint:
         """The run at this step, as tensors and plain values; `best` is its highest mean Dice."""
         device = next(self.model.parameters()).device
         on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
@@ -114,9 +115,9 @@ class TrainingState:
             "config": compose.to_plain(self.config),
             "model_options": dataclasses.asdict(self.options),
             **{name: self.fingerprint[name] for name in ("classes", "channels", "intensity")},
-            "grounds": self.fingerprint,
+            "fingerprint": self.fingerprint,
             "step": step,
-            "paused": last_validation,
+            "last_validation": last_validation,
             "best": best,
             "model": self.model.state_dict(),
             "average": optim.averages(self.model, self.optimizer),  # shares the optimizer's storages, also on disk
@@ -128,16 +129,18 @@ class TrainingState:
             "threads": torch.get_num_threads(),
         }
 
-    def put_back(self, state: Snapshot, path: Path) -> list[str]:
-        """Put a snapshot's state back. Returns what changes. Raises UserError, SnapshotError for another run."""
+    def load_state_dict(self, state: Checkpoint, path: Path) -> list[str]:
+        """Put a checkpoint's state back. Returns what changes. Raises UserError, CheckpointError for another run."""
         changes = compose.refuse_changes(state["config"], compose.to_plain(self.config))
-        if "grounds" in state:  # else an older version wrote it
-            refuse_other_data(state["grounds"], self.fingerprint)
+        if "fingerprint" in state:  # else an older version wrote it
+            refuse_other_data(state["fingerprint"], self.fingerprint)
         self._refuse_unsound(state, path)
         if (reached := state["step"]) > (steps := self.config.steps):
             raise UserError(f"steps={steps}: the run is at step {reached} already; give as many or more")
         if state["step"] == self.config.steps != state["config"]["steps"]:
-            state["paused"] = state["step"] - 1  # the last validation measures more than the one at this step did
+            state["last_validation"] = (
+                state["step"] - 1
+            )  # the last validation measures more than the one at this step did
         checkpoint.load_weights(self.model, state["model"], path)
         self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": self._groups(state)})
         self.scaler.load_state_dict(state["scaler"])
@@ -156,11 +159,11 @@ class TrainingState:
             same = f"OMP_NUM_THREADS={before} keeps it equal to the bit"
             warn(f"resume: threads: {before} -> {now}; the run goes on equal but for rounding; {same}")
 
-    def _put_back_random(self, state: Snapshot) -> None:
+    def _put_back_random(self, state: Checkpoint) -> None:
         """The state of random numbers; a rank that was not there draws numbers of its own."""
         known = [(state["rng"], state["cuda_rng"]), *state.get("ranks", [])]
         if len(known) <= ranks.RANK:
-            draw_apart(self.config.seed, state["step"])
+            seed_per_rank(self.config.seed, state["step"])
             return
         on_cpu, on_gpu = known[ranks.RANK]
         torch.set_rng_state(on_cpu)
@@ -168,14 +171,14 @@ class TrainingState:
         if on_gpu and device.type == "cuda":
             torch.cuda.set_rng_state(on_gpu[0], device)  # nothing is drawn on other devices
 
-    def _groups(self, state: Snapshot) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups: with the config's options, which a snapshot repeats, and its counts."""
+    def _groups(self, state: Checkpoint) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups: with the config's options, which a checkpoint repeats, and its counts."""
         pairs = zip(self.optimizer.state_dict()["param_groups"], state["optimizer"]["param_groups"], strict=True)
         return [own | {optim.COUNT: found[optim.COUNT]} if optim.COUNT in found else own for own, found in pairs]
 
-    def _refuse_unsound(self, state: Snapshot, path: Path) -> None:
-        """Raise SnapshotError for a state that no run of this network has written."""
-        step, validated, best = state["step"], state["paused"], state["best"]
+    def _refuse_unsound(self, state: Checkpoint, path: Path) -> None:
+        """Raise CheckpointError for a state that no run of this network has written."""
+        step, validated, best = state["step"], state["last_validation"], state["best"]
         groups, own = state["optimizer"]["param_groups"], self.scaler.state_dict()
         counts = [step, validated, *(group[optim.COUNT] for group in groups if optim.COUNT in group)]
         is_sound = {
@@ -191,7 +194,9 @@ class TrainingState:
             "optimizer": self._fits_optimizer(state["optimizer"]["state"], step),
         }
         if wrong := [name for name in is_sound if not is_sound[name]]:
-            raise SnapshotError(f"{path}: its {', '.join(wrong)} cannot be those of this run; take an earlier snapshot")
+            raise CheckpointError(
+                f"{path}: its {', '.join(wrong)} cannot be those of this run; take an earlier checkpoint"
+            )
 
     def _fits_cuda(self, states: list[Any]) -> bool:
         device = next(self.model.parameters()).device
@@ -227,12 +232,12 @@ class Checkpoints:
     """checkpoints/ of the run in `folder`; `state` gives the run's state."""
 
     folder: Path
-    state: Callable[[], Snapshot]
+    state: Callable[[], Checkpoint]
     best: float | None = None  # highest mean Dice so far
     saved: tuple[int, int] | None = None  # step of last.pt, and of the last validation before it
 
-    def keep(self, dice: float | None) -> None:
-        """Save after a validation: the best snapshot first, since the last one records its Dice. Raises NotSaved."""
+    def save_best_and_last(self, dice: float | None) -> None:
+        """Save after a validation: the best checkpoint first, since the last one records its Dice. Raises NotSaved."""
         before = self.best
         if dice is not None and (before is None or dice > before):
             self.best = dice
@@ -246,36 +251,36 @@ class Checkpoints:
     def save_last(self) -> None:
         """Save the run as it is, unless it is saved. Raises NotSaved."""
         state = self.state()
-        now = state["step"], state["paused"]
+        now = state["step"], state["last_validation"]
         if now != self.saved:
             # previous.pt is for a damaged last.pt; one of the same step would not be older
             is_older = self.saved is not None and self.saved[0] < state["step"]
             self._save(LAST, state, PREVIOUS if is_older else None)
             self.saved = now
 
-    def _save(self, name: str, state: Snapshot, previous: str | None = None) -> None:
+    def _save(self, name: str, state: Checkpoint, previous: str | None = None) -> None:
         before = self._path(previous) if previous else None
-        ranks.on_first(lambda: checkpoint.save_snapshot(self._path(name), state, before))
+        ranks.on_rank0(lambda: checkpoint.save_checkpoint(self._path(name), state, before))
 
     def warn(self, error: Exception) -> None:
-        """Print that the run is not saved, and what its last snapshot is."""
-        what = f"the last snapshot is of step {self.saved[0]}" if self.saved else "there is no snapshot yet"
+        """Print that the run is not saved, and what its last checkpoint is."""
+        what = f"the last checkpoint is of step {self.saved[0]}" if self.saved else "there is no checkpoint yet"
         warn(f"{error}; training goes on, {what}")
 
-    def restore(self, put_back: Callable[[Snapshot, Path], list[str]]) -> tuple[int, int]:
-        """Put back the newest whole snapshot, drop later records. Returns its step and that of its last validation."""
-        state, wrong = ranks.on_first(lambda: checkpoint.load_any(self.folder / "checkpoints", SNAPSHOTS))
-        path = self._path(SNAPSHOTS[len(wrong)])
+    def restore(self, put_back: Callable[[Checkpoint, Path], list[str]]) -> tuple[int, int]:
+        """Put back the newest whole checkpoint, drop later records. Returns its step and that of its last validation."""
+        state, wrong = ranks.on_rank0(lambda: checkpoint.load_any(self.folder / "checkpoints", CHECKPOINTS))
+        path = self._path(CHECKPOINTS[len(wrong)])
         try:
             changes = put_back(state, path)
-            step, validated, self.best = state["step"], state.get("paused", state["step"]), state["best"]
-        except (UserError, SnapshotError):
+            step, validated, self.best = state["step"], state.get("last_validation", state["step"]), state["best"]
+        except (UserError, CheckpointError):
             raise
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
-            raise SnapshotError(f"{path}: not all of a run's state, or of another run ({error!r})") from error
-        last = ranks.on_first(lambda: self._forget_after(step, validated))
+            raise CheckpointError(f"{path}: not all of a run's state, or of another run ({error!r})") from error
+        last = ranks.on_rank0(lambda: self._forget_after(step, validated))
         if wrong:
             lost = f"; steps {step + 1} to {last} are taken again" if last > step else ""
             warn(f"{'; '.join(wrong)}; going on from {path.name}, step {step}{lost}")
@@ -296,7 +301,7 @@ class Checkpoints:
         path = self.folder / "nan_batch.pt"
         plain = [{**batch._asdict(), "cases": list(batch.cases)} for batch in batches]
         try:
-            checkpoint.save_snapshot(path, {"step": step, "batches": plain})
+            checkpoint.save_checkpoint(path, {"step": step, "batches": plain})
         except NotSaved as full:
             return str(full)
         return f"the batch is in {path}"

@@ -14,14 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from unet3d import build, checks, ranks
-from unet3d.compose import flat
-from unet3d.config import Config, Model
-from unet3d.data.cases import Case
-from unet3d.data.loader import batches, lost
-from unet3d.data.patches import Patches, PreparedCase
-from unet3d.data.volume import LabelMap
-from unet3d.errors import (
+from unet3d import build
+from unet3d.base import ranks
+from unet3d.base.errors import (
     NonFiniteLoss,
     NotSaved,
     OutOfMemory,
@@ -31,28 +26,35 @@ from unet3d.errors import (
     not_saved,
     reason,
 )
-from unet3d.files import write_json, write_text
+from unet3d.base.files import write_json, write_text
+from unet3d.base.signals import Stop
+from unet3d.base.types import IGNORE, Batch
+from unet3d.config import rules
+from unet3d.config.compose import flat
+from unet3d.config.schema import Config, Model
+from unet3d.data.cases import Case
+from unet3d.data.loader import batches, lost
+from unet3d.data.patches import Patches, PreparedCase
+from unet3d.data.volume import ArgmaxCollector
 from unet3d.memory import budget
-from unet3d.memory.meter import STEADY, CudaMeter, open_meter
+from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, open_meter
 from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
 from unet3d.report import memory_plots, run_folder
 from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers, warn
-from unet3d.run.resume import BEST, Checkpoints, TrainingState, draw_apart, fingerprint
-from unet3d.run.start import Start
-from unet3d.run.validate import Predictions, evaluate, has_own_grids
-from unet3d.signals import Stop
+from unet3d.run.pretrained import Start
+from unet3d.run.resume import BEST, Checkpoints, TrainingState, fingerprint, seed_per_rank
+from unet3d.run.validation import Predictions, evaluate, has_own_grids
 from unet3d.training import metrics, optim, switches
 from unet3d.training.inference import free_bytes
 from unet3d.training.metrics import CaseScore
 from unet3d.training.trainer import Learner, Trainer
-from unet3d.types import IGNORE, Batch
 
 
 class Run:
     """A run with all its parts. Use it in a `with`.
 
-    With `config.resume` it goes on from its last snapshot; else it begins with the weights of `start`, if there is one.
+    With `config.resume` it goes on from its last checkpoint; else it begins with the weights of `start`, if there is one.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Run:
         model = build.model(options, config.seed)
         if start is not None:
             start.load(model)
-        self.model = build.shared(policy.formatted(model.to(device)))
+        self.model = build.prepare_for_ranks(policy.formatted(model.to(device)))
         self.optimizer = optim.optimizer(config.optim, self.model)
         learner = Learner(self.model, loss, self.optimizer, policy.scaler(), policy)
         self.predictor = build.predictor(config, [self.model], options, policy)
@@ -84,15 +86,15 @@ class Run:
         self.predictions = Predictions(folder, data, config.data)
         rests_on = fingerprint(data, policy.dtype)
         self.state = TrainingState(config, options, rests_on, self.model, self.optimizer, learner.scaler)
-        self.checkpoints = Checkpoints(folder, self._snapshot)
-        self.first, last_validation = self.checkpoints.restore(self.state.put_back) if config.resume else (0, 0)
+        self.checkpoints = Checkpoints(folder, self._contents)
+        self.first, last_validation = self.checkpoints.restore(self.state.load_state_dict) if config.resume else (0, 0)
         if config.resume is None:
-            draw_apart(config.seed, 0)
-        self.memory_before = ranks.on_first(lambda: run_folder.read_memory(folder)) if config.resume else {}
+            seed_per_rank(config.seed, 0)
+        self.memory_before = ranks.on_rank0(lambda: run_folder.read_memory(folder)) if config.resume else {}
         self.has_all_measured = False  # memory.json and memory/ have the last step
-        self.is_done = self.first >= config.steps and ranks.on_first(lambda: run_folder.is_done(folder))
+        self.is_done = self.first >= config.steps and ranks.on_rank0(lambda: run_folder.is_done(folder))
         self.meter = open_meter(self.model, self.optimizer)
-        self.first_case: LabelMap | None = None  # of the validation that runs
+        self.first_case: ArgmaxCollector | None = None  # of the validation that runs
         self.loggers = Loggers([])
         if not self.is_done and ranks.RANK == 0:  # else its folder stays as it is
             run_folder.start_folder(folder, config, device, start.record() if start else None)
@@ -101,7 +103,7 @@ class Run:
             self.loggers = open_loggers(config, folder)
             spacing = run_folder.spacing_words(config.data.spacing)
             grid = f"at {spacing}" if has_own_grids(data.val, config.data) else ""
-            self.loggers.add(TerminalLogger(config.steps, switches=checks.switches_of(config), grid=grid))
+            self.loggers.add(TerminalLogger(config.steps, switches=rules.switches_of(config), grid=grid))
         rate = functools.partial(optim.learning_rate, config.optim, config.steps)
         clip, mark, log = config.optim.clip, self._mark, self.loggers.scalars
         self.trainer = Trainer(learner, rate, clip, mark, log, self.first, last_validation)
@@ -114,7 +116,7 @@ class Run:
         self.loggers.close(0 if kind is None else getattr(kind, "exit_code", 1))
 
     def fit(self) -> None:
-        """Train to the end, with validations and snapshots. Raises Preempted, once saved, when asked to stop."""
+        """Train to the end, with validations and checkpoints. Raises Preempted, once saved, when asked to stop."""
         if self.config.data.sparse is not None and self.config.resume is None:
             shares = [(self.data.read_train(case).label != IGNORE).float().mean().item() for case in self.data.train]
             self.loggers.scalars({"data/labelled_share": fmean(shares)}, 0)
@@ -128,7 +130,7 @@ class Run:
             return
         except NonFiniteLoss as error:
             batches = [batch for own in ranks.gather(error.batches) for batch in own]
-            where = ranks.on_first(lambda: self.checkpoints.dump(self.trainer.step + 1, batches))
+            where = ranks.on_rank0(lambda: self.checkpoints.dump(self.trainer.step + 1, batches))
             raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
             refused = switches.nondeterminism_error(error, self.config)
@@ -145,7 +147,7 @@ class Run:
     def _mark(self, phase: str) -> None:
         """Tell the meter; compile the network once it has observed its steps: it would see no operations then."""
         self.meter.mark(phase)
-        if self.config.compile and self.meter.steps >= STEADY and not switches.is_compiled(self.model):
+        if self.config.compile and self.meter.steps >= MEASURED_STEPS and not switches.is_compiled(self.model):
             self.model.compile()
 
     def _not_compiled(self, error: Exception) -> UserError | None:
@@ -173,7 +175,7 @@ class Run:
 
     def _stops(self) -> bool:
         """Whether a signal has asked any rank to stop."""
-        self.asked = ranks.agreed(self.stop.asked or 0)
+        self.asked = ranks.all_reduce_max(self.stop.asked or 0)
         return self.asked > 0
 
     def _leave(self) -> None:
@@ -217,9 +219,9 @@ class Run:
             self._show_first(self.first_case.whole(), values["val/dice_mean"])
         self.first_case = None
         try:
-            # the snapshot last: a run that goes on from it does not repeat this validation
-            ranks.on_first(lambda: write_text(self.folder / "scores.csv", metrics.csv_text(scores, classes)))
-            self.checkpoints.keep(values["val/dice_mean"])
+            # the checkpoint last: a run that goes on from it does not repeat this validation
+            ranks.on_rank0(lambda: write_text(self.folder / "scores.csv", metrics.csv_text(scores, classes)))
+            self.checkpoints.save_best_and_last(values["val/dice_mean"])
             self.loggers.summary(
                 {"val/dice_mean": values["val/dice_mean"], "val/dice_mean_best": self.checkpoints.best}
             )
@@ -234,7 +236,7 @@ class Run:
         data, classes, keep = self.data, len(self.data.dataset.classes), functools.partial(self._keep_strips, is_last)
         hd95 = is_last and not self.config.data.semi  # slices have no surface
         if is_last:
-            ranks.on_first(self.predictions.clear)
+            ranks.on_rank0(self.predictions.clear)
         own = data.val[ranks.RANK :: ranks.SIZE]
         try:
             with (
@@ -249,9 +251,9 @@ class Run:
             lines = [str(error).partition("\n")[0], *advice]
             raise OutOfMemory("\n".join(lines)) from None
 
-    def _keep_strips(self, is_last: bool, case: Case, strips: LabelMap) -> None:
+    def _keep_strips(self, is_last: bool, case: Case, strips: ArgmaxCollector) -> None:
         """Write the last label maps; note the first case's of each validation, where a logger takes its picture."""
-        if case == self.data.val[0] and self.loggers.take_images:
+        if case == self.data.val[0] and self.loggers.wants_images:
             self.first_case = strips
         if is_last:
             self.predictions.try_add(case, strips)
@@ -281,7 +283,7 @@ class Run:
                 raise Preempted("stopped within a validation")
             yield from (score for score in ranks.gather(found) if score is not None)
 
-    def _snapshot(self) -> dict[str, Any]:
+    def _contents(self) -> dict[str, Any]:
         return self.state.state(self.trainer.step, self.trainer.last_validation, self.checkpoints.best)
 
     def _keep_measured(self) -> None:
@@ -293,7 +295,7 @@ class Run:
             measured["kind"] += f", {'compiled' if self._is_measured_compiled() else 'not compiled'}"
         if ranks.count() > 1:
             measured["rank_peak_bytes"] = ranks.gather(measured["peak_bytes"])
-        ranks.on_first(lambda: self._write_measured(measured))
+        ranks.on_rank0(lambda: self._write_measured(measured))
         self.has_all_measured = self.trainer.step == self.config.steps
 
     def _is_measured_compiled(self) -> bool:
@@ -327,7 +329,7 @@ class Run:
         self.loggers.summary(run_folder.headline(found))
         best = self.folder / "checkpoints" / BEST
         if self.config.wandb.artifact and best.is_file():
-            self.loggers.snapshot(best)
+            self.loggers.checkpoint(best)
         run_folder.write_status(self.folder, "done", 0)
 
     def _log_memory(self, memory: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots on disk: a run's state as tensors and plain values. Read with `weights_only`: some are a stranger's."""
+"""Checkpoints on disk: a run's state as tensors and plain values. Read with `weights_only`: some are a stranger's."""
 
 import pickle
 import shutil
@@ -11,8 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d.errors import DamagedSnapshot, MissingSnapshot, NotSaved, SnapshotError, escaped, is_disk_full, make_room
-from unet3d.files import replacing
+from unet3d.base.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    MissingCheckpoint,
+    NotSaved,
+    escaped,
+    is_disk_full,
+    make_room,
+)
+from unet3d.base.files import replacing
 
 FORMAT = 2
 SHOWN = 10  # differences in an error
@@ -24,7 +32,7 @@ LOCATOR = struct.Struct("<4sIQI")
 END = struct.Struct("<4sHHHHIIH")
 
 
-def save_snapshot(path: Path, state: dict[str, Any], previous: Path | None = None) -> None:
+def save_checkpoint(path: Path, state: dict[str, Any], previous: Path | None = None) -> None:
     """Write `state` to `path`, whole or not at all; what was there moves to `previous`. Raises NotSaved."""
     try:
         with replacing(path, previous) as file:
@@ -40,7 +48,7 @@ def save_snapshot(path: Path, state: dict[str, Any], previous: Path | None = Non
 
 
 def _bytes(state: dict[str, Any]) -> int:
-    """Of the tensors' storages, nearly all of what a snapshot needs."""
+    """Of the tensors' storages, nearly all of what a checkpoint needs."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(state)}.values())
 
 
@@ -59,39 +67,39 @@ def _tensors(state: object) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def load_snapshot(path: Path) -> dict[str, Any]:
-    """Return a snapshot's state.
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's state.
 
-    Raises MissingSnapshot, DamagedSnapshot, or SnapshotError where it is foreign or of another format.
+    Raises MissingCheckpoint, DamagedCheckpoint, or CheckpointError where it is foreign or of another format.
     """
     if not path.exists():
-        raise MissingSnapshot(f"{path}: no such file; give a snapshot, RUN/checkpoints/best.pt or last.pt")
+        raise MissingCheckpoint(f"{path}: no such file; give a checkpoint, RUN/checkpoints/best.pt or last.pt")
     if path.exists() and not path.is_file():  # a folder; a pipe, which would be waited for
-        raise SnapshotError(f"{path}: is not a file; give a snapshot, RUN/checkpoints/best.pt or last.pt")
+        raise CheckpointError(f"{path}: is not a file; give a checkpoint, RUN/checkpoints/best.pt or last.pt")
     try:
         _refuse_damage(path)
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except SnapshotError:
+    except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
-        raise SnapshotError(f"{path}: holds more than tensors and plain values; it is not loaded") from error
+        raise CheckpointError(f"{path}: holds more than tensors and plain values; it is not loaded") from error
     except Exception as error:  # bytes that are not a pickle may raise anything
         is_damage = isinstance(error, OSError | zipfile.BadZipFile | RuntimeError | EOFError)
         reason = getattr(error, "strerror", None) or (str(error) or repr(error)).splitlines()[0]
-        kind = DamagedSnapshot if is_damage else SnapshotError
-        raise kind(f"{path}: not a readable snapshot ({reason})") from error
+        kind = DamagedCheckpoint if is_damage else CheckpointError
+        raise kind(f"{path}: not a readable checkpoint ({reason})") from error
     found = state.get("format") if isinstance(state, dict) else None
     if not isinstance(found, int):
-        raise SnapshotError(f"{path}: not a unet3d snapshot: it names no format")
+        raise CheckpointError(f"{path}: not a unet3d checkpoint: it names no format")
     if found != FORMAT:
         age, remedy = ("a newer", "update unet3d") if found > FORMAT else ("an older", "use that version, or retrain")
-        raise SnapshotError(f"{path}: of {age} unet3d (format {found}; this one reads format {FORMAT}); {remedy}")
+        raise CheckpointError(f"{path}: of {age} unet3d (format {found}; this one reads format {FORMAT}); {remedy}")
     _refuse_odd_values(state, path)
     return state
 
 
 def _refuse_odd_values(state: dict[str, Any], path: Path) -> None:
-    """Raise SnapshotError for values that are not plain, and for more of them than the file has bytes.
+    """Raise CheckpointError for values that are not plain, and for more of them than the file has bytes.
 
     What a pickle holds once may stand in many places: whoever walks through all of them would not come to an end.
     """
@@ -101,29 +109,31 @@ def _refuse_odd_values(state: dict[str, Any], path: Path) -> None:
         value, depth = waiting.pop()
         left -= 1 + len(value) if isinstance(value, str) else 1
         if left < 0 or depth > DEEPEST:
-            raise SnapshotError(f"{path}: describes more than it holds; it is not loaded")
+            raise CheckpointError(f"{path}: describes more than it holds; it is not loaded")
         if isinstance(value, dict | list | tuple):
             items = [*value, *value.values()] if isinstance(value, dict) else value
             waiting += [(item, depth + 1) for item in items]
         elif isinstance(value, Tensor):
             if value.numel() * value.element_size() > size:  # of one that is sparse as well
-                raise SnapshotError(f"{path}: its tensors are not all there: they are larger than the file")
+                raise CheckpointError(f"{path}: its tensors are not all there: they are larger than the file")
         elif not isinstance(value, str | float | None) and not (isinstance(value, int) and abs(value) < 2**63):
-            raise SnapshotError(f"{path}: holds more than tensors and plain values; it is not loaded")
+            raise CheckpointError(f"{path}: holds more than tensors and plain values; it is not loaded")
 
 
 def _refuse_damage(path: Path) -> None:
-    """Raise DamagedSnapshot for contents that fail their checksums, or that are larger than the file."""
+    """Raise DamagedCheckpoint for contents that fail their checksums, or that are larger than the file."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:  # torch packs nothing
-            raise DamagedSnapshot(f"{path}: holds more than its size, unlike torch.save's files; use another snapshot")
+            raise DamagedCheckpoint(
+                f"{path}: holds more than its size, unlike torch.save's files; use another checkpoint"
+            )
         if not has_one_directory(path):
             what = "its zip has another layout than torch.save's, which torch may read as other contents"
-            raise DamagedSnapshot(f"{path}: {what}; use another snapshot")
+            raise DamagedCheckpoint(f"{path}: {what}; use another checkpoint")
         if damaged := archive.testzip():  # torch would load a flipped bit without an error
-            raise DamagedSnapshot(f"{path}: damaged ({escaped(damaged)} fails its checksum)")
+            raise DamagedCheckpoint(f"{path}: damaged ({escaped(damaged)} fails its checksum)")
 
 
 def has_one_directory(path: Path) -> bool:
@@ -152,39 +162,39 @@ def has_one_directory(path: Path) -> bool:
 
 
 def load_any(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
-    """The first of these snapshots that is whole, and the errors of those before it. Raises SnapshotError."""
+    """The first of these checkpoints that is whole, and the errors of those before it. Raises CheckpointError."""
     wrong: list[str] = []
     for name in names:
         try:
-            return load_snapshot(folder / name), wrong
-        except (DamagedSnapshot, MissingSnapshot) as error:
+            return load_checkpoint(folder / name), wrong
+        except (DamagedCheckpoint, MissingCheckpoint) as error:
             wrong.append(str(error))
-    raise SnapshotError("no usable snapshot: " + "; ".join(wrong))
+    raise CheckpointError("no usable checkpoint: " + "; ".join(wrong))
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
-    """Put weights into the model. Raises SnapshotError with the differences in names and shapes."""
+    """Put weights into the model. Raises CheckpointError with the differences in names and shapes."""
     refuse_misfit(model, weights, path)
     model.load_state_dict(weights)
 
 
 def refuse_misfit(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
-    """Raise SnapshotError with the differences between the model's names and shapes and the weights'."""
+    """Raise CheckpointError with the differences between the model's names and shapes and the weights'."""
     _refuse_no_numbers(weights, path)
     mine, theirs = _shapes(model.state_dict()), _shapes(weights)
     rows = [(escaped(name), theirs.get(name, "-"), mine.get(name, "-")) for name in sorted(mine.keys() | theirs.keys())]
     rows = [row for row in rows if row[1] != row[2]]
     if rows:
-        shown = [("tensor", "snapshot", "model"), *rows[:SHOWN]]
+        shown = [("tensor", "checkpoint", "model"), *rows[:SHOWN]]
         widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
         lines += [f"and {len(rows) - SHOWN} more"] * (len(rows) > SHOWN)
-        raise SnapshotError("\n  ".join([f"{path}: {len(rows)} tensors do not fit the model", *lines]))
+        raise CheckpointError("\n  ".join([f"{path}: {len(rows)} tensors do not fit the model", *lines]))
     refuse_non_finite(weights, path)
 
 
 def fitting(model: nn.Module, weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The weights whose name, shape and type a tensor of the model has. Raises SnapshotError for odd ones."""
+    """The weights whose name, shape and type a tensor of the model has. Raises CheckpointError for odd ones."""
     _refuse_no_numbers(weights, path)
     mine, theirs = _shapes(model.state_dict()), _shapes(weights)
     found = {name: value for name, value in weights.items() if mine.get(name) == theirs[name]}
@@ -194,7 +204,7 @@ def fitting(model: nn.Module, weights: dict[str, Tensor], path: Path) -> dict[st
 
 def _refuse_no_numbers(weights: Mapping[str, Tensor], path: Path) -> None:
     if not all(is_plain(value) for value in weights.values()):
-        raise SnapshotError(f"{path}: its weights are not all tensors with their numbers")
+        raise CheckpointError(f"{path}: its weights are not all tensors with their numbers")
 
 
 def is_plain(value: object) -> bool:
@@ -205,9 +215,9 @@ def is_plain(value: object) -> bool:
 
 
 def refuse_non_finite(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Raise SnapshotError for numbers that no training can begin or go on with."""
+    """Raise CheckpointError for numbers that no training can begin or go on with."""
     if broken := next((name for name, value in weights.items() if not is_finite(value)), None):
-        raise SnapshotError(f"{path}: {broken} holds NaN or infinite numbers; take an earlier snapshot")
+        raise CheckpointError(f"{path}: {broken} holds NaN or infinite numbers; take an earlier checkpoint")
 
 
 def is_finite(values: Tensor) -> bool:

@@ -101,7 +101,7 @@ def emulates_bf16() -> bool:
     return bool(known) and not any(known)
 
 
-def is_served(x: Tensor, weight: Tensor, options: Options) -> bool:
+def computes_here(x: Tensor, weight: Tensor, options: Options) -> bool:
     """Whether a convolution is computed here and not by torch.
 
     Torch 2.13 is wrong in two corners also on CPUs that have bf16 instructions. Where a padded map is shorter along D
@@ -149,7 +149,7 @@ def slabs(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> 
 def _convolution(native: Any, keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
     options = Options(*given)
     call: Callable[..., Tensor] = partial(native.call_boxed, keys)
-    if not is_served(x, weight, options):
+    if not computes_here(x, weight, options):
         return call(x, weight, bias, *given)
     shape = output_shape(x, weight, options)
     parts = slabs(x, shape, weight, options)
@@ -170,7 +170,7 @@ def _convolution_backward(
 ) -> Gradients:
     options, wanted = Options(*given[:-1]), given[-1]
     call: Callable[..., tuple[Any, ...]] = partial(native.call_boxed, keys)
-    if not is_served(x, weight, options):
+    if not computes_here(x, weight, options):
         return call(grad, x, weight, bias_sizes, *given)
     parts = slabs(x, grad.shape, weight, options)
     whole = weight.float()

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unet3d import progress
-from unet3d.config import Model
-from unet3d.errors import NonFinitePrediction
+from unet3d.base import progress
+from unet3d.base.errors import NonFinitePrediction
+from unet3d.base.types import ProbabilityBlock
+from unet3d.config.schema import Model
 from unet3d.model import geometry
 from unet3d.training.losses import refuse_odd_logits
 from unet3d.training.policy import MemoryPolicy
-from unet3d.types import Strip
 
 Axes = tuple[int, int, int]  # slabs follow one another along the first, strips of a slab along the second
 FLOAT32 = 4  # bytes
@@ -46,7 +46,7 @@ class Predictor:
     sums_on_device: bool | None = None  # whether the networks' device has the sums; None: where they fit
 
     @torch.no_grad()
-    def strips(self, image: Tensor, name: str = "image") -> Iterator[Strip]:
+    def strips(self, image: Tensor, name: str = "image") -> Iterator[ProbabilityBlock]:
         """Yield class probabilities of an image C X Y Z (normalised) on the CPU, each voxel in one strip.
 
         A strip is valid until the next one is asked for, which takes its memory. Raises NonFinitePrediction, which
@@ -70,7 +70,7 @@ class Predictor:
         assert found is not None
         return found
 
-    def _slide(self, image: Tensor, name: str) -> Iterator[Strip]:
+    def _slide(self, image: Tensor, name: str) -> Iterator[ProbabilityBlock]:
         x, y, z = image.shape[1:]
         out_window = geometry.output_size(self.window, self.options)
         strides = [math.prod(axis) for axis in zip((1, 1, 1), *geometry.strides(self.options), strict=True)]
@@ -87,7 +87,9 @@ class Predictor:
         host = HostMemory(self._device.type == "cuda", largest)
         logits = self._logits(padded, places, None if on_device else host)
         for (a, b, c), means in _means(logits, corners, weight, axes):
-            for strip in _inside(Strip((x, y, z), axes, (a - offset[0], b - offset[1], c - offset[2]), means)):
+            for strip in _inside(
+                ProbabilityBlock((x, y, z), axes, (a - offset[0], b - offset[1], c - offset[2]), means)
+            ):
                 if on_device:
                     strip = strip._replace(probabilities=host.take(strip.probabilities))
                 if not math.isfinite(strip.probabilities[0].sum().item()):  # softmax makes a voxel NaN in all classes
@@ -98,7 +100,7 @@ class Predictor:
         what = f"{name}: outputs of the network are NaN or infinite: no class is the likeliest"
         if self.policy.dtype is torch.float16:
             return NonFinitePrediction(f"{what}; numbers in fp16 end at 65,504: train with amp_dtype=bf16 or amp=false")
-        return NonFinitePrediction(f"{what}; take another snapshot, or mend extreme values in the image")
+        return NonFinitePrediction(f"{what}; take another checkpoint, or mend extreme values in the image")
 
     @property
     def _device(self) -> torch.device:
@@ -270,7 +272,7 @@ def _move(strip: Tensor, kept: int, carried: Tensor) -> None:
     strip[:, carried.shape[1] :, kept:] = 0
 
 
-def _inside(strip: Strip) -> Iterator[Strip]:
+def _inside(strip: ProbabilityBlock) -> Iterator[ProbabilityBlock]:
     """The part of the strip that lies in the volume, if there is one, with a softmax of its logits in place."""
     x, y, z = (max(0, at) for at in strip.corner)
     limits = zip(strip.box, strip.sizes, (x, y, z), strict=True)

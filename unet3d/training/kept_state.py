@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
 from unet3d.training import slabs
 
 OF_MODULES = vars(nn.Module()).keys() - {"training"}  # what every module has; of it only the mode is an attribute here

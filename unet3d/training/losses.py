@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unet3d import ranks
-from unet3d.errors import UserError
+from unet3d.base import ranks
+from unet3d.base.errors import UserError
+from unet3d.base.types import IGNORE
 from unet3d.model.blocks import crop
-from unet3d.types import IGNORE
 
 SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
 SLABS = 16  # of a map on the CPU, at most
@@ -166,7 +166,7 @@ class BySlabs(torch.autograd.Function):
             overlap = overlap.sum(0, keepdim=True)
             size = size.sum(0, keepdim=True)
         sums = (likelihood, mass, *((overlap, size) if options.batch_dice else ()))
-        ranks.add_up(tensor for tensor in sums if tensor is not None)
+        ranks.all_reduce_sum(tensor for tensor in sums if tensor is not None)
         ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
         value: Tensor | None = None
         if overlap is not None and size is not None:
@@ -175,7 +175,7 @@ class BySlabs(torch.autograd.Function):
             score = (overlap / size)[:, 1:].mean()
             if ctx.shares > 1:
                 score = score / ctx.shares
-                ranks.add_up([score])
+                ranks.all_reduce_sum([score])
             value = 1 - score
         if likelihood is not None and mass is not None:
             mass = mass.clamp(min=1e-8)
@@ -224,7 +224,7 @@ class MeanOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         mean = value / ranks.count()
-        ranks.add_up([mean])
+        ranks.all_reduce_sum([mean])
         return mean
 
     @staticmethod

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unet3d.files import as_csv, from_csv
+from unet3d.base.files import as_csv, from_csv
 
 NETWORK = "network_"  # before the names of columns on the network's grid, where others are on the files' own
 Labels = NDArray[np.integer]

@@ -3,7 +3,7 @@
 The average is not torch.optim.swa_utils.AveragedModel, for three reasons measured with torch 2.13 on `unet_tiny`
 (342,284 bytes of weights). Its deep copy of fake tensors raises "Mixing fake modes" at the first update, so memory
 could not be predicted. It copies the network before the first step, which then holds 342,292 bytes more; here the first
-update makes the average. Its state is not in the optimizer's, where the snapshots of earlier versions have it.
+update makes the average. Its state is not in the optimizer's, where the checkpoints of earlier versions have it.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d.config import Optim
+from unet3d.config.schema import Optim
 
 AVERAGE = "average"  # of a parameter, in the optimizer's state
 COUNT = "averaged"  # updates so far, in the parameter group

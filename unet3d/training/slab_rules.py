@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
 from unet3d.model.blocks import DoubleConv, Down, Inc, LeanSwish, OutConv, Swish, Up
 from unet3d.model.geometry import ONES
 from unet3d.model.unet import UNet3D

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from unet3d import ranks
-from unet3d.errors import NonFiniteLoss
+from unet3d.base import ranks
+from unet3d.base.errors import NonFiniteLoss
+from unet3d.base.types import Batch
 from unet3d.training.policy import MemoryPolicy
-from unet3d.types import Batch
 
 PHASES = ("data", "forward", "loss", "backward", "step")
 LOWEST_SCALE = 1.0  # of fp16 losses; gradients that overflow below it overflow at any scale
@@ -58,7 +58,7 @@ def train_step(
         losses.append(value.detach())
         del value
     mark("step")
-    ranks.add_up(p.grad for p in model.parameters() if p.grad is not None)
+    ranks.all_reduce_sum(p.grad for p in model.parameters() if p.grad is not None)
     scaler.unscale_(optimizer)
     # `foreach`: as torch chooses by itself, but for fake tensors.
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=True)
@@ -94,13 +94,13 @@ def _refuse_non_finite(result: StepResult, model: nn.Module, scaler: GradScaler,
     """
     if all(map(math.isfinite, result)):
         return
-    statistics_hold = not ranks.agreed(not all(buffer.isfinite().all() for buffer in model.buffers()))
+    statistics_hold = not ranks.all_reduce_max(not all(buffer.isfinite().all() for buffer in model.buffers()))
     if scaler.is_enabled() and result.scale >= LOWEST_SCALE and statistics_hold:
         return
     own = [case for batch in batches for case in batch.cases]
     cases = ", ".join(sorted({case for of_rank in ranks.gather(own) for case in of_rank}))
     message = f"loss {result.loss}, gradient norm {result.grad_norm} on {cases}; the weights are those before the step"
     if not statistics_hold:
-        message += ", the running statistics of batch norm are not: go on from a snapshot"
+        message += ", the running statistics of batch norm are not: go on from a checkpoint"
         message += ", with amp_dtype=bf16" if scaler.is_enabled() else ""  # fp16 overflows where bf16 does not
     raise NonFiniteLoss(message, batches)

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
-from unet3d.config import Config
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
+from unet3d.config.schema import Config
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 FIXED_WORKSPACES = ":4096:8"  # with which cuBLAS repeats its results

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from unet3d.base.types import Batch
 from unet3d.training import optim
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import LossFunction, Mark, train_step
-from unet3d.types import Batch
 
 Action = Callable[[], None]
 

@@ -24,7 +24,7 @@ from on_cuda import Training
 
 from unet3d.memory.allocator import Allocator, read_settings
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import STEADY
+from unet3d.memory.meter import MEASURED_STEPS
 from unet3d.memory.simulate import simulate
 
 KINDS = ("requested", "allocated", "reserved")
@@ -47,7 +47,7 @@ def compare(training: Training) -> dict[str, Any]:
     ledger = simulate(training.config, training.config.model, training.starts).ledger
     predicted = predicted_peaks(ledger)
     measured: list[Peaks] = []
-    for step in range(STEADY + 2):
+    for step in range(MEASURED_STEPS + 2):
         if step:
             torch.cuda.reset_peak_memory_stats()
         training.step()

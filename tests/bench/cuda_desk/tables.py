@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cuda_desk.configs import Row
-from unet3d.types import MIB
+from unet3d.base.types import MIB
 
 KINDS = ("requested", "allocated", "reserved")
 WITHIN = {"requested": 1e-4, "allocated": 1e-3, "reserved": 0.0}  # of what the allocator counts; else a row differs

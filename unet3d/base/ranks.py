@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unet3d.errors import ForeseenError, OutOfMemory, Preempted, RankLost, is_out_of_memory, reason
+from unet3d.base.errors import ForeseenError, OutOfMemory, Preempted, RankLost, is_out_of_memory, reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,19 +32,19 @@ _joined: list[bool] = []  # whether the ranks work together now
 _stuck: list[bool] = []  # whether this rank's GPU waits for one that is lost
 
 
-def hand_over(what: Any) -> None:
-    """From the first rank to those that wait in `received`: plain values."""
+def broadcast_job(what: Any) -> None:
+    """From the first rank to those that wait in `wait_for_job`: plain values."""
     if SIZE > 1 and RANK == 0:
         _store().set("run", json.dumps(what))
 
 
-def dismiss() -> None:
+def cancel_job() -> None:
     """From the first rank to those that still wait: there is no run."""
     with suppress(RuntimeError, ValueError):  # nobody waits
-        hand_over(None)
+        broadcast_job(None)
 
 
-def received(stop: Callable[[], bool]) -> Any:
+def wait_for_job(stop: Callable[[], bool]) -> Any:
     """What the first rank hands over, however long that takes. Raises Preempted once asked to `stop`."""
     while not _store().check(["run"]):
         if stop():
@@ -73,7 +73,7 @@ def joined(device_type: str, timeout: float) -> Iterator[None]:
         _joined.append(True)
         yield
     except BaseException as error:
-        say_end(error)
+        publish_failure(error)
         raise
     finally:
         leave()
@@ -123,7 +123,7 @@ def end_if_stuck(code: int) -> None:
         os._exit(code)
 
 
-def add_up(tensors: "Iterable[Tensor]") -> None:
+def all_reduce_sum(tensors: "Iterable[Tensor]") -> None:
     """Replace each tensor by its sum over the ranks, a bucket at a time. Fake ones take the same memory, and stay."""
     if not _joined:
         return
@@ -153,7 +153,7 @@ def _buckets(tensors: "Iterable[Tensor]") -> "Iterator[list[Tensor]]":
             yield bucket
 
 
-def take_first(tensors: "Iterable[Tensor]") -> None:
+def broadcast_from_rank0(tensors: "Iterable[Tensor]") -> None:
     """Fill each tensor with the first rank's numbers."""
     import torch.distributed as dist
 
@@ -162,7 +162,7 @@ def take_first(tensors: "Iterable[Tensor]") -> None:
             dist.broadcast(tensor, 0)
 
 
-def agreed(number: int) -> int:
+def all_reduce_max(number: int) -> int:
     """The largest number that a rank has."""
     if not _joined:
         return number
@@ -187,7 +187,7 @@ def gather(thing: T) -> list[T]:
     return found
 
 
-def on_first(act: Callable[[], T]) -> T:
+def on_rank0(act: Callable[[], T]) -> T:
     """What `act` returns on the first rank, which alone calls it; an error that it raises is raised by all."""
     if not _joined:
         return act()
@@ -199,14 +199,14 @@ def on_first(act: Callable[[], T]) -> T:
             if not isinstance(error, Exception):  # a signal
                 raise
             outcome = None, error
-    value, problem = _of_first(outcome)
+    value, problem = _from_rank0(outcome)
     if problem is not None:
         raise problem
     result: T = value
     return result
 
 
-def _of_first(thing: T) -> T:
+def _from_rank0(thing: T) -> T:
     import torch.distributed as dist
 
     found = [thing]
@@ -224,7 +224,7 @@ def _store() -> Any:
     return _stores[0]
 
 
-def say_end(error: BaseException) -> None:
+def publish_failure(error: BaseException) -> None:
     """Leave a word to the others: what happened, the exit code, and whether that is their own doing."""
     line = str(error) if isinstance(error, ForeseenError) else reason(error)
     code = OutOfMemory.exit_code if is_out_of_memory(error) else getattr(error, "exit_code", 1)

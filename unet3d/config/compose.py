@@ -20,13 +20,13 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from unet3d.checks import IMPORTS, check, options
-from unet3d.config import Config, losses, with_numbers
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
+from unet3d.config.rules import IMPORTS, check, options
+from unet3d.config.schema import Config, losses, with_numbers
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
-SNAPSHOTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
+CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
 # What a resumed run may not change: it would be another run. Paths and ways of working may: their data are compared.
 FIXED: tuple[str, ...] = ("model.", "data.", "loss.", "seed", "batch", "accumulate", "amp", "channels_last")
 FIXED += ("init", "optim.init_", "optim.name", "optim.average", "optim.weight_decay", "optim.momentum", "optim.betas")
@@ -142,14 +142,14 @@ def load(tree: DictConfig, here: bool = True) -> Config:
         raise UserError(f"{min(added)}: no such option{_nearest(min(added))}")
     assert isinstance(config, Config)
     for name, value in flat(to_plain(config), ".").items():
-        if "${" in str(value):  # from `\${...}` in a file: a snapshot that holds it cannot be read
+        if "${" in str(value):  # from `\${...}` in a file: a checkpoint that holds it cannot be read
             raise UserError(f"{name}={value}: write it without ${{...}}, which a run's files do not hold")
     check(config, here)
     return config
 
 
 def from_plain(values: Mapping[Any, Any]) -> Config:
-    """The config that a snapshot or a run folder holds as plain values, typed and checked. Raises UserError.
+    """The config that a checkpoint or a run folder holds as plain values, typed and checked. Raises UserError.
 
     Nothing is composed, resolved or imported; its paths need not exist.
     """

@@ -32,18 +32,18 @@ class UserError(ForeseenError, ValueError):
     exit_code = 2
 
 
-class SnapshotError(ForeseenError, ValueError):
-    """A snapshot that cannot be read or does not fit."""
+class CheckpointError(ForeseenError, ValueError):
+    """A checkpoint that cannot be read or does not fit."""
 
     exit_code = 3
 
 
-class DamagedSnapshot(SnapshotError):
-    """A snapshot that is cut short or changed on disk; an older one may serve."""
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is cut short or changed on disk; an older one may serve."""
 
 
-class MissingSnapshot(SnapshotError):
-    """A snapshot that is not there; an older one may serve."""
+class MissingCheckpoint(CheckpointError):
+    """A checkpoint that is not there; an older one may serve."""
 
 
 class NotSaved(UserError):

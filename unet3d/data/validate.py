@@ -17,23 +17,23 @@ import nibabel as nib
 import numpy as np
 from nibabel.affines import voxel_sizes
 
-from unet3d import progress
-from unet3d.checks import MAX_LABEL, check, network
-from unet3d.config import Config, Data, Model
+from unet3d.base import progress
+from unet3d.base.errors import UserError
+from unet3d.base.files import open_regular
+from unet3d.config.rules import MAX_LABEL, check, network
+from unet3d.config.schema import Config, Data, Model
 from unet3d.data import nifti, volume
 from unet3d.data.cases import Case, DatasetInfo, split
 from unet3d.data.labels import proposal
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.twins import Digests, VoxelDigest, leaks
-from unet3d.errors import UserError
-from unet3d.files import open_regular
 from unet3d.model import geometry
 from unet3d.model.geometry import Triple
 
 WARNING = "warning: "  # a run starts despite lines that begin so
 SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
-VARIES, FLAT = 1.1, 2  # ratios of spacings: between cases, and along a case's axes
-MOST, SAMPLED = 0.5, 200  # of a patch, at least, is not to be padding; cases whose sizes are compared with it
+SPACING_VARIATION, ANISOTROPY = 1.1, 2  # ratios of spacings: between cases, and along a case's axes
+MOST, CASES_SAMPLED = 0.5, 200  # of a patch, at least, is not to be padding; cases whose sizes are compared with it
 LISTED, LONGEST = 10, 2_000  # lines about the files of one case, and characters of names in a line
 BLOCK, BLOCKS = 2**12, 16  # bytes, and how many blocks of a file are sampled: all of its bytes up to 64 KiB
 
@@ -215,7 +215,7 @@ def unsuitable_patch(config: Config, cases: Sequence[Case]) -> str | None:
 
     Reads headers alone; those that cannot be read are `check_cases`' to report.
     """
-    grids = list(_grids(cases[:: -(-len(cases) // SAMPLED) or 1], config.data.spacing))
+    grids = list(_grids(cases[:: -(-len(cases) // CASES_SAMPLED) or 1], config.data.spacing))
     patch, model = config.data.patch, network(config.model)
     given = geometry.output_size(patch, model)  # valid convolutions give less than they take, which may be padding
     share = float(np.median([filled(given, grid.shape) for grid in grids] or [1]))
@@ -236,16 +236,18 @@ def suitable_options(config: Config, cases: Sequence[Case]) -> list[str]:
 
     As nnU-Net plans (arXiv:1809.10486, 2.2), but a patch of no more voxels than the config's. Reads headers alone.
     """
-    grids = list(_grids(cases[:: -(-len(cases) // SAMPLED) or 1], None))
+    grids = list(_grids(cases[:: -(-len(cases) // CASES_SAMPLED) or 1], None))
     model, own, spacings = network(config.model), config.data.spacing, np.array([grid.spacing for grid in grids])
     if not grids or not model.features or model.padding == "valid":
         return []
-    varies = own is None and (spacings.max(0) > VARIES * spacings.min(0)).any()
+    varies = own is None and (spacings.max(0) > SPACING_VARIATION * spacings.min(0)).any()
     median = np.quantile(spacings, 0.5, axis=0, method="nearest")
     spacing = [float(f"{mm:.3g}") for mm in median] if varies else own or list(grids[0].spacing)
     found: dict[str, object] = {"data.spacing": spacing} if varies else {}
     sizes = () if "auto" in (model.kernels, model.strides) else (*geometry.kernels(model), *geometry.strides(model))
-    if max(spacing) > FLAT * min(spacing) and sizes and all(len({*size}) == 1 for size in sizes):  # equal along axes
+    if (
+        max(spacing) > ANISOTROPY * min(spacing) and sizes and all(len({*size}) == 1 for size in sizes)
+    ):  # equal along axes
         found |= {"model.kernels": "auto", "model.strides": "auto"}
         config = replace(config, model=replace(config.model, kernels="auto", strides="auto"))
     x, y, z = (round(n) for n in np.median([np.multiply(g.shape, g.spacing) / spacing for g in grids], axis=0))

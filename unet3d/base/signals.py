@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-from unet3d import ranks
-from unet3d.errors import Preempted
+from unet3d.base import ranks
+from unet3d.base.errors import Preempted
 
 # from schedulers (SIGTERM, SIGUSR1, submitit's SIGUSR2), Ctrl-C and a closed terminal
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)

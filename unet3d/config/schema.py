@@ -196,7 +196,7 @@ class Wandb:
     job_type: str | None = option(None, "of the run, for filters; null: none, or WANDB_JOB_TYPE")
     tags: list[str] = option([], "of the run, for filters")
     notes: str | None = option(None, "a text with the run; null: none, or WANDB_NOTES")
-    artifact: bool = option(False, "also record the best snapshot, as an artifact")
+    artifact: bool = option(False, "also record the best checkpoint, as an artifact")
     private: bool = option(True, "record nothing about this machine: host, program path, console, packages")
 
 
@@ -226,13 +226,13 @@ class Config:
     accumulate: int = option(1, "micro-batches a step", low=1, high=4096)
     workers: Any = option("auto", "processes that prepare batches; auto: 1, on CUDA by the cores", low=0, high=256)
     eval_every: int = option(50, "steps between validations; 0: only at the end", low=0)
-    save_every: int = option(0, "steps between snapshots, besides those of validations; 0: none", low=0)
+    save_every: int = option(0, "steps between checkpoints, besides those of validations; 0: none", low=0)
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
     budget: str | None = option(
         None, "refuse a run whose step is predicted to hold more in tensors, on CUDA to reserve more; e.g. 8GiB"
     )
     rank_timeout: float = option(600.0, "under torchrun: seconds that a process waits for another", low=1, high=1e6)
-    init: str | None = option(None, "snapshot of a run, or a published one, to begin with the weights of")
+    init: str | None = option(None, "checkpoint of a run, or a published one, to begin with the weights of")
     resume: str | None = option(None, "run folder to continue; auto: that of hydra.run.dir, or a new run there")
     tensorboard: bool = option(False, "also record for TensorBoard, in the run folder; needs the extra tensorboard")
     loggers: list[str] = option([], "your own, package.module:name, called with the config and the run folder")

@@ -19,7 +19,7 @@ from typing import IO, Any, TextIO
 
 import yaml  # type: ignore[import-untyped]
 
-from unet3d.errors import UserError, escaped
+from unet3d.base.errors import UserError, escaped
 
 LARGEST_TEXT = 2**28  # bytes: the records of a million steps
 LARGEST_YAML = 2**16  # bytes: thirty configs, read in half a second

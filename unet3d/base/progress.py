@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from unet3d.errors import escaped
+from unet3d.base.errors import escaped
 
 FIRST_LINE, BETWEEN_LINES = 5.0, 15.0  # seconds
 Item = TypeVar("Item")

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from unet3d import build
-from unet3d.config import Config, Model, Optim
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
+from unet3d.base.progress import track
+from unet3d.base.types import budget_bytes
+from unet3d.config.schema import Config, Model, Optim
 from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.analysis import last_step, phase_ends
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import ENOUGH, STEADY, LedgerMeter
+from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.simulate import SegmentStarts, memoized, simulate, step_key
-from unet3d.progress import track
-from unet3d.types import budget_bytes
 
 SLACK = 1.11  # an estimated peak is at most so many times the simulated one
 PLAIN = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)  # changes the update alone
@@ -46,7 +46,7 @@ def choose_segments(config: Config, options: Model) -> Segments:
         stages = f"this network has {len(profile.forward)}"
         raise UserError(f"ckpt={config.ckpt} groups the stages of an nn.Sequential; {stages}; use fewer, or 0 (off)")
     budget = budget_bytes(config.budget) if is_auto and config.budget is not None else None
-    if budget is not None and build.target(config) == "cuda":  # it is of what the allocator reserves
+    if budget is not None and build.device_type(config) == "cuda":  # it is of what the allocator reserves
         measure: Callable[[SegmentStarts], int] = partial(simulated_reserved, config, options)
     else:
         measure = partial(simulated_peak, config, options, profile)
@@ -91,13 +91,13 @@ def _profiled(config: Config, options: Model) -> StageProfile:
     def note(name: str, ledger: Ledger, stage: nn.Module, state: Any) -> None:
         inputs[name] = frozenset(ledger.index(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
-    ledger = simulate(config, options, (), watch=watch, steps=ENOUGH).ledger
+    ledger = simulate(config, options, (), watch=watch, steps=STEPS_FOR_PEAK).ledger
     return _profile(ledger, inputs, reserved_bytes(config, ledger))
 
 
 def reserved_bytes(config: Config, ledger: Ledger) -> int:
     """Return what CUDA's allocator, with the settings of this environment, would reserve; 0 for a step on the CPU."""
-    if build.target(config) != "cuda":
+    if build.device_type(config) != "cuda":
         return 0
     settings, _ = read_settings(os.environ)
     return replay(ledger.events, settings).reserved_bytes
@@ -212,7 +212,7 @@ def in_slabs(config: Config, options: Model) -> tuple[int, int, float]:
 
     The price is what is convolved beyond a plain forward pass, as a share of that.
     """
-    peak, reserved, _, made = _in_slabs(step_key(config), options, ENOUGH)
+    peak, reserved, _, made = _in_slabs(step_key(config), options, STEPS_FOR_PEAK)
     profile = profile_stages(replace(config, lean=False, slab=0), options)
     return peak, reserved, made / max(1, sum(profile.flops)) - 1
 
@@ -225,8 +225,8 @@ def estimated_in_slabs(config: Config, options: Model) -> tuple[int, float]:
     profile = profile_stages(replace(config, lean=False, slab=0), options)
     plain = replace(step_key(config), optim=PLAIN, accumulate=1)
     peak, _, gradients, made = _in_slabs(plain, options, 1)
-    voxels, others = build.patches(config) * prod(config.data.patch), config.accumulate - 1
-    micro_batch = voxels * (4 * (options.in_channels or 0) + 2) if build.target(config) == "cpu" else 0
+    voxels, others = build.patches_per_rank(config) * prod(config.data.patch), config.accumulate - 1
+    micro_batch = voxels * (4 * (options.in_channels or 0) + 2) if build.device_type(config) == "cpu" else 0
     waiting = others * (micro_batch + 4)  # with the losses that the step reads at its end
     most = max(profile.update, peak + profile.optimizer_state + waiting + gradients * (others > 0))
     return most, made / max(1, sum(profile.flops)) - 1
@@ -256,7 +256,7 @@ def simulated_reserved(config: Config, options: Model, segment_starts: SegmentSt
 
 @memoized
 def _reserved(config: Config, options: Model, segment_starts: SegmentStarts) -> int:
-    return reserved_bytes(config, simulate(config, options, segment_starts, steps=ENOUGH).ledger)
+    return reserved_bytes(config, simulate(config, options, segment_starts, steps=STEPS_FOR_PEAK).ledger)
 
 
 @memoized
@@ -272,6 +272,8 @@ def predict(config: Config, options: Model) -> dict[str, Any]:
     return {**meter.summary(), "parameters": sum(p.numel() for p in meter.model.parameters())}
 
 
-def predicted(config: Config, options: Model, dtype: torch.dtype = torch.float32, steps: int = STEADY) -> LedgerMeter:
+def predicted(
+    config: Config, options: Model, dtype: torch.dtype = torch.float32, steps: int = MEASURED_STEPS
+) -> LedgerMeter:
     """The meter with the ledger of the simulated steps. `dtype` is that of weights and images."""
     return simulate(config, options, choose_segments(config, options).segment_starts, dtype, steps=steps)

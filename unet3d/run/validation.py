@@ -11,23 +11,23 @@ from pathlib import Path
 
 import numpy as np
 
-from unet3d import progress
+from unet3d.base import progress
+from unet3d.base.errors import UserError, is_out_of_memory, not_saved
+from unet3d.base.files import read_csv, read_text, write_text
+from unet3d.base.types import IGNORE
 from unet3d.build import Data, Read
-from unet3d.config import Data as Options
+from unet3d.config.schema import Data as Options
 from unet3d.data import preprocess
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.labels import written_values
-from unet3d.data.volume import LabelMap, is_resampled, read_label_map, read_truth, read_written
-from unet3d.errors import UserError, is_out_of_memory, not_saved
-from unet3d.files import read_csv, read_text, write_text
+from unet3d.data.volume import ArgmaxCollector, is_resampled, read_label_map, read_truth, read_written
 from unet3d.report import case_plots, case_scores
 from unet3d.report.plots import remove_picture
 from unet3d.run.predict import save_prediction
 from unet3d.training.inference import Predictor
 from unet3d.training.metrics import CaseScore, both_csv_text, score_case
-from unet3d.types import IGNORE
 
-Keep = Callable[[Case, LabelMap], None] | None
+Keep = Callable[[Case, ArgmaxCollector], None] | None
 
 
 def evaluate(
@@ -37,7 +37,7 @@ def evaluate(
     with progress.counting(what, len(cases)) as counter:
         for case in cases:
             found = read(case)
-            strips = LabelMap(predictor.strips(found.image, case.named))
+            strips = ArgmaxCollector(predictor.strips(found.image, case.named))
             if keep is not None:
                 keep(case, strips)
             prediction, label = strips.whole(), found.label.numpy()
@@ -78,7 +78,7 @@ class Predictions:
         for case in self.data.val:
             self._path(case).unlink(missing_ok=True)
 
-    def try_add(self, case: Case, strips: LabelMap) -> None:
+    def try_add(self, case: Case, strips: ArgmaxCollector) -> None:
         """Write the label map of a case, if that is possible; `complete` makes up for it, or raises."""
         try:
             self._add(case, strips)
@@ -93,7 +93,7 @@ class Predictions:
         if missing := [case for case in self.data.val if not self._path(case).exists()]:
             with progress.counting("predicting cases", len(missing)) as counter:
                 for case in missing:
-                    strips = LabelMap(predictor.strips(self.data.read_val(case).image, case.named))
+                    strips = ArgmaxCollector(predictor.strips(self.data.read_val(case).image, case.named))
                     self._add(case, strips)
                     strips.whole()
                     counter.advance()
@@ -110,7 +110,7 @@ class Predictions:
         """The value of each class in the label maps."""
         return written_values(self.options, len(self.data.dataset.classes))
 
-    def _add(self, case: Case, strips: LabelMap) -> None:
+    def _add(self, case: Case, strips: ArgmaxCollector) -> None:
         if not (path := self._path(case)).exists():
             with _saving(path):
                 save_prediction(path, strips, case, self.options.spacing, values=self._values)

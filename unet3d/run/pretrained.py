@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unet3d import build, compose
+from unet3d import build
+from unet3d.base.errors import UserError, escaped
 from unet3d.build import Data
-from unet3d.config import Config, Model
+from unet3d.config import compose
+from unet3d.config.schema import Config, Model
 from unet3d.data.cases import DatasetInfo, read_dataset
 from unet3d.data.preprocess import Intensity
-from unet3d.errors import UserError, escaped
 from unet3d.model import geometry
 from unet3d.report.loggers import warn
 from unet3d.run import predict
@@ -29,7 +30,7 @@ class Start(NamedTuple):
     config: Config
     weights: dict[str, Tensor]  # that are loaded
     new: list[str]  # the network's other tensors, but those of `rows`
-    rows: dict[str, dict[int, Tensor]]  # of heads, by class, where the snapshot has other classes
+    rows: dict[str, dict[int, Tensor]]  # of heads, by class, where the checkpoint has other classes
 
     def load(self, model: nn.Module) -> None:
         """Put the weights into a network; what is new stays as it is."""
@@ -45,10 +46,10 @@ class Start(NamedTuple):
         return {"init": self.config.init, "loaded": list(self.weights), "by class": by_class, "new": self.new}
 
 
-def open_start(config: Config, options: Model, data: Data | None) -> Start:
-    """Read the snapshot `config.init` for a network of these options, and print what of it is loaded and what is new.
+def load_pretrained(config: Config, options: Model, data: Data | None) -> Start:
+    """Read the checkpoint `config.init` for a network of these options, and print what of it is loaded and what is new.
 
-    `data` None: nothing of it is read but names. Raises SnapshotError, UserError where nothing fits.
+    `data` None: nothing of it is read but names. Raises CheckpointError, UserError where nothing fits.
     """
     assert config.init is not None
     dataset = data.dataset if data is not None else read_dataset(config.data)
@@ -59,7 +60,7 @@ def open_start(config: Config, options: Model, data: Data | None) -> Start:
         sources = class_sources(found.classes, dataset.classes)
         rows = _rows(found, outline.state_dict(), heads(options), sources)
         weights = {name: value for name, value in weights.items() if name not in heads(options)}
-    _refuse_nothing(found, options, outline, weights)
+    _require_any_match(found, options, outline, weights)
     new = [name for name in outline.state_dict() if name not in weights.keys() | rows.keys()]
     named = _with_names(config, [name for name, _ in outline.named_parameters()], weights)
     for line in _differences(found, config, options, dataset, data.read.intensity if data is not None else ()):
@@ -74,7 +75,7 @@ def with_names(overrides: Sequence[str]) -> Sequence[str]:
     config = compose.compose(overrides)
     if config.init is None or config.optim.init_lr == 1 or config.optim.init_names is not None:
         return overrides
-    names = open_start(config, build.outlined_options(config), None).config.optim.init_names
+    names = load_pretrained(config, build.model_config_from_headers(config), None).config.optim.init_names
     return [*overrides, f"optim.init_names=[{','.join(names or [])}]"]
 
 
@@ -86,7 +87,7 @@ def heads(options: Model) -> list[str]:
 
 
 def class_sources(theirs: Sequence[str], own: Sequence[str]) -> dict[int, list[int]]:
-    """The snapshot's classes that a class begins with: that of the same name, or the parts of a merged one.
+    """The checkpoint's classes that a class begins with: that of the same name, or the parts of a merged one.
 
     {} where no class but the background has any.
     """
@@ -103,7 +104,7 @@ def _rows(
 ) -> dict[str, dict[int, Tensor]]:
     """Of the heads of these names, the row of each class that has a source: of a merged class the mean of its parts'.
 
-    Raises SnapshotError for numbers that are not finite.
+    Raises CheckpointError for numbers that are not finite.
     """
     fits = {}
     for name in names if sources else ():
@@ -116,8 +117,8 @@ def _rows(
 
 
 def _read(path: Path, model_path: str | None) -> TrainedNetworks:
-    """What the snapshot holds. Raises SnapshotError, UserError where it is of a network of another kind."""
-    state = checkpoint.load_snapshot(path)
+    """What the checkpoint holds. Raises CheckpointError, UserError where it is of a network of another kind."""
+    state = checkpoint.load_checkpoint(path)
     options = state.get("model_options")
     theirs = options.get("path") if isinstance(options, dict) else model_path
     if theirs != model_path:
@@ -131,7 +132,7 @@ def _outline(options: Model) -> nn.Module:
         return build.model(options, seed=0)
 
 
-def _refuse_nothing(found: TrainedNetworks, options: Model, outline: nn.Module, weights: dict[str, Tensor]) -> None:
+def _require_any_match(found: TrainedNetworks, options: Model, outline: nn.Module, weights: dict[str, Tensor]) -> None:
     """Raise UserError where no convolution fits: norms and biases alone are no start."""
     if not any(value.dim() > 1 for value in weights.values()):
         differences = "; ".join(_options(found.config.model, options)) or "other channels, classes or layers"

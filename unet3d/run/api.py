@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from unet3d.data.given import Given, Probabilities, as_case, returned
+from unet3d.data.in_memory import ImageLike, Probabilities, returned, temporary_case
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.run.predict import Segmenter, parse, segmenter
 from unet3d.training import checkpoint
@@ -56,7 +56,7 @@ class Network:
 
     def segment(
         self,
-        image: Given,
+        image: ImageLike,
         spacing: Sequence[float] | None = None,
         affine: "np.ndarray | Sequence[Sequence[float]] | None" = None,
         probabilities: bool = False,
@@ -70,7 +70,7 @@ class Network:
         Probabilities are float32, K X Y Z of an array, else an image X Y Z K: 4 bytes a voxel and class of memory.
         Raises UserError.
         """
-        with as_case(image, spacing, affine) as case:
+        with temporary_case(image, spacing, affine) as case:
             scores = Probabilities(case) if probabilities else None
             labels = returned(image, self.segmenter.labels(case, scores), case)
             return labels if scores is None else (labels, scores.returned(image))
@@ -84,15 +84,15 @@ def load(
     batch: int | str | None = None,
     overlap: float | None = None,
 ) -> Network:
-    """The network of a run's snapshot, or of a published file.
+    """The network of a run's checkpoint, or of a published file.
 
     `device`: auto, cpu or cuda. `mirror`: average over mirrorings; None: as in validation. `model`: package.module:name
     of your own network, where the file holds one. `batch`: windows in a forward pass, or auto; `overlap`: least share
     of a window that its neighbour covers too, 0 to 0.9; None: as in validation. No code is taken from the file. Raises
-    SnapshotError, UserError.
+    CheckpointError, UserError.
     """
     path = Path(path)
-    found = parse(checkpoint.load_snapshot(path), path, model)
+    found = parse(checkpoint.load_checkpoint(path), path, model)
     opened = segmenter(found, device, mirror, batch, overlap)
     refuse_large_window(opened.predictor, path)
     return Network(found.classes, found.channels, opened)

@@ -1,4 +1,4 @@
-"""A whole snapshot outlives kills at any moment, a full disk and places that cannot be written to."""
+"""A whole checkpoint outlives kills at any moment, a full disk and places that cannot be written to."""
 
 import errno
 import functools
@@ -21,19 +21,19 @@ from guards import Guard, are_out, no, nothing, without
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from training import SERVER, TINY, fill, forked, records, same, status, train
 
+from unet3d.base.errors import NotSaved, UserError
 from unet3d.cli.lifecycle import hold_folder
-from unet3d.compose import SNAPSHOTS
-from unet3d.errors import NotSaved, UserError
+from unet3d.config.compose import CHECKPOINTS
 from unet3d.report import memory_plots
 from unet3d.training import checkpoint
 
-LAST, PREVIOUS = SNAPSHOTS[:2]
+LAST, PREVIOUS = CHECKPOINTS[:2]
 FULL = Path("/dev/full")
 
 
 def save(folder: Path, step: int) -> None:
     weights = torch.full((100_000,), float(step))
-    checkpoint.save_snapshot(folder / LAST, {"step": step, "w": weights}, folder / PREVIOUS)
+    checkpoint.save_checkpoint(folder / LAST, {"step": step, "w": weights}, folder / PREVIOUS)
 
 
 def save_on_and_on(folder: Path, seed: int, saved: Connection) -> None:
@@ -47,12 +47,12 @@ def save_on_and_on(folder: Path, seed: int, saved: Connection) -> None:
 
 
 def check_whole(folder: Path, least: int) -> None:
-    found, _ = checkpoint.load_any(folder, SNAPSHOTS)
+    found, _ = checkpoint.load_any(folder, CHECKPOINTS)
     assert found["step"] >= least and (found["w"] == found["step"]).all()
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_kill_at_any_moment_leaves_a_whole_snapshot(seed: int, tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(seed: int, tmp_path: Path) -> None:
     here, there = SERVER.Pipe(duplex=False)
     child = forked(save_on_and_on, tmp_path, seed, there)
     child.start()
@@ -95,7 +95,7 @@ def save_and_die(folder: Path, station: str, guards_out: Sequence[Guard]) -> Non
 
 @without("unet3d.training.checkpoint.replacing", in_place, only="write")
 @pytest.mark.parametrize("station", STATIONS)
-def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_snapshot(station: str, tmp_path: Path) -> None:
+def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_checkpoint(station: str, tmp_path: Path) -> None:
     child = forked(save_and_die, tmp_path, station, are_out())
     child.start()
     child.join()
@@ -104,7 +104,7 @@ def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_snapshot(station:
 
 
 @without("unet3d.training.checkpoint.is_disk_full", no)
-def test_a_full_disk_keeps_the_snapshot_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_checkpoint_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(NotSaved, match=r"No space left on device.* 400,000 .* [\d,]+ "):
@@ -118,11 +118,11 @@ def no_space(_: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-SIXTEENTHS = range(18)  # 17 of them hold a snapshot with what torch puts around it
+SIXTEENTHS = range(18)  # 17 of them hold a checkpoint with what torch puts around it
 
 
 def saved_on_a_full_disk(folder: Path) -> None:
-    """Save a second snapshot where there may be no room: it is there whole, or the first is and an error says so."""
+    """Save a second checkpoint where there may be no room: it is there whole, or the first is and an error says so."""
     try:
         save(folder, 2)
     except NotSaved as error:
@@ -135,7 +135,7 @@ def saved_on_a_full_disk(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("sixteenths", SIXTEENTHS)
-def test_a_file_that_may_not_grow_costs_no_snapshot(sixteenths: int, tmp_path: Path) -> None:
+def test_a_file_that_may_not_grow_costs_no_checkpoint(sixteenths: int, tmp_path: Path) -> None:
     """torch raises its own error over that of a write that fails part-way."""
     save(tmp_path, 1)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -174,10 +174,10 @@ def test_training_goes_on_while_the_disk_is_full(place: Path) -> None:
     assert len(warnings) == 2
     for line in warnings:
         assert "File too large" in line and "ulimit -f" in line and "/checkpoints/" in line
-        assert re.findall(r" (\d+)", line)[-1] == "2", "the step of the last snapshot"
+        assert re.findall(r" (\d+)", line)[-1] == "2", "the step of the last checkpoint"
     folder = place / "a" / "run"
-    assert checkpoint.load_snapshot(folder / "checkpoints" / LAST)["step"] == 8
-    assert checkpoint.load_snapshot(folder / "checkpoints" / PREVIOUS)["step"] == 2
+    assert checkpoint.load_checkpoint(folder / "checkpoints" / LAST)["step"] == 8
+    assert checkpoint.load_checkpoint(folder / "checkpoints" / PREVIOUS)["step"] == 2
     assert [record["step"] for record in records(folder) if "train/loss" in record] == [*range(1, 9)]
 
 
@@ -186,13 +186,13 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(place: Path) -> None:
     done = train(place / "b", *TINY, "hydra.run.dir=run", hook=functools.partial(small_files, 4, 9))
     assert done.code == 2 and "Traceback" not in done.err
     assert "File too large" in status(place / "b" / "run")
-    assert checkpoint.load_snapshot(place / "b" / "run" / "checkpoints" / LAST)["step"] == 2
+    assert checkpoint.load_checkpoint(place / "b" / "run" / "checkpoints" / LAST)["step"] == 2
     resumed = train(place / "b", "resume=run")
     assert resumed.code == 0 and status(place / "b" / "run").startswith("done")
 
 
 @pytest.mark.parametrize("sixteenths", SIXTEENTHS)
-def test_a_disk_with_little_room_costs_no_snapshot(sixteenths: int, small_disk: Path) -> None:
+def test_a_disk_with_little_room_costs_no_checkpoint(sixteenths: int, small_disk: Path) -> None:
     save(small_disk, 1)
     fill(small_disk, sixteenths * (small_disk / LAST).stat().st_size // 16)
     saved_on_a_full_disk(small_disk)
@@ -203,7 +203,7 @@ def test_a_disk_with_little_room_costs_no_snapshot(sixteenths: int, small_disk: 
 def test_a_run_on_a_small_disk_finishes_or_goes_on_once_there_is_room(
     sixteenths: int, small_disk: Path, place: Path
 ) -> None:
-    """`tests/bench/full_disk.py` tries every size. A run keeps three snapshots."""
+    """`tests/bench/full_disk.py` tries every size. A run keeps three checkpoints."""
     words = [*TINY, "data.root=../phantom"]
     if not (place / "whole").exists():
         assert train(place / "whole", *words, "hydra.run.dir=run").code == 0
@@ -235,7 +235,7 @@ def test_a_disk_full_to_the_last_byte_costs_no_record(small_disk: Path, place: P
         assert sum(f"/{name}: " in line for line in warnings) == 1, name
     steps_found = [record["step"] for record in records(small_disk / "run") if "train/loss" in record]
     assert steps_found == [*range(1, 41)]
-    assert checkpoint.load_snapshot(small_disk / "run" / "checkpoints" / LAST)["step"] == 40
+    assert checkpoint.load_checkpoint(small_disk / "run" / "checkpoints" / LAST)["step"] == 40
 
 
 def full_drawing() -> None:
@@ -258,7 +258,7 @@ def full_beginning() -> None:
     os.fsync = no_space
 
 
-@without("unet3d.errors.is_disk_full", no)
+@without("unet3d.base.errors.is_disk_full", no)
 def test_a_disk_that_is_full_as_a_run_begins_is_one_line(place: Path) -> None:
     done = train(place / "e", *TINY, "hydra.run.dir=run", hook=full_beginning)
     assert done.code == 2 and done.err.count("\n") == 1

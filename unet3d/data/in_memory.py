@@ -10,15 +10,15 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 
+from unet3d.base.errors import UserError
 from unet3d.data.cases import Case
 from unet3d.data.nifti import LARGEST, SMALLEST, labels_like, open_image, quiet_nibabel, scores_like, stem
-from unet3d.errors import UserError
 
-Given = Any  # an array, an image of nibabel, a path, or a list of paths, one a channel
+ImageLike = Any  # an array, an image of nibabel, a path, or a list of paths, one a channel
 
 
 @contextmanager
-def as_case(image: Given, spacing: Sequence[float] | None, affine: Any = None) -> Iterator[Case]:
+def temporary_case(image: ImageLike, spacing: Sequence[float] | None, affine: Any = None) -> Iterator[Case]:
     """A case of files: the given ones, or temporary ones of an array or image. Raises UserError, in its own words."""
     known = (np.ndarray, nib.spatialimages.SpatialImage, str, PathLike, list, tuple)
     if not isinstance(image, known):
@@ -46,7 +46,7 @@ def as_case(image: Given, spacing: Sequence[float] | None, affine: Any = None) -
 
 
 @quiet_nibabel()
-def _as_nifti(image: Given, spacing: Sequence[float] | None, affine: Any) -> nib.Nifti1Image:
+def _as_nifti(image: ImageLike, spacing: Sequence[float] | None, affine: Any) -> nib.Nifti1Image:
     if isinstance(image, np.ndarray):
         if image.ndim not in (3, 4) or image.dtype.kind not in "buif":
             raise UserError(f"segment: give numbers X Y Z, or C X Y Z, not {image.dtype} of shape {image.shape}")
@@ -112,7 +112,7 @@ def _nifti(voxels: np.ndarray, affine: np.ndarray) -> nib.Nifti1Image:
 
 
 @quiet_nibabel()
-def returned(image: Given, labels: np.ndarray, case: Case) -> np.ndarray | nib.Nifti1Image:
+def returned(image: ImageLike, labels: np.ndarray, case: Case) -> np.ndarray | nib.Nifti1Image:
     """Labels (X, Y, Z) of a case as an array where an array was given, else on the grid of its first file."""
     if isinstance(image, np.ndarray):
         return labels
@@ -136,7 +136,7 @@ class Probabilities:
         part: np.ndarray = self._found[label]
         return part
 
-    def returned(self, image: Given) -> np.ndarray | nib.Nifti1Image:
+    def returned(self, image: ImageLike) -> np.ndarray | nib.Nifti1Image:
         """K X Y Z where an array was given, else an image X Y Z K on the grid of its first file."""
         if isinstance(image, np.ndarray):
             return self._found

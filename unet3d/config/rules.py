@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from unet3d import ranks
-from unet3d.config import Config, Data, Model
-from unet3d.errors import UserError
+from unet3d.base import ranks
+from unet3d.base.errors import UserError
+from unet3d.base.types import budget_bytes
+from unet3d.config.schema import Config, Data, Model
 from unet3d.model import geometry
-from unet3d.types import budget_bytes
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
 UNTYPED = ("model.kernels", "model.strides", "ckpt", "slab", "data.label_map")  # have rules of their own

@@ -9,8 +9,8 @@ from rich.console import Console, Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from unet3d.errors import escaped
-from unet3d.types import Table
+from unet3d.base.errors import escaped
+from unet3d.base.types import Table
 
 NARROW, WIDE = 80, 132  # characters per line of a plain file
 GAP = 3  # characters between columns; one more at the edge

@@ -4,7 +4,7 @@ import os
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from unet3d.errors import UserError
+from unet3d.base.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class Batch(NamedTuple):
     cases: tuple[str, ...] = ()  # one id for each patch
 
 
-class Strip(NamedTuple):
+class ProbabilityBlock(NamedTuple):
     """Class probabilities of a box of a volume. The next strip takes its memory: use it, then ask for the next."""
 
     sizes: tuple[int, int, int]  # of the volume, voxels
