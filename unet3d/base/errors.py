@@ -45,7 +45,11 @@ class CheckpointError(ForeseenError, ValueError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that is missing, cut short or changed on disk; an older one may serve."""
+    """A checkpoint that is cut short or changed on disk; an older one may serve."""
+
+
+class MissingCheckpoint(CheckpointError):
+    """A checkpoint that is not there; an older one may serve."""
 
 
 class NotSaved(UserError):

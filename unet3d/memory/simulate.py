@@ -168,7 +168,7 @@ def validation_peak(config: Config, options: Model, optimizer: int) -> int:
     with fake_mode(build.device_type(config)), torch.no_grad():
         model = fake_model(config, options, torch.float32).eval()
         predictor = build.predictor(config, [model], options, build.policy(config, "cpu", ()))
-        return _window_peak(predictor, build.device_type(config)) + optimizer
+        return _windows(predictor, build.device_type(config)).peak_bytes() + optimizer
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
@@ -201,17 +201,27 @@ def fitted(predictor: Predictor, free: float = math.inf) -> Predictor:
     return replace(predictor, window_bytes=needed)
 
 
+def largest_map(predictor: Predictor) -> int:
+    """Return the elements of the largest map that the predictor's windows make."""
+    return _predicted(predictor).largest_map()
+
+
 def _predicted_peak(predictor: Predictor) -> int:
-    """Return the most bytes of weights and windows, of fake networks in the place of the predictor's."""
+    """Return the most bytes of weights and windows."""
+    return _predicted(predictor).peak_bytes()
+
+
+def _predicted(predictor: Predictor) -> Ledger:
+    """Return the ledger of windows of fake networks in the place of the predictor's."""
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
         policy = replace(predictor.policy, device_type="cpu", segment_starts=())
         models = tuple(policy.formatted(build.model(predictor.options, seed=0)).eval() for _ in predictor.models)
-        return _window_peak(replace(predictor, models=models, policy=policy), device.type)
+        return _windows(replace(predictor, models=models, policy=policy), device.type)
 
 
-def _window_peak(predictor: Predictor, target: str) -> int:
-    """Return the most bytes alive while fake networks see windows, mirrored, as on a `target`, "cpu" or "cuda"."""
+def _windows(predictor: Predictor, target: str) -> Ledger:
+    """Return the ledger of fake networks that see windows, mirrored, as on a `target`, "cpu" or "cuda"."""
     ledger = GpuLedger() if target == "cuda" else Ledger()
     assert predictor.options.in_channels is not None
     tiles = torch.empty(predictor.batch, predictor.options.in_channels, *predictor.window)
@@ -220,7 +230,7 @@ def _window_peak(predictor: Predictor, target: str) -> int:
             ledger.claim(parameter, "params", "")
     with ledger:
         predictor.window_logits(tiles)
-    return ledger.peak_bytes()
+    return ledger
 
 
 @contextmanager
