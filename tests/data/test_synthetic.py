@@ -90,7 +90,7 @@ def of_one_process() -> str:
     return f".unet3d-{'1' * 16}.tmp"
 
 
-@without("unet3d.files.temporary_name", of_one_process)
+@without("unet3d.base.files.temporary_name", of_one_process)
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_two_containers_with_equal_process_numbers_do_not_disturb_each_other(tmp_path: Path, is_stopped: bool) -> None:
     """Both make the same data set on one disk; the second begins and ends, or is stopped, as the first is at work."""
