@@ -79,7 +79,7 @@ class Predictor:
         """Yield the strips of `strips`; networks are in evaluation mode."""
         x, y, z = image.shape[1:]
         out_window = geometry.output_size(self.window, self.options)
-        strides = [math.prod(axis) for axis in zip((1, 1, 1), *geometry.strides(self.options), strict=True)]
+        strides = self._total_strides()
         if self.options.padding == "valid":
             corners = aligned_corners((x, y, z), out_window, strides)
             weight = torch.ones(out_window)
@@ -92,10 +92,12 @@ class Predictor:
         if on_device is None:
             on_device = self.sums_fit(corners, out_window)
         host = self._host_memory(corners, out_window, axes, on_device)
-        logits = self._logits(padded, _places(corners, axes), None if on_device else host)
+        places = _places(corners, axes)
+        logits = self._logits(padded, places, host=None if on_device else host)
         for (a, b, c), means in window_means(logits, corners, weight, axes):
             corner = (a - offset[0], b - offset[1], c - offset[2])
-            strip = _probabilities_inside(ProbabilityBlock((x, y, z), axes, corner, means))
+            block = ProbabilityBlock((x, y, z), axes, corner, means)
+            strip = _probabilities_inside(block)
             if strip is None:
                 continue
             if on_device:
@@ -103,6 +105,14 @@ class Predictor:
             if not math.isfinite(strip.probabilities[0].sum().item()):  # softmax makes a voxel NaN in all classes
                 raise self._not_finite(name)
             yield strip
+
+    def _total_strides(self) -> list[int]:
+        """Return the product of all levels' strides along each axis."""
+        strides = [1, 1, 1]
+        for level in geometry.strides(self.options):
+            for axis, stride in enumerate(level):
+                strides[axis] *= stride
+        return strides
 
     def _host_memory(
         self,
@@ -141,8 +151,10 @@ class Predictor:
 
     def _logits(self, padded: Tensor, places: Sequence[Axes], host: HostMemory | None) -> Iterator[Tensor]:
         """Yield logits K D H W of the windows at `places`, on the networks' device, or in `host` memory."""
-        for start in progress.parts(range(0, len(places), self.batch), "windows", len(places)):
-            logits = self.window_logits(self._tiles(padded, places[start : start + self.batch]))
+        starts = range(0, len(places), self.batch)
+        for start in progress.parts(starts, "windows", len(places)):
+            batch = places[start : start + self.batch]
+            logits = self.window_logits(self._tiles(padded, batch))
             if host is not None and logits.device.type != "cpu":
                 logits = host.take(logits)
             windows = [*logits.unbind()]
@@ -156,7 +168,8 @@ class Predictor:
         if self._device.type == "cpu" and len(windows) == 1:
             return windows[0][None]  # not a copy
         is_cuda = self._device.type == "cuda"
-        tiles = torch.empty(len(windows), *windows[0].shape, dtype=padded.dtype, pin_memory=is_cuda)
+        shape = (len(windows), *windows[0].shape)
+        tiles = torch.empty(shape, dtype=padded.dtype, pin_memory=is_cuda)
         # The copy may still run when `tiles` is let go of: torch gives its pages to no other tensor before it is over.
         return torch.stack(windows, out=tiles).to(self._device, non_blocking=True)
 
@@ -201,5 +214,6 @@ def _probabilities_inside(strip: ProbabilityBlock) -> ProbabilityBlock | None:
         inside.append(slice(first - block.start, last - block.start))
     part = strip.probabilities[(slice(None), *inside)]
     part.sub_(part.amax(0)).exp_()
+    part.div_(part.sum(0))
     x, y, z = begin
-    return strip._replace(corner=(x, y, z), probabilities=part.div_(part.sum(0)))
+    return strip._replace(corner=(x, y, z), probabilities=part)

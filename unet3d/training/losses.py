@@ -23,6 +23,7 @@ from unet3d.model.blocks import crop
 from unet3d.training.own_parts import refuse_odd_logits, refuse_odd_loss
 
 SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
+VOXELS = (2, 3, 4)  # dimensions of N K D H W
 SLABS = 16  # of a map on the CPU, at most
 SMALL = 2**12  # numbers of logits; with less in a slab on the CPU, most of the time goes to calls
 CUDA_SLAB = 2**22  # numbers of logits; a GPU has work for all of its cores, and a step few launches for the loss
@@ -65,9 +66,10 @@ class SegmentationLoss:
         if self.network is not None:
             refuse_odd_logits(logits, *self.network, label.shape, may_be_several=True)
         scales: tuple[Tensor, ...] = logits if isinstance(logits, tuple) else (logits,)
-        label = crop(label, scales[0].shape[2:])  # valid convolutions lose the border
-        total = self._term(scales[0], label)
-        for level, scale in enumerate(scales[1:], start=1):
+        finest, *coarser = scales
+        label = crop(label, finest.shape[2:])  # valid convolutions lose the border
+        total = self._term(finest, label)
+        for level, scale in enumerate(coarser, start=1):
             label = subsample(label, scale.shape[2:])
             total = total + 0.5**level * self._term(scale, label)
         return total / sum(0.5**level for level in range(len(scales)))
@@ -137,7 +139,14 @@ class BySlabs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, label: Tensor, options: LossOptions, dice: bool, ce: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        label: Tensor,
+        options: LossOptions,
+        dice: bool,
+        ce: bool,
+    ) -> Tensor:
         weights = options.weights
         if weights is not None:
             weights = weights.to(logits.device, _exact(logits.dtype))
@@ -171,7 +180,8 @@ class BySlabs(torch.autograd.Function):
         may_overwrite = ctx.producer_keeps_no_output and _reference_counts(logits) == _Probe.reference_counts()
         out = logits if may_overwrite else torch.empty_like(logits)
         if size is not None:
-            scores = size.shape[0] * (size.shape[1] - 1) * ctx.shares
+            images, classes = size.shape
+            scores = images * (classes - 1) * ctx.shares
             by_overlap = -2 / size / scores
             by_size = overlap / size**2 / scores
             by_overlap[:, 0] = 0  # the background
@@ -181,15 +191,17 @@ class BySlabs(torch.autograd.Function):
             p = x.softmax(1)
             valid = truth.sum(1, keepdim=True)
             if size is not None:
-                slab = (truth * _as_maps(by_overlap)).add_(_as_maps(by_size)).mul_(valid)
-                slab = slab.sub_((p * slab).sum(1, keepdim=True)).mul_(p)  # through the softmax
+                slab = truth * _as_maps(by_overlap)
+                slab.add_(_as_maps(by_size)).mul_(valid)
+                slab.sub_((p * slab).sum(1, keepdim=True)).mul_(p)  # through the softmax
             else:
                 slab = torch.zeros_like(p)
             if weight is not None:
                 voxel_weight = valid
                 if ctx.weights is not None:
                     voxel_weight = (truth * _as_maps(ctx.weights[None])).sum(1, keepdim=True)
-                slab.add_(p.sub_(truth).mul_(voxel_weight / weight))
+                p.sub_(truth).mul_(voxel_weight / weight)
+                slab.add_(p)
             end = row + x.shape[2]
             out[:, :, row:end] = slab.mul_(gradient)
             row = end
@@ -214,9 +226,11 @@ def _sum_slabs(
             sums.weight = _add(sums.weight, weighted.sum())
             del weighted
         if dice:
-            p = log_p.exp_().mul_(truth.sum(1, keepdim=True))  # 0 where the label is ignored
-            sums.overlap = _add(sums.overlap, (p * truth).sum((2, 3, 4)))
-            sums.size = _add(sums.size, p.add_(truth).sum((2, 3, 4)))
+            p = log_p.exp_()
+            p.mul_(truth.sum(1, keepdim=True))  # 0 where the label is ignored
+            sums.overlap = _add(sums.overlap, (p * truth).sum(VOXELS))
+            p.add_(truth)
+            sums.size = _add(sums.size, p.sum(VOXELS))
     return sums
 
 
@@ -272,16 +286,19 @@ class _Probe(torch.autograd.Function):
         """Return the counts, measured at the first call."""
         if cls.counts == (0, 0):
             with torch.enable_grad():
-                cls.apply(torch.ones(1, requires_grad=True) * 1).backward()
+                leaf = torch.ones(1, requires_grad=True)
+                cls.apply(leaf * 1).backward()
         return cls.counts
 
 
 def _slabs(logits: Tensor, label: Tensor, numbers: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits and one-hot labels N K d H W, of a few rows at a time; all classes 0 where the label is IGNORE."""
     rows = _rows_of_slab(logits, numbers)
+    dtype = _exact(logits.dtype)
     for first in range(0, logits.shape[2], rows):
-        x = logits[:, :, first : first + rows].to(_exact(logits.dtype)).contiguous()  # softmax would do so unseen
-        index = label[:, None, first : first + rows].long()
+        last = first + rows
+        x = logits[:, :, first:last].to(dtype).contiguous()  # softmax would do so unseen
+        index = label[:, None, first:last].long()
         if torch.are_deterministic_algorithms_enabled():
             # On a GPU, torch would sort the values of a tensor before it scatters them; the number 1 it need not.
             truth = torch.zeros_like(x).scatter_(1, index.clamp(min=0), 1).masked_fill_(index == IGNORE, 0)
@@ -315,7 +332,8 @@ def subsample(label: Tensor, size: torch.Size) -> Tensor:
 
     The last cell of an axis may be shorter.
     """
-    for axis, (have, want) in enumerate(zip(label.shape[1:], size, strict=True), start=1):
-        stride = math.ceil(have / want)
-        label = label.index_select(axis, torch.arange(want, device=label.device) * stride)
+    for axis, cells in enumerate(size, start=1):
+        stride = math.ceil(label.shape[axis] / cells)
+        first_voxels = torch.arange(cells, device=label.device) * stride
+        label = label.index_select(axis, first_voxels)
     return label

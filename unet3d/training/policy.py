@@ -94,7 +94,12 @@ class Segment:
     `is_compared`, the second call must compute what the first one did.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], is_last: bool, is_compared: bool = False) -> None:
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        is_last: bool,
+        is_compared: bool = False,
+    ) -> None:
         self.stages = stages
         self.is_last = is_last
         self.states: list[StageState] = []  # of the stages, before their first call
@@ -130,7 +135,11 @@ class Segment:
         return state
 
 
-def split(stages: Sequence[nn.Module], segment_starts: Sequence[int], is_compared: bool = False) -> list[Segment]:
+def split(
+    stages: Sequence[nn.Module],
+    segment_starts: Sequence[int],
+    is_compared: bool = False,
+) -> list[Segment]:
     """Return segments that begin with these stages, the first with stage 0.
 
     checkpoint_sequential keeps the last one's maps in memory.

@@ -58,10 +58,11 @@ class FirstCall(Observer, TorchDispatchMode):
         first = result
         if isinstance(result, tuple | list) and result:
             first = result[0]  # others may be no values
-        if isinstance(first, Tensor) and _has_values(func) and not _is_cast_of_weight(func, args):
-            numbers = _numbers(first)
-            if numbers is not None:
-                self.see(func, first, numbers)
+        if not isinstance(first, Tensor) or not _has_values(func) or _is_cast_of_weight(func, args):
+            return result
+        numbers = _numbers(first)
+        if numbers is not None:
+            self.see(func, first, numbers)
         return result
 
     def see(self, func: Any, result: Tensor, numbers: Numbers) -> None:

@@ -36,10 +36,10 @@ def _tensor_version(tensor: Tensor) -> int | None:
 FINGERPRINTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (  # by type; they change as the value changes within
     (Tensor, _tensor_version),
     (np.ndarray, lambda array: zlib.crc32(array.tobytes())),
-    (np.random.Generator, lambda generator: repr(generator.bit_generator.state)),
-    (np.random.RandomState, lambda generator: repr(generator.get_state())),
     (bytearray, bytes),
     (random.Random, lambda generator: repr(generator.getstate())),
+    (np.random.Generator, lambda generator: repr(generator.bit_generator.state)),
+    (np.random.RandomState, lambda generator: repr(generator.get_state())),
     (torch.Generator, lambda generator: generator.get_state().numpy().tobytes()),
 )
 
@@ -64,23 +64,20 @@ class StageState:
     def __init__(self, stage: nn.Module) -> None:
         self.stage = stage
         self.buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
-        self.attributes = {path: (module, _attributes(module)) for path, module in stage.named_modules()}
-        self.fingerprints = {}
-        for path, (module, attributes) in self.attributes.items():
-            self.fingerprints[path] = _fingerprints(module, attributes)
+        self.modules = [_ModuleState(path, module) for path, module in stage.named_modules()]
 
     def refuse_changes_within(self) -> None:
         """Raise UserError, after the first call, for what has changed and cannot be put back."""
-        for path, (module, attributes) in self.attributes.items():
-            now = _fingerprints(module, attributes)
-            for name, before in self.fingerprints[path].items():
-                if not _is_same(before, now[name]):
-                    where = type(self.stage).__name__
-                    if path:
-                        where += f".{path}"
-                    fault = f"{name} of {type(module).__name__} changes within a forward pass"
-                    advice = "keep it in a buffer (register_buffer), or set ckpt=0"
-                    raise UserError(f"ckpt: {where}: {fault}, so backward cannot compute it again; {advice}")
+        for state in self.modules:
+            name = state.changed_within()
+            if name is None:
+                continue
+            where = type(self.stage).__name__
+            if state.path:
+                where += f".{state.path}"
+            fault = f"{name} of {type(state.module).__name__} changes within a forward pass"
+            advice = "keep it in a buffer (register_buffer), or set ckpt=0"
+            raise UserError(f"ckpt: {where}: {fault}, so backward cannot compute it again; {advice}")
 
     @contextmanager
     def restored(self) -> Iterator[dict[str, Tensor]]:
@@ -88,14 +85,38 @@ class StageState:
 
         Afterwards all is as the first call has left it.
         """
-        now = [(module, _attributes(module)) for module, _ in self.attributes.values()]
-        for module, attributes in self.attributes.values():
-            _replace_attributes(module, attributes)
+        now = [_attributes(state.module) for state in self.modules]
+        for state in self.modules:
+            _replace_attributes(state.module, state.attributes)
         try:
             yield {name: buffer.clone() for name, buffer in self.buffers.items()}
         finally:
-            for module, attributes in now:
-                _replace_attributes(module, attributes)
+            for state, attributes in zip(self.modules, now, strict=True):
+                _replace_attributes(state.module, attributes)
+
+
+class _ModuleState:
+    """Attributes of one module, and fingerprints of what may change within them and its parameters."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path  # from the stage
+        self.module = module
+        self.attributes = _attributes(module)
+        self.fingerprints = self._fingerprints()
+
+    def changed_within(self) -> str | None:
+        """Return the first attribute or parameter that has changed within; None without one."""
+        now = self._fingerprints()
+        for name, before in self.fingerprints.items():
+            if not _is_same(before, now[name]):
+                return name
+        return None
+
+    def _fingerprints(self) -> dict[str, list[Any]]:
+        with _disable_current_modes():  # a ledger or fake tensors
+            values = dict(self.attributes)
+            values.update(self.module.named_parameters(recurse=False))
+            return {name: _fingerprint(value) for name, value in values.items()}
 
 
 def tensor_versions(state: Any) -> list[tuple[Tensor, int]]:
@@ -145,16 +166,8 @@ def _replace_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
     vars(module).update(attributes)
 
 
-def _fingerprints(module: nn.Module, attributes: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return what changes within attributes and parameters, one level deep."""
-    with _disable_current_modes():  # a ledger or fake tensors
-        values = dict(attributes)
-        values.update(module.named_parameters(recurse=False))
-        return {name: _fingerprint(value) for name, value in values.items()}
-
-
 def _fingerprint(value: Any) -> list[Any]:
-    """Return the items of a value, and the fingerprints of it and of them."""
+    """Return the items of a value, and the fingerprints of it and of them: what changes within, one level deep."""
     items: list[Any] = []
     if isinstance(value, dict):
         items = [*value, *value.values()]

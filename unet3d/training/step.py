@@ -103,7 +103,12 @@ def _read(losses: Sequence[Tensor], norm: Tensor, scaler: GradScaler) -> StepRes
     return StepResult(mean_loss, grad_norm, *others[len(losses) :])
 
 
-def _refuse_non_finite(result: StepResult, model: nn.Module, scaler: GradScaler, batches: Sequence[Batch]) -> None:
+def _refuse_non_finite(
+    result: StepResult,
+    model: nn.Module,
+    scaler: GradScaler,
+    batches: Sequence[Batch],
+) -> None:
     """Raise NonFiniteLoss, unless fp16 overflowed at a scale that can fall: then the scaler skips the update.
 
     Running statistics that overflowed always raise: no later step makes them finite.

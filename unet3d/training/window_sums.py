@@ -34,8 +34,10 @@ class HostMemory:
         """Return a copy of the result, once all of it is there."""
         if self._buffer.numel() < result.numel():
             self._buffer = torch.empty(0)  # before there is a larger one
-            self._buffer = torch.empty(max(self._numbers, result.numel()), pin_memory=self._is_pinned)
-        return self._buffer[: result.numel()].view(result.shape).copy_(result)
+            numbers = max(self._numbers, result.numel())
+            self._buffer = torch.empty(numbers, pin_memory=self._is_pinned)
+        part = self._buffer[: result.numel()]
+        return part.view(result.shape).copy_(result)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -91,7 +93,9 @@ def window_means(
     strip_size, carried_size = sum_sizes(corners, weight.shape, axes)
     strip = torch.empty(0)  # K maps of sums, and their weights
     carried = torch.empty(0)  # to the next slab, of the same maps
-    for slab, row in itertools.product(_steps(slab_starts, deep), _steps(strip_starts, wide)):
+    slabs = _steps(slab_starts, deep)
+    rows = _steps(strip_starts, wide)
+    for slab, row in itertools.product(slabs, rows):
         for start in window_starts:
             window = _in_scan_order(next(logits), axes)
             if not len(strip):
@@ -100,9 +104,9 @@ def window_means(
                 carried = _empty(maps, carried_size, axes, window.device)
                 weight = weight.to(window.device).permute(axes)
             if start == 0:
-                first = row.start + row.shared
-                last = row.start + wide
-                _advance(strip, row.shared, carried[:, : slab.shared, first:last])
+                first_new = row.start + row.shared
+                from_last_slab = carried[:, : slab.shared, first_new : row.start + wide]
+                _advance(strip, row.shared, from_last_slab)
             part = strip[..., start : start + long]
             part[:-1].addcmul_(window, weight)
             part[-1].add_(weight)
@@ -126,9 +130,10 @@ class _Step(NamedTuple):
 
 def _steps(starts: Sequence[int], length: int) -> list[_Step]:
     """Return the places of windows of this length along one axis."""
+    end = starts[-1] + length
     steps = []
     shared = 0
-    for start, next_start in pairwise([*starts, starts[-1] + length]):
+    for start, next_start in pairwise([*starts, end]):
         steps.append(_Step(start, next_start, shared))
         shared = start + length - next_start
     return steps
@@ -154,7 +159,8 @@ def _as_volume(maps: Tensor, axes: Axes) -> Tensor:
 
 def in_volume_order(values: Sequence[int], axes: Axes) -> Axes:
     """Return values along `axes` in the order of the volume's axes."""
-    x, y, z = (values[axes.index(axis)] for axis in range(3))
+    places = [axes.index(axis) for axis in range(3)]
+    x, y, z = (values[place] for place in places)
     return x, y, z
 
 

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,13 +24,18 @@ def even_corners(sizes: Sequence[int], window: Sequence[int], overlap: float) ->
     corners = []
     for size, length in zip(sizes, window, strict=True):
         free = size - length
-        gaps = max(0, math.ceil(free / (length * (1 - overlap))))
+        largest_gap = length * (1 - overlap)
+        gaps = max(0, math.ceil(free / largest_gap))
         starts = {round(i * free / max(1, gaps)) for i in range(gaps + 1)}  # short gaps may coincide
         corners.append(sorted(starts))
     return corners
 
 
-def aligned_corners(sizes: Sequence[int], out_window: Sequence[int], strides: Sequence[int]) -> list[list[int]]:
+def aligned_corners(
+    sizes: Sequence[int],
+    out_window: Sequence[int],
+    strides: Sequence[int],
+) -> list[list[int]]:
     """Return where windows begin along each axis (voxels): on multiples of the network's total strides.
 
     Elsewhere, pooling would group other voxels. Windows are evenly spread, so that they reach beyond the volume by less
@@ -41,7 +47,8 @@ def aligned_corners(sizes: Sequence[int], out_window: Sequence[int], strides: Se
         last = math.ceil(max(0, size - length) / stride)  # corner, in strides
         largest_gap = length // stride
         gaps = math.ceil(last / largest_gap)
-        corners.append([i * last // max(1, gaps) * stride for i in range(gaps + 1)])
+        starts = [i * last // max(1, gaps) for i in range(gaps + 1)]  # in strides
+        corners.append([start * stride for start in starts])
     return corners
 
 
@@ -105,7 +112,8 @@ def pad(
         widths.append((before, after))
     if not any(map(any, widths)):
         return image, offset  # not a copy
-    padded = np.pad(image.numpy(), widths, mode="reflect" if has_border else "constant")
+    mode: Literal["reflect", "constant"] = "reflect" if has_border else "constant"
+    padded = np.pad(image.numpy(), widths, mode=mode)
     return torch.from_numpy(padded), offset
 
 
