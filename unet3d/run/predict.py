@@ -28,7 +28,8 @@ from unet3d.data.preprocess import Intensity, normalise
 from unet3d.data.volume import Scores, Volume, contradictions, foreign_units, read_volume, to_original, with_values
 from unet3d.memory.simulate import fitted, largest_map
 from unet3d.training import checkpoint, known_bad
-from unet3d.training.inference import Predictor, free_bytes
+from unet3d.training.inference import Predictor
+from unet3d.training.window_sums import free_bytes
 
 Split = dict[str, Any]
 

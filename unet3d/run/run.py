@@ -46,9 +46,9 @@ from unet3d.run.pretrained import Start
 from unet3d.run.resume import BEST, Checkpoints, TrainingState, fingerprint, seed_per_rank
 from unet3d.run.validation import Predictions, evaluate, has_own_grids
 from unet3d.training import metrics, optim, switches
-from unet3d.training.inference import free_bytes
 from unet3d.training.metrics import CaseScore
 from unet3d.training.trainer import Learner, Trainer
+from unet3d.training.window_sums import free_bytes
 
 
 class Run:
