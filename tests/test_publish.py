@@ -131,7 +131,7 @@ def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
     pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     state = checkpoint.load_checkpoint(pair[0])
-    names = ("config", "model_options", "classes", "channels", "intensity", "model")
+    names = ("config", "model_options", "classes", "channels", "intensity", "step", "model")
     kept = {name: state[name] for name in names} | {"average": {}}
     if kind == "aliased":
         kept |= {"others": [state["model"]] * 9, "splits": [{}] * 10}
