@@ -198,6 +198,7 @@ def test_another_number_of_threads_is_told(
         ),
         (MOMENT[:3], {"step": torch.ones(()), **dict.fromkeys(MOMENTS, torch.zeros(4, 1, 3, 3, 3))}, "optimizer"),
         (("optimizer", "param_groups", 0, optim.COUNT), -3, "step"),
+        (("threads",), "x", "threads"),
     ],
 )
 def test_a_state_that_no_run_has_written_is_refused(
@@ -222,13 +223,16 @@ def test_a_random_state_that_torch_refuses_is_one_line(
         CheckpointManager(tmp_path, dict).restore(state.load_state_dict)
 
 
-def test_a_state_without_a_part_is_one_line_and_no_other_is_taken(state: TrainingState, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["scaler", "fingerprint", "last_validation", "best", "ranks", "threads"])
+def test_a_state_without_a_part_is_one_line_and_no_other_is_taken(
+    state: TrainingState, tmp_path: Path, part: str
+) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     whole = state.state_dict(1, 0, None)
     checkpoint.save_checkpoint(folder / "previous.pt", whole)
-    checkpoint.save_checkpoint(folder / "last.pt", {name: value for name, value in whole.items() if name != "scaler"})
-    with pytest.raises(CheckpointError, match=r"last\.pt: .*KeyError\('scaler'\)"):
+    checkpoint.save_checkpoint(folder / "last.pt", {name: value for name, value in whole.items() if name != part})
+    with pytest.raises(CheckpointError, match=rf"last\.pt: .*KeyError\('{part}'\)"):
         CheckpointManager(tmp_path, dict).restore(state.load_state_dict)
 
 

@@ -117,7 +117,7 @@ def test_a_published_checkpoint_of_wrong_networks_is_refused(finished: Path, tmp
             predict.open_segmenter(tmp_path / "wrong.pt", "cpu")
 
 
-@pytest.mark.parametrize("key", ["channels", "step"])
+@pytest.mark.parametrize("key", ["channels", "step", "model_options"])
 def test_a_checkpoint_that_lacks_what_is_published_is_refused(key: str, pair: list[Path], tmp_path: Path) -> None:
     state = checkpoint.load_checkpoint(pair[1])
     del state[key]
