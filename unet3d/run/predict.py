@@ -3,9 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from unet3d.data.labels import written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, save_labels, saving_scores, stem
 from unet3d.data.preprocess import Intensity, normalise
 from unet3d.data.volume import Scores, Volume, contradictions, foreign_units, read_volume, to_original, with_values
-from unet3d.memory.simulate import fitted
+from unet3d.memory.simulate import fitted, largest_map
 from unet3d.report.loggers import warn
 from unet3d.run.checkpoint import TrainedNetworks, read_networks
 from unet3d.training import known_bad
@@ -113,9 +115,15 @@ def segmenter(
     `batch` is of windows. Where it is auto and a GPU has not enough free, there are fewer at once. Raises as
     `open_segmenter`, and UserError for a value out of the range that the option has.
     """
-    config = _inference_config(trained.config, device, mirror, batch, overlap)
+    arguments = {"mirror": mirror, "batch": batch, "overlap": overlap}
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if overlap is not None and (isinstance(overlap, bool) or not isinstance(overlap, (int, float))):
+        raise UserError(f"overlap={overlap}: give a number from 0 to 0.9, a share of the window")
+    with _named_as(given):
+        config = _inference_config(trained.config, device, given)
+    _warn_of_idle_arguments(config, given)
     return Segmenter(
-        predictor=_predictor(trained, config),
+        predictor=_predictor(trained, config, given),
         intensity=trained.intensity,
         spacing=config.data.spacing,
         rules=ValidationRules.of(config.data),
@@ -125,48 +133,49 @@ def segmenter(
     )
 
 
-def _inference_config(
-    trained: Config,
-    device: str,
-    mirror: bool | None,
-    batch: int | str | None,
-    overlap: float | str | None,
-) -> Config:
-    """Return the config of a run with these options of inference in place of its own. Raises UserError."""
+def _inference_config(trained: Config, device: str, given: dict[str, Any]) -> Config:
+    """Return the config of a run with the options of inference that are given. Raises UserError."""
     # A prediction has no backward pass, which alone is not deterministic on a GPU, and is not compiled.
     config = dataclasses.replace(trained, device=device, deterministic=False, compile=False)
-    inference = config.inference
-    if mirror is not None:
-        inference = dataclasses.replace(inference, mirror=mirror)
-    if batch is not None:
-        inference = dataclasses.replace(inference, batch=batch)
-    if overlap is not None:
-        if isinstance(overlap, bool) or not isinstance(overlap, (int, float)):
-            raise UserError(f"inference.overlap={overlap}: give a number from 0 to 0.9, a share of the window")
-        inference = dataclasses.replace(inference, overlap=overlap)
-    config.inference = inference
+    config.inference = dataclasses.replace(config.inference, **given)
     rules.check(config, here=False)  # the device's name; and not every network can be mirrored
-    if mirror and not config.data.augment.mirror:
-        warn("mirroring does nothing: this network has data.augment.mirror=[]")
-    if overlap is not None and config.model.padding == "valid":
-        warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
     return config
 
 
-def _predictor(trained: TrainedNetworks, config: Config) -> Predictor:
+def _warn_of_idle_arguments(config: Config, given: dict[str, Any]) -> None:
+    if given.get("mirror") and not config.data.augment.mirror:
+        warn("mirroring does nothing: this network has data.augment.mirror=[]")
+    if "overlap" in given and config.model.padding == "valid":
+        warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
+
+
+def _predictor(trained: TrainedNetworks, config: Config, given: Iterable[str]) -> Predictor:
     """Build the networks on the device of `config`. Raises CheckpointError, UserError."""
     device = build.device(config)
     policy = build.policy(config, device.type, ())
-    if device.type == "cuda":
-        warning = known_bad.warning(policy.dtype)
-        if warning is not None:
-            warn(warning)
     networks = [policy.formatted(network) for network in trained.instantiate(device)]
-    predictor = build.predictor(config, networks, config.model, policy)
+    with _named_as(given):
+        predictor = build.predictor(config, networks, config.model, policy)
     if device.type == "cuda":
         free = free_bytes(device) if config.inference.batch == "auto" else math.inf
         predictor = fitted(predictor, free)
+        warning = known_bad.warning(policy.dtype, partial(largest_map, predictor))
+        if warning is not None:
+            warn(warning)
     return predictor
+
+
+@contextmanager
+def _named_as(given: Iterable[str]) -> Iterator[None]:
+    """Name arguments in errors (`overlap`) where they replaced the checkpoint's options (`inference.overlap`)."""
+    try:
+        yield
+    except UserError as error:
+        option, sign, rest = str(error).partition("=")
+        name = option.removeprefix("inference.")
+        if name in given and name != option:
+            raise UserError(f"{name}{sign}{rest}") from error
+        raise
 
 
 def accepted_contradictions(case: Case) -> list[str]:

@@ -28,8 +28,10 @@ from unet3d.training import checkpoint, metrics
 PUBLISHED = ("model_options", "classes", "channels", "intensity", "step")  # of a checkpoint, besides weights and config
 PRIVATE = ("wandb", "init", "resume", "sweep")  # options that are not published
 PATHS = ("root", "split", "images", "labels", "cache_root")  # options of data that are not, as they name files
-# Options that decide how a network sees images.
-SAME = ("model.", "inference.overlap", "inference.mirror", "amp", "data.patch", "data.spacing", "data.augment.mirror")
+SAME = (  # how a network sees images, and what its classes are
+    *("model.", "inference.overlap", "inference.mirror", "amp"),
+    *("data.patch", "data.spacing", "data.label_map", "data.augment.mirror"),
+)
 SCORES = "scores.csv"
 
 
@@ -101,6 +103,7 @@ def score(path: Path, config: Config, out: Path, model_path: str | None = None) 
     networks = source.networks()
     refuse_other_network(networks, model_path)
     _refuse_other_dataset(networks, dataset)
+    _warn_of_other_names(networks, dataset, config.data)
     build.refuse_problems(dataset, held_out, config.data)
     _warn_of_other_splits(networks, config.data)
     _warn_of_seen_cases(source, held_out)
@@ -148,7 +151,7 @@ def _title(source: Checkpoint, networks: TrainedNetworks, has_own_grids: bool) -
 
 
 def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> None:
-    """Raise UserError for other classes or another number of channels; warn of channels of other names."""
+    """Raise UserError for other classes or another number of channels than the network's."""
     has_same_classes = networks.classes == dataset.classes
     if not has_same_classes or len(networks.channels) != len(dataset.channels):
         learned = f"{len(networks.channels)} channels and the classes {', '.join(networks.classes)}"
@@ -158,12 +161,27 @@ def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> No
         if label_map is not None:
             hint = f"; it learned with {as_option(label_sources(label_map))}"
         raise UserError(f"{networks.path}: a network of {learned}; the data has {given}{hint}")
-    # Each layout has its own names for channels.
+
+
+def _warn_of_other_names(networks: TrainedNetworks, dataset: DatasetInfo, options: Data) -> None:
+    """Warn of channels of other names (each layout has its own), and of classes from other labels of the files."""
     if len(dataset.channels) > 1 and networks.channels != dataset.channels:
         learned = ", ".join(networks.channels)
         given = ", ".join(dataset.channels)
         order = "they are taken in this order"
         warn(f"{networks.path}: its channels are {learned}, those of the data {given}; {order}")
+    learned_map = _label_map(networks.config.data, len(dataset.classes))
+    asked_map = _label_map(options, len(dataset.classes))
+    if learned_map != asked_map:
+        maps = f"it learned with {as_option(learned_map)}, and is scored with {as_option(asked_map)}"
+        warn(f"{networks.path}: its classes are other labels of the files: {maps}")
+
+
+def _label_map(options: Data, classes: int) -> Mapping[int, list[int]]:
+    """Return the files' labels of each class but background, in ascending order; without data.label_map its number."""
+    numbers = {number: number for number in range(1, classes)}
+    sources = label_sources(options.label_map or numbers)
+    return {label: sorted(sources[label]) for label in sorted(sources) if label}
 
 
 def _warn_of_other_splits(networks: TrainedNetworks, options: Data) -> None:

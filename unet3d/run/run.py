@@ -101,7 +101,7 @@ class Run:
             where = ranks.on_rank0(lambda: self.checkpoints.dump(self.trainer.step + 1, all_batches))
             raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
-            foreseen = _foreseen(error)
+            foreseen = _foreseen(error, self.config)
             if foreseen is not None:
                 raise foreseen from error
             if not is_out_of_memory(error):
@@ -282,12 +282,12 @@ class Run:
         self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], found)
 
 
-def _foreseen(error: Exception) -> ForeseenError | None:
+def _foreseen(error: Exception, config: Config) -> ForeseenError | None:
     """Return the error to show for a lost worker, a refusal of `deterministic`, or a failure of torch.compile.
 
     None for another error, or where memory ran out as torch.compile ran.
     """
-    foreseen = lost(error) or switches.nondeterminism_error(error)
+    foreseen = lost(error) or switches.nondeterminism_error(error, config)
     if foreseen is None and not is_out_of_memory(error):
         foreseen = switches.compile_error(error)
     return foreseen
