@@ -30,7 +30,7 @@ from unet3d.training.trainer import Learner, Trainer
 
 
 class Origin(NamedTuple):
-    """Where a run begins: at step 0, or at its last checkpoint."""
+    """Starting point of a run: step 0, or its last checkpoint."""
 
     step: int
     last_validation: int  # its step
