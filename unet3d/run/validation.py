@@ -37,11 +37,14 @@ def evaluate(
     read: Read,
     classes: int,
     hd95: bool,
-    what: str,
+    title: str,
     keep: Keep | None = None,
 ) -> Generator[CaseScore]:
-    """Yield the score of each case on the network's grid. `keep` gets each case and may take its strips."""
-    with progress.counting(what, len(cases)) as counter:
+    """Yield the score of each case on the network's grid; `title` names the progress bar.
+
+    `keep` gets each case and may take its strips, which are then not computed again.
+    """
+    with progress.counting(title, len(cases)) as counter:
         for case in cases:
             prepared = read(case)
             strips = ArgmaxCollector(predictor.strips(prepared.image, case.named))

@@ -64,7 +64,7 @@ class Validator:
             self.data.read_val,
             classes=len(self.data.dataset.classes),
             hd95=is_last and not self.config.data.semi,  # slices have no surface
-            what="validation",
+            title="validation",
             keep=functools.partial(self._keep_strips, is_last),
         )
 
