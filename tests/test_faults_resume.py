@@ -18,7 +18,8 @@ from unet3d.cli import lifecycle
 from unet3d.cli.train import resumed_config
 from unet3d.config.compose import refuse_changes
 from unet3d.report import run_folder
-from unet3d.run.resume import Checkpoints, refuse_other_data
+from unet3d.run.checkpoint_manager import CheckpointManager
+from unet3d.run.fingerprint import refuse_other_data
 from unet3d.run.validation import Predictions
 from unet3d.training import checkpoint
 
@@ -143,7 +144,9 @@ def test_another_network_is_refused_and_another_rate_is_reported() -> None:
             refuse_changes({"optim": {option: 1}}, {"optim": {option: 2}})
     assert refuse_changes(before, before | {"optim": {"lr": 0.2}, "resume": "run"}) == ["optim.lr: 0.1 -> 0.2"]
     with pytest.raises(UserError, match=r"torch\.bfloat16 -> torch\.float16"):
-        refuse_other_data({"mixed precision": "torch.bfloat16"}, {"mixed precision": "torch.float16"})
+        refuse_other_data(
+            {"files": {}, "mixed precision": "torch.bfloat16"}, {"files": {}, "mixed precision": "torch.float16"}
+        )
 
 
 def test_other_cases_are_another_run(copy: Path, place: Path, tmp_path: Path) -> None:
@@ -226,7 +229,7 @@ def stop_reading() -> None:
 
 def die_saving(number: int) -> None:
     """Just before the save of this number."""
-    call(Checkpoints, "save_last", number, functools.partial(send, KILL))
+    call(CheckpointManager, "save_last", number, functools.partial(send, KILL))
 
 
 @pytest.mark.slow

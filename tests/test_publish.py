@@ -118,7 +118,7 @@ def test_a_published_checkpoint_of_wrong_networks_is_refused(finished: Path, tmp
             predict.open_segmenter(tmp_path / "wrong.pt", "cpu")
 
 
-@pytest.mark.parametrize("key", ["channels", "step"])
+@pytest.mark.parametrize("key", ["channels", "step", "model_options"])
 def test_a_checkpoint_that_lacks_what_is_published_is_refused(key: str, pair: list[Path], tmp_path: Path) -> None:
     state = checkpoint.load_checkpoint(pair[1])
     del state[key]
@@ -132,7 +132,7 @@ def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
     pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     state = checkpoint.load_checkpoint(pair[0])
-    names = ("config", "model_options", "classes", "channels", "intensity", "model")
+    names = ("config", "model_options", "classes", "channels", "intensity", "step", "model")
     kept = {name: state[name] for name in names} | {"average": {}}
     if kind == "aliased":
         kept |= {"others": [state["model"]] * 9, "splits": [{}] * 10}

@@ -44,7 +44,8 @@ from unet3d.data.preprocess import CaseReader
 from unet3d.data.validate import WARNING, check_cases, summary
 from unet3d.report import compare, memory_plots, plots, report
 from unet3d.run import predict
-from unet3d.run.resume import Checkpoints, TrainingState
+from unet3d.run.checkpoint_manager import CheckpointManager
+from unet3d.run.training_state import TrainingState
 from unet3d.training import checkpoint, optim
 
 RUN = ["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"]
@@ -165,7 +166,7 @@ class SoundRun:
 
     def _resume(self, folder: Path) -> None:
         train.resumed(folder, [f"resume={folder}"])
-        Checkpoints(folder, dict).restore(self.state.load_state_dict)
+        CheckpointManager(folder, dict).restore(self.state.load_state_dict)
 
 
 def _ends(act: Callable[[Path], object], folder: Path) -> str:

@@ -23,7 +23,7 @@ from unet3d.data.disk_cache import key_of
 from unet3d.data.labels import numbered, proposal, written_values, written_words
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.validate import WARNING, summary
-from unet3d.run.resume import fingerprint
+from unet3d.run.fingerprint import fingerprint
 
 Dataset = Callable[[Path], Data]
 

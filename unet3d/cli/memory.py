@@ -28,7 +28,7 @@ from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
 from unet3d.report import explained, memory_plots, report
-from unet3d.run.pretrained import with_names
+from unet3d.run.pretrained import with_init_names
 
 LARGEST = 10  # groups of tensors shown
 FRONT = 24  # rows of the table of options
@@ -40,7 +40,7 @@ SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # of the patch's sides
 
 def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) -> None:
     """Print where the memory of a step goes; with `out`, also write it there, with report, figures and tables."""
-    overrides = with_names(overrides)
+    overrides = with_init_names(overrides)
     subject = estimate(overrides, half)
     narrower, relatives = narrowed(subject), family(subject, overrides)
     simulate_all([subject, *narrower.values(), *relatives])
@@ -304,7 +304,7 @@ def _estimates(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> dict[st
     found: dict[str, MemoryEstimate | UserError] = {}
     for name, job in zip(names, jobs, strict=True):
         try:
-            found[name] = replace(estimate(with_names(job), half), steps=steps)
+            found[name] = replace(estimate(with_init_names(job), half), steps=steps)
         except UserError as error:
             found[name] = error
     return found
@@ -360,7 +360,7 @@ def _varied(subject: MemoryEstimate) -> Iterator[tuple[str, int, str, MemoryEsti
 
 def print_fit(overrides: Sequence[str]) -> None:
     """Print the options that no other beats, and the command line that fits `budget`. UserError if none does."""
-    subject = estimate(with_names(overrides), half=False)
+    subject = estimate(with_init_names(overrides), half=False)
     if (given := subject.config.budget) is None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
     limit = budget_bytes(given)

@@ -155,8 +155,8 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     from unet3d.data.validate import unsuitable_patch
     from unet3d.memory.preflight import preflight
     from unet3d.report import report, run_folder
+    from unet3d.run.open_run import open_run
     from unet3d.run.pretrained import load_pretrained
-    from unet3d.run.run import Run
     from unet3d.training.switches import switched
 
     if build.device_type(config) == "cuda":
@@ -183,7 +183,7 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
         if data is None:
             ranks.on_rank0(lambda: run_folder.update_memory(folder, predicted.memory))
             return
-        with Run(config, folder, data, network, predicted.segment_starts, stop, start) as run:
+        with open_run(config, folder, data, network, predicted.segment_starts, stop, start) as run:
             if run.is_done:
                 print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; to train longer, set steps=N")
                 if (folder / "report.html").exists():  # else the run was killed as it wrote it
