@@ -69,5 +69,5 @@ def test_a_simulation_that_fails_leaves_no_observer_on_and_random_numbers_as_the
 def test_modules_are_entered_and_left_in_the_order_of_a_real_step() -> None:
     words = ["model=unet_tiny", "model.in_channels=1", "model.classes=4", "data.patch=[16,16,8]"]
     options, starts = compose.compose(words), (0, 2)
-    simulated = simulate(options, options.model, starts).ledger.crossings
-    assert [what for _, what in simulated] == [what for _, what in measured(options, starts).crossings]
+    simulated = simulate(options, options.model, starts).ledger.module_events
+    assert [what for _, what in simulated] == [what for _, what in measured(options, starts).module_events]

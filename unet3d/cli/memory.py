@@ -27,6 +27,7 @@ from unet3d.memory import analysis, budget, export, profile, tables
 from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
+from unet3d.memory.usual_estimates import usual_estimates
 from unet3d.report import explained, memory_plots, report
 from unet3d.run.pretrained import with_names
 
@@ -170,7 +171,7 @@ def _parts(
         yield "Each further way to save memory, by itself (predicted)", _further(subject)
     yield "What parameters cost", tables.state(entry, subject.parameters)
     weights = sum(p.nbytes for p in subject.meter.model.parameters())
-    found = analysis.usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
+    found = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
     yield "Usual estimates and their error", tables.estimates(found, peak)
     if narrower:
         yield "Half the width at one level (predicted)", _widths(subject, narrower)

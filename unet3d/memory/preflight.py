@@ -17,13 +17,13 @@ from unet3d.base.types import host_bytes, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory.allocator import read_settings, replay
-from unet3d.memory.analysis import LayerCount, layer_counts
 from unet3d.memory.budget import PASSES, Option, refuse_over_budget, refuse_over_card, warn_over_card, without_levers
 from unet3d.memory.checkpoint_plan import choose_segments, predicted
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_mode, fake_model, simulate, validation_peak
 from unet3d.memory.tables import cuda_sizes, guessed, moment, peak_location, sentence, workspace_bound
+from unet3d.memory.usual_estimates import LayerCount, layer_counts
 from unet3d.training import known_bad
 
 
