@@ -8,9 +8,10 @@ from unet3d import build
 from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.config.schema import Config
+from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
-from unet3d.memory.simulate import fake_mode, simulate
+from unet3d.memory.simulate import simulate
 from unet3d.training import optim
 from unet3d.training.step import train_step
 

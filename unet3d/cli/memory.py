@@ -183,7 +183,7 @@ def _parts(
 def _further(subject: MemoryEstimate) -> Table:
     """What each way to save memory that the step does not use would take away."""
     rows = []
-    for o in budget.single_techniques(budget.Option((), "nothing", subject.config, subject.options)):
+    for o in budget.single_techniques(budget.Candidate((), "nothing", subject.config, subject.options)):
         less, again = subject.peak - o.peak_bytes, f"{o.recompute_fraction:+.0%}"
         rows.append([*o.overrides, mib(o.peak_bytes), mib(less), percent(less, subject.peak), again, o.changes])
     return Table(["way", "peak with it (MiB)", "takes away (MiB)", "share", "FLOPs", "changes"], rows)
@@ -365,7 +365,7 @@ def print_fit(overrides: Sequence[str]) -> None:
     if (given := subject.config.budget) is None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
     limit = budget_bytes(given)
-    asked = budget.Option((), "nothing", subject.config, subject.options)
+    asked = budget.Candidate((), "nothing", subject.config, subject.options)
     found, best = budget.find_fit(asked, limit)
     rows = []
     for o in found[:: -(-len(found) // FRONT)]:

@@ -17,11 +17,13 @@ from unet3d.base.types import host_bytes, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory.allocator import read_settings, replay
-from unet3d.memory.budget import PASSES, Option, refuse_over_budget, refuse_over_card, warn_over_card, without_levers
+from unet3d.memory.budget import PASSES, Candidate, peaks_without
 from unet3d.memory.checkpoint_plan import choose_segments, predicted
+from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
-from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_mode, fake_model, simulate, validation_peak
+from unet3d.memory.out_of_memory import refuse_over_budget, refuse_over_card, warn_over_card
+from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_model, simulate, validation_peak
 from unet3d.memory.tables import cuda_sizes, guessed, moment, peak_location, sentence, workspace_bound
 from unet3d.memory.usual_estimates import LayerCount, layer_counts
 from unet3d.training import known_bad
@@ -70,7 +72,7 @@ class MemoryEstimate:
         """The peak without each way to save memory that the step uses; bytes."""
         if self.dtype is not torch.float32:
             return {}
-        return without_levers(self.config, self.options, choose_segments(self.config, self.options).segment_starts)
+        return peaks_without(self.config, self.options, choose_segments(self.config, self.options).segment_starts)
 
     def counts(self) -> list[LayerCount]:
         """Every module's input and output in one forward pass without checkpointing."""
@@ -127,7 +129,7 @@ def preflight(config: Config, options: Model) -> Preflight:
             found |= {"allocated_bytes": allocated, "reserved_bytes": reserved}
             on_cuda = f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay)"
             print(on_cuda, workspace_bound(found), cuda_sizes(found), *left_out, sep="\n", flush=True)
-        asked = Option((), "nothing", config, options, peak, fraction / PASSES, reserved_bytes=reserved)
+        asked = Candidate((), "nothing", config, options, peak, fraction / PASSES, reserved_bytes=reserved)
         refuse_over_budget(asked)
         location, validation = peak_location(found), validation_peak(config, options, found["state"]["optimizer"])
         windows = build.windows(config, [meter.model])
@@ -140,7 +142,7 @@ def preflight(config: Config, options: Model) -> Preflight:
             refuse_over_card(asked, validation, windows, free, total)
             warn_over_card(asked, found["workspace_bound_bytes"], free)
         lines = [sentence(location, peak)]
-        others = without_levers(config, options, segment_starts)
+        others = peaks_without(config, options, segment_starts)
         if others:
             saved = ", ".join(f"without {word} {mib(size)}" for word, size in others.items())
             lines.append(f"{saved} MiB (ledger, predicted)")

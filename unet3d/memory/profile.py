@@ -24,9 +24,10 @@ from unet3d.base.errors import UserError, reason
 from unet3d.base.terminal import NARROW, plain_text
 from unet3d.base.types import Batch, Table, mib
 from unet3d.memory import tables
+from unet3d.memory.fake_tensors import asked_in, fake_mode, unknown
 from unet3d.memory.levels import layer_names
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
-from unet3d.memory.simulate import asked_in, fake_mode, fake_steps, unknown
+from unet3d.memory.simulate import fake_steps
 from unet3d.training.losses import SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.step import LossFunction, train_step

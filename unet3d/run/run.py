@@ -36,7 +36,7 @@ from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
 from unet3d.data.volume import ArgmaxCollector
-from unet3d.memory import budget
+from unet3d.memory import out_of_memory
 from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, open_meter
 from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
@@ -137,11 +137,11 @@ class Run:
                 raise foreseen from error
             if not is_out_of_memory(error):
                 raise
-            lines = [str(error).partition("\n")[0], *budget.oom_moment(self.meter.ledger)]
+            lines = [str(error).partition("\n")[0], *out_of_memory.oom_moment(self.meter.ledger)]
             traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
         self.meter.close()
         self._free_memory()  # outside of the except block
-        raise OutOfMemory("\n".join([*lines, *budget.oom_suggestions(self.config, self.options)]))
+        raise OutOfMemory("\n".join([*lines, *out_of_memory.oom_suggestions(self.config, self.options)]))
 
     def _mark(self, phase: str) -> None:
         """Tell the meter; compile the network once it has observed its steps: it would see no operations then."""
@@ -246,7 +246,7 @@ class Run:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            advice = budget.oom_in_validation(self.config, self.trainer.step, self.predictor.batch)
+            advice = out_of_memory.oom_in_validation(self.config, self.trainer.step, self.predictor.batch)
             lines = [str(error).partition("\n")[0], *advice]
             raise OutOfMemory("\n".join(lines)) from None
 
