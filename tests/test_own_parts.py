@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from guards import without
 from training import PLAIN, ROOT, TINY, face, records, status
 from training import train as fork
@@ -330,6 +331,10 @@ def test_a_yaml_in_a_folder_of_ones_own_names_a_loss(here: Path, capsys: pytest.
     assert command[:3] == [sys.executable, "-m", "unet3d.cli.train"]
     jobs = train.checked_arguments(command[3:])
     assert compose.compose(jobs).loss.path == "own_parts:focal"
+    done = fork(here, *TINY, "--config-dir=conf", "loss=mine", "dry_run=true", "hydra.run.dir=dry")
+    assert done.code == 0, done.err
+    words = yaml.safe_load((here / "dry" / "overrides.yaml").read_text())
+    assert compose.compose(words).loss.path == "own_parts:focal", "the report's command names the folder, too"
 
 
 ALL_ANSWERS = """

@@ -216,14 +216,18 @@ def _predict(arguments: argparse.Namespace) -> int:
     from unet3d.memory.simulate import refuse_large_window
     from unet3d.run import predict
 
-    segmenter = predict.open_segmenter(
-        arguments.checkpoint,
-        arguments.device,
-        arguments.mirror,
-        arguments.model,
-        _number_or_word(arguments.batch),
-        _share_or_word(arguments.overlap),
-    )
+    try:
+        segmenter = predict.open_segmenter(
+            arguments.checkpoint,
+            arguments.device,
+            arguments.mirror,
+            arguments.model,
+            _number_or_word(arguments.batch),
+            _share_or_word(arguments.overlap),
+        )
+    except UserError as error:  # about an argument of that function, which is a flag here
+        text = re.sub(r"^(batch|overlap)=", r"--\1 ", str(error)).replace("mirror=true: ", "--mirror: ", 1)
+        raise UserError(text) from error
     refuse_large_window(segmenter.predictor, arguments.checkpoint)
     cases, problems = predict.find_cases(arguments.inputs, len(segmenter.intensity), segmenter.by_channel, shard)
     images = set(map(os.path.realpath, predict.files_in(arguments.inputs)[0]))  # Path.resolve raises for a circle
@@ -322,7 +326,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
     config = _composed(arguments.overrides)
     from unet3d.data import cases, validate
 
-    dataset = cases.read_dataset(config.data)
+    dataset = cases.dataset_to_check(config.data)
     try:
         train, val = cases.split(dataset, config.data)
     except UserError:  # check_cases lists it too

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from unet3d import build
+from unet3d.base import shell
 from unet3d.base.errors import UserError, escaped, is_out_of_memory, reason
 from unet3d.base.files import write_csv, write_json, write_text
 from unet3d.base.progress import track
@@ -380,4 +380,4 @@ def print_fit(overrides: Sequence[str]) -> None:
         raise UserError(
             f"budget={given}: nothing tried fits; the smallest peak is {mib(best.peak_bytes)} MiB{best.reserves}"
         )
-    print(f"fits: {escaped(shlex.join(['python', 'train.py', *budget.replaced(overrides, best.overrides)]))}")
+    print(f"fits: {escaped(shell.training(budget.replaced(overrides, best.overrides)))}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser  # the only place that knows which flags take a value
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -69,8 +70,13 @@ def single_job(tree: DictConfig) -> None:
     asked = HydraConfig.get()
     config = compose.load(tree) if tree.resume is None else resumed_config(Path(tree.resume), sys.argv[1:])
     folder = Path(asked.runtime.output_dir)
-    with lifecycle.run_context(config, folder, list(asked.overrides.task)) as stop:
+    with lifecycle.run_context(config, folder, [*_searched(asked), *asked.overrides.task]) as stop:
         job(config, folder, stop)
+
+
+def _searched(asked: HydraConf) -> list[str]:
+    """Return the overrides that add folders of YAML files, without which others may not compose."""
+    return [word for word in asked.overrides.hydra if word.startswith(SEARCHED)]
 
 
 @dataclass(frozen=True)
@@ -208,16 +214,18 @@ def job_of_sweep(tree: DictConfig) -> None:
     """A sweep's job, in the process that the launcher gave it. Neither raises nor exits: the other jobs are to run."""
     asked = HydraConfig.get()
     folder, overrides = Path(asked.runtime.output_dir), list(asked.overrides.task)
+    searched = _searched(asked)
     if sweep.stopped.is_set():
         with suppress(OSError):
             folder.rmdir()  # Hydra has made it
         return
     print(f"job {asked.job.num}: {escaped(' '.join(overrides))}", flush=True)
     if tree.dry_run:  # in this process: fake tensors leave nothing behind, and torch need not load for each job
-        with suppress(SystemExit), lifecycle.run_context(config := compose.load(tree), folder, overrides) as stop:
+        config, words = compose.load(tree), [*searched, *overrides]
+        with suppress(SystemExit), lifecycle.run_context(config, folder, words) as stop:
             job(config, folder, stop)
     else:
-        sweep.run_job(folder, overrides, [word for word in asked.overrides.hydra if word.startswith(SEARCHED)])
+        sweep.run_job(folder, overrides, searched)
 
 
 def checked_arguments(arguments: list[str]) -> list[str]:

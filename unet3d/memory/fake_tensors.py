@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.base.errors import UserError
 from unet3d.base.progress import beat
+from unet3d.memory.tables import LSTM
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -26,6 +27,7 @@ DISPATCH_MODES = ("ledger", "counters", "fake_tensors")
 INNER = (TORCH, *(f"{PACKAGE}memory{os.sep}{name}.py" for name in DISPATCH_MODES))
 MOST_GUESSES = 100
 NORMALISATIONS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_group_norm.default)
+RECURRENT_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 # What autocast computes in float32 on CUDA and not on the CPU, of the operations in this package's forward passes: the
 # loss runs outside of autocast. torch's documentation lists all (section "CUDA Ops that autocast to float32").
@@ -36,7 +38,8 @@ FLOAT32 = ("group_norm", "upsample_nearest3d", "upsample_trilinear3d")
 def fake_mode(device_type: str = "cpu") -> Iterator[list[str]]:
     """Let tensors made inside occupy nothing; a number read from one is 0. Mixed precision is as on a device type.
 
-    Yields a list that grows by each place, FILE:LINE, of code outside of this package that reads such a number.
+    Yields a list that grows by each place, FILE:LINE, of code outside of this package that reads such a number, and by
+    LSTM where one has run.
     """
     autocast = cuda_autocast() if device_type == "cuda" else nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True), _Corrections() as corrections, autocast:
@@ -69,6 +72,8 @@ class _Corrections(TorchDispatchMode):
                 raise unknown(place, error) from error
             self._note(place)
             return _zero(args[0].dtype)
+        if func is RECURRENT_LAYER and LSTM not in self.guesses:  # its workspace has 0 bytes
+            self.guesses.append(LSTM)
         if func.is_view:
             _copy_for_slices(torch._C._current_autograd_node())
         if func in NORMALISATIONS and args[1] is not None:

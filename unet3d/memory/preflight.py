@@ -112,14 +112,13 @@ def preflight(config: Config, model_config: Model) -> Preflight:
     if not config.dry_run:
         build.device(config)
     is_cuda = build.device_type(config) == "cuda"
-    warning = known_bad.warning(build.policy(config, "cuda", ()).dtype) if is_cuda else None
-    if warning is not None:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
     with counting("predicting memory", 2) as counter:
         segments = choose_segments(config, model_config)
         steps = MEASURED_STEPS if is_cuda else STEPS_FOR_PEAK  # an allocator settles later
         meter = simulate(config, model_config, segments.segment_starts, steps=steps)
         counter.advance()
+        if is_cuda:
+            _warn_of_known_bad(config, meter.ledger)
         subject = _Subject(config, model_config, segments, meter, meter.summary())
         _print_step(subject)
         if is_cuda:
@@ -180,6 +179,14 @@ class _Subject:
             recompute_fraction=self.segments.recompute_fraction / PASSES,
             reserved_bytes=self.entry.get("reserved_bytes", 0),
         )
+
+
+def _warn_of_known_bad(config: Config, ledger: Ledger) -> None:
+    """Warn of a fault of the installed libraries in what the step runs on CUDA."""
+    dtype = build.policy(config, "cuda", ()).dtype
+    warning = known_bad.warning(dtype, ledger.largest_map)
+    if warning is not None:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _print_step(subject: _Subject) -> None:

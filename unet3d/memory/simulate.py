@@ -173,7 +173,7 @@ def validation_peak(config: Config, model_config: Model, optimizer: int) -> int:
         model = fake_model(config, model_config, torch.float32).eval()
         policy = build.policy(config, "cpu", ())
         predictor = build.predictor(config, [model], model_config, policy)
-        return _window_peak(predictor, device_type) + optimizer
+        return _windows(predictor, device_type).peak_bytes() + optimizer
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
@@ -216,8 +216,18 @@ def _weight_bytes(predictor: Predictor) -> int:
     return sum(parameter.nbytes for model in predictor.models for parameter in model.parameters())
 
 
+def largest_map(predictor: Predictor) -> int:
+    """Return the elements of the largest map that the predictor's windows make."""
+    return _predicted(predictor).largest_map()
+
+
 def _predicted_peak(predictor: Predictor) -> int:
-    """Return the most bytes of weights and windows, of fake networks in the place of the predictor's."""
+    """Return the most bytes of weights and windows."""
+    return _predicted(predictor).peak_bytes()
+
+
+def _predicted(predictor: Predictor) -> Ledger:
+    """Return the ledger of windows of fake networks in the place of the predictor's."""
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
         policy = replace(predictor.policy, device_type="cpu", segment_starts=())
@@ -226,11 +236,11 @@ def _predicted_peak(predictor: Predictor) -> int:
             model = build.model(predictor.options, seed=0)
             models.append(policy.formatted(model).eval())
         fake = replace(predictor, models=tuple(models), policy=policy)
-        return _window_peak(fake, device.type)
+        return _windows(fake, device.type)
 
 
-def _window_peak(predictor: Predictor, target: str) -> int:
-    """Return the most bytes alive while fake networks see windows, mirrored, as on a `target`, "cpu" or "cuda"."""
+def _windows(predictor: Predictor, target: str) -> Ledger:
+    """Return the ledger of fake networks that see windows, mirrored, as on a `target`, "cpu" or "cuda"."""
     ledger = GpuLedger() if target == "cuda" else Ledger()
     assert predictor.options.in_channels is not None
     tiles = torch.empty(predictor.batch, predictor.options.in_channels, *predictor.window)
@@ -239,7 +249,7 @@ def _window_peak(predictor: Predictor, target: str) -> int:
             ledger.claim(parameter, "params", "")
     with ledger:
         predictor.window_logits(tiles)
-    return ledger.peak_bytes()
+    return ledger
 
 
 def reserved_bytes(config: Config, ledger: Ledger) -> int:
