@@ -13,7 +13,7 @@ from unet3d.memory.analysis import Group, changed_groups, describe, dtype_name, 
 from unet3d.memory.ledger import ADOPTED, Ledger, Storage
 
 TRACE_COLUMNS = ("layer_idx", "call_idx", "layer_type", "exp", "hook_type", "mem_all", "mem_cached")
-MOST_GROUPS = 12  # largest groups listed of each sign and phase; the rest is summed up
+GROUPS_SHOWN = 12  # largest groups listed of each sign and phase; the rest is summed up
 Frames = list[dict[str, Any]]
 
 
@@ -183,7 +183,7 @@ def _group_lines(signed: dict[str, list[Group]]) -> Iterator[str]:
     """Yield the largest groups of each sign, in columns as wide as the widest cell of all."""
     cells: dict[str, list[list[str]]] = {}
     for sign, groups in signed.items():
-        cells[sign] = [_cells(group) for group in groups[:MOST_GROUPS]]
+        cells[sign] = [_cells(group) for group in groups[:GROUPS_SHOWN]]
     widths = [0, 0, 0]
     for rows in cells.values():
         for row in rows:
@@ -193,7 +193,7 @@ def _group_lines(signed: dict[str, list[Group]]) -> Iterator[str]:
         for number, tensor, size, category in cells[sign]:
             storages = f"{number:>{number_width}} * {tensor:<{tensor_width}}"
             yield f"{sign} | {storages} | {size:>{size_width}} MiB | {category}"
-        rest = groups[MOST_GROUPS:]
+        rest = groups[GROUPS_SHOWN:]
         if rest:
             size = mib(sum(group.bytes for group in rest))
             yield f"{sign} | ... and {len(rest)} more groups, {size} MiB"

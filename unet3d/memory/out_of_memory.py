@@ -25,8 +25,8 @@ from unet3d.memory.ledger import Ledger
 from unet3d.memory.tables import NAMES
 
 RESUMABLE = {"ckpt=auto", "ckpt=0", "lean=true", "lean=false", "slab=auto", "slab=0"}  # by a resumed run
-GROUPS = 5  # of tensors shown after out of memory
-SUGGESTIONS = 4  # for a new run, shown after out of memory
+GROUPS_SHOWN = 5  # of tensors shown after out of memory
+SUGGESTIONS_SHOWN = 4  # for a new run, shown after out of memory
 PATIENCE = 20.0  # seconds of search after out of memory
 HEAD = f"what would need less (predicted; ~: estimated)\n{'peak MiB':>12} {'saves MiB':>10} {'more FLOPs':>10}  changes"
 
@@ -123,7 +123,7 @@ def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIEN
     others = [candidate for candidate in candidates if candidate.overrides not in tried]
     lower = _lower(others, rows[-1].peak_bytes)
     smaller = islice(smaller_networks(candidates), 1, None) if candidates else iter(())
-    new = islice(_in_time(chain(lower, smaller), until), SUGGESTIONS)
+    new = islice(_in_time(chain(lower, smaller), until), SUGGESTIONS_SHOWN)
     is_first = True
     for line in _lines(asked, new):
         if is_first:
@@ -163,7 +163,7 @@ def oom_moment(ledger: Ledger) -> Iterator[str]:
     else:
         place = "before" if phase == "before" else f"in {phase} of"
         yield f"{place} step {steps_done + 1}, {mib(ledger.alive_bytes()[moment])} MiB of tensors alive:"
-    for group in analysis.held(ledger, moment)[:GROUPS]:
+    for group in analysis.held(ledger, moment)[:GROUPS_SHOWN]:
         tensors = f"{group.number} x {group.shape} {group.dtype}"
         yield f"  {mib(group.bytes):>10} MiB  {tensors}, {NAMES[group.category]}"
 

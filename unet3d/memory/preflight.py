@@ -18,7 +18,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.budget import PASSES, Candidate, peaks_without
-from unet3d.memory.checkpoint_plan import Segments, choose_segments, predicted
+from unet3d.memory.checkpoint_plan import Segments, choose_segments
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
@@ -43,8 +43,13 @@ class MemoryEstimate:
     steps: int = MEASURED_STEPS
 
     @cached_property
+    def segments(self) -> Segments:
+        return choose_segments(self.config, self.options)
+
+    @cached_property
     def meter(self) -> LedgerMeter:
-        return predicted(self.config, self.options, self.dtype, self.steps)
+        segment_starts = self.segments.segment_starts
+        return simulate(self.config, self.options, segment_starts, self.dtype, steps=self.steps)
 
     @property
     def ledger(self) -> Ledger:
@@ -74,8 +79,25 @@ class MemoryEstimate:
         """Return the peak without each memory option that the step uses, in bytes."""
         if self.dtype is not torch.float32:
             return {}
-        segment_starts, _ = choose_segments(self.config, self.options)
-        return peaks_without(self.config, self.options, segment_starts)
+        return peaks_without(self.config, self.options, self.segments.segment_starts)
+
+    @property
+    def stages(self) -> list[str]:
+        """Return the names of the network's stages."""
+        return [name for name, _ in self.meter.model.named_children()]
+
+    @property
+    def candidate(self) -> Candidate:
+        """Return the step as a search for what fits sees it."""
+        return Candidate(
+            overrides=(),
+            changes="nothing",
+            config=self.config,
+            model=self.options,
+            peak_bytes=self.peak,
+            recompute_fraction=self.segments.recompute_fraction / PASSES,
+            reserved_bytes=self.entry.get("reserved_bytes", 0),
+        )
 
     def counts(self) -> list[LayerCount]:
         """Return every module's input and output in one forward pass without checkpointing."""
@@ -112,20 +134,19 @@ def preflight(config: Config, model_config: Model) -> Preflight:
     if not config.dry_run:
         build.device(config)
     is_cuda = build.device_type(config) == "cuda"
+    steps = MEASURED_STEPS if is_cuda else STEPS_FOR_PEAK  # an allocator settles later
+    subject = MemoryEstimate("run", config, model_config, steps=steps)
     with counting("predicting memory", 2) as counter:
-        segments = choose_segments(config, model_config)
-        steps = MEASURED_STEPS if is_cuda else STEPS_FOR_PEAK  # an allocator settles later
-        meter = simulate(config, model_config, segments.segment_starts, steps=steps)
+        ledger = subject.ledger
         counter.advance()
         if is_cuda:
-            _warn_of_known_bad(config, meter.ledger)
-        subject = _Subject(config, model_config, segments, meter, meter.summary())
+            _warn_of_known_bad(config, ledger)
         _print_step(subject)
         if is_cuda:
             _replay_allocator(subject)
         refuse_over_budget(subject.candidate)
         validation, windows = _fit_validation(subject)
-        without = peaks_without(config, model_config, segments.segment_starts)
+        without = subject.without()
         location = peak_location(subject.entry)
         print(sentence(location, subject.peak))
         _print_options(subject, without)
@@ -133,52 +154,17 @@ def preflight(config: Config, model_config: Model) -> Preflight:
         if not is_cuda and max(subject.peak, validation) > host_bytes():
             print(f"this machine has {mib(host_bytes())} MiB of memory, which is less", flush=True)
         counter.advance()
+    segment_starts = subject.segments.segment_starts
+    first_stages = [subject.stages[start] for start in segment_starts]
     memory: dict[str, Any] = {
         "parameters": subject.parameters,
         "predicted": subject.entry,
         "advice": location,
         "predicted_validation_bytes": validation,
         "without": without,
+        "segments": first_stages or list(slab_words(config)),
     }
-    first_stages = [subject.stages[start] for start in segments.segment_starts]
-    memory["segments"] = first_stages or list(slab_words(config))
-    return Preflight(segments.segment_starts, memory)
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """A run's step, simulated; `entry` is its entry in memory.json."""
-
-    config: Config
-    model_config: Model
-    segments: Segments
-    meter: LedgerMeter
-    entry: dict[str, Any]
-
-    @property
-    def peak(self) -> int:
-        peak: int = self.entry["peak_bytes"]
-        return peak
-
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in self.meter.model.parameters())
-
-    @property
-    def stages(self) -> list[str]:
-        return [name for name, _ in self.meter.model.named_children()]
-
-    @property
-    def candidate(self) -> Candidate:
-        return Candidate(
-            overrides=(),
-            changes="nothing",
-            config=self.config,
-            model=self.model_config,
-            peak_bytes=self.peak,
-            recompute_fraction=self.segments.recompute_fraction / PASSES,
-            reserved_bytes=self.entry.get("reserved_bytes", 0),
-        )
+    return Preflight(segment_starts, memory)
 
 
 def _warn_of_known_bad(config: Config, ledger: Ledger) -> None:
@@ -189,7 +175,7 @@ def _warn_of_known_bad(config: Config, ledger: Ledger) -> None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
-def _print_step(subject: _Subject) -> None:
+def _print_step(subject: MemoryEstimate) -> None:
     """Print the predicted peak of the step, and what the prediction leaves out."""
     entry = subject.entry
     config = subject.config
@@ -205,7 +191,7 @@ def _print_step(subject: _Subject) -> None:
         print("predicted without the scratch memory that batch norm takes in channels last", flush=True)
 
 
-def _replay_allocator(subject: _Subject) -> None:
+def _replay_allocator(subject: MemoryEstimate) -> None:
     """Add to the entry what CUDA's allocator would hold for the step, and print it."""
     entry = subject.entry
     settings, left_out = read_settings(os.environ)
@@ -217,14 +203,14 @@ def _replay_allocator(subject: _Subject) -> None:
     print(cuda_sizes(entry), *left_out, sep="\n", flush=True)
 
 
-def _fit_validation(subject: _Subject) -> tuple[int, int]:
+def _fit_validation(subject: MemoryEstimate) -> tuple[int, int]:
     """Return the bytes that a validation needs, and how many windows it sees at once.
 
     Raises UserError where the step or the validation does not fit a GPU's free memory.
     """
     config = subject.config
     optimizer = subject.entry["state"]["optimizer"]
-    validation = validation_peak(config, subject.model_config, optimizer)
+    validation = validation_peak(config, subject.options, optimizer)
     windows = build.windows(config, [subject.meter.model])
     if build.device_type(config) != "cuda" or config.dry_run:
         return validation, windows
@@ -232,13 +218,13 @@ def _fit_validation(subject: _Subject) -> tuple[int, int]:
     if validation > free and config.inference.batch == "auto" and windows > 1:  # a run then sees fewer at once
         windows = 1
         single = replace(config, inference=replace(config.inference, batch=1))
-        validation = validation_peak(single, subject.model_config, optimizer)
+        validation = validation_peak(single, subject.options, optimizer)
     refuse_over_card(subject.candidate, validation, windows, free, total)
     warn_over_card(subject.candidate, subject.entry["workspace_bound_bytes"], free)
     return validation, windows
 
 
-def _print_options(subject: _Subject, without: dict[str, int]) -> None:
+def _print_options(subject: MemoryEstimate, without: dict[str, int]) -> None:
     """Print what the memory options of the step save, and how it runs with them."""
     if without:
         peaks = [f"without {option} {mib(size)}" for option, size in without.items()]
@@ -251,7 +237,7 @@ def _print_options(subject: _Subject, without: dict[str, int]) -> None:
     sys.stdout.flush()
 
 
-def _print_validation(subject: _Subject, validation: int, windows: int) -> None:
+def _print_validation(subject: MemoryEstimate, validation: int, windows: int) -> None:
     """Print what a validation needs, if that is more than the step."""
     if validation <= subject.peak:
         return

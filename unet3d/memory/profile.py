@@ -34,7 +34,7 @@ from unet3d.training.trainer import Learner
 Example = Tensor | Sequence[int]  # an image N C D H W, or its shape
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 NUMPY = ".numpy() is not supported"  # as torch refuses it of tensors without data
-LARGEST = 8  # layers printed
+LAYERS_SHOWN = 8  # layers printed
 UNOBSERVED = 2  # steps on a GPU after those of the ledger: the allocator's peaks are theirs
 
 
@@ -101,7 +101,7 @@ class Explanation:
                 yield line
         yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
         yield "At the peak, by category", tables.categories(self.ledger)
-        largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LARGEST]
+        largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LAYERS_SHOWN]
         rows = []
         for layer in self.layers:
             if layer in largest:

@@ -16,7 +16,7 @@ NAMES = {
 }
 
 LSTM = "what an LSTM keeps for backward in a workspace"  # a guess: oneDNN's on the CPU, cuDNN's on a GPU
-LARGEST = 3  # workspaces or places in a sentence
+MOST_IN_SENTENCE = 3  # workspaces or places in a sentence
 WORKSPACES = "Workspaces of convolutions (measured: requested minus tensors)"
 # How the sizes of a step on CUDA differ, from the smallest to the largest.
 CUDA_SIZES = (
@@ -39,7 +39,7 @@ def largest_workspaces(entry: Entry) -> str:
     if "workspaces" not in entry:
         return ""
     sizes = []
-    for row in entry["workspaces"][:LARGEST]:
+    for row in entry["workspaces"][:MOST_IN_SENTENCE]:
         if row["bytes"]:
             sizes.append(f"{mib(row['bytes'])} MiB in {row['phase']} of {row['module']}")
     return f"{WORKSPACES}, the largest: {', '.join(sizes) or 'none'}."
@@ -65,9 +65,9 @@ def guessed(entry: Entry) -> str:
     places = places_read(guesses)
     reasons = []
     if places:
-        shown = ", ".join(places[:LARGEST])
-        if len(places) > LARGEST:
-            shown = f"{shown} and {len(places) - LARGEST} more"
+        shown = ", ".join(places[:MOST_IN_SENTENCE])
+        if len(places) > MOST_IN_SENTENCE:
+            shown = f"{shown} and {len(places) - MOST_IN_SENTENCE} more"
         reasons.append(
             f"a tensor's value is read at {shown}, which a prediction does not have, and was taken as 0. Where it "
             f"decides what runs, the memory differs, perhaps several times"
