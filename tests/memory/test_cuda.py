@@ -22,9 +22,10 @@ from unet3d.config.schema import Config
 from unet3d.memory import preflight
 from unet3d.memory.allocator import Settings
 from unet3d.memory.copies import GpuLedger
+from unet3d.memory.fake_tensors import cuda_autocast, fake_mode
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate
-from unet3d.memory.simulate import cuda_autocast, fake_mode, simulate
+from unet3d.memory.simulate import simulate
 from unet3d.model.unet import UNet3D
 from unet3d.run.training_state import TrainingState
 from unet3d.training import optim

@@ -20,8 +20,9 @@ from unet3d.config import compose
 from unet3d.config.schema import Model
 from unet3d.data.patches import choose_centre, crop, prepare
 from unet3d.data.volume import ArgmaxCollector
+from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.simulate import fake_mode, fitted
+from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.training import inference

@@ -27,6 +27,7 @@ from unet3d.memory import analysis, budget, export, profile, tables
 from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
+from unet3d.memory.usual_estimates import usual_estimates
 from unet3d.report import explained, memory_plots, report
 from unet3d.run.pretrained import with_init_names
 
@@ -170,7 +171,7 @@ def _parts(
         yield "Each further way to save memory, by itself (predicted)", _further(subject)
     yield "What parameters cost", tables.state(entry, subject.parameters)
     weights = sum(p.nbytes for p in subject.meter.model.parameters())
-    found = analysis.usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
+    found = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
     yield "Usual estimates and their error", tables.estimates(found, peak)
     if narrower:
         yield "Half the width at one level (predicted)", _widths(subject, narrower)
@@ -182,7 +183,7 @@ def _parts(
 def _further(subject: MemoryEstimate) -> Table:
     """What each way to save memory that the step does not use would take away."""
     rows = []
-    for o in budget.single_techniques(budget.Option((), "nothing", subject.config, subject.options)):
+    for o in budget.single_techniques(budget.Candidate((), "nothing", subject.config, subject.options)):
         less, again = subject.peak - o.peak_bytes, f"{o.recompute_fraction:+.0%}"
         rows.append([*o.overrides, mib(o.peak_bytes), mib(less), percent(less, subject.peak), again, o.changes])
     return Table(["way", "peak with it (MiB)", "takes away (MiB)", "share", "FLOPs", "changes"], rows)
@@ -364,7 +365,7 @@ def print_fit(overrides: Sequence[str]) -> None:
     if (given := subject.config.budget) is None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
     limit = budget_bytes(given)
-    asked = budget.Option((), "nothing", subject.config, subject.options)
+    asked = budget.Candidate((), "nothing", subject.config, subject.options)
     found, best = budget.find_fit(asked, limit)
     rows = []
     for o in found[:: -(-len(found) // FRONT)]:

@@ -32,7 +32,7 @@ from unet3d.config.schema import Config, Model
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
-from unet3d.memory import budget
+from unet3d.memory import out_of_memory
 from unet3d.memory.meter import CudaMeter, LedgerMeter
 from unet3d.model import geometry
 from unet3d.report import memory_plots, run_folder
@@ -106,11 +106,11 @@ class Run:
                 raise foreseen from error
             if not is_out_of_memory(error):
                 raise
-            lines = [str(error).partition("\n")[0], *budget.oom_moment(self.meter.ledger)]
+            lines = [str(error).partition("\n")[0], *out_of_memory.oom_moment(self.meter.ledger)]
             traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
         self.meter.close()
         self._free_memory()  # outside of the except block
-        raise OutOfMemory("\n".join([*lines, *budget.oom_suggestions(self.config, self.model_config)]))
+        raise OutOfMemory("\n".join([*lines, *out_of_memory.oom_suggestions(self.config, self.model_config)]))
 
     def _log_labelled_share(self) -> None:
         """Log which share of the training voxels sparse labels cover."""
