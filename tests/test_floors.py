@@ -22,7 +22,7 @@ LAYERS = (  # lowest first; `model.geometry` holds plain integers, `data` and `t
     (FACE,),
 )
 LIBRARIES = {
-    "hydra": {"config.compose", "cli.train"},
+    "hydra": {"config.compose", "config.hydra_errors", "cli.hydra_app"},
     "wandb": {"report.wandb_logger"},
     "tensorboard": {"report.tensorboard_logger"},
     "nibabel": {"data"},

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -35,6 +36,7 @@ LOST_WORKER = tuple(
     f"failed: {how}" for how in ("rank ", "no batch of ", "DataLoader ", "no room in shared", "too many open")
 )
 RESERVE = 2**24  # bytes of address space, not of memory, for the last line of a run that has no more
+TrainingJob = Callable[[Config, Path, signals.Stop], None]  # ends early, by Preempted, once it is asked to stop
 GRACE = 10  # seconds in which a process that was interrupted twice may end by itself
 
 
@@ -44,38 +46,46 @@ def print_error(line: str, code: int = 0) -> int:
     return code
 
 
-@contextmanager
-def run_context(config: Config, folder: Path, overrides: list[str]) -> Iterator[signals.Stop]:
-    """Within, a job runs alone in its folder; STATUS says how it ends. An error becomes a line and SystemExit."""
+@dataclass(frozen=True)
+class Outcome:
+    """How a job has ended: its exit code, and the error that ended it."""
+
+    code: int
+    error: BaseException | None = None
+
+
+def run(job: TrainingJob, config: Config, folder: Path, overrides: list[str]) -> Outcome:
+    """Run a job alone in its folder; STATUS says how it has ended, and a line on stderr which error ended it."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         refuse_links_out(folder)
         with hold_folder(folder) as is_locked:
             if config.resume is None:
                 refuse_used(folder, config.dry_run, is_locked)
-            with _status(config, folder, overrides) as stop:
-                yield stop
+            return _run_in(folder, job, config, overrides)
     except (UserError, OSError) as error:  # before the job began
-        line, code = _outcome(error, folder)
-        raise SystemExit(print_error(line, code)) from error
+        line, code = _last_line(error, folder)
+        return Outcome(print_error(line, code), error)
 
 
-@contextmanager
-def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[signals.Stop]:
-    """Turn what may end a job into a last line, STATUS and an exit code."""
+def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]) -> Outcome:
+    """Run a job in the folder that it holds, and write STATUS once it has ended, whatever ended it."""
     reserve = mmap.mmap(-1, RESERVE)
-    (before, _), earlier = status(folder), earlier_overrides(folder) if config.resume is not None else []
-    save_overrides(folder, [*earlier, *(override for override in overrides if not override.startswith("resume="))])
+    before, _ = status(folder)
+    earlier = earlier_overrides(folder) if config.resume is not None else []
+    asked = [override for override in overrides if not override.startswith("resume=")]
+    save_overrides(folder, [*earlier, *asked])
     if config.resume is None:
         write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
     ends_at_once = config.dry_run and ranks.SIZE == 1  # by a signal; it has nothing to keep, and nobody waits for it
     with nullcontext() if ends_at_once else signals.handled(_finish, is_last=True):
         try:
             with nullcontext(signals.Stop()) if ends_at_once else signals.stopping() as stop:
-                yield stop
+                job(config, folder, stop)
         except (Exception, KeyboardInterrupt, Preempted, SystemExit) as caught:
             reserve.close()
             error = _not_an_exit(caught)
-            line, code = _outcome(error, folder)
+            line, code = _last_line(error, folder)
             if config.resume is not None and status(folder)[0] == before:
                 with suppress(OSError):  # the disk is full
                     save_overrides(folder, earlier)  # the run in the folder is as it was
@@ -85,8 +95,9 @@ def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
                 requeue()
             print_error(line)
             ranks.end_if_stuck(code)
-            raise SystemExit(code) from error
+            return Outcome(code, error)
     write_end(folder, "done", 0)
+    return Outcome(0)
 
 
 def _finish(*_: object) -> None:
@@ -99,7 +110,7 @@ def _silent() -> Iterator[None]:
         yield
 
 
-def run_as_follower_rank(job: Callable[[Config, Path, signals.Stop], None]) -> int:
+def run_as_follower_rank(job: TrainingJob) -> int:
     """Take part in the run of the first rank, which alone reads options, prints and writes. Returns the exit code."""
     folder = Path()
     with signals.handled(_finish, is_last=True):
@@ -112,7 +123,7 @@ def run_as_follower_rank(job: Callable[[Config, Path, signals.Stop], None]) -> i
         except (Exception, KeyboardInterrupt, Preempted, SystemExit) as caught:
             error = _not_an_exit(caught)
             ranks.publish_failure(error)
-            line, code = _outcome(error, folder)
+            line, code = _last_line(error, folder)
         print_error(f"rank {ranks.RANK}: {line}")
         ranks.end_if_stuck(code)
         return code
@@ -128,7 +139,7 @@ def _not_an_exit(error: BaseException) -> BaseException:
     return found.with_traceback(error.__traceback__)
 
 
-def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
+def _last_line(error: BaseException, folder: Path) -> tuple[str, int]:
     """The last line of a job that this error ended, and the exit code; a traceback before it for a surprise."""
     go_on = how_to_go_on(folder)
     match error:

@@ -25,6 +25,7 @@ from unet3d.base.errors import (
 )
 from unet3d.cli import libraries, lifecycle, options, train
 from unet3d.config import compose, rules
+from unet3d.config.hydra_errors import not_a_flag
 from unet3d.config.schema import Config
 
 if TYPE_CHECKING:
@@ -39,8 +40,7 @@ def main() -> int:
     """Run the command that the arguments name. Returns its exit code."""
     libraries.share_cores()
     if sys.argv[1:2] == ["train"]:
-        del sys.argv[1]  # the rest is Hydra's
-        return train.main()
+        return train.main(sys.argv[2:])
     try:
         arguments = _arguments()
         if arguments.run in (_memory, _predict, _publish, _score, _check_data, _report, _compare):
@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
     words: list = next((getattr(found, name) for name in LISTS if hasattr(found, name)), [])
     for word in left:
         if word.startswith("-") and hasattr(found, "overrides"):
-            raise compose.not_a_flag(word, sys.argv)
+            raise not_a_flag(word, sys.argv)
         if word.startswith("-") or not any(hasattr(found, name) for name in LISTS):
             raise UserError(f"{word}: not understood; -h lists what is")
         words.append(word if hasattr(found, "overrides") else Path(word))

@@ -18,7 +18,7 @@ from unet3d.base import ranks
 from unet3d.base.errors import CheckpointError, NotSaved, UserError, escaped, is_out_of_memory
 from unet3d.base.types import Batch
 from unet3d.build import Data
-from unet3d.config import compose
+from unet3d.config import compose, resume_rules
 from unet3d.config.compose import CHECKPOINTS
 from unet3d.config.schema import Config, Model
 from unet3d.report import run_folder
@@ -131,7 +131,7 @@ class TrainingState:
 
     def load_state_dict(self, state: Checkpoint, path: Path) -> list[str]:
         """Put a checkpoint's state back. Returns what changes. Raises UserError, CheckpointError for another run."""
-        changes = compose.refuse_changes(state["config"], compose.to_plain(self.config))
+        changes = resume_rules.refuse_changes(state["config"], compose.to_plain(self.config))
         if "fingerprint" in state:  # else an older version wrote it
             refuse_other_data(state["fingerprint"], self.fingerprint)
         self._refuse_unsound(state, path)
