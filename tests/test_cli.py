@@ -71,8 +71,8 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
     "unet3d.run.predict.open_segmenter": ("predict", "net.pt", "images", "-o", "out"),
     "unet3d.run.publish.publish": ("publish", "net.pt", "-o", "out.pt"),
     "unet3d.run.publish.score": ("score", "net.pt", "seed=1", "-o", "out"),
-    "unet3d.cli.memory.print_explanation": ("memory",),
-    "unet3d.cli.memory.print_fit": ("memory", "fit", "budget=1GiB"),
+    "unet3d.cli.memory_of_config.print_explanation": ("memory",),
+    "unet3d.cli.memory_of_several.print_fit": ("memory", "fit", "budget=1GiB"),
     "unet3d.report.report.write_report": ("report", "."),
     "unet3d.report.compare.compare_runs": ("compare", "."),
     "unet3d.data.cases.read_dataset": ("check-data",),
@@ -440,7 +440,7 @@ def save_image(path: Path, bright: int = 0, depth: float = 1) -> None:
     nifti.save_image(path, nib.Nifti1Image(voxels, np.diag([1, 1, depth, 1])))
 
 
-@without("unet3d.cli.main.escaped", unchanged)
+@without("unet3d.cli.predict.escaped", unchanged)
 def test_names_of_files_neither_command_a_terminal_nor_end_the_work(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -508,7 +508,7 @@ def test_names_in_a_checkpoint_cannot_command_a_terminal(
         refuse_codes(printed)
 
 
-@without("unet3d.cli.main.escaped", unchanged)
+@without("unet3d.cli.commands.escaped", unchanged)
 def test_names_in_a_data_set_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in (f"a{CODES}\nb", f"c{FOREIGN}"):
         root = tmp_path / f"root {name}"
@@ -547,7 +547,7 @@ def test_what_memory_prints_cannot_command_a_terminal(
 ) -> None:
     """Nor do the legends of its pictures: a letter without a shape is a warning, which names it."""
     for name in ("BATCHES", "SCALES", "SIZES"):
-        monkeypatch.setattr(f"unet3d.cli.memory.{name}", (1,))
+        monkeypatch.setattr(f"unet3d.cli.memory_of_several.{name}", (1,))
     project, out = f"wandb.project='a{CODES}'", tmp_path / f"out{CODES}{FOREIGN}"
     for words in (
         [f"{project},'b{FOREIGN}'", "-o", out],

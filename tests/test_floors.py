@@ -34,7 +34,8 @@ LIBRARIES = {
 WITHOUT_TORCH = (
     *("base", "config"),
     *("model.geometry", "data.cases", "memory", "training"),
-    *("cli.main", "cli.options", "cli.train", "cli.lifecycle", "cli.sweep"),
+    *("cli.main", "cli.commands", "cli.predict", "cli.memory", "cli.options"),
+    *("cli.train", "cli.arguments", "cli.plan", "cli.hydra_app", "cli.lifecycle", "cli.sweep"),
 )
 
 

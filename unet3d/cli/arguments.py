@@ -15,7 +15,7 @@ AUTO = "resume=auto"
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a command line asks for."""
+    """A command line: its overrides, and what its flags ask for."""
 
     overrides: list[str]  # the words without flags; --config-dir is an override, too
     is_sweep: bool  # -m

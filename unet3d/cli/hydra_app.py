@@ -1,4 +1,4 @@
-"""What Hydra's own application does for `train`: flags that show something, and launchers that start a sweep's jobs."""
+"""What Hydra's application does for `train`: flags that show something, launchers that start a sweep's jobs."""
 
 import argparse
 import sys

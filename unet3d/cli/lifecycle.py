@@ -1,4 +1,4 @@
-"""A job alone in its run folder: lock, streams, child processes, exit code and STATUS. Free of torch."""
+"""A job alone in its run folder: lock, child processes, exit code and STATUS. Free of torch."""
 
 import errno
 import fcntl
@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
 
 from omegaconf import OmegaConf
 
@@ -41,7 +40,7 @@ GRACE = 10  # seconds in which a process that was interrupted twice may end by i
 
 
 def print_error(line: str, code: int = 0) -> int:
-    """Print lines on stderr, whatever they quote. Returns the exit code."""
+    """Print lines on stderr, whatever they quote. Return the exit code."""
     print(errors.escaped(line, keep="\n"), file=sys.stderr)
     return code
 
@@ -101,7 +100,7 @@ def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]
 
 
 def _finish(*_: object) -> None:
-    """For signals that come while a job says how it ended."""
+    """Ignore a signal that comes while a job says how it ended."""
 
 
 @contextmanager
@@ -111,14 +110,19 @@ def _silent() -> Iterator[None]:
 
 
 def run_as_follower_rank(job: TrainingJob) -> int:
-    """Take part in the run of the first rank, which alone reads options, prints and writes. Returns the exit code."""
+    """Run this rank's part of the first rank's run, which alone reads options, prints and writes.
+
+    Return the exit code.
+    """
     folder = Path()
     with signals.handled(_finish, is_last=True):
         try:
             with _silent(), signals.stopping() as stop:
-                if (run := ranks.wait_for_job(stop)) is not None:
-                    folder = Path(run[1])
-                    job(compose.from_plain(run[0]), folder, stop)
+                message = ranks.wait_for_job(stop)
+                if message is not None:
+                    values, name = message
+                    folder = Path(name)
+                    job(compose.from_plain(values), folder, stop)
             return 0
         except (Exception, KeyboardInterrupt, Preempted, SystemExit) as caught:
             error = _not_an_exit(caught)
@@ -133,14 +137,13 @@ def _not_an_exit(error: BaseException) -> BaseException:
     """Return the error; for a SystemExit, which code of the user's own has raised, one that says so."""
     if not isinstance(error, SystemExit):
         return error
-    found = RuntimeError(
-        f"code of your own asked to exit the program ({errors.reason(error)}); it may only raise errors"
-    )
-    return found.with_traceback(error.__traceback__)
+    reason = errors.reason(error)
+    instead = RuntimeError(f"code of your own asked to exit the program ({reason}); it may only raise errors")
+    return instead.with_traceback(error.__traceback__)
 
 
 def _last_line(error: BaseException, folder: Path) -> tuple[str, int]:
-    """The last line of a job that this error ended, and the exit code; a traceback before it for a surprise."""
+    """Return the last line of a job that this error ended, and the exit code; print a traceback of a surprise."""
     go_on = how_to_go_on(folder)
     match error:
         case Preempted():
@@ -156,27 +159,29 @@ def _last_line(error: BaseException, folder: Path) -> tuple[str, int]:
     if isinstance(error, OSError) and errors.is_disk_full(error):
         where = error.filename or folder  # a write that fails names no file
         return f"error: {where}: {error.strerror}; {errors.make_room(error)}; {go_on}", UserError.exit_code
-    if found := ran_out(error, go_on):
-        return found
+    ending = ran_out(error, go_on)
+    if ending is not None:
+        return ending
     print_error("".join(traceback.format_exception(error)).rstrip())  # nobody foresaw it
     return f"failed: {error!r}", 1
 
 
 def ran_out(error: BaseException, go_on: str = "") -> tuple[str, int] | None:
-    """What to say and the exit code where memory or open files ran out; None of another error."""
+    """Return the last line and the exit code where memory or open files ran out; None for another error."""
     if isinstance(error, OutOfMemory):
-        return "\n".join(filter(None, (f"out of memory: {error}", errors.address_limit(), go_on))), error.exit_code
+        parts = [f"out of memory: {error}", errors.address_limit(), go_on]
+        return "\n".join(filter(None, parts)), error.exit_code
     if errors.is_out_of_memory(error):
-        parts = filter(None, (errors.reason(error), errors.address_limit(), go_on))
-        return f"out of memory: {'; '.join(parts)}", OutOfMemory.exit_code
+        parts = [errors.reason(error), errors.address_limit(), go_on]
+        return f"out of memory: {'; '.join(filter(None, parts))}", OutOfMemory.exit_code
     if errors.is_out_of_files(error):
-        parts = filter(None, ("error: too many open files", errors.file_limit(), go_on))
-        return "; ".join(parts), UserError.exit_code
+        parts = ["error: too many open files", errors.file_limit(), go_on]
+        return "; ".join(filter(None, parts)), UserError.exit_code
     return None
 
 
 def how_to_go_on(folder: Path) -> str:
-    """The command that resumes the run, to be pasted into a shell."""
+    """Return the command that resumes the run, to be pasted into a shell."""
     command = f"python train.py {shlex.quote(path_option('resume', folder))}"
     return f"to go on: {command}" if checkpoints(folder) else "there is no checkpoint yet to go on from"
 
@@ -189,8 +194,8 @@ def hold_folder(folder: Path) -> Iterator[bool]:
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to ({error.strerror}); choose another folder") from error
     with file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:  # another name of a file that is elsewhere
+        opened = os.fstat(file.fileno())
+        if not stat.S_ISREG(opened.st_mode) or opened.st_nlink != 1:  # another name of a file that is elsewhere
             raise UserError(f"{folder / LOCK}: is not a file of this folder alone; remove it")
         is_locked = True
         try:
@@ -210,24 +215,30 @@ def hold_folder(folder: Path) -> Iterator[bool]:
 
 def refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
     """Raise UserError where a run is, unless it was killed, stopped or refused before its first checkpoint."""
-    found, has_records, (_, text) = checkpoints(folder), (folder / "metrics.jsonl").exists(), status(folder)
+    has_checkpoint = bool(checkpoints(folder))
+    has_records = (folder / "metrics.jsonl").exists()
+    _, text = status(folder)
     was_killed = text.startswith(("failed: killed by ", *LOST_WORKER))
     left_nothing = text == RUNNING or was_killed or text.endswith(CUT_SHORT)
-    if found or (has_records and (is_dry or not is_locked or not left_nothing)):
-        raise UserError(f"{folder}: holds a run already; choose another folder{', or resume it' if found else ''}")
+    if has_checkpoint or (has_records and (is_dry or not is_locked or not left_nothing)):
+        remedy = "choose another folder, or resume it" if has_checkpoint else "choose another folder"
+        raise UserError(f"{folder}: holds a run already; {remedy}")
     if has_records:
         print_error(f"{folder}: the run here ended before its first checkpoint; it starts over")
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """What a run can go on from."""
-    return [path for name in compose.CHECKPOINTS if (path := folder / "checkpoints" / name).is_file()]
+    """Return the files that a run can go on from."""
+    paths = [folder / "checkpoints" / name for name in compose.CHECKPOINTS]
+    return [path for path in paths if path.is_file()]
 
 
 def status(folder: Path) -> tuple[int, str]:
-    """When STATUS was last written, in ns: a run does so first. And its text; 0 and "" without one."""
+    """Return when STATUS was last written, in ns (a run does so first), and its text; 0 and "" without one."""
     path = folder / "STATUS"
-    return (path.stat().st_mtime_ns, read_text(path)) if path.is_file() else (0, "")
+    if not path.is_file():
+        return 0, ""
+    return path.stat().st_mtime_ns, read_text(path)
 
 
 def write_end(folder: Path, line: str, code: int) -> None:
@@ -246,16 +257,16 @@ def save_overrides(folder: Path, overrides: list[str]) -> None:
 
 
 def earlier_overrides(folder: Path) -> list[str]:
-    """What `save_overrides` kept, to be shown; nothing if it is damaged."""
+    """Return what `save_overrides` kept, to be shown; an empty list if it is damaged."""
     try:
-        found = read_yaml(folder / OVERRIDES)
+        words = read_yaml(folder / OVERRIDES)
     except UserError:
         return []
-    return [str(word) for word in found] if isinstance(found, list) else []
+    return [str(word) for word in words] if isinstance(words, list) else []
 
 
 def path_option(name: str, path: Path) -> str:
-    """The override `name=path` as Hydra's command line takes it, which without quotes accepts few characters."""
+    """Return the override `name=path` as Hydra's command line takes it, which without quotes accepts few characters."""
     if re.fullmatch(r"[A-Za-z0-9_/.+%@:-]+", str(path)):
         return f"{name}={path}"
     plain = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", str(path))  # OmegaConf would look for what ${name} stands for
@@ -263,9 +274,9 @@ def path_option(name: str, path: Path) -> str:
 
 
 def run_process(command: list[str]) -> tuple[int, bool]:
-    """Run the command to its end. Returns its exit code, 128 + n by signal n, and whether this process got a signal.
+    """Run the command to its end. Return its exit code, 128 + n by signal n, and whether this process got a signal.
 
-    The command gets SIGTERM for a signal. Once it has ended, so does who handled the signal before: submitit requeues.
+    A signal is passed on as SIGTERM. Once the command has ended, the earlier handler is called: submitit's requeues.
     """
     child: subprocess.Popen[bytes] | None = None
     asked: list[int] = []
@@ -298,57 +309,24 @@ def run_process(command: list[str]) -> tuple[int, bool]:
 
 
 def describe_exit(code: int) -> str:
-    """What ended a process that could not write it."""
+    """Return what ended a process that could not write it."""
     endings = {128 + number: f"killed by {number.name}" for number in signal.Signals}
-    return (endings | {Preempted.exit_code: "stopped before it began"}).get(code, f"ended with exit code {code}")
+    endings[Preempted.exit_code] = "stopped before it began"
+    return endings.get(code, f"ended with exit code {code}")
 
 
 def requeue() -> None:
     """Under Slurm, put this job back in the queue; a failure costs one line."""
-    job, problem = os.environ.get("SLURM_JOB_ID"), ": not a job of Slurm (no SLURM_JOB_ID)"
-    if job:
+    job = os.environ.get("SLURM_JOB_ID")
+    problem = None
+    if not job:
+        problem = ": not a job of Slurm (no SLURM_JOB_ID)"
+    else:
         try:
             done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
-            problem = f" {job}: {done.stderr.strip() or f'exit code {done.returncode}'}" if done.returncode else ""
+            if done.returncode:
+                problem = f" {job}: {done.stderr.strip() or f'exit code {done.returncode}'}"
         except OSError as error:
             problem = f" {job}: {error}"
-    if problem:
+    if problem is not None:
         print_error(f"warning: scontrol requeue{problem}; the job is not requeued")
-
-
-class SafeStream:
-    """A text stream that loses what is written after its reader has left, or while the disk is full."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._try(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, act: Callable[..., Any], *text: str) -> None:
-        try:
-            act(*text)
-        except OSError as error:
-            if not errors.is_disk_full(error):  # what the stream still holds, and what Python flushes as it ends, too
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())
-                os.close(nowhere)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def install_safe_streams() -> None:
-    """Make sys.stdout and sys.stderr safe, also where the process began without them."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number: else the first file opened would be stdout
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name) or open(descriptor, "w", closefd=False)  # noqa: SIM115 (for good)
-        setattr(sys, name, SafeStream(stream))

@@ -1,4 +1,4 @@
-"""What a command line of `train` asks to run: one run, or the jobs of a sweep. Composed once, checked once."""
+"""From a command line of `train` to one run, or the jobs of a sweep: each composed once, and checked once."""
 
 import tempfile
 from collections.abc import Sequence

@@ -13,20 +13,19 @@ from omegaconf import DictConfig
 from unet3d.base import ranks
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.signals import Stop
-from unet3d.cli import hydra_app, libraries, lifecycle, options, plan, sweep
+from unet3d.cli import hydra_app, libraries, lifecycle, options, plan, streams, sweep
 from unet3d.cli.arguments import parse
-from unet3d.config import compose, rules
+from unet3d.config import compose
 from unet3d.config.schema import Config
 
 if TYPE_CHECKING:
-    from unet3d.data.cases import Case
     from unet3d.report.run_folder import RunFolder
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run what the words of the command line ask for. Return the exit code, of a sweep the highest of its jobs'."""
     libraries.share_cores()
-    lifecycle.install_safe_streams()
+    streams.install_safe_streams()
     if ranks.RANK:
         return lifecycle.run_as_follower_rank(job)
     try:
@@ -115,65 +114,11 @@ def train(overrides: Sequence[str] = ()) -> TrainedRun:
 
 
 def job(config: Config, folder: Path, stop: Stop) -> None:
-    """One run in its folder, of this process or of several ranks, which all call this. Ends early once `stop`."""
-    libraries.load_libraries()  # before torch and monai, which load here: a wrong option was answered before
-    from unet3d import build
-    from unet3d.data.validate import unsuitable_patch
-    from unet3d.memory.preflight import preflight
-    from unet3d.report import report, run_folder
-    from unet3d.run.pretrained import load_pretrained
-    from unet3d.run.run import Run
-    from unet3d.training.switches import switched
+    """Train once in the folder, in this process or on several ranks, which all call this. Ends early once `stop`."""
+    libraries.load_libraries()
+    from unet3d.cli import training_job  # loads torch and monai: a wrong option was answered before
 
-    if build.device_type(config) == "cuda":
-        rules.refuse_indeterminate(config)
-    for line in rules.warnings(config):
-        lifecycle.print_error(f"warning: {line}")
-    ranks.broadcast_job([compose.to_plain(config), str(folder.resolve())])
-    with switched(config), ranks.joined(build.device_type(config), config.rank_timeout):
-        data = None if config.dry_run else build.data(config)
-        if data is None:
-            network = ranks.on_rank0(lambda: build.model_config_from_headers(config))
-        else:
-            network = build.model_options(config, data.dataset, data.train[0])
-        first: Sequence[Case] = ()
-        if config.resume is None and not ranks.RANK:
-            first = data.train if data is not None else _listed_cases(config)
-        if advice := unsuitable_patch(config, first):
-            lifecycle.print_error(f"warning: {escaped(advice)}")
-        start = None
-        if config.init is not None and config.resume is None:
-            start = ranks.on_rank0(lambda: load_pretrained(config, network, data))
-            config = start.config
-        predicted = ranks.on_rank0(lambda: preflight(config, network))
-        if data is None:
-            ranks.on_rank0(lambda: run_folder.update_memory(folder, predicted.memory))
-            return
-        with Run(config, folder, data, network, predicted.segment_starts, stop, start) as run:
-            if run.is_done:
-                print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; to train longer, set steps=N")
-                if (folder / "report.html").exists():  # else the run was killed as it wrote it
-                    return
-            else:
-                ranks.on_rank0(lambda: run_folder.update_memory(folder, predicted.memory))
-                run.fit()
-            ranks.leave()
-            if ranks.RANK:
-                return
-            if not run.is_done:
-                run.finish()
-        report.write_report(folder)
-        report.print_summary(folder)
-
-
-def _listed_cases(config: Config) -> "tuple[Case, ...]":
-    """The training cases of a data set on disk, for a dry run, which reads no volume; () without any."""
-    from unet3d.data.cases import read_dataset, split
-
-    if config.data.format not in ("phantom", "mni152"):
-        with suppress(UserError):
-            return split(read_dataset(config.data), config.data)[0]
-    return ()
+    training_job.run(config, folder, stop)
 
 
 def job_of_sweep(tree: DictConfig) -> None:
