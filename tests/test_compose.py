@@ -13,7 +13,7 @@ from guards import nothing, without
 from omegaconf import OmegaConf
 
 from unet3d.base.errors import UserError
-from unet3d.config import compose, hydra_errors, resume_rules, rules
+from unet3d.config import compose, hydra_errors, idle, resume_rules
 from unet3d.config.schema import Config
 
 # Words that the one line must hold, as often as they stand here.
@@ -188,9 +188,9 @@ def named(value: object) -> str | None:
 
 
 @pytest.mark.parametrize(("overrides", "words"), IDLE.items(), ids=named)
-@without("unet3d.config.rules.IDLE", (), only="data.folds=10")
+@without("unet3d.config.idle.IDLE", (), only="data.folds=10")
 def test_an_option_that_does_nothing_is_one_warning(overrides: tuple[str, ...], words: list[str]) -> None:
-    (line,) = rules.warnings(read(overrides))
+    (line,) = idle.warnings(read(overrides))
     assert "\n" not in line and not missing(line, words), line
 
 
@@ -281,7 +281,7 @@ def test_every_yaml_composes(group: str, tmp_path: Path) -> None:
             overrides += [f"loss={next(losses)}", f"optim={next(optimizers)}"]
         config = compose.compose(overrides)
         if group == "experiment":
-            assert rules.warnings(config) == [], f"{name} sets what does nothing"
+            assert idle.warnings(config) == [], f"{name} sets what does nothing"
 
 
 COMPOSE = hydra.compose

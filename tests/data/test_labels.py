@@ -16,7 +16,7 @@ from nifti_files import changed, checked, decathlon, errors, holds, image, label
 from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.config import compose
-from unet3d.config.rules import label_sources
+from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Config, Data
 from unet3d.data.cases import read_dataset, split
 from unet3d.data.disk_cache import key_of

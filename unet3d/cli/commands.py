@@ -6,14 +6,14 @@ from contextlib import suppress
 
 from unet3d.base.errors import UserError, escaped, listed
 from unet3d.cli import lifecycle, options
-from unet3d.config import compose, rules
+from unet3d.config import compose, idle
 from unet3d.config.schema import Config
 
 
 def composed(overrides: Sequence[str]) -> Config:
     """Return the config, after a warning for each option that does nothing. Raises UserError."""
     config = compose.compose(overrides)
-    for line in rules.warnings(config):
+    for line in idle.warnings(config):
         lifecycle.print_error(f"warning: {escaped(line)}")
     return config
 

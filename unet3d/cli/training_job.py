@@ -10,7 +10,7 @@ from unet3d.base.errors import UserError, escaped
 from unet3d.base.signals import Stop
 from unet3d.build import Data
 from unet3d.cli import lifecycle
-from unet3d.config import compose, rules
+from unet3d.config import compose, idle, rules
 from unet3d.config.schema import Config, Model
 from unet3d.data.cases import Case, read_dataset, split
 from unet3d.data.validate import unsuitable_patch
@@ -25,7 +25,7 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
     """Train in the folder, in this process or on several ranks, which all call this. Ends early once `stop`."""
     if build.device_type(config) == "cuda":
         rules.refuse_indeterminate(config)
-    for line in rules.warnings(config):
+    for line in idle.warnings(config):
         lifecycle.print_error(f"warning: {line}")
     ranks.broadcast_job([compose.to_plain(config), str(folder.resolve())])
     with switched(config), ranks.joined(build.device_type(config), config.rank_timeout):

@@ -1,4 +1,4 @@
-"""From overrides to a checked `Config`, by Hydra; from a file's plain values, without it."""
+"""Compose a checked `Config` from overrides, by Hydra, or from a file's plain values, without it."""
 
 import dataclasses
 import itertools
@@ -44,7 +44,7 @@ def choices(group: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Composed:
-    """What Hydra composes of a command line."""
+    """A command line as Hydra composes it."""
 
     overrides: list[str]
     tree: DictConfig  # with Hydra's own node, `hydra`
@@ -59,7 +59,7 @@ class Composed:
 
     @property
     def task_overrides(self) -> list[str]:
-        """The overrides of options, without those of Hydra's own."""
+        """Overrides of options alone, without Hydra's own."""
         return list(self.tree.hydra.overrides.task)
 
     @property

@@ -1,4 +1,4 @@
-"""What the command line of a resumed run may change, and its config."""
+"""The config of a resumed run, and the options that its command line may change."""
 
 import re
 from collections.abc import Mapping, Sequence
