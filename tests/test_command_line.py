@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shlex
+import sys
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from guards import no, nothing, without
 from training import ROOT, TINY, face, yaml_of
 
-from unet3d.base import errors
+from unet3d.base import errors, shell
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, options, plan
 from unet3d.cli.streams import SafeStream
@@ -89,6 +90,45 @@ def test_the_command_that_resumes_can_be_pasted_whatever_the_folder_is_called(tm
     (folder / "checkpoints" / "last.pt").touch()
     *_, word = shlex.split(lifecycle.how_to_go_on(folder))
     assert compose.compose([word]).resume == str(folder)
+
+
+def test_the_command_that_resumes_names_the_code_that_no_run_folder_may(killed: Path) -> None:
+    parts = ["model.path=mine:small", "loss.path=mine.losses:l1", "data.transforms=[mine:a,mine:b]", "loggers=[mine:c]"]
+    (killed / "config.yaml").write_text(yaml_of(*LARGE, *parts))
+    words = shlex.split(lifecycle.how_to_go_on(killed))
+    words = words[words.index(f"resume={killed}") :]
+    assert words[1:] == parts
+    assert plan.plan(words).config.data.transforms == ["mine:a", "mine:b"]
+    for content in ("- 1", "a: [", "model: 1"):
+        (killed / "config.yaml").write_text(content)
+        assert lifecycle.how_to_go_on(killed).endswith(f" resume={killed}")
+
+
+def test_the_command_that_trains_is_one_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By train.py only where it was run, or is in the current folder."""
+
+    def program(typed: str, place: Path) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [typed])
+        monkeypatch.chdir(place)
+        return shlex.split(shell.training(["a=b c"]))[1:]
+
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    (tmp_path / "train.py").touch()  # of somebody else
+    assert program("train.py", ROOT) == ["train.py", "a=b c"]
+    assert program(str(ROOT / "unet3d" / "__main__.py"), ROOT) == ["train.py", "a=b c"]
+    assert program(str(ROOT / "train.py"), tmp_path) == [str(ROOT / "train.py"), "a=b c"]
+    for typed in ("train.py", "unet3d", "-c"):
+        assert program(typed, tmp_path) == ["-m", "unet3d", "train", "a=b c"]
+
+
+@pytest.mark.parametrize(("is_on_path", "name"), [(True, "python"), (False, sys.executable)])
+def test_the_command_that_trains_is_of_this_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_on_path: bool, name: str
+) -> None:
+    (tmp_path / "python").touch(0o755)
+    monkeypatch.setattr(shell.sys, "executable", str(tmp_path / "python3") if is_on_path else sys.executable)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert shlex.split(shell.training([]))[0] == name
 
 
 def test_options_on_resuming_are_for_the_network_of_the_run(killed: Path) -> None:

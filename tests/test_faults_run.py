@@ -96,8 +96,8 @@ def test_a_signal_ends_the_run_where_it_is_and_the_run_goes_on_from_there(
     folder = place / "stopped" / "run"
     assert done.code == exit_code(folder) == 75 and "Traceback" not in done.err, done.err
     assert done.err.count("\n") == 1 and status(folder).startswith(done.err)
-    said, _, command = done.err.partition("python train.py ")
-    assert number.name in said and numbers(said) == [step, 4] and command == f"resume={folder}\n"
+    said, _, command = done.err.partition("; to go on: ")
+    assert number.name in said and numbers(said) == [step, 4] and command.endswith(f"train.py resume={folder}\n")
     assert checkpoint.load_checkpoint(folder / "checkpoints" / "last.pt")["step"] == step
     assert [record["step"] for record in records(folder) if "train/loss" in record] == [*range(1, step + 1)]
     validated = [record["step"] for record in records(folder) if "val/dice_mean" in record]
@@ -113,7 +113,7 @@ def test_memory_that_runs_out_in_a_validation_is_not_reported_as_a_steps(tmp_pat
     assert all(part in done.err for part in ("allocate 7 bytes", "16x16x16", "data.patch", "lean=true", "slab=auto"))
     assert numbers(done.err.splitlines()[1])[0] == 2, "the step before the validation"
     assert "ckpt" not in done.err and "batch" not in done.err
-    assert done.err.endswith(f"python train.py resume={tmp_path / 'run'}\n")
+    assert done.err.endswith(f"train.py resume={tmp_path / 'run'}\n")
 
 
 def out_of_memory_in_validation() -> None:
@@ -133,7 +133,7 @@ def test_a_second_interrupt_ends_the_run_at_once(place: Path, tmp_path: Path) ->
     done = train(tmp_path, *RUN, f"data.root={place / 'phantom'}", hook=interrupted_twice)
     folder = tmp_path / "run"
     assert done.code == exit_code(folder) == 130
-    assert done.err.count("\n") == 1 and done.err.endswith(f"python train.py resume={folder}\n")
+    assert done.err.count("\n") == 1 and done.err.endswith(f"train.py resume={folder}\n")
     assert checkpoint.load_checkpoint(folder / "checkpoints" / "last.pt")["step"] == 2
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from guards import without
 from training import PLAIN, ROOT, TINY, face, records, status
 from training import train as fork
@@ -329,6 +330,10 @@ def test_a_yaml_in_a_folder_of_ones_own_names_a_loss(here: Path, capsys: pytest.
     command = json.loads((here / "words.json").read_text())
     assert command[:3] == [sys.executable, "-m", "unet3d.cli.train"]
     assert plan.plan(command[3:]).config.loss.path == "own_parts:focal"
+    done = fork(here, *TINY, "--config-dir=conf", "loss=mine", "dry_run=true", "hydra.run.dir=dry")
+    assert done.code == 0, done.err
+    words = yaml.safe_load((here / "dry" / "overrides.yaml").read_text())
+    assert compose.compose(words).loss.path == "own_parts:focal", "the report's command names the folder, too"
 
 
 ALL_ANSWERS = """

@@ -27,7 +27,7 @@ def lines_come_after_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lines(text: str) -> list[Line]:
-    """Return the lines of counters: "reading: 1 of 4, about 6 s left" as ("reading", ["1", "4", "6"])."""
+    """Return the lines of counters: "reading: 1 of 4, about 0:00:06 left" as ("reading", ["1", "4", "0:00:06"])."""
     parts = [line.partition(": ") for line in text.splitlines()]
     return [(what, re.findall(r"\d+(?::\d+)*", rest)) for what, _, rest in parts]
 
@@ -49,11 +49,11 @@ def test_quick_work_prints_nothing() -> None:
 
 def test_long_work_says_how_much_is_left_now_and_then_and_not_at_its_end() -> None:
     assert printed(10, [2, 4, 6, 8, 22, 30]) == [
-        ("validation", ["3", "10", "14"]),
-        ("validation", ["5", "10", "22"]),
+        ("validation", ["3", "10", "0:00:14"]),
+        ("validation", ["5", "10", "0:00:22"]),
     ]
     assert printed(2, [100, 200]) == [("validation", ["1", "2", "0:01:40"])]
-    assert printed(None, [6]) == [("validation", ["1", "6"])]
+    assert printed(None, [6]) == [("validation", ["1", "0:00:06"])]
 
 
 def test_what_is_counted_cannot_command_a_terminal(terminal: io.StringIO) -> None:
@@ -62,7 +62,7 @@ def test_what_is_counted_cannot_command_a_terminal(terminal: io.StringIO) -> Non
     times.append(6)
     counter.advance()
     counter.close()
-    assert lines(file.getvalue()) == [(r"a\x1b[2Jb\r:skull:", ["1", "3", "12"])]
+    assert lines(file.getvalue()) == [(r"a\x1b[2Jb\r:skull:", ["1", "3", "0:00:12"])]
     with progress.counting("a\x1b[2Jb", 3) as bar:
         bar.advance("c\x1b[2Jd")
         with progress.counting("more"):  # draws all bars
@@ -77,7 +77,7 @@ def test_one_part_that_takes_long_is_said_to_go_on() -> None:
         times.append(second)
         progress.beat()
     counter.close()
-    assert lines(file.getvalue()) == [("networks", ["0", "3", "6"]), ("networks", ["0", "3", "22"])]
+    assert lines(file.getvalue()) == [("networks", ["0", "3", "0:00:06"]), ("networks", ["0", "3", "0:00:22"])]
     progress.beat()  # of no counter
 
 
@@ -105,7 +105,7 @@ def test_where_the_cursor_cannot_be_moved_there_are_lines_though_colour_is_force
     counter.advance()
     counter.close()
     assert not counter.has_bar and "\x1b" not in file.getvalue()
-    assert lines(file.getvalue()) == [("validation", ["1", "2", "10"])]
+    assert lines(file.getvalue()) == [("validation", ["1", "2", "0:00:10"])]
 
 
 def test_interrupted_work_removes_its_bar(terminal: io.StringIO) -> None:
@@ -120,7 +120,7 @@ def test_a_part_that_lasts_says_how_much_is_left_of_all() -> None:
     counter = Counter("validation", 2, Terminal(file=file, width=40), clock=lambda: times[-1])
     for share in progress.parts([0.25, 0.5, 0.75, 1.0]):
         times.append(20 * share)
-    assert lines(file.getvalue()) == [("validation", ["0", "2", "35"]), ("validation", ["0", "2", "20"])]
+    assert lines(file.getvalue()) == [("validation", ["0", "2", "0:00:35"]), ("validation", ["0", "2", "0:00:20"])]
     counter.close()
     assert [*progress.parts("ab")] == ["a", "b"]  # counts nothing
 

@@ -86,6 +86,7 @@ def test_networks_published_as_one_give_the_mean_of_their_logits(pair: list[Path
         (("config", "data", "spacing"), [2.0, 2.0, 2.0], r"data\.spacing"),
         (("config", "data", "patch"), [16, 16, 32], r"data\.patch"),
         (("config", "data", "augment", "mirror"), [0], r"data\.augment\.mirror"),
+        (("config", "data", "label_map"), {1: 2, 2: 1, 3: 3}, r"data\.label_map"),
         (("config", "inference", "mirror"), False, r"inference\.mirror"),
         (("intensity",), [{"kind": "none", "low": 0.0, "high": 0.0, "mean": 0.0, "std": 1.0}], "intensity"),
     ],
@@ -261,6 +262,22 @@ def test_classes_in_another_order_are_not_scored(pair: list[Path], finished: Pat
     change(pair[1], "classes", value=[background, second, first, *rest])
     with pytest.raises(UserError, match=rf"background, {second}, {first}.*background, {first}, {second}"):
         publish.score(pair[1], compose.compose(overrides(finished)), tmp_path / "out")
+
+
+def test_classes_of_equal_names_from_other_labels_are_warned_of(
+    pair: list[Path], finished: Path, capsys: Capture
+) -> None:
+    """The names are those of `data.classes`, whatever they stand for."""
+    words = ["data.label_map={1:2,2:1,3:3}", "data.classes=[background,organ,vessel,lesion]"]
+    line = warnings_of(pair[1], capsys, *overrides(finished, *words))
+    assert line.count("\n") == 1 and re.search(r"other\.pt: .*\{1:1,2:2,3:3\}.*\{1:2,2:1,3:3\}", line)
+    change(pair[1], "config", "data", "label_map", value={1: 2, 2: 1, 3: 3})
+    line = warnings_of(pair[1], capsys, *overrides(finished))
+    assert line.count("\n") == 1 and re.search(r"other\.pt: .*\{1:2,2:1,3:3\}.*\{1:1,2:2,3:3\}", line)
+
+
+def test_a_label_map_that_changes_no_class_is_not_warned_of(pair: list[Path], finished: Path, capsys: Capture) -> None:
+    assert warnings_of(pair[1], capsys, *overrides(finished, "data.label_map={1:1,2:[2],3:3}")) == ""
 
 
 def two_channels(source: Path, root: Path) -> Path:

@@ -211,7 +211,7 @@ def test_however_a_rank_ends_the_first_says_so_and_the_run_goes_on_from_its_chec
     text = status(tmp_path / "run")
     assert text.startswith("failed: rank 1: ") and all(part in text for part in said), text
     assert ("rank_timeout" in text) == (end == "hangs"), "a longer one is no remedy for a rank that is gone"
-    assert f"python train.py resume={tmp_path / 'run'}" in text
+    assert f"train.py resume={tmp_path / 'run'}" in text
     assert done[0].code == code and text.endswith(f"exit code {code}\n") and "Traceback" not in done[0].err
     checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)
     assert checkpoint["step"] == 2

@@ -155,7 +155,16 @@ def test_a_part_that_is_not_deterministic_ends_in_one_line(tmp_path: Path) -> No
     ended = train(tmp_path, *words, f"loss.path={__name__}:unrepeatable_loss")
     assert ended.code == UserError.exit_code
     assert "my_layer" in ended.err and "deterministic=true" in ended.err and "Traceback" not in ended.err
-    assert nondeterminism_error(RuntimeError("other")) is None
+
+
+@pytest.mark.parametrize("text", [UNREPEATABLE, "it is not deterministic because it uses CuBLAS"])
+def test_only_deterministic_is_named_as_what_refused_a_kernel(text: str) -> None:
+    """Code of one's own may ask torch for determinism, too."""
+    asked = compose.compose(["deterministic=true"])
+    found = nondeterminism_error(RuntimeError(text), asked)
+    assert found is not None and str(found).startswith("deterministic=true: ")
+    assert nondeterminism_error(RuntimeError(text), compose.compose([])) is None
+    assert nondeterminism_error(RuntimeError("other"), asked) is None
 
 
 def test_the_environment_says_how_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """From config to objects: where names become classes, the package's own or a user's by import path."""
 
-import hashlib
 import importlib
 import inspect
 import math
@@ -19,14 +18,15 @@ from unet3d.config import rules
 from unet3d.config.schema import Config, Model
 from unet3d.config.schema import Data as DataOptions
 from unet3d.data import disk_cache
-from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
+from unet3d.data.cases import Case, DatasetInfo, phantom_outline, read_dataset, split
 from unet3d.data.disk_cache import DiskCache, can_stay_mapped
 from unet3d.data.nifti import ValidationRules, open_image
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader, SparseReader
-from unet3d.data.twins import leaks, voxel_digests
+from unet3d.data.synthetic import phantom_header
+from unet3d.data.twins import VoxelDigest, leaks, voxel_digests
 from unet3d.data.validate import WARNING, check_cases, content_hashes
-from unet3d.data.volume import target_grid
+from unet3d.data.volume import Grid, target_grid
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.training.inference import Predictor
@@ -164,9 +164,10 @@ def _digests(train: Sequence[Case], val: Sequence[Case], read: CaseReader) -> di
         return {case.id: frozenset([read.disk.digest(read.key(case), "image")]) for case in cases}
     if read.cache is None:
         return voxel_digests(train, val, read.rules)
-    images = {case.id: read(case).image for case in cases}
-    hashed = {name: hashlib.sha256(image.numpy().data).digest() for name, image in images.items()}
-    return {name: frozenset([(images[name].shape, digest)]) for name, digest in hashed.items()}
+    found = {case.id: VoxelDigest() for case in cases}
+    for case in cases:
+        found[case.id].update(read(case).image.numpy())
+    return {name: digest.digests() for name, digest in found.items()}
 
 
 def refuse_problems(dataset: DatasetInfo, cases: Sequence[Case], options: DataOptions) -> None:
@@ -194,26 +195,36 @@ def _readers(options: DataOptions, read: CaseReader, train: Sequence[Case]) -> t
 
 
 def model_config_from_headers(config: Config) -> Model:
-    """The model's options for a prediction: unset ones come from the data set's names and one header."""
+    """The model's options for a prediction: unset ones come from the data set's names and one header.
+
+    The phantom is not generated for it.
+    """
     import_all(config)
     options = rules.network(config.model)
     if None not in (options.in_channels, options.classes) and "auto" not in (options.kernels, options.strides):
         return options
-    dataset = read_dataset(config.data)
+    is_generated = config.data.format == "phantom"
+    dataset = phantom_outline(config.data) if is_generated else read_dataset(config.data)
     train, _ = split(dataset, config.data)
+    if is_generated:
+        header = phantom_header(config.data.phantom)
+        return _options_on(config, dataset, target_grid(train[0], header, config.data.spacing))
     return model_options(config, dataset, train[0])
 
 
 def model_options(config: Config, dataset: DatasetInfo, case: Case) -> Model:
     """The model's options, all set, for the spacing of this case. Raises UserError where model and data disagree."""
+    return _options_on(config, dataset, target_grid(case, open_image(case.id, case.images[0]), config.data.spacing))
+
+
+def _options_on(config: Config, dataset: DatasetInfo, grid: Grid) -> Model:
     options = replace(rules.network(config.model))
-    spacing = target_grid(case, open_image(case.id, case.images[0]), config.data.spacing).spacing
     for name, found in (("in_channels", len(dataset.channels)), ("classes", len(dataset.classes))):
         own = getattr(options, name)
         if own not in (None, found):
             raise UserError(f"model.{name}={own}, but the data has {found}; set it to {found}, or null for the data's")
         setattr(options, name, found)
-    automatic = geometry.from_spacing(spacing, config.data.patch, len(options.features))
+    automatic = geometry.from_spacing(grid.spacing, config.data.patch, len(options.features))
     for name, sizes in zip(("kernels", "strides"), automatic, strict=True):
         if getattr(options, name) == "auto":
             setattr(options, name, [list(size) for size in sizes])

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from guards import no, without, yes
 from nifti_files import checked, decathlon, holds, image, label, rewrite, told, write
+from training import face
 
+from unet3d import build
 from unet3d.base.errors import UserError
+from unet3d.config import compose
 from unet3d.config.schema import Data, Phantom
 from unet3d.data import dataset_json
-from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
+from unet3d.data.cases import Case, DatasetInfo, phantom_outline, read_dataset, split
 
 
 def refusal(data: Data) -> str:
@@ -374,6 +377,38 @@ def test_the_phantom_is_generated_below_the_current_folder(tmp_path: Path, monke
     assert {path.parts[:2] for path in dataset.cases[0].images} == {("data", "phantom")}
     data.root = "mine"
     assert read_dataset(data).cases[0].images[0].parts[0] == "mine"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["data.phantom.shape=[16,18,20]", "model.kernels=auto", "model.strides=auto"],
+        ["data.spacing=[1,1,5]", "model.kernels=auto", "model.strides=auto"],
+        ["data.label_map={1:[1,2]}", "data.root=mine"],
+    ],
+)
+def test_the_phantom_is_known_before_it_is_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = compose.compose(["data.phantom.shape=[16,16,16]", "data.phantom.cases=2", *words])
+    options = build.model_config_from_headers(config)
+    outline = phantom_outline(config.data)
+    assert list(tmp_path.iterdir()) == []
+    dataset = read_dataset(config.data)
+    assert outline == dataset and options == build.model_options(config, dataset, split(dataset, config.data)[0][0])
+
+
+def test_memory_is_predicted_without_the_phantom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["data=phantom", "model=unet_tiny", "data.patch=[16,16,16]", "model.features=[4,8]"]
+    assert face("memory", *words) == 0
+    assert list(tmp_path.iterdir()) == [] and "peak" in capsys.readouterr().out
+    assert face("memory", *words, "data.fold=0", "data.folds=99") == 2
+    assert "data.folds=99" in capsys.readouterr().err
 
 
 IDS = [f"case_{n:03d}" for n in range(13)]

@@ -93,6 +93,28 @@ def test_all_problems_of_all_cases_are_listed_at_once(tmp_path: Path) -> None:
     assert told(checked(data, full=False), of_headers(lines))
 
 
+@pytest.mark.parametrize(
+    ("words", "changes", "said"),
+    [
+        (["data.label_map={1:[1,9]}"], {}, "data.label_map={{1: [1, 9]}}: "),
+        ([], {"labels": {"0": "background", "1": "organ", "4": "tumour"}}, "{json}: labels are numbered [0, 1, 4]; "),
+        (["data.ignore=1"], {}, "{json}: 1 is the label to ignore"),
+    ],
+)
+def test_labels_that_make_no_classes_are_listed_with_all_other_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], changes: dict[str, Any], said: str
+) -> None:
+    data, lines = damaged(tmp_path)
+    rewrite(tmp_path, **changes)
+    assert face("check-data", "data=decathlon", f"data.root={data.root}", *words) == 2
+    out = capsys.readouterr().out.splitlines()
+    others = [line for line in lines if " 7;" not in line]  # a label that may be a class
+    assert all(is_there(line, out) for line in [[said.format(json=tmp_path / "dataset.json")], *others])
+    assert out[-1].startswith(f"{len(others) + 1} problems") and is_there(["classes: unknown"], out)
+    with pytest.raises(UserError, match=f"^{re.escape(said.format(json=tmp_path / 'dataset.json'))}"):
+        read_dataset(compose.compose(["data=decathlon", f"data.root={data.root}", *words]).data)
+
+
 @pytest.mark.slow
 def test_check_data_and_a_run_list_every_problem_and_end_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -351,9 +373,27 @@ def moved(stored: nib.Nifti1Image) -> nib.Nifti1Image:
     return nib.Nifti1Image(np.asanyarray(stored.dataobj), stored.affine + 50 * np.eye(4, k=3))
 
 
+def turned_unsaid(stored: nib.Nifti1Image) -> nib.Nifti1Image:
+    voxels = np.asanyarray(stored.dataobj)
+    return nib.Nifti1Image(np.ascontiguousarray(voxels.transpose(2, 0, 1)[::-1, :, ::-1]), stored.affine)
+
+
+def mirrored_unsaid(stored: nib.Nifti1Image) -> nib.Nifti1Image:
+    return nib.Nifti1Image(np.ascontiguousarray(np.asanyarray(stored.dataobj)[::-1]), stored.affine)
+
+
+SAID = [packed, turned, as_doubles, moved]
+UNSAID = [turned_unsaid, mirrored_unsaid]
+
+
 @without("unet3d.build.leaks", none, only="off-turned")
-@pytest.mark.parametrize("stored", [packed, turned, as_doubles, moved])
-@pytest.mark.parametrize("cache", ["memory", "disk", "off"])
+@pytest.mark.parametrize(
+    ("cache", "stored"),
+    [
+        *((cache, stored) for cache in ("memory", "disk", "off") for stored in SAID),
+        *((cache, stored) for cache in ("memory", "off") for stored in UNSAID),
+    ],
+)
 def test_a_run_refuses_a_held_out_image_that_it_learns_from(
     tmp_path: Path, cache: str, stored: Callable[[nib.Nifti1Image], nib.Nifti1Image]
 ) -> None:
@@ -370,6 +410,32 @@ def test_a_run_refuses_a_held_out_image_that_it_learns_from(
     assert told(checked(data), [wanted])
     data.semi, data.sparse = True, [2, 2, 2]
     assert len(build.data(Config(data=data)).val) == 4, "other slices of the same images are scored on purpose"
+
+
+@pytest.mark.parametrize("intensity", ["zscore", "none"])
+@pytest.mark.parametrize("cache", ["memory", "off"])
+def test_the_same_channels_in_another_order_are_the_same_image(tmp_path: Path, cache: str, intensity: str) -> None:
+    data, seen, unseen = held_out(tmp_path)
+    data.cache, data.intensity = cache, intensity
+    rewrite(tmp_path, modality={"0": "T1", "1": "T2"})
+    for number, path in enumerate(sorted((tmp_path / "imagesTr").iterdir())):
+        write(path, image((6, 5, 4, 2), seed=number))
+    build.data(Config(data=data))  # no two of them are the same
+    write(unseen, np.asanyarray(nib.load(seen).dataobj)[::-1, :, :, ::-1])
+    wanted = [f"case3: {unseen}: ", " case1;"]
+    with pytest.raises(UserError) as caught:
+        build.data(Config(data=data))
+    assert told([str(caught.value)], [wanted])
+    assert told(errors(checked(data)), [wanted])
+
+
+def test_the_same_values_elsewhere_are_another_image(tmp_path: Path) -> None:
+    """As of images whose intensities were made to have one histogram."""
+    data, seen, unseen = held_out(tmp_path)
+    data.cache = "off"
+    voxels = np.asanyarray(nib.load(seen).dataobj)
+    write(unseen, np.random.default_rng(0).permutation(voxels.ravel()).reshape(voxels.shape))
+    build.data(Config(data=data))
 
 
 def test_images_of_sizes_that_are_in_one_part_alone_are_not_read_to_compare_them(

@@ -17,7 +17,7 @@ from unet3d.training.slab_run import SlabOptions
 Network = Callable[..., UNet3D]
 
 
-class Log(TorchDispatchMode):
+class Log(slabs.Observer, TorchDispatchMode):
     """(operation, scope) of all that is dispatched."""
 
     def __init__(self, tracker: ModuleTracker) -> None:

@@ -179,7 +179,27 @@ def test_a_run_that_was_asked_to_stop_has_not_failed(make: Make, capsys: pytest.
     line = "stopped by SIGTERM after step 3 of 9; to go on: python train.py resume=x\nexit code 75\n"
     compare.print_comparison(read_rows([make("0", "ckpt=2"), make("1", status=line)]))
     printed = capsys.readouterr().out
-    assert re.search(r"\b1 stopped\b.*SIGTERM", printed) and "failed" not in printed
+    assert re.search(r"\b1 stopped by SIGTERM after step 3 of 9$", printed, re.M) and "failed" not in printed
+    assert re.search(r"\b1 +0 +stopped +\d", printed)
+
+
+@pytest.mark.parametrize(
+    ("status", "word", "line"),
+    [
+        ("interrupted; to go on: python train.py resume=x\nexit code 130\n", "stopped", "stopped: interrupted"),
+        ("failed: stopped before it began\nexit code 75\n", "stopped", "stopped before it began"),
+        ("error: no room; make room\nexit code 2\n", "failed", "failed: no room; make room"),
+        ("running\n", "running", None),
+    ],
+)
+def test_how_a_run_ended_is_a_word_and_a_line(
+    make: Make, capsys: pytest.CaptureFixture, status: str, word: str, line: str | None
+) -> None:
+    rows = read_rows([make("0", "ckpt=2"), make("1", status=status)])
+    assert compare.comparison_table(rows).rows[1][2] == word
+    compare.print_comparison(rows)
+    lines = [found for found in capsys.readouterr().out.splitlines() if found.startswith("run 1 ")]
+    assert lines == ([] if line is None else [f"run 1 {line}"])
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,29 @@ def test_a_prediction_that_has_to_guess_values_says_where(tmp_path: Path) -> Non
     assert not unet3d.memory.predict(Own(), SHAPE).guesses and not unet3d.memory.explain(Choosing(), SHAPE).guesses
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.layer, self.head = kind(1, 4, batch_first=True), nn.Conv3d(4, 3, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        y, _ = self.layer(image.flatten(2).transpose(1, 2))
+        return self.head(y.transpose(1, 2).reshape(-1, 4, *image.shape[2:]))
+
+
+@pytest.mark.filterwarnings("ignore:A GUESS")
+def test_an_lstm_whose_workspace_is_not_known_is_a_guess_that_says_so() -> None:
+    """A recurrent layer without such a workspace is predicted to the byte; with one, too low or said to be."""
+    for kind in (nn.LSTM, nn.GRU):
+        predicted, measured = (
+            act(Recurrent(kind), (1, 1, 4, 4, 4)) for act in (unet3d.memory.predict, unet3d.memory.explain)
+        )
+        assert predicted.guesses or predicted.peak_bytes == measured.peak_bytes, kind
+        assert bool(predicted.guesses) == ("LSTM" in str(predicted)) == ("GUESS" in str(predicted))
+    with pytest.warns(UserWarning, match=r"LSTM.*workspace.*explain"):
+        unet3d.memory.predict(Recurrent(nn.LSTM), (1, 1, 4, 4, 4))
+
+
 READS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x.item(),
     "tolist": lambda x: x.reshape(1).tolist(),

@@ -578,13 +578,13 @@ def test_the_terminal_shows_dice_so_far_and_the_time_left(terminal: io.StringIO,
         lines_of.scalars({"train/loss": 0.5, "time/step_s": step - 24.5}, step)
     lines_of.close(0)
     shown = plain.getvalue().splitlines()
-    assert [re.findall(r"\d[\d./]*", line) for line in shown] == [
-        ["6", "22/40", "0.5000", "2.50", "45"],
-        ["12", "24/40", "0.5000", "2.50", "40"],
+    assert [re.findall(r"\d[\d./:]*", line) for line in shown] == [
+        ["6", "22/40", "0.5000", "2.50", "0:00:45"],
+        ["12", "24/40", "0.5000", "2.50", "0:00:40"],
         ["12", "24/40", "0.5000"],
-        ["14", "26/40", "0.5000", "1.00", "42"],
+        ["14", "26/40", "0.5000", "1.00", "0:00:42"],
     ]
-    assert "45 s" in shown[0] and "dice_mean" in shown[2]
+    assert shown[0].endswith("0:00:45 left") and "dice_mean" in shown[2]
     bar = TerminalLogger(40, Terminal(file=terminal, width=120))
     for values in ({"val/dice_mean": 0.5}, {"val/dice_mean": 0.25}, {"train/loss": 0.75, "time/step_s": 1.0}):
         bar.scalars(values, 30)

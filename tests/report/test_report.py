@@ -18,6 +18,7 @@ from guards import unchanged, without, yes
 from PIL import Image
 from training import face, yaml_of
 
+from unet3d.base import shell
 from unet3d.base.errors import UserError
 from unet3d.report import case_plots, compare, memory_plots, plots, report, run_folder
 from unet3d.report.html import html_table
@@ -705,7 +706,8 @@ def test_the_report_says_how_the_run_was_made(folder: Path) -> None:
     (folder / "overrides.yaml").write_text('["data.root=my data", "amp=true"]')
     (folder / "split.json").write_text(json.dumps({"training": ["a", "b"], "validation": ["<c>"], "x": 7}))
     text = written(folder).text
-    assert "python train.py 'data.root=my data' amp=true" in text
+    command = next(line for line in text if line.endswith(" 'data.root=my data' amp=true"))
+    assert command == shell.training(["data.root=my data", "amp=true"])
     for names, parts in (("a, b", ("2", "training")), ("<c>", ("1", "validation"))):
         title = text[text.index(names) - 1]
         assert all(part in title.split() for part in parts)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from guards import nothing, without, yes
 
-from unet3d.base.errors import CheckpointError, DamagedCheckpoint
+import unet3d
+from unet3d.base.errors import CheckpointError, DamagedCheckpoint, MissingCheckpoint
 from unet3d.config.compose import CHECKPOINTS
 from unet3d.memory.ledger import Ledger
 from unet3d.training import checkpoint
@@ -144,8 +145,10 @@ def test_another_format_or_a_strangers_file_is_refused_but_not_called_damaged(
 
 @without("pathlib.Path.is_file", yes)
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DamagedCheckpoint, match=r"missing\.pt: .*No such file"):
+    with pytest.raises(MissingCheckpoint, match=r"missing\.pt: no such file; "):
         checkpoint.load_checkpoint(tmp_path / "missing.pt")
+    with pytest.raises(MissingCheckpoint, match=r"missing\.pt: no such file; "):
+        unet3d.load(tmp_path / "missing.pt")
     with pytest.raises(CheckpointError, match=rf"{re.escape(str(tmp_path))}: .*best\.pt"):
         checkpoint.load_checkpoint(tmp_path)
 

@@ -248,7 +248,7 @@ def test_a_disk_that_is_full_as_pictures_are_drawn_is_one_line(place: Path) -> N
     done = train(place / "d", *TINY, "steps=2", "eval_every=0", "hydra.run.dir=run", hook=full_drawing)
     folder = place / "d" / "run"
     assert done.code == 2 and done.err.count("\n") == 1
-    assert "No space left on device" in done.err and done.err.endswith(f"python train.py resume={folder}\n")
+    assert "No space left on device" in done.err and done.err.endswith(f"train.py resume={folder}\n")
     assert train(place / "d", "resume=run").code == 0
     assert status(folder).startswith("done") and len(list((folder / "predictions").iterdir())) == 1
 

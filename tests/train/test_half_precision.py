@@ -35,7 +35,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def use(has_kernels: bool, slab_bytes: int = half_precision.SLAB_BYTES, fewest: int = 0) -> None:
         monkeypatch.setattr(half_precision, "has_kernels", lambda dtype: has_kernels)
         monkeypatch.setattr(half_precision, "SLAB_BYTES", slab_bytes)
-        monkeypatch.setattr(half_precision, "FEWEST", fewest)
+        monkeypatch.setattr(half_precision, "FEWEST_PRODUCTS", fewest)
 
     return use
 

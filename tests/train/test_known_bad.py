@@ -10,6 +10,7 @@ from unet3d.training import known_bad
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
+LARGE = 2**31  # elements of a map
 WORDS = ("amp=true", "amp_dtype=bf16", "dry_run=true")
 
 
@@ -49,7 +50,7 @@ def test_a_bad_version_is_named_with_its_issue(
     monkeypatch: pytest.MonkeyPatch, version: str, cudnn: int, dtype: torch.dtype, issue: str
 ) -> None:
     use(monkeypatch, version, cudnn)
-    line = known_bad.warning(dtype)
+    line = known_bad.warning(dtype, lambda: LARGE)
     assert line is not None
     assert f"torch {version} with cuDNN 9.{cudnn // 100 % 100}.{cudnn % 100}" in line
     assert issue in line
@@ -73,7 +74,17 @@ def test_nothing_is_said_of_others(
     monkeypatch: pytest.MonkeyPatch, version: str, cudnn: int | None, dtype: torch.dtype | None
 ) -> None:
     use(monkeypatch, version, cudnn)
-    assert known_bad.warning(dtype) is None
+    assert known_bad.warning(dtype, lambda: LARGE) is None
+
+
+def test_a_version_that_is_bad_for_large_maps_alone_is_named_for_them_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, "2.10.0+cu128", 91002)
+    small, large = (tiny("device=cuda", *WORDS, f"data.patch=[{n},{n},{n}]") for n in (8, 768))
+    assert warnings(capsys, small) == []
+    (line,) = warnings(capsys, large)  # a batch of 2, of 4 channels: 3.6e9 elements
+    assert "#163539" in line
 
 
 def test_it_is_said_before_a_run_on_cuda_alone(
@@ -81,7 +92,7 @@ def test_it_is_said_before_a_run_on_cuda_alone(
 ) -> None:
     use(monkeypatch, "2.9.0+cu128", 91002)
     (line,) = warnings(capsys, tiny("device=cuda", *WORDS))
-    assert line == f"warning: {known_bad.warning(BF16)}"
+    assert line == f"warning: {known_bad.warning(BF16, lambda: 0)}"
     assert warnings(capsys, tiny("device=cpu", *WORDS)) == []
 
 

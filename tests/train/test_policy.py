@@ -3,13 +3,13 @@
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from evenly import evenly
-from guards import without
+from guards import no, without
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -19,7 +19,7 @@ from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.memory.meter import open_meter
 from unet3d.model.unet import UNet3D
-from unet3d.training import policy, slab_run
+from unet3d.training import policy, recomputation, slab_run
 from unet3d.training.losses import SegmentationLoss, ce, dice_ce
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.slab_run import SlabOptions
@@ -226,6 +226,117 @@ def test_what_cannot_be_put_back_is_refused_by_name(make: Callable[[], nn.Module
     image = torch.randn(1, 2, 6, 6, 6)
     with pytest.raises(UserError, match=rf"^ckpt\b.*{named}.*ckpt=0"):
         MemoryPolicy(segment_starts=(0, 1, 2)).forward(make(), image)
+
+
+class Iterating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors, self.conv = iter(range(1, 100)), convolution()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x * next(self.factors)).square()
+
+
+class Closing(Counting):
+    """A count in the closure of a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls: list[int] = []
+
+        def count() -> int:
+            calls.append(1)
+            return len(calls)
+
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.conv(x) * self.count()).square()
+
+
+class Nesting(Counting):
+    """A list within a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = [[]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[0].append(1)
+        return self.conv(x + len(self.seen[0])).square()
+
+
+class Decaying(Counting):
+    """A weight that is written to past autograd's counts of changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.conv.weight.data.mul_(0.9)
+        return self.conv(x).square()
+
+
+class Scaling(Iterating):
+    """The state is in the last operation alone, which backward does not run again: it needs the factor alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * torch.tensor(float(next(self.factors)))
+
+
+class Remembering(nn.Module):
+    """A tensor made once, in a dict that is no attribute: equal in both calls, though the second makes none."""
+
+    grids: ClassVar[dict[Any, Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape not in self.grids:
+            self.grids[x.shape] = torch.linspace(0, 1, x.shape[-1]).sin()
+        return (x * self.grids[x.shape]).square()
+
+
+@without("unet3d.training.recomputation.is_compared", no)
+@pytest.mark.parametrize("kind", [Iterating, Closing, Nesting, Decaying, Scaling])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_a_second_call_that_computes_other_values_is_refused(kind: type, dtype: torch.dtype | None) -> None:
+    model, memory = nn.Sequential(kind(), convolution(), convolution()), MemoryPolicy("cpu", dtype, (0, 1, 2))
+    output = memory.forward(model, torch.randn(1, 2, 6, 6, 6))
+    with pytest.raises(UserError, match=rf"^ckpt\b[^\n]*\b{kind.__name__}\b[^\n]*ckpt=0"):
+        output.sum().backward()
+
+
+class Gathering(nn.Module):
+    """Views of memory that is not written to yet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.empty(x.shape[0], 4, *x.shape[2:], dtype=x.dtype)
+        both[:, :2], both[:, 2:] = x, x.sin()
+        return both[:, 1:3].square()
+
+
+@pytest.mark.parametrize(
+    "make", [Remembering, Gathering, lambda: nn.Sequential(convolution(), nn.ReLU(inplace=True), nn.Dropout3d())]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_second_call_that_computes_the_same_is_not_refused(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    gradients = []
+    for starts in ((), (0, 3)):
+        torch.manual_seed(0)
+        model, image = nn.Sequential(convolution(), make(), convolution(), convolution()), torch.randn(1, 2, 6, 6, 6)
+        Remembering.grids.clear()
+        MemoryPolicy(segment_starts=starts).forward(model.to(dtype), image.to(dtype)).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert torch.equal(*gradients)
+
+
+def test_calls_are_compared_in_the_first_passes_alone() -> None:
+    """Later ones run no operation more."""
+    model, memory = nn.Sequential(convolution(), convolution()), MemoryPolicy(segment_starts=(0, 1))
+    noted = []
+    for _ in range(recomputation.PASSES + 1):
+        with pytest.MonkeyPatch.context() as patch:
+            calls: list[int] = []
+            patch.setattr(recomputation.FirstCall, "see", lambda *_, calls=calls: calls.append(1))
+            memory.forward(model, torch.randn(1, 2, 6, 6, 6)).sum().backward()
+        noted.append(len(calls))
+    assert all(noted[:-1]) and not noted[-1]
 
 
 def test_other_threads_change_rounding_alone(network: Network, request: pytest.FixtureRequest) -> None:

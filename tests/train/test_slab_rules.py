@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from guards import without, yes
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import TINY
 
 from unet3d import build
@@ -255,6 +261,97 @@ def test_hooks_of_all_modules_and_a_changed_class_are_refused(monkeypatch: pytes
     monkeypatch.setattr(nn.InstanceNorm3d, "forward", twice)
     with pytest.raises(UserError, match=r"inc\.block\.conv1\.norm .*another forward"):
         policy.forward(model, image)
+
+
+def none_replaced() -> Iterator[str]:
+    return iter(())
+
+
+class OwnFunctions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class OwnDispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@without("unet3d.training.slab_rules._replaced", none_replaced)
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [
+        ("torch.nn.Module.__call__", r"Module\.__call__"),
+        ("torch.nn.Conv3d.__call__", r"Conv3d\.__call__"),
+        ("torch.nn.Conv3d._conv_forward", r"Conv3d\._conv_forward"),
+        ("unet3d.model.blocks.join", r"blocks\.join"),
+        ("unet3d.model.blocks.crop", r"blocks\.crop"),
+        ("torch.nn.functional.instance_norm", r"functional\.instance_norm"),
+        ("torch.nn.functional.conv3d", r"functional\.conv3d"),
+        ("torch.cat", r"torch\.cat"),
+    ],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_methods_and_functions_that_others_have_replaced_are_refused(
+    target: str, named: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, image = network(), torch.zeros(1, 1, 8, 8, 8).double()
+    with monkeypatch.context() as patch:
+        patch.setattr(target, twice)
+        with pytest.raises(UserError, match=rf"^{way}\b[^\n]*{named}[^\n]*ckpt=auto"):
+            slab_rules.refuse_unknown(model, way)
+    MemoryPolicy(slabs=WAYS[way]).forward(model, image)
+
+
+@without("unet3d.training.slab_rules._is_original", yes)
+def test_a_forward_that_was_replaced_before_the_rules_were_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.ReLU, "forward", twice)
+    monkeypatch.setitem(slab_rules.FORWARD, nn.ReLU, twice)
+    with pytest.raises(UserError, match=r"ReLU\.forward"):
+        slab_rules.refuse_unknown(network(), "lean")
+
+
+@without("unet3d.training.slab_rules._replaced", none_replaced)
+@pytest.mark.parametrize("mode", [OwnFunctions, OwnDispatch])
+def test_modes_of_others_are_refused_and_those_of_torch_are_not(mode: type) -> None:
+    model, image, policy = network(), torch.zeros(1, 1, 8, 8, 8).double(), MemoryPolicy(slabs=WAYS["slab"])
+    with mode(), pytest.raises(UserError, match=rf"^slab\b[^\n]*mode {mode.__name__}\b"):
+        policy.forward(model, image)
+    with torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True):
+        policy.forward(model, image)
+
+
+class Calling(nn.Module):
+    """A network within another that takes its step by a policy."""
+
+    def __init__(self, network: nn.Module, policy: MemoryPolicy) -> None:
+        super().__init__()
+        self.network, self.policy = network, policy
+
+    def forward(self, image: Tensor) -> Any:
+        return self.policy.forward(self.network, image)
+
+
+@without("unet3d.training.slab_run._Run.has_its_parameters", yes)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_functional_call_with_other_weights_gives_their_gradients_or_is_refused(way: str) -> None:
+    image = torch.randn(1, 1, 8, 8, 8, generator=torch.Generator().manual_seed(1)).double()
+    plain, calling = (Calling(network(), MemoryPolicy(slabs=slabs)) for slabs in (None, WAYS[way]))
+    others = {name: p.detach() * 0.5 for name, p in plain.named_parameters()}
+    leaves = [{name: t.clone().requires_grad_() for name, t in others.items()} for _ in range(2)]
+    for model, weights in zip((plain, calling), leaves, strict=True):
+        with _reparametrize_module(model, weights):
+            model(image).sin().sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+    largest = max(t.grad.norm() for t in leaves[0].values())
+    assert all((t.grad - leaves[1][name].grad).norm() < 1e-9 * largest for name, t in leaves[0].items())
+    logits = functional_call(calling, leaves[1], (image,))  # which puts the network's own weights back
+    with pytest.raises(RuntimeError, match="were replaced"):
+        logits.sin().sum().backward()
+    with pytest.raises(UserError, match="computed from others"):
+        functional_call(calling, {name: t * 1 for name, t in leaves[1].items()}, (image,))
+    with pytest.raises(RuntimeError):  # torch's own refusal of such functions under its transforms
+        torch.func.grad(lambda weights: functional_call(calling, weights, (image,)).sin().sum())(others)
 
 
 def every(kind: type, make: Callable[[Any], nn.Module]) -> Change:

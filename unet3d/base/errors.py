@@ -8,19 +8,25 @@ from typing import Any
 
 
 def escaped(text: object, keep: str = "") -> str:
-    """Text for a terminal or a page, whoever wrote it: what is not printable as `\\x1b`, but for those in `keep`."""
+    """Escape every character that is not printable, as `\\x1b`, except those in `keep`."""
     shown = str(text)
-    odd = {letter for letter in set(shown) if not letter.isprintable() and letter not in keep}
-    return shown.translate({ord(letter): letter.encode("unicode_escape").decode() for letter in odd}) if odd else shown
+    escapes = {}
+    for letter in set(shown):
+        if not letter.isprintable() and letter not in keep:
+            escapes[ord(letter)] = letter.encode("unicode_escape").decode()
+    return shown.translate(escapes)
 
 
 def listed(lines: Sequence[str], most: int = 1000) -> list[str]:
-    """The first lines, and how many more there are."""
-    return [*lines[:most], *([f"and {len(lines) - most:,} more"] if len(lines) > most else [])]
+    """Return the first lines, and one that says how many more there are."""
+    shown = list(lines[:most])
+    if len(lines) > most:
+        shown.append(f"and {len(lines) - most:,} more")
+    return shown
 
 
 class ForeseenError(BaseException):
-    """Its text may quote a stranger's file: it is escaped, and may have several lines."""
+    """An end that was foreseen. Its text may quote a stranger's file, so it is escaped; it may have several lines."""
 
     def __str__(self) -> str:
         return escaped(super().__str__(), keep="\n")
@@ -39,7 +45,11 @@ class CheckpointError(ForeseenError, ValueError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that is missing, cut short or changed on disk; an older one may serve."""
+    """A checkpoint that is cut short or changed on disk; an older one may serve."""
+
+
+class MissingCheckpoint(CheckpointError):
+    """A checkpoint that is not there; an older one may serve."""
 
 
 class NotSaved(UserError):
@@ -69,7 +79,7 @@ class LoaderError(ForeseenError, RuntimeError):
 
 
 class RankLost(ForeseenError, Exception):
-    """Another process of the same run ended, or does not answer. Its exit code is that of its cause, where known."""
+    """Another process of the same run ended, or does not answer. The exit code is its cause's, where known."""
 
     exit_code = 1
 
@@ -102,52 +112,68 @@ NO_MEMORY = (  # regular expressions
     "unable to find an engine",  # cuDNN, where no convolution's workspace fits
 )
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch raises OutOfMemoryError for a device's tensors, other errors are raised for the host and for libraries."""
+    """Return whether memory ran out.
+
+    torch raises OutOfMemoryError for a device's tensors; for the host and for libraries there are many other errors.
+    """
+    if isinstance(error, MemoryError):
+        return True
     if isinstance(error, OSError):  # its text names a file, whatever that is called
         return error.errno == errno.ENOMEM
-    if isinstance(error, SystemError) or "can't start new thread" in str(error):
-        return bool(address_limit())  # what is left of a MemoryError that could not be made; no room for a stack
-    is_named = "OutOfMemoryError" in type(error).__name__ or any(re.search(word, str(error)) for word in NO_MEMORY)
-    return isinstance(error, MemoryError) or (isinstance(error, (RuntimeError, ImportError)) and is_named)
+    text = str(error)
+    if isinstance(error, SystemError) or "can't start new thread" in text:
+        # CPython raises SystemError when it cannot allocate the MemoryError itself; a thread needs room for its stack.
+        return bool(address_limit())
+    if not isinstance(error, (RuntimeError, ImportError)):
+        return False
+    return "OutOfMemoryError" in type(error).__name__ or any(re.search(word, text) for word in NO_MEMORY)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether the disk, the user's share of it or the largest size of a file does not allow more."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    """Return whether the disk, a quota or the largest size of a file does not allow more."""
+    return isinstance(error, OSError) and error.errno in DISK_FULL
 
 
 def is_out_of_files(error: BaseException) -> bool:
-    """Whether the process has as many open files as it may have."""
+    """Return whether the process has as many open files as it may have."""
     if isinstance(error, OSError):  # its text names a file, whatever that is called
         return error.errno in (errno.EMFILE, errno.ENFILE)
     return isinstance(error, RuntimeError) and "Too many open files" in str(error)
 
 
 def address_limit() -> str:
-    """What to say of `ulimit -v` where memory ran out; "" if it sets no limit."""
+    """Return a line about `ulimit -v` for the error of memory that ran out; "" where it sets no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return "" if limit == resource.RLIM_INFINITY else f"ulimit -v allows {limit / 2**20:,.1f} MiB: raise it"
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f"ulimit -v allows {limit / 2**20:,.1f} MiB: raise it"
 
 
 def file_limit() -> str:
-    """What to say of `ulimit -n` where files could not be opened."""
-    return f"ulimit -n allows {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files: raise it"
+    """Return a line about `ulimit -n` for the error of files that could not be opened."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"ulimit -n allows {limit} open files: raise it"
 
 
 def make_room(error: OSError) -> str:
-    """What to do where a disk is full, or a file may not grow."""
-    return "ulimit -f allows no larger file: raise it" if error.errno == errno.EFBIG else "make room"
+    """Return the remedy for a full disk, or for a file that may not grow."""
+    if error.errno == errno.EFBIG:
+        return "ulimit -f allows no larger file: raise it"
+    return "make room"
 
 
 def not_saved(path: object, error: OSError) -> NotSaved:
-    """The error to raise for a file that could not be written."""
+    """Return the error to raise for a file that could not be written."""
     remedy = f"; {make_room(error)}" if is_disk_full(error) else ""
     return NotSaved(f"{path}: not saved ({error.strerror}){remedy}")
 
 
 def reason(error: BaseException) -> str:
-    """What happened, in one line."""
+    """Return an error's type and text in one line."""
+    name = type(error).__name__
     text = escaped(" ".join(str(error).split()))
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{name}: {text}" if text else name

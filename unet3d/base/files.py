@@ -23,7 +23,8 @@ from unet3d.base.errors import UserError, escaped
 
 LARGEST_TEXT = 2**28  # bytes: the records of a million steps
 LARGEST_YAML = 2**16  # bytes: thirty configs, read in half a second
-LARGEST_TABLE, MOST_ROWS = 2**24, 100_000  # bytes and rows: ten thousand cases of fifty classes, or more of fewer
+LARGEST_TABLE = 2**24  # bytes
+MOST_ROWS = 100_000  # ten thousand cases of fifty classes, or more of fewer
 DEEPEST_YAML = 20  # levels
 TAGGED = (ValueError, LookupError, AttributeError, TypeError, OverflowError)  # raised for `!!bool x` and others
 PLAIN = (str, int, float, list, dict, type(None))
@@ -35,7 +36,7 @@ FORMULA = re.compile(r"'*([=@＝＠＋－]|[+-](?!([\d.]+(e[+-]?\d+)?|inf|nan)$)
 
 @contextmanager
 def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
-    """A file that replaces `path` in one move at the end; on an error `path` stays as it was. Raises OSError."""
+    """Open a file that replaces `path` in one move at the end; on an error `path` stays as it was. Raises OSError."""
     remove_abandoned(path.parent.absolute())
     file = None
     try:
@@ -57,7 +58,8 @@ def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
             with suppress(OSError):
                 os.unlink(file.name)
         if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None  # a write names no file, a move the temporary one
+            error.filename = str(path)  # a write names no file, a move the temporary one
+            error.filename2 = None
         raise
 
 
@@ -67,7 +69,7 @@ def temporary_name() -> str:
 
 
 def _held_file(folder: Path) -> IO[bytes]:
-    """A new file under a temporary name, held by this process."""
+    """Return a new file under a temporary name, held by this process."""
     while True:
         temporary = folder / temporary_name()  # nobody can have put a link there
         file = temporary.open("x+b")  # O_EXCL: neither a file that is there nor a link is written to
@@ -93,10 +95,12 @@ def remove_abandoned(folder: Path) -> None:
     Killed processes have left them, and they may be as large as what was written. What cannot be locked or written to
     stays.
     """
-    found = list[Path]()
+    abandoned: list[Path] = []
     with suppress(OSError), os.scandir(folder) as entries:
-        found += (Path(entry.path) for entry in entries if TEMPORARY.fullmatch(entry.name))
-    for path in found:
+        for entry in entries:
+            if TEMPORARY.fullmatch(entry.name):
+                abandoned.append(Path(entry.path))
+    for path in abandoned:
         with suppress(OSError):
             remove_unheld(path)
 
@@ -118,7 +122,7 @@ def remove_unheld(path: Path) -> None:
 
 @contextmanager
 def making_folder(folder: Path) -> Iterator[Path]:
-    """A folder that becomes `folder` in one move at the end, or is removed. Raises OSError."""
+    """Make a folder that becomes `folder` in one move at the end, or is removed. Raises OSError."""
     remove_abandoned(folder.parent.absolute())
     temporary, descriptor = _held_folder(folder.parent)
     try:
@@ -146,7 +150,7 @@ def _held_folder(parent: Path) -> tuple[Path, int]:
 
 @contextmanager
 def replacing_within(folder: int, name: str) -> Iterator[IO[bytes]]:
-    """`replacing` for a name in an open folder: wherever its path leads meanwhile. Raises OSError."""
+    """Do as `replacing` for a name in an open folder, wherever the folder's path leads meanwhile. Raises OSError."""
     temporary = temporary_name()
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
     try:
@@ -181,18 +185,18 @@ def open_regular(path: Path | str, folder: int | None = None) -> io.BufferedRead
 
 
 def write_text(path: Path, text: str) -> None:
-    """Text in UTF-8."""
+    """Write text in UTF-8."""
     with replacing(path) as file:
         file.write(text.encode(errors="backslashreplace"))  # JSON may hold half of a surrogate pair
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Indented JSON."""
+    """Write indented JSON."""
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_csv(path: Path, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """The CSV file of `as_csv`, a row at a time."""
+    """Write the CSV of `as_csv` to a file, row by row."""
     with replacing(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
         _write_rows(text, head, rows)
@@ -200,23 +204,29 @@ def write_csv(path: Path, head: Iterable[str], rows: Iterable[Iterable[Any]]) ->
 
 
 def as_csv(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """CSV in which no text commands a terminal or is a formula: such text begins with `'`. None is an empty cell."""
+    """Return CSV in which no text commands a terminal or is a formula: such text begins with `'`.
+
+    None is an empty cell.
+    """
     text = io.StringIO()
     _write_rows(text, head, rows)
     return text.getvalue()
 
 
 def _write_rows(text: TextIO, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    csv.writer(text, lineterminator="\n").writerows(map(_cell, row) for row in chain([head], rows))
+    writer = csv.writer(text, lineterminator="\n")
+    for row in chain([head], rows):
+        writer.writerow(map(_cell, row))
 
 
 def _cell(value: Any) -> str:
+    """Return a value as text that no spreadsheet takes for a formula."""
     text = "" if value is None else escaped(value)
     return f"'{text}" if FORMULA.match(text) else text
 
 
 def from_csv(text: str) -> list[dict[str, str]]:
-    """The rows of `as_csv` by their headings, each cell as it was given; none if the text is damaged."""
+    """Return the rows of `as_csv` by their headings, each cell as it was given; [] if the text is damaged."""
     return _rows(text.splitlines())
 
 
@@ -224,29 +234,31 @@ def _rows(lines: Iterable[str]) -> list[dict[str, str]]:
     try:
         rows = csv.reader(lines)
         head = next(rows, [])
-        return [dict(zip(head, map(_given, row), strict=False)) for row in rows if row]
+        return [dict(zip(head, map(_without_guard, row), strict=False)) for row in rows if row]
     except csv.Error:  # a cell of more than 128 KiB
         return []
 
 
-def _given(cell: str) -> str:
-    return cell[1:] if cell.startswith("'") and FORMULA.match(cell) else cell
+def _without_guard(cell: str) -> str:
+    """Return the text of which `_cell` made this one."""
+    is_guarded = cell.startswith("'") and FORMULA.match(cell)
+    return cell[1:] if is_guarded else cell
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows of `write_csv` by their headings; none if there is no file, or it is damaged. Raises UserError.
+    """Return the rows of `write_csv` by their headings; [] where the file is missing or damaged. Raises UserError.
 
     Each row takes a few hundred bytes, however short it is in the file: there may be at most `MOST_ROWS`.
     """
     lines = (line.decode(errors="replace") for line in read_lines(path, LARGEST_TABLE))
-    found = _rows(islice(lines, MOST_ROWS + 2))
-    if len(found) > MOST_ROWS:
+    rows = _rows(islice(lines, MOST_ROWS + 2))
+    if len(rows) > MOST_ROWS:
         raise UserError(f"{path}: has more than {MOST_ROWS:,} rows; shorten or remove it")
-    return found
+    return rows
 
 
 def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
-    """The text of a file, "" if there is none; what is not UTF-8 is replaced. Raises UserError.
+    """Return the text of a file, "" where it is missing; bytes that are not UTF-8 are replaced. Raises UserError.
 
     It must be a regular file (a pipe would be waited for) of at most `most` bytes.
     """
@@ -255,52 +267,63 @@ def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
 
 
 def read_lines(path: Path, most: int = LARGEST_TEXT) -> Iterator[bytes]:
-    """The lines of a file as of `read_text`, one at a time. Raises UserError."""
+    """Yield the lines of a file, which `read_text` would read at once. Raises UserError."""
     with _opened(path, most) as file:
         yield from file
 
 
 def _opened(path: Path, most: int) -> IO[bytes]:
+    """Open a regular file of at most `most` bytes; an empty one where it is missing. Raises UserError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return io.BytesIO()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise UserError(f"{path}: is not a file; remove it")
-    if found.st_size > most:
+    if status.st_size > most:
         os.close(descriptor)
-        raise UserError(f"{path}: has {found.st_size:,} bytes; at most {most:,} are read; shorten or remove it")
+        raise UserError(f"{path}: has {status.st_size:,} bytes; at most {most:,} are read; shorten or remove it")
     return open(descriptor, "rb")
 
 
 def read_yaml(path: Path) -> Any:
-    """The plain values of a YAML file, None if it is empty or not there. Raises UserError.
+    """Return the plain values of a YAML file, None where it is empty or missing. Raises UserError.
 
     Aliases are refused: with them a small file describes values without end.
     """
-    text, depth = read_text(path, LARGEST_YAML), 0
+    text = read_text(path, LARGEST_YAML)
+    depth = 0
     try:
         for event in yaml.parse(text, yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
             if isinstance(event, yaml.AliasEvent) or depth > DEEPEST_YAML:
                 raise ValueError(f"it has an alias, or more than {DEEPEST_YAML} levels")
-        return _plain(yaml.safe_load(text))
+        values = yaml.safe_load(text)
+        _refuse_odd_values(values)
+        return values
     except (*TAGGED, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
 
 
-def _plain(value: Any) -> Any:
-    """The value. Raises ValueError where a part of it is none that a config has."""
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    if not isinstance(value, PLAIN) or (isinstance(value, int) and value.bit_length() > 64):
-        raise ValueError("it holds what no config holds")
-    for key, part in parts:
-        _plain(key), _plain(part)
-    return value
+def _refuse_odd_values(value: Any) -> None:
+    """Raise ValueError for anything but texts, numbers, lists, mappings and None, at any depth."""
+    is_long = isinstance(value, int) and value.bit_length() > 64
+    if is_long or not isinstance(value, PLAIN):
+        raise ValueError("only numbers, texts, lists and mappings are allowed")
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts = [*value.keys(), *value.values()]
+    elif isinstance(value, list):
+        parts = value
+    for part in parts:
+        _refuse_odd_values(part)
 
 
 def refuse_links_out(folder: Path) -> None:
@@ -309,7 +332,10 @@ def refuse_links_out(folder: Path) -> None:
     for place, folders, names in os.walk(top):
         if place.removeprefix(top).count(os.sep) > DEEPEST_FOLDER:
             raise UserError(f"{folder}: has folders in more than {DEEPEST_FOLDER} levels; remove them")
-        for path in (os.path.join(place, name) for name in (*folders, *names)):
-            if os.path.islink(path) and os.path.commonpath((top, os.path.realpath(path))) != top:
-                what = "is a link out of the folder; nothing is read or written through it: remove it"
-                raise UserError(f"{folder / os.path.relpath(path, top)}: {what}")
+        for name in (*folders, *names):
+            path = os.path.join(place, name)
+            if not os.path.islink(path):
+                continue
+            if os.path.commonpath((top, os.path.realpath(path))) != top:
+                problem = "is a link out of the folder; nothing is read or written through it: remove it"
+                raise UserError(f"{folder / os.path.relpath(path, top)}: {problem}")

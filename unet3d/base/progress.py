@@ -138,5 +138,5 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """`48 s`, `0:05:42`."""
-    return f"{seconds:.0f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
+    """Return hours, minutes and seconds, `0:05:42`, as bars show them."""
+    return str(timedelta(seconds=round(seconds)))

@@ -1,7 +1,7 @@
-"""The processes that torchrun started for one run: what they add up, agree on and gather. Free of torch until joined.
+"""Communication between the processes that torchrun started for one run. Free of torch until `joined`.
 
-A process alone is a world of one, in which nothing here does anything. What is within `joined`, all ranks call in the
-same order. A rank that waits in vain for another raises RankLost, which names that one and what became of it.
+With one process every function here is a no-op. Inside `joined`, all ranks must make the same calls in the same order.
+A rank that waits for one that is lost raises RankLost, which names it and says how it ended.
 """
 
 import itertools
@@ -20,9 +20,11 @@ from unet3d.base.errors import ForeseenError, OutOfMemory, Preempted, RankLost, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-RANK, LOCAL_RANK = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-SIZE, LOCAL_SIZE = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # all; here
-BUCKET = 2**23  # bytes
+RANK = int(os.environ.get("RANK", "0"))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
+SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # ranks of the run
+LOCAL_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks on this machine
+BUCKET = 2**23  # bytes that are summed at once, at least
 PAUSE = 0.0002  # seconds between two looks at whether the GPU is done
 LOOK = 1.0  # seconds between two looks at whether the others are there
 GRACE = 10.0  # seconds within which each rank that still answers does so, once one does not
@@ -32,20 +34,20 @@ _joined: list[bool] = []  # whether the ranks work together now
 _stuck: list[bool] = []  # whether this rank's GPU waits for one that is lost
 
 
-def broadcast_job(what: Any) -> None:
-    """From the first rank to those that wait in `wait_for_job`: plain values."""
+def broadcast_job(job: Any) -> None:
+    """Send plain values from rank 0 to the ranks that wait in `wait_for_job`."""
     if SIZE > 1 and RANK == 0:
-        _store().set("run", json.dumps(what))
+        _store().set("run", json.dumps(job))
 
 
 def cancel_job() -> None:
-    """From the first rank to those that still wait: there is no run."""
+    """Tell the ranks that still wait that there is no run."""
     with suppress(RuntimeError, ValueError):  # nobody waits
         broadcast_job(None)
 
 
 def wait_for_job(stop: Callable[[], bool]) -> Any:
-    """What the first rank hands over, however long that takes. Raises Preempted once asked to `stop`."""
+    """Return what rank 0 broadcasts, however long that takes. Raises Preempted once asked to `stop`."""
     while not _store().check(["run"]):
         if stop():
             raise Preempted("stopped before it began")
@@ -55,7 +57,7 @@ def wait_for_job(stop: Callable[[], bool]) -> Any:
 
 @contextmanager
 def joined(device_type: str, timeout: float) -> Iterator[None]:
-    """Within, the ranks work together; none waits longer than `timeout` seconds for another. Raises RankLost."""
+    """Let the ranks work together; none waits longer than `timeout` seconds for another. Raises RankLost."""
     if SIZE == 1:
         yield
         return
@@ -64,12 +66,18 @@ def joined(device_type: str, timeout: float) -> Iterator[None]:
     # loaded once there is a group, its functions would keep it: threads that outlive Python, which may abort for them
     import torch.distributed.nn  # noqa: F401
 
-    backend, limit = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     _store().set(f"process {RANK}", f"{os.getpid()} {platform.node()}")
     try:
         with _answered():
             group = dist.PrefixStore("group", _store())
-            dist.init_process_group(backend, store=group, rank=RANK, world_size=SIZE, timeout=limit)
+            dist.init_process_group(
+                backend,
+                store=group,
+                rank=RANK,
+                world_size=SIZE,
+                timeout=timedelta(seconds=timeout),
+            )
         _joined.append(True)
         yield
     except BaseException as error:
@@ -80,7 +88,7 @@ def joined(device_type: str, timeout: float) -> Iterator[None]:
 
 
 def leave() -> None:
-    """From here on, each rank is alone."""
+    """End the group: each rank is alone from here on."""
     if SIZE > 1:
         import torch.distributed as dist
 
@@ -90,7 +98,7 @@ def leave() -> None:
 
 
 def count() -> int:
-    """How many work together."""
+    """Return how many ranks work together now."""
     return SIZE if _joined else 1
 
 
@@ -141,7 +149,7 @@ def all_reduce_sum(tensors: "Iterable[Tensor]") -> None:
 
 
 def _buckets(tensors: "Iterable[Tensor]") -> "Iterator[list[Tensor]]":
-    """Tensors of one type each, that together have BUCKET bytes or little more."""
+    """Yield groups of tensors of one type and device, of BUCKET bytes or little more."""
     for _, alike in itertools.groupby(tensors, key=lambda tensor: (tensor.dtype, tensor.device)):
         bucket: list[Tensor] = []
         for tensor in alike:
@@ -154,7 +162,7 @@ def _buckets(tensors: "Iterable[Tensor]") -> "Iterator[list[Tensor]]":
 
 
 def broadcast_from_rank0(tensors: "Iterable[Tensor]") -> None:
-    """Fill each tensor with the first rank's numbers."""
+    """Fill each tensor with rank 0's numbers."""
     import torch.distributed as dist
 
     with _answered():
@@ -163,43 +171,44 @@ def broadcast_from_rank0(tensors: "Iterable[Tensor]") -> None:
 
 
 def all_reduce_max(number: int) -> int:
-    """The largest number that a rank has."""
+    """Return the largest of the ranks' numbers."""
     if not _joined:
         return number
     import torch
     import torch.distributed as dist
 
-    found = torch.tensor(number)
+    largest = torch.tensor(number)
     with _answered():
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    return int(found)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def gather(thing: T) -> list[T]:
-    """What each rank has, in order."""
+    """Return each rank's value, in the order of ranks."""
     if not _joined:
         return [thing]
     import torch.distributed as dist
 
-    found: list[Any] = [None] * SIZE
+    things: list[Any] = [None for _ in range(SIZE)]
     with _answered():
-        dist.all_gather_object(found, thing)
-    return found
+        dist.all_gather_object(things, thing)
+    return things
 
 
 def on_rank0(act: Callable[[], T]) -> T:
-    """What `act` returns on the first rank, which alone calls it; an error that it raises is raised by all."""
+    """Call `act` on rank 0 only, and return its result on all ranks; an error is raised by all."""
     if not _joined:
         return act()
-    outcome: tuple[Any, Exception | None] = None, None
+    value: Any = None
+    problem: Exception | None = None
     if RANK == 0:
         try:
-            outcome = act(), None
+            value = act()
         except (OSError, ForeseenError) as error:
             if not isinstance(error, Exception):  # a signal
                 raise
-            outcome = None, error
-    value, problem = _from_rank0(outcome)
+            problem = error
+    value, problem = _from_rank0((value, problem))
     if problem is not None:
         raise problem
     result: T = value
@@ -207,15 +216,17 @@ def on_rank0(act: Callable[[], T]) -> T:
 
 
 def _from_rank0(thing: T) -> T:
+    """Return rank 0's value."""
     import torch.distributed as dist
 
-    found = [thing]
+    things = [thing]
     with _answered():
-        dist.broadcast_object_list(found, 0)
-    return found[0]
+        dist.broadcast_object_list(things, 0)
+    return things[0]
 
 
 def _store() -> Any:
+    """Return the store of keys and values that all ranks share."""
     if not _stores:
         import torch.distributed as dist
 
@@ -225,7 +236,7 @@ def _store() -> Any:
 
 
 def publish_failure(error: BaseException) -> None:
-    """Leave a word to the others: what happened, the exit code, and whether that is their own doing."""
+    """Tell the other ranks how this one failed: the line, the exit code, and whether another rank caused it."""
     line = str(error) if isinstance(error, ForeseenError) else reason(error)
     code = OutOfMemory.exit_code if is_out_of_memory(error) else getattr(error, "exit_code", 1)
     with suppress(RuntimeError):  # nobody serves the store any more
@@ -247,16 +258,14 @@ def _answered() -> Iterator[None]:
 
 
 def _lost() -> RankLost | None:
-    """What ended another rank; None if no other ended by itself. Where one is lost, each of the others comes here."""
+    """Return how another rank ended; None unless one did. Each rank comes here once one is lost."""
     _store().set(f"here {RANK}", "")
-    others, until = [rank for rank in range(SIZE) if rank != RANK], time.monotonic() + GRACE
+    until = time.monotonic() + GRACE
     while True:
         ended = _ended()
         if ended is not None:
             return ended
-        silent = [
-            rank for rank in others if not _store().check([f"end {rank}"]) and not _store().check([f"here {rank}"])
-        ]
+        silent = [rank for rank in _others() if not _has_said("end", rank) and not _has_said("here", rank)]
         if not silent:
             return None
         if time.monotonic() > until:
@@ -265,20 +274,34 @@ def _lost() -> RankLost | None:
 
 
 def _ended() -> RankLost | None:
-    """What ended another rank: its own word, or its process is gone. None if no other ended by itself."""
-    others = [rank for rank in range(SIZE) if rank != RANK]
-    ends = {rank: json.loads(_store().get(f"end {rank}")) for rank in others if _store().check([f"end {rank}"])}
-    for rank, (line, code, is_echo) in ends.items():
+    """Return how another rank ended: it has said so, or its process is gone. None unless one did."""
+    silent = []
+    for rank in _others():
+        if not _has_said("end", rank):
+            silent.append(rank)
+            continue
+        line, code, is_echo = json.loads(_store().get(f"end {rank}"))
         if not is_echo:
             return RankLost(f"rank {rank}: {line}", code)
-    for rank in others:
-        if rank not in ends and not _store().check([f"here {rank}"]) and _is_gone(rank):
+    for rank in silent:
+        if not _has_said("here", rank) and _is_gone(rank):
             return RankLost(f"rank {rank}: its process was killed")
     return None
 
 
+def _others() -> list[int]:
+    """Return all ranks but this one."""
+    return [rank for rank in range(SIZE) if rank != RANK]
+
+
+def _has_said(word: str, rank: int) -> bool:
+    """Return whether a rank has left `end` (its last line) or `here` (it still answers) in the store."""
+    is_there: bool = _store().check([f"{word} {rank}"])
+    return is_there
+
+
 def _is_gone(rank: int) -> bool:
-    """Whether its process was on this machine, and is no more."""
+    """Return whether a rank's process was on this machine, and is no more."""
     if not _store().check([f"process {rank}"]):
         return False  # it has not come yet
     number, _, node = _store().get(f"process {rank}").decode().partition(" ")

@@ -16,8 +16,7 @@ ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.
 class Stop:
     """Call it to know whether a signal has asked to stop. A second SIGINT raises KeyboardInterrupt at once.
 
-    Where ranks work together, all of this is `deferred`: they stop together, and torchrun ends by a signal those that
-    are left of a run, which are to say why it ended.
+    With several ranks, signals are always `deferred`: all ranks stop after the same step.
     """
 
     def __init__(self) -> None:
@@ -29,12 +28,12 @@ class Stop:
         return self.asked is not None
 
     def deferred(self) -> AbstractContextManager[None]:
-        """Within, a signal only sets the flag; outside, the first signal raises Preempted."""
+        """Let a signal only set the flag inside; outside, the first signal raises Preempted."""
         return self._set(raises=False)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within `deferred`, for work that can stop anywhere: a signal, an earlier one too, raises Preempted."""
+        """Let a signal raise Preempted inside `deferred`, also an earlier one, for work that can stop anywhere."""
         with self._set(raises=True):
             if self.asked:
                 raise Preempted(f"stopped by {self.asked.name}")
@@ -42,7 +41,8 @@ class Stop:
 
     @contextmanager
     def _set(self, raises: bool) -> Iterator[None]:
-        before, self._raises = self._raises, raises
+        before = self._raises
+        self._raises = raises
         try:
             yield
         finally:
@@ -62,13 +62,15 @@ class Stop:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None], is_last: bool = False) -> Iterator[dict[int, Any]]:
-    """Within, `handler` gets the signals that ask to stop; yields the earlier handlers.
+    """Let `handler` get the signals that ask to stop; yields the previous handlers.
 
-    A signal that was ignored, as under nohup, stays ignored. Afterwards the earlier handlers get the others again. But
-    a rank whose `is_last` work is done ignores all of them until its process ends: torchrun signals the ranks that are
-    left of a run, and their exit codes are to say why it ended.
+    A signal that was ignored, as under nohup, stays ignored. The previous handlers are restored on exit. With `is_last`
+    and several ranks, signals are ignored from then on, so that torchrun's SIGTERM does not replace the exit code.
     """
-    before: dict[int, Any] = {n: signal.signal(n, handler) for n in ASKING if signal.getsignal(n) != signal.SIG_IGN}
+    before: dict[int, Any] = {}
+    for asking in ASKING:
+        if signal.getsignal(asking) != signal.SIG_IGN:
+            before[asking] = signal.signal(asking, handler)
     try:
         yield before
     finally:
@@ -78,13 +80,13 @@ def handled(handler: Callable[[int, FrameType | None], None], is_last: bool = Fa
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """A Stop that receives the signals."""
+    """Yield a Stop that receives the signals."""
     stop = Stop()
     with handled(stop.handle):
         yield stop
 
 
 def ignore() -> None:
-    """For helper processes: a signal to the whole group is for their parent, which then ends them."""
+    """Ignore signals in a helper process: one to the whole group is for the parent, which then ends the helper."""
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)

@@ -14,33 +14,34 @@ MIB = 2**20
 
 
 def budget_bytes(text: str) -> int:
-    """Bytes of `8GiB`, `900 MiB`, `1.5GB`. Raises UserError."""
+    """Return the bytes of `8GiB`, `900 MiB`, `1.5GB`. Raises UserError."""
     units = {"MIB": MIB, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,20})?)\s*([MG]i?B)", text.strip(), re.IGNORECASE)
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,20})?)\s*([MG]i?B)", text.strip(), re.IGNORECASE)
+    if not match or not float(match[1]):
         raise UserError(f"budget={text}: give an amount and a unit, MiB or GiB, e.g. budget=8GiB")
-    return int(float(found[1]) * units[found[2].upper()])
+    amount = float(match[1])
+    return int(amount * units[match[2].upper()])
 
 
 def host_bytes() -> int:
-    """All memory of this machine; a container or a scheduler may allow less."""
+    """Return all memory of this machine; a container or a scheduler may allow less."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Table(NamedTuple):
-    """Headings with their units, and rows of text."""
+    """A table of text: headings with their units, and rows."""
 
     columns: list[str]
     rows: list[list[str]]
 
 
 def mib(size: float) -> str:
-    """Bytes as MiB (2^20 bytes), to a tenth."""
+    """Return bytes as MiB (2^20 bytes), to a tenth."""
     return f"{size / MIB:,.1f}"
 
 
 def percent(part: float, whole: float) -> str:
-    """A share of `whole`; "" where that is 0."""
+    """Return a share of `whole` in per cent; "" where `whole` is 0."""
     return f"{part / whole:.1%}" if whole else ""
 
 
@@ -53,7 +54,7 @@ class Batch(NamedTuple):
 
 
 class ProbabilityBlock(NamedTuple):
-    """Class probabilities of a box of a volume. The next strip takes its memory: use it, then ask for the next."""
+    """Class probabilities of a box of a volume. The buffer is reused by the next block."""
 
     sizes: tuple[int, int, int]  # of the volume, voxels
     axes: tuple[int, int, int]  # strips follow along the second, slabs of strips along the first
@@ -62,5 +63,6 @@ class ProbabilityBlock(NamedTuple):
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Where it lies in the volume."""
-        return tuple(slice(at, at + n) for at, n in zip(self.corner, self.probabilities.shape[1:], strict=True))
+        """Return the slices of the box in the volume."""
+        sizes = self.probabilities.shape[1:]
+        return tuple(slice(start, start + size) for start, size in zip(self.corner, sizes, strict=True))

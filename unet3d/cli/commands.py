@@ -53,7 +53,7 @@ def check_data(arguments: argparse.Namespace) -> int:
     config = composed(arguments.overrides)
     from unet3d.data import cases, validate
 
-    dataset = cases.read_dataset(config.data)
+    dataset = cases.dataset_to_check(config.data)
     train: Sequence[cases.Case] = ()
     val: Sequence[cases.Case] = ()
     with suppress(UserError):  # check_cases lists it too

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +18,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.config import compose
 from unet3d.config.compose import Job
-
-SEARCHED = "hydra.searchpath="  # folders of the user's own YAML files
 
 
 def flag_parser() -> argparse.ArgumentParser:
@@ -38,20 +36,25 @@ def _run_nothing(_: DictConfig) -> None:
     raise AssertionError("a flag that only shows something runs no job")
 
 
+def searched(overrides: Iterable[str]) -> list[str]:
+    """Return the overrides that add folders of YAML files, without which others may not compose."""
+    return [word for word in overrides if word.startswith("hydra.searchpath=")]
+
+
 class CurrentJob(NamedTuple):
     """The job of a sweep whose task runs now."""
 
     number: int
     folder: Path
     overrides: list[str]
-    searched: list[str]  # its overrides that name folders of YAML files
+    searched: list[str]  # its overrides that add folders of YAML files
 
 
 def current_job() -> CurrentJob:
     """Return the job whose task calls this, as its launcher has set it."""
     asked = HydraConfig.get()
-    searched = [word for word in asked.overrides.hydra if word.startswith(SEARCHED)]
-    return CurrentJob(asked.job.num, Path(asked.runtime.output_dir), list(asked.overrides.task), searched)
+    folder = Path(asked.runtime.output_dir)
+    return CurrentJob(asked.job.num, folder, list(asked.overrides.task), searched(asked.overrides.hydra))
 
 
 def launch(

@@ -5,7 +5,6 @@ import fcntl
 import mmap
 import os
 import re
-import shlex
 import signal
 import stat
 import subprocess
@@ -19,11 +18,12 @@ from types import FrameType
 
 from omegaconf import OmegaConf
 
-from unet3d.base import errors, ranks, signals
+from unet3d.base import errors, ranks, shell, signals
 from unet3d.base.errors import LoaderError, NotSaved, OutOfMemory, Preempted, RankLost, UserError, escaped
 from unet3d.base.files import read_text, read_yaml, refuse_links_out, write_text
+from unet3d.cli import options
 from unet3d.cli.interrupt import INTERRUPTED
-from unet3d.config import compose
+from unet3d.config import compose, rules
 from unet3d.config.schema import Config
 from unet3d.report import run_folder
 
@@ -182,8 +182,22 @@ def ran_out(error: BaseException, go_on: str = "") -> tuple[str, int] | None:
 
 def how_to_go_on(folder: Path) -> str:
     """Return the command that resumes the run, to be pasted into a shell."""
-    command = f"python train.py {shlex.quote(path_option('resume', folder))}"
-    return f"to go on: {command}" if checkpoints(folder) else "there is no checkpoint yet to go on from"
+    if not checkpoints(folder):
+        return "there is no checkpoint yet to go on from"
+    words = [path_option("resume", folder), *_imports(folder)]
+    return f"to go on: {shell.training(words)}"
+
+
+def _imports(folder: Path) -> list[str]:
+    """Return the options of a run that name code, which resuming takes from the command line alone."""
+    try:
+        values = read_yaml(folder / "config.yaml")
+    except (UserError, OSError, ValueError):  # resuming will say what is wrong with it
+        return []
+    if not isinstance(values, dict):
+        return []
+    named = compose.flat(values, ".")
+    return [f"{name}={options.plain(named[name])}" for name in rules.IMPORTS if named.get(name)]
 
 
 @contextmanager

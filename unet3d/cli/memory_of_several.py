@@ -1,7 +1,6 @@
 """`unet3d memory` of several configs: peaks side by side, curves, or what fits a budget; from simulated steps."""
 
 import math
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from unet3d.base import shell
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_csv
 from unet3d.base.progress import track
@@ -198,7 +198,7 @@ def print_fit(overrides: Sequence[str]) -> None:
     if best.occupied_bytes > limit:
         smallest = f"the smallest peak is {mib(best.peak_bytes)} MiB{best.reserves}"
         raise UserError(f"budget={given}: nothing tried fits; {smallest}")
-    command = shlex.join(["python", "train.py", *budget.replaced(overrides, best.overrides)])
+    command = shell.training(budget.replaced(overrides, best.overrides))
     print(f"fits: {escaped(command)}")
 
 

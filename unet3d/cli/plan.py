@@ -8,7 +8,7 @@ from pathlib import Path
 from unet3d.base import ranks
 from unet3d.base.errors import UserError, is_disk_full, make_room
 from unet3d.base.files import read_yaml, refuse_links_out
-from unet3d.cli import lifecycle, sweep
+from unet3d.cli import hydra_app, lifecycle, sweep
 from unet3d.cli.arguments import Arguments, parse
 from unet3d.config import compose
 from unet3d.config.compose import Composed, Job
@@ -34,7 +34,7 @@ class Run:
 
     config: Config
     folder: Path
-    overrides: list[str]  # the options that its command line sets
+    overrides: list[str]  # the options that its command line sets, and where their YAML files are
 
 
 def plan(words: Sequence[str]) -> Run | Sequence[Job]:
@@ -62,7 +62,7 @@ def plan_arguments(arguments: Arguments) -> Run | Sequence[Job]:
 
 def plan_run(composed: Composed) -> Run:
     """Return the run of a command line. Raises UserError before anything is touched."""
-    overrides = composed.task_overrides
+    overrides = [*hydra_app.searched(composed.overrides), *composed.task_overrides]
     for word in composed.overrides:
         if word.startswith("hydra") and not word.startswith(HYDRA_OPTIONS):
             lifecycle.print_error(f"warning: {word}: does nothing for a run, which is not Hydra's to start")

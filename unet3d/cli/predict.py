@@ -26,14 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from unet3d.memory.simulate import refuse_large_window
     from unet3d.run import predict
 
-    segmenter = predict.open_segmenter(
-        arguments.checkpoint,
-        arguments.device,
-        mirror=arguments.mirror,
-        model_path=arguments.model,
-        batch=_number_or_word(arguments.batch),
-        overlap=_share_or_word(arguments.overlap),
-    )
+    segmenter = _open_segmenter(arguments)
     refuse_large_window(segmenter.predictor, arguments.checkpoint)
     channels = len(segmenter.intensity)
     cases, problems = predict.find_cases(arguments.inputs, channels, segmenter.by_channel, shard)
@@ -58,6 +51,24 @@ def run(arguments: argparse.Namespace) -> int:
             counter.advance()
     _print_counts(written, left_alone, failed, segmenter.written)
     return UserError.exit_code if failed else 0
+
+
+def _open_segmenter(arguments: argparse.Namespace) -> "Segmenter":
+    """Return the segmenter of the checkpoint. Raises UserError, which names flags, or CheckpointError."""
+    from unet3d.run import predict
+
+    try:
+        return predict.open_segmenter(
+            arguments.checkpoint,
+            arguments.device,
+            mirror=arguments.mirror,
+            model_path=arguments.model,
+            batch=_number_or_word(arguments.batch),
+            overlap=_share_or_word(arguments.overlap),
+        )
+    except UserError as error:  # about an argument of that function, which is a flag here
+        text = re.sub(r"^(batch|overlap)=", r"--\1 ", str(error))
+        raise UserError(text.replace("mirror=true: ", "--mirror: ", 1)) from error
 
 
 def _paths(case: "Case", arguments: argparse.Namespace) -> list[Path]:

@@ -22,6 +22,9 @@ MAX_NAME = 255  # bytes of a file's name
 ABSENT = 10  # times the files that are there: where dataset.json asks for more, its channels are wrong, not the files
 
 
+Classes = tuple[tuple[str, ...], Relabel, str]
+
+
 class Case(NamedTuple):
     """One subject: its image files (one a channel, or a single 4D file) and its label map, if it has one."""
 
@@ -38,7 +41,8 @@ class Case(NamedTuple):
 class DatasetInfo(NamedTuple):
     """A data set. `classes` are named by label value, background first; `cases` are sorted by id.
 
-    `relabel` is what data.label_map makes of the files' labels, before anything else sees them.
+    `relabel` is what data.label_map makes of the files' labels, before anything else sees them. `wrong_labels` is the
+    error of labels, in dataset.json or in data.label_map, that make no classes; then there are none.
     """
 
     name: str
@@ -47,16 +51,37 @@ class DatasetInfo(NamedTuple):
     ignore: int | None
     cases: tuple[Case, ...]
     relabel: Relabel = None
+    wrong_labels: str = ""
 
 
 def read_dataset(data: Data) -> DatasetInfo:
     """The data set that `data` describes. The phantom and MNI152 are generated if absent. Raises UserError."""
+    found = dataset_to_check(data)
+    if found.wrong_labels:
+        raise UserError(found.wrong_labels)
+    return found
+
+
+def dataset_to_check(data: Data) -> DatasetInfo:
+    """Return the same, without classes where its labels make none, so that all else can be checked. UserError."""
     if data.format == "phantom":
         return _decathlon(synthetic.ensure_phantom(data.phantom, Path(data.root or synthetic.PHANTOM_ROOT)), data)
     if data.format == "mni152":
         return _decathlon(synthetic.ensure_mni152(Path(data.root or synthetic.MNI152_ROOT)), data)
     assert data.root is not None, "unet3d.config.rules requires it"
     return {"decathlon": _decathlon, "nnunet": _nnunet, "folders": _folders}[data.format](Path(data.root), data)
+
+
+def phantom_outline(data: Data) -> DatasetInfo:
+    """Return what `read_dataset` returns of the phantom, and generate no file. Raises UserError."""
+    folder = synthetic.phantom_folder(data.phantom, Path(data.root or synthetic.PHANTOM_ROOT))
+    about, files = synthetic.PHANTOM, synthetic.phantom_files(data.phantom)
+    cases = tuple(Case(name, (folder / each["image"],), folder / each["label"]) for name, each in files.items())
+    names = {int(label): name for label, name in about["labels"].items()}
+    classes, relabel, wrong = _classes(names, data.ignore, data, folder / "dataset.json")
+    if wrong:
+        raise UserError(wrong)
+    return DatasetInfo(about["name"], tuple(about["modality"].values()), classes, data.ignore, cases, relabel)
 
 
 def _decathlon(root: Path, data: Data) -> DatasetInfo:
@@ -66,8 +91,8 @@ def _decathlon(root: Path, data: Data) -> DatasetInfo:
         raise UserError(f"{found.where} is in nnU-Net's format; read it with data=nnunet")
     cases = _sorted((_decathlon_case(found, entry) for entry in found.field("training", list)), found.where)
     channels = in_sequence(found.numbered("modality"), "modality", found.where)
-    classes, relabel = _classes(found.numbered("labels"), data.ignore, data, found.where)
-    return DatasetInfo(found.title, channels, classes, data.ignore, cases, relabel)
+    classes, relabel, wrong = _classes(found.numbered("labels"), data.ignore, data, found.where)
+    return DatasetInfo(found.title, channels, classes, data.ignore, cases, relabel, wrong)
 
 
 def _decathlon_case(found: DatasetJson, entry: Any) -> Case:
@@ -88,7 +113,7 @@ def _nnunet(root: Path, data: Data) -> DatasetInfo:
     ignore = next((value for value, name in values.items() if name == "ignore"), data.ignore)
     if data.ignore not in (None, ignore):
         raise UserError(f"data.ignore={data.ignore}, but {found.where} says {ignore}; leave data.ignore unset")
-    classes, relabel = _classes(values, ignore, data, found.where)
+    classes, relabel, wrong = _classes(values, ignore, data, found.where)
     # Every case with a label or an image; a missing file is reported when it is opened.
     images, labels = root / "imagesTr", root / "labelsTr"
     maps = {nifti.stem(path): path for path in volumes_in(labels) if path.name.endswith(ending)}
@@ -99,15 +124,20 @@ def _nnunet(root: Path, data: Data) -> DatasetInfo:
         raise found.error(f'"channel_names" has {wanted}, but {images} holds {len(present):,}; make them agree')
     files = {name: tuple(images / f"{name}_{c:04d}{ending}" for c in range(len(channels))) for name in names}
     cases = _sorted((Case(name, files[name], maps.get(name)) for name in names), images)
-    return DatasetInfo(found.title, channels, classes, ignore, _inside(cases, (root,), data.allow_outside), relabel)
+    return DatasetInfo(
+        found.title, channels, classes, ignore, _inside(cases, (root,), data.allow_outside), relabel, wrong
+    )
 
 
-def _classes(names: dict[int, str], ignore: int | None, data: Data, where: object) -> tuple[tuple[str, ...], Relabel]:
-    """The class names, and what becomes of the files' labels, which `names` are of."""
-    if data.label_map is not None:
-        refuse_odd_names(names, "labels", str(where))  # they are joined
-    new_names, relabel = relabelling(names, ignore, data)
-    return class_names(new_names, ignore, str(where)), relabel
+def _classes(names: dict[int, str], ignore: int | None, data: Data, where: object) -> Classes:
+    """Return the class names, what becomes of the files' labels, which `names` are of, and what is wrong with them."""
+    try:
+        if data.label_map is not None:
+            refuse_odd_names(names, "labels", str(where))  # they are joined
+        new_names, relabel = relabelling(names, ignore, data)
+        return class_names(new_names, ignore, str(where)), relabel, ""
+    except UserError as error:
+        return (), None, str(error)
 
 
 def _folders(root: Path, data: Data) -> DatasetInfo:
@@ -121,8 +151,10 @@ def _folders(root: Path, data: Data) -> DatasetInfo:
     first = next(case for case in cases if len(case.images) == usual)
     count = usual if usual > 1 else nifti.channels(nifti.open_image(first.id, first.images[0]))
     names = dict(enumerate(data.classes)) if data.label_map is None else {}  # then they are of the new labels
-    classes, relabel = _classes(names, data.ignore, data, "data.classes")
-    return DatasetInfo(root.name, tuple(f"channel_{c}" for c in range(count)), classes, data.ignore, cases, relabel)
+    classes, relabel, wrong = _classes(names, data.ignore, data, "data.classes")
+    return DatasetInfo(
+        root.name, tuple(f"channel_{c}" for c in range(count)), classes, data.ignore, cases, relabel, wrong
+    )
 
 
 def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:

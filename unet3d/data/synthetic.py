@@ -16,6 +16,12 @@ from unet3d.data import nifti
 
 PHANTOM_ROOT, MNI152_ROOT = Path("data/phantom"), Path("data/mni152")
 PHANTOM_VERSION = MNI152_VERSION = 1  # raise one with every change of its voxels
+PHANTOM: dict[str, Any] = {  # of its dataset.json
+    "name": "Phantom",
+    "description": "Generated: no patient, no licence",
+    "modality": {"0": "MRI"},
+    "labels": {"0": "background", "1": "organ", "2": "vessel", "3": "lesion"},
+}
 SPACING = (1.0, 1.0, 2.5)  # mm, as coarse along z as many clinical scans
 AIR, BODY, ORGAN, VESSEL, LESION = 0.02, 0.40, 0.75, 1.15, 0.18  # intensities
 JITTER, NOISE, BIAS = 0.02, 0.03, 0.15  # std: of a tone from case to case, of each channel, of the log of the gain
@@ -48,8 +54,12 @@ def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[Genera
     return folder
 
 
+def _entry(name: str) -> dict[str, str]:
+    return {kind: f"{kind}sTr/{name}.nii.gz" for kind in ("image", "label")}
+
+
 def _write_case(folder: Path, case: GeneratedCase) -> dict[str, str]:
-    entry = {kind: f"{kind}sTr/{case.name}.nii.gz" for kind in ("image", "label")}
+    entry = _entry(case.name)
     for name, voxels in zip(entry.values(), (case.image, case.label), strict=True):
         image = nib.Nifti1Image(voxels, case.affine)
         image.header.set_xyzt_units("mm")
@@ -60,19 +70,40 @@ def _write_case(folder: Path, case: GeneratedCase) -> dict[str, str]:
 
 def ensure_phantom(options: Phantom, parent: Path) -> Path:
     """The phantom's folder below `parent`, named after the options; generated if absent. Raises UserError."""
-    labels = {"0": "background", "1": "organ", "2": "vessel", "3": "lesion"}
-    about = {"name": "Phantom", "description": "Generated: no patient, no licence", "modality": {"0": "MRI"}}
-    name = f"v{PHANTOM_VERSION}-{options.cases}x{'x'.join(map(str, options.shape))}-seed{options.seed}"
-    return write_dataset(parent / name, {**about, "labels": labels}, _phantom_cases(options))
+    return write_dataset(phantom_folder(options, parent), PHANTOM, _phantom_cases(options))
 
 
-def _phantom_cases(options: Phantom) -> Iterator[GeneratedCase]:
+def phantom_folder(options: Phantom, parent: Path) -> Path:
+    """Return where the phantom is, or will be."""
+    return parent / f"v{PHANTOM_VERSION}-{options.cases}x{'x'.join(map(str, options.shape))}-seed{options.seed}"
+
+
+def phantom_files(options: Phantom) -> dict[str, dict[str, str]]:
+    """Return the phantom's files below its folder by the case's name, as dataset.json has them."""
+    return {name: _entry(name) for name in map(_phantom_name, range(options.cases))}
+
+
+def _phantom_name(index: int) -> str:
+    return f"phantom_{index:03d}"
+
+
+def phantom_header(options: Phantom) -> nib.Nifti1Image:
+    """Return an image on the grid of the phantom's, whose voxels take no memory."""
+    return nib.Nifti1Image(np.broadcast_to(np.int16(0), options.shape), _phantom_affine(options))
+
+
+def _phantom_affine(options: Phantom) -> np.ndarray:
     # Axes towards left, posterior, superior, as scanners store them, and the volume's centre at 0 mm.
     affine = np.diag([-SPACING[0], -SPACING[1], SPACING[2], 1])
     affine[:3, 3] = -affine[:3, :3] @ (np.subtract(options.shape, 1) / 2)
+    return affine
+
+
+def _phantom_cases(options: Phantom) -> Iterator[GeneratedCase]:
+    affine = _phantom_affine(options)
     for index in progress.track(range(options.cases), "generating cases", options.cases):
         image, label = draw_phantom(np.random.default_rng([options.seed, index]), options.shape)
-        yield GeneratedCase(f"phantom_{index:03d}", np.rint(1000 * image).astype(np.int16), label, affine)
+        yield GeneratedCase(_phantom_name(index), np.rint(1000 * image).astype(np.int16), label, affine)
 
 
 def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -3,9 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 
-import nibabel as nib
 import numpy as np
-from nibabel.orientations import apply_orientation
 
 from unet3d.base import progress, ranks
 from unet3d.base.errors import UserError, listed
@@ -18,26 +16,45 @@ Size = tuple[int, ...]
 
 
 class VoxelDigest:
-    """Digests of all images of a case, file by file, as float32: in the order of the file, and with axes to RAS.
+    """A digest of all images of a case, equal for equal voxels, whatever their files say of them.
 
-    Cases with a common digest have the same voxels, however they are compressed, of whatever type, along whatever
-    axes they are stored, and wherever they lie.
+    However they are compressed, of whatever type, wherever they lie, in whatever order the channels come, and along
+    whatever axes each is stored, whether or not a header says so. Voxels are compared to 12 bits: normalising the same
+    ones in another order rounds otherwise.
     """
 
     def __init__(self) -> None:
-        self._stored, self._turned = hashlib.blake2b(), hashlib.blake2b()
+        self._channels: list[bytes] = []
 
-    def update(self, voxels: np.ndarray, affine: np.ndarray) -> None:
-        """Take in the next file's voxels (C, X, Y, Z)."""
-        axes = nib.io_orientation(affine)
-        for channel in voxels:
-            for digest, array in ((self._stored, channel), (self._turned, apply_orientation(channel, axes))):
-                digest.update(b"%d %d %d" % array.shape)
-                digest.update(np.ascontiguousarray(array + np.float32(0)).data)  # -0 becomes 0
+    def update(self, voxels: np.ndarray) -> None:
+        """Take in voxels (C, X, Y, Z)."""
+        self._channels += map(_channel_digest, voxels)
 
     def digests(self) -> Digests:
-        """Return the digests of what was taken in."""
-        return frozenset((self._stored.digest(), self._turned.digest()))
+        """Return the digest of what was taken in, as a set of one."""
+        return frozenset([hashlib.blake2b(b"".join(sorted(self._channels))).digest()])
+
+
+def _channel_digest(channel: np.ndarray) -> bytes:
+    """Return a digest of a channel (X, Y, Z) that is the same for each way to turn and mirror its axes."""
+    x, y, z = (np.zeros(size, np.uint64) for size in channel.shape)  # sums of the hashes of voxels in each plane
+    for index, plane in enumerate(channel):
+        hashes = _voxel_hashes(plane)
+        x[index] = hashes.sum()
+        y += hashes.sum(1)
+        z += hashes.sum(0)
+    axes = sorted(min(sums.tobytes(), sums[::-1].tobytes()) for sums in (x, y, z))
+    return hashlib.blake2b(b"".join(hashlib.blake2b(axis).digest() for axis in axes)).digest()
+
+
+def _voxel_hashes(plane: np.ndarray) -> np.ndarray:
+    """Return a hash of 64 bits per voxel (splitmix64), of its value as float32 rounded to 12 significant bits."""
+    bits = (plane.astype(np.float32) + np.float32(0)).view(np.uint32).astype(np.uint64)  # -0 becomes 0
+    mixed = ((bits + np.uint64(1 << 11)) >> np.uint64(12)) + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)  # modulo 2^64
+    hashes: np.ndarray = mixed ^ (mixed >> np.uint64(31))
+    return hashes
 
 
 def voxel_digests(train: Sequence[Case], val: Sequence[Case], rules: ValidationRules) -> dict[str, Digests]:
@@ -74,8 +91,7 @@ def _size(case: Case) -> Size:
 def _digests(case: Case, rules: ValidationRules) -> Digests:
     digest = VoxelDigest()
     for path in case.images:
-        image = nifti.open_image(case.id, path)
-        digest.update(nifti.read_image(case.id, path, image, rules)[0], image.affine)
+        digest.update(nifti.read_image(case.id, path, nifti.open_image(case.id, path), rules)[0])
     return digest.digests()
 
 

@@ -20,6 +20,7 @@ from nibabel.affines import voxel_sizes
 from unet3d.base import progress
 from unet3d.base.errors import UserError
 from unet3d.base.files import open_regular
+from unet3d.config.data_rules import MAX_LABEL
 from unet3d.config.rules import check, network
 from unet3d.config.schema import Config, Data, Model
 from unet3d.data import nifti, volume
@@ -50,7 +51,8 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
 
     Reads headers: files, sizes, channels, grids, units; `full`: also voxels (damage, NaN, labels, twins), odd headers.
     """
-    lines, contents, rules = list[str](), dict[str, Content](), ValidationRules.of(data)
+    contents, rules = dict[str, Content](), ValidationRules.of(data)
+    lines = [dataset.wrong_labels] if dataset.wrong_labels else []
     unknown: set[int] = set()
     for case in progress.track(cases, "checking cases", len(cases)):
         opened, found = _headers(dataset, case, data)
@@ -64,12 +66,15 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
             lines += found
             contents |= content
             unknown |= labels
-    lines += _proposal(dataset, unknown, contents)
+    if dataset.classes:
+        lines += _proposal(dataset, unknown, contents)
     try:
         train, val = split(dataset, data)
     except UserError as error:
         return [*lines, str(error)]
     twins = [] if data.semi else leaks(train, val, {name: content.digests for name, content in contents.items()})
+    if not dataset.classes:
+        return [*lines, *twins]
     return [*lines, *twins, *_absences(dataset, "train", train, contents), *_absences(dataset, "val", val, contents)]
 
 
@@ -131,11 +136,12 @@ def _content(
     for path, image in opened.items():
         try:
             if path == case.label:
-                label = nifti.read_label(case.id, path, image, len(dataset.classes), dataset.ignore, dataset.relabel)
+                count = len(dataset.classes) or MAX_LABEL + 1  # any, where no class is known
+                label = nifti.read_label(case.id, path, image, count, dataset.ignore, dataset.relabel)
                 labels = frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
             else:
                 voxels, replaced = nifti.read_image(case.id, path, image, rules)
-                digest.update(voxels, image.affine)
+                digest.update(voxels)
                 if replaced:
                     warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(replaced)}")
         except UserError as error:
@@ -303,7 +309,7 @@ def summary(dataset: DatasetInfo, train: Sequence[Case], val: Sequence[Case]) ->
     return [
         f"{dataset.name}: {len(dataset.cases)} cases: {len(train)} train, {len(val)} val, {unlabelled} without labels",
         f"channels: {_names(dataset.channels)}",
-        f"classes: {_names(f'{value} {name}' for value, name in enumerate(dataset.classes))}"
+        f"classes: {_names(f'{value} {name}' for value, name in enumerate(dataset.classes)) or 'unknown'}"
         + ("" if dataset.ignore is None else f"; {dataset.ignore} is ignored"),
         f"orientation: {turned}; the axes x, y, z of size, spacing and data.patch run right, anterior, superior (RAS)",
         f"size x, y, z (voxels): {_range([grid.shape for grid in grids])}",

@@ -131,6 +131,10 @@ class Ledger(TorchDispatchMode):
         """Most bytes alive at once."""
         return max(self.alive_bytes())
 
+    def largest_map(self) -> int:
+        """Return the elements of the largest storage, but for weights, their gradients and the optimizer's state."""
+        return max((s.bytes // s.dtype.itemsize for s in self.storages if s.role is None), default=0)
+
     def peak_moment(self) -> int:
         """How many events had happened when most bytes were alive, for the first time."""
         alive = self.alive_bytes()

@@ -102,14 +102,15 @@ def preflight(config: Config, options: Model) -> Preflight:
     if not config.dry_run:
         build.device(config)
     is_cuda = build.device_type(config) == "cuda"
-    warning = known_bad.warning(build.policy(config, "cuda", ()).dtype) if is_cuda else None
-    if warning is not None:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
     with counting("predicting memory", 2) as counter:
         segment_starts, fraction = choose_segments(config, options)
         steps = MEASURED_STEPS if is_cuda else STEPS_FOR_PEAK  # an allocator settles later
         meter = simulate(config, options, segment_starts, steps=steps)
         counter.advance()
+        if is_cuda:
+            warning = known_bad.warning(build.policy(config, "cuda", ()).dtype, meter.ledger.largest_map)
+            if warning is not None:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
         found, parameters = meter.summary(), sum(p.numel() for p in meter.model.parameters())
         peak, names = found["peak_bytes"], [name for name, _ in meter.model.named_children()]
         peaks = f"predicted peak of a step {mib(peak)} MiB ({found['kind']}), {moment(found)}"

@@ -81,7 +81,7 @@ class Explanation:
 
     @property
     def guesses(self) -> list[str]:
-        """FILE:LINE of code that read values of tensors, which a prediction takes as 0; empty where it is exact."""
+        """FILE:LINE of code that read values, which a prediction takes as 0, and what it leaves out; empty: exact."""
         return list(self.meter.guesses)
 
     @property
@@ -156,7 +156,8 @@ def predict(
     tensors, without workspaces of convolutions, for which `entry` has a bound.
 
     Where the network or the loss reads a value, as in `if x.mean() > 0`, it is taken as 0: a guess, which is a warning
-    and in `guesses`. Raises UserError where sizes depend on values.
+    and in `guesses`. So is the workspace of an LSTM, whose size is not known. Raises UserError where sizes depend on
+    values.
     """
     _refuse_depth(depth)
     own = _device(model).type
@@ -172,9 +173,10 @@ def predict(
         except Exception as error:
             if NUMPY in str(error):
                 raise unknown(asked_in(error.__traceback__), error) from error
-            if not guesses or isinstance(error, UserError):
+            places = tables.places_read(guesses)
+            if not places or isinstance(error, UserError):
                 raise
-            where = f"with values taken as 0 at {', '.join(guesses)}"
+            where = f"with values taken as 0 at {', '.join(places)}"
             raise UserError(f"{where}, a step fails: {reason(error)}; use unet3d.memory.explain") from error
     meter.guesses, meter.ledger.layer = guesses, layer_names(model, depth)
     found = Explanation(type(model).__name__, "predicted", _about(batch, policy, target), meter)

@@ -26,6 +26,7 @@ from unet3d.config.schema import Config, Model
 from unet3d.memory.copies import GpuLedger
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
+from unet3d.memory.tables import LSTM
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
 from unet3d.training.step import train_step
@@ -167,7 +168,7 @@ def validation_peak(config: Config, options: Model, optimizer: int) -> int:
     with fake_mode(build.device_type(config)), torch.no_grad():
         model = fake_model(config, options, torch.float32).eval()
         predictor = build.predictor(config, [model], options, build.policy(config, "cpu", ()))
-        return _window_peak(predictor, build.device_type(config)) + optimizer
+        return _windows(predictor, build.device_type(config)).peak_bytes() + optimizer
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
@@ -200,17 +201,27 @@ def fitted(predictor: Predictor, free: float = math.inf) -> Predictor:
     return replace(predictor, window_bytes=needed)
 
 
+def largest_map(predictor: Predictor) -> int:
+    """Return the elements of the largest map that the predictor's windows make."""
+    return _predicted(predictor).largest_map()
+
+
 def _predicted_peak(predictor: Predictor) -> int:
-    """Return the most bytes of weights and windows, of fake networks in the place of the predictor's."""
+    """Return the most bytes of weights and windows."""
+    return _predicted(predictor).peak_bytes()
+
+
+def _predicted(predictor: Predictor) -> Ledger:
+    """Return the ledger of windows of fake networks in the place of the predictor's."""
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
         policy = replace(predictor.policy, device_type="cpu", segment_starts=())
         models = tuple(policy.formatted(build.model(predictor.options, seed=0)).eval() for _ in predictor.models)
-        return _window_peak(replace(predictor, models=models, policy=policy), device.type)
+        return _windows(replace(predictor, models=models, policy=policy), device.type)
 
 
-def _window_peak(predictor: Predictor, target: str) -> int:
-    """Return the most bytes alive while fake networks see windows, mirrored, as on a `target`, "cpu" or "cuda"."""
+def _windows(predictor: Predictor, target: str) -> Ledger:
+    """Return the ledger of fake networks that see windows, mirrored, as on a `target`, "cpu" or "cuda"."""
     ledger = GpuLedger() if target == "cuda" else Ledger()
     assert predictor.options.in_channels is not None
     tiles = torch.empty(predictor.batch, predictor.options.in_channels, *predictor.window)
@@ -219,14 +230,15 @@ def _window_peak(predictor: Predictor, target: str) -> int:
             ledger.claim(parameter, "params", "")
     with ledger:
         predictor.window_logits(tiles)
-    return ledger.peak_bytes()
+    return ledger
 
 
 @contextmanager
 def fake_mode(device_type: str = "cpu") -> Iterator[list[str]]:
     """Tensors made inside occupy nothing; a number read from one is 0. Mixed precision is that of a device type.
 
-    Yields a list that grows by each place, FILE:LINE, of code outside of this package that reads such a number.
+    Yields a list that grows by each place, FILE:LINE, of code outside of this package that reads such a number, and by
+    LSTM where one has run.
     """
     autocast = cuda_autocast() if device_type == "cuda" else nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True), _Corrections() as corrections, autocast:
@@ -260,6 +272,8 @@ class _Corrections(TorchDispatchMode):
             if place and place not in self.guesses and len(self.guesses) < MOST_GUESSES:
                 self.guesses.append(place)
             return _zero(args[0].dtype)
+        if func is torch.ops.aten.mkldnn_rnn_layer.default and LSTM not in self.guesses:  # its workspace has 0 bytes
+            self.guesses.append(LSTM)
         if func.is_view:
             _copy_for_slices(torch._C._current_autograd_node())
         if func in NORMALISATIONS and args[1] is not None:

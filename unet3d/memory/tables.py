@@ -15,6 +15,7 @@ NAMES = {
     "inputs": "batch",
 }
 
+LSTM = "what an LSTM keeps for backward in a workspace"  # a guess: oneDNN's on the CPU, cuDNN's on a GPU
 LARGEST = 3  # workspaces or places in a sentence
 WORKSPACES = "Workspaces of convolutions (measured: requested less tensors)"
 # How the sizes of a step on CUDA differ, from the smallest to the largest.
@@ -55,16 +56,24 @@ def cuda_sizes(entry: Entry) -> str:
 
 
 def guessed(entry: Entry) -> str:
-    """Return that a prediction is a guess, where and what to do; "" for another entry."""
-    if not entry.get("guesses"):
-        return ""
-    places = entry["guesses"]
-    shown = ", ".join(places[:LARGEST]) + (f" and {len(places) - LARGEST} more" if len(places) > LARGEST else "")
-    return (
-        f"A GUESS: a tensor's value is read at {shown}, which a prediction does not have, and was taken as 0. Where it "
-        f"decides what runs, the memory differs, perhaps several times: measure it, with unet3d.memory.explain "
-        f"(--measure beside --module) or a run"
-    )
+    """Return why a prediction is a guess, where and what to do; "" for another entry."""
+    places = places_read(entry.get("guesses", []))
+    reasons = []
+    if places:
+        shown = ", ".join(places[:LARGEST]) + (f" and {len(places) - LARGEST} more" if len(places) > LARGEST else "")
+        reasons.append(
+            f"a tensor's value is read at {shown}, which a prediction does not have, and was taken as 0. Where it "
+            f"decides what runs, the memory differs, perhaps several times"
+        )
+    if LSTM in entry.get("guesses", []):
+        reasons.append(f"{LSTM} is not in it: its library alone knows the size, which may be most of such a layer's")
+    advice = "measure it, with unet3d.memory.explain (--measure beside --module) or a run"
+    return f"A GUESS: {'; and '.join(reasons)}: {advice}" if reasons else ""
+
+
+def places_read(guesses: Sequence[str]) -> list[str]:
+    """Return those of a prediction's guesses that name a place where a tensor's value is read."""
+    return [guess for guess in guesses if guess != LSTM]
 
 
 def folded(entry: Entry, most: int) -> dict[str, Any]:

@@ -15,19 +15,34 @@ from unet3d.model.geometry import ONES, Triple
 
 
 def conv_unit(inputs: int, channels: int, options: Model, kernel: Triple, stride: Triple, last: bool) -> nn.Module:
-    """Convolution, normalisation, activation, dropout. `last`: without the last two, which follow a residual sum."""
-    padding = (kernel[0] // 2, kernel[1] // 2, kernel[2] // 2) if options.padding == "same" else 0
-    layers = {
-        "conv": nn.Conv3d(inputs, channels, kernel, stride, padding, bias=options.conv_bias),
-        "norm": norm(channels, options),
-        "act": None if last else activation(options),
-        "dropout": nn.Dropout3d(options.dropout) if options.dropout and not last else None,
-    }
-    return nn.Sequential(OrderedDict((name, layer) for name, layer in layers.items() if layer is not None))
+    """Return convolution, normalisation, activation and dropout.
+
+    The `last` unit of a residual block has no activation and no dropout: they follow the sum.
+    """
+    padding = [0, 0, 0]
+    if options.padding == "same":
+        padding = [size // 2 for size in kernel]
+    layers: dict[str, nn.Module] = {}
+    layers["conv"] = nn.Conv3d(
+        inputs,
+        channels,
+        kernel,
+        stride,
+        (padding[0], padding[1], padding[2]),
+        bias=options.conv_bias,
+    )
+    normalisation = norm(channels, options)
+    if normalisation is not None:
+        layers["norm"] = normalisation
+    if not last:
+        layers["act"] = activation(options)
+        if options.dropout:
+            layers["dropout"] = nn.Dropout3d(options.dropout)
+    return nn.Sequential(OrderedDict(layers))
 
 
 def norm(channels: int, options: Model) -> nn.Module | None:
-    """Normalisation of N C D H W maps."""
+    """Return the normalisation of N C D H W maps; None for model.norm=none."""
     kinds: dict[str, Callable[[], nn.Module | None]] = {
         "instance": lambda: nn.InstanceNorm3d(channels, affine=options.norm_affine),
         "batch": lambda: nn.BatchNorm3d(channels, affine=options.norm_affine),
@@ -40,7 +55,7 @@ def norm(channels: int, options: Model) -> nn.Module | None:
 
 
 def activation(options: Model) -> nn.Module:
-    """Activation; in place only where the config's check allows it."""
+    """Return the activation; it is in place only where the config's rules allow that."""
     kinds: dict[str, Callable[[], nn.Module]] = {
         "relu": lambda: nn.ReLU(options.inplace),
         "leaky_relu": lambda: nn.LeakyReLU(options.negative_slope, options.inplace),
@@ -77,11 +92,12 @@ class _LeanSwish(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         x: Tensor = ctx.saved_tensors[0]
         sigmoid = torch.sigmoid(x)
-        return grads[0] * (sigmoid * (1 + x * (1 - sigmoid)))
+        slope = sigmoid * (1 + x * (1 - sigmoid))
+        return grads[0] * slope
 
 
 class FeatureState(NamedTuple):
-    """What one stage hands to the next."""
+    """The maps that one stage hands to the next."""
 
     x: Tensor  # N C D H W, the current map
     skips: tuple[Tensor, ...] = ()  # the encoder's maps that the decoder still joins, shallowest first
@@ -95,9 +111,13 @@ class DoubleConv(nn.Module):
         super().__init__()
         self.conv1 = conv_unit(inputs, middle, options, kernel, stride, last=False)
         self.conv2 = conv_unit(middle, channels, options, kernel, ONES, last=options.residual)
-        self.act = activation(options) if options.residual else None
-        is_projected = options.residual and (inputs != channels or stride != ONES)
-        self.project = nn.Conv3d(inputs, channels, 1, stride, bias=options.conv_bias) if is_projected else None
+        self.act: nn.Module | None = None
+        self.project: nn.Module | None = None
+        if not options.residual:
+            return
+        self.act = activation(options)
+        if inputs != channels or stride != ONES:
+            self.project = nn.Conv3d(inputs, channels, 1, stride, bias=options.conv_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv2(self.conv1(x))
@@ -124,7 +144,8 @@ class Down(nn.Module):
 
     def __init__(self, pool: nn.Module | None, block: nn.Module) -> None:
         super().__init__()
-        self.pool, self.block = pool, block
+        self.pool = pool
+        self.block = block
 
     def forward(self, state: FeatureState) -> FeatureState:
         x = state.x if self.pool is None else self.pool(state.x)
@@ -136,17 +157,21 @@ class Up(nn.Module):
 
     def __init__(self, up: nn.Module, block: nn.Module, head: nn.Module | None) -> None:
         super().__init__()
-        self.up, self.block, self.head = up, block, head
+        self.up = up
+        self.block = block
+        self.head = head
 
     def forward(self, state: FeatureState) -> FeatureState:
         # Intermediate maps get no name: a name would keep them alive through the block, where the step has its peak.
         x = self.block(join(state.skips[-1], self.up(state.x)))
-        sides = (*state.sides, self.head(x)) if self.head is not None and self.training else state.sides
+        sides = state.sides
+        if self.head is not None and self.training:
+            sides = (*sides, self.head(x))
         return FeatureState(x, state.skips[:-1], sides)
 
 
 class OutConv(nn.Module):
-    """Logits at full resolution; in training with deep supervision, those of all levels, finest first."""
+    """The head: logits at full resolution; in training with deep supervision, of all levels, finest first."""
 
     def __init__(self, in_channels: int, classes: int) -> None:
         super().__init__()
@@ -154,31 +179,37 @@ class OutConv(nn.Module):
 
     def forward(self, state: FeatureState) -> Tensor | tuple[Tensor, ...]:
         logits: Tensor = self.conv(state.x)
-        return (logits, *reversed(state.sides)) if state.sides else logits
+        if not state.sides:
+            return logits
+        return (logits, *reversed(state.sides))
 
 
 def join(skip: Tensor, x: Tensor) -> Tensor:
-    """Concatenate along channels what both cover: N C D H W and N C' D' H' W' -> N C+C' min(D,D') ..."""
-    # Valid convolutions made x smaller by an equal border; a stride that does not divide made it larger at the end.
-    d, h, w = (min(a, b) for a, b in zip(skip.shape[2:], x.shape[2:], strict=True))
+    """Concatenate the common part of two maps: N C D H W and N C' D' H' W' -> N C+C' min(D,D') ...
+
+    Valid convolutions made x smaller by an equal border; a stride that does not divide made it larger at the end.
+    """
+    d, h, w = map(min, skip.shape[2:], x.shape[2:])
     return torch.cat((crop(skip, torch.Size((d, h, w))), x[..., :d, :h, :w]), dim=1)
 
 
 def crop(x: Tensor, size: torch.Size) -> Tensor:
-    """The centre of ... D H W; an odd surplus loses its last plane."""
+    """Return the centre of ... D H W; an odd surplus loses its last plane."""
     if x.shape[-3:] == size:
         return x
-    for axis, (have, want) in enumerate(zip(x.shape[-3:], size, strict=True), start=-3):
-        x = x.narrow(axis, (have - want) // 2, want)
+    for axis in (-3, -2, -1):
+        surplus = x.shape[axis] - size[axis]
+        x = x.narrow(axis, surplus // 2, size[axis])
     return x
 
 
 def upsampler(in_channels: int, out_channels: int, options: Model, stride: Triple) -> nn.Module:
-    """From one level to the finer one: transposed convolution, or interpolation after an optional 1x1x1 convolution."""
+    """Return the way to the finer level: a transposed convolution, or a 1x1x1 convolution and interpolation."""
     if options.upsampling == "transposed":
         return nn.ConvTranspose3d(in_channels, out_channels, stride, stride, bias=options.up_bias)
     layers: dict[str, nn.Module] = {}
     if in_channels != out_channels:  # it commutes with the interpolation, so it runs on the small map
         layers["reduce"] = nn.Conv3d(in_channels, out_channels, 1, bias=options.up_bias)
-    layers["interpolate"] = nn.Upsample(scale_factor=tuple(map(float, stride)), mode=options.upsampling)
+    factors = tuple(map(float, stride))
+    layers["interpolate"] = nn.Upsample(scale_factor=factors, mode=options.upsampling)
     return nn.Sequential(OrderedDict(layers))

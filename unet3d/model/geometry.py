@@ -10,136 +10,200 @@ from unet3d.config.schema import Model
 
 Triple = tuple[int, int, int]
 ONES: Triple = (1, 1, 1)
+LEAST_HALVED = 8  # voxels of an axis that is still halved
+ISOTROPIC = 2  # an axis counts as fine while its spacing is below this many times the finest
+SEARCHED = 10_000  # sizes tried on either side for one that fits
 
 
 def triples(name: str, value: Any, count: int) -> list[Triple]:
-    """`3`, `[3,3,3]` or `[3,[1,3,3],...]` for `count` levels. Raises UserError."""
-    entries = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
-    if isinstance(value, int) or (len(entries) == 3 and all(isinstance(entry, int) for entry in entries)):
-        entries = [value] * count
+    """Return `3`, `[3,3,3]` or `[3,[1,3,3],...]` as one triple for each of `count` levels. Raises UserError."""
+    entries: list[Any] = []
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        entries = list(value)
+    holds_integers = all(isinstance(entry, int) for entry in entries)
+    is_one_triple = len(entries) == 3 and holds_integers
+    if isinstance(value, int) or is_one_triple:
+        return [_triple(name, value) for _ in range(count)]
     if len(entries) != count:
         raise UserError(f"{name}={value}: use one integer, three, or one entry for each of {count} levels")
     return [_triple(name, entry) for entry in entries]
 
 
 def _triple(name: str, entry: Any) -> Triple:
-    values = [entry] * 3 if isinstance(entry, int) else list(entry) if isinstance(entry, Sequence) else []
-    if len(values) != 3 or not all(isinstance(v, int) and not isinstance(v, bool) and v >= 1 for v in values):
+    """Return an integer or three of them as a triple. Raises UserError."""
+    values: list[Any] = []
+    if isinstance(entry, int):
+        values = [entry, entry, entry]
+    elif isinstance(entry, Sequence):
+        values = list(entry)
+    if len(values) != 3 or not all(map(_is_size, values)):
         raise UserError(f"{name}: {entry} is neither an integer >= 1 nor three of them")
     return values[0], values[1], values[2]
 
 
+def _is_size(value: Any) -> bool:
+    """Return whether a value is an integer >= 1; a bool is not."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
+    return value >= 1
+
+
 def kernels(model: Model) -> list[Triple]:
-    """Kernel of each level, shallowest first (voxels)."""
-    found = triples("model.kernels", model.kernels, len(model.features))
-    if any(k % 2 == 0 for kernel in found for k in kernel):
+    """Return the kernel of each level, shallowest first (voxels). Raises UserError."""
+    sizes = triples("model.kernels", model.kernels, len(model.features))
+    if any(length % 2 == 0 for kernel in sizes for length in kernel):
         raise UserError(f"model.kernels={model.kernels}: kernels must be odd, or the output shifts by half a voxel")
-    return found
+    return sizes
 
 
 def strides(model: Model) -> list[Triple]:
-    """Stride of each step from one level to the next, shallowest first."""
+    """Return the stride of each step from one level to the next, shallowest first. Raises UserError."""
     steps = len(model.features) - 1
-    return triples("model.strides", model.strides, steps) if steps > 0 else []  # no level: a user's own network
+    if steps <= 0:
+        return []  # a user's own network may have no level
+    return triples("model.strides", model.strides, steps)
 
 
 def from_spacing(spacing: Sequence[float], patch: Sequence[int], levels: int) -> tuple[list[Triple], list[Triple]]:
-    """Kernels and strides that bring voxels towards cubes, after nnU-Net's planner (arXiv:1809.10486, 2.2)."""
-    # An axis is halved while it has 8 voxels or more and its spacing is below twice that of the finest such axis; it is
-    # convolved from the level on where its spacing is that close.
-    size, step = list(patch), list(spacing)
-    convolved = [s < 2 * min(step) for s in step]
-    found: list[tuple[Triple, Triple]] = []
+    """Return kernels and strides that bring voxels towards cubes, after nnU-Net's planner (arXiv:1809.10486, 2.2).
+
+    An axis is halved while it has 8 voxels or more and its spacing is below twice the finest such axis's. It is
+    convolved from the first level at which its spacing is that close.
+    """
+    size = list(patch)
+    step = list(spacing)
+    finest = min(step)
+    kernel = [3 if length < ISOTROPIC * finest else 1 for length in step]
+    kernel_sizes = []
+    stride_sizes = []
     for _ in range(levels):
-        finest = min((s for s, n in zip(step, size, strict=True) if n >= 8), default=min(step))
-        near = [s < 2 * finest for s in step]
-        convolved = [a or b for a, b in zip(convolved, near, strict=True)]
-        halved = [2 if b and n >= 8 else 1 for b, n in zip(near, size, strict=True)]
-        found.append((_triple("kernel", [3 if c else 1 for c in convolved]), _triple("stride", halved)))
-        size = [-(-n // h) for n, h in zip(size, halved, strict=True)]
-        step = [s * h for s, h in zip(step, halved, strict=True)]
-    return [kernel for kernel, _ in found], [stride for _, stride in found[:-1]]
+        can_halve = [voxels >= LEAST_HALVED for voxels in size]
+        finest = min(itertools.compress(step, can_halve), default=min(step))
+        stride = [1, 1, 1]
+        for axis in range(3):
+            if step[axis] >= ISOTROPIC * finest:
+                continue
+            kernel[axis] = 3
+            if can_halve[axis]:
+                stride[axis] = 2
+        kernel_sizes.append(_triple("kernel", kernel))
+        stride_sizes.append(_triple("stride", stride))
+        for axis in range(3):
+            size[axis] = _divided(size[axis], stride[axis])
+            step[axis] *= stride[axis]
+    return kernel_sizes, stride_sizes[:-1]
+
+
+def _divided(length: int, stride: int) -> int:
+    """Return the length of a padded map after a stride: the quotient, rounded up."""
+    return -(-length // stride)
 
 
 def level_sizes(size: Sequence[int], model: Model) -> list[Triple]:
-    """Size of each level's map for padded convolutions (voxels), shallowest first."""
-    found = [_triple("size", size)]
+    """Return the size of each level's map for padded convolutions (voxels), shallowest first."""
+    sizes = [_triple("size", size)]
     for stride in strides(model):
-        found.append(_triple("size", [-(-n // s) for n, s in zip(found[-1], stride, strict=True)]))
-    return found
+        size = list(map(_divided, sizes[-1], stride))
+        sizes.append(_triple("size", size))
+    return sizes
 
 
 def output_size(size: Sequence[int], model: Model) -> Triple:
-    """Size of the logits for an input of `size` (voxels). Raises UserError, with the nearest that fits."""
+    """Return the size of the logits for an input of `size` (voxels). Raises UserError, with the nearest that fits."""
     if model.padding == "same":
         return _triple("size", size)
-    nearest = [_nearest(n, model, axis) for axis, n in enumerate(size)]
-    if nearest != [*size]:
+    nearest = [_nearest(length, model, axis) for axis, length in enumerate(size)]
+    if nearest != list(size):
         raise UserError(f"data.patch={size} does not fit model.padding=valid; nearest that fits: data.patch={nearest}")
-    return _triple("size", [valid_length(n, model, axis) for axis, n in enumerate(size)])
+    lengths = [valid_length(length, model, axis) for axis, length in enumerate(size)]
+    return _triple("size", lengths)
 
 
-def valid_length(n: int, model: Model, axis: int) -> int | None:
-    """Length along one axis after all valid convolutions; None if it ends empty or a stride does not divide."""
-    kernel, stride = [k[axis] for k in kernels(model)], [s[axis] for s in strides(model)]
+def valid_length(length: int, model: Model, axis: int) -> int | None:
+    """Return the length along one axis after all valid convolutions; None if it ends empty or a stride does not fit."""
+    kernel = [sizes[axis] for sizes in kernels(model)]
+    stride = [sizes[axis] for sizes in strides(model)]
     is_strided = model.downsampling == "strided_conv"
-    n -= 2 * (kernel[0] - 1)
+    convolutions = 1 if is_strided else 2  # of a unit, but for one that has the stride
+    length -= 2 * (kernel[0] - 1)
     skips = []
-    for k, s in zip(kernel[1:], stride, strict=True):
-        skips.append(n)
-        reach = k if is_strided else s
-        if n < reach or (n - reach) % s:
+    for size, factor in zip(kernel[1:], stride, strict=True):
+        skips.append(length)
+        reach = size if is_strided else factor
+        if length < reach or (length - reach) % factor:
             return None
-        n = (n - reach) // s + 1 - (k - 1) * (1 if is_strided else 2)
-    for k, s, skip in [*zip(kernel, stride, skips, strict=False)][::-1]:
-        n = min(n * s, skip) - 2 * (k - 1)
-    return n if n >= 1 else None
+        length = (length - reach) // factor + 1
+        length -= (size - 1) * convolutions
+    for level in reversed(range(len(stride))):
+        length = min(length * stride[level], skips[level])
+        length -= 2 * (kernel[level] - 1)
+    return length if length >= 1 else None
 
 
-def _nearest(n: int, model: Model, axis: int) -> int:
-    return next(m for step in range(10_000) for m in (n - step, n + step) if m > 0 and valid_length(m, model, axis))
+def _nearest(length: int, model: Model, axis: int) -> int:
+    """Return the nearest length that fits valid convolutions; of two, the shorter."""
+    for distance in range(SEARCHED):
+        for candidate in (length - distance, length + distance):
+            if candidate > 0 and valid_length(candidate, model, axis):
+                return candidate
+    raise AssertionError("no length fits")
 
 
 def normalised_maps(size: Sequence[int], model: Model) -> list[tuple[int, Triple]]:
     """Return channels and size (voxels) of every map that a normalisation sees, for a patch that fits."""
-    steps, decoder = strides(model), [*(model.decoder or model.features[:-1])]
-    axes = [_lengths(n, model, axis) for axis, n in enumerate(size)]
-    sizes = [_triple("size", list(lengths)) for lengths in zip(*axes, strict=True)]
-    widths = [c for width in model.features for c in (width if model.widen == "first" else max(1, width // 2), width)]
-    widths += [width for width in reversed(decoder) for _ in range(2)]
-    assert len(sizes) == len(widths) == 4 * len(steps) + 2
+    decoder = model.decoder or model.features[:-1]
+    widths = []
+    for width in model.features:
+        first = width if model.widen == "first" else max(1, width // 2)
+        widths += [first, width]
+    for width in reversed(decoder):
+        widths += [width, width]
+    axes = [_lengths(length, model, axis) for axis, length in enumerate(size)]
+    sizes = []
+    for lengths in zip(*axes, strict=True):
+        sizes.append(_triple("size", lengths))
     return list(zip(widths, sizes, strict=True))
 
 
-def _lengths(n: int, model: Model, axis: int) -> list[int]:
+def _lengths(length: int, model: Model, axis: int) -> list[int]:
     """Return the length along one axis after each convolution of a unit, encoder first."""
-    is_strided, is_same = model.downsampling == "strided_conv", model.padding == "same"
-    kernel, stride = [k[axis] for k in kernels(model)], [1, *(s[axis] for s in strides(model))]
-    found, skips = list[int](), list[int]()
-    for k, s in zip(kernel, stride, strict=True):
-        lost = 0 if is_same else k - 1
-        first = -(-n // s) if is_same else (n - k) // s + 1 if is_strided else n // s - lost
-        n = first - lost
-        found += [first, n]
-        skips.append(n)
-    for k, s, skip in [*zip(kernel, stride[1:], skips, strict=False)][::-1]:
-        lost = 0 if is_same else k - 1
-        n = min(n * s, skip) - lost
-        found += [n, n - lost]
-        n -= lost
-    return found
+    kernel = [sizes[axis] for sizes in kernels(model)]
+    stride = [1, *(sizes[axis] for sizes in strides(model))]
+    lost = [0 if model.padding == "same" else size - 1 for size in kernel]
+    lengths = []
+    skips = []
+    for level, factor in enumerate(stride):
+        if model.padding == "same":
+            first = _divided(length, factor)
+        elif model.downsampling == "strided_conv":
+            first = (length - kernel[level]) // factor + 1
+        else:
+            first = length // factor - lost[level]
+        length = first - lost[level]
+        lengths += [first, length]
+        skips.append(length)
+    for level in reversed(range(len(stride) - 1)):
+        joined = min(length * stride[level + 1], skips[level])
+        first = joined - lost[level]
+        length = first - lost[level]
+        lengths += [first, length]
+    return lengths
 
 
 def larger_patch(size: Sequence[int], model: Model) -> list[int]:
     """Return the next larger patch that fits and leaves more than one voxel of each map."""
-    found = list(size)
-    while any(map_size == ONES for _, map_size in normalised_maps(found, model)):
-        found = [_next_length(n, model, axis) for axis, n in enumerate(found)]
-    return found
+    larger = list(size)
+    while ONES in [map_size for _, map_size in normalised_maps(larger, model)]:
+        larger = [_next_length(length, model, axis) for axis, length in enumerate(larger)]
+    return larger
 
 
-def _next_length(n: int, model: Model, axis: int) -> int:
+def _next_length(length: int, model: Model, axis: int) -> int:
+    """Return the next longer length of an axis that fits."""
     if model.padding == "same":
         step = prod(stride[axis] for stride in strides(model))
-        return (n // step + 1) * step
-    return next(m for m in itertools.count(n + 1) if valid_length(m, model, axis))
+        return (length // step + 1) * step
+    length += 1
+    while not valid_length(length, model, axis):
+        length += 1
+    return length

@@ -7,6 +7,8 @@ from unet3d.model import geometry
 from unet3d.model.blocks import DoubleConv, Down, Inc, OutConv, Up, upsampler
 from unet3d.model.geometry import ONES, Triple
 
+KAIMING_SLOPE = 0.01  # of the leaky ReLU that the initial weights assume
+
 
 class UNet3D(nn.Sequential):
     """N C D H W image in; N K D' H' W' logits out (in training with deep supervision: a tuple, finest first).
@@ -19,33 +21,79 @@ class UNet3D(nn.Sequential):
         super().__init__()
         assert options.in_channels is not None and options.classes is not None
         self.options = options
-        is_strided = options.downsampling == "strided_conv"
-        kernels, strides = geometry.kernels(options), geometry.strides(options)
-        decoder = [*(options.decoder or options.features[:-1]), options.features[-1]]  # width of each level
+        kernels = geometry.kernels(options)
+        strides = geometry.strides(options)
         self.add_module("inc", Inc(_encoder_block(options.in_channels, 0, options, kernels[0], ONES)))
         for level, stride in enumerate(strides, start=1):
-            # An odd length keeps its last plane (ceil_mode); `join` crops the decoder's surplus.
-            pool = None if is_strided else nn.MaxPool3d(stride, stride, ceil_mode=options.padding == "same")
-            above, block_stride = options.features[level - 1], stride if is_strided else ONES
-            block = _encoder_block(above, level, options, kernels[level], block_stride)
-            self.add_module(f"down{level}", Down(pool, block))
+            self.add_module(f"down{level}", _down(level, options, kernels[level], stride))
         for level in reversed(range(len(strides))):
-            skip, width, below = options.features[level], decoder[level], decoder[level + 1]
-            raised = skip if options.up_reduce else below
-            head = nn.Conv3d(width, options.classes, 1) if options.deep_supervision and level > 0 else None
-            block = DoubleConv(skip + raised, width, width, options, kernels[level], ONES)
-            up = Up(upsampler(below, raised, options, strides[level]), block, head)
-            self.add_module(f"up{len(strides) - level}", up)
-        self.add_module("outc", OutConv(decoder[0], options.classes))
-        for module in self.modules():
-            if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
-                nn.init.kaiming_normal_(module.weight, a=0.01)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+            number = len(strides) - level
+            self.add_module(f"up{number}", _up(level, options, kernels[level], strides[level]))
+        width = _decoder_widths(options)[0]
+        self.add_module("outc", OutConv(width, options.classes))
+        _initialise(self)
 
 
 def _encoder_block(in_channels: int, level: int, options: Model, kernel: Triple, stride: Triple) -> DoubleConv:
+    """Return the two convolution units of an encoder level."""
     width = options.features[level]
-    # Section 2: "doubling the number of channels already before max pooling" avoids bottlenecks.
-    mid = width if options.widen == "first" else max(1, width // 2)
-    return DoubleConv(in_channels, mid, width, options, kernel, stride)
+    middle = width
+    if options.widen == "second":
+        # Section 2: "doubling the number of channels already before max pooling" avoids bottlenecks.
+        middle = max(1, width // 2)
+    return DoubleConv(
+        in_channels,
+        middle,
+        width,
+        options,
+        kernel,
+        stride,
+    )
+
+
+def _down(level: int, options: Model, kernel: Triple, stride: Triple) -> Down:
+    """Return the stage that goes down to this level of the encoder."""
+    above = options.features[level - 1]
+    if options.downsampling == "strided_conv":
+        return Down(None, _encoder_block(above, level, options, kernel, stride))
+    # An odd length keeps its last plane (ceil_mode); `join` crops the decoder's surplus.
+    pool = nn.MaxPool3d(stride, stride, ceil_mode=options.padding == "same")
+    return Down(pool, _encoder_block(above, level, options, kernel, ONES))
+
+
+def _up(level: int, options: Model, kernel: Triple, stride: Triple) -> Up:
+    """Return the stage that goes up to this level of the decoder."""
+    assert options.classes is not None
+    widths = _decoder_widths(options)
+    width = widths[level]
+    below = widths[level + 1]
+    skip = options.features[level]
+    raised = skip if options.up_reduce else below
+    head = None
+    if options.deep_supervision and level > 0:
+        head = nn.Conv3d(width, options.classes, 1)
+    block = DoubleConv(
+        skip + raised,
+        width,
+        width,
+        options,
+        kernel,
+        ONES,
+    )
+    return Up(upsampler(below, raised, options, stride), block, head)
+
+
+def _decoder_widths(options: Model) -> list[int]:
+    """Return the width of each level on the way up; the deepest is the encoder's."""
+    widths = options.decoder or options.features[:-1]
+    return [*widths, options.features[-1]]
+
+
+def _initialise(network: nn.Module) -> None:
+    """Draw the weights of all convolutions after He et al. 2015 (arXiv:1502.01852); biases are 0."""
+    for module in network.modules():
+        if not isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+            continue
+        nn.init.kaiming_normal_(module.weight, a=KAIMING_SLOPE)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

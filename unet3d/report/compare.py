@@ -66,7 +66,7 @@ AFFECTS_SCORES: tuple[str, ...] = (
 )  # change scores
 AFFECTS_SCORES += ("inference.overlap", "inference.mirror")
 FACE: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a row's numbers: heading and format in tables for people
-    "status": ("status", lambda text: text.partition(":")[0]),  # why a run failed is below the table
+    "status": ("status", folds.ending),  # why a run failed is below the table
     "peak_predicted_bytes": ("peak, predicted (MiB)", mib),
     "peak_measured_bytes": ("peak, measured (MiB)", mib),
     "error_bytes": ("error (bytes)", "{:,}".format),
@@ -173,12 +173,14 @@ def _numbers(run: RunFolder) -> dict[str, Any]:
 
 
 def _status(said: str, is_predicted: bool) -> str:
+    """Return how a run ended: a word that `folds.ending` finds again, and why it ended early."""
     line = re.sub(r"(, )?exit code \d+$", "", said).strip()
     if line in ("done", "running", ""):
         return {"done": "predicted" if is_predicted else "done", "": "unknown"}.get(line, line)
     bare = re.sub(r"^(error|failed): ", "", line)
-    kind = "stopped" if bare.startswith(("stopped ", "interrupted")) else "failed"
-    return f"{kind}: {bare.removeprefix('stopped ')}"
+    if bare.startswith("stopped "):
+        return bare
+    return f"stopped: {bare}" if bare.startswith("interrupted") else f"failed: {bare}"
 
 
 def differing(rows: Sequence[Row]) -> list[str]:
@@ -286,8 +288,9 @@ def _title(runs: Sequence[Row]) -> str:
 
 def _failures(rows: Sequence[Row]) -> list[str]:
     """How each run that failed or was stopped ended, in short; compare.csv and the run's STATUS have all of it."""
-    failed = [row for row in rows if row.numbers["status"].startswith(("failed", "stopped"))]
-    return [f"run {row.name} {shorten(row.numbers['status'], 110, placeholder=' ...')}" for row in failed]
+    reasons = {row.name: row.numbers["status"].partition("; to go on: ")[0] for row in rows}
+    failed = {name: reason for name, reason in reasons.items() if reason.startswith(("failed", "stopped"))}
+    return [f"run {name} {shorten(reason, 110, placeholder=' ...')}" for name, reason in failed.items()]
 
 
 def _not_comparable(runs: Sequence[Row]) -> list[str]:

@@ -159,9 +159,14 @@ def _numbers(row: Row) -> dict[str, Any]:
     return numbers
 
 
+def ending(status: str) -> str:
+    """Return how a run ended in a word, `stopped` of `stopped by SIGTERM`; how the folds of one method did as it is."""
+    return status if status[:1].isdecimal() else status.partition(" ")[0].rstrip(":")
+
+
 def _status(row: Row) -> str:
     """`done`, or how many ended how, `2 done, 1 failed`."""
-    kinds = [run.numbers["status"].partition(":")[0] for run in row.folds]
+    kinds = [ending(run.numbers["status"]) for run in row.folds]
     counts = {kind: kinds.count(kind) for kind in kinds}
     return kinds[0] if len(counts) == 1 else ", ".join(f"{count} {kind}" for kind, count in counts.items())
 

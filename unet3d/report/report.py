@@ -1,11 +1,11 @@
 """The report of a run: figures, metrics.csv and report.html in its folder, and the closing lines on the terminal."""
 
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from unet3d.base import shell
 from unet3d.base.errors import escaped
 from unet3d.base.files import write_csv, write_text
 from unet3d.base.terminal import NARROW, paper, terminal_table
@@ -198,7 +198,7 @@ def _cases(run: RunFolder) -> list[str]:
 
 def _made(run: RunFolder) -> list[str]:
     """The command line, the split and the versions."""
-    command = "python train.py " + shlex.join(run.overrides) if run.overrides is not None else ""
+    command = shell.training(run.overrides) if run.overrides is not None else ""
     versions = [f"{name} {run.environment[name]}" for name in VERSIONS if name in run.environment]
     parts = {"train": "training", "val": "validation"}  # older runs have the long words
     split = {f"{len(names)} cases for {parts.get(what, what)}": names for what, names in run.split.items()}

@@ -5,8 +5,9 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from unet3d.data.labels import written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, save_labels, saving_scores, stem
 from unet3d.data.preprocess import Intensity, normalise
 from unet3d.data.volume import Scores, Volume, contradictions, foreign_units, read_volume, to_original, with_values
-from unet3d.memory.simulate import fitted
+from unet3d.memory.simulate import fitted, largest_map
 from unet3d.training import checkpoint, known_bad
 from unet3d.training.inference import Predictor, free_bytes
 
@@ -184,15 +185,13 @@ def segmenter(
     """
     # A prediction has no backward pass, which alone is not deterministic on a GPU, and is not compiled.
     config = dataclasses.replace(found.config, device=device, deterministic=False, compile=False)
-    if mirror is not None:
-        config.inference = dataclasses.replace(config.inference, mirror=mirror)
-    if batch is not None:
-        config.inference = dataclasses.replace(config.inference, batch=batch)
-    if overlap is not None:
-        if isinstance(overlap, bool) or not isinstance(overlap, (int, float)):
-            raise UserError(f"inference.overlap={overlap}: give a number from 0 to 0.9, a share of the window")
-        config.inference = dataclasses.replace(config.inference, overlap=overlap)
-    rules.check(config, here=False)  # the device's name; and not every network can be mirrored
+    asked = {"mirror": mirror, "batch": batch, "overlap": overlap}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if overlap is not None and (isinstance(overlap, bool) or not isinstance(overlap, (int, float))):
+        raise UserError(f"overlap={overlap}: give a number from 0 to 0.9, a share of the window")
+    config.inference = dataclasses.replace(config.inference, **given)
+    with _named_as(given):
+        rules.check(config, here=False)  # the device's name; and not every network can be mirrored
     if mirror and not config.data.augment.mirror:
         print("warning: mirroring does nothing: this network has data.augment.mirror=[]", file=sys.stderr)
     if overlap is not None and config.model.padding == "valid":
@@ -200,14 +199,15 @@ def segmenter(
         print(f"warning: overlap does nothing: {what}", file=sys.stderr)
     where = build.device(config)
     policy = build.policy(config, where.type, ())
-    warning = known_bad.warning(policy.dtype) if where.type == "cuda" else None
-    if warning is not None:
-        print(f"warning: {warning}", file=sys.stderr)
     loaded = [policy.formatted(network) for network in networks(found, where)]
-    predictor = build.predictor(config, loaded, config.model, policy)
+    with _named_as(given):
+        predictor = build.predictor(config, loaded, config.model, policy)
     if where.type == "cuda":
         free = free_bytes(where) if config.inference.batch == "auto" else math.inf
         predictor = fitted(predictor, free)
+        warning = known_bad.warning(policy.dtype, partial(largest_map, predictor))
+        if warning is not None:
+            print(f"warning: {warning}", file=sys.stderr)
     by_channel = config.data.format == "nnunet"
     return Segmenter(
         predictor,
@@ -218,6 +218,19 @@ def segmenter(
         written_values(config.data, len(found.classes)),
         written_words(config.data, found.classes),
     )
+
+
+@contextmanager
+def _named_as(given: Iterable[str]) -> Iterator[None]:
+    """Name arguments in errors (`overlap`) where they replaced the checkpoint's options (`inference.overlap`)."""
+    try:
+        yield
+    except UserError as error:
+        option, sign, rest = str(error).partition("=")
+        name = option.removeprefix("inference.")
+        if name in given and name != option:
+            raise UserError(f"{name}{sign}{rest}") from error
+        raise
 
 
 def accepted_contradictions(case: Case) -> list[str]:

@@ -25,8 +25,10 @@ from unet3d.run.validation import evaluate, score_on_own_grid
 from unet3d.training import checkpoint, metrics
 
 KEPT = ("model_options", "classes", "channels", "intensity", "step")  # of a checkpoint, besides weights and config
-# How a network sees images.
-SAME = ("model.", "inference.overlap", "inference.mirror", "amp", "data.patch", "data.spacing", "data.augment.mirror")
+SAME = (  # how a network sees images, and what its classes are
+    *("model.", "inference.overlap", "inference.mirror", "amp"),
+    *("data.patch", "data.spacing", "data.label_map", "data.augment.mirror"),
+)
 PATHS = ("root", "split", "images", "labels", "cache_root")  # of this machine's data
 SCORES = "scores.csv"
 Opened = tuple[TrainedNetworks, dict[str, Any]]
@@ -81,7 +83,7 @@ def score(path: Path, config: Config, out: Path, model_path: str | None = None) 
     _, held_out = split(dataset, config.data)
     state = checkpoint.load_checkpoint(path)
     found = predict.parse(state, path, model_path)
-    _refuse_misfit(found, dataset)
+    _refuse_misfit(found, dataset, config.data)
     build.refuse_problems(dataset, held_out, config.data)
     _warn_of_seen_cases(found, state.get("fingerprint"), held_out, config.data)
     segmenter = predict.segmenter(found, config.device, mirror=None)
@@ -109,7 +111,8 @@ def score(path: Path, config: Config, out: Path, model_path: str | None = None) 
     return f"{SCORES_TITLE}, {path} (step {state.get('step', 'unknown')}{average}){grid}"
 
 
-def _refuse_misfit(found: TrainedNetworks, dataset: DatasetInfo) -> None:
+def _refuse_misfit(found: TrainedNetworks, dataset: DatasetInfo, data: Data) -> None:
+    """Raise UserError for other channels or classes; print a line for other names of channels or another label map."""
     if (len(found.channels), found.classes) != (len(dataset.channels), dataset.classes):
         own = f"{len(found.channels)} channels and the classes {', '.join(found.classes)}"
         given = f"{len(dataset.channels)} and {', '.join(dataset.classes)}"
@@ -119,6 +122,16 @@ def _refuse_misfit(found: TrainedNetworks, dataset: DatasetInfo) -> None:
     if len(dataset.channels) > 1 and found.channels != dataset.channels:  # each layout has its own names for channels
         own, given = (", ".join(one.channels) for one in (found, dataset))
         warn(f"{found.path}: its channels are {own}, those of the data {given}; they are taken in this order")
+    learned_map, asked_map = (_label_map(options, len(dataset.classes)) for options in (found.config.data, data))
+    if learned_map != asked_map:
+        maps = f"it learned with {as_option(learned_map)}, and is scored with {as_option(asked_map)}"
+        warn(f"{found.path}: its classes are other labels of the files: {maps}")
+
+
+def _label_map(data: Data, classes: int) -> Mapping[int, list[int]]:
+    """Return the files' labels of each class but background, in ascending order; without data.label_map its number."""
+    sources = label_sources(data.label_map or {number: number for number in range(1, classes)})
+    return {new: sorted(sources[new]) for new in sorted(sources) if new}
 
 
 def _warn_of_seen_cases(found: TrainedNetworks, fingerprint: Any, held_out: Sequence[Case], options: Data) -> None:

@@ -133,7 +133,8 @@ class Run:
             where = ranks.on_rank0(lambda: self.checkpoints.dump(self.trainer.step + 1, batches))
             raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
-            if foreseen := lost(error) or switches.nondeterminism_error(error) or self._not_compiled(error):
+            refused = switches.nondeterminism_error(error, self.config)
+            if foreseen := lost(error) or refused or self._not_compiled(error):
                 raise foreseen from error
             if not is_out_of_memory(error):
                 raise

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d.base.errors import CheckpointError, DamagedCheckpoint, NotSaved, escaped, is_disk_full, make_room
+from unet3d.base.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    MissingCheckpoint,
+    NotSaved,
+    escaped,
+    is_disk_full,
+    make_room,
+)
 from unet3d.base.files import replacing
 
 FORMAT = 2
@@ -60,7 +68,12 @@ def _tensors(state: object) -> Iterator[Tensor]:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint's state. Raises DamagedCheckpoint, or CheckpointError where it is foreign or of another format."""
+    """Return a checkpoint's state.
+
+    Raises MissingCheckpoint, DamagedCheckpoint, or CheckpointError where it is foreign or of another format.
+    """
+    if not path.exists():
+        raise MissingCheckpoint(f"{path}: no such file; give a checkpoint, RUN/checkpoints/best.pt or last.pt")
     if path.exists() and not path.is_file():  # a folder; a pipe, which would be waited for
         raise CheckpointError(f"{path}: is not a file; give a checkpoint, RUN/checkpoints/best.pt or last.pt")
     try:
@@ -154,7 +167,7 @@ def load_any(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list
     for name in names:
         try:
             return load_checkpoint(folder / name), wrong
-        except DamagedCheckpoint as error:
+        except (DamagedCheckpoint, MissingCheckpoint) as error:
             wrong.append(str(error))
     raise CheckpointError("no usable checkpoint: " + "; ".join(wrong))
 

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
-SLAB_BYTES = 4 * 2**20  # about, of a slab's float32 input and output; 2 to 8 MiB take the same time, 32 a fifth more
+SLAB_BYTES = 4 * 2**20  # of a slab's float32 input and output; 2 to 8 MiB take the same time, 32 a fifth more
 ONEDNN = 20_480  # where an image alone has C x D x H up to this, torch leaves oneDNN for its slow kernel
-FEWEST = 2**16  # products of a convolution; below, conversion takes longer than torch's slow kernel
-Gradients = tuple[Tensor | None, ...]  # of input, weight and bias; None where not asked for
+FEWEST_PRODUCTS = 2**16  # products of a convolution; below, conversion takes longer than torch's slow kernel
+Gradients = tuple[Tensor | None, ...]  # for input, weight and bias; None where not asked for
 
 
 class Options(NamedTuple):
-    """Of `aten::convolution`; one number for each axis D H W."""
+    """The arguments of `aten::convolution` after the bias; one number for each axis D H W."""
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -36,7 +36,7 @@ class Options(NamedTuple):
     groups: int
 
     def of_slab(self) -> "Options":
-        """Without padding along D: a slab's planes hold it, and a transposed convolution in slabs has none."""
+        """Return the arguments for a slab: its planes hold the padding along D already."""
         return self._replace(padding=[0, *self.padding[1:]])
 
 
@@ -53,7 +53,7 @@ class Slab(NamedTuple):
 
 
 class _Registration:
-    """Our kernels in torch's dispatcher, which is the process's."""
+    """The kernels of this module in torch's dispatcher, which the whole process shares."""
 
     lock = Lock()
     users = 0
@@ -62,17 +62,16 @@ class _Registration:
 
 @contextmanager
 def convolutions() -> Iterator[None]:
-    """Within, half-precision 3D convolutions on the CPU that torch does slowly or wrongly are computed here.
+    """Compute here the half-precision 3D convolutions on the CPU that torch does slowly or wrongly.
 
-    Nested or in several threads, it serves the whole process until the last one leaves; then nothing stays registered.
+    It serves the whole process, may be nested and used by several threads; after the last exit nothing is registered.
     """
     ours = _Registration
     with ours.lock:
         if ours.library is None:
             ours.library = torch.library.Library("aten", "IMPL")
-            for name, function in (("convolution", _convolution), ("convolution_backward", _convolution_backward)):
-                native = torch.library.get_kernel(f"aten::{name}", "CPU")
-                ours.library.impl(name, partial(function, native), "CPU", with_keyset=True)
+            _register(ours.library, "convolution", _convolution)
+            _register(ours.library, "convolution_backward", _convolution_backward)
         ours.users += 1
     try:
         yield
@@ -84,25 +83,36 @@ def convolutions() -> Iterator[None]:
                 ours.library = None
 
 
+def _register(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
+    """Let `function` serve an operator on the CPU; its first argument is torch's own kernel."""
+    native = torch.library.get_kernel(f"aten::{name}", "CPU")
+    library.impl(name, partial(function, native), "CPU", with_keyset=True)
+
+
 def has_kernels(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has convolutions of this half-precision type for this CPU, and does not emulate them."""
+    """Return whether oneDNN has convolutions of this half-precision type for this CPU, and does not emulate them."""
     if not (torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()):
         return False
     if dtype is torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not emulates_bf16()
+    is_supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return is_supported and not emulates_bf16()
 
 
 @cache
 def emulates_bf16() -> bool:
-    """Whether oneDNN emulates bf16, as it does on CPUs with AVX512 but no bf16 instructions. False if unknown."""
-    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # an older torch has none
-    known = [able[name] for name in ("avx512_bf16", "amx_bf16", "bf16") if name in able]
-    return bool(known) and not any(known)
+    """Return whether oneDNN emulates bf16, as on CPUs with AVX512 but no bf16 instructions. False where unknown."""
+    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch
+        return False
+    capabilities = torch.cpu.get_capabilities()
+    known = [name for name in ("avx512_bf16", "amx_bf16", "bf16") if name in capabilities]
+    if not known:
+        return False
+    return not any(capabilities[name] for name in known)
 
 
 def computes_here(x: Tensor, weight: Tensor, options: Options) -> bool:
-    """Whether a convolution is computed here and not by torch.
+    """Return whether a convolution is computed here and not by torch.
 
     Torch 2.13 is wrong in two corners also on CPUs that have bf16 instructions. Where a padded map is shorter along D
     than the kernel and the output is longer than 1, oneDNN leaves the weight gradient partly unwritten and may write
@@ -111,9 +121,10 @@ def computes_here(x: Tensor, weight: Tensor, options: Options) -> bool:
     if x.dtype not in DTYPES or x.dim() != 5 or weight.dtype is not x.dtype:
         return False
     if not has_kernels(x.dtype):
-        places = math.prod(x.shape[2:] if options.is_transposed else output_shape(x, weight, options)[2:])
-        return x.shape[0] * weight.numel() * places >= FEWEST
-    is_short, is_strided = x.shape[2] < weight.shape[2], options.stride[2] > 1
+        places = x.shape[2:] if options.is_transposed else output_shape(x, weight, options)[2:]
+        return x.shape[0] * weight.numel() * math.prod(places) >= FEWEST_PRODUCTS
+    is_short = x.shape[2] < weight.shape[2]
+    is_strided = options.stride[2] > 1
     if options.is_transposed or not (is_short or is_strided):
         return False
     _, _, depth, _, width = output_shape(x, weight, options)
@@ -121,76 +132,139 @@ def computes_here(x: Tensor, weight: Tensor, options: Options) -> bool:
 
 
 def output_shape(x: Tensor, weight: Tensor, options: Options) -> list[int]:
-    """N C D H W of a convolution's result."""
-    stride, padding, dilation, is_transposed, extra, groups = options
-    axes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, extra, strict=True)
-    if is_transposed:
-        sizes = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in axes]
-        return [x.shape[0], weight.shape[1] * groups, *sizes]
-    return [x.shape[0], weight.shape[0], *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in axes)]
+    """Return N C D H W of a convolution's result."""
+    channels = weight.shape[0]
+    if options.is_transposed:
+        channels = weight.shape[1] * options.groups
+    sizes = []
+    for axis in range(3):
+        size = x.shape[axis + 2]
+        stride = options.stride[axis]
+        reach = options.dilation[axis] * (weight.shape[axis + 2] - 1)
+        padded = 2 * options.padding[axis]
+        if options.is_transposed:
+            sizes.append((size - 1) * stride - padded + reach + options.output_padding[axis] + 1)
+        else:
+            sizes.append((size + padded - reach - 1) // stride + 1)
+    return [x.shape[0], channels, *sizes]
 
 
 def slabs(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> list[Slab]:
-    """How to cut a convolution of x with an output of this shape; one slab where it is small or cannot be cut."""
-    stride, padding = options.stride[0], options.padding[0]
-    reach = options.dilation[0] * (weight.shape[2] - 1) + 1
+    """Return how to cut a convolution of x with an output of shape `outer`; one slab where it is small or uncuttable.
+
+    Along D, the input of a transposed convolution is cut, else the output.
+    """
+    count = _slab_count(x, outer, weight, options)
+    stride = options.stride[0]
+    padding = options.padding[0]
+    reach = _reach(weight, options)
     depth = x.shape[2] if options.is_transposed else outer[2]
-    count = math.ceil(4 * (x.numel() + math.prod(outer)) / SLAB_BYTES)
-    if x.shape[0] == 1:
-        fewest = ONEDNN // (x.shape[1] * x.shape[3] * (1 if options.is_transposed else stride)) + 1
-        count = min(count, depth // fewest)
-    if options.is_transposed and (reach != stride or padding or options.output_padding[0]):
-        count = 1  # the outputs of slabs would overlap
-    count = max(1, min(count, depth))
     ends = [depth * (index + 1) // count for index in range(count)]
-    return [Slab(a, z, a * stride - padding, (z - 1) * stride - padding + reach) for a, z in pairwise([0, *ends])]
+    cuts = []
+    for start, end in pairwise([0, *ends]):
+        low = start * stride - padding
+        high = (end - 1) * stride - padding + reach
+        cuts.append(Slab(start, end, low, high))
+    return cuts
 
 
-def _convolution(native: Any, keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
-    options = Options(*given)
+def _reach(weight: Tensor, options: Options) -> int:
+    """Return how many planes along D a kernel covers."""
+    return options.dilation[0] * (weight.shape[2] - 1) + 1
+
+
+def _slab_count(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> int:
+    """Return the number of slabs: each of SLAB_BYTES, but none that torch would compute by its slow kernel."""
+    stride = options.stride[0]
+    if options.is_transposed:
+        would_overlap = _reach(weight, options) != stride or options.padding[0] or options.output_padding[0]
+        if would_overlap:
+            return 1
+    depth = x.shape[2] if options.is_transposed else outer[2]
+    values = x.numel() + math.prod(outer)
+    count = math.ceil(4 * values / SLAB_BYTES)
+    if x.shape[0] == 1:
+        planes_per_cut = 1 if options.is_transposed else stride
+        fewest = ONEDNN // (x.shape[1] * x.shape[3] * planes_per_cut) + 1
+        count = min(count, depth // fewest)
+    return max(1, min(count, depth))
+
+
+def _convolution(
+    native: Any,
+    keys: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *arguments: Any,
+) -> Tensor:
+    """Compute `aten::convolution` in float32, slab by slab, or let torch's own kernel do it."""
+    options = Options(*arguments)
     call: Callable[..., Tensor] = partial(native.call_boxed, keys)
     if not computes_here(x, weight, options):
-        return call(x, weight, bias, *given)
+        return call(x, weight, bias, *arguments)
     shape = output_shape(x, weight, options)
     parts = slabs(x, shape, weight, options)
-    weight, bias = weight.float(), None if bias is None else bias.float()
+    weight = weight.float()
+    if bias is not None:
+        bias = bias.float()
     if len(parts) == 1:
-        return call(x.float(), weight, bias, *given).to(x.dtype)
-    found = x.new_empty(shape)
+        return call(x.float(), weight, bias, *arguments).to(x.dtype)
+    result = x.new_empty(shape)
     for slab in parts:
         if options.is_transposed:
-            found[:, :, slab.low : slab.high] = call(_planes(x, slab.start, slab.end), weight, bias, *given)
+            planes = _planes(x, slab.start, slab.end)
+            result[:, :, slab.low : slab.high] = call(planes, weight, bias, *arguments)
         else:
-            found[:, :, slab.start : slab.end] = call(_planes(x, slab.low, slab.high), weight, bias, *options.of_slab())
-    return found
+            planes = _planes(x, slab.low, slab.high)
+            result[:, :, slab.start : slab.end] = call(planes, weight, bias, *options.of_slab())
+    return result
 
 
 def _convolution_backward(
-    native: Any, keys: Any, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *given: Any
+    native: Any,
+    keys: Any,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Any,
+    *arguments: Any,
 ) -> Gradients:
-    options, wanted = Options(*given[:-1]), given[-1]
+    """Compute `aten::convolution_backward` in float32, slab by slab, or let torch's own kernel do it."""
+    *convolution_arguments, output_mask = arguments
+    options = Options(*convolution_arguments)
     call: Callable[..., tuple[Any, ...]] = partial(native.call_boxed, keys)
     if not computes_here(x, weight, options):
-        return call(grad, x, weight, bias_sizes, *given)
+        return call(grad, x, weight, bias_sizes, *arguments)
     parts = slabs(x, grad.shape, weight, options)
-    whole = weight.float()
+    weight = weight.float()
     if len(parts) == 1:
-        return _rounded(call(grad.float(), x.float(), whole, bias_sizes, *given), x.dtype)
-    of_input = _InputGradient(x) if wanted[0] else None
-    of_weights: list[Tensor | None] = []
-    for slab, following in zip(parts, [*parts[1:], None], strict=True):
+        gradients = call(grad.float(), x.float(), weight, bias_sizes, *arguments)
+        return _rounded(gradients, x.dtype)
+    input_gradient = _InputGradient(x) if output_mask[0] else None
+    sums: list[Tensor | None] = []  # gradients for weight and bias
+    for index, slab in enumerate(parts):
         if options.is_transposed:
-            pieces = _planes(grad, slab.low, slab.high), _planes(x, slab.start, slab.end)
-            low, complete = slab.start, slab.end
+            grad_planes = _planes(grad, slab.low, slab.high)
+            x_planes = _planes(x, slab.start, slab.end)
+            low = slab.start
+            complete = slab.end
         else:
-            pieces = _planes(grad, slab.start, slab.end), _planes(x, slab.low, slab.high)
-            low, complete = slab.low, following.low if following else slab.high
-        first, *others = call(*pieces, whole, bias_sizes, *options.of_slab(), wanted)
-        if of_input is not None:
-            of_input.add(first, low, complete)
-        sums = zip(of_weights, others, strict=True)
-        of_weights = [a if a is None else a.add_(b) for a, b in sums] if of_weights else others
-    return of_input.map if of_input else None, *_rounded(of_weights, x.dtype)
+            grad_planes = _planes(grad, slab.start, slab.end)
+            x_planes = _planes(x, slab.low, slab.high)
+            low = slab.low
+            complete = parts[index + 1].low if index + 1 < len(parts) else slab.high
+        piece, *others = call(grad_planes, x_planes, weight, bias_sizes, *options.of_slab(), output_mask)
+        if input_gradient is not None:
+            input_gradient.add(piece, low, complete)
+        if not sums:
+            sums = others
+            continue
+        for total, part in zip(sums, others, strict=True):
+            if total is not None:
+                total.add_(part)
+    map_gradient = None if input_gradient is None else input_gradient.map
+    return map_gradient, *_rounded(sums, x.dtype)
 
 
 class _InputGradient:
@@ -201,26 +275,32 @@ class _InputGradient:
         self._open: Tensor | None = None  # planes that the next slab adds to
 
     def add(self, piece: Tensor, low: int, complete: int) -> None:
-        """A slab's gradient from plane `low` on; no later slab touches the planes before `complete`."""
+        """Add a slab's gradient from plane `low` on; no later slab touches the planes before `complete`."""
         if self._open is not None:
             piece[:, :, : self._open.shape[2]] += self._open
         high = low + piece.shape[2]
-        first, last = max(low, 0), min(complete, high, self.map.shape[2])
+        first = max(low, 0)
+        last = min(complete, high, self.map.shape[2])
         if last > first:
             self.map[:, :, first:last] = piece[:, :, first - low : last - low]
-        self._open = piece[:, :, complete - low :].clone() if complete < high else None
+        self._open = None
+        if complete < high:
+            self._open = piece[:, :, complete - low :].clone()
 
 
 def _planes(x: Tensor, low: int, high: int) -> Tensor:
-    """Planes `low` to `high` along D of N C D H W in float32; those outside are 0."""
-    first, last = max(low, 0), min(high, x.shape[2])
+    """Return planes `low` to `high` along D of N C D H W in float32; planes outside are 0."""
+    first = max(low, 0)
+    last = min(high, x.shape[2])
     inside = x[:, :, first : max(first, last)]
     if (first, last) == (low, high):
         return inside.float()
-    found = x.new_zeros((*x.shape[:2], high - low, *x.shape[3:]), dtype=torch.float32)
-    found[:, :, first - low : first - low + inside.shape[2]] = inside
-    return found
+    planes = x.new_zeros((*x.shape[:2], high - low, *x.shape[3:]), dtype=torch.float32)
+    offset = first - low
+    planes[:, :, offset : offset + inside.shape[2]] = inside
+    return planes
 
 
-def _rounded(found: Iterable[Tensor | None], dtype: torch.dtype) -> Gradients:
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in found)
+def _rounded(tensors: Iterable[Tensor | None], dtype: torch.dtype) -> Gradients:
+    """Return the tensors in a half-precision type."""
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)

@@ -3,8 +3,8 @@
 Checkpointing calls a stage twice in a step. Buffers, attributes of modules, and the random numbers of Python and NumPy
 are put back for the second call; torch's own checkpointing does that for the random numbers of torch. What a call
 changes within an attribute, such as a list that grows, cannot be put back: it is refused by name where it is seen,
-which is one level deep and in the types of `INNER`. Not seen are iterators, callables with a state, what lies deeper,
-class attributes, and what is written through `.data`.
+which is one level deep and in the types of `INNER`. Iterators, callables with a state, what lies deeper, class
+attributes and what is written through `.data` are not seen here: `recomputation` compares what both calls compute.
 """
 
 import random

@@ -5,6 +5,7 @@ torch 2.9 is older than this package asks for; pip can be told to install it any
 """
 
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ class KnownBad(NamedTuple):
     wrong: str
     issues: str
     remedy: str
+    elements: int = 0  # of a map, at least
 
 
 KNOWN = (
@@ -53,12 +55,16 @@ KNOWN = (
         wrong="can be wrong in bf16 in 3D convolutions of very large maps, as of 1.8e9 elements",
         issues="pytorch#163539",
         remedy="use cuDNN 9.15 or newer, as builds of torch for CUDA 13 do",
+        elements=2**30,  # nobody has said how much smaller ones than the reported are right
     ),
 )
 
 
-def warning(dtype: torch.dtype | None) -> str | None:
-    """Return a line on what is known against 3D convolutions of this type on CUDA here, None if nothing is."""
+def warning(dtype: torch.dtype | None, largest_map: Callable[[], int]) -> str | None:
+    """Return a line on what is known against 3D convolutions of this type on CUDA here, None if nothing is.
+
+    `largest_map` gives the elements of the largest map of the network; it is called only where they matter.
+    """
     try:
         cudnn = torch.backends.cudnn.version()
     except RuntimeError as error:  # the cuDNN that is there is older than the one that torch was built with
@@ -68,7 +74,8 @@ def warning(dtype: torch.dtype | None) -> str | None:
     version = release(torch.__version__)
     for known in KNOWN:
         is_version = known.torch[0] <= version < known.torch[1]
-        if is_version and known.cudnn[0] <= cudnn < known.cudnn[1] and dtype in known.dtypes:
+        is_bad = is_version and known.cudnn[0] <= cudnn < known.cudnn[1] and dtype in known.dtypes
+        if is_bad and (not known.elements or largest_map() >= known.elements):
             versions = f"torch {torch.__version__} with cuDNN {dotted(cudnn)}"
             return f"{versions} {known.wrong} ({known.issues}); {known.remedy}"
     return None

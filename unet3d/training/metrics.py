@@ -20,7 +20,7 @@ Mask = NDArray[np.bool_]
 
 
 class CaseScore(NamedTuple):
-    """Scores of one volume, one entry a foreground class (label values 1..K-1); None is n/a."""
+    """The scores of one volume, one entry per foreground class (label values 1..K-1); None is n/a."""
 
     case: str
     dice: tuple[float | None, ...]
@@ -37,7 +37,7 @@ def score_case(
     ignore: int | None = None,
     hd95: bool = False,
 ) -> CaseScore:
-    """Scores of `prediction` against `truth`, label maps X Y Z with `classes` classes; `spacing` is in mm.
+    """Return the scores of `prediction` against `truth`, label maps X Y Z of `classes` classes; `spacing` is in mm.
 
     Dice, IoU and surfaces leave out voxels where truth is `ignore`; HD95 does not exist where they touch the class.
     Raises ValueError for shapes or label values that do not fit.
@@ -45,48 +45,82 @@ def score_case(
     if prediction.shape != truth.shape:
         raise ValueError(f"case {case}: prediction is {prediction.shape} voxels, truth {truth.shape}")
     counts = _confusion(case, prediction, truth, classes, ignore)
-    hit = np.diag(counts)[1:]
-    missed, false = counts.sum(1)[1:] - hit, counts.sum(0)[1:] - hit
-    dice, iou = _ratios(2 * hit, 2 * hit + false + missed), _ratios(hit, hit + false + missed)
-    return CaseScore(case, dice, iou, _distances(prediction, truth, classes, spacing, ignore) if hd95 else ())
+    hits = np.diag(counts)[1:]
+    misses = counts.sum(1)[1:] - hits
+    false_positives = counts.sum(0)[1:] - hits
+    union = hits + false_positives + misses
+    distances: tuple[float | None, ...] = ()
+    if hd95:
+        distances = _distances(prediction, truth, classes, spacing, ignore)
+    return CaseScore(
+        case,
+        dice=_ratios(2 * hits, union + hits),
+        iou=_ratios(hits, union),
+        hd95_mm=distances,
+    )
 
 
 def _confusion(case: str, prediction: Labels, truth: Labels, classes: int, ignore: int | None) -> NDArray[np.int64]:
-    """Voxels by (truth, prediction), classes x classes. One slab at a time: bincount works in 8 bytes a voxel."""
+    """Return the number of voxels by (truth, prediction), classes x classes. Raises ValueError for an odd label.
+
+    It counts one plane at a time, because bincount needs 8 bytes per voxel.
+    """
     counts = np.zeros(classes * classes, np.int64)
     for true, predicted in zip(truth, prediction, strict=True):
         if ignore is not None:
-            true, predicted = true[true != ignore], predicted[true != ignore]
-        for name, labels in (("truth", true), ("prediction", predicted)):
-            # a label out of range would be counted as a hit or miss of another class
-            if labels.size and (labels.min() < 0 or labels.max() >= classes):
-                raise ValueError(f"case {case}: {name} has labels outside 0 to {classes - 1}")
-        counts += np.bincount(true.astype(np.intp).ravel() * classes + predicted.ravel(), minlength=classes * classes)
+            is_labelled = true != ignore
+            true = true[is_labelled]
+            predicted = predicted[is_labelled]
+        _refuse_odd_labels(f"case {case}: truth", true, classes)
+        _refuse_odd_labels(f"case {case}: prediction", predicted, classes)
+        pairs = true.astype(np.intp).ravel() * classes + predicted.ravel()
+        counts += np.bincount(pairs, minlength=classes * classes)
     return counts.reshape(classes, classes)
 
 
-def _ratios(part: NDArray[np.int64], whole: NDArray[np.int64]) -> tuple[float | None, ...]:
-    return tuple(int(p) / int(w) if w else None for p, w in zip(part, whole, strict=True))
+def _refuse_odd_labels(name: str, labels: Labels, classes: int) -> None:
+    """Raise ValueError for a label out of range, which would count as a hit or miss of another class."""
+    if labels.size and (labels.min() < 0 or labels.max() >= classes):
+        raise ValueError(f"{name} has labels outside 0 to {classes - 1}")
+
+
+def _ratios(parts: NDArray[np.int64], wholes: NDArray[np.int64]) -> tuple[float | None, ...]:
+    """Return part / whole of each class, None where whole is 0."""
+    ratios = []
+    for part, whole in zip(parts.tolist(), wholes.tolist(), strict=True):
+        ratios.append(part / whole if whole else None)
+    return tuple(ratios)
 
 
 def _distances(
     prediction: Labels, truth: Labels, classes: int, spacing: Sequence[float], ignore: int | None
 ) -> tuple[float | None, ...]:
+    """Return the HD95 of each foreground class in mm; None where it does not exist.
+
+    A class that reaches ignored voxels ends there because its labels do, which is no surface.
+    """
     from scipy.ndimage import binary_dilation
 
-    seen = np.ones(truth.shape, bool) if ignore is None else truth != ignore
-    # a class that reaches the edge ends there because its labels do, which is no surface
-    edge = ~seen if seen.all() else seen & binary_dilation(~seen)
-    found: list[float | None] = []
-    for k in range(1, classes):
-        predicted, true = prediction == k, truth == k
-        is_cut = ((predicted | true) & edge).any()
-        found.append(None if is_cut else hausdorff95(predicted & seen, true & seen, spacing))
-    return tuple(found)
+    labelled = np.ones(truth.shape, bool) if ignore is None else truth != ignore
+    edge = ~labelled
+    if not labelled.all():
+        edge = labelled & binary_dilation(~labelled)
+    distances: list[float | None] = []
+    for label in range(1, classes):
+        predicted = prediction == label
+        true = truth == label
+        if ((predicted | true) & edge).any():
+            distances.append(None)
+        else:
+            distances.append(hausdorff95(predicted & labelled, true & labelled, spacing))
+    return tuple(distances)
 
 
 def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> float | None:
-    """95th percentile of the distance between surfaces of two masks X Y Z, both ways, in mm; None if one is empty."""
+    """Return the 95th percentile of the distance between surfaces of two masks X Y Z, both ways, in mm.
+
+    It is None where a mask is empty.
+    """
     if not (prediction.any() and truth.any()):  # MONAI then answers 0, NaN or infinity, and 0 would read as perfect
         return None
     import torch
@@ -95,66 +129,82 @@ def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> floa
 
     if truth.shape.count(1) == 1:  # a slice: in 3D each of its voxels would count as surface
         axis = truth.shape.index(1)
-        prediction, truth = prediction.squeeze(axis), truth.squeeze(axis)
+        prediction = prediction.squeeze(axis)
+        truth = truth.squeeze(axis)
         spacing = [*spacing[:axis], *spacing[axis + 1 :]]
-    (found,) = find_objects((prediction | truth).view(np.uint8))
-    box = tuple(slice(max(side.start - 1, 0), side.stop + 1) for side in found)  # what lies outside only costs time
-    pair = [torch.from_numpy(np.ascontiguousarray(mask[box])) for mask in (prediction, truth)]
+    (bounds,) = find_objects((prediction | truth).view(np.uint8))
+    box = tuple(slice(max(side.start - 1, 0), side.stop + 1) for side in bounds)  # voxels outside only cost time
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # MONAI 1.6.1 deprecates its own call
-        _, distances, _ = get_edge_surface_distance(*pair, spacing=list(map(float, spacing)), symmetric=True)
-    return float(max(np.percentile(distance, 95) for distance in distances))  # torch's quantile takes 2^24 values
+        _, distances, _ = get_edge_surface_distance(
+            torch.from_numpy(np.ascontiguousarray(prediction[box])),
+            torch.from_numpy(np.ascontiguousarray(truth[box])),
+            spacing=list(map(float, spacing)),
+            symmetric=True,
+        )
+    percentiles = [np.percentile(distance, 95) for distance in distances]  # torch's quantile takes 2^24 values
+    return float(max(percentiles))
 
 
 def summarise(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, float | None]:
-    """Means over the cases by metric key; `class_names` begins with background.
+    """Return means over the cases by metric key; `class_names` begins with background.
 
     `val/dice_mean` and `val/iou_mean` are means of the classes' means. HD95 has keys if any case has it.
     """
-    means = {key: mean_of(values) for key, values in _columns(scores, class_names).items()}
+    columns = _columns(scores, class_names)
     summary: dict[str, float | None] = {}
     for metric in ("dice", "iou", "hd95_mm"):
-        of_classes = {f"val/{key}": mean for key, mean in means.items() if key.startswith(f"{metric}/")}
+        means: dict[str, float | None] = {}
+        for key, values in columns.items():
+            if key.startswith(f"{metric}/"):
+                means[f"val/{key}"] = mean_of(values)
         if metric != "hd95_mm":
-            summary[f"val/{metric}_mean"] = mean_of(of_classes.values())
-        summary |= of_classes
+            summary[f"val/{metric}_mean"] = mean_of(means.values())
+        summary |= means
     return summary
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """Mean of the values that exist; None if none does."""
+    """Return the mean of the values that are not None; None without any."""
     existing = [value for value in values if value is not None]
     return fmean(existing) if existing else None
 
 
 def csv_text(scores: Sequence[CaseScore], class_names: Sequence[str]) -> str:
-    """One row a case: case, dice/<class>, iou/<class>, hd95_mm/<class> (if asked for); n/a is an empty cell."""
+    """Return one row per case: case, dice/<class>, iou/<class>, hd95_mm/<class> (if asked for); n/a is empty."""
     columns = _columns(scores, class_names)
-    rows = ([score.case, *(values[row] for values in columns.values())] for row, score in enumerate(scores))
+    rows = [[score.case, *values] for score, values in zip(scores, zip(*columns.values(), strict=True), strict=True)]
     return as_csv(["case", *columns], rows)
 
 
 def both_csv_text(scores: Sequence[CaseScore], class_names: Sequence[str], on_network_grid: str) -> str:
-    """The text of `csv_text` for scores on the files' own grids, followed by those of a text on the network's grid.
+    """Return the text of `csv_text` for scores on the files' grids, with those on the network's grid beside them.
 
-    The columns of these begin with `network_`, also where `on_network_grid` has been made by this function.
+    The columns on the network's grid begin with `network_`, also where this function has made `on_network_grid`.
     """
-    rows = from_csv(on_network_grid)
-    head = [key for key in (rows[0] if rows else ()) if key != "case"]
+    network_rows = from_csv(on_network_grid)
+    head = [key for key in (network_rows[0] if network_rows else ()) if key != "case"]
     sources = [key for key in head if key.startswith(NETWORK)] or head
-    others = {row.get("case"): [row.get(key) for key in sources] for row in rows}
+    network_scores = {row.get("case"): row for row in network_rows}
     columns = _columns(scores, class_names)
-    found = []
-    for row, score in enumerate(scores):
-        own = [values[row] for values in columns.values()]
-        found.append([score.case, *own, *others.get(score.case, [None] * len(sources))])
-    return as_csv(["case", *columns, *(NETWORK + key.removeprefix(NETWORK) for key in sources)], found)
+    rows = []
+    for index, score in enumerate(scores):
+        network_row = network_scores.get(score.case, {})
+        row: list[object] = [score.case]
+        row += [values[index] for values in columns.values()]
+        row += [network_row.get(key) for key in sources]
+        rows.append(row)
+    network_head = [NETWORK + key.removeprefix(NETWORK) for key in sources]
+    return as_csv(["case", *columns, *network_head], rows)
 
 
 def _columns(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, list[float | None]]:
-    """One value a case for each "metric/class"; HD95 only if any case has it."""
-    metrics = ["dice", "iou"] + ["hd95_mm"] * any(score.hd95_mm for score in scores)
-    return {
-        f"{metric}/{name}": [values[k] if (values := getattr(score, metric)) else None for score in scores]
-        for metric in metrics
-        for k, name in enumerate(class_names[1:])
-    }
+    """Return one value per case for each "metric/class"; HD95 only if any case has it."""
+    metrics = ["dice", "iou"]
+    if any(score.hd95_mm for score in scores):
+        metrics.append("hd95_mm")
+    columns: dict[str, list[float | None]] = {}
+    for metric in metrics:
+        for index, name in enumerate(class_names[1:]):
+            values = [getattr(score, metric) for score in scores]
+            columns[f"{metric}/{name}"] = [of_case[index] if of_case else None for of_case in values]
+    return columns

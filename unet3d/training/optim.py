@@ -3,7 +3,7 @@
 The average is not torch.optim.swa_utils.AveragedModel, for three reasons measured with torch 2.13 on `unet_tiny`
 (342,284 bytes of weights). Its deep copy of fake tensors raises "Mixing fake modes" at the first update, so memory
 could not be predicted. It copies the network before the first step, which then holds 342,292 bytes more; here the first
-update makes the average. Its state is not in the optimizer's, where the checkpoints of earlier versions have it.
+update makes the average. Its state is not in the optimizer's, which a checkpoint saves and a resumed run loads.
 """
 
 import math
@@ -23,7 +23,7 @@ FACTOR = "factor"  # on the learning rate, in the parameter group
 
 
 def optimizer(options: Optim, network: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over all of the network's parameters, with their running average where the options ask for it.
+    """Return the optimizer of all parameters of the network, with their running average where the options ask for it.
 
     Parameters of `init_names` have `init_lr` times the rate of the others; where that is 0 they are frozen: they
     require no gradient from here on, and the optimizer has no state for them.
@@ -31,37 +31,46 @@ def optimizer(options: Optim, network: nn.Module) -> torch.optim.Optimizer:
     which keeps Adam's counts of steps on the device. The fp16 scaler skips an update that overflows before that kernel,
     and not within: else the running average would go on.
     """
-    betas = options.betas[0], options.betas[1]
+    beta1, beta2 = options.betas
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": partial(torch.optim.SGD, momentum=options.momentum, nesterov=options.momentum > 0),
-        "adam": partial(torch.optim.Adam, betas=betas),
-        "adamw": partial(torch.optim.AdamW, betas=betas),
+        "adam": partial(torch.optim.Adam, betas=(beta1, beta2)),
+        "adamw": partial(torch.optim.AdamW, betas=(beta1, beta2)),
     }
-    fused = options.fused or None  # None: torch chooses another way
-    groups = _groups(options, network)
-    made = kinds[options.name](groups, lr=options.lr, weight_decay=options.weight_decay, fused=fused)
-    made._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    new_optimizer = kinds[options.name](
+        _groups(options, network),
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        fused=options.fused or None,  # None: torch chooses another way
+    )
+    new_optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     if options.average is not None:
-        made.register_step_post_hook(partial(_update_average, options.average))
-    return made
+        update = partial(_update_average, options.average)
+        new_optimizer.register_step_post_hook(update)
+    return new_optimizer
 
 
 def _groups(options: Optim, network: nn.Module) -> list[Any]:
-    """The parameters to learn, or groups of them with a rate of their own."""
-    named = list(network.named_parameters())
+    """Return the parameters to learn, or groups of them with a rate of their own."""
     if options.init_lr == 1 or not options.init_names:
-        return [parameter for _, parameter in named]
-    slow = [parameter for name, parameter in named if is_named(name, options.init_names)]
-    others = [parameter for name, parameter in named if not is_named(name, options.init_names)]
+        return list(network.parameters())
+    loaded = []
+    others = []
+    for name, parameter in network.named_parameters():
+        if is_named(name, options.init_names):
+            loaded.append(parameter)
+        else:
+            others.append(parameter)
     if options.init_lr == 0:
-        for parameter in slow:
+        for parameter in loaded:
             parameter.requires_grad_(False)
         return others
-    return [group for group in ({"params": others}, {"params": slow, FACTOR: options.init_lr}) if group["params"]]
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": loaded, FACTOR: options.init_lr}]
+    return [group for group in groups if group["params"]]
 
 
 def is_named(name: str, starts: Collection[str]) -> bool:
-    """Whether a parameter is one of these, or is part of one: `down1.block.0.weight` of `down1`."""
+    """Return whether a parameter is one of these or part of one, as `down1.block.0.weight` is of `down1`."""
     return any(name == start or name.startswith(f"{start}.") for start in starts)
 
 
@@ -72,14 +81,19 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def state_names(options: Optim) -> set[str]:
-    """What the optimizer keeps of each parameter once it has taken a step."""
-    adam = {"step", "exp_avg", "exp_avg_sq"}
-    names = {"sgd": {"momentum_buffer"} if options.momentum > 0 else set(), "adam": adam, "adamw": adam}[options.name]
-    return names | ({AVERAGE} if options.average is not None else set())
+    """Return the names of what the optimizer keeps of each parameter once it has taken a step."""
+    names: set[str] = set()
+    if options.name in ("adam", "adamw"):
+        names = {"step", "exp_avg", "exp_avg_sq"}
+    elif options.momentum > 0:
+        names = {"momentum_buffer"}
+    if options.average is not None:
+        names.add(AVERAGE)
+    return names
 
 
 def learning_rate(options: Optim, steps: int, step: int) -> float:
-    """The learning rate of optimizer step `step` of `steps`, counted from 0."""
+    """Return the learning rate of optimizer step `step` of `steps`, counted from 0."""
     progress = min(1.0, step / steps)
     schedules: dict[str, Callable[[], float]] = {
         "constant": lambda: 1.0,
@@ -91,18 +105,23 @@ def learning_rate(options: Optim, steps: int, step: int) -> float:
 
 
 def _one_cycle(progress: float, warmup: float) -> float:
-    """Cosine from 1/25 up to 1, then cosine down to 0 (Smith and Topin, arXiv:1708.07120)."""
+    """Return a factor that follows a cosine from 1/25 up to 1, then down to 0 (Smith and Topin, arXiv:1708.07120)."""
     if progress < warmup:
-        return 1 / 25 + (1 - 1 / 25) * (1 - math.cos(math.pi * progress / warmup)) / 2
-    return (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
+        risen = (1 - math.cos(math.pi * progress / warmup)) / 2
+        return 1 / 25 + (1 - 1 / 25) * risen
+    descent = (progress - warmup) / (1 - warmup)
+    return (1 + math.cos(math.pi * descent)) / 2
 
 
 def _update_average(decay: float, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """After an update: average <- decay * average + (1 - decay) * weight. The fp16 scaler skips it with the update."""
+    """Set average to decay * average + (1 - decay) * weight after an update, which the fp16 scaler may skip."""
     for group in optimizer.param_groups:
-        group[COUNT] = count = group.get(COUNT, 0) + 1
+        count = group.get(COUNT, 0) + 1
+        group[COUNT] = count
         share = 1 - min(decay, (1 + count) / (10 + count))  # rises from 2/11: the first, random weights do not linger
-        for parameter in (each for each in group["params"] if each.grad is not None):
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
             state = optimizer.state[parameter]
             if AVERAGE in state:
                 state[AVERAGE].lerp_(parameter.detach(), share)
@@ -111,20 +130,28 @@ def _update_average(decay: float, optimizer: torch.optim.Optimizer, *_: Any) -> 
 
 
 def averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The average of each parameter by its name; {} where none is kept."""
-    states = {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
-    return {name: state[AVERAGE] for name, state in states.items() if AVERAGE in state}
+    """Return the average of each parameter by its name; {} where none is kept."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        if AVERAGE in state:
+            tensors[name] = state[AVERAGE]
+    return tensors
 
 
 @contextmanager
 def averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, the model computes with its averages, where any are kept. Nothing is copied."""
-    kept = averages(model, optimizer)
-    swapped = [(parameter, parameter.data, kept[name]) for name, parameter in model.named_parameters() if name in kept]
+    """Let the model compute with its averages, where any are kept. Nothing is copied."""
+    tensors = averages(model, optimizer)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        if name in tensors:
+            weights[parameter] = parameter.data
     try:
-        for parameter, _, average in swapped:
-            parameter.data = average
+        for name, parameter in model.named_parameters():
+            if name in tensors:
+                parameter.data = tensors[name]
         yield
     finally:
-        for parameter, weight, _ in swapped:
+        for parameter, weight in weights.items():
             parameter.data = weight

@@ -1,7 +1,8 @@
 """Mixed precision, activation checkpointing and slabs, applied to a step from outside the model.
 
 Checkpointing changes no bit of loss, gradients, buffers or evaluation output, of stages that compute from their input,
-weights, buffers, attributes and global random numbers; slabs change their rounding alone.
+weights, buffers, attributes and global random numbers; other stages are refused where `kept_state` or `recomputation`
+sees it. Slabs change the rounding alone.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
 
-from unet3d.training import half_precision, slab_run
+from unet3d.training import half_precision, recomputation, slab_run
 from unet3d.training.kept_state import (
     KeptState,
     RandomNumbers,
@@ -24,6 +25,7 @@ from unet3d.training.kept_state import (
     refuse_own_call,
     versions,
 )
+from unet3d.training.recomputation import FirstCall, SecondCall
 from unet3d.training.slab_run import SlabOptions
 
 
@@ -64,7 +66,7 @@ class MemoryPolicy:
                 return model(image)
             refuse_own_call(model)
             assert isinstance(model, nn.Sequential)
-            segments = split(list(model), self.segment_starts)
+            segments = split(list(model), self.segment_starts, recomputation.is_compared(model, image))
             # A recomputation ends once all that backward needs is saved; RReLU's noise is filled after that.
             with set_checkpoint_early_stop(not any(isinstance(module, nn.RReLU) for module in model.modules())):
                 return checkpoint_sequential(segments, len(segments), image, use_reentrant=False)
@@ -78,11 +80,12 @@ class Segment:
     """Consecutive stages, called once in forward and once more in backward; each forward pass makes a new one.
 
     The second call begins with what the stages kept before the first: that has updated running statistics, for one.
-    With `is_last`, there is no second call.
+    With `is_last`, there is no second call. With `is_compared`, what both compute is.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], is_last: bool) -> None:
+    def __init__(self, stages: Sequence[nn.Module], is_last: bool, is_compared: bool = False) -> None:
         self.stages, self.is_last, self.kept = stages, is_last, list[KeptState]()
+        self.first_calls = [FirstCall(stage) if is_compared else None for stage in stages]
         self.random_numbers: RandomNumbers | None = None
 
     def __call__(self, state: Any) -> Any:
@@ -94,9 +97,10 @@ class Segment:
             return state
         self.random_numbers = RandomNumbers()
         before = versions(state)
-        for stage in self.stages:
+        for stage, first in zip(self.stages, self.first_calls, strict=True):
             self.kept.append(KeptState(stage))
-            state = stage(state)
+            with first or nullcontext():
+                state = stage(state)
             self.kept[-1].refuse_changes_within()
             if any(tensor._version != version for tensor, version in before):
                 refuse_changed_input(stage)
@@ -104,17 +108,18 @@ class Segment:
 
     def _again(self, state: Any, before: RandomNumbers) -> Any:
         with drawn_again(before):
-            for stage, kept in zip(self.stages, self.kept, strict=True):
-                with kept.put_back() as buffers:
+            for stage, kept, first in zip(self.stages, self.kept, self.first_calls, strict=True):
+                compared = nullcontext() if first is None else SecondCall(first)
+                with kept.put_back() as buffers, compared:
                     state = functional_call(stage, buffers, (state,)) if buffers else stage(state)
         return state
 
 
-def split(stages: Sequence[nn.Module], segment_starts: Sequence[int]) -> list[Segment]:
+def split(stages: Sequence[nn.Module], segment_starts: Sequence[int], is_compared: bool = False) -> list[Segment]:
     """Segments that begin with these stages, the first with stage 0; checkpoint_sequential keeps the last in memory."""
     assert segment_starts[0] == 0 and sorted(set(segment_starts)) == list(segment_starts)
     spans = list(pairwise([*segment_starts, len(stages)]))
-    return [Segment(stages[start:end], is_last=end == len(stages)) for start, end in spans]
+    return [Segment(stages[start:end], end == len(stages), is_compared) for start, end in spans]
 
 
 def amp_dtype(name: str, device_type: str) -> torch.dtype:

@@ -2,16 +2,26 @@
 
 Slabs never call a module: `slab_run` computes what the package's own U-Net computes, by the rules of `rows`. So every
 module must stand where `slab_run` visits it, be of exactly a known type, and carry nothing that its call would run too.
+What others put in the place of methods and functions is known by the file of its code.
 """
 
+import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from unet3d.base.errors import UserError
+from unet3d.model import blocks
 from unet3d.model.blocks import DoubleConv, Down, Inc, LeanSwish, OutConv, Swish, Up
 from unet3d.model.geometry import ONES
 from unet3d.model.unet import UNet3D
@@ -106,6 +116,20 @@ LAST_UP = Place((Up,), {"up": UPSAMPLER, "block": BLOCK})  # its head is outc
 OUTC = Place((OutConv,), {"conv": CONV})
 CONTAINERS: tuple[Any, ...] = (UNet3D, Inc, Down, Up, OutConv, DoubleConv, nn.Sequential)
 FORWARD = {kind: kind.forward for kind in (*CONTAINERS, *LAYERS)}  # what the rules are of
+CALL = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")  # methods of all modules that a call runs
+NO_PART_OF_A_CALL = ("__init__", "reset_parameters", "reset_running_stats", "extra_repr", "__repr__")
+FUNCTIONS: dict[ModuleType, tuple[str, ...]] = {  # that the layers' own forwards call
+    blocks: ("join", "crop"),
+    F: (
+        *("conv3d", "conv_transpose3d", "max_pool3d", "interpolate", "instance_norm", "batch_norm", "group_norm"),
+        *("relu", "relu_", "leaky_relu", "leaky_relu_", "prelu", "silu", "dropout3d"),
+    ),
+    torch: ("cat", "sigmoid", "instance_norm", "batch_norm", "group_norm", "relu", "feature_dropout"),
+}
+SOURCES = (  # folders of torch and of this package, as their code names them
+    f"{Path(nn.Module.add_module.__code__.co_filename).parents[2]}{os.sep}",
+    f"{Path(__file__).parents[1]}{os.sep}",
+)
 
 
 def refuse_unknown(model: nn.Module, way: str) -> None:
@@ -130,6 +154,7 @@ def _without_rule(model: nn.Module) -> Iterator[str]:
     types = {parameter.dtype: name for name, parameter in model.named_parameters()}
     if len(types) > 1:
         yield "weights of several types: " + ", ".join(f"{name} is {dtype}" for dtype, name in types.items())
+    yield from _replaced()
 
 
 def _walk(path: str, module: nn.Module, place: Place, places: dict[nn.Module, str]) -> Iterator[str]:
@@ -184,6 +209,34 @@ def _attached(module: nn.Module) -> Iterator[str]:
     for name in TENSORS.get(kind, ()):
         if name in vars(module):  # a tensor that a hook makes anew
             yield f"with {name} that is no parameter"
+
+
+def _replaced() -> Iterator[str]:
+    """Name methods, functions and modes by which a call of the network would run code of others."""
+    for owner in dict.fromkeys(base for kind in FORWARD for base in kind.__mro__ if issubclass(base, nn.Module)):
+        called = CALL if owner is nn.Module else vars(owner).keys() - NO_PART_OF_A_CALL
+        for name in sorted(called):
+            method = vars(owner).get(name)
+            if callable(method) and not _is_original(method):
+                yield f"a {owner.__name__}.{name} that is not its own"
+    for module, names in FUNCTIONS.items():
+        for name in names:
+            if not _is_original(getattr(module, name)):
+                yield f"a {module.__name__}.{name} that is not its own"
+    for mode in _get_current_function_mode_stack():
+        if not _is_original(type(mode).__torch_function__):
+            yield f"the torch function mode {type(mode).__name__}"
+    for mode in _get_current_dispatch_mode_stack():  # their method is wrapped by torch
+        if not isinstance(mode, slabs.Observer) and not _is_original(inspect.unwrap(type(mode).__torch_dispatch__)):
+            yield f"the torch dispatch mode {type(mode).__name__}"
+
+
+def _is_original(function: Any) -> bool:
+    """Return whether a function's code is torch's, whose modes watch or have no data, or this package's."""
+    function = getattr(function, "__func__", function)  # of a class's or a static method
+    if isinstance(function, FunctionType):
+        return function.__code__.co_filename.startswith(SOURCES)
+    return isinstance(function, BuiltinFunctionType)
 
 
 def _are_whole(factors: tuple[float, ...]) -> bool:

@@ -18,7 +18,10 @@ PIECES = 8  # of a map at most, of which statistics are taken one after the othe
 
 
 class Observer:
-    """Where a memory ledger may learn which layer slabs are of: they do not call the model's modules."""
+    """Where a memory ledger may learn which layer slabs are of: they do not call the model's modules.
+
+    Hooks and dispatch modes that are observers change nothing; others are refused.
+    """
 
     def works_on(self, layer: nn.Module | None, is_backward: bool) -> AbstractContextManager[None]:
         """The context of work on a layer's map, or on the gradients that it gives."""

@@ -68,8 +68,13 @@ def compile_error(error: Exception) -> UserError | None:
     return UserError(f"compile=true: {str(error).partition(chr(10))[0]}; set compile=false")
 
 
-def nondeterminism_error(error: Exception) -> UserError | None:
-    """Return the error to show where torch has no deterministic kernel for an operation; None for another error."""
+def nondeterminism_error(error: Exception, config: Config) -> UserError | None:
+    """Return the error to show where `deterministic` finds no such kernel for an operation.
+
+    None for another error, and where code of the user's own has asked torch for determinism.
+    """
+    if not config.deterministic:
+        return None
     if REFUSAL_OF_CUBLAS in str(error):
         what = f"this process used cuBLAS before; start another one, or set {CUBLAS}={FIXED_WORKSPACES} before"
         return UserError(f"deterministic=true: {what}")

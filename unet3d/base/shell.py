@@ -1,0 +1,30 @@
+"""Commands that messages and reports print: they work as they are pasted into a shell, in the same folder."""
+
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "train.py"  # of a checkout; an installed package has none
+
+
+def training(overrides: Iterable[str]) -> str:
+    """Return the command that trains with these overrides: by train.py, if it is here or was run, or by the package."""
+    typed = next((path for path in (sys.argv[0], "train.py") if _is_script(path)), None)
+    program = ["-m", "unet3d", "train"] if typed is None else [typed]
+    return shlex.join([_python(), *program, *overrides])
+
+
+def _is_script(path: str) -> bool:
+    try:
+        return SCRIPT.samefile(path)
+    except (OSError, ValueError):  # one of them does not exist
+        return False
+
+
+def _python() -> str:
+    """Return `python` where a shell finds this interpreter by that name, else its path."""
+    first = shutil.which("python")
+    is_this = first is not None and Path(first).absolute().parent == Path(sys.executable).absolute().parent
+    return "python" if is_this or not sys.executable else sys.executable
