@@ -283,6 +283,18 @@ def test_a_flag_of_hydra_that_is_not_understood_is_one_line(words: list[str]) ->
         plan.plan(words)
 
 
+@pytest.mark.parametrize("word", ["--config-name=mine", "--config-path=.", "--experimental-rerun=job.pickle"])
+def test_a_run_has_the_packages_own_config(word: str) -> None:
+    with pytest.raises(UserError, match=rf"^{word.partition('=')[0]}\b[^\n]*\bexperiment=NAME$"):
+        plan.plan([word])
+
+
+def test_an_option_of_hydras_that_does_nothing_for_a_run_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    plan.plan(["hydra.job.chdir=true", "hydra.run.dir=runs/${hydra:job.name}-${uid:}", "seed=1"])
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and "hydra.job.chdir=true" in printed
+
+
 @pytest.mark.parametrize("word", ["hydra.run.dir=", "hydra.run.dir=''", "resume=", "hydra.sweep.dir= "])
 def test_a_folder_without_a_name_is_not_the_current_one(word: str) -> None:
     name = re.escape(word.partition("=")[0])

@@ -1,4 +1,4 @@
-"""What Hydra's application does for `train`: flags that show something, launchers that start a sweep's jobs."""
+"""Hydra's own application, for flags that show something, and its launchers, for the jobs of a sweep."""
 
 import argparse
 import sys

@@ -110,10 +110,7 @@ def _silent() -> Iterator[None]:
 
 
 def run_as_follower_rank(job: TrainingJob) -> int:
-    """Run this rank's part of the first rank's run, which alone reads options, prints and writes.
-
-    Return the exit code.
-    """
+    """Run this rank's part of a run, and return the exit code. The first rank alone reads options and writes."""
     folder = Path()
     with signals.handled(_finish, is_last=True):
         try:

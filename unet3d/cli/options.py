@@ -33,10 +33,7 @@ NAMED_TYPES = {  # of options that take several types
 
 
 def groups(node: Any, prefix: str = "") -> dict[str, list[Row]]:
-    """Return the options by group, a row each; a group is called by its name and what it is about.
-
-    Defaults are those of `node`.
-    """
+    """Return the options by group, a row each, with the values of `node` as defaults."""
     title = f"{prefix.rstrip('.') or 'run'}: {type(node).__doc__}"
     rows: list[Row] = []
     tables = {title: rows}

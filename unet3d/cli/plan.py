@@ -1,4 +1,4 @@
-"""From a command line of `train` to one run, or the jobs of a sweep: each composed once, and checked once."""
+"""Plan what a command line of `train` asks for: one run, or the jobs of a sweep. Each is composed and checked once."""
 
 import tempfile
 from collections.abc import Sequence

@@ -13,6 +13,7 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -97,6 +98,7 @@ def composed(overrides: Sequence[str]) -> Composed:
     """Compose these overrides, once. Raises UserError in one line."""
     with in_one_line(), hydra_initialized():
         tree = hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
+        HydraConfig.instance().cfg = tree  # for `${hydra:...}` in the name of a folder
     _refuse_merged(tree, overrides)
     return Composed(list(overrides), tree)
 

@@ -10,10 +10,7 @@ INTENSITIES = ("auto", "zscore", "ct", "none")
 
 
 def option(default: Any, about: str, *, low: Any = None, high: Any = None, among: tuple = (), size: int = 0) -> Any:
-    """Return a dataclass field with its meaning, its inclusive range or allowed values, and a list's length.
-
-    The range of a list is that of its items.
-    """
+    """Return a dataclass field with its meaning, inclusive range (of a list's items) or choices, and list length."""
     metadata = {"about": about, "low": low, "high": high, "among": among, "size": size}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
