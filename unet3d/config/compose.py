@@ -98,7 +98,7 @@ def composed(overrides: Sequence[str]) -> Composed:
     """Compose these overrides, once. Raises UserError in one line."""
     with in_one_line(), hydra_initialized():
         tree = hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
-        HydraConfig.instance().cfg = tree  # for `${hydra:...}` in the name of a folder
+        HydraConfig.instance().cfg = tree  # type: ignore[assignment]  # for `${hydra:...}` in the name of a folder
     _refuse_merged(tree, overrides)
     return Composed(list(overrides), tree)
 
