@@ -28,7 +28,7 @@ from wandb_records import read_run
 from unet3d import __main__, build
 from unet3d.base import errors
 from unet3d.base.errors import UserError
-from unet3d.cli import lifecycle, train
+from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data import nifti
@@ -71,13 +71,13 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
     "unet3d.run.predict.open_segmenter": ("predict", "net.pt", "images", "-o", "out"),
     "unet3d.run.publish.publish": ("publish", "net.pt", "-o", "out.pt"),
     "unet3d.run.publish.score": ("score", "net.pt", "seed=1", "-o", "out"),
-    "unet3d.cli.memory.print_explanation": ("memory",),
-    "unet3d.cli.memory.print_fit": ("memory", "fit", "budget=1GiB"),
+    "unet3d.cli.memory_of_config.print_explanation": ("memory",),
+    "unet3d.cli.memory_of_several.print_fit": ("memory", "fit", "budget=1GiB"),
     "unet3d.report.report.write_report": ("report", "."),
     "unet3d.report.compare.compare_runs": ("compare", "."),
     "unet3d.data.cases.read_dataset": ("check-data",),
     "unet3d.cli.options.as_markdown": ("options",),
-    "unet3d.cli.train.checked_arguments": ("train",),
+    "unet3d.cli.train.parse": ("train",),
 }
 
 
@@ -147,7 +147,7 @@ def test_ctrl_c_while_libraries_load_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", ["amp=maybe", "chkpt=2", "model=unet_smal", "data=decathlon", "ckpt=999", "amp", "--lr=0.1"]
 )
-@without("unet3d.cli.train.checked_arguments", unchanged, only="chkpt=2")
+@without("unet3d.config.hydra_errors.describe", unchanged, only="chkpt=2")
 def test_a_mistake_is_one_line_and_exit_2_without_a_trace(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -356,14 +356,14 @@ def limit_memory() -> None:
     MemoryPolicy.forward = limited  # type: ignore[method-assign]
 
 
-@without("unet3d.config.compose.refuse_changes", nothing)
+@without("unet3d.config.resume_rules.refuse_changes", nothing)
 def test_resume_refuses_another_network(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     with pytest.raises(UserError, match=r"\bmodel\.features: \[4, 8\] -> \[8, 8\]"):
-        train.checked_arguments([f"resume={finished}", "model.features=[8,8]"])
+        plan.plan([f"resume={finished}", "model.features=[8,8]"])
     for words, part in (([f"resume={finished}", "dry_run=true"], "dry_run"), (["resume=nowhere"], "resume=nowhere")):
         assert code_of(*words) == 2
         printed = capsys.readouterr().err
@@ -440,7 +440,7 @@ def save_image(path: Path, bright: int = 0, depth: float = 1) -> None:
     nifti.save_image(path, nib.Nifti1Image(voxels, np.diag([1, 1, depth, 1])))
 
 
-@without("unet3d.cli.main.escaped", unchanged)
+@without("unet3d.cli.predict.escaped", unchanged)
 def test_names_of_files_neither_command_a_terminal_nor_end_the_work(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -508,7 +508,7 @@ def test_names_in_a_checkpoint_cannot_command_a_terminal(
         refuse_codes(printed)
 
 
-@without("unet3d.cli.main.escaped", unchanged)
+@without("unet3d.cli.commands.escaped", unchanged)
 def test_names_in_a_data_set_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in (f"a{CODES}\nb", f"c{FOREIGN}"):
         root = tmp_path / f"root {name}"
@@ -547,7 +547,7 @@ def test_what_memory_prints_cannot_command_a_terminal(
 ) -> None:
     """Nor do the legends of its pictures: a letter without a shape is a warning, which names it."""
     for name in ("BATCHES", "SCALES", "SIZES"):
-        monkeypatch.setattr(f"unet3d.cli.memory.{name}", (1,))
+        monkeypatch.setattr(f"unet3d.cli.memory_of_several.{name}", (1,))
     project, out = f"wandb.project='a{CODES}'", tmp_path / f"out{CODES}{FOREIGN}"
     for words in (
         [f"{project},'b{FOREIGN}'", "-o", out],
@@ -561,8 +561,10 @@ def test_what_memory_prints_cannot_command_a_terminal(
 
 
 def test_a_trace_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), lifecycle.run_context(Config(dry_run=True), tmp_path, []):
+    def divide(*_: object) -> None:
         raise ZeroDivisionError(f"{CODES}{FOREIGN}")
+
+    assert lifecycle.run(divide, Config(dry_run=True), tmp_path, []).code == 1
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback") and printed.count(r"\x1b[2J\x07\x9b\u202e\udcff") == 2
     refuse_codes(printed)

@@ -13,8 +13,7 @@ from guards import nothing, without
 from omegaconf import OmegaConf
 
 from unet3d.base.errors import UserError
-from unet3d.config import compose, rules
-from unet3d.config.compose import refuse_changes
+from unet3d.config import compose, hydra_errors, idle, resume_rules
 from unet3d.config.schema import Config
 
 # Words that the one line must hold, as often as they stand here.
@@ -189,9 +188,9 @@ def named(value: object) -> str | None:
 
 
 @pytest.mark.parametrize(("overrides", "words"), IDLE.items(), ids=named)
-@without("unet3d.config.rules.IDLE", (), only="data.folds=10")
+@without("unet3d.config.idle.IDLE", (), only="data.folds=10")
 def test_an_option_that_does_nothing_is_one_warning(overrides: tuple[str, ...], words: list[str]) -> None:
-    (line,) = rules.warnings(read(overrides))
+    (line,) = idle.warnings(read(overrides))
     assert "\n" not in line and not missing(line, words), line
 
 
@@ -222,7 +221,7 @@ def test_weights_that_leave_nothing_to_learn_are_refused(words: list[str], line:
 
 @pytest.mark.parametrize(("name", "meant"), MEANT.items())
 def test_what_other_programs_call_an_option_is_understood(name: str, meant: str | None) -> None:
-    text = str(compose.not_a_flag(f"--{name}=1", []))
+    text = str(hydra_errors.not_a_flag(f"--{name}=1", []))
     assert not missing(text, meant.split() if meant else ["--help"]), text
 
 
@@ -256,13 +255,13 @@ def test_a_resumed_run_names_no_option_that_was_never_given() -> None:
     given = ["model=unet_tiny", f"init={__file__}", "optim.init_lr=0.1", "optim.init_names=[inc]"]
     begun = compose.to_plain(compose.compose(given))
     with pytest.raises(UserError, match=r"^resume: .*\binit: ") as caught:
-        compose.resumed(begun, ["steps=999", "init=null"])
+        resume_rules.resumed(begun, "run", compose.composed(["steps=999", "init=null"]))
     assert "init_names" not in str(caught.value)
     lean = compose.to_plain(compose.compose(["model=unet_tiny", "lean=true"]))
     with pytest.raises(UserError, match=r"^lean=true and ckpt=2: .*; the run that goes on has lean=True$"):
-        compose.resumed(lean, ["ckpt=2"])
+        resume_rules.resumed(lean, "run", compose.composed(["ckpt=2"]))
     with pytest.raises(UserError, match=r"^ckpt=99: [^;]*; [^;]*; [^;]*$"):
-        compose.resumed(lean, ["ckpt=99", "lean=false"])
+        resume_rules.resumed(lean, "run", compose.composed(["ckpt=99", "lean=false"]))
 
 
 def configs(group: str) -> list[str]:
@@ -282,7 +281,7 @@ def test_every_yaml_composes(group: str, tmp_path: Path) -> None:
             overrides += [f"loss={next(losses)}", f"optim={next(optimizers)}"]
         config = compose.compose(overrides)
         if group == "experiment":
-            assert rules.warnings(config) == [], f"{name} sets what does nothing"
+            assert idle.warnings(config) == [], f"{name} sets what does nothing"
 
 
 COMPOSE = hydra.compose
@@ -321,10 +320,10 @@ def test_a_run_without_an_option_of_a_newer_version_can_resume() -> None:
     now = compose.to_plain(compose.compose([]))
     before = compose.to_plain(compose.compose([]))
     del before["data"]["nonfinite"]
-    refuse_changes(before, now)
+    resume_rules.refuse_changes(before, now)
     before["data"]["affine_check"], before["data"]["allow_outside"] = "warn", True
     with pytest.raises(UserError, match=r"data\.affine_check\b.*\bwarn\b.*\berror$"):
-        refuse_changes(before, now)
+        resume_rules.refuse_changes(before, now)
 
 
 def test_sweep_lists_every_job() -> None:

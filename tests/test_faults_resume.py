@@ -14,9 +14,9 @@ from training import TINY, Ended, at_step, call, numbers, records, same, send, s
 
 from unet3d import build
 from unet3d.base.errors import UserError
-from unet3d.cli import lifecycle
-from unet3d.cli.train import resumed_config
-from unet3d.config.compose import refuse_changes
+from unet3d.cli import lifecycle, plan
+from unet3d.config import compose
+from unet3d.config.resume_rules import refuse_changes
 from unet3d.report import run_folder
 from unet3d.run.checkpoint_manager import CheckpointManager
 from unet3d.run.fingerprint import refuse_other_data
@@ -133,7 +133,7 @@ def test_a_refused_resume_leaves_no_trace(copy: Path) -> None:
     assert contents(copy) == before and status(copy) == "running\n"
 
 
-@without("unet3d.config.compose.FIXED", ())
+@without("unet3d.config.resume_rules.FIXED", ())
 def test_another_network_is_refused_and_another_rate_is_reported() -> None:
     before = {"model": {"features": [4, 8]}, "data": {"patch": [16]}, "optim": {"lr": 0.1}, "steps": 4, "resume": None}
     now = {"model": {"features": [8, 8]}, "data": {"patch": [8]}, "optim": {"lr": 0.1}, "steps": 4, "resume": "run"}
@@ -185,7 +185,7 @@ def test_an_option_added_on_resuming_is_kept(copy: Path) -> None:
     done = resume(copy, "steps=4")
     assert done.code == 0 and "hd95_mm/" in (copy / "scores.csv").read_text(), done.err
     assert [line["step"] for line in records(copy) if "val/dice_mean" in line] == [2, 4]
-    assert resumed_config(copy, []).steps == 4
+    assert plan.resumed_config(copy, compose.composed([])).steps == 4
 
 
 @pytest.mark.slow

@@ -480,7 +480,7 @@ def to_pipe(writer: Connection) -> None:
     writer.close()
 
 
-@without("unet3d.cli.lifecycle.install_safe_streams", nothing)
+@without("unet3d.cli.streams.install_safe_streams", nothing)
 def test_the_reader_of_the_first_line_may_leave(tmp_path: Path) -> None:
     """`train.py 2>&1 | head -1`."""
     reader, writer = SERVER.Pipe(duplex=False)
@@ -543,9 +543,10 @@ def sources() -> set[tuple[Path, int]]:
 def test_code_of_ones_own_that_exits_does_not_end_the_run_with_its_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended, lifecycle.run_context(Config(), tmp_path, []):
+    def leave(*_: object) -> None:
         raise SystemExit(0)
-    assert ended.value.code == 1
+
+    assert lifecycle.run(leave, Config(), tmp_path, []).code == 1
     assert status(tmp_path).startswith("failed: ") and "SystemExit" in status(tmp_path) and exit_code(tmp_path) == 1
     assert "SystemExit" in capsys.readouterr().err
 
@@ -560,9 +561,16 @@ def test_any_error_of_a_job_is_its_last_line(
     error: Exception, code: int, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Python says nothing where memory runs out as a file is read; only what nobody foresaw has a traceback."""
-    with pytest.raises(SystemExit) as ended, lifecycle.run_context(Config(), tmp_path, []):
+
+    def fail(*_: object) -> None:
         raise error
+
+    ended = lifecycle.run(fail, Config(), tmp_path, [])
     printed = capsys.readouterr().err
-    assert ended.value.code == exit_code(tmp_path) == code and ("Traceback" in printed) is (code == 1)
+    assert (
+        ended == lifecycle.Outcome(code, error)
+        and exit_code(tmp_path) == code
+        and ("Traceback" in printed) is (code == 1)
+    )
     last = printed.splitlines()[-1]
     assert cause in last and "resume=" not in last and status(tmp_path).startswith(f"{last}\n")

@@ -22,7 +22,7 @@ LAYERS = (  # lowest first; `model.geometry` holds plain integers, `data` and `t
     (FACE,),
 )
 LIBRARIES = {
-    "hydra": {"config.compose", "cli.train"},
+    "hydra": {"config.compose", "config.hydra_errors", "cli.hydra_app"},
     "wandb": {"report.wandb_logger"},
     "tensorboard": {"report.tensorboard_logger"},
     "nibabel": {"data"},
@@ -34,7 +34,8 @@ LIBRARIES = {
 WITHOUT_TORCH = (
     *("base", "config"),
     *("model.geometry", "data.cases", "memory", "training"),
-    *("cli.main", "cli.options", "cli.train", "cli.lifecycle", "cli.sweep"),
+    *("cli.main", "cli.commands", "cli.predict", "cli.memory", "cli.options"),
+    *("cli.train", "cli.arguments", "cli.plan", "cli.hydra_app", "cli.lifecycle", "cli.sweep"),
 )
 
 

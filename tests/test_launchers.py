@@ -16,8 +16,7 @@ from slurm import one_node
 from training import ROOT, TINY, records, status, train
 
 from unet3d.base.errors import UserError
-from unet3d.cli import lifecycle, sweep
-from unet3d.cli import train as cli_train
+from unet3d.cli import lifecycle, plan, sweep
 
 THREE = [*TINY, "data.root=../a,../file,../b"]  # job 1 fails
 
@@ -143,23 +142,20 @@ def test_a_sweep_that_is_stopped_ends_its_jobs_in_good_order_and_begins_no_other
 @without("unet3d.cli.lifecycle.refuse_used", nothing)
 def test_a_sweep_goes_on_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [*TINY, "seed=0,1", "hydra.sweep.dir=sweep", "-m"]
+    words = [*TINY, "seed=0,1", "hydra.sweep.dir=sweep"]
     (tmp_path / "sweep" / "1" / "checkpoints").mkdir(parents=True)
     (tmp_path / "sweep" / "1" / "checkpoints" / "last.pt").touch()
     with pytest.raises(UserError, match=r"^\S*sweep/1: .*\bresume\b"):
         sweep.plan(words)
     jobs = sweep.plan([*words, "resume=auto"])
     assert [(job.config.seed, job.folder) for job in jobs] == [(n, tmp_path / "sweep" / str(n)) for n in range(2)]
-    assert sweep.arguments([*words, "resume=auto"], jobs) == [*words[:-1], f"hydra.sweep.dir={tmp_path}/sweep", "-m"]
+    assert [job.overrides for job in jobs] == [[*TINY, f"seed={number}"] for number in range(2)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["-m"]], ids=["as it was begun", "-m"])
 def test_the_sweep_of_an_experiment_goes_on_with_all_its_jobs(flags: list[str], tmp_path: Path) -> None:
-    words = cli_train.checked_arguments(
-        ["experiment=cicek2016_semi", "resume=auto", f"hydra.sweep.dir={tmp_path}", *flags]
-    )
-    jobs = sweep.plan(words)
+    jobs = plan.plan(["experiment=cicek2016_semi", "resume=auto", f"hydra.sweep.dir={tmp_path}", *flags])
     assert [job.folder for job in jobs] == [tmp_path / str(number) for number in range(9)]
     asked = {(job.config.model.norm, str(job.config.model.kernels), job.config.data.sparse_fold) for job in jobs}
     assert len(asked) == 9
@@ -189,7 +185,7 @@ def test_a_sweep_that_cannot_be_is_one_line(
     ("launcher", "package"),
     [("joblib", "joblib"), ("submitit_local", "submitit"), ("submitit_slurm", "submitit"), ("slurm", "submitit")],
 )
-@without("unet3d.config.compose.LAUNCHERS", {}, only="joblib-joblib")
+@without("unet3d.config.hydra_errors.LAUNCHERS", {}, only="joblib-joblib")
 def test_a_launcher_that_is_not_installed_is_one_line(launcher: str, package: str, tmp_path: Path) -> None:
     done = train(tmp_path / "place", "-m", "seed=0,1", f"hydra/launcher={launcher}", hook=without_plugins)
     assert done.code == 2 and done.err.count("\n") == 1

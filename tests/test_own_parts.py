@@ -17,7 +17,7 @@ from training import train as fork
 
 from unet3d import build
 from unet3d.base.errors import UserError
-from unet3d.cli import lifecycle, train
+from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
 from unet3d.config.schema import Model
 from unet3d.memory.checkpoint_plan import choose_segments
@@ -170,7 +170,7 @@ def test_a_run_uses_the_parts(place: Path) -> None:
 
 
 @pytest.mark.slow
-@without("unet3d.config.compose.IMPORTS", ())
+@without("unet3d.config.resume_rules.IMPORTS", ())
 def test_a_run_resumes_only_with_code_that_the_command_line_names(place: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(place / "run", copy)
@@ -195,9 +195,9 @@ def test_a_planted_path_is_not_imported(
         file.write_text(file.read_text().replace("own_parts:Network", "planted:Network"))
     for words in ([], list(OWN[1:])):
         with pytest.raises(UserError, match=r"\bmodel\.path=planted:Network\b"):
-            train.resumed(planted, words)
+            plan.resumed_config(planted, compose.composed(words))
     with pytest.raises(UserError, match=r"\bmodel\.path: planted:Network -> own_parts:Network\b"):
-        train.resumed(planted, OWN)
+        plan.resumed_config(planted, compose.composed(OWN))
     assert face("report", planted) == 0, capsys.readouterr().err
 
 
@@ -231,7 +231,7 @@ def test_what_fits_it_and_its_curves_are_found(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("BATCHES", "SIZES"):
-        monkeypatch.setattr(f"unet3d.cli.memory.{name}", (1, 2))
+        monkeypatch.setattr(f"unet3d.cli.memory_of_several.{name}", (1, 2))
     assert face("memory", *TINY, *PLAIN, NETWORK, "--curves", "-o", tmp_path) == 0
     assert (tmp_path / "curves.csv").read_text().count("\n") == 5
     assert face("memory", "fit", *TINY, *PLAIN, NETWORK, "budget=1GiB") == 0
@@ -321,16 +321,15 @@ def keep_words() -> None:
 
 
 def test_a_yaml_in_a_folder_of_ones_own_names_a_loss(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = train.checked_arguments([*TINY, "--config-dir", "conf", "loss=mine", "dry_run=true"])
-    assert compose.compose([word for word in words if "=" in word]).loss.path == "own_parts:focal"
+    planned = plan.plan([*TINY, "--config-dir", "conf", "loss=mine", "dry_run=true"])
+    assert planned.config.loss.path == "own_parts:focal"
     assert face("memory", *TINY, "loss=mine", "--config-dir", "nowhere") == 2
     assert "--config-dir=nowhere" in capsys.readouterr().err
     done = fork(here, *TINY, "--config-dir=conf", "loss=mine", "-m", "hydra.sweep.dir=sweep", hook=keep_words)
     assert done.code == 0, done.err
     command = json.loads((here / "words.json").read_text())
     assert command[:3] == [sys.executable, "-m", "unet3d.cli.train"]
-    jobs = train.checked_arguments(command[3:])
-    assert compose.compose(jobs).loss.path == "own_parts:focal"
+    assert plan.plan(command[3:]).config.loss.path == "own_parts:focal"
     done = fork(here, *TINY, "--config-dir=conf", "loss=mine", "dry_run=true", "hydra.run.dir=dry")
     assert done.code == 0, done.err
     words = yaml.safe_load((here / "dry" / "overrides.yaml").read_text())

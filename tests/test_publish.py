@@ -402,7 +402,7 @@ def test_predict_replaces_no_image(finished: Path, tmp_path: Path, capsys: Captu
     assert path.read_bytes() == before
 
 
-@without("unet3d.cli.main.is_out_of_memory", no)
+@without("unet3d.cli.predict.is_out_of_memory", no)
 def test_a_volume_that_memory_does_not_hold_stops_no_other(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

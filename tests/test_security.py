@@ -29,7 +29,7 @@ import unet3d
 from unet3d import build
 from unet3d.base import files
 from unet3d.base.errors import CheckpointError, DamagedCheckpoint, UserError
-from unet3d.cli import lifecycle, train
+from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case
@@ -372,7 +372,7 @@ def test_a_config_in_a_run_folder_is_not_composed(
 def test_a_config_in_a_run_folder_is_options_and_nothing_else(stranger: Path, line: str, said: str) -> None:
     (stranger / "config.yaml").write_text(f"{line}\n")
     with pytest.raises(UserError, match=said) as caught:
-        train.resumed(stranger, [f"resume={stranger}"])
+        plan.plan([f"resume={stranger}"])
     assert "\n" not in str(caught.value)
 
 
@@ -394,7 +394,7 @@ TRAINED = ("STATUS", ".lock", "config.yaml", "metrics.jsonl", "checkpoints/last.
 
 
 @without("unet3d.report.run_folder.refuse_links_out", nothing, only="scores.csv")
-@without("unet3d.cli.train.refuse_links_out", nothing, only="env.json")
+@without("unet3d.cli.plan.refuse_links_out", nothing, only="env.json")
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
 def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(
     stranger: Path, name: str, capsys: pytest.CaptureFixture
@@ -413,7 +413,7 @@ def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(
         line = capsys.readouterr().err
         assert line.count("\n") == 1 and str(stranger) in line
     with pytest.raises(UserError, match=str(stranger)):
-        train.resumed(stranger, [f"resume={stranger}"])
+        plan.plan([f"resume={stranger}"])
     for words in ([f"resume={stranger}"], [*TINY, f"hydra.run.dir={stranger}"]) if name in TRAINED else ():
         ended = train_in(stranger.parent, *words)
         assert ended.code == 2

@@ -21,8 +21,6 @@ from pathlib import Path
 import pytest
 import torch
 from guards import Guard, are_out
-from hydra._internal.hydra import Hydra
-from hydra.types import RunMode
 from PIL import Image
 
 from unet3d.base import progress
@@ -144,20 +142,12 @@ def train_here(
 
 
 def without_frills() -> None:
-    """No preflight, no report, pictures of one pixel: they take longer than the training, and no fault is in them.
-
-    Nor does Hydra compose the config once more, only to learn whether it asks for a sweep.
-    """
-    Hydra.get_mode = _mode  # type: ignore[method-assign]
+    """No preflight, no report, pictures of one pixel: they take longer than the training, and no fault is in them."""
     preflight.preflight = lambda config, options: preflight.Preflight((0, 2) if config.ckpt else (), {})
     report.write_report = lambda folder: folder
     case_plots.segmentation = memory_plots.phase_plot = memory_plots.timeline_plot = memory_plots.layer_plot = (
         _one_pixel
     )
-
-
-def _mode(hydra: Hydra, config_name: str | None, overrides: Sequence[str]) -> RunMode:
-    return RunMode.MULTIRUN if {"-m", "--multirun"} & {*sys.argv} else RunMode.RUN
 
 
 def _one_pixel(*drawn: object) -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from unet3d import memory
-    from unet3d.cli.train import from_python as train
+    from unet3d.cli.train import train
     from unet3d.run.api import load
 
 __version__ = "0.1.0"
@@ -28,9 +28,9 @@ def __getattr__(name: str) -> "Any":
 
         return sys.modules["unet3d.memory"]
     if name == "train":
-        from unet3d.cli.train import from_python
+        from unet3d.cli.train import train
 
-        return from_python
+        return train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

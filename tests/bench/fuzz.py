@@ -36,7 +36,7 @@ from damage_run import damage_run
 from unet3d import build
 from unet3d.base.errors import CheckpointError, UserError
 from unet3d.base.files import read_yaml
-from unet3d.cli import train
+from unet3d.cli import plan
 from unet3d.config import compose
 from unet3d.config.schema import Data
 from unet3d.data.cases import read_dataset, split
@@ -134,7 +134,7 @@ class SoundRun:
     """A run folder that is sound, the state of its training, and what is done with copies of it."""
 
     def __init__(self, place: Path) -> None:
-        words = [sys.executable, str(Path(train.__file__).parents[2] / "train.py"), *RUN]
+        words = [sys.executable, str(Path(plan.__file__).parents[2] / "train.py"), *RUN]
         subprocess.run(words, cwd=place, check=True, capture_output=True, env=os.environ | {"WANDB_MODE": "disabled"})
         self.folder = place / "run"
         for path in (self.folder / "report.html", self.folder / "metrics.csv"):
@@ -165,7 +165,7 @@ class SoundRun:
         return "refused" if any(ends) else "read"
 
     def _resume(self, folder: Path) -> None:
-        train.resumed(folder, [f"resume={folder}"])
+        plan.plan([f"resume={folder}"])
         CheckpointManager(folder, dict).restore(self.state.load_state_dict)
 
 

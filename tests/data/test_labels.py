@@ -15,8 +15,8 @@ from nifti_files import changed, checked, decathlon, errors, holds, image, label
 
 from unet3d import build
 from unet3d.base.errors import UserError
-from unet3d.config import compose
-from unet3d.config.rules import label_sources
+from unet3d.config import compose, resume_rules
+from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Config, Data
 from unet3d.data.cases import read_dataset, split
 from unet3d.data.disk_cache import key_of
@@ -261,10 +261,11 @@ def test_the_map_goes_through_yaml_json_and_a_checkpoint_and_a_resumed_run_keeps
     for values in (plain, json.loads(json.dumps(plain)), yaml.safe_load(compose.to_yaml(config))):
         assert compose.from_plain(values) == config
     values = json.loads(json.dumps(plain))
-    assert compose.resumed(values, ["optim.lr=0.1"]).data == compose.resumed(plain, words).data == config.data
+    for before, changes in ((values, ["optim.lr=0.1"]), (plain, words)):
+        assert resume_rules.resumed(before, "run", compose.composed(changes)).data == config.data
     for other in ("{1:[1,2]}", "null"):
         with pytest.raises(UserError, match=r"^resume: .*\bdata\.label_map: .*2: 4"):
-            compose.resumed(plain, [f"data.label_map={other}"])
+            resume_rules.resumed(plain, "run", compose.composed([f"data.label_map={other}"]))
 
 
 def blind_to_options(hashes: object, *_: object) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.base.types import Batch
-from unet3d.cli.memory import narrowed
+from unet3d.cli.memory_of_config import narrowed
 from unet3d.config import compose
 from unet3d.memory import analysis, tables
 from unet3d.memory.analysis import changed_groups

@@ -14,7 +14,7 @@ import pytest
 from training import PLAIN, face
 
 from unet3d.base.types import mib
-from unet3d.cli.memory import family, narrowed
+from unet3d.cli.memory_of_config import family, narrowed
 from unet3d.config import compose
 from unet3d.memory.preflight import estimate
 
@@ -68,8 +68,8 @@ def test_a_relative_with_more_parameters_and_a_lower_peak_is_explained(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unet3d.config.compose.choices", lambda group: ["forum_32"])
-    monkeypatch.setattr("unet3d.cli.memory.narrowed", lambda subject: {})
-    monkeypatch.setattr("unet3d.cli.memory.budget.single_techniques", lambda asked: [])
+    monkeypatch.setattr("unet3d.cli.memory_of_config.narrowed", lambda subject: {})
+    monkeypatch.setattr("unet3d.cli.memory_of_config.budget.single_techniques", lambda asked: [])
     words = ["data.patch=[48,32,32]", "batch=1", "amp=true", "model.in_channels=1", "model.classes=2", *PLAIN]
     assert memory("model=forum_small", *words) == 0
     said = capsys.readouterr().out
@@ -120,7 +120,7 @@ def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_p
 def test_a_combination_that_makes_no_sense_is_skipped_and_the_others_go_on(
     capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unet3d.cli.memory.memory_plots.trace_plot", lambda calls, path: None)
+    monkeypatch.setattr("unet3d.cli.memory_of_several.memory_plots.trace_plot", lambda calls, path: None)
     net = ("model=unet_tiny", "model.features=[4]", *NET, *PLAIN, "compile=true")
     assert memory(*net, "ckpt=0,2", "-o", tmp_path) == 0
     said = capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_a_combination_that_makes_no_sense_is_skipped_and_the_others_go_on(
 def test_fit_says_which_combinations_it_does_not_try(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unet3d.cli.memory.budget.find_fit", lambda asked, limit: ([asked], asked))
+    monkeypatch.setattr("unet3d.cli.memory_of_several.budget.find_fit", lambda asked, limit: ([asked], asked))
     net = ("model=unet_tiny", "model.features=[4]", *NET, *PLAIN)
     assert memory("fit", *net, "channels_last=true", "budget=1GiB") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not tried: ")]
@@ -146,7 +146,7 @@ def test_fit_says_which_combinations_it_does_not_try(
 @pytest.mark.slow
 def test_peaks_against_batch_width_and_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for values, few in (("BATCHES", (1, 2)), ("SCALES", (0.5, 1, 2)), ("SIZES", (0.5, 1))):
-        monkeypatch.setattr(f"unet3d.cli.memory.{values}", few)
+        monkeypatch.setattr(f"unet3d.cli.memory_of_several.{values}", few)
     net = ["model=unet_tiny", "model.features=[4,8]", "model.decoder=[4]", *NET, *PLAIN]
     assert memory(*net, "model.activation=relu,silu", "--curves", "-o", tmp_path) == 0
     with (tmp_path / "curves.csv").open() as file:

@@ -39,20 +39,25 @@ def test_the_papers_numbers_are_the_papers(name: str, means: list[float]) -> Non
 
 def test_every_table_is_an_experiments_and_varies_what_its_sweep_does() -> None:
     for name, table in compare.published_tables().items():
-        jobs = compose.sweep([f"experiment={name}", *compose.added_sweep([f"experiment={name}"])])
+        jobs = compose.sweep([f"experiment={name}", *added_sweep(f"experiment={name}")])
         values = {word.partition("=")[2] for job in jobs for word in job if word.startswith(f"{table.by}=")}
         assert values == set(table.rows)
         assert table.across == "case" or any(word.startswith(f"{table.across}=") for word in jobs[0])
 
 
+def added_sweep(*words: str) -> list[str]:
+    """Return what an experiment adds to these words of a command line."""
+    return compose.added_sweep(words, [compose.composed(job) for job in compose.sweep(words)])
+
+
 def test_what_the_command_line_names_is_not_swept() -> None:
-    assert compose.added_sweep(["experiment=cicek2016_slices", "data.sparse=[5,5,3]"]) == []
-    assert compose.added_sweep(["experiment=cicek2016_semi", "data.sparse_fold=0"]) == [
+    assert added_sweep("experiment=cicek2016_slices", "data.sparse=[5,5,3]") == []
+    assert added_sweep("experiment=cicek2016_semi", "data.sparse_fold=0") == [
         "model=cicek2016_no_bn,cicek2016,cicek2016_2d"
     ]
-    assert compose.added_sweep(["model=unet"]) == []
+    assert added_sweep("model=unet") == []
     with pytest.raises(compose.UserError, match="experiment"):
-        compose.added_sweep(["experiment=cicek2016_slices,cicek2016_semi"])
+        added_sweep("experiment=cicek2016_slices,cicek2016_semi")
 
 
 def test_iou_by_slices_has_a_column_a_case(tmp_path: Path) -> None:

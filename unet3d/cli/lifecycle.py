@@ -1,4 +1,4 @@
-"""A job alone in its run folder: lock, streams, child processes, exit code and STATUS. Free of torch."""
+"""A job alone in its run folder: lock, child processes, exit code and STATUS. Free of torch."""
 
 import errno
 import fcntl
@@ -12,9 +12,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
 
 from omegaconf import OmegaConf
 
@@ -35,47 +35,56 @@ LOST_WORKER = tuple(
     f"failed: {how}" for how in ("rank ", "no batch of ", "DataLoader ", "no room in shared", "too many open")
 )
 RESERVE = 2**24  # bytes of address space, not of memory, for the last line of a run that has no more
+TrainingJob = Callable[[Config, Path, signals.Stop], None]  # ends early, by Preempted, once it is asked to stop
 GRACE = 10  # seconds in which a process that was interrupted twice may end by itself
 
 
 def print_error(line: str, code: int = 0) -> int:
-    """Print lines on stderr, whatever they quote. Returns the exit code."""
+    """Print lines on stderr, whatever they quote. Return the exit code."""
     print(errors.escaped(line, keep="\n"), file=sys.stderr)
     return code
 
 
-@contextmanager
-def run_context(config: Config, folder: Path, overrides: list[str]) -> Iterator[signals.Stop]:
-    """Within, a job runs alone in its folder; STATUS says how it ends. An error becomes a line and SystemExit."""
+@dataclass(frozen=True)
+class Outcome:
+    """How a job has ended: its exit code, and the error that ended it."""
+
+    code: int
+    error: BaseException | None = None
+
+
+def run(job: TrainingJob, config: Config, folder: Path, overrides: list[str]) -> Outcome:
+    """Run a job alone in its folder; STATUS says how it has ended, and a line on stderr which error ended it."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         refuse_links_out(folder)
         with hold_folder(folder) as is_locked:
             if config.resume is None:
                 refuse_used(folder, config.dry_run, is_locked)
-            with _status(config, folder, overrides) as stop:
-                yield stop
+            return _run_in(folder, job, config, overrides)
     except (UserError, OSError) as error:  # before the job began
-        line, code = _outcome(error, folder)
-        raise SystemExit(print_error(line, code)) from error
+        line, code = _last_line(error, folder)
+        return Outcome(print_error(line, code), error)
 
 
-@contextmanager
-def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[signals.Stop]:
-    """Turn what may end a job into a last line, STATUS and an exit code."""
+def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]) -> Outcome:
+    """Run a job in the folder that it holds, and write STATUS once it has ended, whatever ended it."""
     reserve = mmap.mmap(-1, RESERVE)
-    (before, _), earlier = status(folder), earlier_overrides(folder) if config.resume is not None else []
-    save_overrides(folder, [*earlier, *(override for override in overrides if not override.startswith("resume="))])
+    before, _ = status(folder)
+    earlier = earlier_overrides(folder) if config.resume is not None else []
+    asked = [override for override in overrides if not override.startswith("resume=")]
+    save_overrides(folder, [*earlier, *asked])
     if config.resume is None:
         write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
     ends_at_once = config.dry_run and ranks.SIZE == 1  # by a signal; it has nothing to keep, and nobody waits for it
     with nullcontext() if ends_at_once else signals.handled(_finish, is_last=True):
         try:
             with nullcontext(signals.Stop()) if ends_at_once else signals.stopping() as stop:
-                yield stop
+                job(config, folder, stop)
         except (Exception, KeyboardInterrupt, Preempted, SystemExit) as caught:
             reserve.close()
             error = _not_an_exit(caught)
-            line, code = _outcome(error, folder)
+            line, code = _last_line(error, folder)
             if config.resume is not None and status(folder)[0] == before:
                 with suppress(OSError):  # the disk is full
                     save_overrides(folder, earlier)  # the run in the folder is as it was
@@ -85,12 +94,13 @@ def _status(config: Config, folder: Path, overrides: list[str]) -> Iterator[sign
                 requeue()
             print_error(line)
             ranks.end_if_stuck(code)
-            raise SystemExit(code) from error
+            return Outcome(code, error)
     write_end(folder, "done", 0)
+    return Outcome(0)
 
 
 def _finish(*_: object) -> None:
-    """For signals that come while a job says how it ended."""
+    """Ignore a signal that comes while a job says how it ended."""
 
 
 @contextmanager
@@ -99,20 +109,22 @@ def _silent() -> Iterator[None]:
         yield
 
 
-def run_as_follower_rank(job: Callable[[Config, Path, signals.Stop], None]) -> int:
-    """Take part in the run of the first rank, which alone reads options, prints and writes. Returns the exit code."""
+def run_as_follower_rank(job: TrainingJob) -> int:
+    """Run this rank's part of a run, and return the exit code. The first rank alone reads options and writes."""
     folder = Path()
     with signals.handled(_finish, is_last=True):
         try:
             with _silent(), signals.stopping() as stop:
-                if (run := ranks.wait_for_job(stop)) is not None:
-                    folder = Path(run[1])
-                    job(compose.from_plain(run[0]), folder, stop)
+                message = ranks.wait_for_job(stop)
+                if message is not None:
+                    values, name = message
+                    folder = Path(name)
+                    job(compose.from_plain(values), folder, stop)
             return 0
         except (Exception, KeyboardInterrupt, Preempted, SystemExit) as caught:
             error = _not_an_exit(caught)
             ranks.publish_failure(error)
-            line, code = _outcome(error, folder)
+            line, code = _last_line(error, folder)
         print_error(f"rank {ranks.RANK}: {line}")
         ranks.end_if_stuck(code)
         return code
@@ -122,14 +134,13 @@ def _not_an_exit(error: BaseException) -> BaseException:
     """Return the error; for a SystemExit, which code of the user's own has raised, one that says so."""
     if not isinstance(error, SystemExit):
         return error
-    found = RuntimeError(
-        f"code of your own asked to exit the program ({errors.reason(error)}); it may only raise errors"
-    )
-    return found.with_traceback(error.__traceback__)
+    reason = errors.reason(error)
+    instead = RuntimeError(f"code of your own asked to exit the program ({reason}); it may only raise errors")
+    return instead.with_traceback(error.__traceback__)
 
 
-def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
-    """The last line of a job that this error ended, and the exit code; a traceback before it for a surprise."""
+def _last_line(error: BaseException, folder: Path) -> tuple[str, int]:
+    """Return the last line of a job that this error ended, and the exit code; print a traceback of a surprise."""
     go_on = how_to_go_on(folder)
     match error:
         case Preempted():
@@ -145,22 +156,24 @@ def _outcome(error: BaseException, folder: Path) -> tuple[str, int]:
     if isinstance(error, OSError) and errors.is_disk_full(error):
         where = error.filename or folder  # a write that fails names no file
         return f"error: {where}: {error.strerror}; {errors.make_room(error)}; {go_on}", UserError.exit_code
-    if found := ran_out(error, go_on):
-        return found
+    ending = ran_out(error, go_on)
+    if ending is not None:
+        return ending
     print_error("".join(traceback.format_exception(error)).rstrip())  # nobody foresaw it
     return f"failed: {error!r}", 1
 
 
 def ran_out(error: BaseException, go_on: str = "") -> tuple[str, int] | None:
-    """What to say and the exit code where memory or open files ran out; None of another error."""
+    """Return the last line and the exit code where memory or open files ran out; None for another error."""
     if isinstance(error, OutOfMemory):
-        return "\n".join(filter(None, (f"out of memory: {error}", errors.address_limit(), go_on))), error.exit_code
+        parts = [f"out of memory: {error}", errors.address_limit(), go_on]
+        return "\n".join(filter(None, parts)), error.exit_code
     if errors.is_out_of_memory(error):
-        parts = filter(None, (errors.reason(error), errors.address_limit(), go_on))
-        return f"out of memory: {'; '.join(parts)}", OutOfMemory.exit_code
+        parts = [errors.reason(error), errors.address_limit(), go_on]
+        return f"out of memory: {'; '.join(filter(None, parts))}", OutOfMemory.exit_code
     if errors.is_out_of_files(error):
-        parts = filter(None, ("error: too many open files", errors.file_limit(), go_on))
-        return "; ".join(parts), UserError.exit_code
+        parts = ["error: too many open files", errors.file_limit(), go_on]
+        return "; ".join(filter(None, parts)), UserError.exit_code
     return None
 
 
@@ -168,16 +181,19 @@ def how_to_go_on(folder: Path) -> str:
     """Return the command that resumes the run, to be pasted into a shell."""
     if not checkpoints(folder):
         return "there is no checkpoint yet to go on from"
-    return f"to go on: {shell.training([path_option('resume', folder), *_imports(folder)])}"
+    words = [path_option("resume", folder), *_imports(folder)]
+    return f"to go on: {shell.training(words)}"
 
 
 def _imports(folder: Path) -> list[str]:
     """Return the options of a run that name code, which resuming takes from the command line alone."""
     try:
         values = read_yaml(folder / "config.yaml")
-        named = compose.flat(values, ".") if isinstance(values, dict) else {}
     except (UserError, OSError, ValueError):  # resuming will say what is wrong with it
         return []
+    if not isinstance(values, dict):
+        return []
+    named = compose.flat(values, ".")
     return [f"{name}={options.plain(named[name])}" for name in rules.IMPORTS if named.get(name)]
 
 
@@ -189,8 +205,8 @@ def hold_folder(folder: Path) -> Iterator[bool]:
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to ({error.strerror}); choose another folder") from error
     with file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:  # another name of a file that is elsewhere
+        opened = os.fstat(file.fileno())
+        if not stat.S_ISREG(opened.st_mode) or opened.st_nlink != 1:  # another name of a file that is elsewhere
             raise UserError(f"{folder / LOCK}: is not a file of this folder alone; remove it")
         is_locked = True
         try:
@@ -210,24 +226,30 @@ def hold_folder(folder: Path) -> Iterator[bool]:
 
 def refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
     """Raise UserError where a run is, unless it was killed, stopped or refused before its first checkpoint."""
-    found, has_records, (_, text) = checkpoints(folder), (folder / "metrics.jsonl").exists(), status(folder)
+    has_checkpoint = bool(checkpoints(folder))
+    has_records = (folder / "metrics.jsonl").exists()
+    _, text = status(folder)
     was_killed = text.startswith(("failed: killed by ", *LOST_WORKER))
     left_nothing = text == RUNNING or was_killed or text.endswith(CUT_SHORT)
-    if found or (has_records and (is_dry or not is_locked or not left_nothing)):
-        raise UserError(f"{folder}: holds a run already; choose another folder{', or resume it' if found else ''}")
+    if has_checkpoint or (has_records and (is_dry or not is_locked or not left_nothing)):
+        remedy = "choose another folder, or resume it" if has_checkpoint else "choose another folder"
+        raise UserError(f"{folder}: holds a run already; {remedy}")
     if has_records:
         print_error(f"{folder}: the run here ended before its first checkpoint; it starts over")
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """What a run can go on from."""
-    return [path for name in compose.CHECKPOINTS if (path := folder / "checkpoints" / name).is_file()]
+    """Return the files that a run can go on from."""
+    paths = [folder / "checkpoints" / name for name in compose.CHECKPOINTS]
+    return [path for path in paths if path.is_file()]
 
 
 def status(folder: Path) -> tuple[int, str]:
-    """When STATUS was last written, in ns: a run does so first. And its text; 0 and "" without one."""
+    """Return when STATUS was last written, in ns (a run does so first), and its text; 0 and "" without one."""
     path = folder / "STATUS"
-    return (path.stat().st_mtime_ns, read_text(path)) if path.is_file() else (0, "")
+    if not path.is_file():
+        return 0, ""
+    return path.stat().st_mtime_ns, read_text(path)
 
 
 def write_end(folder: Path, line: str, code: int) -> None:
@@ -246,16 +268,16 @@ def save_overrides(folder: Path, overrides: list[str]) -> None:
 
 
 def earlier_overrides(folder: Path) -> list[str]:
-    """What `save_overrides` kept, to be shown; nothing if it is damaged."""
+    """Return what `save_overrides` kept, to be shown; an empty list if it is damaged."""
     try:
-        found = read_yaml(folder / OVERRIDES)
+        words = read_yaml(folder / OVERRIDES)
     except UserError:
         return []
-    return [str(word) for word in found] if isinstance(found, list) else []
+    return [str(word) for word in words] if isinstance(words, list) else []
 
 
 def path_option(name: str, path: Path) -> str:
-    """The override `name=path` as Hydra's command line takes it, which without quotes accepts few characters."""
+    """Return the override `name=path` as Hydra's command line takes it, which without quotes accepts few characters."""
     if re.fullmatch(r"[A-Za-z0-9_/.+%@:-]+", str(path)):
         return f"{name}={path}"
     plain = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", str(path))  # OmegaConf would look for what ${name} stands for
@@ -263,9 +285,9 @@ def path_option(name: str, path: Path) -> str:
 
 
 def run_process(command: list[str]) -> tuple[int, bool]:
-    """Run the command to its end. Returns its exit code, 128 + n by signal n, and whether this process got a signal.
+    """Run the command to its end. Return its exit code, 128 + n by signal n, and whether this process got a signal.
 
-    The command gets SIGTERM for a signal. Once it has ended, so does who handled the signal before: submitit requeues.
+    A signal is passed on as SIGTERM. Once the command has ended, the earlier handler is called: submitit's requeues.
     """
     child: subprocess.Popen[bytes] | None = None
     asked: list[int] = []
@@ -298,57 +320,24 @@ def run_process(command: list[str]) -> tuple[int, bool]:
 
 
 def describe_exit(code: int) -> str:
-    """What ended a process that could not write it."""
+    """Return what ended a process that could not write it."""
     endings = {128 + number: f"killed by {number.name}" for number in signal.Signals}
-    return (endings | {Preempted.exit_code: "stopped before it began"}).get(code, f"ended with exit code {code}")
+    endings[Preempted.exit_code] = "stopped before it began"
+    return endings.get(code, f"ended with exit code {code}")
 
 
 def requeue() -> None:
     """Under Slurm, put this job back in the queue; a failure costs one line."""
-    job, problem = os.environ.get("SLURM_JOB_ID"), ": not a job of Slurm (no SLURM_JOB_ID)"
-    if job:
+    job = os.environ.get("SLURM_JOB_ID")
+    problem = None
+    if not job:
+        problem = ": not a job of Slurm (no SLURM_JOB_ID)"
+    else:
         try:
             done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
-            problem = f" {job}: {done.stderr.strip() or f'exit code {done.returncode}'}" if done.returncode else ""
+            if done.returncode:
+                problem = f" {job}: {done.stderr.strip() or f'exit code {done.returncode}'}"
         except OSError as error:
             problem = f" {job}: {error}"
-    if problem:
+    if problem is not None:
         print_error(f"warning: scontrol requeue{problem}; the job is not requeued")
-
-
-class SafeStream:
-    """A text stream that loses what is written after its reader has left, or while the disk is full."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._try(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, act: Callable[..., Any], *text: str) -> None:
-        try:
-            act(*text)
-        except OSError as error:
-            if not errors.is_disk_full(error):  # what the stream still holds, and what Python flushes as it ends, too
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())
-                os.close(nowhere)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def install_safe_streams() -> None:
-    """Make sys.stdout and sys.stderr safe, also where the process began without them."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number: else the first file opened would be stdout
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name) or open(descriptor, "w", closefd=False)  # noqa: SIM115 (for good)
-        setattr(sys, name, SafeStream(stream))

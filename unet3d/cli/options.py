@@ -1,11 +1,16 @@
 """Every option with its type, range, default and meaning, from the schema: for --help and docs/options.md."""
 
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 from unet3d.config import compose, rules
 
-USAGE = """python train.py OPTION=VALUE ...    (installed: unet3d train OPTION=VALUE ...)
+USAGE = """python train.py                                           train on phantoms, made once under data/
+python train.py data=nnunet data.root=PATH amp=true       train on a data set of your own
+python train.py resume=outputs/DATE/TIME-ID steps=300     go on with a run, here for longer
+
+python train.py OPTION=VALUE ...    (installed: unet3d train OPTION=VALUE ...)
 
 Several jobs: -m ckpt=0,2. What would run: --cfg job. A folder of your own YAML files: --config-dir FOLDER.
 model=NAME, data=NAME, loss=NAME, optim=NAME and experiment=NAME choose files of configs/.
@@ -16,45 +21,76 @@ TITLE = (
 Row = tuple[str, str, str, str, str]  # option, type, allowed values, default, meaning
 
 
+NAMED_TYPES = {  # of options that take several types
+    "ckpt": "int or auto",
+    "slab": "int or auto",
+    "batch": "int or auto",
+    "workers": "int or auto",
+    "label_map": "map or null",
+    "kernels": "int, list or auto",
+    "strides": "int, list or auto",
+}
+
+
 def groups(node: Any, prefix: str = "") -> dict[str, list[Row]]:
-    """A row an option, by group: its name and what it is about. Defaults are those of `node`."""
-    found: dict[str, list[Row]] = {}
-    own = found.setdefault(f"{prefix.rstrip('.') or 'run'}: {type(node).__doc__}", [])
+    """Return the options by group, a row each, with the values of `node` as defaults."""
+    title = f"{prefix.rstrip('.') or 'run'}: {type(node).__doc__}"
+    rows: list[Row] = []
+    tables = {title: rows}
     for item in fields(node):
-        value, about = getattr(node, item.name), item.metadata
+        value = getattr(node, item.name)
         if is_dataclass(value):
-            found |= groups(value, f"{prefix}{item.name}.")
+            tables |= groups(value, f"{prefix}{item.name}.")
             continue
-        kind = item.type.__name__ if isinstance(item.type, type) else str(item.type).removeprefix("typing.")
-        size = f"{about['size']} items" if about["size"] else ""
-        allowed = ", ".join(filter(None, (*about["among"], rules.bounds(about), size)))
-        free = dict.fromkeys(("ckpt", "slab", "batch", "workers"), "int or auto") | {"label_map": "map or null"}
-        kind = kind.replace("Any", free.get(item.name, "int, list or auto")).replace(" | None", " or null")
-        own.append((prefix + item.name, kind, allowed, plain(value), about["about"]))
-    return found
+        row = (prefix + item.name, _type(item), _allowed(item.metadata), plain(value), item.metadata["about"])
+        rows.append(row)
+    return tables
+
+
+def _type(item: Field) -> str:
+    """Return the type of an option in words."""
+    if item.type is Any:
+        return NAMED_TYPES[item.name]
+    name = item.type.__name__ if isinstance(item.type, type) else str(item.type)
+    return name.replace(" | None", " or null")
+
+
+def _allowed(metadata: Mapping[str, Any]) -> str:
+    """Return which values an option may have; "" where its type is all."""
+    parts = [*metadata["among"], rules.bounds(metadata)]
+    if metadata["size"]:
+        parts.append(f"{metadata['size']} items")
+    return ", ".join(part for part in parts if part)
 
 
 def plain(value: Any) -> str:
-    """A value as a command line takes it."""
+    """Return a value as a command line takes it."""
     if isinstance(value, list):
         return f"[{','.join(map(plain, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def as_text() -> str:
-    """What `python train.py --help` prints."""
+    """Return what `python train.py --help` prints."""
     lines = [USAGE]
     for title, rows in groups(compose.compose([])).items():
         lines += ["", title]
         for name, kind, allowed, default, meaning in rows:
-            lines.append(f"  {name}={default}  ({kind}{'; ' * bool(allowed)}{allowed})\n      {meaning}")
+            values = f"{kind}; {allowed}" if allowed else kind
+            lines.append(f"  {name}={default}  ({values})")
+            lines.append(f"      {meaning}")
     return "\n".join(lines)
 
 
 def as_markdown() -> str:
-    """The content of docs/options.md: a table a group."""
+    """Return the content of docs/options.md: a table a group."""
     lines = [TITLE]
     for title, rows in groups(compose.compose([])).items():
-        lines += [f"\n## {title}\n", "| option | type | allowed | default | meaning |", "|---|---|---|---|---|"]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
+        lines.append(f"\n## {title}\n")
+        lines.append("| option | type | allowed | default | meaning |")
+        lines.append("|---|---|---|---|---|")
+        for row in rows:
+            lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)

@@ -14,53 +14,65 @@ from unet3d.base import signals
 from unet3d.base.errors import Preempted, UserError, reason
 from unet3d.cli import lifecycle
 from unet3d.config import compose
-from unet3d.config.compose import Job
+from unet3d.config.compose import Composed, Job
 
 QUEUES = ("slurm", "submitit_slurm")  # launchers whose jobs do not need this process
 GOES_ON = "resume=auto"
 stopped = threading.Event()  # set once this process may begin no more jobs
 
 
-def plan(words: Sequence[str]) -> list[Job]:
-    """The jobs of a command line. Raises UserError before any begins."""
-    overrides = [word for word in words if not word.startswith("-") and word != GOES_ON]
-    if GOES_ON in words and not any(word.startswith("hydra.sweep.dir=") and "${" not in word for word in words):
+def plan(overrides: Sequence[str]) -> list[Job]:
+    """Return the jobs of a sweep, each composed once. Raises UserError before any begins."""
+    goes_on = GOES_ON in overrides
+    words = [word for word in overrides if word != GOES_ON]
+    has_folder = any(word.startswith("hydra.sweep.dir=") and "${" not in word for word in words)
+    if goes_on and not has_folder:
         raise UserError(f"{GOES_ON}: goes on in the folder of a sweep; name it: hydra.sweep.dir=runs/a")
+    composed = _compose_each(words)
+    added = compose.added_sweep(words, composed)
+    if added:
+        composed = _compose_each([*words, *added])
     jobs: list[Job] = []
-    for number, job in enumerate(compose.sweep(overrides)):
-        jobs.append(compose.job([*job, *map(_in_folder, jobs[:1])], number))
-        _refuse(jobs, GOES_ON in words)
+    for number, one in enumerate(composed):
+        jobs.append(compose.job(one, number))
+        _refuse(jobs, goes_on)
     return jobs
 
 
-def _in_folder(job: Job) -> str:
-    return lifecycle.path_option("hydra.sweep.dir", job.sweep_folder)
+def _compose_each(words: Sequence[str]) -> list[Composed]:
+    """Compose the overrides of each job; all name the folder of the first, which may depend on the time."""
+    first, *others = compose.sweep(words)
+    composed = [compose.composed(first)]
+    for job in others:
+        composed.append(compose.composed([*job, folder_override(composed[0].sweep_folder)]))
+    return composed
+
+
+def folder_override(folder: Path) -> str:
+    """Return the override that names the folder of a sweep."""
+    return lifecycle.path_option("hydra.sweep.dir", folder)
 
 
 def _refuse(jobs: Sequence[Job], goes_on: bool) -> None:
     """Raise UserError where the last of these jobs cannot begin."""
-    *others, (_, config, folder, _, _) = jobs
-    if config.resume is not None or config.requeue:
-        what = f"a sweep goes on with {GOES_ON} hydra.sweep.dir=FOLDER, and hydra/launcher=slurm requeues its jobs"
-        raise UserError(f"resume=FOLDER and requeue=true are for one run; {what}")
-    if folder in {other.folder for other in others}:
-        raise UserError(f"{folder}: would be the folder of two jobs; leave out hydra.sweep.subdir")
-    if folder.is_dir() and not goes_on:
-        with lifecycle.hold_folder(folder) as is_locked:
-            lifecycle.refuse_used(folder, config.dry_run, is_locked)
-
-
-def arguments(words: Sequence[str], jobs: Sequence[Job]) -> list[str]:
-    """The command line for Hydra: it names the folder, which would else depend on the time in each process."""
-    overrides = [word for word in words if not word.startswith("-") and word != GOES_ON]
-    return [*overrides, _in_folder(jobs[0]), *(word for word in words if word.startswith("-"))]
+    *others, job = jobs
+    if job.config.resume is not None or job.config.requeue:
+        advice = f"a sweep goes on with {GOES_ON} hydra.sweep.dir=FOLDER, and hydra/launcher=slurm requeues its jobs"
+        raise UserError(f"resume=FOLDER and requeue=true are for one run; {advice}")
+    if job.folder in {other.folder for other in others}:
+        raise UserError(f"{job.folder}: would be the folder of two jobs; leave out hydra.sweep.subdir")
+    if job.folder.is_dir() and not goes_on:
+        with lifecycle.hold_folder(job.folder) as is_locked:
+            lifecycle.refuse_used(job.folder, job.config.dry_run, is_locked)
 
 
 def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
-    """Launch the jobs, wait for them, compare them. Returns the highest exit code that their folders name."""
+    """Launch the jobs, wait for them, compare them. Return the highest exit code that their folders name."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints a trace and exits
-    launcher, before, codes = jobs[0].launcher, [lifecycle.status(job.folder)[0] for job in jobs], [0]
+    launcher = jobs[0].launcher
+    before = [lifecycle.status(job.folder)[0] for job in jobs]
+    codes = [0]
     try:
         with signals.handled(lambda number, _: _stop(number, launcher)):
             launch()
@@ -75,8 +87,10 @@ def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
     from unet3d.report import compare
 
     try:
-        codes += map(_exit_code, jobs, before)
-        compare.finish_sweep({job.folder: job.config for job in jobs}, jobs[0].sweep_folder)
+        for job, written in zip(jobs, before, strict=True):
+            codes.append(_exit_code(job, written))
+        configs = {job.folder: job.config for job in jobs}
+        compare.finish_sweep(configs, jobs[0].sweep_folder)
     except OSError as error:
         line = f"error: {jobs[0].sweep_folder}: the comparison is not saved ({error.strerror})"
         codes.append(lifecycle.print_error(line, UserError.exit_code))
@@ -99,47 +113,55 @@ def _children(process: int) -> list[int]:
 
     From each process's own entry in /proc: `children` there may leave some out while others end (proc(5)).
     """
-    found = []
+    children = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, parent = entry.read_bytes().rpartition(b")")[2].split()[:2]  # a name before it may be any bytes
+            after_name = entry.read_bytes().rpartition(b")")[2]  # a name before it may be any bytes
+            state, parent = after_name.split()[:2]
             if int(parent) == process and state != b"Z":
-                found.append(int(entry.parent.name))
-    return found
+                children.append(int(entry.parent.name))
+    return children
 
 
 def _interrupted(jobs: Sequence[Job]) -> int:
-    what = f"to go on: the same command with {GOES_ON} {_in_folder(jobs[0])}"
+    """Print how to go on with a sweep that was stopped. Return its exit code."""
+    folder = jobs[0].sweep_folder
+    remedy = f"to go on: the same command with {GOES_ON} {folder_override(folder)}"
     if jobs[0].launcher in QUEUES:
-        what = "its jobs go on"
-    command = f"python -m unet3d compare {shlex.quote(str(jobs[0].sweep_folder))}"
-    code = max(Preempted.exit_code, *(_code(job.folder) or 0 for job in jobs))
-    return lifecycle.print_error(f"sweep interrupted; {what}; to compare its finished jobs: {command}", code)
+        remedy = "its jobs go on"
+    command = f"python -m unet3d compare {shlex.quote(str(folder))}"
+    codes = [_code(job.folder) or 0 for job in jobs]
+    code = max(Preempted.exit_code, *codes)
+    return lifecycle.print_error(f"sweep interrupted; {remedy}; to compare its finished jobs: {command}", code)
 
 
 def _code(folder: Path) -> int | None:
-    """The exit code in STATUS; None while the job runs."""
-    found = re.search(r"exit code (\d+)\n\Z", lifecycle.status(folder)[1])
-    return int(found[1]) if found else None
+    """Return the exit code in STATUS; None while the job runs."""
+    match = re.search(r"exit code (\d+)\n\Z", lifecycle.status(folder)[1])
+    return int(match[1]) if match else None
 
 
 def _exit_code(job: Job, before: int) -> int:
-    """The exit code of a job that wrote its STATUS last at `before` (ns), 0: never."""
-    after, code = lifecycle.status(job.folder)[0], _code(job.folder)
+    """Return the exit code of a job that wrote its STATUS last at `before` (ns), 0: never."""
+    after = lifecycle.status(job.folder)[0]
+    code = _code(job.folder)
     if after != before:
-        return lifecycle.print_error(f"{job.folder}: the job was lost, or still runs", 1) if code is None else code
+        if code is None:
+            return lifecycle.print_error(f"{job.folder}: the job was lost, or still runs", 1)
+        return code
     if before:  # the run that is there stays as it is; the job said why
         return UserError.exit_code
     job.folder.mkdir(parents=True, exist_ok=True)
-    lifecycle.save_overrides(job.folder, job.words)
+    lifecycle.save_overrides(job.folder, job.overrides)
     lifecycle.write_end(job.folder, "failed: did not begin", 1)
     return lifecycle.print_error(f"{job.folder}: the job did not begin", 1)
 
 
 def run_job(folder: Path, overrides: list[str], searched: list[str]) -> int:
-    """Run a job in a process of its own, which goes on where its folder has a checkpoint. Returns its exit code."""
+    """Run a job in a process of its own, which goes on where its folder has a checkpoint. Return its exit code."""
     before, _ = lifecycle.status(folder)
-    words = [*overrides, *searched, GOES_ON, lifecycle.path_option("hydra.run.dir", folder.resolve())]
+    run_folder = lifecycle.path_option("hydra.run.dir", folder.resolve())
+    words = [*overrides, *searched, GOES_ON, run_folder]
     code, is_asked = lifecycle.run_process([sys.executable, "-m", "unet3d.cli.train", *words])
     if is_asked:
         stopped.set()

@@ -10,7 +10,7 @@ INTENSITIES = ("auto", "zscore", "ct", "none")
 
 
 def option(default: Any, about: str, *, low: Any = None, high: Any = None, among: tuple = (), size: int = 0) -> Any:
-    """A dataclass field: its meaning, its inclusive range (of a list's items) or allowed values, a list's length."""
+    """Return a dataclass field with its meaning, inclusive range (of a list's items) or choices, and list length."""
     metadata = {"about": about, "low": low, "high": high, "among": among, "size": size}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -18,7 +18,7 @@ def option(default: Any, about: str, *, low: Any = None, high: Any = None, among
 
 
 def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A map of labels with integers as keys, where JSON has made them texts."""
+    """Return a map of labels with integers as keys, where JSON has made them texts."""
     is_number = {key: isinstance(key, str) and key.isdecimal() and len(key) < 20 for key in label_map}
     return {int(key) if is_number[key] else key: olds for key, olds in label_map.items()}
 
@@ -34,17 +34,41 @@ class Model:
     classes: int | None = option(None, "classes with background; null: the data's", low=2, high=32767)
     kernels: Any = option(3, "3, [3,3,3], or one of them a level (voxels); auto: from the first case's spacing")
     strides: Any = option(2, "between levels: 2, [2,2,1], or one of them a step down; auto: from the spacing")
-    padding: str = option("same", "same: output as large as the input; valid: unpadded", among=("same", "valid"))
+    padding: str = option(
+        "same",
+        "same: output as large as the input; valid: unpadded",
+        among=("same", "valid"),
+    )
     conv_bias: bool = option(True, "bias in the convolutions of the blocks")
-    widen: str = option("first", "which convolution of an encoder block widens", among=("first", "second"))
-    norm: str = option("instance", "normalisation", among=("instance", "batch", "batch_current", "group", "none"))
+    widen: str = option(
+        "first",
+        "which convolution of an encoder block widens",
+        among=("first", "second"),
+    )
+    norm: str = option(
+        "instance",
+        "normalisation",
+        among=("instance", "batch", "batch_current", "group", "none"),
+    )
     norm_affine: bool = option(True, "learned scale and shift in the normalisation")
     groups: int = option(8, "groups of norm=group", low=1)
-    activation: str = option("relu", "swish: x*sigmoid(x); swish_lean: keeps only x for backward", among=ACTIVATIONS)
+    activation: str = option(
+        "relu",
+        "swish: x*sigmoid(x); swish_lean: keeps only x for backward",
+        among=ACTIVATIONS,
+    )
     negative_slope: float = option(0.01, "slope of leaky_relu below zero", low=0, high=1)
     inplace: bool = option(False, "activation in place (relu, leaky_relu)")
-    downsampling: str = option("max_pool", "between levels", among=("max_pool", "strided_conv"))
-    upsampling: str = option("transposed", "between levels", among=("transposed", "trilinear", "nearest"))
+    downsampling: str = option(
+        "max_pool",
+        "between levels",
+        among=("max_pool", "strided_conv"),
+    )
+    upsampling: str = option(
+        "transposed",
+        "between levels",
+        among=("transposed", "trilinear", "nearest"),
+    )
     up_reduce: bool = option(True, "map to the skip's width while upsampling (1x1x1 convolution if interpolated)")
     up_bias: bool = option(True, "bias in what maps channels while upsampling")
     residual: bool = option(False, "blocks add their input (1x1x1 projection where channels or stride change)")
@@ -58,7 +82,13 @@ class Augment:
 
     spatial_p: float = option(0.3, "rotation, scaling and elastic deformation, in one resampling", low=0, high=1)
     rotation: float = option(30.0, "largest about each axis (degrees); a thin patch is never tilted", low=0, high=180)
-    scaling: list[float] = option([0.7, 1.4], "zoom range; below 1 shrinks the image", low=0.1, high=10, size=2)
+    scaling: list[float] = option(
+        [0.7, 1.4],
+        "zoom range; below 1 shrinks the image",
+        low=0.1,
+        high=10,
+        size=2,
+    )
     elastic: float = option(0.0, "std of the B-spline deformation's control vectors (voxels)", low=0)
     elastic_grid: int = option(32, "spacing of its control points (voxels)", low=4)
     mirror: list[int] = option([0, 1, 2], "axes mirrored with probability 0.5 each (0 = D)", low=0, high=2)
@@ -69,9 +99,21 @@ class Augment:
     contrast_p: float = option(0.15, "a factor on all intensities", low=0, high=1)
     contrast: list[float] = option([0.75, 1.25], "range of these factors", low=0, size=2)
     gamma_p: float = option(0.15, "gamma correction", low=0, high=1)
-    gamma: list[float] = option([0.7, 1.5], "range of its exponent", low=0.1, high=10, size=2)
+    gamma: list[float] = option(
+        [0.7, 1.5],
+        "range of its exponent",
+        low=0.1,
+        high=10,
+        size=2,
+    )
     low_resolution_p: float = option(0.0, "downsampled and back, as if scanned with fewer voxels", low=0, high=1)
-    low_resolution: list[float] = option([0.5, 1.0], "share of the voxels along each axis", low=0.1, high=1, size=2)
+    low_resolution: list[float] = option(
+        [0.5, 1.0],
+        "share of the voxels along each axis",
+        low=0.1,
+        high=1,
+        size=2,
+    )
 
 
 @dataclass
@@ -79,7 +121,13 @@ class Phantom:
     """The embedded data set, generated once under data/."""
 
     cases: int = option(16, "volumes generated", low=2, high=1000)
-    shape: list[int] = option([64, 64, 32], "voxels along x, y, z", low=16, high=512, size=3)
+    shape: list[int] = option(
+        [64, 64, 32],
+        "voxels along x, y, z",
+        low=16,
+        high=512,
+        size=3,
+    )
     seed: int = option(0, "same seed, same bytes", low=0)
 
 
@@ -87,31 +135,71 @@ class Phantom:
 class Data:
     """Where volumes come from and how patches are cut."""
 
-    format: str = option("phantom", "layout on disk", among=("phantom", "mni152", "decathlon", "nnunet", "folders"))
+    format: str = option(
+        "phantom",
+        "layout on disk",
+        among=("phantom", "mni152", "decathlon", "nnunet", "folders"),
+    )
     root: str | None = option(None, "folder of the data set")
     images: str = option("images", "folders: sub-folder of the images")
     labels: str = option("labels", "folders: sub-folder of the label maps")
     classes: list[str] | None = option(None, "folders, or with label_map: class names, background first")
     label_map: Any = option(None, "new label: the files' label or labels, as {1: [1,2], 2: 4}; null: as stored")
     ignore: int | None = option(None, "label that is not learned or scored; null: dataset.json's", low=0, high=65535)
-    nonfinite: str = option("error", "NaN and infinite voxels; zero: 0 takes their place", among=("error", "zero"))
-    affine_check: str = option("error", "a case's files apart in space; warn: match voxels", among=("error", "warn"))
+    nonfinite: str = option(
+        "error",
+        "NaN and infinite voxels; zero: 0 takes their place",
+        among=("error", "zero"),
+    )
+    affine_check: str = option(
+        "error",
+        "a case's files apart in space; warn: match voxels",
+        among=("error", "warn"),
+    )
     allow_outside: bool = option(False, "read files that dataset.json or links name outside of data.root")
-    cache: str = option("memory", "what keeps prepared cases; off: nothing", among=("memory", "disk", "off"))
+    cache: str = option(
+        "memory",
+        "what keeps prepared cases; off: nothing",
+        among=("memory", "disk", "off"),
+    )
     cache_root: str | None = option(None, "folder of cache=disk; null: unet3d in $XDG_CACHE_HOME, or in ~/.cache")
-    fingerprint: str = option("sample", "what resume compares of each file; full: all bytes", among=("sample", "full"))
+    fingerprint: str = option(
+        "sample",
+        "what resume compares of each file; full: all bytes",
+        among=("sample", "full"),
+    )
     patch: list[int] = option(
         [64, 64, 32], "patch and window D,H,W (voxels): right, anterior, superior", low=1, high=2048, size=3
     )
-    spacing: list[float] | None = option(None, "resample to this (mm); null: as stored", low=0.01, high=100, size=3)
-    intensity: str = option("auto", "auto: CT channels as ct, others zscore; data=folders: say ct", among=INTENSITIES)
+    spacing: list[float] | None = option(
+        None,
+        "resample to this (mm); null: as stored",
+        low=0.01,
+        high=100,
+        size=3,
+    )
+    intensity: str = option(
+        "auto",
+        "auto: CT channels as ct, others zscore; data=folders: say ct",
+        among=INTENSITIES,
+    )
     val_fraction: float = option(0.2, "share of the cases held out", low=0.01, high=0.9)
     folds: int = option(5, "folds of the cross-validation", low=2, high=100)
     fold: int | None = option(None, "which fold is held out; null: val_fraction instead", low=0)
     split: str | None = option(None, "JSON file {train: [ids], val: [ids]} instead of both")
-    sparse: list[int] | None = option(None, "slices learned from, across x, y and z; null: every voxel", low=0, size=3)
+    sparse: list[int] | None = option(
+        None,
+        "slices learned from, across x, y and z; null: every voxel",
+        low=0,
+        size=3,
+    )
     semi: bool = option(False, "with sparse: learn from these slices of every case, score others of the same cases")
-    scored: list[int] = option([4, 4, 4], "semi: slices scored, across x, y, z", low=0, size=3)
+    scored: list[int] = option(
+        [4, 4, 4],
+        "semi: slices scored, across x, y, z",
+        low=0,
+        size=3,
+    )
     sparse_folds: int = option(3, "semi: parts of the sparse slices; all but one are learned from", low=2)
     sparse_fold: int | None = option(None, "semi: which of these parts is scored; null: the slices of scored", low=0)
     foreground: float = option(0.33, "share of patches centred on a foreground voxel", low=0, high=1)
@@ -130,7 +218,11 @@ class Data:
 class Loss:
     """What training minimises, computed in float32."""
 
-    name: str = option("dice_ce", "cross-entropy, soft Dice, their sum, or another of training/losses.py", among=LOSSES)
+    name: str = option(
+        "dice_ce",
+        "cross-entropy, soft Dice, their sum, or another of training/losses.py",
+        among=LOSSES,
+    )
     path: str | None = option(None, "your own function, package.module:name, called as name(logits, label, options)")
     weights: list[float] | None = option(None, "one weight a class for the cross-entropy", low=0)
     batch_dice: bool = option(True, "Dice over the batch as one volume; false: mean over its samples")
@@ -145,7 +237,11 @@ class Optim:
     weight_decay: float = option(1e-5, "L2 (sgd, adam) or decoupled (adamw)", low=0, high=1)
     momentum: float = option(0.99, "sgd, Nesterov's", low=0, high=0.9999)
     betas: list[float] = option([0.9, 0.999], "adam, adamw", low=0, high=0.999999, size=2)
-    schedule: str = option("poly", "of the learning rate", among=("poly", "cosine", "one_cycle", "constant"))
+    schedule: str = option(
+        "poly",
+        "of the learning rate",
+        among=("poly", "cosine", "one_cycle", "constant"),
+    )
     warmup: float = option(0.1, "one_cycle: share of the steps that rises", low=0, high=0.9)
     clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=1e-6)
     init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", low=0, high=100)
@@ -175,7 +271,11 @@ class Cuda:
 class Wandb:
     """Tracking. Offline by default: no account, no network."""
 
-    mode: str = option("offline", "online needs an account", among=("offline", "online", "disabled"))
+    mode: str = option(
+        "offline",
+        "online needs an account",
+        among=("offline", "online", "disabled"),
+    )
     project: str = option("unet3d", "project; unless set, WANDB_PROJECT comes first")
     entity: str | None = option(None, "user or team; null: the account's, or WANDB_ENTITY")
     name: str | None = option(None, "of the run; null: the run folder's, or WANDB_NAME")
@@ -199,7 +299,11 @@ class Config:
     cuda: Cuda = field(default_factory=Cuda)
     wandb: Wandb = field(default_factory=Wandb)
     amp: bool = option(False, "automatic mixed precision")
-    amp_dtype: str = option("auto", "auto: bf16; fp16 on a GPU that emulates bf16", among=("auto", "bf16", "fp16"))
+    amp_dtype: str = option(
+        "auto",
+        "auto: bf16; fp16 on a GPU that emulates bf16",
+        among=("auto", "bf16", "fp16"),
+    )
     compile: bool = option(False, "torch.compile of the network in training, once memory is measured; takes minutes")
     channels_last: bool = option(False, "weights and maps with a voxel's channels side by side, as tensor cores want")
     ckpt: Any = option(0, "activation checkpointing in at most this many segments, or auto; 0: off")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.base.errors import UserError, escaped
-from unet3d.config.rules import MAX_LABEL
+from unet3d.config.data_rules import MAX_LABEL
 from unet3d.data import labels
 
 JSON_TYPES: dict[type, str] = {dict: "object", list: "list", str: "string"}

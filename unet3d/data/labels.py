@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from textwrap import shorten
 
 from unet3d.base.errors import UserError
-from unet3d.config.rules import MAX_LABEL, label_sources
+from unet3d.config.data_rules import MAX_LABEL, label_sources
 from unet3d.config.schema import Data
 
 LONGEST_LINE = 400  # letters about the values of classes

@@ -20,7 +20,8 @@ from nibabel.affines import voxel_sizes
 from unet3d.base import progress
 from unet3d.base.errors import UserError
 from unet3d.base.files import open_regular
-from unet3d.config.rules import MAX_LABEL, check, network
+from unet3d.config.data_rules import MAX_LABEL
+from unet3d.config.rules import check, network
 from unet3d.config.schema import Config, Data, Model
 from unet3d.data import nifti, volume
 from unet3d.data.cases import Case, DatasetInfo, split

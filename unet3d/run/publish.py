@@ -9,7 +9,7 @@ from unet3d import build
 from unet3d.base.errors import UserError, not_saved
 from unet3d.base.files import write_text
 from unet3d.config import compose
-from unet3d.config.rules import label_sources
+from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Config, Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
 from unet3d.data.labels import as_option

@@ -1,0 +1,91 @@
+"""The short commands of `python -m unet3d`: options, publish, score, check-data, report, compare."""
+
+import argparse
+from collections.abc import Sequence
+from contextlib import suppress
+
+from unet3d.base.errors import UserError, escaped, listed
+from unet3d.cli import lifecycle, options
+from unet3d.config import compose, idle
+from unet3d.config.schema import Config
+
+
+def composed(overrides: Sequence[str]) -> Config:
+    """Return the config, after a warning for each option that does nothing. Raises UserError."""
+    config = compose.compose(overrides)
+    for line in idle.warnings(config):
+        lifecycle.print_error(f"warning: {escaped(line)}")
+    return config
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `no problems`, `1 problem`, `2 problems`."""
+    ending = "" if number == 1 else "s"
+    return f"{number or 'no'} {noun}{ending}"
+
+
+def print_options(_: argparse.Namespace) -> None:
+    """Print every option as Markdown."""
+    print(options.as_markdown())
+
+
+def publish(arguments: argparse.Namespace) -> None:
+    """Write a network without what its run held beside it."""
+    from unet3d.run import publish
+
+    publish.publish(arguments.checkpoints, arguments.out, arguments.model)
+    size = arguments.out.stat().st_size
+    print(f"{escaped(arguments.out)}: {size / 1e6:.1f} MB")
+
+
+def score(arguments: argparse.Namespace) -> None:
+    """Score a checkpoint on held-out cases."""
+    config = composed(arguments.overrides)
+    from unet3d.report import report, run_folder
+    from unet3d.run import publish
+
+    title = publish.score(arguments.checkpoint, config, arguments.out, arguments.model)
+    report.print_scores(run_folder.read_run(arguments.out), title)
+
+
+def check_data(arguments: argparse.Namespace) -> int:
+    """Read every voxel of every case. Return 2 if there is a problem."""
+    config = composed(arguments.overrides)
+    from unet3d.data import cases, validate
+
+    dataset = cases.dataset_to_check(config.data)
+    train: Sequence[cases.Case] = ()
+    val: Sequence[cases.Case] = ()
+    with suppress(UserError):  # check_cases lists it too
+        train, val = cases.split(dataset, config.data)
+    lines = validate.check_cases(dataset, dataset.cases, config.data, full=True)
+    suitable = validate.suitable_options(config, dataset.cases)
+    advice = validate.unsuitable_patch(config, train)
+    if advice:
+        if any(word.startswith("data.patch=") for word in suitable):
+            advice = advice.partition("; ")[0]  # one patch is named, not two
+        lines.append(f"{validate.WARNING}{advice}")
+    problems = [line for line in lines if not line.startswith(validate.WARNING)]
+    summary = validate.summary(dataset, train, val)
+    if suitable:
+        summary.append(f"options that suit it: {' '.join(suitable)}")
+    for line in [*summary, *listed(lines)]:
+        print(escaped(line))
+    print(f"{counted(len(problems), 'problem')}, {counted(len(lines) - len(problems), 'warning')}")
+    return UserError.exit_code if problems else 0
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Write the report of a run, again."""
+    from unet3d.report import report
+
+    if not (arguments.folder / "config.yaml").is_file():
+        raise UserError(f"{arguments.folder}: not a run folder; give outputs/DATE/TIME-ID")
+    print(escaped(report.write_report(arguments.folder)))
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Set runs side by side."""
+    from unet3d.report import compare
+
+    compare.compare_runs(arguments.runs, arguments.out)

@@ -1,0 +1,297 @@
+"""`unet3d memory` of one config: where the memory of a step goes, beside narrower networks and its family."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from unet3d import build
+from unet3d.base.errors import UserError, escaped
+from unet3d.base.files import write_json, write_text
+from unet3d.base.progress import track
+from unet3d.base.terminal import WIDE, plain_text
+from unet3d.base.types import Table, mib, percent
+from unet3d.config import compose
+from unet3d.memory import analysis, budget, tables
+from unet3d.memory.allocator import Settings, replay
+from unet3d.memory.meter import STEPS_FOR_PEAK
+from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
+from unet3d.memory.usual_estimates import usual_estimates
+from unet3d.report import memory_plots, report
+from unet3d.run.pretrained import with_init_names
+
+GROUPS_SHOWN = 10  # of tensors
+WHERE = "Parameters live at the bottom of the U, activations at the top."
+Section = str | tuple[str, Table]  # a line, or a table with its title
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A config's estimate and those that it is set beside."""
+
+    subject: MemoryEstimate
+    narrower: Mapping[int, MemoryEstimate]  # by level, with half the width there
+    relatives: Sequence[MemoryEstimate]  # with the subject itself
+    without: Mapping[str, int]  # bytes of the peak without each way to save memory that it uses
+    sentence: str  # where the peak is
+
+
+def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) -> None:
+    """Print where the memory of a step goes; with `out`, also write it there, with report, figures and tables."""
+    overrides = with_init_names(overrides)
+    subject = estimate(overrides, half)
+    narrower = narrowed(subject)
+    relatives = family(subject, overrides)
+    _simulate([subject, *narrower.values(), *relatives])
+    relatives.sort(key=lambda relative: -relative.parameters)
+    advice = tables.peak_location(subject.entry)
+    halved = narrower.get(advice["level"])
+    if halved is not None:
+        advice["override"] = " ".join(budget.width_overrides(halved.options))
+        advice["halved_peak_bytes"] = halved.peak
+    without = subject.without()
+    sentence = tables.sentence(advice, subject.peak)
+    explanation = Explanation(subject, narrower, relatives, without, sentence)
+    text = plain_text(_sections(explanation), WIDE)
+    print(text, end="")
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "explained.txt", text)
+    write_text(out / "config.yaml", compose.to_yaml(subject.config))
+    memory = {
+        "about": _summary(subject),
+        "parameters": subject.parameters,
+        "predicted": subject.entry,
+        "advice": advice,
+        "without": without,
+    }
+    write_json(out / "memory.json", memory)
+    memory_plots.write_ledger_files(subject.ledger, subject.name, out)
+    print(escaped(report.write_report(out)))
+
+
+def _simulate(estimates: Sequence[MemoryEstimate]) -> None:
+    """Simulate each now, with a bar, rather than when it is first read."""
+    for subject in track(estimates, "networks", len(estimates)):
+        _ = subject.meter
+
+
+def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
+    """Return the networks with half the width at a level, by level.
+
+    A level is left out where that cannot be: where groups of 8 would have 4 channels, for example.
+    """
+    narrower = {}
+    for level in range(len(subject.options.features)):
+        model_config = budget.resized(subject.options, partial(scaled_width, 0.5, [level]))
+        if model_config != subject.options and budget.is_allowed(subject.config, model_config):
+            narrower[level] = replace(subject, options=model_config, steps=STEPS_FOR_PEAK)
+    return narrower
+
+
+def scaled_width(scale: float, levels: Sequence[int], level: int, width: int) -> int:
+    """Return the width of a level, scaled if it is one of these levels."""
+    return max(1, round(width * scale)) if level in levels else width
+
+
+def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEstimate]:
+    """Return the named networks whose names begin alike, under the same overrides.
+
+    Only the subject where the overrides set widths or name a network of the user's own.
+    """
+    model_config = subject.config.model
+    named = None
+    with suppress(UserError):  # the named network is too deep for this patch
+        named = compose.compose([f"model={subject.name}", f"data.patch={subject.config.data.patch}"]).model
+    if named is None or not subject.options.features:
+        return [subject]
+    if (named.features, named.decoder) != (model_config.features, model_config.decoder):
+        return [subject]
+    stem = subject.name.partition("_")[0]
+    rest = [override for override in overrides if not override.startswith("model=")]
+    relatives = [subject]
+    for name in compose.choices("model"):
+        if name.partition("_")[0] == stem and name != subject.name:
+            with suppress(UserError):  # a relative that this patch or option does not suit
+                relative = estimate([f"model={name}", *rest], half=subject.dtype is torch.float16)
+                relatives.append(replace(relative, steps=STEPS_FOR_PEAK))
+    return relatives
+
+
+def _sections(explanation: Explanation) -> Iterator[Section]:
+    """Yield all that is printed, from the peak to networks that would need less."""
+    subject = explanation.subject
+    yield from _of_the_peak(subject, explanation.sentence)
+    if explanation.without:
+        table = tables.single_techniques(explanation.without, subject.peak)
+        yield "What each way to save memory takes away (predicted)", table
+    if subject.dtype is torch.float32:
+        yield "Each further way to save memory, by itself (predicted)", _further(subject)
+    yield "What parameters cost", tables.state(subject.entry, subject.parameters)
+    weights = sum(parameter.nbytes for parameter in subject.meter.model.parameters())
+    usual = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
+    yield "Usual estimates and their error", tables.estimates(usual, subject.peak)
+    if explanation.narrower:
+        yield "Half the width at one level (predicted)", _widths(subject, explanation.narrower)
+    if len(explanation.relatives) > 1:
+        title = "Networks of this family, same patch, batch and policy (predicted)"
+        yield title, _family_table(explanation.relatives)
+        yield from _paradoxes(subject, explanation.relatives)
+
+
+def _of_the_peak(subject: MemoryEstimate, sentence: str) -> Iterator[Section]:
+    """Yield how high the peak is, when it is, and what it is made of."""
+    entry = subject.entry
+    yield _summary(subject)
+    yield f"predicted peak of a step: {mib(subject.peak)} MiB ({entry['kind']}), {tables.moment(entry)}"
+    yield sentence
+    yield "Layers of the number", _kinds_of_peak(subject)
+    for line in (tables.guessed(entry), tables.cuda_sizes(entry)):
+        if line:
+            yield line
+    for storage in subject.ledger.storages:
+        if storage.operation == "aten.convolution.default":
+            shape = " x ".join(map(str, storage.shape))
+            yield f"the first convolution's output: {shape} {_dtype(storage.dtype)} = {storage.bytes:,} bytes"
+            break
+    yield "Each phase", tables.phases(entry)
+    yield "At the peak, by what it is for", tables.categories(entry)
+    yield "At the peak, by level of the U", tables.levels(entry)
+    yield "At the peak, by layer", tables.layers(entry)
+    yield "At the peak, the largest groups of tensors", _groups(subject)
+
+
+def _groups(subject: MemoryEstimate) -> Table:
+    """Return the largest groups of equal tensors at the peak."""
+    groups = analysis.held(subject.ledger, subject.ledger.peak_moment())[:GROUPS_SHOWN]
+    rows = []
+    for group in groups:
+        tensors = f"{group.number} x {group.shape} {group.dtype}"
+        share = percent(group.bytes, subject.peak)
+        rows.append([tensors, tables.NAMES[group.category], mib(group.bytes), share])
+    return Table(["tensors", "for", "MiB", "share"], rows)
+
+
+def _further(subject: MemoryEstimate) -> Table:
+    """Return what each way to save memory that the step does not use would take away."""
+    asked = budget.Candidate((), "nothing", subject.config, subject.options)
+    rows = []
+    for option in budget.single_techniques(asked):
+        less = subject.peak - option.peak_bytes
+        rows.append(
+            [
+                *option.overrides,
+                mib(option.peak_bytes),
+                mib(less),
+                percent(less, subject.peak),
+                f"{option.recompute_fraction:+.0%}",
+                option.changes,
+            ]
+        )
+    return Table(["way", "peak with it (MiB)", "takes away (MiB)", "share", "FLOPs", "changes"], rows)
+
+
+def _summary(subject: MemoryEstimate) -> str:
+    """Return the config in a line."""
+    config = subject.config
+    autocast = build.policy(config, "cpu", ()).dtype
+    precision = f"amp {_dtype(autocast)}" if autocast else _dtype(subject.dtype)
+    if config.ckpt:
+        number = "any number of" if config.ckpt == "auto" else f"at most {config.ckpt}"
+        recompute = f"{number} checkpointed segments"
+    else:
+        recompute = ", ".join(slab_words(config)) or "no checkpointing"
+    patch = "x".join(map(str, config.data.patch))
+    return (
+        f"{subject.name}: {subject.parameters:,} parameters; patch {patch}, batch {config.batch}, {precision}, "
+        f"{recompute}, on {build.device_type(config)}"
+    )
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kinds_of_peak(subject: MemoryEstimate) -> Table:
+    """Return a row for each kind of predicted peak: exact, replay, or not known here."""
+    columns = ["predicted peak of a step", "MiB", "kind"]
+    tensors = mib(subject.peak)
+    if build.device_type(subject.config) != "cuda":
+        return Table(columns, [["tensors", tensors, "exact (ledger)"]])
+    native = replay(subject.ledger.events, Settings(False))
+    expandable = replay(subject.ledger.events, Settings(True))
+    workspaces = mib(subject.entry["workspace_bound_bytes"])
+    rows = [
+        ["tensors", tensors, "ledger, as the allocator is asked for"],
+        ["allocated: blocks given out", mib(native.allocated_bytes), "replay"],
+        ["reserved by the allocator", mib(native.reserved_bytes), "replay"],
+        ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(expandable.reserved_bytes), "replay"],
+        ["convolutions' workspaces, not included", f"at most {workspaces} more", "bound, input + output of a layer"],
+        ["CUDA context", "", "constant of the GPU, outside of the allocator; not predicted"],
+    ]
+    return Table(columns, rows)
+
+
+def _widths(subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate]) -> Table:
+    """Return what half the width at each level saves, in bytes and in parameters."""
+    rows = []
+    for level, other in narrower.items():
+        change = other.peak / subject.peak - 1
+        change_of_parameters = other.parameters / subject.parameters - 1
+        rows.append(
+            [
+                str(level),
+                f"{subject.options.features[level]} -> {other.options.features[level]}",
+                mib(other.peak),
+                f"{change:+.0%}",
+                f"{other.parameters:,}",
+                f"{change_of_parameters:+.0%}",
+            ]
+        )
+    return Table(["level", "width", "peak (MiB)", "change", "parameters", "change"], rows)
+
+
+def _family_table(relatives: Sequence[MemoryEstimate]) -> Table:
+    """Return a row a network: where its memory and its parameters are."""
+    columns = ["network", "widths", "parameters", "peak (MiB)", "of it at full resolution", "channels joined there"]
+    rows = []
+    for relative in relatives:
+        full_resolution = relative.entry["levels"][0]["bytes"]
+        rows.append(
+            [
+                relative.name,
+                "-".join(map(str, relative.options.features)),
+                f"{relative.parameters:,}",
+                mib(relative.peak),
+                f"{full_resolution / relative.peak:.0%}",
+                _joined(relative),
+            ]
+        )
+    return Table(columns, rows)
+
+
+def _joined(subject: MemoryEstimate) -> str:
+    """Return the channels of the skip and of what comes from below where a U-Net joins them at full resolution."""
+    stage = f"up{len(subject.options.features) - 1}"
+    skip = subject.options.features[0]
+    for storage in subject.ledger.storages:
+        if storage.operation == "aten.cat.default" and storage.scope.module == stage:
+            channels = storage.shape[1]
+            return f"{skip} + {channels - skip} = {channels}"
+    return ""
+
+
+def _paradoxes(subject: MemoryEstimate, relatives: Sequence[MemoryEstimate]) -> Iterator[str]:
+    """Yield a sentence for each relative with more parameters and a lower peak: how that can be."""
+    for other in relatives:
+        if other.parameters > subject.parameters and other.peak < subject.peak:
+            ratio = other.parameters / subject.parameters
+            joins = f"at full resolution it joins {_joined(other)} channels, {subject.name} {_joined(subject)}"
+            yield (
+                f"{other.name} has {ratio:.1f} times the parameters of {subject.name} and needs "
+                f"{mib(subject.peak - other.peak)} MiB less: {joins}. {WHERE}"
+            )

@@ -1,0 +1,70 @@
+"""`unet3d memory --module`: where the memory of a training step of any network goes."""
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from unet3d import build
+from unet3d.base.errors import UserError, escaped, is_out_of_memory, reason
+from unet3d.config.schema import Config
+from unet3d.memory import profile
+from unet3d.report import explained
+
+
+def print_module(
+    path: str,
+    keywords: Mapping[str, Any],
+    shape: Sequence[int],
+    config: Config,
+    *,
+    measures: bool,
+    out: Path | None,
+    depth: int | None = None,
+) -> None:
+    """Print where the memory of a step goes, with an input of N C D H W; with `out`, also write a page there.
+
+    Raises UserError for a network that cannot be made or run.
+    """
+    network = _made(path, keywords)
+    amp: bool | str = config.amp
+    if config.amp and config.amp_dtype != "auto":
+        amp = config.amp_dtype
+    try:
+        with warnings.catch_warnings(action="ignore"):  # what is printed says it, too
+            predicted = profile.predict(network, shape, amp=amp, device=build.device_type(config), depth=depth)
+        explanations = [predicted]
+        if measures:
+            device = build.device(config)
+            explanations.append(profile.explain(network.to(device), shape, amp=amp, depth=depth))
+    except (RuntimeError, ValueError, TypeError, ImportError) as error:
+        if isinstance(error, UserError) or is_out_of_memory(error):
+            raise
+        problem = f"a step with --input {'x'.join(map(str, shape))} fails"
+        raise _refusal(path, problem, error) from error
+    print(*explanations, sep="\n\n")
+    if out is not None:
+        print(escaped(explained.write_page(explanations[-1], out)))
+
+
+def _made(path: str, keywords: Mapping[str, Any]) -> nn.Module:
+    """Return the network that a name such as package.module:name makes. Raises UserError."""
+    make = build.import_object("--module", path)
+    try:
+        network = make(**keywords)
+    except (TypeError, ValueError, KeyError, ImportError) as error:
+        raise _refusal(path, f"cannot be made with --args {json.dumps(keywords)}", error) from error
+    if not isinstance(network, nn.Module):
+        raise UserError(f"--module {path}: made {type(network).__name__}, not a torch.nn.Module")
+    return network
+
+
+def _refusal(path: str, problem: str, error: Exception) -> UserError:
+    """Return the error of a network that cannot be made or run, in one line."""
+    if isinstance(error, ImportError):
+        missing = escaped(str(error).partition("\n")[0])  # MONAI goes on with advice and a trace
+        return UserError(f"--module {path}: needs a package that is not installed: {missing}")
+    return UserError(f"--module {path}: {problem}: {reason(error)}")

@@ -1,0 +1,214 @@
+"""`unet3d memory` of several configs: peaks side by side, curves, or what fits a budget; from simulated steps."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from unet3d.base import shell
+from unet3d.base.errors import UserError, escaped
+from unet3d.base.files import write_csv
+from unet3d.base.progress import track
+from unet3d.base.terminal import WIDE, paper, terminal_table
+from unet3d.base.types import Table, budget_bytes, mib
+from unet3d.cli.memory_of_config import scaled_width
+from unet3d.memory import budget, export, tables
+from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK
+from unet3d.memory.preflight import MemoryEstimate, estimate
+from unet3d.report import memory_plots
+from unet3d.run.pretrained import with_init_names
+
+ROWS_SHOWN = 24  # of the table of what fits
+BATCHES = (1, 2, 4, 8)
+SCALES = (0.25, 0.5, 1, 1.5, 2)  # of widths
+SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # of the patch's sides
+Estimates = dict[str, MemoryEstimate | UserError]  # of each config, or why it makes no sense
+
+
+class Point(NamedTuple):
+    """A point of a curve: one option of a config, varied."""
+
+    axis: str  # what varies, with its unit
+    x: int
+    overrides: str
+    estimate: MemoryEstimate
+
+
+def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None:
+    """Print a row a job; with `out`, write peaks.csv, the layer traces of all in trace.csv, and their picture.
+
+    A job that makes no sense is a row without numbers, and a line that says why. Raises UserError where none does.
+    """
+    estimates = _estimates(jobs, half, STEPS_FOR_PEAK if out is None else MEASURED_STEPS)
+    for name, subject in track(list(estimates.items()), "networks", len(estimates)):
+        if isinstance(subject, MemoryEstimate):
+            try:
+                _ = subject.meter  # simulates
+            except UserError as error:  # some only a simulation finds
+                estimates[name] = error
+    subjects = _sound(estimates)
+    table = _table_of_peaks(estimates, subjects)
+    paper(WIDE).print(terminal_table("Predicted peak of a step", table))
+    _print_skipped(estimates)
+    if out is not None:
+        _write_peaks(estimates, subjects, out)
+
+
+def _table_of_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate]) -> Table:
+    """Return a row a config; one that makes no sense has no numbers."""
+    first_peak = next(iter(subjects.values())).peak
+    rows = []
+    for name in estimates:
+        subject = subjects.get(name)
+        if subject is None:
+            rows.append([name, "", "", "", "skipped"])
+            continue
+        change = subject.peak / first_peak - 1
+        rows.append(
+            [
+                name,
+                f"{subject.parameters:,}",
+                mib(subject.peak),
+                f"{change:+.1%}",
+                tables.moment(subject.entry),
+            ]
+        )
+    return Table(["config", "parameters", "peak (MiB, ledger)", "change", "at its highest"], rows)
+
+
+def _write_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate], out: Path) -> None:
+    """Write peaks.csv, trace.csv and its picture, and print the folder."""
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    rows: list[list] = []
+    for name in estimates:
+        subject = subjects.get(name)
+        if subject is None:
+            rows.append([name, None, None])
+        else:
+            rows.append([name, subject.parameters, subject.peak])
+    write_csv(out / "peaks.csv", ["config", "parameters", "peak_bytes"], rows)
+    calls = []
+    for name, subject in subjects.items():
+        calls += export.trace(subject.ledger, name, MEASURED_STEPS - 1)
+    export.write_trace(calls, out / "trace.csv")
+    memory_plots.trace_plot(calls, out / "figures" / "trace.png")
+    print(escaped(out))
+
+
+def _estimates(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> Estimates:
+    """Return the estimate of each job by the overrides that are not common to all.
+
+    Raises UserError where two jobs have the same.
+    """
+    common = set(jobs[0]).intersection(*jobs)
+    names = []
+    for job in jobs:
+        own_words = [word for word in job if word not in common]
+        names.append(" ".join(own_words) or "config")
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise UserError(f"{name} is asked for more than once; name each value once")
+    estimates: Estimates = {}
+    for name, job in zip(names, jobs, strict=True):
+        try:
+            estimates[name] = replace(estimate(with_init_names(job), half), steps=steps)
+        except UserError as error:
+            estimates[name] = error
+    return estimates
+
+
+def _sound(estimates: Estimates) -> dict[str, MemoryEstimate]:
+    """Return the jobs that make sense. Raises UserError, with all reasons, where none does."""
+    sound = {name: subject for name, subject in estimates.items() if isinstance(subject, MemoryEstimate)}
+    if not sound:
+        reasons = dict.fromkeys(str(error) for error in estimates.values())
+        raise UserError("; ".join(reasons))
+    return sound
+
+
+def _print_skipped(estimates: Estimates) -> None:
+    """Print why each config that makes no sense was skipped."""
+    for name, subject in estimates.items():
+        if isinstance(subject, UserError):
+            print(escaped(f"skipped: {name}: {subject}"))
+
+
+def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
+    """Write curves.csv and figures/curves.png: peak against batch size, first width and patch, a line a job."""
+    estimates = _estimates(jobs, half, STEPS_FOR_PEAK)
+    series = _sound(estimates)
+    points = ((name, point) for name, subject in series.items() for point in _points(subject))
+    at_most = len(jobs) * len(BATCHES + SCALES + SIZES)
+    rows = []
+    panels: dict[str, dict[str, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
+    for name, point in track(points, "points, at most", at_most):
+        subject = point.estimate
+        if not budget.is_allowed(subject.config, subject.options):
+            continue
+        rows.append((point.axis, point.x, name, point.overrides, subject.parameters, subject.peak))
+        panels[point.axis][name].append((point.x, subject.peak))
+    table = out / "curves.csv"
+    picture = out / "figures" / "curves.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    write_csv(table, ["varied", "x", "series", "config", "parameters", "peak_bytes"], rows)
+    memory_plots.peak_curves(list(panels.items()), picture)
+    _print_skipped(estimates)
+    print(escaped(table))
+    print(escaped(picture))
+
+
+def _points(subject: MemoryEstimate) -> Iterator[Point]:
+    """Vary the batch size, the widths and the patch; not the patch where `auto` depends on it."""
+    config = subject.config
+    model_config = subject.options
+    for batch in BATCHES:
+        varied = replace(subject, config=replace(config, batch=batch))
+        yield Point("batch size", batch, f"batch={batch}", varied)
+    levels = range(len(model_config.features))
+    for scale in SCALES if levels else ():
+        scaled = budget.resized(model_config, partial(scaled_width, scale, levels))
+        overrides = " ".join(budget.width_overrides(scaled))
+        yield Point("first width (channels)", scaled.features[0], overrides, replace(subject, options=scaled))
+    depends_on_patch = "auto" in (config.model.kernels, config.model.strides)
+    for scale in (1,) if depends_on_patch else SIZES:
+        patch = [max(1, round(length * scale)) for length in config.data.patch]
+        varied = replace(subject, config=replace(config, data=replace(config.data, patch=patch)))
+        overrides = f"data.patch={patch}".replace(" ", "")
+        yield Point("patch (voxels)", math.prod(patch), overrides, varied)
+
+
+def print_fit(overrides: Sequence[str]) -> None:
+    """Print the options that no other beats, and the command line that fits `budget`. Raises UserError if none does."""
+    subject = estimate(with_init_names(overrides), half=False)
+    given = subject.config.budget
+    if given is None:
+        raise UserError("memory fit needs a budget, e.g. budget=8GiB")
+    limit = budget_bytes(given)
+    asked = budget.Candidate((), "nothing", subject.config, subject.options)
+    options, best = budget.find_fit(asked, limit)
+    every = math.ceil(len(options) / ROWS_SHOWN)
+    rows = [_row_of_fit(option, limit) for option in options[::every]]
+    table = Table(["peak (MiB, estimated)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
+    paper(WIDE).print(terminal_table("Least memory by cost", table))
+    for reason in budget.untried(asked):
+        print(escaped(f"not tried: {reason}"))
+    if best.occupied_bytes > limit:
+        smallest = f"the smallest peak is {mib(best.peak_bytes)} MiB{best.reserves}"
+        raise UserError(f"budget={given}: nothing tried fits; {smallest}")
+    command = shell.training(budget.replaced(overrides, best.overrides))
+    print(f"fits: {escaped(command)}")
+
+
+def _row_of_fit(option: budget.Candidate, limit: int) -> list[str]:
+    """Return what an option needs, costs and changes."""
+    return [
+        mib(option.peak_bytes),
+        "yes" if option.occupied_bytes <= limit else "",
+        f"{option.recompute_fraction:+.0%}",
+        str(option.segments) if option.segments > 1 else "",
+        "" if option.changes == "nothing" else option.changes,
+        " ".join(option.overrides),
+    ]

@@ -1,0 +1,163 @@
+"""`unet3d predict`: label maps of NIfTI files, one after another; a file that cannot be segmented stops no other."""
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unet3d.base import progress
+from unet3d.base.errors import UserError, escaped, is_out_of_memory, not_saved, reason
+from unet3d.cli import lifecycle
+from unet3d.cli.commands import counted
+
+if TYPE_CHECKING:
+    from unet3d.data.cases import Case
+    from unet3d.run.predict import Segmenter
+
+LONGEST_NUMBER = 20  # letters
+SHARE = re.compile(r"-?(\d{1,9}(\.\d{0,20})?|\.\d{1,20})", re.ASCII)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Segment every file. Return 2 if one could not be segmented."""
+    shard = _shard(arguments.shard)
+    from unet3d.memory.simulate import refuse_large_window
+    from unet3d.run import predict
+
+    segmenter = _open_segmenter(arguments)
+    refuse_large_window(segmenter.predictor, arguments.checkpoint)
+    channels = len(segmenter.intensity)
+    cases, problems = predict.find_cases(arguments.inputs, channels, segmenter.by_channel, shard)
+    images = {os.path.realpath(path) for path in predict.files_in(arguments.inputs)[0]}  # Path.resolve raises: a circle
+    for problem in problems:
+        lifecycle.print_error(f"error: {escaped(problem)}")
+    failed = len(problems)
+    written = 0
+    left_alone = 0
+    with progress.counting("predicting cases", len(cases)) as counter:
+        for case in cases:
+            paths = _paths(case, arguments)
+            _refuse_images(paths, images)
+            missing = [path for path in paths if arguments.overwrite or not path.exists()]
+            if paths[0] not in missing:
+                left_alone += 1
+                _print_left_alone(paths[0], missing)
+            elif _segment(segmenter, case, missing):
+                written += 1
+            else:
+                failed += 1
+            counter.advance()
+    _print_counts(written, left_alone, failed, segmenter.written)
+    return UserError.exit_code if failed else 0
+
+
+def _open_segmenter(arguments: argparse.Namespace) -> "Segmenter":
+    """Return the segmenter of the checkpoint. Raises UserError, which names flags, or CheckpointError."""
+    from unet3d.run import predict
+
+    try:
+        return predict.open_segmenter(
+            arguments.checkpoint,
+            arguments.device,
+            mirror=arguments.mirror,
+            model_path=arguments.model,
+            batch=_number_or_word(arguments.batch),
+            overlap=_share_or_word(arguments.overlap),
+        )
+    except UserError as error:  # about an argument of that function, which is a flag here
+        text = re.sub(r"^(batch|overlap)=", r"--\1 ", str(error))
+        raise UserError(text.replace("mirror=true: ", "--mirror: ", 1)) from error
+
+
+def _paths(case: "Case", arguments: argparse.Namespace) -> list[Path]:
+    """Return the files to write for a case: its label map, and its probabilities where they are asked for."""
+    paths = [arguments.out / f"{case.id}.nii.gz"]
+    if arguments.probabilities:
+        paths.append(arguments.out / f"{case.id}_probabilities.nii")
+    return paths
+
+
+def _refuse_images(paths: Sequence[Path], images: set[str]) -> None:
+    """Raise UserError where one of the files to write is an image to segment."""
+    for path in paths:
+        if os.path.realpath(path) in images:
+            raise UserError(f"{path}: is an image to segment; give another folder for the label maps")
+
+
+def _print_left_alone(label_map: Path, missing: Sequence[Path]) -> None:
+    """Say that a label map is there already, and which file beside it is not written for that."""
+    print(f"{escaped(label_map)}: exists, left alone (--overwrite replaces it)")
+    if missing:
+        print(f"{escaped(missing[0])}: not written, since its label map was left alone (--overwrite)")
+
+
+def _print_counts(written: int, left_alone: int, failed: int, values: str) -> None:
+    """Print how many label maps were written, what their values mean, and how many were not."""
+    parts = [f"{counted(written, 'label map')} written"]
+    if left_alone:
+        parts.append(f"{left_alone} left alone")
+    if failed:
+        parts.append(f"{failed} not segmented")
+    line = ", ".join(parts)
+    if written:
+        line += f"; values: {escaped(values)}"
+    print(line)
+
+
+def _is_number(text: str) -> bool:
+    """Return whether a text is a whole number that is not longer than any that makes sense."""
+    return len(text) <= LONGEST_NUMBER and text.isascii() and text.isdecimal()
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """Return `i/n` as two numbers. Raises UserError."""
+    index, _, count = text.partition("/")
+    if not _is_number(index) or not _is_number(count) or int(index) >= int(count):
+        raise UserError(f"--shard {text}: is no part; give i/n, part i of n, from 0 on: 0/3, 1/3 or 2/3")
+    return int(index), int(count)
+
+
+def _number_or_word(text: str | None) -> int | str | None:
+    """Return `4` as a number; other words as they are, for the check of the option."""
+    if text is None or not _is_number(text):
+        return text
+    return int(text)
+
+
+def _share_or_word(text: str | None) -> float | str | None:
+    """Return `0.25` as a number; other words as they are, for the check of the option."""
+    if text is None or SHARE.fullmatch(text) is None:
+        return text
+    return float(text)
+
+
+def _segment(segmenter: "Segmenter", case: "Case", paths: Sequence[Path]) -> bool:
+    """Write the files of a case, and print their paths. Return whether that was possible. Raises NotSaved."""
+    from unet3d.data.nifti import replacement
+    from unet3d.run import predict
+
+    try:
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+        volume = segmenter.to_file(case, *paths)
+        warnings = predict.accepted_contradictions(case)
+        if volume.replaced:
+            warnings.insert(0, f"{case.id}: {replacement(volume.replaced)}")
+        for line in warnings:
+            lifecycle.print_error(f"warning: {escaped(line)}")
+        for path in paths:
+            print(escaped(path))
+        return True
+    except UserError as error:
+        lifecycle.print_error(f"error: {escaped(error)}")
+    except OSError as error:
+        if lifecycle.ran_out(error) is not None:
+            raise
+        named = [path for path in paths if str(path) == error.filename]
+        raise not_saved(named[0] if named else paths[0], error) from error
+    except (RuntimeError, MemoryError) as error:  # perhaps for the size of this volume
+        if not is_out_of_memory(error):
+            raise
+        lifecycle.print_error(f"error: {escaped(case.id)}: out of memory: {reason(error)}")
+    return False

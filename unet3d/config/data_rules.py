@@ -1,0 +1,86 @@
+"""Options of the data at odds with each other."""
+
+from collections import Counter
+from typing import Any
+
+from unet3d.base.errors import UserError
+from unet3d.config.schema import Data
+
+MAX_LABEL = 65535  # label maps are uint16 at most
+RANGES = ("scaling", "contrast", "gamma", "blur", "low_resolution")  # options of data.augment: [smallest, largest]
+
+
+def check_data(data: Data) -> None:
+    """Raise UserError for the first option that another does not allow."""
+    for name in RANGES:
+        low, high = getattr(data.augment, name)
+        if low > high:
+            raise UserError(f"data.augment.{name}=[{low}, {high}]: give [smallest, largest]")
+    if len(set(data.augment.mirror)) != len(data.augment.mirror):
+        raise UserError(f"data.augment.mirror={data.augment.mirror}: name each axis once")
+    _check_fold("fold", data.fold, data.folds)
+    _check_fold("sparse_fold", data.sparse_fold, data.sparse_folds)
+    if data.format == "folders" and not data.classes:
+        raise UserError("data.classes is not set: data=folders needs the class names, e.g. [background,organ]")
+    _check_label_map(data)
+    _check_sparse(data)
+
+
+def _check_fold(name: str, index: int | None, count: int) -> None:
+    if index is not None and index >= count:
+        raise UserError(f"data.{name}={index}: with data.{name}s={count} it runs from 0 to {count - 1}")
+
+
+def _check_sparse(data: Data) -> None:
+    """Raise UserError for options of sparse slices that leave nothing to learn from, or to score."""
+    for name, counts in (("sparse", data.sparse), ("scored", data.scored)):
+        if counts is not None and not any(counts):
+            raise UserError(f"data.{name}={counts}: give numbers of slices across x, y and z, not all 0")
+    if data.semi and data.sparse is None:
+        raise UserError("data.semi=true needs slices to learn from: add data.sparse=[yz,xz,xy], e.g. [5,5,3]")
+    if data.semi and (data.fold is not None or data.split is not None):
+        raise UserError("data.semi=true learns from slices of every case; set data.fold and data.split to null")
+    if data.sparse_fold is None:
+        return
+    if not data.semi or data.sparse is None:
+        raise UserError("data.sparse_fold needs data.semi=true: no other run scores a part of the slices")
+    if data.format == "mni152" and data.sparse[0]:
+        reason = "mni152 is its own mirror image across x: data.sparse_fold scores mirror images of learned slices"
+        raise UserError(f"data.sparse={data.sparse}: {reason}; take none across x, e.g. data.sparse=[0,6,12]")
+    if max(data.sparse) < data.sparse_folds:
+        raise UserError(f"data.sparse={data.sparse}: too few slices for data.sparse_folds={data.sparse_folds}")
+
+
+def _check_label_map(data: Data) -> None:
+    """Raise UserError for a map of labels that cannot be, or that makes other classes than `data.classes`."""
+    if data.label_map is None:
+        return
+    count = len(label_sources(data.label_map).keys() | {0})
+    if data.classes and len(data.classes) != count:
+        problem = f"makes {count} classes, background with them, but data.classes has {len(data.classes)} names"
+        raise UserError(f"data.label_map={data.label_map}: {problem}; make them agree")
+
+
+def label_sources(label_map: Any) -> dict[int, list[int]]:
+    """Return `{1: [1, 2], 2: 4}` as `{1: [1, 2], 2: [4]}`. Raises UserError for anything else."""
+    option = f"data.label_map={label_map}"
+    example = "give each new label those of the files, as in 'data.label_map={1:[1,2],2:4}'"
+    if not isinstance(label_map, dict) or not label_map:
+        raise UserError(f"{option}: {example}")
+    sources = {new: list(olds) if isinstance(olds, list) else [olds] for new, olds in label_map.items()}
+    labels = [old for olds in sources.values() for old in olds]
+    if not all(_is_label(label) for label in (*sources, *labels)):
+        raise UserError(f"{option}: labels are whole numbers from 0 to {MAX_LABEL}; {example}")
+    classes = sorted(sources.keys() - {0})
+    if not classes or classes != list(range(1, len(classes) + 1)):
+        raise UserError(f"{option}: number the new labels 1, 2, 3 ... without a gap; 0 may be there")
+    if not all(sources.values()):
+        raise UserError(f"{option}: a new label has none of the files; {example}")
+    label, times = Counter(labels).most_common(1)[0]
+    if times > 1:
+        raise UserError(f"{option}: {label} is there twice; it can become one label only")
+    return sources
+
+
+def _is_label(label: object) -> bool:
+    return type(label) is int and 0 <= label <= MAX_LABEL

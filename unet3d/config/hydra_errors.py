@@ -1,0 +1,208 @@
+"""One line for what Hydra or OmegaConf refuses: what is wrong, where, and the nearest name that exists."""
+
+import difflib
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from unet3d.base.errors import UserError
+from unet3d.config.rules import options
+from unet3d.config.schema import LOSSES, Config
+
+ABOUT = {name: metadata["about"] for name, _, metadata in options(Config())}  # the meaning of each option
+GROUPS = sorted({name.rpartition(".")[0] for name in ABOUT} - {""})  # of options: model, data.augment and so on
+SIMILARITY = 0.7  # of 1: how alike a word and the option that it may mean must be
+# What other trainers call our options.
+USUAL = {
+    "epochs": "steps",
+    "batch_size": "batch",
+    "bs": "batch",
+    "num_workers": "workers",
+    "gpus": "device",
+    "learning_rate": "optim.lr",
+    "patch_size": "data.patch",
+    "fp16": "amp",
+    "precision": "amp",
+    "cuda": "device",
+    "data.path": "data.root",
+    "data.dir": "data.root",
+    "data.folder": "data.root",
+    "data_dir": "data.root",
+    "eval_interval": "eval_every",
+    "save_interval": "save_every",
+    "normalization": "model.norm",
+    "gradient_accumulation_steps": "accumulate",
+    "channels": "model.features or model.in_channels",
+}
+LAUNCHERS = {  # of Hydra: the package that has each
+    "joblib": "hydra-joblib-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+}
+LIST_OF_OPTIONS = "python train.py --help lists them all"
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """Raise UserError, one line, for an error of Hydra or OmegaConf; Hydra refuses some words by a ValueError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise UserError(describe(error)) from error
+
+
+def describe(error: Exception) -> str:
+    """Return one line for an error of a composition."""
+    causes = _causes(error)
+    # Under a debugger OmegaConf adds causes that name no option, and chains that are circles.
+    for cause in sorted(reversed(causes), key=lambda cause: not getattr(cause, "full_key", None)):
+        if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
+            return _describe_choice(cause.missing_cfg_file, list(cause.options or []))
+        if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+            return f"{cause.full_key}: no such option{nearest(str(cause.full_key))}"
+        if isinstance(cause, OmegaConfBaseException):
+            return _describe_type(cause)
+    first = causes[-1]
+    lines = str(first).splitlines()[:2]
+    text = " ".join(line.strip() for line in lines)
+    if isinstance(first, OverrideParseException):
+        return _describe_word(first.override, text)
+    return text
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return the error, its cause, the cause of that, and so on; each once."""
+    causes = [error]
+    while True:
+        cause = causes[-1].__cause__
+        if cause is None or cause in causes:
+            return causes
+        causes.append(cause)
+
+
+def _describe_type(error: OmegaConfBaseException) -> str:
+    """Say which option cannot have a value of this type, and what the option is about."""
+    name = error.full_key
+    about = f" ({name}: {ABOUT[name]})" if name in ABOUT else ""
+    if "ListConfig" in str(error.msg):
+        return f"{name}: is a list; write it in brackets, as in {name}=[1,2,3]{about}"
+    where = f"{name}: " if name else ""
+    first_line = str(error.msg or error).splitlines()[0]
+    return f"{where}{first_line}{about}"
+
+
+def _describe_word(word: str, problem: str) -> str:
+    """Say how to write a word that Hydra's grammar does not take."""
+    key, sign, value = word.partition("=")
+    if not sign:
+        advice = ""
+        if "/" in key:
+            advice = f"; did you mean data.root={key}?"
+        elif key in ABOUT:
+            advice = f"; write {key}=VALUE"
+        return f"{key}: is no option=value{advice}"
+    if value == "~" or value.startswith("~/"):
+        return f"{key}={value}: a shell replaces ~ only where a word begins; write {key}=$HOME{value[1:]}"
+    return _describe_value(key, value, problem.partition(" See https")[0])
+
+
+def _describe_value(key: str, value: str, problem: str) -> str:
+    """Say how to write a value that Hydra's grammar does not take."""
+    refusal = f"{key}={value}: Hydra does not understand the value"
+    if "Exception" not in problem:
+        refusal += f" ({problem})"
+    if value.startswith(("[", "{")):
+        return f"{refusal}; close what it opens, and quote it for the shell: '{key}=[1,2,3]'"
+    bare = value.strip("\"'")
+    word = f"{key}={quoted(bare)}"
+    needs_single_quotes = re.search(r'["$`\\!]', word)
+    for_shell = shlex.quote(word) if needs_single_quotes else f'"{word}"'
+    return f"{refusal}; quote it, once for Hydra and once for the shell: {for_shell}"
+
+
+def quoted(text: str) -> str:
+    """Return the text as a value of Hydra's command line, which without quotes accepts few characters."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\'", text)  # a backslash is doubled only before a quote, and at the end
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
+
+
+def _describe_choice(missing: str, choices: list[str]) -> str:
+    """Say that a config group has no file of this name, and what it has."""
+    group, _, name = missing.rpartition("/")
+    if group == "hydra/launcher" and name in LAUNCHERS:
+        return f"{group}={name}: is not installed; pip install {LAUNCHERS[name]}"
+    if group == "loss" and name in LOSSES:
+        return f"loss={name}: no such config; write loss.name={name}"
+    close = difflib.get_close_matches(name, choices, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return f"{group}={name}: no such config; {meant}choose from {', '.join(sorted(choices))}"
+
+
+def not_a_flag(flag: str, words: Sequence[str]) -> UserError:
+    """Return the error for a flag that does not exist, among these words: how to write it as an option."""
+    name, _, value = flag.lstrip("-").partition("=")
+    if not value:
+        value = _next_word(flag, words) or "VALUE"
+    option, _ = _neighbour(name.replace("-", "_"))
+    example = f"{option}={value}" if option else f"batch=4; {LIST_OF_OPTIONS}"
+    return UserError(f"{flag}: no such flag; options are written without dashes: {example}")
+
+
+def _next_word(flag: str, words: Sequence[str]) -> str:
+    """Return the word after a flag where it may be the flag's value, else an empty text."""
+    if flag not in words:
+        return ""
+    for word in words[words.index(flag) + 1 :]:
+        is_value = not word.startswith("-") and "=" not in word
+        return word if is_value else ""
+    return ""
+
+
+def nearest(name: str) -> str:
+    """Return what to write instead of an option that does not exist, to be put behind the line that says so."""
+    option, choices = _neighbour(name)
+    return f"; did you mean {option}?" if option else f"; {choices}"
+
+
+def _neighbour(name: str) -> tuple[str, str]:
+    """Return the option that `name` most likely means, "" where none is close; and where to look instead."""
+    group, _, word = name.rpartition(".")
+    group = _closest(group, GROUPS)
+    known = sorted([*GROUPS, "experiment", *ABOUT], key=lambda option: "." not in option)
+    by_last_word = _by_last_word(known)
+    in_group = [option for option in known if option.startswith(f"{group}.")]
+    option = USUAL.get(f"{group}.{word}") or (by_last_word | USUAL).get(word, "")
+    if option:
+        pass
+    elif group:
+        names = {option.rpartition(".")[2]: option for option in in_group}
+        option = names.get(_closest(word, names), "")
+    else:
+        names = {option: option for option in known if "." not in option} | USUAL
+        option = names.get(_closest(word, names), "") or by_last_word.get(_closest(word, by_last_word), "")
+    if not group:
+        return option, LIST_OF_OPTIONS
+    parts = dict.fromkeys(option.removeprefix(f"{group}.").partition(".")[0] for option in in_group)
+    return option, f"{group} has {', '.join(parts)}"
+
+
+def _closest(word: str, names: Sequence[str] | dict[str, str]) -> str:
+    """Return the name that is most like the word, "" where none is like it."""
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=SIMILARITY)
+    return matches[0] if matches else ""
+
+
+def _by_last_word(known: Sequence[str]) -> dict[str, str]:
+    """Return options by their last word; "" for a word that ends several, none of which it is itself."""
+    last_words = [option.rpartition(".")[2] for option in known]
+    named: dict[str, str] = {}
+    for word, option in zip(last_words, known, strict=True):
+        is_clear = word == option or last_words.count(word) == 1
+        named[word] = option if is_clear else ""
+    return named

@@ -1,0 +1,88 @@
+"""Options of the U-Net at odds with each other, or with the patch."""
+
+from unet3d.base.errors import UserError
+from unet3d.config.schema import Config, Model
+from unet3d.model import geometry
+
+MOST_LEVELS = 12
+
+
+def check_model(model: Model) -> None:
+    """Raise UserError for the first option that another does not allow."""
+    levels = len(model.features)
+    if not levels:
+        raise UserError("model.features=[] has no level; give one width a level, e.g. [16,32,64]")
+    if levels > MOST_LEVELS:
+        raise UserError(f"model.features has {levels} levels; use at most {MOST_LEVELS}, which halve 2048 voxels to 1")
+    if model.decoder is not None and len(model.decoder) != levels - 1:
+        raise UserError(f"model.decoder has {len(model.decoder)} widths; {levels} levels need {levels - 1}")
+    if model.kernels != "auto":
+        geometry.kernels(model)
+    if model.strides != "auto":
+        geometry.strides(model)
+    if model.norm == "group":
+        _check_groups(model)
+    if model.deep_supervision and model.padding == "valid":
+        raise UserError("model.deep_supervision=true needs model.padding=same: the levels' crops would not align")
+    if model.deep_supervision and levels < 3:
+        raise UserError(f"model.deep_supervision=true needs 3 levels or more; model.features has {levels}")
+
+
+def _check_groups(model: Model) -> None:
+    """Raise UserError for a width that the groups of the normalisation do not divide."""
+    widths = {*model.features, *(model.decoder or [])}
+    if model.widen == "second":
+        widths |= {width // 2 for width in model.features}
+    undivided = [width for width in sorted(widths) if width % model.groups]
+    if undivided:
+        raise UserError(f"model.groups={model.groups} does not divide {undivided[0]} channels; choose a divisor of all")
+
+
+def check_patch(config: Config) -> None:
+    """Raise UserError for a patch that the network cannot take, mirror or supervise."""
+    model = config.model
+    patch = config.data.patch
+    if "auto" in (model.kernels, model.strides):
+        return  # auto needs the data's spacing: it is checked again once that is known
+    output = geometry.output_size(patch, model)
+    is_odd = any((patch[axis] - output[axis]) % 2 for axis in config.data.augment.mirror)
+    if config.inference.mirror and is_odd:
+        problem = f"data.patch={patch} gives {list(output)}, an odd number of voxels less"
+        raise UserError(f"inference.mirror=true: {problem}: mirrored views would lie a voxel apart; set it to false")
+    if model.deep_supervision:
+        _check_supervised_sizes(patch, model)
+    _check_lone_voxels(config)
+
+
+def _check_supervised_sizes(patch: list[int], model: Model) -> None:
+    """Raise UserError where a stride does not divide the maps above it: the labels of a head would not align."""
+    sizes = geometry.level_sizes(patch, model)
+    for above, below, stride in zip(sizes, sizes[1:], geometry.strides(model), strict=False):
+        uneven = [b > 1 and -(-a // b) != s for a, b, s in zip(above, below, stride, strict=True)]
+        if any(uneven):
+            problem = f"strides of {list(stride)} do not divide maps of {list(above)} voxels"
+            advice = "labels would not align; give another data.patch"
+            raise UserError(f"model.deep_supervision=true: {problem}; {advice}")
+
+
+def _check_lone_voxels(config: Config) -> None:
+    """Raise UserError where a normalisation would see one number at a time, in a step or in a window."""
+    model = config.model
+    patch = config.data.patch
+    maps = geometry.normalised_maps(patch, model)
+    lone = [channels for channels, size in maps if size == geometry.ONES]
+    if not lone:
+        return
+    numbers = {"instance": 1, "batch_current": 1, "batch": config.batch, "none": 2}
+    if numbers.get(model.norm, min(lone) // model.groups) > 1:
+        return
+    is_group = model.norm == "group"
+    advice = f"use data.patch={geometry.larger_patch(patch, model)}"
+    all_channels = [channels for channels, _ in maps]
+    groups = [n for n in range(1, min(lone)) if not any(channels % n for channels in all_channels)]
+    if groups:
+        norm = "" if is_group else "model.norm=group "
+        advice += f", or {norm}model.groups={groups[-1]}"
+    norm = f"{model.norm} model.groups={model.groups}" if is_group else model.norm
+    problem = f"leaves one voxel of a map at {len(model.features)} levels: model.norm={norm} has nothing to normalise"
+    raise UserError(f"data.patch={patch} {problem}; {advice}")
