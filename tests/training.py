@@ -29,7 +29,7 @@ from unet3d.base import progress
 from unet3d.cli import main
 from unet3d.config import compose
 from unet3d.memory import preflight
-from unet3d.report import case_plots, memory_plots, report
+from unet3d.report import case_plots, memory_plots, plots, report, score_plots
 from unet3d.report.loggers import Loggers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +40,10 @@ TINY = [
 PLAIN = ("optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=null")  # quick to simulate
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["served"])
+FIGURES = [
+    *((case_plots, "segmentation"), (plots, "training_curves"), (score_plots, "score_plot")),
+    *((memory_plots, "phase_plot"), (memory_plots, "timeline_plot"), (memory_plots, "layer_plot")),
+]
 Hook = Callable[[], None]
 
 
@@ -150,10 +154,9 @@ def without_frills() -> None:
     """
     Hydra.get_mode = _mode  # type: ignore[method-assign]
     preflight.preflight = lambda config, options: preflight.Preflight((0, 2) if config.ckpt else (), {})
-    report.write_report = lambda folder: folder
-    case_plots.segmentation = memory_plots.phase_plot = memory_plots.timeline_plot = memory_plots.layer_plot = (
-        _one_pixel
-    )
+    report.write_page = lambda run: run.path
+    for module, name in FIGURES:
+        setattr(module, name, _one_pixel)
 
 
 def _mode(hydra: Hydra, config_name: str | None, overrides: Sequence[str]) -> RunMode:

@@ -30,8 +30,9 @@ from unet3d.base.types import Table
 from unet3d.config import rules
 from unet3d.config.schema import Config, Wandb
 from unet3d.report import loggers, wandb_logger
-from unet3d.report.loggers import JsonLines, Loggers, TerminalLogger, open_loggers
+from unet3d.report.loggers import JsonLines, Loggers, open_loggers
 from unet3d.report.tensorboard_logger import TensorBoardLogger
+from unet3d.report.terminal_logger import TerminalLogger
 
 SOURCE = str(Path(loggers.__file__).parents[2])
 Capture = pytest.CaptureFixture[str]

@@ -310,11 +310,11 @@ def _publish(arguments: argparse.Namespace) -> None:
 
 def _score(arguments: argparse.Namespace) -> None:
     config = _composed(arguments.overrides)
-    from unet3d.report import report, run_folder
+    from unet3d.report import record, summary
     from unet3d.run import publish
 
     title = publish.score(arguments.checkpoint, config, arguments.out, arguments.model)
-    report.print_scores(run_folder.read_run(arguments.out), title)
+    summary.print_scores(record.read_run(arguments.out), title)
 
 
 def _check_data(arguments: argparse.Namespace) -> int:
@@ -347,11 +347,11 @@ def _count(number: int, what: str) -> str:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from unet3d.report import report
+    from unet3d.report import record, report
 
     if not (arguments.folder / "config.yaml").is_file():
         raise UserError(f"{arguments.folder}: not a run folder; give outputs/DATE/TIME-ID")
-    print(escaped(report.write_report(arguments.folder)))
+    print(escaped(report.write_report(record.read_run(arguments.folder))))
 
 
 def _compare(arguments: argparse.Namespace) -> None:

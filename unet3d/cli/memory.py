@@ -27,7 +27,7 @@ from unet3d.memory import analysis, budget, export, profile, tables
 from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
-from unet3d.report import explained, memory_plots, report
+from unet3d.report import explained, memory_curves, memory_plots, record, report
 from unet3d.run.pretrained import with_names
 
 LARGEST = 10  # groups of tensors shown
@@ -58,7 +58,7 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) ->
         simulated = {"about": _summary(subject), "parameters": subject.parameters, "predicted": subject.entry}
         write_json(out / "memory.json", simulated | {"advice": found, "without": without})
         memory_plots.write_ledger_files(subject.ledger, subject.name, out)
-        print(escaped(report.write_report(out)))
+        print(escaped(report.write_report(record.read_run(out))))
 
 
 def print_module(
@@ -288,7 +288,7 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
     write_csv(out / "peaks.csv", ["config", "parameters", "peak_bytes"], peaks)
     calls = [row for name, one in subjects.items() for row in export.trace(one.ledger, name, MEASURED_STEPS - 1)]
     export.write_trace(calls, out / "trace.csv")
-    memory_plots.trace_plot(calls, out / "figures" / "trace.png")
+    memory_curves.trace_plot(calls, out / "figures" / "trace.png")
     print(escaped(out))
 
 
@@ -338,7 +338,7 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
         panels[axis][series].append((x, peak))
     (out / "figures").mkdir(parents=True, exist_ok=True)
     write_csv(out / "curves.csv", ["varied", "x", "series", "config", "parameters", "peak_bytes"], points)
-    memory_plots.peak_curves(list(panels.items()), out / "figures" / "curves.png")
+    memory_curves.peak_curves(list(panels.items()), out / "figures" / "curves.png")
     _print_skipped(found)
     print(escaped(out / "curves.csv"), escaped(out / "figures" / "curves.png"), sep="\n")
 

@@ -24,7 +24,7 @@ from unet3d.config.schema import Config
 
 if TYPE_CHECKING:
     from unet3d.data.cases import Case
-    from unet3d.report.run_folder import RunFolder
+    from unet3d.report.record import RunRecord
 
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # options that would else mean the current folder
 SEARCHED = "hydra.searchpath="  # folders of the user's own YAML files
@@ -99,8 +99,8 @@ class TrainedRun:
         """The weights with the best mean Dice."""
         return self.folder / "checkpoints" / "best.pt"
 
-    def _files(self) -> "RunFolder":
-        from unet3d.report.run_folder import read_run
+    def _files(self) -> "RunRecord":
+        from unet3d.report.record import read_run
 
         return read_run(self.folder)
 
@@ -148,7 +148,9 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     from unet3d import build
     from unet3d.data.validate import unsuitable_patch
     from unet3d.memory.preflight import preflight
-    from unet3d.report import report, run_folder
+    from unet3d.report import report, summary
+    from unet3d.report.memory_file import MemoryFile
+    from unet3d.report.record import read_run
     from unet3d.run.pretrained import load_pretrained
     from unet3d.run.run import Run
     from unet3d.training.switches import switched
@@ -175,7 +177,7 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
             config = start.config
         predicted = ranks.on_rank0(lambda: preflight(config, network))
         if data is None:
-            ranks.on_rank0(lambda: run_folder.update_memory(folder, predicted.memory))
+            ranks.on_rank0(lambda: MemoryFile(folder).update(predicted.memory))
             return
         with Run(config, folder, data, network, predicted.segment_starts, stop, start) as run:
             if run.is_done:
@@ -183,15 +185,18 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
                 if (folder / "report.html").exists():  # else the run was killed as it wrote it
                     return
             else:
-                ranks.on_rank0(lambda: run_folder.update_memory(folder, predicted.memory))
+                ranks.on_rank0(lambda: run.memory.update(predicted.memory))
                 run.fit()
             ranks.leave()
             if ranks.RANK:
                 return
-            if not run.is_done:
-                run.finish()
-        report.write_report(folder)
-        report.print_summary(folder)
+            if run.is_done:
+                record = read_run(folder)
+                report.draw_figures(record)
+            else:
+                record = run.finish()
+        report.write_page(record)
+        summary.print_summary(record)
 
 
 def _listed_cases(config: Config) -> "tuple[Case, ...]":
