@@ -26,7 +26,7 @@ ERRORS = {  # apart for every kind of colour vision, on grey
     WRONG_CLASS: "#FFE000",
 }
 STYLES: dict[str, Any] = {"truth": "-", "prediction": (0, (2, 1.2))}  # of outlines: solid; dashes and gaps
-NEUROLOGICAL = "right is right (neurological)"
+NEUROLOGICAL = "right is right"  # radiologists expect the mirror image
 MAP_WIDTH = 2.5  # inches, of the widest map
 LEAST_HEIGHT = 0.8  # inches, of one plane
 MOST_HEIGHT = 3.4
@@ -92,7 +92,7 @@ def segmentation(
             DRAWN[name](axes, plane, classes)
         _name_plane(row[0], axis, where[axis])
     for axes, name in zip(grid[0], heads, strict=True):
-        axes.set_title(name, fontsize=10)
+        axes.set_title(f"{name}, {NEUROLOGICAL}" if name == "image" else name, fontsize=10)
     figure.suptitle("\n".join(map(plain, lines)), fontsize=11)
     figure.legend(
         handles=handles,
