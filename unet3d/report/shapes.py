@@ -13,9 +13,9 @@ MOST_ITEMS = 500  # of a list or a text in memory.json
 
 
 def sound(values: Any, node: Any = Config) -> dict[str, Any]:
-    """Return the options below `node` that have the right type, and options that this version does not know.
+    """Return the options below `node` that have the right type, beside options that this version does not know.
 
-    So an option that is a number may be multiplied, and one that is a list counted, whoever wrote the file.
+    So an option that is a number may be multiplied, and one that is a list counted, also in a file of strangers.
     """
     if not isinstance(values, dict):
         return {}

@@ -40,8 +40,11 @@ class TensorBoardLogger:
         self._writer.add_image(key, pixels, step, dataformats="HWC")
 
     def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
-        ruler = ["---" for _ in columns]
-        lines = [_markdown(row) for row in (columns, ruler, *rows)]
+        lines = [
+            _markdown(columns),
+            _markdown(["---" for _ in columns]),
+            *map(_markdown, rows),
+        ]
         self._writer.add_text(key, "\n".join(lines))
 
     def summary(self, values: Mapping[str, object]) -> None:
