@@ -39,7 +39,7 @@ from unet3d.training.policy import MemoryPolicy
 
 CODES = "\x1b[2J\x07\x9b\u202e"  # they clear a terminal, ring, begin another command, reverse what follows
 FOREIGN = os.fsdecode(b"\xff")  # of a file's name that is not UTF-8
-WRITE_REPORT = report.write_report
+WRITE_PAGE = report.write_page
 
 
 def refuse_codes(printed: str) -> None:
@@ -240,8 +240,8 @@ def test_the_split_of_a_run_is_that_of_another(finished: Path) -> None:
 
 
 def with_report() -> None:
-    """Write the report, which `training.train` leaves out else."""
-    report.write_report = WRITE_REPORT
+    """Write the page, which `training.train` leaves out else."""
+    report.write_page = WRITE_PAGE
 
 
 @pytest.mark.slow

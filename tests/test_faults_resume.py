@@ -18,6 +18,7 @@ from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
 from unet3d.config.resume_rules import refuse_changes
 from unet3d.report import run_folder
+from unet3d.report.memory_file import MemoryFile, read_memory
 from unet3d.run.checkpoint_manager import CheckpointManager
 from unet3d.run.fingerprint import refuse_other_data
 from unet3d.run.validation import Predictions
@@ -90,14 +91,17 @@ def test_the_first_step_of_another_device_or_other_segments_is_not_kept(
 ) -> None:
     measured = {"peak_bytes": 7, "kind": "ledger", "phases": {"forward": {"first": 5, "steady": 7}}}
     earlier = measured | {"phases": {"forward": {"first": 3, "steady": 7}}}
-    run_folder.update_memory(tmp_path, {"segments": ["inc"]})
     for before, first in (
         ({"measured": earlier | {"kind": kind}, "measured_segments": segments, "segments": ["inc"]}, 5),
         ({}, 5),
         ({"measured": earlier, "measured_segments": ["inc"], "segments": ["inc"]}, 3),
     ):
-        run_folder.add_measured(tmp_path, 1, measured, before)
-        assert run_folder.read_memory(tmp_path)["measured"]["phases"]["forward"] == {"first": first, "steady": 7}
+        (tmp_path / "memory.json").write_text(json.dumps(before))
+        memory = MemoryFile(tmp_path, is_resumed=True)
+        memory.update({"segments": ["inc"]})
+        memory.add_measured(1, measured)
+        assert read_memory(tmp_path) == memory.contents()
+        assert memory.contents()["measured"]["phases"]["forward"] == {"first": first, "steady": 7}
 
 
 @pytest.mark.slow

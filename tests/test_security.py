@@ -393,7 +393,7 @@ FOLDERS = ("checkpoints", "figures", "predictions", "memory", "wandb")
 TRAINED = ("STATUS", ".lock", "config.yaml", "metrics.jsonl", "checkpoints/last.pt", "checkpoints", "figures")
 
 
-@without("unet3d.report.run_folder.refuse_links_out", nothing, only="scores.csv")
+@without("unet3d.report.record.refuse_links_out", nothing, only="scores.csv")
 @without("unet3d.cli.plan.refuse_links_out", nothing, only="env.json")
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
 def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(

@@ -41,11 +41,11 @@ def publish(arguments: argparse.Namespace) -> None:
 def score(arguments: argparse.Namespace) -> None:
     """Score a checkpoint on held-out cases."""
     config = composed(arguments.overrides)
-    from unet3d.report import report, run_folder
+    from unet3d.report import record, summary
     from unet3d.run import publish
 
     title = publish.score(arguments.checkpoint, config, arguments.out, arguments.model)
-    report.print_scores(run_folder.read_run(arguments.out), title)
+    summary.print_scores(record.read_run(arguments.out), title)
 
 
 def check_data(arguments: argparse.Namespace) -> int:
@@ -77,11 +77,11 @@ def check_data(arguments: argparse.Namespace) -> int:
 
 def report(arguments: argparse.Namespace) -> None:
     """Write the report of a run, again."""
-    from unet3d.report import report
+    from unet3d.report import record, report
 
     if not (arguments.folder / "config.yaml").is_file():
         raise UserError(f"{arguments.folder}: not a run folder; give outputs/DATE/TIME-ID")
-    print(escaped(report.write_report(arguments.folder)))
+    print(escaped(report.write_report(record.read_run(arguments.folder))))
 
 
 def compare(arguments: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
 from unet3d.memory.usual_estimates import usual_estimates
-from unet3d.report import memory_plots, report
+from unet3d.report import memory_plots, record, report
 from unet3d.run.pretrained import with_init_names
 
 GROUPS_SHOWN = 10  # of tensors
@@ -71,7 +71,7 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) ->
     }
     write_json(out / "memory.json", memory)
     memory_plots.write_ledger_files(subject.ledger, subject.name, out)
-    print(escaped(report.write_report(out)))
+    print(escaped(report.write_report(record.read_run(out))))
 
 
 def _simulate(estimates: Sequence[MemoryEstimate]) -> None:

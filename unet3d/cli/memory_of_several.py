@@ -18,7 +18,7 @@ from unet3d.cli.memory_of_config import scaled_width
 from unet3d.memory import budget, export, tables
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate, estimate
-from unet3d.report import memory_plots
+from unet3d.report import memory_curves
 from unet3d.run.pretrained import with_init_names
 
 ROWS_SHOWN = 24  # of the table of what fits
@@ -94,7 +94,7 @@ def _write_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate], o
     for name, subject in subjects.items():
         calls += export.trace(subject.ledger, name, MEASURED_STEPS - 1)
     export.write_trace(calls, out / "trace.csv")
-    memory_plots.trace_plot(calls, out / "figures" / "trace.png")
+    memory_curves.trace_plot(calls, out / "figures" / "trace.png")
     print(escaped(out))
 
 
@@ -154,7 +154,7 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     picture = out / "figures" / "curves.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     write_csv(table, ["varied", "x", "series", "config", "parameters", "peak_bytes"], rows)
-    memory_plots.peak_curves(list(panels.items()), picture)
+    memory_curves.peak_curves(list(panels.items()), picture)
     _print_skipped(estimates)
     print(escaped(table))
     print(escaped(picture))

@@ -15,7 +15,9 @@ from unet3d.config.schema import Config, Model
 from unet3d.data.cases import Case, read_dataset, split
 from unet3d.data.validate import unsuitable_patch
 from unet3d.memory import preflight
-from unet3d.report import report, run_folder
+from unet3d.report import report, summary
+from unet3d.report.memory_file import MemoryFile
+from unet3d.report.record import read_run
 from unet3d.run.open_run import open_run
 from unet3d.run.pretrained import PretrainedWeights, load_pretrained
 from unet3d.training.switches import switched
@@ -41,7 +43,7 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
             config = start.config
         predicted = ranks.on_rank0(lambda: preflight.preflight(config, network))
         if data is None:
-            ranks.on_rank0(lambda: run_folder.update_memory(folder, predicted.memory))
+            ranks.on_rank0(lambda: MemoryFile(folder).update(predicted.memory))
             return
         _train(config, folder, data, network, predicted, stop, start)
 
@@ -80,12 +82,15 @@ def _train(
             if (folder / "report.html").exists():  # else the run was killed as it wrote it
                 return
         else:
-            ranks.on_rank0(lambda: run_folder.update_memory(folder, predicted.memory))
+            ranks.on_rank0(lambda: run.memory.update(predicted.memory))
             run.fit()
         ranks.leave()
         if ranks.RANK:
             return
-        if not run.is_done:
-            run.finish()
-    report.write_report(folder)
-    report.print_summary(folder)
+        if run.is_done:
+            record = read_run(folder)
+            report.draw_figures(record)
+        else:
+            record = run.finish()
+    report.write_page(record)
+    summary.print_summary(record)

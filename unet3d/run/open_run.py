@@ -3,7 +3,7 @@
 import functools
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,9 @@ from unet3d.config.schema import Config, Model
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
 from unet3d.memory.simulate import fitted
 from unet3d.report import run_folder
-from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers
+from unet3d.report.loggers import Loggers, open_loggers
+from unet3d.report.memory_file import MemoryFile
+from unet3d.report.terminal_logger import TerminalLogger
 from unet3d.run.checkpoint_manager import CheckpointManager
 from unet3d.run.fingerprint import fingerprint
 from unet3d.run.pretrained import PretrainedWeights
@@ -35,7 +37,6 @@ class Origin(NamedTuple):
 
     step: int
     last_validation: int  # its step
-    memory: dict[str, Any]  # memory.json, with what earlier steps needed
 
 
 def open_run(
@@ -58,7 +59,8 @@ def open_run(
     checkpoints = CheckpointManager(
         folder, lambda: state.state_dict(trainer.step, trainer.last_validation, checkpoints.best)
     )
-    origin = _restore(config, folder, checkpoints, state)
+    origin = _restore(config, checkpoints, state)
+    memory = ranks.on_rank0(lambda: MemoryFile(folder, is_resumed=config.resume is not None))
     is_done = origin.step >= config.steps and ranks.on_rank0(lambda: run_folder.is_done(folder))
     meter = open_meter(learner.model, learner.optimizer)
     loggers = Loggers([])
@@ -76,7 +78,7 @@ def open_run(
         checkpoints=checkpoints,
         meter=meter,
         loggers=loggers,
-        memory_before=origin.memory,
+        memory=memory,
         is_done=is_done,
     )
 
@@ -116,14 +118,14 @@ def _training_state(config: Config, model_config: Model, data: build.Data, learn
     return TrainingState(config, model_config, rests_on, learner.model, learner.optimizer, learner.scaler)
 
 
-def _restore(config: Config, folder: Path, checkpoints: CheckpointManager, state: TrainingState) -> Origin:
+def _restore(config: Config, checkpoints: CheckpointManager, state: TrainingState) -> Origin:
     """Go on from the last checkpoint if asked to."""
     if config.resume is None:
         seed_per_rank(config.seed, 0)
     if not config.resume:
-        return Origin(0, 0, {})
+        return Origin(0, 0)
     step, last_validation = checkpoints.restore(state.load_state_dict)
-    return Origin(step, last_validation, ranks.on_rank0(lambda: run_folder.read_memory(folder)))
+    return Origin(step, last_validation)
 
 
 def _start_folder(

@@ -18,7 +18,7 @@ from unet3d.data.preprocess import CaseReader
 from unet3d.data.volume import ArgmaxCollector, is_resampled, to_original
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.loggers import warn
-from unet3d.report.report import OWN_GRIDS, SCORES_TITLE
+from unet3d.report.score_tables import OWN_GRIDS, SCORES_TITLE
 from unet3d.run import predict
 from unet3d.run.checkpoint import Checkpoint, TrainedNetworks, refuse_other_network, split_of
 from unet3d.run.predict import Segmenter

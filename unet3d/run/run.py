@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,8 +35,10 @@ from unet3d.data.patches import Patches, PreparedCase
 from unet3d.memory import out_of_memory
 from unet3d.memory.meter import CudaMeter, LedgerMeter
 from unet3d.model import geometry
-from unet3d.report import memory_plots, run_folder
+from unet3d.report import memory_plots, report, run_folder
 from unet3d.report.loggers import Loggers
+from unet3d.report.memory_file import MemoryFile
+from unet3d.report.record import RunRecord, headline, read_run, scores_as_numbers
 from unet3d.run.checkpoint_manager import BEST, CheckpointManager
 from unet3d.run.validation import Predictions
 from unet3d.run.validator import Validator, signal_on_any_rank
@@ -59,7 +61,7 @@ class Run:
     checkpoints: CheckpointManager
     meter: LedgerMeter
     loggers: Loggers
-    memory_before: dict[str, Any]  # memory.json, with what steps before the resumption needed
+    memory: MemoryFile  # memory.json, with what steps before the resumption needed
     is_done: bool  # there is nothing to do
     has_all_measured: bool = field(default=False, init=False)  # memory.json and memory/ have the last step
 
@@ -235,7 +237,7 @@ class Run:
 
     def _write_measured(self, measured: dict[str, Any]) -> None:
         parameters = sum(p.numel() for p in self.model.parameters())
-        run_folder.add_measured(self.folder, parameters, measured, self.memory_before)
+        self.memory.add_measured(parameters, measured)
         if self.trainer.step == self.config.steps:
             memory_plots.write_ledger_files(self.meter.ledger, self.folder.name, self.folder)
 
@@ -244,42 +246,45 @@ class Run:
         with suppress(OSError):  # the disk is full: `finish` says so
             self._keep_measured()
 
-    def finish(self) -> None:
-        """Write everything that is known at the end; predictions are those of the last weights, or of their average."""
+    def finish(self) -> RunRecord:
+        """Write all that is known at the end, and return it; predictions are of the last weights, or their average."""
         self._keep_measured()
-        memory = run_folder.read_memory(self.folder)
+        memory = self.memory.contents()
         if "measured" in memory:  # by steps taken before the run was stopped, perhaps
-            self._log_memory(memory)
+            peak = memory["measured"]["peak_bytes"]
+            self.loggers.scalars({"memory/peak_allocated_bytes": peak}, self.trainer.step)
         with optim.averaged(self.model, self.optimizer), switches.without_compiler(self.model):
             self.predictions.complete(self.predictor)
+        record = read_run(self.folder, memory)
+        report.draw_figures(record)
+        if "measured" in memory:
+            self._log_memory(memory)
         for path in self.predictions.pictures:
             if path.stem != "prediction":  # of the only case, whose picture the last validation has logged
                 self.loggers.image(f"val/{path.stem}", path, self.trainer.step)
-        found = run_folder.read_run(self.folder)
-        self.loggers.table("val/cases", *run_folder.case_table(found))
-        self.loggers.summary(run_folder.headline(found))
+        self.loggers.table("val/cases", *scores_as_numbers(record))
+        self.loggers.summary(headline(record))
         best = self.folder / "checkpoints" / BEST
         if self.config.wandb.artifact and best.is_file():
             self.loggers.checkpoint(best)
-        run_folder.write_status(self.folder, "done", 0)
+        return replace(record, status=run_folder.write_status(self.folder, "done", 0))
 
     def _log_memory(self, memory: Mapping[str, Any]) -> None:
-        """Draw the measured steps; log them as pictures and tables."""
-        measured, pictures = memory["measured"], self.folder / "figures"
+        """Log the figures of the measured steps, and tables of them."""
+        measured = memory["measured"]
         ledger = measured.get("ledger", measured)
-        memory_plots.phase_plot(measured, pictures / "memory_phases.png")
-        memory_plots.layer_plot(ledger, pictures / "memory_layers.png")
         for name in ("phases", "timeline", "layers"):
-            if (path := pictures / f"memory_{name}.png").exists():
+            path = self.folder / "figures" / f"memory_{name}.png"
+            if path.exists():
                 self.loggers.image(f"memory/{name}_picture", path, self.trainer.step)
         rows = [[phase, peaks.get("first"), peaks["steady"]] for phase, peaks in measured["phases"].items()]
         self.loggers.table("memory/phases", ["phase", "first step (bytes)", "later steps (bytes)"], rows)
         for name in ("levels", "layers"):
             head = [key if key in ("level", "module", "bytes") else f"{key} (bytes)" for key in ledger[name][0]]
             self.loggers.table(f"memory/{name}", head, [list(row.values()) for row in ledger[name]])
-        self.loggers.scalars({"memory/peak_allocated_bytes": measured["peak_bytes"]}, self.trainer.step)
-        found = [[key, value] for key, value in flat(memory, ".").items() if not isinstance(value, list)]
-        self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], found)
+        entries = flat(memory, ".").items()
+        numbers = [[key, value] for key, value in entries if not isinstance(value, list)]
+        self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], numbers)
 
 
 def _foreseen(error: Exception, config: Config) -> ForeseenError | None:
