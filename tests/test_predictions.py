@@ -27,9 +27,11 @@ from unet3d.base.errors import UserError
 from unet3d.base.files import from_csv
 from unet3d.base.types import ProbabilityBlock
 from unet3d.data.cases import Case
+from unet3d.data.grids import canonical_grid
+from unet3d.data.intensity import Intensity, normalise
 from unet3d.data.patches import PreparedCase, prepare
-from unet3d.data.preprocess import CaseReader, Intensity, normalise
-from unet3d.data.volume import ArgmaxCollector, canonical_grid
+from unet3d.data.preprocess import CaseReader
+from unet3d.data.restore import ArgmaxCollector
 from unet3d.model.unet import UNet3D
 from unet3d.report import case_plots, plots
 from unet3d.run import predict, validation

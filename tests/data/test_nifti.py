@@ -19,7 +19,7 @@ from nibabel.arrayproxy import ArrayProxy
 from nifti_files import LPS, holds, image, label, write, write_header
 
 from unet3d.base.errors import UserError
-from unet3d.data import nifti
+from unet3d.data import nifti, nifti_write
 
 compress = gzip.compress
 
@@ -327,7 +327,7 @@ def test_saved_labels_keep_the_header_to_the_bit_but_for_the_intensities(
     nib.save(tilted(kind, shape), like)
     before = nib.load(like)
     path = tmp_path / "out.nii.gz"
-    nifti.save_labels(path, label(), like)
+    nifti_write.save_labels(path, label(), like)
     after = nib.load(path)
     assert type(after) is kind
     kept = ("qform_code", "sform_code", "srow_x", "srow_y", "srow_z", "qoffset_x", "quatern_b", "xyzt_units", "descrip")
@@ -343,7 +343,7 @@ def test_saved_labels_keep_the_header_to_the_bit_but_for_the_intensities(
 
 def test_labels_above_255_are_saved_as_uint16(tmp_path: Path) -> None:
     like = write(tmp_path / "like.nii", image())
-    nifti.save_labels(tmp_path / "out.nii", np.full((6, 5, 4), 256), like)
+    nifti_write.save_labels(tmp_path / "out.nii", np.full((6, 5, 4), 256), like)
     saved = nib.load(tmp_path / "out.nii")
     assert saved.get_data_dtype() == np.uint16
     assert saved.get_fdata().min() == 256
@@ -356,14 +356,14 @@ def in_place(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-@without("unet3d.data.nifti.replacing", in_place)
+@without("unet3d.data.nifti_write.replacing", in_place)
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = write(tmp_path / "a.nii.gz", image())
     before, (soft, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # as on a full disk
     try:
         with pytest.raises(OSError, match="too large"):
-            nifti.save_image(path, nib.Nifti1Image(label(), LPS))
+            nifti_write.save_image(path, nib.Nifti1Image(label(), LPS))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a.nii.gz"]
@@ -379,7 +379,7 @@ def test_the_same_image_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest
     written = []
     for clock in (1.0, 2_000_000_000.0):
         monkeypatch.setattr(time, "time", lambda clock=clock: clock)
-        nifti.save_image(tmp_path / "a.nii.gz", nib.Nifti1Image(label(), LPS))
+        nifti_write.save_image(tmp_path / "a.nii.gz", nib.Nifti1Image(label(), LPS))
         written.append((tmp_path / "a.nii.gz").read_bytes())
     assert written[0] == written[1]
     assert gzip.GzipFile(fileobj=io.BytesIO(written[0])).read()[344:348] == b"n+1\0"

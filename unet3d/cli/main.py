@@ -282,7 +282,7 @@ def _segment(segmenter: "Segmenter", case: "Case", *paths: Path) -> bool:
     try:
         paths[0].parent.mkdir(parents=True, exist_ok=True)
         volume = segmenter.to_file(case, *paths)
-        replaced = [f"{case.id}: {replacement(volume.replaced)}"] if volume.replaced else []
+        replaced = [f"{case.id}: {replacement(volume.nonfinite_voxels)}"] if volume.nonfinite_voxels else []
         for line in [*replaced, *predict.accepted_contradictions(case)]:
             lifecycle.print_error(f"warning: {escaped(line)}")
         print(*map(escaped, paths), sep="\n")
@@ -320,20 +320,20 @@ def _score(arguments: argparse.Namespace) -> None:
 def _check_data(arguments: argparse.Namespace) -> int:
     """Read every voxel of every case; returns 2 if there is a problem."""
     config = _composed(arguments.overrides)
-    from unet3d.data import cases, validate
+    from unet3d.data import cases, planner, validate
 
     dataset = cases.read_dataset(config.data)
     try:
         train, val = cases.split(dataset, config.data)
     except UserError:  # check_cases lists it too
         train, val = (), ()
-    found = validate.check_cases(dataset, dataset.cases, config.data, full=True)
-    options = validate.suitable_options(config, dataset.cases)
-    if line := validate.unsuitable_patch(config, train):
+    headers, found = validate.check_cases(dataset, dataset.cases, config.data, full=True)
+    options = planner.suitable_options(config, [headers[case.id].stored for case in dataset.cases])
+    if line := planner.unsuitable_patch(config, [headers[case.id].target for case in train]):
         line = line.partition("; ")[0] if "data.patch=" in " ".join(options) else line  # one patch is named, not two
         found.append(f"{validate.WARNING}{line}")
     problems = [line for line in found if not line.startswith(validate.WARNING)]
-    lines = validate.summary(dataset, train, val)
+    lines = validate.summary(dataset, train, val, headers)
     if options:
         lines.append(f"options that suit it: {' '.join(options)}")
     print(*map(escaped, [*lines, *listed(found)]), sep="\n")

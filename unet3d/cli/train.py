@@ -23,7 +23,7 @@ from unet3d.config import compose, rules
 from unet3d.config.schema import Config
 
 if TYPE_CHECKING:
-    from unet3d.data.cases import Case
+    from unet3d.data.grids import Grid
     from unet3d.report.run_folder import RunFolder
 
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # options that would else mean the current folder
@@ -146,7 +146,8 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     """One run in its folder, of this process or of several ranks, which all call this. Ends early once `stop`."""
     libraries.load_libraries()  # before torch and monai, which load here: a wrong option was answered before
     from unet3d import build
-    from unet3d.data.validate import unsuitable_patch
+    from unet3d.data.planner import unsuitable_patch
+    from unet3d.data.prepare import prepare_data
     from unet3d.memory.preflight import preflight
     from unet3d.report import report, run_folder
     from unet3d.run.pretrained import load_pretrained
@@ -159,15 +160,16 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
         lifecycle.print_error(f"warning: {line}")
     ranks.broadcast_job([compose.to_plain(config), str(folder.resolve())])
     with switched(config), ranks.joined(build.device_type(config), config.rank_timeout):
-        data = None if config.dry_run else build.data(config)
+        build.import_all(config)  # a wrong path is answered now; tensors of an imported module are real, not fake ones
+        data = None if config.dry_run else prepare_data(config.data)
         if data is None:
             network = ranks.on_rank0(lambda: build.model_config_from_headers(config))
         else:
-            network = build.model_options(config, data.dataset, data.train[0])
-        first: Sequence[Case] = ()
+            network = build.model_options(config, data.dataset, data.spacing)
+        grids: Sequence[Grid] = ()
         if config.resume is None and not ranks.RANK:
-            first = data.train if data is not None else _listed_cases(config)
-        if advice := unsuitable_patch(config, first):
+            grids = data.train_grids if data is not None else _listed_grids(config)
+        if advice := unsuitable_patch(config, grids):
             lifecycle.print_error(f"warning: {escaped(advice)}")
         start = None
         if config.init is not None and config.resume is None:
@@ -194,14 +196,16 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
         report.print_summary(folder)
 
 
-def _listed_cases(config: Config) -> "tuple[Case, ...]":
-    """The training cases of a data set on disk, for a dry run, which reads no volume; () without any."""
+def _listed_grids(config: Config) -> "list[Grid]":
+    """Return the grids of training cases on disk, for a dry run, which reads no volume; [] without any."""
     from unet3d.data.cases import read_dataset, split
+    from unet3d.data.planner import read_grids
 
     if config.data.format not in ("phantom", "mni152"):
         with suppress(UserError):
-            return split(read_dataset(config.data), config.data)[0]
-    return ()
+            train, _ = split(read_dataset(config.data), config.data)
+            return read_grids(train, config.data.spacing)
+    return []
 
 
 def job_of_sweep(tree: DictConfig) -> None:

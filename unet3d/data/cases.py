@@ -30,6 +30,11 @@ class Case(NamedTuple):
     label: Path | None
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """Its image files, and its label map if it has one."""
+        return self.images if self.label is None else (*self.images, self.label)
+
+    @property
     def named(self) -> str:
         """Its id and its first file, as errors name them."""
         return ": ".join([self.id, *map(str, self.images[:1])])

@@ -28,7 +28,7 @@ import numpy as np
 
 from unet3d.base.errors import UserError, escaped, is_disk_full, is_out_of_files, is_out_of_memory, make_room
 from unet3d.base.files import TEMPORARY, open_regular, replacing_within
-from unet3d.data.validate import file_hashes
+from unet3d.data.hashes import file_hashes
 
 FORMAT = 1  # raise it with every change to what is computed for a key
 LOCK, INDEX = ".lock", "index.json"  # the index is written last: with it, the files of a key are whole

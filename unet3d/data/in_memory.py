@@ -12,7 +12,8 @@ import numpy as np
 
 from unet3d.base.errors import UserError
 from unet3d.data.cases import Case
-from unet3d.data.nifti import LARGEST, SMALLEST, labels_like, open_image, quiet_nibabel, scores_like, stem
+from unet3d.data.nifti import LARGEST, SMALLEST, open_image, quiet_nibabel, stem
+from unet3d.data.nifti_write import labels_like, scores_like
 
 ImageLike = Any  # an array, an image of nibabel, a path, or a list of paths, one a channel
 

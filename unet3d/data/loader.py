@@ -41,10 +41,10 @@ def micro_batches(cases: int, batch: int, seed: int, first: int = 0) -> Iterator
     """Endless, from number `first` on; every case once an epoch, in an order drawn from (seed, epoch)."""
     for number in itertools.count(first):
         indices = []
-        for slot in range(batch):
-            epoch, position = divmod(number * batch + slot, cases)
+        for sample in range(batch):
+            epoch, position = divmod(number * batch + sample, cases)
             order = np.random.default_rng([seed, epoch]).permutation(cases)
-            indices.append(PatchIndex(number, slot, int(order[position])))
+            indices.append(PatchIndex(number, sample, int(order[position])))
         yield indices
 
 

@@ -27,7 +27,7 @@ class PatchIndex(NamedTuple):
     """A patch's place in the run."""
 
     micro_batch: int
-    slot: int
+    sample: int
     case: int
 
 
@@ -35,7 +35,7 @@ class PatchIndex(NamedTuple):
 class PreparedCase:
     """A training case, normalised, with the voxels that patches may be centred on."""
 
-    case: str
+    case_id: str
     image: Tensor  # C X Y Z, float32
     label: Tensor  # X Y Z, int16; unlabelled voxels are IGNORE
     spacing: tuple[float, float, float]  # mm
@@ -52,13 +52,13 @@ def cached(cache: dict[str, PreparedCase] | None, case: Case, make: Callable[[Ca
 
 
 def prepare(
-    case: str, image: np.ndarray, label: np.ndarray, spacing: tuple[float, float, float], ignore: int | None
+    case_id: str, image: np.ndarray, label: np.ndarray, spacing: tuple[float, float, float], ignore: int | None
 ) -> PreparedCase:
     """From a normalised image C X Y Z and its label map X Y Z."""
     classes = label.astype(np.int16)
     if ignore is not None:
         classes[label == ignore] = IGNORE
-    return PreparedCase(case, torch.from_numpy(image), torch.from_numpy(classes), spacing, foreground(classes))
+    return PreparedCase(case_id, torch.from_numpy(image), torch.from_numpy(classes), spacing, foreground(classes))
 
 
 def foreground(classes: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -92,7 +92,7 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
 
     def __getitem__(self, index: PatchIndex) -> tuple[Tensor, Tensor, str]:
         # The generator is seeded by the place in the run: there is no state to save or replay.
-        rng = np.random.default_rng([self.seed, index.micro_batch, index.slot])
+        rng = np.random.default_rng([self.seed, index.micro_batch, index.sample])
         case = self.read(index.case)
         centre = choose_centre(case, self.tile, self.options.foreground, rng)
         field = augment.coordinates(centre, self.options.patch, case.spacing, self.options.augment, rng)
@@ -108,10 +108,10 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
             result = transform(image, label, rng)
             problem = self._fault(result, image, label)
             if problem is not None:
-                raise UserError(f"data.transforms=[{path}]: {problem}, for a patch of {case.case}")
+                raise UserError(f"data.transforms=[{path}]: {problem}, for a patch of {case.case_id}")
             image, changed = result
             label = changed.to(label.dtype)
-        return image, label.contiguous(), case.case
+        return image, label.contiguous(), case.case_id
 
     def _fault(self, result: object, image: Tensor, label: Tensor) -> str | None:
         """Return what is wrong with the result of a transform of these, and what it is to be; None if nothing is."""

@@ -12,7 +12,7 @@ from unet3d.base import progress
 from unet3d.base.errors import UserError, is_disk_full, make_room
 from unet3d.base.files import making_folder
 from unet3d.config.schema import Phantom
-from unet3d.data import nifti
+from unet3d.data import nifti_write
 
 PHANTOM_ROOT, MNI152_ROOT = Path("data/phantom"), Path("data/mni152")
 PHANTOM_VERSION = MNI152_VERSION = 1  # raise one with every change of its voxels
@@ -54,7 +54,7 @@ def _write_case(folder: Path, case: GeneratedCase) -> dict[str, str]:
         image = nib.Nifti1Image(voxels, case.affine)
         image.header.set_xyzt_units("mm")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        nifti.save_image(folder / name, image)
+        nifti_write.save_image(folder / name, image)
     return entry
 
 

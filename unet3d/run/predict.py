@@ -19,12 +19,15 @@ from unet3d.base.errors import CheckpointError, UserError
 from unet3d.base.types import ProbabilityBlock
 from unet3d.config import compose, rules
 from unet3d.config.schema import Config, Data
-from unet3d.data import preprocess
 from unet3d.data.cases import Case, in_order, refuse_long, volumes_in, without_channel
+from unet3d.data.grids import contradictions, foreign_units
+from unet3d.data.image_files import ImageFiles
+from unet3d.data.intensity import Intensity, checked_intensity, normalise
 from unet3d.data.labels import written_values, written_words
-from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, save_labels, saving_scores, stem
-from unet3d.data.preprocess import Intensity, normalise
-from unet3d.data.volume import Scores, Volume, contradictions, foreign_units, read_volume, to_original, with_values
+from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, stem
+from unet3d.data.nifti_write import save_labels, saving_scores
+from unet3d.data.restore import Scores, to_original
+from unet3d.data.volume import Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted
 from unet3d.training import checkpoint, known_bad
 from unet3d.training.inference import Predictor, free_bytes
@@ -53,7 +56,7 @@ def parse(state: Mapping[str, Any], path: Path, model_path: str | None = None) -
     try:
         config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
         classes, channels = tuple(state["classes"]), tuple(state["channels"])
-        rules = tuple(preprocess.checked_intensity(rule) for rule in state["intensity"])
+        rules = tuple(checked_intensity(rule) for rule in state["intensity"])
         others = list(map(dict, state.get("others", [])))  # only what is published has these two
         weights = [dict(state["model"]) | dict(state["average"]), *others]
         splits = list(map(dict, state.get("splits", [split_of(config.data)])))
@@ -146,15 +149,17 @@ def save_prediction(
     spacing: Sequence[float] | None,
     scores: Path | None = None,
     values: Sequence[int] | None = None,
+    files: ImageFiles | None = None,
 ) -> None:
     """Write the label map of a case, and its probabilities to `scores`, on its file's grid. Raises UserError, OSError.
 
     `values` are those of the classes; None: their numbers. Probabilities are float32 (X, Y, Z, K), in a NIfTI file that
-    is not compressed: programs can read it in parts.
+    is not compressed: programs can read it in parts. `files`: those that have been opened, whose headers are not read
+    again.
     """
-    like = case.images[0]
+    like = (files or ImageFiles()).header(case.id, case.images[0])
     with saving_scores(scores, like) if scores else nullcontext() as open_scores:
-        labels = to_original(strips, case, spacing, open_scores)
+        labels = to_original(strips, case, spacing, open_scores, like)
     save_labels(path, with_values(labels, values), like)  # last: where a label map is, all of the case is
 
 

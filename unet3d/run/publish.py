@@ -5,17 +5,19 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from unet3d import build
 from unet3d.base.errors import CheckpointError, UserError, not_saved
 from unet3d.base.files import write_text
 from unet3d.config import compose
 from unet3d.config.rules import label_sources
 from unet3d.config.schema import Config, Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
+from unet3d.data.image_files import ImageFiles
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
-from unet3d.data.volume import ArgmaxCollector, is_resampled, to_original
+from unet3d.data.restore import ArgmaxCollector, to_original
+from unet3d.data.validate import sound_headers
+from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.loggers import warn
 from unet3d.report.report import OWN_GRIDS, SCORES_TITLE
@@ -82,7 +84,7 @@ def score(path: Path, config: Config, out: Path, model_path: str | None = None) 
     state = checkpoint.load_checkpoint(path)
     found = predict.parse(state, path, model_path)
     _refuse_misfit(found, dataset)
-    build.refuse_problems(dataset, held_out, config.data)
+    sound_headers(dataset, held_out, config.data, ImageFiles())
     _warn_of_seen_cases(found, state.get("fingerprint"), held_out, config.data)
     segmenter = predict.segmenter(found, config.device, mirror=None)
     refuse_large_window(segmenter.predictor, path)

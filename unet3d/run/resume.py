@@ -17,10 +17,10 @@ from torch import nn
 from unet3d.base import ranks
 from unet3d.base.errors import CheckpointError, NotSaved, UserError, escaped, is_out_of_memory
 from unet3d.base.types import Batch
-from unet3d.build import Data
 from unet3d.config import compose
 from unet3d.config.compose import CHECKPOINTS
 from unet3d.config.schema import Config, Model
+from unet3d.data.prepare import PreparedData
 from unet3d.report import run_folder
 from unet3d.report.loggers import warn
 from unet3d.training import checkpoint, optim
@@ -36,7 +36,7 @@ def seed_per_rank(seed: int, step: int) -> None:
         torch.manual_seed(int(np.random.default_rng([seed, step, ranks.RANK]).integers(2**63)))
 
 
-def fingerprint(data: Data, dtype: torch.dtype | None) -> DatasetFingerprint:
+def fingerprint(data: PreparedData, dtype: torch.dtype | None) -> DatasetFingerprint:
     """What a run rests on, as plain values; `dtype` is that of mixed precision, None without it."""
     return {
         "classes": list(data.dataset.classes),

@@ -35,7 +35,8 @@ from unet3d.config.schema import Config, Model
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
-from unet3d.data.volume import ArgmaxCollector
+from unet3d.data.prepare import PreparedData, Read
+from unet3d.data.restore import ArgmaxCollector
 from unet3d.memory import budget
 from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, open_meter
 from unet3d.memory.simulate import fitted
@@ -61,7 +62,7 @@ class Run:
         self,
         config: Config,
         folder: Path,
-        data: build.Data,
+        data: PreparedData,
         options: Model,
         segment_starts: tuple[int, ...],
         stop: Stop,
@@ -102,7 +103,7 @@ class Run:
             write_json(folder / "split.json", {use: [case.id for case in cases] for use, cases in split.items()})
             self.loggers = open_loggers(config, folder)
             spacing = run_folder.spacing_words(config.data.spacing)
-            grid = f"at {spacing}" if has_own_grids(data.val, config.data) else ""
+            grid = f"at {spacing}" if has_own_grids(data, config.data) else ""
             self.loggers.add(TerminalLogger(config.steps, switches=rules.switches_of(config), grid=grid))
         rate = functools.partial(optim.learning_rate, config.optim, config.steps)
         clip, mark, log = config.optim.clip, self._mark, self.loggers.scalars
@@ -350,5 +351,5 @@ class Run:
         self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], found)
 
 
-def _read_nth(read: build.Read, cases: tuple[Case, ...], index: int) -> PreparedCase:
+def _read_nth(read: Read, cases: tuple[Case, ...], index: int) -> PreparedCase:
     return read(cases[index])

@@ -15,12 +15,13 @@ from unet3d.base import progress
 from unet3d.base.errors import UserError, is_out_of_memory, not_saved
 from unet3d.base.files import read_csv, read_text, write_text
 from unet3d.base.types import IGNORE
-from unet3d.build import Data, Read
 from unet3d.config.schema import Data as Options
-from unet3d.data import preprocess
+from unet3d.data import sparse
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.labels import written_values
-from unet3d.data.volume import ArgmaxCollector, is_resampled, read_label_map, read_truth, read_written
+from unet3d.data.prepare import PreparedData, Read
+from unet3d.data.restore import ArgmaxCollector
+from unet3d.data.volume import read_label_map, read_truth, read_written
 from unet3d.report import case_plots, case_scores
 from unet3d.report.plots import remove_picture
 from unet3d.run.predict import save_prediction
@@ -53,9 +54,12 @@ def score_on_own_grid(case: Case, prediction: np.ndarray, dataset: DatasetInfo) 
     return score_case(case.id, prediction, truth, classes, spacing, dataset.ignore, hd95=True)
 
 
-def has_own_grids(cases: Sequence[Case], options: Options) -> bool:
-    """Whether the network sees any of the cases on another grid than its file's. Slices to score are of that grid."""
-    return not options.semi and any(is_resampled(case, options.spacing) for case in cases)
+def has_own_grids(data: PreparedData, options: Options) -> bool:
+    """Return whether the network sees any held-out case on another grid than its file's.
+
+    Slices to score are of that grid.
+    """
+    return not options.semi and any(data.headers[case.id].is_resampled for case in data.val)
 
 
 @dataclass
@@ -63,7 +67,7 @@ class Predictions:
     """predictions/ and the pictures of some of them in figures/: made by the last validation, then completed."""
 
     folder: Path
-    data: Data
+    data: PreparedData
     options: Options
 
     @property
@@ -97,7 +101,7 @@ class Predictions:
                     self._add(case, strips)
                     strips.whole()
                     counter.advance()
-        if has_own_grids(self.data.val, self.options):
+        if has_own_grids(self.data, self.options):
             self._score()
         for role, (case, title) in self._shown().items():
             if not (path := self._picture(role)).exists():
@@ -113,7 +117,9 @@ class Predictions:
     def _add(self, case: Case, strips: ArgmaxCollector) -> None:
         if not (path := self._path(case)).exists():
             with _saving(path):
-                save_prediction(path, strips, case, self.options.spacing, values=self._values)
+                save_prediction(
+                    path, strips, case, self.options.spacing, values=self._values, files=self.data.read.files
+                )
 
     def _score(self) -> None:
         """Put the scores of the label maps on the files' own grids first in scores.csv, a case at a time in memory."""
@@ -150,8 +156,8 @@ class Predictions:
         layers = {"truth": found.label.numpy(), "prediction": prediction}
         if self.options.semi:
             layers = {"learned": self.data.read_train(case).label.numpy()} | layers
-            middle = [(low + high) // 2 for low, high in preprocess.extent(found.label)]
-            slices = preprocess.scored_slices(found.label, self.options)
+            middle = [(low + high) // 2 for low, high in sparse.extent(found.label)]
+            slices = sparse.scored_slices(found.label, self.options)
             where = [min(s, key=lambda index: abs(index - m), default=m) for s, m in zip(slices, middle, strict=True)]
         case_plots.segmentation(found.image[0].numpy(), layers, found.spacing, classes, path, title, where)
 
