@@ -1,4 +1,4 @@
-"""From config to objects: where names become classes, the package's own or a user's by import path."""
+"""Builds objects from a config: names become classes, the package's own or a user's by import path."""
 
 import importlib
 import inspect
@@ -86,7 +86,7 @@ def import_all(config: Config) -> dict[str, list[Callable[..., Any]]]:
 
 
 def device(config: Config) -> torch.device:
-    """Return the device of `device=`. Raises UserError for cuda where there is none, or not one for each rank."""
+    """Return the device of `device=`. Raises UserError for cuda without a GPU for each rank."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: this torch sees no CUDA device; use device=cpu, or install torch with CUDA")
     if device_type(config) != "cuda":
@@ -122,7 +122,10 @@ def model_options(config: Config, dataset: DatasetInfo, spacing: Sequence[float]
     Raises UserError where model and data disagree.
     """
     model_config = replace(rules.network(config.model))
-    for name, count in (("in_channels", len(dataset.channels)), ("classes", len(dataset.classes))):
+    for name, count in (
+        ("in_channels", len(dataset.channels)),
+        ("classes", len(dataset.classes)),
+    ):
         value = getattr(model_config, name)
         if value not in (None, count):
             remedy = f"set it to {count}, or null for the data's"
@@ -245,4 +248,12 @@ def predictor(config: Config, networks: Sequence[nn.Module], options: Model, mem
     x, y, z = config.data.patch
     mirror = tuple(config.data.augment.mirror) if config.inference.mirror else ()
     batch = windows(config, networks)
-    return Predictor(tuple(networks), options, memory, (x, y, z), config.inference.overlap, mirror, batch)
+    return Predictor(
+        tuple(networks),
+        options,
+        memory,
+        (x, y, z),
+        config.inference.overlap,
+        mirror,
+        batch,
+    )

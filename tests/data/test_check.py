@@ -165,7 +165,7 @@ WRONG = (7, -1, 255, 1.5, np.nan, np.inf, 0.9999, 1.001)
 ONE_HOT = np.stack([label() == k for k in range(3)], -1).astype(np.uint8)
 
 
-@without("unet3d.data.nifti.read_label", unchecked, only="254")
+@without("unet3d.data.validate.read_label", unchecked, only="254")
 @pytest.mark.parametrize(
     ("voxels", "ignore", "parts"),
     [

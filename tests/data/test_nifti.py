@@ -19,7 +19,7 @@ from nibabel.arrayproxy import ArrayProxy
 from nifti_files import LPS, holds, image, label, write, write_header
 
 from unet3d.base.errors import UserError
-from unet3d.data import nifti, nifti_write
+from unet3d.data import nifti, nifti_labels, nifti_write
 
 compress = gzip.compress
 
@@ -72,15 +72,15 @@ def test_type_scaling_and_byte_order_are_followed(
     assert np.array_equal(read(tmp_path / name), values)
 
 
-@without("unet3d.data.nifti.ROUNDING", 0.0)
+@without("unet3d.data.nifti_labels.ROUNDING", 0.0)
 def test_a_mask_that_is_scaled_to_almost_one_is_a_mask(tmp_path: Path) -> None:
     """255 stored as a byte with a slope of 1/255 in float32."""
     path = write(tmp_path / "a.nii.gz", label(classes=2) * np.uint8(255))
     write_header(path, "scl_slope", 1 / 255)
-    assert np.array_equal(nifti.read_label("a", path, nifti.open_image("a", path), 2, None), label(classes=2))
+    assert np.array_equal(nifti_labels.read_label("a", path, nifti.open_image("a", path), 2, None), label(classes=2))
 
 
-@without("unet3d.data.nifti.QUANTUM", 0.0, only="3-i2")
+@without("unet3d.data.nifti_labels.QUANTUM", 0.0, only="3-i2")
 @pytest.mark.parametrize(("classes", "kind"), [(2, "i2"), (3, "i2"), (5, "i2"), (100, "u2")])
 def test_labels_that_nibabel_has_scaled_to_integers_are_labels(tmp_path: Path, classes: int, kind: str) -> None:
     """As where a map is read as floats and saved with the header it had: 1 of 0, 1, 2 becomes 1.0000153."""
@@ -89,10 +89,10 @@ def test_labels_that_nibabel_has_scaled_to_integers_are_labels(tmp_path: Path, c
     stored.set_data_dtype(np.dtype(kind))
     nib.save(stored, tmp_path / "a.nii")
     path = tmp_path / "a.nii"
-    assert np.array_equal(nifti.read_label("a", path, nifti.open_image("a", path), classes, None), voxels)
+    assert np.array_equal(nifti_labels.read_label("a", path, nifti.open_image("a", path), classes, None), voxels)
 
 
-@without("unet3d.data.nifti.QUANTUM", 1.0, only="0.9999")
+@without("unet3d.data.nifti_labels.QUANTUM", 1.0, only="0.9999")
 @pytest.mark.parametrize(("slope", "stored"), [(0.9999, 1), (1e-4, 9999), (1e-4, 10010)])
 def test_labels_that_lie_beside_whole_numbers_by_their_scale_are_refused(
     tmp_path: Path, slope: float, stored: int
@@ -100,13 +100,13 @@ def test_labels_that_lie_beside_whole_numbers_by_their_scale_are_refused(
     """A finer integer was there for the whole number, or none is fine enough to say that it was meant."""
     path = write_header(write(tmp_path / "a.nii", np.full((6, 5, 4), stored, np.int16)), "scl_slope", slope)
     with pytest.raises(UserError, match=rf"^a: .*a\.nii: 120 .*{slope * stored:g}\b.*\b2\b"):
-        nifti.read_label("a", path, nifti.open_image("a", path), 3, None)
+        nifti_labels.read_label("a", path, nifti.open_image("a", path), 3, None)
 
 
 def test_high_labels_that_are_scaled_in_float32_are_labels(tmp_path: Path) -> None:
     path = write(tmp_path / "a.nii", np.resize([0, 1, 32767], (6, 5, 4)).astype(np.float32) * np.float32(3.0))
     write_header(path, "scl_slope", 1 / 3)
-    found = nifti.read_label("a", path, nifti.open_image("a", path), 32768, None)
+    found = nifti_labels.read_label("a", path, nifti.open_image("a", path), 32768, None)
     assert np.unique(found).tolist() == [0, 1, 32767]
 
 

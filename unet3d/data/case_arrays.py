@@ -21,7 +21,7 @@ KINDS = {  # type and number of axes of each array on disk
 
 
 def fit_case(arrays: Arrays, channels: int) -> bool:
-    """Return whether the arrays can be a case, whoever has written them; the values of its voxels are not read."""
+    """Return whether arrays from the disk can be a case; the values of its voxels are not read."""
     if not fit_kinds(arrays):
         return False
     spacing = arrays["spacing"]

@@ -90,7 +90,10 @@ def _decathlon(root: Path, data: Data) -> DatasetInfo:
     about = DatasetJson(root, data.allow_outside)
     if "channel_names" in about.content and "modality" not in about.content:
         raise UserError(f"{about.where} is in nnU-Net's format; read it with data=nnunet")
-    cases = _sorted((_decathlon_case(about, entry) for entry in about.field("training", list)), about.where)
+    cases = _sorted(
+        (_decathlon_case(about, entry) for entry in about.field("training", list)),
+        about.where,
+    )
     channels = in_sequence(about.numbered("modality"), "modality", about.where)
     classes, relabel = _classes(about.numbered("labels"), data.ignore, data, about.where)
     return DatasetInfo(about.title, channels, classes, data.ignore, cases, relabel)
@@ -186,7 +189,10 @@ def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:
         is_short = any(without_channel(name) == first for name in stems)
         what = f"{first}_0000 is missing" if is_short else "no image of that name"
         raise UserError(f"{maps[first]}: {what} in {images}{more}; add it or remove the label map")
-    return _sorted((Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items()), images)
+    return _sorted(
+        (Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items()),
+        images,
+    )
 
 
 def volumes_in(folder: Path) -> list[Path]:

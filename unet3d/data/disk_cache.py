@@ -1,7 +1,7 @@
-"""A cache on disk of arrays that outlive a run, read through memory maps: a folder for each key, whole or remade.
+"""A cache on disk of arrays that outlive a run, read through memory maps: a folder for each key.
 
 A key is a digest of all that its arrays depend on, so nothing here can be out of date. Files are not code: they are
-mapped as numbers, or refused. Any folder may be removed at any time: what is missing is made again.
+mapped as numbers, or refused. Any folder may be removed at any time: what is missing is computed anew.
 """
 
 import errno
@@ -26,7 +26,14 @@ from typing import IO, Any
 
 import numpy as np
 
-from unet3d.base.errors import UserError, escaped, is_disk_full, is_out_of_files, is_out_of_memory, make_room
+from unet3d.base.errors import (
+    UserError,
+    escaped,
+    is_disk_full,
+    is_out_of_files,
+    is_out_of_memory,
+    make_room,
+)
 from unet3d.base.files import TEMPORARY, open_regular, replacing_within
 from unet3d.data.hashes import file_hashes
 
@@ -38,7 +45,11 @@ KEY = re.compile(r"[0-9a-f]{64}")
 MAPPED = 5_000  # cases whose maps stay open: the system allows a process 65,530 maps, and a case has seven at most
 PATIENCE = 30.0  # seconds that a key may be held by another process before it is named
 NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)  # a file or a link in place of a folder
-NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)  # a link, a folder or a pipe in place of a file
+NO_FILE = (
+    errno.ELOOP,
+    errno.EISDIR,
+    errno.ENXIO,
+)  # a link, a folder or a pipe in place of a file
 # Raised for an index or a header of an array that nobody here has written.
 MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError, TokenError)
 Arrays = Mapping[str, np.ndarray]
@@ -89,7 +100,11 @@ class DiskCache:
             raise self._problem(self.root, f"cannot be made ({error.strerror})") from error
 
     def read(
-        self, key: str, names: tuple[str, ...], make: Callable[[], Arrays], fits: Fits | None = None
+        self,
+        key: str,
+        names: tuple[str, ...],
+        make: Callable[[], Arrays],
+        fits: Fits | None = None,
     ) -> dict[str, np.ndarray]:
         """Return the arrays of these names, mapped; `make` makes them if they are missing or damaged, or do not fit.
 
@@ -210,7 +225,11 @@ class DiskCache:
             place = os.open(self.root / key, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as error:
             if error.errno in NO_FOLDER:
-                raise self._problem(self.root / key, "is a link or a file, not a folder", remedy="remove it") from error
+                raise self._problem(
+                    self.root / key,
+                    "is a link or a file, not a folder",
+                    remedy="remove it",
+                ) from error
             raise
         try:
             yield place
@@ -225,7 +244,11 @@ class DiskCache:
         holds one key at a time.
         """
         try:
-            descriptor = os.open(self.root / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            descriptor = os.open(
+                self.root / LOCK,
+                os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK,
+                0o666,
+            )
         except OSError as error:
             if error.errno in NO_FILE:
                 raise self._problem(self.root / LOCK, "is not a file", remedy="remove it") from error
@@ -269,7 +292,11 @@ class DiskCache:
             who = "another process"
             remedy = "end it"
         what = f"for {PATIENCE:.0f} s {who} has held a case that this run waits for; if it hangs, {remedy}"
-        print(f"warning: data.cache=disk: {escaped(self.root)}: {what}", file=sys.stderr, flush=True)
+        print(
+            f"warning: data.cache=disk: {escaped(self.root)}: {what}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     @staticmethod
     def _problem(place: Path, what: str, error: OSError | None = None, remedy: str = "") -> UserError:

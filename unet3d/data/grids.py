@@ -1,4 +1,4 @@
-"""Where voxels lie: the grid of a file with RAS+ axes, the grid that the network sees, and how to change grids."""
+"""Grids: the one of a file with RAS+ axes, the one that the network sees, and resampling between them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -18,7 +18,10 @@ from unet3d.data.nifti import STRICT, ValidationRules, problem
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative
-MM = (0, 2)  # codes of a header's unit of length that mean mm: 0 is unset, and mm by custom
+MM = (
+    0,
+    2,
+)  # codes of a header's unit of length that mean mm: 0 is unset, and mm by custom
 UNITS = {1: "meter", 3: "micron"}
 MAX_GROWTH = 32  # times the stored voxels that a resampled grid may hold: work stays in proportion to the file
 SHARE_DIGITS = 4  # to which the shares of labels are rounded, so that ties are exact
@@ -28,7 +31,7 @@ Headers = Mapping[Path, nib.Nifti1Image]  # headers of files, by path
 
 
 class Grid(NamedTuple):
-    """Where voxels lie: `shape` (X, Y, Z) and `affine` (4, 4), from voxel indices to mm."""
+    """The place of voxels: `shape` (X, Y, Z) and `affine` (4, 4), from voxel indices to mm."""
 
     shape: tuple[int, int, int]
     affine: np.ndarray
@@ -88,7 +91,11 @@ def contradictions(case: Case, headers: Headers, rules: ValidationRules = STRICT
             yield problem(case.id, path, f"has shape {image.shape}, but is one channel of several")
         misfit = None if first is None else _misfit(first, image, rules)
         if misfit is not None:
-            yield problem(case.id, path, f"{misfit} {case.images[0]}; resample it onto the image's grid")
+            yield problem(
+                case.id,
+                path,
+                f"{misfit} {case.images[0]}; resample it onto the image's grid",
+            )
 
 
 def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image, rules: ValidationRules) -> str | None:

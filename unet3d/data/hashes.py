@@ -62,6 +62,9 @@ def content_hashes(case: Case, full: bool) -> dict[str, Hashes]:
     """Return the hashes of the case's images, and of its label map. Raises UserError."""
     labels = () if case.label is None else (case.label,)
     try:
-        return {"images": file_hashes(case.images, full), "labels": file_hashes(labels, full)}
+        return {
+            "images": file_hashes(case.images, full),
+            "labels": file_hashes(labels, full),
+        }
     except (OSError, ValueError) as error:
         raise nifti.problem(case.id, case.images[0], f"cannot be read, or its label map ({error})") from error

@@ -11,7 +11,13 @@ from unet3d.base.errors import UserError
 from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.grids import Grid, canonical_grid, contradictions, foreign_units, target_grid
+from unet3d.data.grids import (
+    Grid,
+    canonical_grid,
+    contradictions,
+    foreign_units,
+    target_grid,
+)
 from unet3d.data.hashes import FileHasher, Hashes
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.nifti import ValidationRules, problem
@@ -22,7 +28,7 @@ MAX_NAMES = 2_000  # characters of names in a line
 
 
 class CaseHeader(NamedTuple):
-    """What the files of a case say before a voxel is read: plain values, which ranks can exchange."""
+    """The headers of a case, before a voxel is read, as plain values that ranks can exchange."""
 
     stored: Grid | None  # of the first image, with RAS+ axes; None where it cannot be read
     target: Grid | None  # that the network sees
@@ -33,12 +39,16 @@ class CaseHeader(NamedTuple):
 
     @property
     def is_resampled(self) -> bool:
-        """Whether the network sees the case on another grid than its file's, whatever their axes."""
+        """True if the network sees the case on another grid than its file's, regardless of their axes."""
         return self.stored is not None and self.target is not None and not self.stored.is_same(self.target)
 
 
 def scan_case(
-    dataset: DatasetInfo, case: Case, data: Data, files: ImageFiles, fingerprint: str | None = None
+    dataset: DatasetInfo,
+    case: Case,
+    data: Data,
+    files: ImageFiles,
+    fingerprint: str | None = None,
 ) -> CaseHeader:
     """Return what the headers of a case's files say; `fingerprint`: with hashes, as data.fingerprint."""
     hashers = {kind: FileHasher(fingerprint == "full") for kind in ("images", "labels")}
@@ -50,7 +60,12 @@ def scan_case(
             with files.scanned(case.id, path) as file:
                 headers[path] = file.image
                 if fingerprint is not None:
-                    _hash(hashers["labels" if path == case.label else "images"], case, path, file.stream)
+                    _hash(
+                        hashers["labels" if path == case.label else "images"],
+                        case,
+                        path,
+                        file.stream,
+                    )
             if path == case.images[0]:
                 target = target_grid(case, headers[path], data.spacing)
         except UserError as error:

@@ -140,7 +140,7 @@ def returned(image: ImageLike, labels: np.ndarray, case: Case) -> np.ndarray | n
 
 
 def _with_affine(image: nib.Nifti1Image, source: nib.Nifti1Image) -> nib.Nifti1Image:
-    """Return the image with the affine of `source` as it was read: that of its header may be rounded otherwise."""
+    """Return the image with the affine of `source` as it was read: its header's may be rounded otherwise."""
     return type(image)(image.dataobj, source.affine, image.header)
 
 

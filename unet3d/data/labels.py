@@ -19,7 +19,7 @@ Relabel = Mapping[int, int] | None  # from a file's label to the new one, of all
 def relabelling(names: Mapping[int, str], ignore: int | None, data: Data) -> tuple[dict[int, str], Relabel]:
     """Return the class names by new label, and the new label of each that the files may hold. Raises UserError.
 
-    `names` are those of the files' labels. A label that has a name here and is not in the map becomes background.
+    `names` name the files' labels. A label that has a name here and is not in the map becomes background.
     """
     if data.label_map is None:
         return dict(names), None
@@ -72,7 +72,7 @@ def written_words(data: Data, names: Sequence[str]) -> str:
 
 
 def proposal(occurring: Collection[int], classes: int, relabel: Relabel = None) -> str:
-    """Return the option that makes these labels of files fit so many classes; "" where they are no classes."""
+    """Return the option that makes these labels of files fit `classes`; "" for what cannot be classes."""
     known = range(classes) if relabel is None else relabel
     others = sorted({*occurring} - {*known})
     if not others or not _are_classes(others):
@@ -90,7 +90,7 @@ def proposal(occurring: Collection[int], classes: int, relabel: Relabel = None) 
 
 
 def numbered(labels: Collection[int]) -> str:
-    """Return the option that makes these labels 1, 2, 3 ..., without 0; "" where they are no classes."""
+    """Return the option that makes these labels 1, 2, 3 ..., without 0; "" for what cannot be classes."""
     others = sorted({*labels} - {0})
     if not others or not _are_classes(others):
         return ""

@@ -12,7 +12,13 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from unet3d.base import ranks, signals
-from unet3d.base.errors import LoaderError, UserError, file_limit, is_out_of_files, is_out_of_memory
+from unet3d.base.errors import (
+    LoaderError,
+    UserError,
+    file_limit,
+    is_out_of_files,
+    is_out_of_memory,
+)
 from unet3d.base.types import Batch, mib
 from unet3d.config.schema import Config
 from unet3d.data.patches import Patches, PatchIndex
@@ -121,7 +127,7 @@ def _with_room(workers: int, config: Config) -> int:
 
 
 def _require_room(workers: int, batches: int, batch_bytes: int) -> None:
-    """Raise UserError where workers cannot hand over this many batches at once, each of at least so many bytes."""
+    """Raise UserError where workers cannot hand over this many batches at once, each of at least `batch_bytes`."""
     descriptors = list[int]()
     try:  # a worker has pipes, and each tensor of a batch under way is an open file
         for _ in range(16 + 8 * workers + 2 * batches):

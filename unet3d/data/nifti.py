@@ -21,7 +21,6 @@ from nibabel.spatialimages import HeaderDataError
 from unet3d.base.errors import UserError
 from unet3d.base.files import open_regular
 from unet3d.config.schema import Data
-from unet3d.data.labels import Relabel, proposal
 
 SUFFIXES = (".nii.gz", ".nii")
 GZIP_MAGIC = b"\x1f\x8b"
@@ -31,13 +30,21 @@ MAX_OFFSET = 2**26  # bytes before the voxels: a small gzip file may hold gigaby
 MAX_TRAILING = 2**20  # bytes behind the voxels
 SMALLEST = 1e-7  # mm, below a nanometre: squares of less vanish
 LARGEST = 1e7  # mm, above a kilometre: squares of more overflow
-ROUNDING = 1e-6  # float32's relative rounding of a scaled label
-QUANTUM = 1e-3  # the largest rounding of a label to a file's integers
 GREYS = 256  # steps that float32 must leave in an image's range
-LABELS_LISTED = 5  # unknown labels in a message
-READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
+READ_ERRORS = (
+    OSError,
+    EOFError,
+    ValueError,
+    OverflowError,
+    zlib.error,
+    ImageFileError,
+    HeaderDataError,
+)
 # By the header's own length, which also gives the byte order: class, place of the magic, magic.
-FORMATS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
+FORMATS = {
+    348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"),
+    540: (nib.Nifti2Image, slice(4, 8), b"n+2\0"),
+}
 
 
 @contextmanager
@@ -68,20 +75,6 @@ class ValidationRules(NamedTuple):
 
 
 STRICT = ValidationRules()
-
-
-class UnknownLabels(UserError):
-    """A label map holds values that are no class.
-
-    `labels` are its labels but 0, where they are whole numbers; `alone` is the message without the `option` that would
-    suit this file.
-    """
-
-    def __init__(self, message: str, labels: frozenset[int] = frozenset(), option: str = "") -> None:
-        remedy = f", or add {option}" if option else ""
-        super().__init__(message + remedy)
-        self.labels = labels
-        self.alone = message
 
 
 def problem(case_id: str, path: Path, what: str) -> UserError:
@@ -127,7 +120,11 @@ def _refuse_first_bytes(case_id: str, path: Path, stream: BinaryIO) -> None:
     if not start:
         raise problem(case_id, path, "is empty; replace the file")
     if path.name.endswith(".gz") and start != GZIP_MAGIC:
-        raise problem(case_id, path, "is not gzip-compressed despite its name; rename or replace it")
+        raise problem(
+            case_id,
+            path,
+            "is not gzip-compressed despite its name; rename or replace it",
+        )
 
 
 def open_image(case_id: str, path: Path) -> nib.Nifti1Image:
@@ -182,7 +179,7 @@ def _content(path: Path, stream: BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _voxel_faults(voxels: ArrayProxy, held_bytes: int) -> Iterator[str]:
-    """Yield what is wrong with the shape, type and place of voxels in a file that holds so many bytes at most."""
+    """Yield what is wrong with the shape, type and place of voxels in a file of at most `held_bytes`, inflated."""
     shape = voxels.shape
     count = prod(shape)
     if len(shape) < 3 or min(shape) < 1 or sum(n > 1 for n in shape[3:]) > 1:
@@ -212,7 +209,7 @@ def _affine_faults(affine: np.ndarray, zooms: np.ndarray) -> Iterator[str]:
 
 
 def channels(image: nib.Nifti1Image) -> int:
-    """Return the length of the fourth axis, 1 where there is none."""
+    """Return the length of the fourth axis, 1 for a single channel."""
     return prod(image.shape[3:])
 
 
@@ -287,67 +284,3 @@ def _refuse_rounded(case_id: str, path: Path, stored: np.ndarray) -> None:
 def replacement(count: int) -> str:
     """Return the warning about voxels that data.nonfinite=zero replaced."""
     return f"{count} voxels are NaN or infinite and count as 0 (data.nonfinite=zero)"
-
-
-def read_label(
-    case_id: str,
-    path: Path,
-    image: nib.Nifti1Image,
-    classes: int,
-    ignore: int | None,
-    relabel: Relabel = None,
-    stream: BinaryIO | None = None,
-) -> np.ndarray:
-    """Return voxels as uint8 or uint16 (X, Y, Z), each a class or `ignore`. Raises UnknownLabels, UserError."""
-    array = read_array(case_id, path, image, stream)
-    if not np.issubdtype(array.dtype, np.integer):
-        array = _rounded(array, image.dataobj)
-    kind = np.min_scalar_type(max(classes - 1, ignore or 0))
-    if relabel is None:
-        label = array
-        is_unknown = ~((array >= 0) & (array < classes) & (array == np.rint(array)))
-    else:
-        label = np.zeros(array.shape, kind)
-        is_unknown = np.ones(array.shape, bool)
-        for old, new in relabel.items():
-            voxels = array == old
-            label[voxels] = new
-            is_unknown[voxels] = False
-    if ignore is not None:
-        if relabel is not None:
-            label = np.where(array == ignore, kind.type(ignore), label)
-        is_unknown &= array != ignore
-    if is_unknown.any():
-        raise _unknown_labels(f"{case_id}: {path}", array, is_unknown, classes, ignore, relabel)
-    return label.astype(kind, copy=False)
-
-
-def _rounded(array: np.ndarray, voxels: ArrayProxy) -> np.ndarray:
-    """Return labels that were read as floats, with those that are nearly whole numbers as these.
-
-    255 scaled by 1/255 is not quite 1; nor are floats that nibabel scales to fit the 2^16 values of an integer.
-    """
-    half_step = abs(voxels.slope) / 2
-    tolerance = ROUNDING
-    if voxels.dtype.kind in "iu" and half_step < QUANTUM:
-        tolerance += half_step
-    whole = np.rint(array)
-    is_near = np.isclose(array, whole, rtol=ROUNDING, atol=tolerance)
-    return np.where(is_near, whole, array)
-
-
-def _unknown_labels(
-    place: str, array: np.ndarray, is_unknown: np.ndarray, classes: int, ignore: int | None, relabel: Relabel
-) -> UnknownLabels:
-    """Return the error for the labels of a file that are neither a class nor `ignore`."""
-    values = np.unique(array)
-    unknown = np.unique(array[is_unknown])
-    allowed = f"0 to {classes - 1}" if relabel is None else ", ".join(map(str, sorted(relabel)))
-    if ignore is not None:
-        allowed += f" and {ignore} (ignored)"
-    listed = ", ".join(f"{value:g}" for value in unknown[:LABELS_LISTED].tolist())
-    labels = frozenset[int]()
-    if np.isfinite(unknown).all() and (unknown == np.rint(unknown)).all():
-        labels = frozenset(int(value) for value in values if value not in (0, ignore))
-    what = f"{is_unknown.sum()} voxels have the label {listed}; allowed are {allowed}; relabel them"
-    return UnknownLabels(f"{place}: {what}", labels, proposal(labels, classes, relabel))

@@ -71,7 +71,14 @@ def saving_scores(path: Path, like: Path | nib.Nifti1Image) -> Iterator[Callable
                 file.flush()
                 # on a disk that fills later, a write to mapped memory would kill the process
                 os.posix_fallocate(file.fileno(), 0, offset + class_bytes * classes)
-            return np.memmap(file, header.get_data_dtype(), "r+", offset + class_bytes * label, shape, "F")
+            return np.memmap(
+                file,
+                header.get_data_dtype(),
+                "r+",
+                offset + class_bytes * label,
+                shape,
+                "F",
+            )
 
         yield open_scores
 

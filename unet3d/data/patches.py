@@ -1,4 +1,4 @@
-"""Patches from volumes. A patch is a pure function of the seed and its place in the run, whoever computes it."""
+"""Patches from volumes. A patch is a pure function of the seed and its place in the run, in any process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,13 @@ MAX_CENTRES = 10_000  # voxels of each class that are kept as patch centres
 TRIES = 20  # to find a place with labels, which are rare in sparse annotation
 LABELS_LISTED = 5  # wrong labels in a message
 
-INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)  # types that labels may have
+INTEGERS = (
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)  # types that labels may have
 
 Transform = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor]]  # of image C D H W, label D H W
 
@@ -43,7 +49,11 @@ class PreparedCase:
     foreground: tuple[np.ndarray, ...]  # (n, 3) voxel indices of each foreground class that occurs
 
 
-def cached(cache: dict[str, PreparedCase] | None, case: Case, make: Callable[[Case], PreparedCase]) -> PreparedCase:
+def cached(
+    cache: dict[str, PreparedCase] | None,
+    case: Case,
+    make: Callable[[Case], PreparedCase],
+) -> PreparedCase:
     """Return `make(case)`, called once for each case if there is a cache."""
     if cache is None:
         return make(case)
@@ -63,7 +73,13 @@ def prepare(
     classes = label.astype(np.int16)
     if ignore is not None:
         classes[label == ignore] = IGNORE
-    return PreparedCase(case_id, torch.from_numpy(image), torch.from_numpy(classes), spacing, foreground(classes))
+    return PreparedCase(
+        case_id,
+        torch.from_numpy(image),
+        torch.from_numpy(classes),
+        spacing,
+        foreground(classes),
+    )
 
 
 def foreground(classes: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -133,7 +149,10 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
         if not isinstance(result, tuple | list) or len(result) != 2:
             return f"returns {type(result).__name__}; return image and label"
         new_image, new_label = result
-        for name, tensor, before in (("image", new_image, image), ("label", new_label, label)):
+        for name, tensor, before in (
+            ("image", new_image, image),
+            ("label", new_label, label),
+        ):
             if not isinstance(tensor, Tensor):
                 return f"returns {type(tensor).__name__} as {name}; return a torch tensor"
             if tensor.shape != before.shape:

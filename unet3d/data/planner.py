@@ -110,7 +110,7 @@ def filled(patch: Sequence[int], sizes: Sequence[int]) -> float:
 
 
 def suitable_patch(config: Config, model_config: Model, sizes: Triple, spacing: Sequence[float]) -> list[int] | None:
-    """Return a patch for volumes of these sizes (voxels), whose maps the strides divide; None if there is none.
+    """Return a patch for volumes of these sizes (voxels), whose maps the strides divide; None without one.
 
     It has no more voxels than the config's.
     """

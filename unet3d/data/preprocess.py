@@ -1,4 +1,4 @@
-"""From the files of a case to tensors ready for the network, kept in memory, on disk or not at all."""
+"""Read the files of a case as tensors ready for the network, kept in memory, on disk or not at all."""
 
 import secrets
 import sys
@@ -56,13 +56,19 @@ class CaseReader:
         """Read the volume as stored, except for orientation and spacing. Raises UserError."""
         dataset = self.dataset
         volume = read_volume(
-            case, len(dataset.classes), dataset.ignore, self.spacing, self.rules, dataset.relabel, self.files
+            case,
+            len(dataset.classes),
+            dataset.ignore,
+            self.spacing,
+            self.rules,
+            dataset.relabel,
+            self.files,
         )
         self._warn(case, volume.nonfinite_voxels)
         return volume
 
     def refuse_more_than_memory(self, maps: Mapping[Case, int]) -> None:
-        """Print the predicted size of these cases, each with so many label maps. Raises UserError if too large."""
+        """Print the predicted size of the cases in `maps`, which counts label maps. Raises UserError if too large."""
         needed = sum(self._bytes(case, count) for case, count in maps.items()) * ranks.LOCAL_SIZE
         available = host_bytes()
         each = f" by each of {ranks.LOCAL_SIZE} ranks" if ranks.LOCAL_SIZE > 1 else ""
@@ -118,18 +124,23 @@ class CaseReader:
             pass
 
     def key(self, case: Case, *about: object) -> str:
-        """Return the name on disk of what is prepared from this case by these options, and by those of `about`."""
+        """Return the name on disk of what is prepared from this case by the reader's options, and `about`."""
         hashes = list[object]()
         for kind in ("images", "labels"):
             of_files = self.headers[case.id].hashes[kind]
             hashes.append(of_files["full"] or [of_files["sample"], of_files["times"]])
-        options: tuple = (len(self.dataset.classes), self.dataset.ignore, self.spacing, self.rules)
+        options: tuple = (
+            len(self.dataset.classes),
+            self.dataset.ignore,
+            self.spacing,
+            self.rules,
+        )
         if self.dataset.relabel is not None:
             options += (sorted(self.dataset.relabel.items()),)
         return key_of(hashes, options, [asdict(rule) for rule in self.intensity], about)
 
     def _bytes(self, case: Case, maps: int) -> int:
-        """Return the size of a prepared case with so many label maps."""
+        """Return the bytes of a prepared case with this number of label maps."""
         header = self.headers.get(case.id)
         grid = header.target if header is not None else None
         if grid is None:
@@ -156,7 +167,13 @@ class CaseReader:
     def _as_case(self, volume: Volume) -> PreparedCase:
         """Return a volume as a training case, its image as it is."""
         assert volume.label is not None, volume.case_id
-        return prepare(volume.case_id, volume.image, volume.label, volume.spacing, self.dataset.ignore)
+        return prepare(
+            volume.case_id,
+            volume.image,
+            volume.label,
+            volume.spacing,
+            self.dataset.ignore,
+        )
 
     def _map(self, case: Case) -> PreparedCase:
         """Return the case with an image and a label map that are read from `disk` where they are used."""
@@ -189,12 +206,19 @@ class CaseReader:
         now = content_hashes(case, full=False)
         before = self.headers[case.id].hashes
         if any(now[kind][of] != before[kind][of] for kind in now for of in ("sample", "times")):
-            raise problem(case.id, case.images[0], "changed while it was prepared, or its label map; start again")
+            raise problem(
+                case.id,
+                case.images[0],
+                "changed while it was prepared, or its label map; start again",
+            )
 
     def _samples(self, train: Sequence[Case]) -> Iterator[np.ndarray]:
         """Yield foreground voxels (C, n) of each case, in this order."""
         if self.disk is None:
-            yield from map(self._foreground, _usable(train, "measuring intensities", self.read_volume))
+            yield from map(
+                self._foreground,
+                _usable(train, "measuring intensities", self.read_volume),
+            )
             return
         for _ in _usable(self._ordered(train), "measuring intensities", self._mapped_sample):
             pass

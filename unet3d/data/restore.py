@@ -75,7 +75,11 @@ def to_original(
     labels = np.empty(0)
     for strip in strips:
         if strip.sizes != source.shape:
-            raise problem(case.id, case.images[0], "has another size than when it was read; restore the file")
+            raise problem(
+                case.id,
+                case.images[0],
+                "has another size than when it was read; restore the file",
+            )
         if not labels.size:
             labels = _no_labels(image.shape[:3], strip)
         box, maps = strip.box, iter(strip.probabilities.numpy())
@@ -88,7 +92,11 @@ def to_original(
 
 
 def _written(
-    maps: Iterable[np.ndarray], open_scores: Scores, axes: np.ndarray, box: Box, classes: int
+    maps: Iterable[np.ndarray],
+    open_scores: Scores,
+    axes: np.ndarray,
+    box: Box,
+    classes: int,
 ) -> Iterator[np.ndarray]:
     """Yield maps of the classes in a box, once they are written to the scores, which have these axes."""
     for label, class_map in enumerate(maps):

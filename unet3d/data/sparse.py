@@ -1,4 +1,4 @@
-"""Sparse annotation: labels of some slices are learned, those of others are scored (Cicek et al. 2016)."""
+"""Sparse annotation: labels of some slices are learned, of others scored (Cicek et al. 2016)."""
 
 from dataclasses import dataclass, replace
 
@@ -39,7 +39,13 @@ class SparseReader:
             return fit_labels(arrays, tuple(dense.label.shape))
 
         options = self.options
-        slices = (options.sparse, options.sparse_folds, options.sparse_fold, options.scored, self.scored)
+        slices = (
+            options.sparse,
+            options.sparse_folds,
+            options.sparse_fold,
+            options.scored,
+            self.scored,
+        )
         key = self.read.key(case, *slices)
         arrays = self.read.disk.read(key, LABELS, lambda: label_arrays(self._masked(dense)), fits)
         label, voxels = labels_of(arrays)
@@ -63,7 +69,7 @@ def learned_mask(label: Tensor, options: Data) -> Tensor:
 
 
 def scored_mask(label: Tensor, options: Data) -> Tensor:
-    """Return which voxels are scored, bool X Y Z: those of scored slices that no learned slice crosses."""
+    """Return which voxels are scored, bool X Y Z: scored slices, but where a learned slice crosses."""
     return planes(label.shape, scored_slices(label, options)) & ~learned_mask(label, options)
 
 
@@ -73,7 +79,7 @@ def learned_slices(label: Tensor, options: Data) -> Slices:
 
 
 def scored_slices(label: Tensor, options: Data) -> Slices:
-    """Return the slices of the part `options.sparse_fold`, or those of `options.scored`."""
+    """Return the slices of the part `options.sparse_fold`, or else of `options.scored`."""
     if options.sparse_fold is not None:
         return [[index for index, part in axis if part == options.sparse_fold] for axis in _parts(label, options)]
     slices = Slices()

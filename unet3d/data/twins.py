@@ -54,7 +54,7 @@ def voxel_digests(
     headers: Mapping[str, CaseHeader],
     files: ImageFiles,
 ) -> dict[str, Digests]:
-    """Return digests, by id, of the cases that may be the same: those of a size that occurs in both parts.
+    """Return digests, by id, of cases that may be the same since their size occurs in both parts.
 
     Each of them is read once, by one of the ranks, and none is kept. Raises UserError that lists what cannot be read.
     """

@@ -18,6 +18,7 @@ from unet3d.data.headers import WARNING, CaseHeader, scan_case, shown_names
 from unet3d.data.image_files import ImageFiles, OpenFile
 from unet3d.data.labels import proposal
 from unet3d.data.nifti import ValidationRules
+from unet3d.data.nifti_labels import UnknownLabels, read_label
 from unet3d.data.twins import Digests, VoxelDigest, leaks
 
 SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
@@ -25,14 +26,14 @@ SAME_FORM = 0.01  # mm: largest difference between sform and qform that counts a
 
 
 class Content(NamedTuple):
-    """What the voxels of a case hold: digests of its image, and which label values occur."""
+    """The content of a sound case: digests of its image, and the label values that occur."""
 
     digests: Digests
     labels: frozenset[int]
 
 
 class CaseContent(NamedTuple):
-    """What the voxels of a case hold, if all could be read, what is wrong with them, and labels that are no class."""
+    """The content of a case if all of it could be read, the problems of its voxels, and labels that are no class."""
 
     content: Content | None
     lines: list[str]
@@ -47,7 +48,7 @@ class DatasetCheck(NamedTuple):
 
 
 def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: bool) -> DatasetCheck:
-    """Return all problems of all `cases`, and those of the split; for what the options accept, warnings.
+    """Return the headers of `cases`, and all problems of cases and split; for what the options accept, warnings.
 
     Reads headers: files, sizes, channels, grids, units; `full`: also voxels (damage, NaN, labels, twins), odd headers.
     """
@@ -75,7 +76,11 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
 
 
 def check_headers(
-    dataset: DatasetInfo, cases: Sequence[Case], data: Data, files: ImageFiles, fingerprint: str | None = None
+    dataset: DatasetInfo,
+    cases: Sequence[Case],
+    data: Data,
+    files: ImageFiles,
+    fingerprint: str | None = None,
 ) -> DatasetCheck:
     """Return the headers of `cases`, and all problems that they and the split show; `fingerprint`: with hashes."""
     headers = dict[str, CaseHeader]()
@@ -86,7 +91,11 @@ def check_headers(
 
 
 def sound_headers(
-    dataset: DatasetInfo, cases: Sequence[Case], data: Data, files: ImageFiles, fingerprint: str | None = None
+    dataset: DatasetInfo,
+    cases: Sequence[Case],
+    data: Data,
+    files: ImageFiles,
+    fingerprint: str | None = None,
 ) -> dict[str, CaseHeader]:
     """Return the headers of `cases` by id, and print warnings. Raises UserError that lists every problem."""
     headers, lines = check_headers(dataset, cases, data, files, fingerprint)
@@ -106,7 +115,11 @@ def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Con
         yield str(error)
         return
     if not data.semi:
-        yield from leaks(train, val, {case_id: content.digests for case_id, content in contents.items()})
+        yield from leaks(
+            train,
+            val,
+            {case_id: content.digests for case_id, content in contents.items()},
+        )
     yield from _absences(dataset, "train", train, contents)
     yield from _absences(dataset, "val", val, contents)
 
@@ -131,7 +144,10 @@ def _oddities(image: nib.Nifti1Image) -> Iterator[str]:
     qform = None
     try:
         qform = header.get_qform(coded=True)[0]
-    except (ValueError, nib.spatialimages.HeaderDataError):  # e.g. rounding has made a quaternion longer than 1
+    except (
+        ValueError,
+        nib.spatialimages.HeaderDataError,
+    ):  # e.g. rounding has made a quaternion longer than 1
         yield "its qform is no rotation; the sform is used"
     if sform is None and qform is None:
         yield "neither sform nor qform is set: which side is left is a guess; set one"
@@ -157,7 +173,7 @@ def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, rules: Va
                     digest.update(voxels, file.image.affine)
                     if nonfinite:
                         warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(nonfinite)}")
-        except nifti.UnknownLabels as error:
+        except UnknownLabels as error:
             errors.append(error.alone)  # the map that would help is proposed once, for all files
             unknown |= error.labels
         except UserError as error:
@@ -173,7 +189,15 @@ def _label_values(dataset: DatasetInfo, case: Case, file: OpenFile) -> frozenset
     """Return the values that occur in the label map of a case. Raises UnknownLabels, UserError."""
     assert case.label is not None, case.id
     classes = len(dataset.classes)
-    label = nifti.read_label(case.id, case.label, file.image, classes, dataset.ignore, dataset.relabel, file.stream)
+    label = read_label(
+        case.id,
+        case.label,
+        file.image,
+        classes,
+        dataset.ignore,
+        dataset.relabel,
+        file.stream,
+    )
     return frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
 
 
@@ -191,7 +215,12 @@ def _label_map_proposal(
         yield f"{WARNING}{dataset.name}: the label maps hold {held}; to learn from them as they are, add {option}"
 
 
-def _absences(dataset: DatasetInfo, part: str, cases: Sequence[Case], contents: Mapping[str, Content]) -> Iterator[str]:
+def _absences(
+    dataset: DatasetInfo,
+    part: str,
+    cases: Sequence[Case],
+    contents: Mapping[str, Content],
+) -> Iterator[str]:
     """Yield classes that do not occur in a part, if all of its cases were read."""
     if not all(case.id in contents for case in cases):
         return
@@ -204,9 +233,12 @@ def _absences(dataset: DatasetInfo, part: str, cases: Sequence[Case], contents: 
 
 
 def summary(
-    dataset: DatasetInfo, train: Sequence[Case], val: Sequence[Case], headers: Mapping[str, CaseHeader]
+    dataset: DatasetInfo,
+    train: Sequence[Case],
+    val: Sequence[Case],
+    headers: Mapping[str, CaseHeader],
 ) -> list[str]:
-    """Return a few plain lines about a data set; sizes are those of the images that can be read."""
+    """Return a few plain lines about a data set; sizes are of the images that can be read."""
     readable = [headers[case.id] for case in dataset.cases if headers[case.id].stored is not None]
     orientations = Counter(header.orientation for header in readable)
     grids = [header.stored for header in readable if header.stored is not None]

@@ -11,10 +11,18 @@ from nibabel.orientations import apply_orientation
 
 from unet3d.data import nifti
 from unet3d.data.cases import Case
-from unet3d.data.grids import CUBIC, canonical_grid, contradictions, resample, resample_labels, target_grid
+from unet3d.data.grids import (
+    CUBIC,
+    canonical_grid,
+    contradictions,
+    resample,
+    resample_labels,
+    target_grid,
+)
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.labels import Relabel
-from unet3d.data.nifti import STRICT, ValidationRules, read_image, read_label
+from unet3d.data.nifti import STRICT, ValidationRules, read_image
+from unet3d.data.nifti_labels import read_label
 
 
 class Volume(NamedTuple):
@@ -37,9 +45,9 @@ def read_volume(
     relabel: Relabel = None,
     files: ImageFiles | None = None,
 ) -> Volume:
-    """Return the case with RAS+ axes and this `spacing` (mm; None: as stored), its labels checked. Raises UserError.
+    """Return the case with RAS+ axes and this `spacing` (mm; None: as stored), its labels checked.
 
-    Reads from those of `files` that are still open.
+    Reads from `files` where they are still open. Raises UserError.
     """
     if files is None:
         files = ImageFiles()
@@ -61,16 +69,31 @@ def read_volume(
         label = None
         if case.label is not None:
             stream = opened[case.label].stream
-            label = read_label(case.id, case.label, headers[case.label], classes, ignore, relabel, stream)
+            label = read_label(
+                case.id,
+                case.label,
+                headers[case.label],
+                classes,
+                ignore,
+                relabel,
+                stream,
+            )
             label = resample_labels(apply_orientation(label, axes), source, target, ignore)
             label = np.ascontiguousarray(label)
-    return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, nonfinite_voxels)
+    return Volume(
+        case.id,
+        np.ascontiguousarray(image),
+        label,
+        target.affine,
+        target.spacing,
+        nonfinite_voxels,
+    )
 
 
 def read_label_map(case: Case, path: Path, values: Sequence[int], spacing: Sequence[float] | None) -> np.ndarray:
     """Return a predicted label map of the case (X, Y, Z) on the grid of `read_volume`. Raises UserError.
 
-    `values` are those of the classes in the file.
+    `values` are how the file stores the classes.
     """
     with nifti.open_file(case.id, path) as stream:
         image = nifti.read_header(case.id, path, stream)
