@@ -61,10 +61,11 @@ def coordinates(
     """Return where each voxel of the patch lies in the volume, float32 D H W 3 (voxels); None for a plain crop."""
     if rng.random() >= options.spatial_p:
         return None
-    matrix = _affine(patch, spacing, options, rng)
+    matrix = _affine(patch, spacing, options, rng).astype(np.float32)
     axes = [np.arange(n, dtype=np.float32) - (n - 1) / 2 for n in patch]
     grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
-    field = grid @ matrix.T.astype(np.float32) + centre.astype(np.float32)
+    field = grid @ matrix.T
+    field = field + centre.astype(np.float32)
     if options.elastic:
         field += elastic_field(patch, options.elastic, options.elastic_grid, rng)
     return torch.from_numpy(field)
@@ -95,10 +96,12 @@ def elastic_field(patch: Sequence[int], std: float, grid: int, rng: np.random.Ge
 
     Cubic splines through vectors ~ N(0, std) every `grid` voxels.
     """
-    a, b, c = (spline_matrix(n, grid) for n in patch)
-    points = (a.shape[1], b.shape[1], c.shape[1])
-    vectors = rng.normal(0, std, (*points, 3)).astype(np.float32)
-    return np.asarray(np.einsum("ai,bj,ck,ijkd->abcd", a, b, c, vectors, optimize=True))
+    splines = [spline_matrix(n, grid) for n in patch]
+    points = [spline.shape[1] for spline in splines]
+    vectors = rng.normal(0, std, (*points, 3))
+    vectors = vectors.astype(np.float32)
+    field = np.einsum("ai,bj,ck,ijkd->abcd", *splines, vectors, optimize=True)
+    return np.asarray(field)
 
 
 @functools.lru_cache(maxsize=64)
@@ -135,15 +138,18 @@ def _sample(volume: Tensor, field: Tensor, mode: str, outside: int) -> Tensor:
     points = field.reshape(-1, 3)
     low = points.min(0).values.floor().long() - 1
     high = points.max(0).values.ceil().long() + 2
-    box = tuple(slice(max(0, int(a)), max(1, int(b))) for a, b in zip(low, high, strict=True))
+    low = low.clamp(min=0)
+    high = high.clamp(min=1)
+    box = tuple(slice(*ends) for ends in zip(low.tolist(), high.tolist(), strict=True))
     part = volume[(slice(None), *box)]
     if not part.numel():  # the whole patch lies outside
         return torch.full((len(volume), *field.shape[:3]), float(outside))
-    start = torch.tensor([axis.start for axis in box])
-    relative = (2 * (field - start) + 1) / torch.tensor(part.shape[1:]) - 1  # edges at -1 and 1
+    size = torch.tensor(part.shape[1:])
+    relative = (2 * (field - low) + 1) / size - 1  # edges at -1 and 1
     grid = relative.flip(-1)  # W H D
     shifted = part.float() - outside  # grid_sample puts 0 outside
-    return F.grid_sample(shifted[None], grid[None], mode=mode, align_corners=False)[0] + outside
+    sampled = F.grid_sample(shifted[None], grid[None], mode=mode, align_corners=False)
+    return sampled[0] + outside
 
 
 def intensities(options: Augment) -> "Compose":
@@ -155,11 +161,13 @@ def intensities(options: Augment) -> "Compose":
 
     sigma = tuple(options.blur)
     factors = tuple(factor - 1 for factor in options.contrast)
+    gamma = tuple(options.gamma)
+    zoom = tuple(options.low_resolution)
     changes = [
         transforms.RandGaussianNoise(prob=options.noise_p, std=options.noise),
         transforms.RandGaussianSmooth(sigma, sigma, sigma, prob=options.blur_p),
         transforms.RandScaleIntensity(factors=factors, prob=options.contrast_p),
-        transforms.RandAdjustContrast(prob=options.gamma_p, gamma=tuple(options.gamma), retain_stats=True),
-        transforms.RandSimulateLowResolution(options.low_resolution_p, zoom_range=tuple(options.low_resolution)),
+        transforms.RandAdjustContrast(prob=options.gamma_p, gamma=gamma, retain_stats=True),
+        transforms.RandSimulateLowResolution(options.low_resolution_p, zoom_range=zoom),
     ]
     return transforms.Compose(changes)

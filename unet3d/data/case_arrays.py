@@ -10,13 +10,13 @@ from unet3d.data.patches import PreparedCase
 LABELS = ("label", "foreground", "counts")  # arrays on disk of a label map
 CASE = ("image", *LABELS, "spacing", "replaced")  # and of a case
 KINDS = {  # type and number of axes of each array on disk
-    "image": (np.dtype(np.float32), 4),
-    "label": (np.dtype(np.int16), 3),
-    "foreground": (np.dtype(np.int32), 2),
-    "counts": (np.dtype(np.int64), 1),
-    "spacing": (np.dtype(np.float64), 1),
-    "replaced": (np.dtype(np.int64), 0),  # voxels that were not finite
-    "voxels": (np.dtype(np.float32), 2),
+    "image": (np.float32, 4),
+    "label": (np.int16, 3),
+    "foreground": (np.int32, 2),
+    "counts": (np.int64, 1),
+    "spacing": (np.float64, 1),
+    "replaced": (np.int64, 0),  # voxels that were not finite
+    "voxels": (np.float32, 2),
 }
 
 
@@ -25,31 +25,47 @@ def fit_case(arrays: Arrays, channels: int) -> bool:
     if not fit_kinds(arrays):
         return False
     spacing = arrays["spacing"]
-    if spacing.shape != (3,) or not (np.isfinite(spacing) & (spacing > 0)).all():
+    if spacing.shape != (3,):
+        return False
+    if not np.isfinite(spacing).all() or (spacing <= 0).any():
         return False
     image = arrays["image"]
-    return len(image) == channels and fit_labels(arrays, image.shape[1:])
+    if len(image) != channels:
+        return False
+    return fit_labels(arrays, image.shape[1:])
 
 
 def label_arrays(case: PreparedCase) -> dict[str, np.ndarray]:
     """Return a label map and the voxels of its classes, for the disk."""
     counts = np.array([len(voxels) for voxels in case.foreground], np.int64)
     voxels = np.concatenate([np.empty((0, 3), np.int32), *case.foreground])
-    return {"label": case.label.numpy(), "foreground": voxels, "counts": counts}
+    return {
+        "label": case.label.numpy(),
+        "foreground": voxels,
+        "counts": counts,
+    }
 
 
 def fit_kinds(arrays: Arrays) -> bool:
     """Return whether arrays from the disk have the types and axes that are written, in this machine's byte order."""
-    return all((array.dtype, array.ndim) == KINDS[name] for name, array in arrays.items())
+    for name, array in arrays.items():
+        kind, axes = KINDS[name]
+        if array.dtype != np.dtype(kind) or array.ndim != axes:
+            return False
+    return True
 
 
 def fit_labels(arrays: Arrays, shape: tuple[int, ...]) -> bool:
     """Return whether these can be the `label_arrays` of a case of this shape."""
-    if not fit_kinds(arrays) or arrays["label"].shape != shape or min(shape) == 0:
+    if not fit_kinds(arrays):
+        return False
+    if arrays["label"].shape != shape or min(shape) == 0:
         return False
     voxels = arrays["foreground"]
     counts = arrays["counts"]
-    return voxels.shape[1] == 3 and bool((counts >= 0).all()) and counts.sum() == len(voxels)
+    if voxels.shape[1] != 3 or (counts < 0).any():
+        return False
+    return bool(counts.sum() == len(voxels))
 
 
 def labels_of(arrays: Arrays) -> tuple[Tensor, tuple[np.ndarray, ...]]:

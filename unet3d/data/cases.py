@@ -78,7 +78,11 @@ def read_dataset(data: Data) -> DatasetInfo:
         root = Path(data.root or synthetic.MNI152_ROOT)
         return _decathlon(synthetic.ensure_mni152(root), data)
     assert data.root is not None, "unet3d.config.rules requires it"
-    readers = {"decathlon": _decathlon, "nnunet": _nnunet, "folders": _folders}
+    readers = {
+        "decathlon": _decathlon,
+        "nnunet": _nnunet,
+        "folders": _folders,
+    }
     return readers[data.format](Path(data.root), data)
 
 
@@ -116,7 +120,10 @@ def _nnunet(root: Path, data: Data) -> DatasetInfo:
         raise about.error(f'"file_ending" is {shown(ending)}; convert the volumes to {" or ".join(nifti.SUFFIXES)}')
     channels = in_sequence(about.numbered("channel_names"), "channel_names", about.where)
     values = about.by_value("labels")
-    ignore = next((value for value, name in values.items() if name == "ignore"), data.ignore)
+    ignore = next(
+        (value for value, name in values.items() if name == "ignore"),
+        data.ignore,
+    )
     if data.ignore not in (None, ignore):
         raise UserError(f"data.ignore={data.ignore}, but {about.where} says {ignore}; leave data.ignore unset")
     classes, relabel = _classes(values, ignore, data, about.where)
@@ -130,7 +137,10 @@ def _nnunet_cases(root: Path, ending: str, channels: int, about: DatasetJson) ->
     images = root / "imagesTr"
     maps = {nifti.stem(path): path for path in volumes_in(root / "labelsTr") if path.name.endswith(ending)}
     present = volumes_in(images)
-    names = {*maps, *(without_channel(nifti.stem(path)) for path in present)}
+    names = {
+        *maps,
+        *(without_channel(nifti.stem(path)) for path in present),
+    }
     wanted = len(names) * channels
     if wanted > MAX_ABSENT * (len(present) + 100):
         what = f"{channels:,} channels, which are {wanted:,} files of {len(names):,} cases"
@@ -170,7 +180,10 @@ def _folders(root: Path, data: Data) -> DatasetInfo:
 
 def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:
     """Return the cases of a folder of images and one of label maps. Raises UserError."""
-    labelled = _sorted((Case(nifti.stem(path), (), path) for path in volumes_in(labels)), labels)
+    labelled = _sorted(
+        (Case(nifti.stem(path), (), path) for path in volumes_in(labels)),
+        labels,
+    )
     maps = {case.id: case.label for case in labelled}
     files = volumes_in(images)
     grouped = dict[str, list[Path]]()

@@ -88,7 +88,11 @@ def contradictions(case: Case, headers: Headers, rules: ValidationRules = STRICT
             what = f"has shape {image.shape}; a label map is X,Y,Z with one integer a voxel, e.g. the one-hot's argmax"
             yield problem(case.id, path, what)
         elif len(case.images) > 1 and has_channels:
-            yield problem(case.id, path, f"has shape {image.shape}, but is one channel of several")
+            yield problem(
+                case.id,
+                path,
+                f"has shape {image.shape}, but is one channel of several",
+            )
         misfit = None if first is None else _misfit(first, image, rules)
         if misfit is not None:
             yield problem(
@@ -131,7 +135,13 @@ def resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.nd
     from scipy import ndimage  # takes a third of a second to load
 
     matrix = np.linalg.inv(source.affine) @ target.affine
-    result: np.ndarray = ndimage.affine_transform(array, matrix, output_shape=target.shape, order=order, mode="nearest")
+    result: np.ndarray = ndimage.affine_transform(
+        array,
+        matrix,
+        output_shape=target.shape,
+        order=order,
+        mode="nearest",
+    )
     return result.clip(array.min(), array.max())
 
 
@@ -143,7 +153,10 @@ def resample_labels(label: np.ndarray, source: Grid, target: Grid, ignore: int |
     if source.is_same(target):
         return label
     # The nearest voxel's label would lie up to half a voxel beside the image: between two voxels there is no nearest.
-    values = sorted(np.unique(label).tolist(), key=lambda value: (value == ignore, -value))
+    values = sorted(
+        np.unique(label).tolist(),
+        key=lambda value: (value == ignore, -value),
+    )
     masks = ((value, (label == value).astype(np.float32)) for value in values)
     shares = ((value, resample(mask, source, target, LINEAR).round(SHARE_DIGITS)) for value, mask in masks)
     return likeliest(shares).astype(label.dtype)

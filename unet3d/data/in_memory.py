@@ -12,7 +12,13 @@ import numpy as np
 
 from unet3d.base.errors import UserError
 from unet3d.data.cases import Case
-from unet3d.data.nifti import LARGEST, SMALLEST, open_image, quiet_nibabel, stem
+from unet3d.data.nifti import (
+    LARGEST,
+    SMALLEST,
+    open_image,
+    quiet_nibabel,
+    stem,
+)
 from unet3d.data.nifti_write import labels_like, scores_like
 
 ImageLike = Any  # an array, an image of nibabel, a path, or a list of paths, one a channel
@@ -26,7 +32,13 @@ def temporary_case(image: ImageLike, spacing: Sequence[float] | None, affine: An
 
     Raises UserError, in its own words.
     """
-    known = (np.ndarray, nib.spatialimages.SpatialImage, *PATH_TYPES, list, tuple)
+    known = (
+        np.ndarray,
+        nib.spatialimages.SpatialImage,
+        *PATH_TYPES,
+        list,
+        tuple,
+    )
     if not isinstance(image, known):
         what = f"not {type(image).__name__}: give a NumPy array, an image of nibabel or the paths of files"
         raise UserError(f"segment: {what}")

@@ -12,6 +12,7 @@ from unet3d.data.patches import subsample_indices
 
 SAMPLED_VOXELS = 10_000  # foreground voxels a case, enough to settle the scale of CT
 CT_PERCENTILES = [0.5, 99.5]
+KINDS = ("zscore", "ct", "none")
 
 
 @dataclass(frozen=True)
@@ -53,31 +54,42 @@ def intensity_rules(choice: str, channels: Sequence[str], foreground: Iterable[n
         return tuple(Intensity(kind) for kind in kinds)
     values = np.concatenate(list(foreground), axis=1)
     if not values.size:
-        raise UserError("data.intensity=ct: no training case has a foreground voxel to take the scale from; use zscore")
-    return tuple(_ct(values[i]) if kind == "ct" else Intensity(kind) for i, kind in enumerate(kinds))
+        what = "no training case has a foreground voxel to take the scale from"
+        raise UserError(f"data.intensity=ct: {what}; use zscore")
+    rules = list[Intensity]()
+    for channel, kind in zip(values, kinds, strict=True):
+        rules.append(_ct(channel) if kind == "ct" else Intensity(kind))
+    return tuple(rules)
 
 
 def _ct(values: np.ndarray) -> Intensity:
     """Return nnU-Net's percentiles, mean and std (arXiv:1809.10486): CT numbers mean the same in every scan."""
     low, high = np.percentile(values, CT_PERCENTILES)
     clipped = values.clip(low, high)
-    std = float(clipped.std()) if low < high else 1.0
-    return Intensity("ct", float(low), float(high), float(clipped.mean()), std)
+    return Intensity(
+        kind="ct",
+        low=float(low),
+        high=float(high),
+        mean=float(clipped.mean()),
+        std=float(clipped.std()) if low < high else 1.0,
+    )
 
 
 def checked_intensity(values: Any) -> Intensity:
     """Return the rule that a checkpoint holds as plain values. Raises ValueError or TypeError if they are not one."""
     rule = Intensity(**values)
-    numbers = (rule.low, rule.high, rule.mean, rule.std)
-    are_finite = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
-    if rule.kind not in ("zscore", "ct", "none") or not are_finite or rule.std <= 0:
+    is_sound = rule.kind in KINDS
+    for number in (rule.low, rule.high, rule.mean, rule.std):
+        is_sound &= isinstance(number, int | float) and math.isfinite(number)
+    if not is_sound or rule.std <= 0:
         raise ValueError(f"not a rule of intensity: {values}")
     return rule
 
 
 def normalise(image: np.ndarray, rules: Sequence[Intensity]) -> np.ndarray:
     """Return float32 C X Y Z with each channel's rule applied; a constant channel becomes 0."""
-    return np.stack([_apply(channel, rule) for channel, rule in zip(image, rules, strict=True)])
+    normal = [_apply(channel, rule) for channel, rule in zip(image, rules, strict=True)]
+    return np.stack(normal)
 
 
 def normalise_in_place(image: np.ndarray, rules: Sequence[Intensity]) -> None:
@@ -91,7 +103,12 @@ def _apply(channel: np.ndarray, rule: Intensity) -> np.ndarray:
     if rule.kind == "none":
         return channel.astype(np.float32)
     if rule.kind == "ct":
-        return ((channel.clip(rule.low, rule.high) - rule.mean) / rule.std).astype(np.float32)
-    std = channel.std(dtype=np.float64) if channel.min() < channel.max() else 1.0
-    normal: np.ndarray = (channel - channel.mean(dtype=np.float64)) / std
+        clipped = channel.clip(rule.low, rule.high)
+        scaled: np.ndarray = (clipped - rule.mean) / rule.std
+        return scaled.astype(np.float32)
+    mean = channel.mean(dtype=np.float64)
+    std = 1.0
+    if channel.min() < channel.max():
+        std = channel.std(dtype=np.float64)
+    normal: np.ndarray = (channel - mean) / std
     return normal.astype(np.float32)

@@ -36,7 +36,11 @@ def relabelling(names: Mapping[int, str], ignore: int | None, data: Data) -> tup
     else:
         unknown = sorted(old for old, new in relabel.items() if new and old not in names)
         if unknown:
-            known = shorten(", ".join(map(str, sorted(names))), MAX_NAMES, placeholder=" ...")
+            known = shorten(
+                ", ".join(map(str, sorted(names))),
+                MAX_NAMES,
+                placeholder=" ...",
+            )
             what = f"dataset.json names no label {unknown[0]}, only {known}"
             raise UserError(f"{option}: {what}; name the new classes in data.classes")
         new_names = {new: "+".join(names[old] for old in olds) for new, olds in sources.items() if new}
@@ -50,11 +54,16 @@ def written_values(data: Data, classes: int) -> tuple[int, ...]:
 
     A class of several labels has its number. So has every class where that number would be another's label.
     """
-    sources = {} if data.label_map is None else label_sources(data.label_map)
-    label_of = {new: olds[0] for new, olds in sources.items() if new and len(olds) == 1}
-    values = tuple(label_of.get(number, number) for number in range(classes))
+    numbers = tuple(range(classes))
+    if data.label_map is None:
+        return numbers
+    label_of = dict[int, int]()
+    for new, olds in label_sources(data.label_map).items():
+        if new and len(olds) == 1:
+            label_of[new] = olds[0]
+    values = tuple(label_of.get(number, number) for number in numbers)
     if len(set(values)) < classes:
-        return tuple(range(classes))
+        return numbers
     return values
 
 
@@ -66,8 +75,10 @@ def written_words(data: Data, names: Sequence[str]) -> str:
         olds = [value]
         if number:
             olds = sources.get(number, [value])
-        origin = "" if olds == [value] else f" (in the files {', '.join(map(str, olds))})"
-        words.append(f"{value} {names[number]}{origin}")
+        word = f"{value} {names[number]}"
+        if olds != [value]:
+            word += f" (in the files {', '.join(map(str, olds))})"
+        words.append(word)
     return shorten(", ".join(words), LONGEST_LINE, placeholder=" ...")
 
 
@@ -78,15 +89,28 @@ def proposal(occurring: Collection[int], classes: int, relabel: Relabel = None) 
     if not others or not _are_classes(others):
         return ""
     if relabel is not None:
-        sources = {new: sorted(old for old in relabel if relabel[old] == new) for new in range(classes)}
-        return as_option(sources | {0: sorted([*sources[0], *others])})
-    absent = [label for label in range(1, classes) if label not in occurring]
+        return _with_background(others, classes, relabel)
+    labels = range(1, classes)
+    absent = [label for label in labels if label not in occurring]
     if len(others) > len(absent):  # more labels than classes
-        everything = {*range(1, classes), *others}
+        everything = {*labels, *others}
         option = numbered(everything)
         return option and f"{option} and {len(everything) + 1} names in data.classes"
-    unchanged = {label: label for label in range(1, classes)}
-    return as_option(unchanged | dict(zip(absent[-len(others) :], others, strict=True)))
+    sources = {label: label for label in labels}
+    for new, old in zip(absent[-len(others) :], others, strict=True):
+        sources[new] = old
+    return as_option(sources)
+
+
+def _with_background(others: Sequence[int], classes: int, relabel: Mapping[int, int]) -> str:
+    """Return the option that makes a map's labels classes as before, and `others` background."""
+    sources = dict[int, int | list[int]]()
+    for number in range(classes):
+        olds = [old for old, new in relabel.items() if new == number]
+        if number == 0:
+            olds += others
+        sources[number] = sorted(olds)
+    return as_option(sources)
 
 
 def numbered(labels: Collection[int]) -> str:
@@ -94,7 +118,8 @@ def numbered(labels: Collection[int]) -> str:
     others = sorted({*labels} - {0})
     if not others or not _are_classes(others):
         return ""
-    return as_option(dict(enumerate(others, 1)))
+    sources = dict(enumerate(others, 1))
+    return as_option(sources)
 
 
 def _are_classes(labels: Sequence[int]) -> bool:

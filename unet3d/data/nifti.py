@@ -94,14 +94,14 @@ def open_file(case_id: str, path: Path) -> BinaryIO:
     if not path.name.endswith(SUFFIXES):
         raise problem(case_id, path, f"is not a {' or '.join(SUFFIXES)} file; convert it")
     try:
-        if not path.is_file():  # also a pipe: reading would wait for it
-            is_channel = stem(path)[:-5] == case_id
-            what = f"{stem(path)} is missing" if is_channel else "no such file"
-            raise problem(case_id, path, f"{what}; restore it or remove the case")
-        stream = open_regular(path)
+        stream = open_regular(path) if path.is_file() else None  # not of a pipe: reading would wait for it
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise problem(case_id, path, f"cannot be opened ({reason}); fix that or remove the case") from error
+    if stream is None:
+        is_channel = stem(path)[:-5] == case_id
+        what = f"{stem(path)} is missing" if is_channel else "no such file"
+        raise problem(case_id, path, f"{what}; restore it or remove the case")
     try:
         _refuse_first_bytes(case_id, path, stream)
     except BaseException:

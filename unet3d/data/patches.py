@@ -172,7 +172,12 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
         return None
 
 
-def choose_centre(case: PreparedCase, tile: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:
+def choose_centre(
+    case: PreparedCase,
+    tile: Sequence[int],
+    foreground: float,
+    rng: np.random.Generator,
+) -> np.ndarray:
     """Return the centre of a patch (voxels, may lie between two).
 
     It is on a voxel of a random foreground class with a probability of `foreground`, else where labels are.
@@ -206,7 +211,13 @@ def _random_start(shape: np.ndarray, size: np.ndarray, rng: np.random.Generator)
     return np.asarray(start.clip(0, np.maximum(shape - size, 0)))
 
 
-def crop(image: Tensor, label: Tensor, centre: np.ndarray, patch: Sequence[int], mirror: bool) -> tuple[Tensor, Tensor]:
+def crop(
+    image: Tensor,
+    label: Tensor,
+    centre: np.ndarray,
+    patch: Sequence[int],
+    mirror: bool,
+) -> tuple[Tensor, Tensor]:
     """Return the patch around `centre`; outside the volume IGNORE and 0, or with `mirror` the image's mirror image."""
     # Halves round up: like inference, a patch has the smaller half of an odd border before its tile.
     start = np.floor(centre - (np.array(patch) - 1) / 2 + 0.5).astype(int)

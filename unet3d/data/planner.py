@@ -52,19 +52,23 @@ def unsuitable_patch(config: Config, targets: Sequence[Grid | None]) -> str | No
     patch = config.data.patch
     model_config = network(config.model)
     output = geometry.output_size(patch, model_config)  # valid convolutions return less than they take
-    share = float(np.median([filled(output, grid.shape) for grid in grids] or [1]))
+    shares = [filled(output, grid.shape) for grid in grids]
+    share = float(np.median(shares)) if shares else 1.0
     if share >= MIN_PATCH_FILL:
         return None
-    x, y, z = (int(n) for n in np.median([grid.shape for grid in grids], axis=0))
-    is_whole = output == tuple(patch)
-    part = "it" if is_whole else f"its output of {'x'.join(map(str, output))}"
+    median = np.median([grid.shape for grid in grids], axis=0)
+    x, y, z = (int(n) for n in median)
+    part = "it"
     remedy = "give a smaller one"
-    if model_config.features and is_whole:
+    if output != tuple(patch):
+        part = f"its output of {'x'.join(map(str, output))}"
+    elif model_config.features:
         other = suitable_patch(config, model_config, (x, y, z), grids[0].spacing)
         if other is not None:
             remedy = f"data.patch={other} suits them".replace(", ", ",")
-    sizes = f"volumes of {x}x{y}x{z} voxels, the median in training, fill {100 * share:.0f}% of {part}"
-    return f"data.patch={patch}: {sizes}, the rest is padding; {remedy}"
+    volumes = f"volumes of {x}x{y}x{z} voxels, the median in training"
+    what = f"{volumes}, fill {100 * share:.0f}% of {part}, the rest is padding"
+    return f"data.patch={patch}: {what}; {remedy}"
 
 
 def suitable_options(config: Config, stored: Sequence[Grid | None]) -> list[str]:
@@ -75,41 +79,65 @@ def suitable_options(config: Config, stored: Sequence[Grid | None]) -> list[str]
     """
     grids = [grid for grid in sampled(stored) if grid is not None]
     model_config = network(config.model)
-    if not grids or not model_config.features or model_config.padding == "valid":
+    if not grids:
+        return []
+    if not model_config.features or model_config.padding == "valid":
         return []
     options: dict[str, object] = {}
-    spacing = config.data.spacing or list(grids[0].spacing)
-    spacings = np.array([grid.spacing for grid in grids])
-    varies = (spacings.max(0) > SPACING_VARIATION * spacings.min(0)).any()
-    if config.data.spacing is None and varies:
-        median = np.quantile(spacings, 0.5, axis=0, method="nearest")
-        spacing = [float(f"{mm:.3g}") for mm in median]
-        options["data.spacing"] = spacing
-    if max(spacing) > ANISOTROPY * min(spacing) and _is_isotropic(model_config):
-        options |= {"model.kernels": "auto", "model.strides": "auto"}
-        config = replace(config, model=replace(config.model, kernels="auto", strides="auto"))
-    lengths = [np.multiply(grid.shape, grid.spacing) / spacing for grid in grids]
-    x, y, z = (round(n) for n in np.median(lengths, axis=0))
+    spacing = config.data.spacing
+    if spacing is None:
+        spacing = _common_spacing(grids)
+        if spacing is not None:
+            options["data.spacing"] = spacing
+    spacing = spacing or list(grids[0].spacing)
+    is_anisotropic = max(spacing) > ANISOTROPY * min(spacing)
+    if is_anisotropic and _is_isotropic(model_config):
+        options["model.kernels"] = "auto"
+        options["model.strides"] = "auto"
+        adapted = replace(config.model, kernels="auto", strides="auto")
+        config = replace(config, model=adapted)
+    sizes = [np.multiply(grid.shape, grid.spacing) / spacing for grid in grids]
+    x, y, z = (round(n) for n in np.median(sizes, axis=0))
     patch = suitable_patch(config, network(config.model), (x, y, z), spacing)
     if patch and options and patch != config.data.patch:
         options["data.patch"] = patch
     return [f"{name}={value}".replace(" ", "") for name, value in options.items()]
 
 
+def _common_spacing(grids: Sequence[Grid]) -> list[float] | None:
+    """Return the median spacing (mm) of cases whose spacings vary; None where they do not."""
+    spacings = np.array([grid.spacing for grid in grids])
+    low = spacings.min(0)
+    high = spacings.max(0)
+    if (high <= SPACING_VARIATION * low).all():
+        return None
+    median = np.quantile(spacings, 0.5, axis=0, method="nearest")
+    return [float(f"{mm:.3g}") for mm in median]
+
+
 def _is_isotropic(model_config: Model) -> bool:
     """Return whether all kernels and strides are given, and equal along the axes."""
     if "auto" in (model_config.kernels, model_config.strides):
         return False
-    sizes = (*geometry.kernels(model_config), *geometry.strides(model_config))
-    return bool(sizes) and all(len({*size}) == 1 for size in sizes)
+    sizes = [
+        *geometry.kernels(model_config),
+        *geometry.strides(model_config),
+    ]
+    return all(len({*size}) == 1 for size in sizes)
 
 
 def filled(patch: Sequence[int], sizes: Sequence[int]) -> float:
     """Return the share of a patch that a volume of these sizes (voxels) fills."""
-    return prod(min(p, n) / p for p, n in zip(patch, sizes, strict=True))
+    shares = [min(p, n) / p for p, n in zip(patch, sizes, strict=True)]
+    return prod(shares)
 
 
-def suitable_patch(config: Config, model_config: Model, sizes: Triple, spacing: Sequence[float]) -> list[int] | None:
+def suitable_patch(
+    config: Config,
+    model_config: Model,
+    sizes: Triple,
+    spacing: Sequence[float],
+) -> list[int] | None:
     """Return a patch for volumes of these sizes (voxels), whose maps the strides divide; None without one.
 
     It has no more voxels than the config's.
@@ -118,20 +146,24 @@ def suitable_patch(config: Config, model_config: Model, sizes: Triple, spacing: 
         _, strides = geometry.from_spacing(spacing, sizes, len(model_config.features))
     else:
         strides = geometry.strides(model_config)
-    units = [_unit([stride[axis] for stride in strides], n) for axis, n in enumerate(sizes)]
-    patch = [-(-n // unit) * unit for n, unit in zip(sizes, units, strict=True)]
-    if filled(patch, sizes) < MIN_PATCH_FILL:
-        patch = [n // unit * unit for n, unit in zip(sizes, units, strict=True)]
+    units = list[int]()
+    for axis, size in enumerate(sizes):
+        units.append(_unit([stride[axis] for stride in strides], size))
+    above = [-(-size // unit) * unit for size, unit in zip(sizes, units, strict=True)]
+    below = [size // unit * unit for size, unit in zip(sizes, units, strict=True)]
+    patch = above if filled(above, sizes) >= MIN_PATCH_FILL else below
     while prod(patch) > prod(config.data.patch):
         shrinkable = [axis for axis in range(3) if patch[axis] > units[axis]]
         if not shrinkable:
             return None
         longest = max(shrinkable, key=patch.__getitem__)
         patch[longest] -= units[longest]
-    with contextlib.suppress(UserError):
-        check(replace(config, data=replace(config.data, patch=patch)), here=False)
-        return patch
-    return None
+    other = replace(config, data=replace(config.data, patch=patch))
+    try:
+        check(other, here=False)
+    except UserError:
+        return None
+    return patch
 
 
 def _unit(strides: Sequence[int], size: int) -> int:
@@ -139,4 +171,7 @@ def _unit(strides: Sequence[int], size: int) -> int:
 
     The product of the strides, as far as it reaches.
     """
-    return max((unit for unit in accumulate(strides, mul) if unit <= size), default=1)
+    return max(
+        (unit for unit in accumulate(strides, mul) if unit <= size),
+        default=1,
+    )

@@ -82,7 +82,8 @@ def to_original(
             )
         if not labels.size:
             labels = _no_labels(image.shape[:3], strip)
-        box, maps = strip.box, iter(strip.probabilities.numpy())
+        box = strip.box
+        maps = iter(strip.probabilities.numpy())
         if splines is not None:
             box, maps = splines.resampled(strip)
         if open_scores is not None:

@@ -9,7 +9,12 @@ from torch import Tensor
 from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data
-from unet3d.data.case_arrays import LABELS, fit_labels, label_arrays, labels_of
+from unet3d.data.case_arrays import (
+    LABELS,
+    fit_labels,
+    label_arrays,
+    labels_of,
+)
 from unet3d.data.cases import Case
 from unet3d.data.disk_cache import Arrays
 from unet3d.data.patches import PreparedCase, cached, foreground
@@ -53,13 +58,16 @@ class SparseReader:
 
     def _masked(self, dense: PreparedCase) -> PreparedCase:
         """Return the case without the labels of other slices. Raises UserError if none is left."""
-        mask = scored_mask(dense.label, self.options) if self.scored else learned_mask(dense.label, self.options)
+        options = self.options
+        find_mask = scored_mask if self.scored else learned_mask
+        mask = find_mask(dense.label, options)
         label = dense.label.masked_fill(~mask, IGNORE)
         if (label == IGNORE).all():
             purpose = "scored" if self.scored else "learned"
-            more = " and data.scored" if self.options.semi and self.options.sparse_fold is None else ""
-            what = f"no label is left to be {purpose}; choose other numbers in data.sparse{more}"
-            raise UserError(f"{dense.case_id}: {what}")
+            remedy = "choose other numbers in data.sparse"
+            if options.semi and options.sparse_fold is None:
+                remedy += " and data.scored"
+            raise UserError(f"{dense.case_id}: no label is left to be {purpose}; {remedy}")
         return replace(dense, label=label, foreground=foreground(label.numpy()))
 
 
@@ -70,21 +78,29 @@ def learned_mask(label: Tensor, options: Data) -> Tensor:
 
 def scored_mask(label: Tensor, options: Data) -> Tensor:
     """Return which voxels are scored, bool X Y Z: scored slices, but where a learned slice crosses."""
-    return planes(label.shape, scored_slices(label, options)) & ~learned_mask(label, options)
+    scored = planes(label.shape, scored_slices(label, options))
+    learned = learned_mask(label, options)
+    return scored & ~learned
 
 
 def learned_slices(label: Tensor, options: Data) -> Slices:
     """Return the slices of `options.sparse`, without the part of `options.sparse_fold`."""
-    return [[index for index, part in axis if part != options.sparse_fold] for axis in _parts(label, options)]
+    slices = Slices()
+    for axis in _parts(label, options):
+        slices.append([index for index, part in axis if part != options.sparse_fold])
+    return slices
 
 
 def scored_slices(label: Tensor, options: Data) -> Slices:
     """Return the slices of the part `options.sparse_fold`, or else of `options.scored`."""
-    if options.sparse_fold is not None:
-        return [[index for index, part in axis if part == options.sparse_fold] for axis in _parts(label, options)]
     slices = Slices()
+    if options.sparse_fold is not None:
+        for axis in _parts(label, options):
+            slices.append([index for index, part in axis if part == options.sparse_fold])
+        return slices
     for (low, high), count in zip(extent(label), options.scored, strict=True):
-        slices.append([round(low + (k + 1) / (count + 1) * (high - low)) for k in range(count)])
+        shares = [(k + 1) / (count + 1) for k in range(count)]
+        slices.append([round(low + share * (high - low)) for share in shares])
     return slices
 
 
@@ -93,23 +109,28 @@ def _parts(label: Tensor, options: Data) -> list[list[tuple[int, int]]]:
     assert options.sparse is not None
     parts = list[list[tuple[int, int]]]()
     for (low, high), count in zip(extent(label), options.sparse, strict=True):
-        slices = [round(low + (k + 0.5) / count * (high - low)) for k in range(count)]
+        shares = [(k + 0.5) / count for k in range(count)]
+        slices = [round(low + share * (high - low)) for share in shares]
         parts.append([(index, k % options.sparse_folds) for k, index in enumerate(slices)])
     return parts
 
 
 def extent(label: Tensor) -> list[tuple[int, int]]:
     """Return the first and last voxel of the foreground along each axis; of the volume if it has none."""
-    from scipy.ndimage import find_objects  # takes a third of a second to load
+    from scipy.ndimage import (
+        find_objects,
+    )  # takes a third of a second to load
 
     boxes = find_objects((label.numpy() > 0).astype(np.uint8))
-    box = boxes[0] if boxes else tuple(slice(0, n) for n in label.shape)
-    return [(axis.start, axis.stop - 1) for axis in box]
+    if not boxes:
+        return [(0, n - 1) for n in label.shape]
+    return [(axis.start, axis.stop - 1) for axis in boxes[0]]
 
 
 def planes(shape: torch.Size, slices: Slices) -> Tensor:
     """Return a mask of the slices, bool X Y Z."""
     mask = torch.zeros(shape, dtype=torch.bool)
     for axis, indices in enumerate(slices):
-        mask.index_fill_(axis, torch.tensor(indices, dtype=torch.long), True)
+        index = torch.tensor(indices, dtype=torch.long)
+        mask.index_fill_(axis, index, True)
     return mask

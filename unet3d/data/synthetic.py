@@ -50,7 +50,11 @@ def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[Genera
     try:
         with making_folder(folder) as temporary:
             entries = [_write_case(temporary, case) for case in cases]
-            content = {**about, "numTraining": len(entries), "training": entries}
+            content = {
+                **about,
+                "numTraining": len(entries),
+                "training": entries,
+            }
             (temporary / "dataset.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     except OSError as error:
         if not folder.is_dir():  # else another process was faster, and its bytes are the same
@@ -78,7 +82,12 @@ def ensure_phantom(options: Phantom, parent: Path) -> Path:
         "name": "Phantom",
         "description": "Generated: no patient, no licence",
         "modality": {"0": "MRI"},
-        "labels": {"0": "background", "1": "organ", "2": "vessel", "3": "lesion"},
+        "labels": {
+            "0": "background",
+            "1": "organ",
+            "2": "vessel",
+            "3": "lesion",
+        },
     }
     shape = "x".join(map(str, options.shape))
     name = f"v{PHANTOM_VERSION}-{options.cases}x{shape}-seed{options.seed}"
@@ -103,25 +112,39 @@ def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.nda
     # Voxel centres (3, X, Y, Z) in [-1, 1]: structures keep their proportions in any shape.
     axes = [(np.arange(n) + 0.5) / n * 2 - 1 for n in shape]
     points = np.stack(np.meshgrid(*axes, indexing="ij"))
-    points += 0.06 * np.stack([_smooth(rng, shape, 0.12) for _ in range(3)])  # makes every shape irregular
+    bends = [_smooth(rng, shape, width=0.12) for _ in range(3)]
+    points += 0.06 * np.stack(bends)  # makes every shape irregular
     pose = Rotation.from_rotvec(rng.normal(0, 0.25, 3))
     centre = rng.uniform((-0.2, -0.3, -0.1), (0.2, 0.0, 0.1))
     radii = rng.uniform((0.62, 0.52, 0.66), (0.74, 0.60, 0.80))
-    body = _ellipsoid(points, np.zeros(3), np.array((0.94, 0.88, 1.5)), np.eye(3))
+    body = _ellipsoid(
+        points,
+        centre=np.zeros(3),
+        radii=np.array((0.94, 0.88, 1.5)),
+        turn=np.eye(3),
+    )
     spine = np.hypot(points[0], points[1] - 0.6) - 0.20
     outside = np.minimum(-body, spine)
-    organ = np.maximum(_ellipsoid(points, centre, radii, pose.as_matrix()), GAP - outside)
-    tube = _distance(centre + pose.apply(radii * _vessel_axes(rng)), points) - 0.15
+    organ = _ellipsoid(points, centre, radii, pose.as_matrix())
+    organ = np.maximum(organ, GAP - outside)
+    line = centre + pose.apply(radii * _vessel_axes(rng))
+    tube = _distance(line, points) - 0.15
     vessel = np.maximum(tube, organ + 2 * GAP)
     in_organ = (organ < -GAP) & (vessel > 0)
     in_body = (body < 0) & (organ > GAP) & (spine > 0)
     lesions = place_balls(rng, points, in_organ, rng.uniform(0.20, 0.30, 3))
     others = place_balls(rng, points, in_body, rng.uniform(0.15, 0.25, 5))
-    layers = [(body, BODY), (spine, VESSEL), (organ, ORGAN), (vessel, VESSEL)]
-    layers += [(ball, LESION) for ball in lesions]
-    layers += zip(others, (LESION, VESSEL, LESION, ORGAN, LESION), strict=False)
+    layers = [
+        (body, BODY),
+        (spine, VESSEL),
+        (organ, ORGAN),
+        (vessel, VESSEL),
+        *((ball, LESION) for ball in lesions),
+        *zip(others, (LESION, VESSEL, LESION, ORGAN, LESION), strict=False),
+    ]
+    lesion = np.minimum.reduce(lesions)
     label = np.zeros(organ.shape, np.uint8)
-    for value, distance in enumerate((organ, vessel, np.minimum.reduce(lesions)), start=1):
+    for value, distance in enumerate((organ, vessel, lesion), start=1):
         label[distance < 0] = value
     return _scanned(rng, layers), label
 
@@ -139,14 +162,17 @@ def _scanned(rng: np.random.Generator, layers: Sequence[tuple[np.ndarray, float]
 
     With a smooth gain, as the magnitude of two noisy channels.
     """
-    tones = {tone: tone + JITTER * rng.standard_normal() for tone in (BODY, ORGAN, VESSEL, LESION)}
+    tones = dict[float, float]()
+    for tone in (BODY, ORGAN, VESSEL, LESION):
+        tones[tone] = tone + JITTER * rng.standard_normal()
     image = np.full(layers[0][0].shape, AIR)
     for distance, tone in layers:
         share = np.clip(0.5 - distance * len(image) / 2, 0, 1)  # two tones share a voxel at a border
         image += share * (tones[tone] - image)
-    gained = image * np.exp(BIAS * _smooth(rng, image.shape, 0.3))
+    gain = np.exp(BIAS * _smooth(rng, image.shape, width=0.3))
     real, imaginary = NOISE * rng.standard_normal((2, *image.shape))
-    return np.asarray(np.hypot(gained + real, imaginary))
+    magnitude = np.hypot(image * gain + real, imaginary)
+    return np.asarray(magnitude)
 
 
 def _smooth(rng: np.random.Generator, shape: Sequence[int], width: float) -> np.ndarray:
@@ -158,7 +184,12 @@ def _smooth(rng: np.random.Generator, shape: Sequence[int], width: float) -> np.
     return np.asarray((field - field.mean()) / field.std())
 
 
-def _ellipsoid(points: np.ndarray, centre: np.ndarray, radii: np.ndarray, turn: np.ndarray) -> np.ndarray:
+def _ellipsoid(
+    points: np.ndarray,
+    centre: np.ndarray,
+    radii: np.ndarray,
+    turn: np.ndarray,
+) -> np.ndarray:
     """Return the distance to its surface (X, Y, Z), negative inside; at most the true one."""
     offset = np.tensordot(turn.T, points - centre[:, None, None, None], 1)
     norm = np.linalg.norm(offset / radii[:, None, None, None], axis=0)
@@ -167,16 +198,23 @@ def _ellipsoid(points: np.ndarray, centre: np.ndarray, radii: np.ndarray, turn: 
 
 def _vessel_axes(rng: np.random.Generator) -> np.ndarray:
     """Return points (N, 3) on a winding trunk and a branch, in the posterior half of the unit ball."""
-    t = np.linspace(-0.8, 0.8, 60)
-    phase = 2.5 * t + rng.uniform(0, 2 * np.pi)
-    trunk = np.stack([t, 0.35 + 0.15 * np.sin(phase), 0.25 * np.cos(phase)], axis=1)
+    x = np.linspace(-0.8, 0.8, 60)
+    phase = 2.5 * x + rng.uniform(0, 2 * np.pi)
+    y = 0.35 + 0.15 * np.sin(phase)
+    z = 0.25 * np.cos(phase)
+    trunk = np.stack([x, y, z], axis=1)
     fork = trunk[30]
     away = np.array([rng.choice([-0.5, 0.5]), 0, -np.copysign(0.9, fork[2])])
     branch = fork + np.linspace(0, 1, 40)[:, None] * away
     return np.concatenate([trunk, branch])
 
 
-def place_balls(rng: np.random.Generator, points: np.ndarray, free: np.ndarray, radii: np.ndarray) -> list[np.ndarray]:
+def place_balls(
+    rng: np.random.Generator,
+    points: np.ndarray,
+    free: np.ndarray,
+    radii: np.ndarray,
+) -> list[np.ndarray]:
     """Return distances to balls inside `free` that do not touch each other: the largest, and the others that fit."""
     from scipy.ndimage import distance_transform_edt
 
@@ -209,7 +247,9 @@ def ensure_mni152(parent: Path) -> Path:
 def _mni152_cases() -> Iterator[GeneratedCase]:
     """Yield the one case, its voxels as nilearn's files store them, 0 to LEVELS."""
     try:
-        from nilearn import datasets  # takes a second, and only the first run needs it
+        from nilearn import (
+            datasets,
+        )  # takes a second, and only the first run needs it
     except ImportError as error:
         command = 'python -m pip install -c constraints.txt -e ".[brain]"'
         raise UserError(f"data=mni152 is made from nilearn's template, but {error}; install it: {command}") from error

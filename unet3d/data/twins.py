@@ -100,7 +100,11 @@ def _digests(case: Case, rules: ValidationRules, files: ImageFiles) -> Digests:
     return digest.digests()
 
 
-def leaks(train: Sequence[Case], val: Sequence[Case], digests: Mapping[str, frozenset]) -> Iterator[str]:
+def leaks(
+    train: Sequence[Case],
+    val: Sequence[Case],
+    digests: Mapping[str, frozenset],
+) -> Iterator[str]:
     """Yield held-out cases that training sees under another name.
 
     The same file, also by a link, or a digest in common.
