@@ -139,16 +139,16 @@ def model_options(config: Config, dataset: DatasetInfo, spacing: Sequence[float]
     return model_config
 
 
-def model(options: Model, seed: int) -> nn.Module:
+def model(model_config: Model, seed: int) -> nn.Module:
     """Return the network with weights drawn from `seed`: the package's, or the user's own. Raises UserError."""
     torch.manual_seed(seed)
-    if options.path is None:
-        return UNet3D(options)
-    place = f"model.path={options.path}"
-    make = import_object("model.path", options.path)
+    if model_config.path is None:
+        return UNet3D(model_config)
+    place = f"model.path={model_config.path}"
+    make = import_object("model.path", model_config.path)
     lazy = UserError(f"{place}: has lazy layers, whose sizes are not known; give them sizes")
     try:
-        network = make(options.in_channels, options.classes)
+        network = make(model_config.in_channels, model_config.classes)
     except RuntimeError as error:
         if "UninitializedParameter" in str(error):  # of fake tensors there are none
             raise lazy from error
@@ -243,14 +243,14 @@ def _takes_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
 
 
-def predictor(config: Config, networks: Sequence[nn.Module], options: Model, memory: MemoryPolicy) -> Predictor:
+def predictor(config: Config, networks: Sequence[nn.Module], model_config: Model, memory: MemoryPolicy) -> Predictor:
     """Return the sliding window, of the training patch's size."""
     x, y, z = config.data.patch
     mirror = tuple(config.data.augment.mirror) if config.inference.mirror else ()
     batch = windows(config, networks)
     return Predictor(
         tuple(networks),
-        options,
+        model_config,
         memory,
         (x, y, z),
         config.inference.overlap,
