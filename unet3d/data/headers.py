@@ -13,6 +13,7 @@ from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.grids import (
     Grid,
+    Headers,
     canonical_grid,
     contradictions,
     foreign_units,
@@ -56,16 +57,12 @@ def scan_case(
     problems = list[str]()
     target = None
     for path in case.files:
+        kind = "labels" if path == case.label else "images"
         try:
             with files.scanned(case.id, path) as file:
                 headers[path] = file.image
                 if fingerprint is not None:
-                    _hash(
-                        hashers["labels" if path == case.label else "images"],
-                        case,
-                        path,
-                        file.stream,
-                    )
+                    _hash(hashers[kind], case, path, file.stream)
             if path == case.images[0]:
                 target = target_grid(case, headers[path], data.spacing)
         except UserError as error:
@@ -74,17 +71,24 @@ def scan_case(
     channels = sum(nifti.channels(headers[path]) for path in case.images if path in headers)
     if not problems and channels != len(dataset.channels):
         problems.append(str(_wrong_channels(dataset, case, channels)))
-    strict = map(str, (*contradictions(case, headers), *foreign_units(case, headers)))
-    warnings = [f"{WARNING}{line}" for line in strict if line not in problems]
+    hashes = dict[str, Hashes]()
+    if fingerprint is not None and not problems:
+        hashes = {kind: hasher.hashes() for kind, hasher in hashers.items()}
     first = headers.get(case.images[0])
     return CaseHeader(
-        None if first is None else canonical_grid(first),
-        target,
-        "" if first is None else "".join(nib.aff2axcodes(first.affine)),
-        channels,
-        (*_bounded(case, problems), *_bounded(case, warnings, WARNING)),
-        {} if fingerprint is None or problems else {kind: hasher.hashes() for kind, hasher in hashers.items()},
+        stored=None if first is None else canonical_grid(first),
+        target=target,
+        orientation="" if first is None else "".join(nib.aff2axcodes(first.affine)),
+        channels=channels,
+        lines=(*_bounded(case, problems), *_bounded(case, _warnings(case, headers, problems), WARNING)),
+        hashes=hashes,
     )
+
+
+def _warnings(case: Case, headers: Headers, problems: Sequence[str]) -> list[str]:
+    """Return what the options accept in these headers, and is not among the problems."""
+    strict = [str(error) for error in (*contradictions(case, headers), *foreign_units(case, headers))]
+    return [f"{WARNING}{line}" for line in strict if line not in problems]
 
 
 def _hash(hasher: FileHasher, case: Case, path: Path, stream: BinaryIO) -> None:

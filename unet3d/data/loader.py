@@ -70,16 +70,14 @@ def batches(
     Endless. `pin` only for a GPU: it creates a CUDA context. Raises UserError for an unusable case, LoaderError if a
     worker dies or takes longer than `timeout` seconds for a batch, RuntimeError for other errors.
     """
-    workers = worker_count(config.workers, on_gpu=pin)
-    if workers:
-        workers = _with_room(workers, config)
+    workers = _with_room(worker_count(config.workers, on_gpu=pin), config)
     first = ranks.RANK * config.batch // ranks.SIZE
     last = (ranks.RANK + 1) * config.batch // ranks.SIZE
     whole = micro_batches(len(cases), config.batch, config.seed, first_step * config.accumulate)
-    indices, awaited = itertools.tee(batch[first:last] for batch in whole)
+    sampler, awaited = itertools.tee(batch[first:last] for batch in whole)
     loader = DataLoader(
         patches,
-        batch_sampler=indices,
+        batch_sampler=sampler,
         num_workers=workers,
         collate_fn=_collate,
         pin_memory=pin,
@@ -93,10 +91,8 @@ def batches(
         while True:
             step = list[Batch]()
             for _ in range(config.accumulate):
-                named = [
-                    cases[index.case] for index in next(awaited)
-                ]  # in order, so those of a missing batch are known
-                step.append(_next(stream, named))
+                indices = next(awaited)  # batches come in order, so the cases of a missing one are known
+                step.append(_next(stream, [cases[index.case] for index in indices]))
             yield step
     finally:
         _end_workers(stream)
@@ -114,6 +110,8 @@ def _end_workers(stream: Any) -> None:
 
 def _with_room(workers: int, config: Config) -> int:
     """Return how many workers to start: of `workers=auto` fewer where there is no room. Raises UserError."""
+    if workers == 0:
+        return 0
     batch_bytes = 4 * config.batch // ranks.SIZE * math.prod(config.data.patch)
     while True:
         try:

@@ -142,11 +142,16 @@ def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.nda
         *((ball, LESION) for ball in lesions),
         *zip(others, (LESION, VESSEL, LESION, ORGAN, LESION), strict=False),
     ]
-    lesion = np.minimum.reduce(lesions)
-    label = np.zeros(organ.shape, np.uint8)
-    for value, distance in enumerate((organ, vessel, lesion), start=1):
-        label[distance < 0] = value
+    label = _label_map([organ, vessel, np.minimum.reduce(lesions)])
     return _scanned(rng, layers), label
+
+
+def _label_map(distances: Sequence[np.ndarray]) -> np.ndarray:
+    """Return labels 1, 2 ... (X, Y, Z) where each distance is negative, uint8; later ones cover earlier ones."""
+    label = np.zeros(distances[0].shape, np.uint8)
+    for value, distance in enumerate(distances, start=1):
+        label[distance < 0] = value
+    return label
 
 
 def _distance(line: np.ndarray, points: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """A case as arrays on one grid, with RAS+ axes, one spacing and exact labels; and label maps that were written."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from unet3d.data.grids import (
     resample_labels,
     target_grid,
 )
-from unet3d.data.image_files import ImageFiles
+from unet3d.data.image_files import ImageFiles, OpenFile
 from unet3d.data.labels import Relabel
 from unet3d.data.nifti import STRICT, ValidationRules, read_image
 from unet3d.data.nifti_labels import read_label
@@ -59,25 +59,12 @@ def read_volume(
         source = canonical_grid(first)
         target = target_grid(case, first, spacing)
         axes = nib.io_orientation(first.affine)
-        channels = list[np.ndarray]()
-        nonfinite_voxels = 0
-        for path in case.images:
-            voxels, nonfinite = read_image(case.id, path, headers[path], rules, opened[path].stream)
-            nonfinite_voxels += nonfinite
-            channels.extend(voxels)
+        channels, nonfinite_voxels = _read_channels(case, opened, rules)
         image = np.stack([resample(apply_orientation(channel, axes), source, target, CUBIC) for channel in channels])
         label = None
         if case.label is not None:
-            stream = opened[case.label].stream
-            label = read_label(
-                case.id,
-                case.label,
-                headers[case.label],
-                classes,
-                ignore,
-                relabel,
-                stream,
-            )
+            file = opened[case.label]
+            label = read_label(case.id, case.label, file.image, classes, ignore, relabel, file.stream)
             label = resample_labels(apply_orientation(label, axes), source, target, ignore)
             label = np.ascontiguousarray(label)
     return Volume(
@@ -88,6 +75,18 @@ def read_volume(
         target.spacing,
         nonfinite_voxels,
     )
+
+
+def _read_channels(case: Case, opened: Mapping[Path, OpenFile], rules: ValidationRules) -> tuple[list[np.ndarray], int]:
+    """Return the channels (X, Y, Z) of a case's open files, and how many voxels were not finite. Raises UserError."""
+    channels = list[np.ndarray]()
+    nonfinite_voxels = 0
+    for path in case.images:
+        file = opened[path]
+        voxels, nonfinite = read_image(case.id, path, file.image, rules, file.stream)
+        nonfinite_voxels += nonfinite
+        channels.extend(voxels)
+    return channels, nonfinite_voxels
 
 
 def read_label_map(case: Case, path: Path, values: Sequence[int], spacing: Sequence[float] | None) -> np.ndarray:
