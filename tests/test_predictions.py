@@ -47,7 +47,7 @@ PICTURE = "figures/prediction_worst.png"
 
 def counted(name: str, number: int, act: Callable[[], None]) -> None:
     """Call `act` as label map `number` is to be written; count the volumes that are read and predicted."""
-    for owner, attribute in ((Predictor, "strips"), (CaseReader, "raw")):
+    for owner, attribute in ((Predictor, "strips"), (CaseReader, "read_volume")):
         setattr(owner, attribute, _counting(getattr(owner, attribute), Path(f"{name}.{attribute}")))
     call(validation, "save_prediction", number, act)
 
@@ -94,7 +94,7 @@ def maps(folder: Path) -> dict[str, bytes]:
 
 def times(place: Path, name: str) -> tuple[int, int]:
     """How many volumes were predicted, and how many read."""
-    predicted, read = ((place / f"{name}.{what}").read_text() for what in ("strips", "raw"))
+    predicted, read = ((place / f"{name}.{what}").read_text() for what in ("strips", "read_volume"))
     return len(predicted), len(read)
 
 
