@@ -12,11 +12,11 @@ import torch
 from guards import without
 from training import TINY, Ended, at_step, call, numbers, records, same, send, status, train, weights
 
-from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
 from unet3d.config.resume_rules import refuse_changes
+from unet3d.data import prepare
 from unet3d.report import run_folder
 from unet3d.report.memory_file import MemoryFile, read_memory
 from unet3d.run.checkpoint_manager import CheckpointManager
@@ -228,7 +228,7 @@ def test_a_run_that_is_done_is_left_as_it_is(whole: Path) -> None:
 
 
 def stop_reading() -> None:
-    call(build, "data", 1, functools.partial(send, signal.SIGTERM))
+    call(prepare, "prepare_data", 1, functools.partial(send, signal.SIGTERM))
 
 
 def die_saving(number: int) -> None:

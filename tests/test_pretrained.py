@@ -22,6 +22,7 @@ from unet3d.base.types import Batch
 from unet3d.cli import plan
 from unet3d.config import compose
 from unet3d.config.schema import Config
+from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.preflight import estimate
@@ -50,15 +51,15 @@ def words(net: Path, *more: str) -> list[str]:
 
 
 @cache
-def data_of(net: Path, *more: str) -> build.Data:
+def data_of(net: Path, *more: str) -> PreparedData:
     """The data of a run, which are read once for all tests."""
-    return build.data(compose.compose(words(net, *more)))
+    return prepare_data(compose.compose(words(net, *more)).data)
 
 
 def opened(net: Path, *more: str) -> PretrainedWeights:
     config = compose.compose(words(net, *more))
     data = data_of(net, *(word for word in more if word.startswith("data.")))
-    return load_pretrained(config, build.model_options(config, data.dataset, data.train[0]), data)
+    return load_pretrained(config, build.model_options(config, data.dataset, data.spacing), data)
 
 
 @pytest.mark.slow

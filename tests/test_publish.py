@@ -446,7 +446,7 @@ def test_channels_that_lie_apart_are_reported_whatever_the_checkpoint_accepts(tm
     assert predict.accepted_contradictions(Case("a", paths[:1], None)) == []
 
 
-@without("unet3d.data.volume.MM", range(99))
+@without("unet3d.data.grids.MM", range(99))
 def test_lengths_that_are_not_in_mm_are_reported_once_a_case(tmp_path: Path) -> None:
     paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
     for path in paths:

@@ -40,8 +40,9 @@ from unet3d.cli import plan
 from unet3d.config import compose
 from unet3d.config.schema import Data
 from unet3d.data.cases import read_dataset, split
+from unet3d.data.headers import WARNING
 from unet3d.data.preprocess import CaseReader
-from unet3d.data.validate import WARNING, check_cases, summary
+from unet3d.data.validate import check_cases, summary
 from unet3d.report import compare, compared_runs, memory_plots, plots, report
 from unet3d.report.record import read_run
 from unet3d.report.summary import print_summary
@@ -94,16 +95,16 @@ def read_all(data: Data) -> str:
         task = read_dataset(data)
     except UserError as error:
         return _refused([str(error)])
-    quick = check_cases(task, task.cases, data, full=False)
-    lines = check_cases(task, task.cases, data, full=True)
+    quick = check_cases(task, task.cases, data, full=False).lines
+    headers, lines = check_cases(task, task.cases, data, full=True)
     assert {*quick} <= {*lines}, f"only the quick check says {quick}"
     problems = [line for line in lines if not line.startswith(WARNING)]
     try:
         train, val = split(task, data)
-        lines += summary(task, train, val)
+        lines += summary(task, train, val, headers)
         reader = CaseReader(task, data.spacing)
         reader.fit_intensity("auto", train)
-        reader.fill([*train, *val])
+        reader.preload([*train, *val])
     except UserError as error:
         assert problems, f"the check passed what a run refuses: {error}"
         lines.append(str(error))

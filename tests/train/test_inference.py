@@ -19,7 +19,7 @@ from unet3d.base.types import IGNORE, ProbabilityBlock
 from unet3d.config import compose
 from unet3d.config.schema import Model
 from unet3d.data.patches import choose_centre, crop, prepare
-from unet3d.data.volume import ArgmaxCollector
+from unet3d.data.restore import ArgmaxCollector
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.simulate import fitted

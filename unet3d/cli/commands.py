@@ -51,22 +51,22 @@ def score(arguments: argparse.Namespace) -> None:
 def check_data(arguments: argparse.Namespace) -> int:
     """Read every voxel of every case. Return 2 if there is a problem."""
     config = composed(arguments.overrides)
-    from unet3d.data import cases, validate
+    from unet3d.data import cases, planner, validate
 
     dataset = cases.dataset_to_check(config.data)
     train: Sequence[cases.Case] = ()
     val: Sequence[cases.Case] = ()
     with suppress(UserError):  # check_cases lists it too
         train, val = cases.split(dataset, config.data)
-    lines = validate.check_cases(dataset, dataset.cases, config.data, full=True)
-    suitable = validate.suitable_options(config, dataset.cases)
-    advice = validate.unsuitable_patch(config, train)
+    headers, lines = validate.check_cases(dataset, dataset.cases, config.data, full=True)
+    suitable = planner.suitable_options(config, [headers[case.id].stored for case in dataset.cases])
+    advice = planner.unsuitable_patch(config, [headers[case.id].target for case in train])
     if advice:
         if any(word.startswith("data.patch=") for word in suitable):
             advice = advice.partition("; ")[0]  # one patch is named, not two
         lines.append(f"{validate.WARNING}{advice}")
     problems = [line for line in lines if not line.startswith(validate.WARNING)]
-    summary = validate.summary(dataset, train, val)
+    summary = validate.summary(dataset, train, val, headers)
     if suitable:
         summary.append(f"options that suit it: {' '.join(suitable)}")
     for line in [*summary, *listed(lines)]:

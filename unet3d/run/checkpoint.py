@@ -19,7 +19,7 @@ from unet3d.base.errors import CheckpointError, UserError
 from unet3d.config import compose
 from unet3d.config.compose import CHECKPOINTS
 from unet3d.config.schema import Config, Data, Optim
-from unet3d.data.preprocess import Intensity, checked_intensity
+from unet3d.data.intensity import Intensity, checked_intensity
 from unet3d.training import checkpoint, optim
 
 Split = dict[str, Any]

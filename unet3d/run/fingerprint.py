@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from unet3d.base.errors import UserError
-from unet3d.build import Data
+from unet3d.data.prepare import PreparedData
 from unet3d.report.loggers import warn
 
 DatasetFingerprint = dict[str, Any]
 
 
-def fingerprint(data: Data, dtype: torch.dtype | None) -> DatasetFingerprint:
+def fingerprint(data: PreparedData, dtype: torch.dtype | None) -> DatasetFingerprint:
     """Return the run's fingerprint as plain values; `dtype` is the type of mixed precision, None without it."""
     return {
         "classes": list(data.dataset.classes),

@@ -14,6 +14,7 @@ from unet3d.base.files import write_json
 from unet3d.base.signals import Stop
 from unet3d.config import rules
 from unet3d.config.schema import Config, Model
+from unet3d.data.prepare import PreparedData
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
 from unet3d.memory.simulate import fitted
 from unet3d.report import run_folder
@@ -42,7 +43,7 @@ class Origin(NamedTuple):
 def open_run(
     config: Config,
     folder: Path,
-    data: build.Data,
+    data: PreparedData,
     model_config: Model,
     segment_starts: tuple[int, ...],
     stop: Stop,
@@ -85,7 +86,7 @@ def open_run(
 
 def _learner(
     config: Config,
-    data: build.Data,
+    data: PreparedData,
     model_config: Model,
     segment_starts: tuple[int, ...],
     pretrained: PretrainedWeights | None,
@@ -113,7 +114,7 @@ def _predictor(config: Config, model_config: Model, learner: Learner, device: to
     return predictor
 
 
-def _training_state(config: Config, model_config: Model, data: build.Data, learner: Learner) -> TrainingState:
+def _training_state(config: Config, model_config: Model, data: PreparedData, learner: Learner) -> TrainingState:
     rests_on = fingerprint(data, learner.policy.dtype)
     return TrainingState(config, model_config, rests_on, learner.model, learner.optimizer, learner.scaler)
 
@@ -131,7 +132,7 @@ def _restore(config: Config, checkpoints: CheckpointManager, state: TrainingStat
 def _start_folder(
     config: Config,
     folder: Path,
-    data: build.Data,
+    data: PreparedData,
     device: torch.device,
     pretrained: PretrainedWeights | None,
 ) -> Loggers:
@@ -142,7 +143,7 @@ def _start_folder(
     write_json(folder / "split.json", {use: [case.id for case in cases] for use, cases in split.items()})
     loggers = open_loggers(config, folder)
     grid = ""
-    if has_own_grids(data.val, config.data):
+    if has_own_grids(data, config.data):
         grid = f"at {run_folder.spacing_words(config.data.spacing)}"
     loggers.add(TerminalLogger(config.steps, switches=rules.switches_of(config), grid=grid))
     return loggers

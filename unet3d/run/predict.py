@@ -18,10 +18,14 @@ from unet3d.base.types import ProbabilityBlock
 from unet3d.config import rules
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case, in_order, refuse_long, volumes_in, without_channel
+from unet3d.data.grids import contradictions, foreign_units
+from unet3d.data.image_files import ImageFiles
+from unet3d.data.intensity import Intensity, normalise
 from unet3d.data.labels import written_values, written_words
-from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, save_labels, saving_scores, stem
-from unet3d.data.preprocess import Intensity, normalise
-from unet3d.data.volume import Scores, Volume, contradictions, foreign_units, read_volume, to_original, with_values
+from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, stem
+from unet3d.data.nifti_write import save_labels, saving_scores
+from unet3d.data.restore import Scores, to_original
+from unet3d.data.volume import Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map
 from unet3d.report.loggers import warn
 from unet3d.run.checkpoint import TrainedNetworks, read_networks
@@ -80,15 +84,17 @@ def save_prediction(
     spacing: Sequence[float] | None,
     scores: Path | None = None,
     values: Sequence[int] | None = None,
+    files: ImageFiles | None = None,
 ) -> None:
     """Write the label map of a case, and its probabilities to `scores`, on its file's grid.
 
     `values`: the label map's value for each class; None: the classes' numbers. Probabilities are float32 (X, Y, Z, K),
-    in a NIfTI file that is not compressed: programs can read it in parts. Raises UserError, OSError.
+    in a NIfTI file that is not compressed: programs can read it in parts. The headers of `files`, which have been
+    opened, are not read again. Raises UserError, OSError.
     """
-    like = case.images[0]
+    like = (files or ImageFiles()).header(case.id, case.images[0])
     with saving_scores(scores, like) if scores else nullcontext() as open_scores:
-        labels = to_original(strips, case, spacing, open_scores)
+        labels = to_original(strips, case, spacing, open_scores, like)
     save_labels(path, with_values(labels, values), like)  # last: where a label map is, all of the case is
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from unet3d import build
 from unet3d.base.errors import UserError, escaped
-from unet3d.build import Data
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.data.cases import DatasetInfo, read_dataset
-from unet3d.data.preprocess import Intensity
+from unet3d.data.intensity import Intensity
+from unet3d.data.prepare import PreparedData
 from unet3d.model import geometry
 from unet3d.report.loggers import warn
 from unet3d.run.checkpoint import Checkpoint, TrainedNetworks
@@ -47,7 +47,7 @@ class PretrainedWeights(NamedTuple):
         return {"init": self.config.init, "loaded": list(self.weights), "by class": by_class, "new": self.new}
 
 
-def load_pretrained(config: Config, model_config: Model, data: Data | None) -> PretrainedWeights:
+def load_pretrained(config: Config, model_config: Model, data: PreparedData | None) -> PretrainedWeights:
     """Read the checkpoint `config.init` for such a network, and print what of it is loaded and what is new.
 
     `data` None: only the names of classes and channels are read of it. Raises CheckpointError, UserError where nothing

@@ -5,17 +5,19 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-from unet3d import build
 from unet3d.base.errors import UserError, not_saved
 from unet3d.base.files import write_text
 from unet3d.config import compose
 from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Config, Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
+from unet3d.data.image_files import ImageFiles
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
-from unet3d.data.volume import ArgmaxCollector, is_resampled, to_original
+from unet3d.data.restore import ArgmaxCollector, to_original
+from unet3d.data.validate import sound_headers
+from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.loggers import warn
 from unet3d.report.score_tables import OWN_GRIDS, SCORES_TITLE
@@ -104,7 +106,7 @@ def score(path: Path, config: Config, out: Path, model_path: str | None = None) 
     refuse_other_network(networks, model_path)
     _refuse_other_dataset(networks, dataset)
     _warn_of_other_names(networks, dataset, config.data)
-    build.refuse_problems(dataset, held_out, config.data)
+    sound_headers(dataset, held_out, config.data, ImageFiles())
     _warn_of_other_splits(networks, config.data)
     _warn_of_seen_cases(source, held_out)
     segmenter = predict.segmenter(networks, config.device, mirror=None)

@@ -32,6 +32,7 @@ from unet3d.config.schema import Config, Model
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
+from unet3d.data.prepare import PreparedData, Read
 from unet3d.memory import out_of_memory
 from unet3d.memory.meter import CudaMeter, LedgerMeter
 from unet3d.model import geometry
@@ -53,7 +54,7 @@ class Run:
 
     config: Config
     folder: Path
-    data: build.Data
+    data: PreparedData
     model_config: Model  # with nothing left open
     stop: Stop
     trainer: Trainer
@@ -298,5 +299,5 @@ def _foreseen(error: Exception, config: Config) -> ForeseenError | None:
     return foreseen
 
 
-def _read_nth(read: build.Read, cases: tuple[Case, ...], index: int) -> PreparedCase:
+def _read_nth(read: Read, cases: tuple[Case, ...], index: int) -> PreparedCase:
     return read(cases[index])

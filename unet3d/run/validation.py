@@ -15,13 +15,14 @@ from unet3d.base import progress
 from unet3d.base.errors import UserError, is_out_of_memory, not_saved
 from unet3d.base.files import read_csv, read_text, write_text
 from unet3d.base.types import IGNORE
-from unet3d.build import Data, Read
 from unet3d.config.schema import Data as Options
-from unet3d.data import preprocess
+from unet3d.data import sparse
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.labels import written_values
 from unet3d.data.patches import PreparedCase
-from unet3d.data.volume import ArgmaxCollector, is_resampled, read_label_map, read_truth, read_written
+from unet3d.data.prepare import PreparedData, Read
+from unet3d.data.restore import ArgmaxCollector
+from unet3d.data.volume import read_label_map, read_truth, read_written
 from unet3d.report import case_plots, case_scores
 from unet3d.report.plots import remove_picture
 from unet3d.run.predict import save_prediction
@@ -64,9 +65,12 @@ def score_on_own_grid(case: Case, prediction: np.ndarray, dataset: DatasetInfo) 
     return score_case(case.id, prediction, truth, classes, spacing, dataset.ignore, hd95=True)
 
 
-def has_own_grids(cases: Sequence[Case], options: Options) -> bool:
-    """Return whether the network sees a case on another grid than its file's; sparse slices are never resampled."""
-    return not options.semi and any(is_resampled(case, options.spacing) for case in cases)
+def has_own_grids(data: PreparedData, options: Options) -> bool:
+    """Return whether the network sees a held-out case on another grid than its file's.
+
+    Slices to score are of the network's grid.
+    """
+    return not options.semi and any(data.headers[case.id].is_resampled for case in data.val)
 
 
 @dataclass
@@ -74,7 +78,7 @@ class Predictions:
     """predictions/ and the pictures of some of them in figures/: made by the last validation, then completed."""
 
     folder: Path
-    data: Data
+    data: PreparedData
     options: Options
 
     @property
@@ -110,7 +114,7 @@ class Predictions:
                     self._add(case, strips)
                     strips.whole()
                     counter.advance()
-        if has_own_grids(self.data.val, self.options):
+        if has_own_grids(self.data, self.options):
             self._score()
         for role, (case, title) in self._shown().items():
             path = self._picture(role)
@@ -128,7 +132,14 @@ class Predictions:
         path = self._path(case)
         if not path.exists():
             with _saving(path):
-                save_prediction(path, strips, case, self.options.spacing, values=self._values)
+                save_prediction(
+                    path,
+                    strips,
+                    case,
+                    self.options.spacing,
+                    values=self._values,
+                    files=self.data.read.files,
+                )
 
     def _score(self) -> None:
         """Put the scores of the label maps on the files' own grids first in scores.csv, a case at a time in memory."""
@@ -179,8 +190,8 @@ class Predictions:
 
     def _scored_slices(self, prepared: PreparedCase) -> list[int]:
         """Return for each axis the scored slice that is nearest to the middle of the labels."""
-        extent = preprocess.extent(prepared.label)
-        slices = preprocess.scored_slices(prepared.label, self.options)
+        extent = sparse.extent(prepared.label)
+        slices = sparse.scored_slices(prepared.label, self.options)
         pairs = zip(slices, extent, strict=True)
         return [_nearest(indices, (low + high) // 2) for indices, (low, high) in pairs]
 

@@ -11,10 +11,10 @@ from torch import nn
 from unet3d.base import ranks
 from unet3d.base.errors import OutOfMemory, Preempted, UserError, is_out_of_memory, not_saved, reason
 from unet3d.base.signals import Stop
-from unet3d.build import Data
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case
-from unet3d.data.volume import ArgmaxCollector
+from unet3d.data.prepare import PreparedData
+from unet3d.data.restore import ArgmaxCollector
 from unet3d.memory import out_of_memory
 from unet3d.report.loggers import Loggers, warn
 from unet3d.run.validation import Predictions, evaluate
@@ -33,7 +33,7 @@ class Validator:
     """Scores the held-out cases; the last validation also measures surface distances and writes label maps."""
 
     config: Config
-    data: Data
+    data: PreparedData
     model: nn.Module
     predictor: Predictor
     predictions: Predictions
