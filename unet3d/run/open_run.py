@@ -49,10 +49,7 @@ def open_run(
     stop: Stop,
     pretrained: PretrainedWeights | None = None,
 ) -> Run:
-    """Build a run with all its parts.
-
-    With `config.resume` it goes on from its last checkpoint; else it begins with the `pretrained` weights, if any.
-    """
+    """Build a run that goes on from its last checkpoint with `config.resume`, or begins with `pretrained` weights."""
     device = build.device(config)
     learner = _learner(config, data, model_config, segment_starts, pretrained, device)
     predictor = _predictor(config, model_config, learner, device)
