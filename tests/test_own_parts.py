@@ -368,6 +368,6 @@ def test_a_loss_added_to_the_package_is_known_to_an_installed_one(tmp_path: Path
     assert "loss.name=squared" in done.stderr, "what to write for loss=squared"
     (line,) = (line for line in done.stdout.splitlines() if line.strip().startswith("loss.name="))
     assert "squared" in line, "in --help"
-    assert {path.name for path in empty.iterdir()} == {"outputs", "data"}
+    assert {path.name for path in empty.iterdir()} == {"outputs"}
     (memory_json,) = empty.glob("outputs/*/*/memory.json")
     assert json.loads(memory_json.read_text())["predicted"]["peak_bytes"] > 0
