@@ -76,7 +76,7 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
     "unet3d.cli.memory_of_several.print_fit": ("memory", "fit", "budget=1GiB"),
     "unet3d.report.report.write_report": ("report", "."),
     "unet3d.report.compare.compare_runs": ("compare", "."),
-    "unet3d.data.cases.read_dataset": ("check-data",),
+    "unet3d.data.cases.dataset_to_check": ("check-data",),
     "unet3d.cli.options.as_markdown": ("options",),
     "unet3d.cli.train.parse": ("train",),
 }
