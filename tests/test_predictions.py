@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO
 
 import nibabel as nib
@@ -264,7 +263,8 @@ def die_drawing() -> None:
         file.flush()
         kill()
 
-    figure = SimpleNamespace(savefig=half, draw_without_rendering=list, set_layout_engine=str)
+    figure = plots.blank(1, 1)
+    figure.savefig = half
     case_plots.segmentation = lambda *drawn: plots.save_picture(
         figure, next(path for path in drawn if isinstance(path, Path))
     )

@@ -85,15 +85,30 @@ def test_what_a_killed_process_left_behind_is_removed(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {complete.name, "made"}
 
 
-def test_two_containers_with_equal_process_numbers_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Both make the same data set on one disk; the second begins and ends while the first is at work."""
+def of_one_process() -> str:
+    """Return the temporary name that processes of one number would draw from it."""
+    return f".unet3d-{'1' * 16}.tmp"
+
+
+@without("unet3d.base.files.temporary_name", of_one_process)
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_two_containers_with_equal_process_numbers_do_not_disturb_each_other(tmp_path: Path, is_stopped: bool) -> None:
+    """Both make the same data set on one disk; the second begins and ends, or is stopped, as the first is at work."""
     one, two = (
         GeneratedCase(name, np.zeros((2, 2, 2), np.int16), np.zeros((2, 2, 2), np.uint8), np.eye(4)) for name in "ab"
     )
 
+    def stopped() -> Iterator[GeneratedCase]:
+        yield one
+        raise KeyboardInterrupt
+
     def interrupted() -> Iterator[GeneratedCase]:
         yield one
-        synthetic.write_dataset(tmp_path / "set", {}, [one, two])
+        if is_stopped:
+            with pytest.raises(KeyboardInterrupt):
+                synthetic.write_dataset(tmp_path / "set", {}, stopped())
+        else:
+            synthetic.write_dataset(tmp_path / "set", {}, [one, two])
         yield two
 
     assert len(contents(synthetic.write_dataset(tmp_path / "set", {}, interrupted()))) == 5

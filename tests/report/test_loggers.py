@@ -612,6 +612,15 @@ def test_a_table_shows_what_would_command_a_terminal_and_keeps_every_language() 
     assert one.split() == ["日本語", "🧠", r"a\tb\r\nc\x07"] and other.split() == [r"\udcff", r"\u202eesrever\u2028"]
 
 
+def test_a_name_that_is_an_emojis_or_markup_stays_text(capsys: Capture) -> None:
+    name = "[b]:skull:[/b]"
+    table = name, Table([name], [[name]])
+    assert terminal.plain_text([name, table], 80).count(name) == 4
+    for part in (name, terminal.terminal_table(*table)):
+        terminal.paper(80).print(part)
+    assert capsys.readouterr().out.count(name) == 4
+
+
 @without("unet3d.report.loggers.escaped", unchanged)
 def test_a_warning_is_one_line_of_text(capsys: Capture) -> None:
     assert reason(ValueError("a\x1b[2J\n\n\u2066b")) == r"ValueError: a\x1b[2J \u2066b"

@@ -12,65 +12,99 @@ from rich.text import Text
 from unet3d.base.errors import escaped
 from unet3d.base.types import Table
 
-NARROW, WIDE = 80, 132  # characters per line of a plain file
+NARROW = 80  # characters per line of a plain file
+WIDE = 132  # characters per line of a file with wide tables
 GAP = 3  # characters between columns; one more at the edge
 
 
 def paper(width: int) -> Console:
-    """A terminal for results; if stdout is a file, with `width` characters per line."""
+    """Return a console for results; where stdout is a file, with `width` characters per line."""
     terminal = Console(highlight=False, markup=False, emoji=False)
-    return terminal if terminal.is_terminal else Console(highlight=False, markup=False, emoji=False, width=width)
+    if terminal.is_terminal:
+        return terminal
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def narrow_tables(title: str, table: Table, width: int) -> Group:
-    """The table in as many parts, one below the other, as fit into `width` characters; each has the first column."""
-    widths = [_width(column, [row[index] for row in table.rows]) for index, column in enumerate(table.columns)]
-    first = min(widths[0], width // 3)
-    room = width - 1 - first
-    parts, left = [[0]], room
-    for index, wanted in enumerate(widths[1:], start=1):
-        wanted = min(wanted, room)  # what is longer is folded
-        if wanted > left:
-            parts, left = [*parts, [0]], room
-        parts[-1].append(index)
-        left -= wanted
+    """Return the table in as many parts, one below the other, as fit into `width` characters.
+
+    Each part has the first column. A column that is wider than the room beside it is folded.
+    """
+    widths = _least_widths(table)
+    first_width = min(widths[0], width // 3)
+    room = width - 1 - first_width
+    widths = [first_width, *(min(wanted, room) for wanted in widths[1:])]
     tables = []
-    for part in parts:
-        rows = [[row[index] for index in part] for row in table.rows]
-        exact = [first - GAP, *(min(widths[index], room) - GAP for index in part[1:])]
-        tables.append(_rich_table(Table([table.columns[index] for index in part], rows), exact, width))
+    for columns in _parts(widths, room):
+        part = Table(
+            columns=[table.columns[index] for index in columns],
+            rows=[[row[index] for index in columns] for row in table.rows],
+        )
+        exact = [widths[index] - GAP for index in columns]
+        tables.append(_rich_table(part, exact, width))
     return Group(Text(escaped(title), "bold"), *tables)
 
 
-def _width(column: str, cells: Sequence[str]) -> int:
-    """The least width of a column in which no word is broken, with the gap beside it."""
-    words = [word for text in (column, *cells) for word in escaped(text).split()]
-    return max((cell_len(word) for word in words), default=0) + GAP
+def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Return the columns of each part: the first, and others whose widths fit into `room` characters."""
+    parts = [[0]]
+    left = room
+    for index, width in enumerate(widths[1:], start=1):
+        if width > left:
+            parts.append([0])
+            left = room
+        parts[-1].append(index)
+        left -= width
+    return parts
+
+
+def _least_widths(table: Table) -> list[int]:
+    """Return the least width of each column in which no word is broken, with the gap beside it."""
+    widths = []
+    for column in zip(table.columns, *table.rows, strict=True):
+        words = [word for text in column for word in escaped(text).split()]
+        longest = max(map(cell_len, words), default=0)
+        widths.append(longest + GAP)
+    return widths
 
 
 def plain_text(parts: Iterable[str | tuple[str, Table]], width: int) -> str:
-    """Lines and titled tables as plain text; only tables keep to the width."""
+    """Return lines and titled tables as plain text; only tables keep to the width."""
     file = io.StringIO()
     terminal = Console(file=file, width=width, markup=False, emoji=False, highlight=False)
     for part in parts:
-        text = escaped(part, keep="\n") if isinstance(part, str) else terminal_table(*part)
-        terminal.print(text, soft_wrap=isinstance(part, str))
+        if isinstance(part, str):
+            terminal.print(escaped(part, keep="\n"), soft_wrap=True)
+        else:
+            terminal.print(terminal_table(*part))
     return file.getvalue()
 
 
 def terminal_table(title: str, table: Table) -> Group:
-    """A table for terminals and plain files; its title may be wider than it."""
+    """Return a table for terminals and plain files; its title may be wider than it."""
     return Group(Text(escaped(title), "bold"), _rich_table(table))
 
 
 def _rich_table(table: Table, exact: Sequence[int] = (), room: int = 0) -> RichTable:
-    """`exact`: the width of the first column, and of all where the table would else be wider than `room`."""
-    made = RichTable(box=box.SIMPLE_HEAD)
-    whole = [max(cell_len(escaped(text)) for text in column) for column in zip(table.columns, *table.rows, strict=True)]
-    is_narrow = sum(whole) + GAP * len(whole) + 1 > room
+    """Return a table of rich.
+
+    `exact` has the width of each column; all but the first are free where the table is not wider than `room`.
+    """
+    rich_table = RichTable(box=box.SIMPLE_HEAD)
+    whole_width = GAP * len(table.columns) + 1
+    for texts in zip(table.columns, *table.rows, strict=True):
+        whole_width += max(cell_len(escaped(text)) for text in texts)
+    is_narrow = whole_width > room
     for index, column in enumerate(table.columns):
-        width = exact[index] if exact and (is_narrow or not index) else None
-        made.add_column(escaped(column), justify="right" if index else "left", overflow="fold", width=width)
+        width = None
+        if exact and (is_narrow or index == 0):
+            width = exact[index]
+        rich_table.add_column(
+            escaped(column),
+            justify="right" if index else "left",
+            overflow="fold",
+            width=width,
+        )
     for row in table.rows:
-        made.add_row(*map(escaped, row))
-    return made
+        rich_table.add_row(*map(escaped, row))
+    return rich_table

@@ -46,8 +46,10 @@ def save_picture(figure: "Figure", path: Path) -> None:
     """Write a PNG file, and beside it the same as SVG; each whole or not at all, and equal for equal figures."""
     import matplotlib
 
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # it is laid out: once for both files
+    layout = figure.get_layout_engine()
+    assert layout is not None
+    layout.execute(figure)
+    figure.set_layout_engine(None)  # it is laid out: once for both files, which would else be drawn three times more
     with matplotlib.rc_context({"svg.hashsalt": "unet3d"}):
         for suffix, about in ((".svg", {"Date": None}), (path.suffix, {})):  # where the PNG is, the SVG is, too
             with replacing(path.with_suffix(suffix)) as file:
