@@ -29,7 +29,8 @@ LIBRARIES = {
     "nilearn": {"data.synthetic"},
     "monai": {"training.metrics", "data.augment"},
     "matplotlib": {"report"},
-    "rich": {"base.progress", "base.terminal", "report.loggers"},
+    "rich": {"base.progress", "base.terminal", "report.terminal_logger"},
+    "jinja2": {"report.page"},
 }
 WITHOUT_TORCH = (
     *("base", "config"),
