@@ -545,7 +545,7 @@ def test_a_table_is_as_large_as_its_file(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.csv").read_text().partition("\n")[0].count(",") + 1 == 2000
 
 
-@without("unet3d.report.html.PNG", b"")
+@without("unet3d.report.page.PNG", b"")
 def test_only_pictures_are_shown_as_pictures(stranger: Path) -> None:
     (stranger / "figures" / "prediction.png").write_text("precious")
     assert face("report", stranger) == 0
