@@ -35,7 +35,7 @@ class Explanation:
     subject: MemoryEstimate
     narrower: Mapping[int, MemoryEstimate]  # by level, with half the width there
     relatives: Sequence[MemoryEstimate]  # with the subject itself
-    without: Mapping[str, int]  # bytes of the peak without each way to save memory that it uses
+    without: Mapping[str, int]  # bytes of the peak without each option that saves memory
     sentence: str  # where the peak is
 
 
@@ -128,9 +128,9 @@ def _sections(explanation: Explanation) -> Iterator[Section]:
     yield from _of_the_peak(subject, explanation.sentence)
     if explanation.without:
         table = tables.single_techniques(explanation.without, subject.peak)
-        yield "What each way to save memory takes away (predicted)", table
+        yield "Peak without each option (predicted)", table
     if subject.dtype is torch.float32:
-        yield "Each further way to save memory, by itself (predicted)", _further(subject)
+        yield "Peak with each further option alone (predicted)", _further(subject)
     yield "What parameters cost", tables.state(subject.entry, subject.parameters)
     weights = sum(parameter.nbytes for parameter in subject.meter.model.parameters())
     usual = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
@@ -149,7 +149,7 @@ def _of_the_peak(subject: MemoryEstimate, sentence: str) -> Iterator[Section]:
     yield _summary(subject)
     yield f"predicted peak of a step: {mib(subject.peak)} MiB ({entry['kind']}), {tables.moment(entry)}"
     yield sentence
-    yield "Layers of the number", _kinds_of_peak(subject)
+    yield "What the prediction includes", _kinds_of_peak(subject)
     for line in (tables.guessed(entry), tables.cuda_sizes(entry)):
         if line:
             yield line
@@ -158,7 +158,7 @@ def _of_the_peak(subject: MemoryEstimate, sentence: str) -> Iterator[Section]:
             shape = " x ".join(map(str, storage.shape))
             yield f"the first convolution's output: {shape} {_dtype(storage.dtype)} = {storage.bytes:,} bytes"
             break
-    yield "Each phase", tables.phases(entry)
+    yield "Peak per phase", tables.phases(entry)
     yield "At the peak, by what it is for", tables.categories(entry)
     yield "At the peak, by level of the U", tables.levels(entry)
     yield "At the peak, by layer", tables.layers(entry)
@@ -177,7 +177,7 @@ def _groups(subject: MemoryEstimate) -> Table:
 
 
 def _further(subject: MemoryEstimate) -> Table:
-    """Return what each way to save memory that the step does not use would take away."""
+    """Return the peak with each option that saves memory and that the step does not use."""
     asked = budget.Candidate((), "nothing", subject.config, subject.options)
     rows = []
     for option in budget.single_techniques(asked):
@@ -192,7 +192,7 @@ def _further(subject: MemoryEstimate) -> Table:
                 option.changes,
             ]
         )
-    return Table(["way", "peak with it (MiB)", "takes away (MiB)", "share", "FLOPs", "changes"], rows)
+    return Table(["option", "peak with it (MiB)", "saved (MiB)", "share", "FLOPs", "changes"], rows)
 
 
 def _summary(subject: MemoryEstimate) -> str:
@@ -221,12 +221,12 @@ def _kinds_of_peak(subject: MemoryEstimate) -> Table:
     columns = ["predicted peak of a step", "MiB", "kind"]
     tensors = mib(subject.peak)
     if build.device_type(subject.config) != "cuda":
-        return Table(columns, [["tensors", tensors, "exact (ledger)"]])
+        return Table(columns, [["tensors", tensors, "exact count"]])
     native = replay(subject.ledger.events, Settings(False))
     expandable = replay(subject.ledger.events, Settings(True))
     workspaces = mib(subject.entry["workspace_bound_bytes"])
     rows = [
-        ["tensors", tensors, "ledger, as the allocator is asked for"],
+        ["tensors", tensors, "exact count, as the allocator is asked for"],
         ["allocated: blocks given out", mib(native.allocated_bytes), "replay"],
         ["reserved by the allocator", mib(native.reserved_bytes), "replay"],
         ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(expandable.reserved_bytes), "replay"],
@@ -256,7 +256,7 @@ def _widths(subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate]) -> 
 
 
 def _family_table(relatives: Sequence[MemoryEstimate]) -> Table:
-    """Return a row a network: where its memory and its parameters are."""
+    """Return one row per network: where its memory and its parameters are."""
     columns = ["network", "widths", "parameters", "peak (MiB)", "of it at full resolution", "channels joined there"]
     rows = []
     for relative in relatives:

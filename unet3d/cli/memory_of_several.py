@@ -38,7 +38,7 @@ class Point(NamedTuple):
 
 
 def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None:
-    """Print a row a job; with `out`, write peaks.csv, the layer traces of all in trace.csv, and their picture.
+    """Print one row per job; with `out`, write peaks.csv, the layer traces of all in trace.csv, and their picture.
 
     A job that makes no sense is a row without numbers, and a line that says why. Raises UserError where none does.
     """
@@ -58,7 +58,7 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
 
 
 def _table_of_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate]) -> Table:
-    """Return a row a config; one that makes no sense has no numbers."""
+    """Return one row per config; one that makes no sense has no numbers."""
     first_peak = next(iter(subjects.values())).peak
     rows = []
     for name in estimates:
@@ -76,7 +76,7 @@ def _table_of_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate]
                 tables.moment(subject.entry),
             ]
         )
-    return Table(["config", "parameters", "peak (MiB, ledger)", "change", "at its highest"], rows)
+    return Table(["config", "parameters", "peak (MiB, predicted)", "change", "peak reached in"], rows)
 
 
 def _write_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate], out: Path) -> None:
@@ -192,7 +192,7 @@ def print_fit(overrides: Sequence[str]) -> None:
     every = math.ceil(len(options) / ROWS_SHOWN)
     rows = [_row_of_fit(option, limit) for option in options[::every]]
     table = Table(["peak (MiB, estimated)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
-    paper(WIDE).print(terminal_table("Least memory by cost", table))
+    paper(WIDE).print(terminal_table("Options, cheapest change first", table))
     for reason in budget.untried(asked):
         print(escaped(f"not tried: {reason}"))
     if best.occupied_bytes > limit:

@@ -35,21 +35,21 @@ def run(arguments: argparse.Namespace) -> int:
         lifecycle.print_error(f"error: {escaped(problem)}")
     failed = len(problems)
     written = 0
-    left_alone = 0
+    skipped = 0
     with progress.counting("predicting cases", len(cases)) as counter:
         for case in cases:
             paths = _paths(case, arguments)
             _refuse_images(paths, images)
             missing = [path for path in paths if arguments.overwrite or not path.exists()]
             if paths[0] not in missing:
-                left_alone += 1
-                _print_left_alone(paths[0], missing)
+                skipped += 1
+                _print_skipped(paths[0], missing)
             elif _segment(segmenter, case, missing):
                 written += 1
             else:
                 failed += 1
             counter.advance()
-    _print_counts(written, left_alone, failed, segmenter.written)
+    _print_counts(written, skipped, failed, segmenter.written)
     return UserError.exit_code if failed else 0
 
 
@@ -86,18 +86,18 @@ def _refuse_images(paths: Sequence[Path], images: set[str]) -> None:
             raise UserError(f"{path}: is an image to segment; give another folder for the label maps")
 
 
-def _print_left_alone(label_map: Path, missing: Sequence[Path]) -> None:
+def _print_skipped(label_map: Path, missing: Sequence[Path]) -> None:
     """Say that a label map is there already, and which file beside it is not written for that."""
-    print(f"{escaped(label_map)}: exists, left alone (--overwrite replaces it)")
+    print(f"{escaped(label_map)}: skipped, it exists (--overwrite replaces it)")
     if missing:
-        print(f"{escaped(missing[0])}: not written, since its label map was left alone (--overwrite)")
+        print(f"{escaped(missing[0])}: not written, since its label map was skipped (--overwrite)")
 
 
-def _print_counts(written: int, left_alone: int, failed: int, values: str) -> None:
+def _print_counts(written: int, skipped: int, failed: int, values: str) -> None:
     """Print how many label maps were written, what their values mean, and how many were not."""
     parts = [f"{counted(written, 'label map')} written"]
-    if left_alone:
-        parts.append(f"{left_alone} left alone")
+    if skipped:
+        parts.append(f"{skipped} skipped")
     if failed:
         parts.append(f"{failed} not segmented")
     line = ", ".join(parts)

@@ -63,7 +63,7 @@ class TrainedRun:
 
     @property
     def scores(self) -> list[dict[str, str]]:
-        """scores.csv: a row a held-out case, such as {"case": "a", "dice/organ": "0.93", ...}."""
+        """scores.csv: one row per held-out case, such as {"case": "a", "dice/organ": "0.93", ...}."""
         return self._files().scores
 
     @property

@@ -67,7 +67,7 @@ class Network:
         `spacing` (mm) if its axes run right, anterior, superior; or an image of nibabel; or the path of a NIfTI file,
         or a list of one file a channel. An array gives an array of uint8 or uint16, everything else an image of
         nibabel. They equal what `python -m unet3d predict` writes for the same voxels, with the same `values`.
-        Probabilities are float32, K X Y Z of an array, else an image X Y Z K: 4 bytes a voxel and class of memory.
+        Probabilities are float32, K X Y Z of an array, else an image X Y Z K: 4 bytes of memory per voxel and class.
         Raises UserError.
         """
         with temporary_case(image, spacing, affine) as case:
