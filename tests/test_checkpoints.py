@@ -10,7 +10,9 @@ from guards import nothing, without, yes
 from unet3d import build
 from unet3d.base.errors import CheckpointError, NotSaved
 from unet3d.config import compose
-from unet3d.run.resume import Checkpoints, TrainingState, rate_change
+from unet3d.run.checkpoint import Checkpoint
+from unet3d.run.checkpoint_manager import CheckpointManager
+from unet3d.run.training_state import TrainingState, rate_change
 from unet3d.training import checkpoint, optim
 
 
@@ -33,18 +35,18 @@ def steps() -> Steps:
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path, steps: Steps) -> Checkpoints:
+def checkpoints(tmp_path: Path, steps: Steps) -> CheckpointManager:
     (tmp_path / "checkpoints").mkdir()
-    return Checkpoints(tmp_path, steps)
+    return CheckpointManager(tmp_path, steps)
 
 
-def kept(checkpoints: Checkpoints) -> dict[str, int]:
+def kept(checkpoints: CheckpointManager) -> dict[str, int]:
     """The step of each checkpoint."""
     folder = checkpoints.folder / "checkpoints"
     return {path.stem: checkpoint.load_checkpoint(path)["step"] for path in folder.iterdir()}
 
 
-def test_the_best_is_that_of_the_highest_dice(checkpoints: Checkpoints, steps: Steps) -> None:
+def test_the_best_is_that_of_the_highest_dice(checkpoints: CheckpointManager, steps: Steps) -> None:
     """Of equal ones the first; a validation without any foreground, whose Dice is n/a, does not count."""
     best = []
     for dice in (None, 0.5, 0.3, None, 0.5, 0.6):
@@ -56,15 +58,15 @@ def test_the_best_is_that_of_the_highest_dice(checkpoints: Checkpoints, steps: S
 
 
 def test_options_that_changed_cannot_command_a_terminal(
-    checkpoints: Checkpoints, steps: Steps, capsys: pytest.CaptureFixture
+    checkpoints: CheckpointManager, steps: Steps, capsys: pytest.CaptureFixture
 ) -> None:
     checkpoint.save_checkpoint(checkpoints.folder / "checkpoints" / "last.pt", {**steps(), "best": None})
-    checkpoints.restore(lambda state, path: ["wandb.project: a\x1b[2J -> \udcff"])
+    checkpoints.restore(lambda _: ["wandb.project: a\x1b[2J -> \udcff"])
     printed = capsys.readouterr().out
     assert "wandb.project: a\\x1b[2J -> \\udcff" in printed and printed.removesuffix("\n").isprintable()
 
 
-def test_a_best_that_could_not_be_saved_is_no_best(checkpoints: Checkpoints, steps: Steps) -> None:
+def test_a_best_that_could_not_be_saved_is_no_best(checkpoints: CheckpointManager, steps: Steps) -> None:
     best = checkpoints.folder / "checkpoints" / "best.pt"
     checkpoints.save_best_and_last(0.5)
     steps.next()
@@ -80,10 +82,10 @@ def test_a_best_that_could_not_be_saved_is_no_best(checkpoints: Checkpoints, ste
     assert kept(checkpoints)["best"] == 2
 
 
-def test_a_resumed_run_knows_its_best(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_a_resumed_run_knows_its_best(checkpoints: CheckpointManager, tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path / "checkpoints" / "last.pt", {"step": 4, "last_validation": 4, "best": 0.5})
     (tmp_path / "metrics.jsonl").touch()
-    assert checkpoints.restore(lambda state, path: []) == (4, 4) and checkpoints.best == 0.5
+    assert checkpoints.restore(lambda _: []) == (4, 4) and checkpoints.best == 0.5
 
 
 @pytest.mark.parametrize(
@@ -116,18 +118,18 @@ def state() -> TrainingState:
     optimizer = optim.optimizer(config.optim, model)
     model(torch.ones(1, 1, 16, 16, 16)).sum().backward()
     optimizer.step()
-    facts = {"classes": ["a", "b", "c"], "channels": ["x"], "intensity": []}
+    facts = {"classes": ["a", "b", "c"], "channels": ["x"], "intensity": [], "files": {}}
     return TrainingState(config, config.model, facts, model, optimizer, torch.amp.GradScaler("cpu"))
 
 
 @without("torch.set_rng_state", nothing)
 @without("torch.amp.GradScaler.load_state_dict", nothing)
 def test_a_state_that_is_put_back_is_the_same(state: TrainingState, tmp_path: Path) -> None:
-    saved = state.state(1, 0, 0.5)
+    saved = state.state_dict(1, 0, 0.5)
     saved["scaler"]["scale"] *= 2
     torch.rand(1)
-    assert state.load_state_dict(saved, tmp_path) == []
-    again = state.state(1, 0, 0.5)
+    assert state.load_state_dict(Checkpoint(tmp_path, saved)) == []
+    again = state.state_dict(1, 0, 0.5)
     assert torch.equal(saved["rng"], again["rng"]) and saved["scaler"] == again["scaler"]
     moments = [found["optimizer"]["state"] for found in (saved, again)]
     assert all(torch.equal(moments[0][i][name], moments[1][i][name]) for i in moments[0] for name in moments[0][i])
@@ -156,9 +158,9 @@ def test_a_run_that_goes_on_for_more_steps_says_what_its_rate_does(words: list[s
 
 
 def test_a_changed_rate_is_said_as_the_state_is_put_back(state: TrainingState, tmp_path: Path) -> None:
-    saved = state.state(1, 0, 0.5)
+    saved = state.state_dict(1, 0, 0.5)
     saved["config"]["optim"]["lr"] = 4e-4
-    changed, rate = state.load_state_dict(saved, tmp_path)
+    changed, rate = state.load_state_dict(Checkpoint(tmp_path, saved))
     assert changed.startswith("optim.lr: 0.0004 -> ") and "1.6e-05 in step 1, rises to 0.000151 in step 2" in rate
 
 
@@ -166,11 +168,11 @@ def test_another_number_of_threads_is_told(
     state: TrainingState, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the CPU they change rounding."""
-    saved = state.state(1, 0, 0.5)
-    state.load_state_dict(saved, tmp_path)
+    saved = state.state_dict(1, 0, 0.5)
+    state.load_state_dict(Checkpoint(tmp_path, saved))
     assert not capsys.readouterr().err
     threads = saved["threads"]
-    state.load_state_dict(saved | {"threads": threads + 2}, tmp_path)
+    state.load_state_dict(Checkpoint(tmp_path, saved | {"threads": threads + 2}))
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{threads + 2} -> {threads}" in line and f"OMP_NUM_THREADS={threads + 2}" in line
 
@@ -196,18 +198,19 @@ def test_another_number_of_threads_is_told(
         ),
         (MOMENT[:3], {"step": torch.ones(()), **dict.fromkeys(MOMENTS, torch.zeros(4, 1, 3, 3, 3))}, "optimizer"),
         (("optimizer", "param_groups", 0, optim.COUNT), -3, "step"),
+        (("threads",), "x", "threads"),
     ],
 )
 def test_a_state_that_no_run_has_written_is_refused(
     state: TrainingState, tmp_path: Path, keys: tuple[Any, ...], value: Any, wrong: str
 ) -> None:
-    saved = state.state(1, 0, 0.5)
+    saved = state.state_dict(1, 0, 0.5)
     node: Any = saved
     for key in keys[:-1]:
         node = node[key]
     node[keys[-1]] = value
     with pytest.raises(CheckpointError, match=rf"last\.pt: .*\b{wrong}\b"):
-        state.load_state_dict(saved, tmp_path / "last.pt")
+        state.load_state_dict(Checkpoint(tmp_path / "last.pt", saved))
 
 
 @pytest.mark.parametrize("value", [torch.zeros(5056, dtype=torch.uint8), torch.full((5056,), 255, dtype=torch.uint8)])
@@ -215,25 +218,28 @@ def test_a_random_state_that_torch_refuses_is_one_line(
     state: TrainingState, tmp_path: Path, value: torch.Tensor
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
-    checkpoint.save_checkpoint(tmp_path / "checkpoints" / "last.pt", state.state(1, 0, None) | {"rng": value})
+    checkpoint.save_checkpoint(tmp_path / "checkpoints" / "last.pt", state.state_dict(1, 0, None) | {"rng": value})
     with pytest.raises(CheckpointError, match=r"last\.pt: .*RuntimeError"):
-        Checkpoints(tmp_path, dict).restore(state.load_state_dict)
+        CheckpointManager(tmp_path, dict).restore(state.load_state_dict)
 
 
-def test_a_state_without_a_part_is_one_line_and_no_other_is_taken(state: TrainingState, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["scaler", "fingerprint", "last_validation", "best", "ranks", "threads"])
+def test_a_state_without_a_part_is_one_line_and_no_other_is_taken(
+    state: TrainingState, tmp_path: Path, part: str
+) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    whole = state.state(1, 0, None)
+    whole = state.state_dict(1, 0, None)
     checkpoint.save_checkpoint(folder / "previous.pt", whole)
-    checkpoint.save_checkpoint(folder / "last.pt", {name: value for name, value in whole.items() if name != "scaler"})
-    with pytest.raises(CheckpointError, match=r"last\.pt: .*KeyError\('scaler'\)"):
-        Checkpoints(tmp_path, dict).restore(state.load_state_dict)
+    checkpoint.save_checkpoint(folder / "last.pt", {name: value for name, value in whole.items() if name != part})
+    with pytest.raises(CheckpointError, match=rf"last\.pt: .*KeyError\('{part}'\)"):
+        CheckpointManager(tmp_path, dict).restore(state.load_state_dict)
 
 
 def test_options_of_the_optimizer_come_from_the_config(state: TrainingState, tmp_path: Path) -> None:
-    saved = state.state(1, 0, None)
+    saved = state.state_dict(1, 0, None)
     (group,) = saved["optimizer"]["param_groups"]
     saved["optimizer"]["param_groups"] = [group | {"betas": (5, 7), "eps": -1, "maximize": True, "params": [99]}]
-    state.load_state_dict(saved, tmp_path)
+    state.load_state_dict(Checkpoint(tmp_path, saved))
     found = state.optimizer.param_groups[0]
     assert (found["betas"], found["eps"], found["maximize"], found[optim.COUNT]) == ((0.9, 0.999), 1e-8, False, 1)

@@ -25,21 +25,22 @@ from training import PLAIN, ROOT, TINY, face, records, run, status, weights
 from training import train as fork
 from wandb_records import read_run
 
-from unet3d import __main__, build
+from unet3d import __main__
 from unet3d.base import errors
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.data import nifti
+from unet3d.data import nifti_write
 from unet3d.data.cases import read_dataset, split
+from unet3d.data.prepare import prepare_data
 from unet3d.report import report
 from unet3d.training import checkpoint
 from unet3d.training.policy import MemoryPolicy
 
 CODES = "\x1b[2J\x07\x9b\u202e"  # they clear a terminal, ring, begin another command, reverse what follows
 FOREIGN = os.fsdecode(b"\xff")  # of a file's name that is not UTF-8
-WRITE_REPORT = report.write_report
+WRITE_PAGE = report.write_page
 
 
 def refuse_codes(printed: str) -> None:
@@ -240,8 +241,8 @@ def test_the_split_of_a_run_is_that_of_another(finished: Path) -> None:
 
 
 def with_report() -> None:
-    """Write the report, which `training.train` leaves out else."""
-    report.write_report = WRITE_REPORT
+    """Write the page, which `training.train` leaves out else."""
+    report.write_page = WRITE_PAGE
 
 
 @pytest.mark.slow
@@ -437,7 +438,7 @@ def save_image(path: Path, bright: int = 0, depth: float = 1) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     voxels = np.zeros((9, 9, 9), np.uint8)
     voxels[bright] = 1
-    nifti.save_image(path, nib.Nifti1Image(voxels, np.diag([1, 1, depth, 1])))
+    nifti_write.save_image(path, nib.Nifti1Image(voxels, np.diag([1, 1, depth, 1])))
 
 
 @without("unet3d.cli.predict.escaped", unchanged)
@@ -535,7 +536,7 @@ def test_warnings_about_a_data_set_cannot_command_a_terminal(
         save_image(root / "images" / f"{name}.nii.gz", slice_)
         save_image(root / "labels" / f"{name}.nii.gz", slice_, depth=1.1)
     words = ["data=folders", f"data.root='{root}'", "data.classes=[background,organ]", "data.affine_check=warn"]
-    build.data(compose.compose(words))
+    prepare_data(compose.compose(words).data)
     printed = capsys.readouterr().err
     assert printed.count("\n") == 2 and r"root\x1b[2J\x07\x9b\u202e\udcff/labels/a.nii.gz" in printed
     refuse_codes(printed)

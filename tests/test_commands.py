@@ -50,6 +50,8 @@ def words_of(line: str, place: Path) -> list[str]:
     for name, path in newest.items():
         words = [word.replace(f"{name}/DATE/TIME-ID", path) for word in words]
     words = ["data=decathlon" if word == "data=nnunet" else word for word in words]
+    if "data.fold=0" in words:
+        words.append("data.folds=4")  # there are four cases
     return [word.replace("PATH/Task04_Hippocampus", "PATH").replace("PATH", str(place / "data")) for word in words]
 
 
@@ -71,8 +73,9 @@ def place(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     shutil.copytree(made, tmp_path / "data")
     shutil.copytree(made / "imagesTr", tmp_path / "data" / "imagesTs")
     shutil.copy(finished / "checkpoints" / "best.pt", "net.pt")
-    blocks = re.findall(r"```python\n# mine.py\n(.*?)```", TEXTS["docs/extending.md"], re.DOTALL)
-    (tmp_path / "mine.py").write_text("\n".join(blocks))
+    for page, name in (("docs/extending.md", "mine.py"), ("docs/coming-from-monai.md", "monai_parts.py")):
+        blocks = re.findall(rf"```python\n# {name}\n(.*?)```", TEXTS[page], re.DOTALL)
+        (tmp_path / name).write_text("\n".join(blocks))
     (tmp_path / "my_configs" / "loss").mkdir(parents=True)
     (tmp_path / "my_configs" / "loss" / "mine.yaml").write_text("path: mine:focal\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -108,6 +108,24 @@ def test_every_link_leads_somewhere(page: str) -> None:
     assert not [t for t in targets if "://" not in t and not ((ROOT / page).parent / t).exists()]
 
 
+def test_the_index_lists_every_page() -> None:
+    listed_pages = set(re.findall(r"\]\(([\w/.-]+)\)", TEXTS["docs/README.md"]))
+    pages = {path.name for path in (ROOT / "docs").iterdir() if path.suffix in (".md", ".ipynb")}
+    assert pages - {"README.md"} <= listed_pages
+
+
+def test_what_contributing_names_is_in_its_room() -> None:
+    """A row of "where is ..." has rooms, and after each the names of functions and classes that are defined there."""
+    rows = [line for line in TEXTS["CONTRIBUTING.md"].splitlines() if "](unet3d/" in line and line.startswith("| ")]
+    assert len(rows) >= 13
+    for row in rows:
+        _, _, room, names, _ = row.split("|")
+        linked = re.findall(r"\((unet3d/\w+)\)", room + names)
+        code = "\n".join(path.read_text() for folder in linked for path in sorted((ROOT / folder).glob("*.py")))
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^(def|class) {name}\b", code, re.MULTILINE), (name, row)
+
+
 def test_every_fault_names_tests_that_exist() -> None:
     assert named_tests("docs/faults.md")
     check_named_tests("docs/faults.md")
@@ -146,6 +164,18 @@ def test_the_python_of_the_page_runs(
             assert capsys.readouterr().out or "print(" not in block
     assert names["labels"].shape == names["image"].shape == names["probabilities"].shape[1:] == (20, 20, 16)
     assert names["found"].peak_bytes > 0 and names["result"].loss > 0
+
+
+@pytest.mark.slow
+def test_the_figure_of_the_tutorial_is_drawn(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    for name in ("tiny", "lean"):
+        shutil.copytree(finished, tmp_path / "runs" / name)
+    (block,) = re.findall(r"```python\n(.*?)```", TEXTS["docs/tutorial.md"], re.DOTALL)
+    exec(block, {})
+    assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
+    plt.close("all")
 
 
 @pytest.mark.parametrize("output", docs_outputs.OUTPUTS, ids=lambda output: f"{output.page} {output.command}")

@@ -12,13 +12,15 @@ import torch
 from guards import without
 from training import TINY, Ended, at_step, call, numbers, records, same, send, status, train, weights
 
-from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
 from unet3d.config.resume_rules import refuse_changes
+from unet3d.data import prepare
 from unet3d.report import run_folder
-from unet3d.run.resume import Checkpoints, refuse_other_data
+from unet3d.report.memory_file import MemoryFile, read_memory
+from unet3d.run.checkpoint_manager import CheckpointManager
+from unet3d.run.fingerprint import refuse_other_data
 from unet3d.run.validation import Predictions
 from unet3d.training import checkpoint
 
@@ -89,14 +91,17 @@ def test_the_first_step_of_another_device_or_other_segments_is_not_kept(
 ) -> None:
     measured = {"peak_bytes": 7, "kind": "ledger", "phases": {"forward": {"first": 5, "steady": 7}}}
     earlier = measured | {"phases": {"forward": {"first": 3, "steady": 7}}}
-    run_folder.update_memory(tmp_path, {"segments": ["inc"]})
     for before, first in (
         ({"measured": earlier | {"kind": kind}, "measured_segments": segments, "segments": ["inc"]}, 5),
         ({}, 5),
         ({"measured": earlier, "measured_segments": ["inc"], "segments": ["inc"]}, 3),
     ):
-        run_folder.add_measured(tmp_path, 1, measured, before)
-        assert run_folder.read_memory(tmp_path)["measured"]["phases"]["forward"] == {"first": first, "steady": 7}
+        (tmp_path / "memory.json").write_text(json.dumps(before))
+        memory = MemoryFile(tmp_path, is_resumed=True)
+        memory.update({"segments": ["inc"]})
+        memory.add_measured(1, measured)
+        assert read_memory(tmp_path) == memory.contents()
+        assert memory.contents()["measured"]["phases"]["forward"] == {"first": first, "steady": 7}
 
 
 @pytest.mark.slow
@@ -143,7 +148,9 @@ def test_another_network_is_refused_and_another_rate_is_reported() -> None:
             refuse_changes({"optim": {option: 1}}, {"optim": {option: 2}})
     assert refuse_changes(before, before | {"optim": {"lr": 0.2}, "resume": "run"}) == ["optim.lr: 0.1 -> 0.2"]
     with pytest.raises(UserError, match=r"torch\.bfloat16 -> torch\.float16"):
-        refuse_other_data({"mixed precision": "torch.bfloat16"}, {"mixed precision": "torch.float16"})
+        refuse_other_data(
+            {"files": {}, "mixed precision": "torch.bfloat16"}, {"files": {}, "mixed precision": "torch.float16"}
+        )
 
 
 def test_other_cases_are_another_run(copy: Path, place: Path, tmp_path: Path) -> None:
@@ -221,12 +228,12 @@ def test_a_run_that_is_done_is_left_as_it_is(whole: Path) -> None:
 
 
 def stop_reading() -> None:
-    call(build, "data", 1, functools.partial(send, signal.SIGTERM))
+    call(prepare, "prepare_data", 1, functools.partial(send, signal.SIGTERM))
 
 
 def die_saving(number: int) -> None:
     """Just before the save of this number."""
-    call(Checkpoints, "save_last", number, functools.partial(send, KILL))
+    call(CheckpointManager, "save_last", number, functools.partial(send, KILL))
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ from unet3d.cli import lifecycle
 from unet3d.config.schema import Config, Data
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, PreparedCase, prepare
-from unet3d.run import run
+from unet3d.run import validator
 from unet3d.training import checkpoint, trainer
 
 RUN = [*TINY, "model.dropout=0.2", "data.root=../phantom", "hydra.run.dir=run"]
@@ -54,7 +54,7 @@ Patch = pytest.MonkeyPatch
 MARK = "UNET3D_TEST"
 PLACES = {
     "step": (trainer, "train_step"),
-    "validation": (run, "evaluate"),
+    "validation": (validator, "evaluate"),
     "save": (torch, "save"),
     "data": (build, "data"),
 }
@@ -120,7 +120,7 @@ def out_of_memory_in_validation() -> None:
     def refuse() -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
 
-    call(run, "evaluate", 1, refuse)
+    call(validator, "evaluate", 1, refuse)
 
 
 def ask_once(stop: signals.Stop, number: int, _: FrameType | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from unet3d import build
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory.simulate import fake_mode
+from unet3d.memory.fake_tensors import fake_mode
 
 SCRIPT = Path(__file__).parent / "bench" / "launches.py"
 AT_64 = ("device=cuda", "data.patch=[64,64,64]", "batch=2", "amp=true")

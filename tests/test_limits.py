@@ -16,11 +16,10 @@ from guards import no, without
 from training import ROOT, TINY, face, run, status
 from training import train as fork
 
-from unet3d import build
 from unet3d.base.errors import OutOfMemory, UserError, is_out_of_memory
 from unet3d.cli import libraries
 from unet3d.config import compose
-from unet3d.data import cases, loader
+from unet3d.data import cases, loader, prepare
 
 LIMITED = """
 import resource, sys
@@ -255,4 +254,4 @@ def take_every_byte() -> None:
                     held.append(bytes(size))
         raise MemoryError
 
-    build.data = take
+    prepare.prepare_data = take

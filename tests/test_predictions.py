@@ -26,9 +26,11 @@ from unet3d.base.errors import UserError
 from unet3d.base.files import from_csv
 from unet3d.base.types import ProbabilityBlock
 from unet3d.data.cases import Case
+from unet3d.data.grids import canonical_grid
+from unet3d.data.intensity import Intensity, normalise
 from unet3d.data.patches import PreparedCase, prepare
-from unet3d.data.preprocess import CaseReader, Intensity, normalise
-from unet3d.data.volume import ArgmaxCollector, canonical_grid
+from unet3d.data.preprocess import CaseReader
+from unet3d.data.restore import ArgmaxCollector
 from unet3d.model.unet import UNet3D
 from unet3d.report import case_plots, plots
 from unet3d.run import predict, validation
@@ -44,7 +46,7 @@ PICTURE = "figures/prediction_worst.png"
 
 def counted(name: str, number: int, act: Callable[[], None]) -> None:
     """Call `act` as label map `number` is to be written; count the volumes that are read and predicted."""
-    for owner, attribute in ((Predictor, "strips"), (CaseReader, "raw")):
+    for owner, attribute in ((Predictor, "strips"), (CaseReader, "read_volume")):
         setattr(owner, attribute, _counting(getattr(owner, attribute), Path(f"{name}.{attribute}")))
     call(validation, "save_prediction", number, act)
 
@@ -91,7 +93,7 @@ def maps(folder: Path) -> dict[str, bytes]:
 
 def times(place: Path, name: str) -> tuple[int, int]:
     """How many volumes were predicted, and how many read."""
-    predicted, read = ((place / f"{name}.{what}").read_text() for what in ("strips", "raw"))
+    predicted, read = ((place / f"{name}.{what}").read_text() for what in ("strips", "read_volume"))
     return len(predicted), len(read)
 
 

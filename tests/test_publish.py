@@ -21,7 +21,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Model
 from unet3d.data.cases import Case, read_dataset
 from unet3d.data.nifti import stem
-from unet3d.report.report import SCORES_TITLE
+from unet3d.report.score_tables import SCORES_TITLE
 from unet3d.run import predict, publish
 from unet3d.training import checkpoint
 
@@ -118,7 +118,7 @@ def test_a_published_checkpoint_of_wrong_networks_is_refused(finished: Path, tmp
             predict.open_segmenter(tmp_path / "wrong.pt", "cpu")
 
 
-@pytest.mark.parametrize("key", ["channels", "step"])
+@pytest.mark.parametrize("key", ["channels", "step", "model_options"])
 def test_a_checkpoint_that_lacks_what_is_published_is_refused(key: str, pair: list[Path], tmp_path: Path) -> None:
     state = checkpoint.load_checkpoint(pair[1])
     del state[key]
@@ -132,7 +132,7 @@ def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
     pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     state = checkpoint.load_checkpoint(pair[0])
-    names = ("config", "model_options", "classes", "channels", "intensity", "model")
+    names = ("config", "model_options", "classes", "channels", "intensity", "step", "model")
     kept = {name: state[name] for name in names} | {"average": {}}
     if kind == "aliased":
         kept |= {"others": [state["model"]] * 9, "splits": [{}] * 10}
@@ -446,7 +446,7 @@ def test_channels_that_lie_apart_are_reported_whatever_the_checkpoint_accepts(tm
     assert predict.accepted_contradictions(Case("a", paths[:1], None)) == []
 
 
-@without("unet3d.data.volume.MM", range(99))
+@without("unet3d.data.grids.MM", range(99))
 def test_lengths_that_are_not_in_mm_are_reported_once_a_case(tmp_path: Path) -> None:
     paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
     for path in paths:

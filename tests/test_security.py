@@ -136,6 +136,7 @@ def given(tmp_path: Path, tiny: Config) -> Callable[[Change], Path]:
             "intensity": [{"kind": "zscore", "low": 0.0, "high": 0.0, "mean": 0.0, "std": 1.0}],
             "model": build.model(config.model, 0).state_dict(),
             "average": {},
+            "step": 1,
         }
         change(state)
         checkpoint.save_checkpoint(tmp_path / "given.pt", state)
@@ -392,7 +393,7 @@ FOLDERS = ("checkpoints", "figures", "predictions", "memory", "wandb")
 TRAINED = ("STATUS", ".lock", "config.yaml", "metrics.jsonl", "checkpoints/last.pt", "checkpoints", "figures")
 
 
-@without("unet3d.report.run_folder.refuse_links_out", nothing, only="scores.csv")
+@without("unet3d.report.record.refuse_links_out", nothing, only="scores.csv")
 @without("unet3d.cli.plan.refuse_links_out", nothing, only="env.json")
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
 def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(
@@ -544,7 +545,7 @@ def test_a_table_is_as_large_as_its_file(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.csv").read_text().partition("\n")[0].count(",") + 1 == 2000
 
 
-@without("unet3d.report.html.PNG", b"")
+@without("unet3d.report.page.PNG", b"")
 def test_only_pictures_are_shown_as_pictures(stranger: Path) -> None:
     (stranger / "figures" / "prediction.png").write_text("precious")
     assert face("report", stranger) == 0

@@ -15,8 +15,10 @@ from unet3d import build
 from unet3d.base import ranks
 from unet3d.base.errors import UserError
 from unet3d.config import compose, rules
+from unet3d.memory.meter import COUNTED
 from unet3d.memory.preflight import estimate
-from unet3d.report.run_folder import environment, headline, read_run
+from unet3d.report.environment import environment
+from unet3d.report.record import headline, read_run
 from unet3d.training.losses import LOSSES
 from unet3d.training.switches import CUBLAS, compile_error, nondeterminism_error, switched
 
@@ -208,7 +210,7 @@ def test_a_compiled_run_has_the_losses_of_the_same_run_and_resumes(tmp_path: Pat
     assert compiled[:3] == plain[:3]  # those that the meter observes
     assert compiled == pytest.approx(plain, rel=1e-4)
     memory = json.loads((tmp_path / "compiled" / "memory.json").read_text())
-    assert memory["measured"]["kind"] == "ledger, not compiled"
+    assert memory["measured"]["kind"] == f"{COUNTED}, not compiled"
     assert train(tmp_path, "resume=compiled", "steps=6", "compile=false").code == 0
     assert len(losses(tmp_path / "compiled")) == 6
 

@@ -27,7 +27,7 @@ from unet3d.base import progress
 from unet3d.cli import main
 from unet3d.config import compose
 from unet3d.memory import preflight
-from unet3d.report import case_plots, memory_plots, report
+from unet3d.report import case_plots, memory_plots, plots, report, score_plots
 from unet3d.report.loggers import Loggers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +38,10 @@ TINY = [
 PLAIN = ("optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=null")  # quick to simulate
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["served"])
+FIGURES = [
+    *((case_plots, "segmentation"), (plots, "training_curves"), (score_plots, "score_plot")),
+    *((memory_plots, "phase_plot"), (memory_plots, "timeline_plot"), (memory_plots, "layer_plot")),
+]
 Hook = Callable[[], None]
 
 
@@ -144,10 +148,9 @@ def train_here(
 def without_frills() -> None:
     """No preflight, no report, pictures of one pixel: they take longer than the training, and no fault is in them."""
     preflight.preflight = lambda config, options: preflight.Preflight((0, 2) if config.ckpt else (), {})
-    report.write_report = lambda folder: folder
-    case_plots.segmentation = memory_plots.phase_plot = memory_plots.timeline_plot = memory_plots.layer_plot = (
-        _one_pixel
-    )
+    report.write_page = lambda run: run.path
+    for module, name in FIGURES:
+        setattr(module, name, _one_pixel)
 
 
 def _one_pixel(*drawn: object) -> None:

@@ -29,12 +29,12 @@ import nibabel as nib
 import numpy as np
 import torch
 
-from unet3d import build
 from unet3d.base.types import MIB, mib
 from unet3d.config.schema import Augment, Config, Data
 from unet3d.data import augment
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches
+from unet3d.data.prepare import PreparedData, prepare_data
 
 SIDE, BYTES = 160, 6  # voxels of a case along each axis; of a voxel once prepared
 TIMES = 10  # how much larger the data set is than the limit
@@ -66,7 +66,7 @@ def options(root: Path, way: str, changes: Augment) -> Data:
     return Data(**own, cache=way, cache_root=str(root / "cache"), intensity="zscore", augment=changes)
 
 
-def drop(data: build.Data, root: Path) -> None:
+def drop(data: PreparedData, root: Path) -> None:
     """The files of the cache leave the page cache, and memory."""
     assert data.read.cache is not None
     data.read.cache.clear()
@@ -84,7 +84,7 @@ def serve(way: str, root: Path, room: int) -> None:
         most = allocated() + room * MIB
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     config = Config(data=options(root, way, PLAIN), workers=0, seed=1)
-    data = build.data(config)
+    data = prepare_data(config.data)
     names = [case.id for case in data.train]
     print("ready", flush=True)
     for line in sys.stdin:

@@ -40,11 +40,15 @@ from unet3d.cli import plan
 from unet3d.config import compose
 from unet3d.config.schema import Data
 from unet3d.data.cases import read_dataset, split
+from unet3d.data.headers import WARNING
 from unet3d.data.preprocess import CaseReader
-from unet3d.data.validate import WARNING, check_cases, summary
-from unet3d.report import compare, memory_plots, plots, report
+from unet3d.data.validate import check_cases, summary
+from unet3d.report import compare, compared_runs, memory_plots, plots, report
+from unet3d.report.record import read_run
+from unet3d.report.summary import print_summary
 from unet3d.run import predict
-from unet3d.run.resume import Checkpoints, TrainingState
+from unet3d.run.checkpoint_manager import CheckpointManager
+from unet3d.run.training_state import TrainingState
 from unet3d.training import checkpoint, optim
 
 RUN = ["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"]
@@ -91,16 +95,16 @@ def read_all(data: Data) -> str:
         task = read_dataset(data)
     except UserError as error:
         return _refused([str(error)])
-    quick = check_cases(task, task.cases, data, full=False)
-    lines = check_cases(task, task.cases, data, full=True)
+    quick = check_cases(task, task.cases, data, full=False).lines
+    headers, lines = check_cases(task, task.cases, data, full=True)
     assert {*quick} <= {*lines}, f"only the quick check says {quick}"
     problems = [line for line in lines if not line.startswith(WARNING)]
     try:
         train, val = split(task, data)
-        lines += summary(task, train, val)
+        lines += summary(task, train, val, headers)
         reader = CaseReader(task, data.spacing)
         reader.fit_intensity("auto", train)
-        reader.fill([*train, *val])
+        reader.preload([*train, *val])
     except UserError as error:
         assert problems, f"the check passed what a run refuses: {error}"
         lines.append(str(error))
@@ -145,7 +149,7 @@ class SoundRun:
         model = build.model(options, seed=0)
         optimizer, scaler = optim.optimizer(config.optim, model), torch.amp.GradScaler("cpu", enabled=False)
         self.state = TrainingState(config, options, state["fingerprint"], model, optimizer, scaler)
-        report.write_report(shutil.copytree(self.folder, place / "warm"))  # loads what draws
+        report.write_report(read_run(shutil.copytree(self.folder, place / "warm")))  # loads what draws
 
     def read_all(self, folder: Path, is_drawn: bool) -> str:
         """Take a copy through all that reads a run folder. Returns whether something was refused."""
@@ -158,14 +162,14 @@ class SoundRun:
             stack.enter_context(contextlib.redirect_stderr(said))
             for module, name in drawn:
                 stack.enter_context(mock.patch.object(module, name))
-            ends = [_ends(act, folder) for act in (report.write_report, report.print_summary, _compare, _predict)]
+            ends = [_ends(act, folder) for act in (_report, _summary, _compare, _predict)]
             ends.append(_ends(self._resume, folder))
         _refused([said.getvalue(), *ends])
         return "refused" if any(ends) else "read"
 
     def _resume(self, folder: Path) -> None:
         plan.plan([f"resume={folder}"])
-        Checkpoints(folder, dict).restore(self.state.load_state_dict)
+        CheckpointManager(folder, dict).restore(self.state.load_state_dict)
 
 
 def _ends(act: Callable[[Path], object], folder: Path) -> str:
@@ -179,10 +183,18 @@ def _ends(act: Callable[[Path], object], folder: Path) -> str:
     return ""
 
 
+def _report(folder: Path) -> None:
+    report.write_report(read_run(folder))
+
+
+def _summary(folder: Path) -> None:
+    print_summary(read_run(folder))
+
+
 def _compare(folder: Path) -> None:
-    rows = compare.read_rows(compare.find_runs([folder]))
+    rows = compared_runs.read_runs(compared_runs.find_runs([folder]))
     compare.print_comparison(rows)
-    compare.cells(rows)
+    compare.numbers_table(rows)
 
 
 def _predict(folder: Path) -> None:

@@ -25,8 +25,8 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose, rules
 from unet3d.config.schema import Config
 from unet3d.memory.checkpoint_plan import choose_segments
-from unet3d.memory.simulate import BatchInTransit, fake_batch, fake_learner, fake_mode, take_weights_together
-from unet3d.training.slabs import Observer
+from unet3d.memory.fake_tensors import fake_mode
+from unet3d.memory.simulate import BatchInTransit, fake_batch, fake_learner, take_weights_together
 from unet3d.training.step import train_step
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ class Counts:
     synchronisations: int = 0
 
 
-class Launches(Observer, TorchDispatchMode):
+class Launches(TorchDispatchMode):
     """Counts the operations within it by CUDA's rules. `host` holds storages that a GPU's step has in host memory."""
 
     def __init__(self, host: Sequence[Tensor] = ()) -> None:

@@ -27,8 +27,9 @@ from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory.checkpoint_plan import choose_segments
+from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter, open_meter
-from unet3d.memory.simulate import fake_mode, simulate
+from unet3d.memory.simulate import simulate
 from unet3d.training.losses import CUDA_SLAB, LossOptions, SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.step import train_step

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from unet3d.base.types import mib
 from unet3d.config.schema import Model
-from unet3d.data.volume import ArgmaxCollector
+from unet3d.data.restore import ArgmaxCollector
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
 

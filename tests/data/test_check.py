@@ -34,14 +34,17 @@ from nifti_files import (
 )
 from training import face, train
 
-from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.config import compose
-from unet3d.config.schema import Config, Data, Phantom
+from unet3d.config.schema import Data, Phantom
 from unet3d.data import nifti
-from unet3d.data.cases import Case, read_dataset, split
-from unet3d.data.validate import WARNING, content_hashes, suitable_options, summary, unsuitable_patch
-from unet3d.run.resume import DatasetFingerprint, fingerprint, refuse_other_data
+from unet3d.data.cases import read_dataset, split
+from unet3d.data.hashes import FileHasher, Hashes
+from unet3d.data.headers import WARNING
+from unet3d.data.planner import read_grids, suitable_options, unsuitable_patch
+from unet3d.data.prepare import prepare_data
+from unet3d.data.validate import check_cases, summary
+from unet3d.run.fingerprint import DatasetFingerprint, fingerprint, refuse_other_data
 
 PAGE = b"<!DOCTYPE html>" + b"not found " * 100
 
@@ -144,7 +147,7 @@ def test_a_run_lists_all_that_is_damaged_beneath_sound_headers(tmp_path: Path, i
     paths[0].write_bytes(paths[0].read_bytes()[:-1])
     write(paths[1], np.full((6, 5, 4), np.nan, np.float32))
     with pytest.raises(UserError) as caught:
-        build.data(Config(data=data))
+        prepare_data(data)
     assert [line.split(": ")[:2] for line in str(caught.value).splitlines()] == [[p.name[0], str(p)] for p in paths]
 
 
@@ -162,7 +165,7 @@ def test_a_thousand_problems_are_listed_and_the_others_counted(
     data = decathlon(tmp_path)
     rewrite(tmp_path, training=[{"image": f"imagesTr/x{n}.nii", "label": f"imagesTr/y{n}.nii"} for n in range(600)])
     with pytest.raises(UserError) as caught:
-        build.data(Config(data=data))
+        prepare_data(data)
     lines = str(caught.value).splitlines()
     assert len(lines) == 1001 and lines[-1] == "and 200 more"
     assert face("check-data", "data=decathlon", f"data.root={tmp_path}") == 2
@@ -185,7 +188,7 @@ WRONG = (7, -1, 255, 1.5, np.nan, np.inf, 0.9999, 1.001)
 ONE_HOT = np.stack([label() == k for k in range(3)], -1).astype(np.uint8)
 
 
-@without("unet3d.data.nifti.read_label", unchecked, only="254")
+@without("unet3d.data.validate.read_label", unchecked, only="254")
 @pytest.mark.parametrize(
     ("voxels", "ignore", "parts"),
     [
@@ -209,11 +212,11 @@ def test_a_label_map_holds_classes_and_the_ignored_value(
         start, *rest = parts
         assert told(lines[:1], [[f"a: {path}: {start}", *rest]])
         with pytest.raises(UserError) as caught:
-            build.data(Config(data=data))
+            prepare_data(data)
         assert str(caught.value).startswith(lines[0])  # and names a map that suits the file
 
 
-@without("unet3d.data.volume.SAME_GRID", math.inf, only="shifted-False")
+@without("unet3d.data.grids.SAME_GRID", math.inf, only="shifted-False")
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(
     ("voxels", "where", "parts", "accepted"),
@@ -260,7 +263,7 @@ def odd(path: Path, kind: str) -> None:
 
 
 @without("unet3d.data.validate.SHEAR", 2.0, only="sheared")
-@without("unet3d.data.volume.MM", range(8), only="yards")
+@without("unet3d.data.grids.MM", range(8), only="yards")
 @pytest.mark.parametrize(
     ("kind", "parts"),
     [
@@ -284,11 +287,13 @@ def test_odd_headers_are_warned_of_with_the_rule_that_is_followed(
     assert told([line for line in checked(data) if "imagesTr" in line], [wanted])
     is_of_units = kind in ("metres", "yards")
     assert told(checked(data, full=False), [wanted] * is_of_units), "a run starts all the same"
-    build.data(Config(data=data))
+    prepare_data(data)
     assert told(capsys.readouterr().err.splitlines(), [wanted] * is_of_units)
     if kind == "twofold":
-        ready = build.data(Config(data=data))
-        assert np.array_equal(ready.read.raw(ready.train[0]).image[0], image()[::-1, ::-1]), "the sform's LPS, turned"
+        ready = prepare_data(data)
+        assert np.array_equal(ready.read.read_volume(ready.train[0]).image[0], image()[::-1, ::-1]), (
+            "the sform's LPS, turned"
+        )
 
 
 def test_a_case_without_a_label_is_warned_of(tmp_path: Path) -> None:
@@ -386,7 +391,7 @@ SAID = [packed, turned, as_doubles, moved]
 UNSAID = [turned_unsaid, mirrored_unsaid]
 
 
-@without("unet3d.build.leaks", none, only="off-turned")
+@without("unet3d.data.prepare.leaks", none, only="off-turned")
 @pytest.mark.parametrize(
     ("cache", "stored"),
     [
@@ -405,11 +410,11 @@ def test_a_run_refuses_a_held_out_image_that_it_learns_from(
         other.write_bytes(gzip.compress(stored(nib.load(found)).to_bytes(), 1))
     wanted = [f"case3: {unseen}: ", " case1;"]
     with pytest.raises(UserError) as caught:
-        build.data(Config(data=data))
+        prepare_data(data)
     assert told([str(caught.value)], [wanted])
     assert told(checked(data), [wanted])
     data.semi, data.sparse = True, [2, 2, 2]
-    assert len(build.data(Config(data=data)).val) == 4, "other slices of the same images are scored on purpose"
+    assert len(prepare_data(data).val) == 4, "other slices of the same images are scored on purpose"
 
 
 @pytest.mark.parametrize("intensity", ["zscore", "none"])
@@ -420,11 +425,11 @@ def test_the_same_channels_in_another_order_are_the_same_image(tmp_path: Path, c
     rewrite(tmp_path, modality={"0": "T1", "1": "T2"})
     for number, path in enumerate(sorted((tmp_path / "imagesTr").iterdir())):
         write(path, image((6, 5, 4, 2), seed=number))
-    build.data(Config(data=data))  # no two of them are the same
+    prepare_data(data)  # no two of them are the same
     write(unseen, np.asanyarray(nib.load(seen).dataobj)[::-1, :, :, ::-1])
     wanted = [f"case3: {unseen}: ", " case1;"]
     with pytest.raises(UserError) as caught:
-        build.data(Config(data=data))
+        prepare_data(data)
     assert told([str(caught.value)], [wanted])
     assert told(errors(checked(data)), [wanted])
 
@@ -435,7 +440,7 @@ def test_the_same_values_elsewhere_are_another_image(tmp_path: Path) -> None:
     data.cache = "off"
     voxels = np.asanyarray(nib.load(seen).dataobj)
     write(unseen, np.random.default_rng(0).permutation(voxels.ravel()).reshape(voxels.shape))
-    build.data(Config(data=data))
+    prepare_data(data)
 
 
 def test_images_of_sizes_that_are_in_one_part_alone_are_not_read_to_compare_them(
@@ -446,10 +451,10 @@ def test_images_of_sizes_that_are_in_one_part_alone_are_not_read_to_compare_them
     data.cache, data.intensity = "off", "zscore"
     case(tmp_path, image((7, 5, 4)), label((7, 5, 4)), "case3")
     monkeypatch.setattr(nifti, "read_array", lambda *_: 1 / 0)
-    build.data(Config(data=data))
+    prepare_data(data)
     case(tmp_path, image((4, 6, 5), seed=9), label((4, 6, 5)), "case3")
     with pytest.raises(ZeroDivisionError):
-        build.data(Config(data=data))
+        prepare_data(data)
 
 
 def large(root: Path) -> Data:
@@ -472,23 +477,25 @@ def change_unsampled(path: Path) -> None:
 
 
 def fingerprint_of(data: Data) -> DatasetFingerprint:
-    return fingerprint(build.data(Config(data=data)), None)
+    return fingerprint(prepare_data(data), None)
 
 
-def samples_alone(case: Case, full: bool) -> dict[str, dict[str, Any]]:
-    """Take the hash of a sample of the bytes for that of all."""
-    found = content_hashes(case, full)
-    return {kind: one | {"full": one["sample"] if full else None} for kind, one in found.items()}
+class SamplesAlone(FileHasher):
+    """Takes the hash of a sample of the bytes for that of all."""
+
+    def hashes(self) -> Hashes:
+        hashes = super().hashes()
+        return hashes | {"full": hashes["full"] and hashes["sample"]}
 
 
-@without("unet3d.build.leaks", none)
+@without("unet3d.data.prepare.leaks", none)
 def test_images_whose_samples_agree_are_compared_as_a_whole(tmp_path: Path) -> None:
     data = large(tmp_path)
     shutil.copy(tmp_path / "imagesTr/a.nii", tmp_path / "imagesTr/c.nii")
     with pytest.raises(UserError, match=r"^c: .*c\.nii: .* a;"):
-        build.data(Config(data=data))
+        prepare_data(data)
     change_unsampled(tmp_path / "imagesTr/c.nii")
-    build.data(Config(data=data))
+    prepare_data(data)
 
 
 def test_a_resumed_run_refuses_images_and_labels_that_changed(tmp_path: Path) -> None:
@@ -505,12 +512,9 @@ def test_a_resumed_run_refuses_images_and_labels_that_changed(tmp_path: Path) ->
     write(tmp_path / "moved/imagesTr/c.nii.gz", image(seed=9))
     with pytest.raises(UserError, match=r"^resume: images .*\bc, labels .*\ba, b\b"):
         refuse_other_data(before, fingerprint_of(data))
-    older = fingerprint_of(data)
-    del older["files"]
-    refuse_other_data(older, fingerprint_of(data))
 
 
-@without("unet3d.build.content_hashes", samples_alone)
+@without("unet3d.data.headers.FileHasher", SamplesAlone)
 def test_bytes_between_the_sampled_ones_are_compared_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -535,7 +539,7 @@ def test_bytes_between_the_sampled_ones_are_compared_on_request(
     assert told(capsys.readouterr().err.splitlines(), [line])
 
 
-@without("unet3d.data.validate.BLOCKS", 1, only="--1")
+@without("unet3d.data.hashes.BLOCKS", 1, only="--1")
 @pytest.mark.parametrize("place", [100, -1])
 def test_both_ends_of_a_large_file_are_always_compared(tmp_path: Path, place: int) -> None:
     data = large(tmp_path)
@@ -571,7 +575,9 @@ def test_the_summary_is_plain(tmp_path: Path) -> None:
         ["size x, y, z (voxels): 6 x 5 x 4 ", " 6 x 5 x 4 ", " 8 x 9 x 7"],
         ["spacing x, y, z (mm): 1 x 1.5 x 2.5 ", " 1 x 1 x 2.5 ", " 1 x 1.5 x 3"],
     ]
-    assert told(summary(dataset, *split(dataset, data)), wanted)
+    assert told(
+        summary(dataset, *split(dataset, data), check_cases(dataset, dataset.cases, data, False).headers), wanted
+    )
 
 
 def test_the_summary_survives_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -579,7 +585,7 @@ def test_the_summary_survives_files_that_cannot_be_read(tmp_path: Path) -> None:
     data.ignore = 255
     dataset = read_dataset(data)
     shutil.rmtree(tmp_path / "imagesTr")
-    lines = summary(dataset, *split(dataset, data))
+    lines = summary(dataset, *split(dataset, data), check_cases(dataset, dataset.cases, data, False).headers)
     names = ("orientation: ", "size x, y, z (voxels): ", "spacing x, y, z (mm): ")
     wanted = [["classes: 0 background, 1 organ, 2 tumour", " 255 "], *([name, "unknown"] for name in names)]
     assert told(lines[2:], wanted)
@@ -601,10 +607,11 @@ def test_options_that_suit_are_named_and_then_there_are_none(tmp_path: Path, wor
     for name, mm in zip("abcd", (2, 3, 3, 3.3), strict=True):
         write(tmp_path / f"imagesTr/{name}.nii.gz", np.zeros((80, 72, 12), np.uint8), np.diag([1.2, 1, mm, 1]))
     given, cases = ["data=decathlon", f"data.root={data.root}", "model.features=[4,8,16]"], read_dataset(data).cases
+    grids = read_grids(cases, None)
     given = [word for word in given if not (words and words[0] == "model=cicek2016" and "features" in word)]
-    assert " ".join(suitable_options(compose.compose([*given, *words]), cases)) == options
+    assert " ".join(suitable_options(compose.compose([*given, *words]), grids)) == options
     if options:
-        assert suitable_options(compose.compose([*given, *words, *options.split()]), cases) == []
+        assert suitable_options(compose.compose([*given, *words, *options.split()]), grids) == []
 
 
 def test_a_dry_run_says_that_a_patch_does_not_suit(tmp_path: Path) -> None:
@@ -619,7 +626,7 @@ DEEP, MINE = "model.features=[2,4,8,16,32]", "model.path=own.nets:mine"
 VALID = ["data.patch=[116,116,116]", "model.padding=valid", "model.features=[4,8,16]"]
 
 
-@without("unet3d.data.validate.MOST", 0.0, only="(80, 72, 8)-['data.patch=[64,64,32]']")
+@without("unet3d.data.planner.MIN_PATCH_FILL", 0.0, only="(80, 72, 8)-['data.patch=[64,64,32]']")
 @pytest.mark.parametrize(
     ("shape", "words", "parts"),
     [
@@ -644,13 +651,13 @@ def test_a_patch_that_is_mostly_padding_is_said_with_one_that_suits(
     for name in "abcd":
         write(tmp_path / f"imagesTr/{name}.nii.gz", np.zeros(shape, np.uint8), np.eye(4))
     config = compose.compose(["data=decathlon", f"data.root={tmp_path}", *words])
-    line = unsuitable_patch(config, read_dataset(config.data).cases)
+    line = unsuitable_patch(config, read_grids(read_dataset(config.data).cases, config.data.spacing))
     assert (line is None) == (parts is None) and holds(line or "", parts or [])
     options = re.findall(r"data\.patch=\[[\d,]+\]", line or "")
     assert options == [part for part in parts or [] if part.startswith("data.patch")]
     for option in options:
         other = compose.compose([*words, "data=decathlon", f"data.root={data.root}", option])
-        assert unsuitable_patch(other, read_dataset(config.data).cases) is None
+        assert unsuitable_patch(other, read_grids(read_dataset(config.data).cases, other.data.spacing)) is None
         assert math.prod(other.data.patch) <= math.prod(config.data.patch)
 
 

@@ -26,16 +26,16 @@ from guards import nothing, without, yes
 from nifti_files import decathlon, image, rewrite, told, write
 from training import TINY, Ended, call, fill, records, same, send, start, status, train
 
-from unet3d import build
 from unet3d.base import signals
 from unet3d.base.errors import Preempted, UserError
 from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.config.schema import Augment, Config, Data, Phantom
-from unet3d.data import disk_cache, loader, preprocess, synthetic
+from unet3d.data import disk_cache, loader, prepare, preprocess, synthetic
 from unet3d.data.cases import Case
 from unet3d.data.disk_cache import DiskCache, key_of
 from unet3d.data.patches import Patches, PreparedCase, crop
+from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.training import checkpoint
 
 SHAPE = (21, 18, 13)
@@ -51,14 +51,14 @@ def data(tmp_path: Path) -> Data:
     return found
 
 
-def ready(data: Data) -> build.Data:
-    return build.data(Config(data=data))
+def ready(data: Data) -> PreparedData:
+    return prepare_data(data)
 
 
 def stream(data: Data, workers: int, tile: list[int]) -> list[list[Batch]]:
     """Three steps of a run."""
     config = Config(data=data, workers=workers, batch=2)
-    found = build.data(config)
+    found = prepare_data(config.data)
     patches = Patches(lambda index: found.read_train(found.train[index]), data, 3, tile)
     return list(islice(loader.batches(patches, [one.id for one in found.train], config), 3))
 
@@ -182,7 +182,7 @@ def limit(kind: int, field: str) -> None:
 
 
 def limit_addresses() -> None:
-    call(build, "data", 1, lambda: limit(resource.RLIMIT_AS, "VmSize"))
+    call(prepare, "prepare_data", 1, lambda: limit(resource.RLIMIT_AS, "VmSize"))
 
 
 @pytest.fixture(scope="module")
@@ -645,7 +645,7 @@ def test_bytes_between_the_sampled_ones_are_compared_on_request(tmp_path: Path) 
 
 
 def test_a_cache_that_is_removed_during_a_run_is_made_again(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "can_stay_mapped", lambda cases: False)
+    monkeypatch.setattr(prepare, "can_stay_mapped", lambda cases: False)
     found = ready(data)
     before = found.read(found.train[0])
     shutil.rmtree(data.cache_root or "")

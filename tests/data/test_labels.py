@@ -13,17 +13,18 @@ import yaml
 from guards import without
 from nifti_files import changed, checked, decathlon, errors, holds, image, label, rewrite, told, write
 
-from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.config import compose, resume_rules
 from unet3d.config.data_rules import label_sources
-from unet3d.config.schema import Config, Data
+from unet3d.config.schema import Data
 from unet3d.data.cases import read_dataset, split
 from unet3d.data.disk_cache import key_of
+from unet3d.data.headers import WARNING
 from unet3d.data.labels import numbered, proposal, written_values, written_words
+from unet3d.data.prepare import prepare_data
 from unet3d.data.preprocess import CaseReader
-from unet3d.data.validate import WARNING, summary
-from unet3d.run.resume import fingerprint
+from unet3d.data.validate import check_cases, summary
+from unet3d.run.fingerprint import fingerprint
 
 Dataset = Callable[[Path], Data]
 
@@ -46,7 +47,7 @@ def folders(root: Path, values: tuple[int, ...], classes: list[str]) -> Data:
 
 def prepared(data: Data) -> tuple[np.ndarray, tuple[str, ...]]:
     """The first case's labels as training sees them, and the classes."""
-    found = build.data(Config(data=data))
+    found = prepare_data(data)
     return found.read(found.train[0]).label.numpy(), found.dataset.classes
 
 
@@ -77,7 +78,7 @@ def test_labels_are_merged_before_they_are_resampled(tmp_path: Path) -> None:
 
 def _spacing(data: Data) -> tuple[float, float, float]:
     dataset = read_dataset(data)
-    return CaseReader(dataset, None).raw(dataset.cases[0]).spacing
+    return CaseReader(dataset, None).read_volume(dataset.cases[0]).spacing
 
 
 def test_an_ignored_label_stays_ignored(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_an_ignored_label_stays_ignored(tmp_path: Path) -> None:
     write(tmp_path / "labelsTr/a.nii.gz", voxels)
     data = replace(data, label_map={1: [1, 2]}, ignore=255)
     dataset = read_dataset(data)
-    found = CaseReader(dataset, None).raw(dataset.cases[0]).label
+    found = CaseReader(dataset, None).read_volume(dataset.cases[0]).label
     assert found is not None and sorted(np.unique(found).tolist()) == [0, 1, 255]
     assert np.count_nonzero(found == 255) == 1 and errors(checked(data)) == []
     with pytest.raises(UserError, match=r"^data\.label_map=\{1: \[1, 255\]\}: 255 "):
@@ -159,7 +160,8 @@ def test_check_data_proposes_a_map_that_then_has_no_problem(
         prepared(data)
     mapped = _as_written(data, option)
     dataset = read_dataset(mapped)
-    assert checked(mapped) == [] and "0 air" in summary(dataset, *split(dataset, mapped))[2]
+    headers = check_cases(dataset, dataset.cases, mapped, False).headers
+    assert checked(mapped) == [] and "0 air" in summary(dataset, *split(dataset, mapped), headers)[2]
 
 
 def test_the_map_that_is_proposed_holds_the_labels_of_all_files(tmp_path: Path) -> None:
@@ -279,7 +281,7 @@ def test_what_is_cached_and_what_a_run_rests_on_differ_by_the_map(tmp_path: Path
     keys, grounds = set(), []
     for label_map in (None, {1: [1, 2]}, {1: 1, 2: 2}, {1: 2, 2: 1}):
         mapped = replace(data, label_map=label_map, cache="disk", cache_root=str(tmp_path / "c"))
-        found = build.data(Config(data=mapped))
+        found = prepare_data(mapped)
         keys.add(found.read.key(found.train[0]))
         grounds.append(fingerprint(found, None)["classes"])
     assert len(keys) == 4

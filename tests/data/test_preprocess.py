@@ -20,10 +20,11 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE
 from unet3d.config.compose import compose, to_plain
 from unet3d.config.schema import Config, Data
-from unet3d.data import preprocess
+from unet3d.data import sparse
+from unet3d.data.headers import WARNING
+from unet3d.data.intensity import Intensity, checked_intensity, intensity_rules, normalise
 from unet3d.data.patches import Patches, PatchIndex, choose_centre, crop
-from unet3d.data.preprocess import Intensity, checked_intensity, intensity_rules, normalise
-from unet3d.data.validate import WARNING
+from unet3d.data.prepare import prepare_data
 from unet3d.run.predict import Segmenter
 from unet3d.training import checkpoint
 from unet3d.training.policy import MemoryPolicy
@@ -97,15 +98,15 @@ def test_voxels_that_are_not_finite_are_an_error_or_counted_and_zero(
     path = write(tmp_path / "imagesTr/a.nii.gz", stored)
     assert told(checked(data), [[f"a: {path}: 2 ", "NaN"]])
     with pytest.raises(UserError, match=r"^a: .*: 2 .*NaN"):
-        build.data(Config(data=data))
+        prepare_data(data)
     data.nonfinite = "zero"
     assert told(checked(data), [[f"{WARNING}a: {path}: 2 ", "NaN", "data.nonfinite=zero"]])
-    ready = build.data(Config(data=data))
+    ready = prepare_data(data)
     printed = capsys.readouterr().err.splitlines()
-    assert told(printed, [[f"{WARNING}a: 2 ", "NaN", "data.nonfinite=zero"]]), "once, though CT is read twice"
-    volume = ready.read.raw(ready.train[0])
+    assert told(printed, [[f"{WARNING}a: 2 ", "NaN", "data.nonfinite=zero"]]), "once"
+    volume = ready.read.read_volume(ready.train[0])
     stored[1, 2, 3] = stored[0, 0, 0] = 0
-    assert volume.replaced == 2 and np.array_equal(volume.image[0], stored[::-1, ::-1])
+    assert volume.nonfinite_voxels == 2 and np.array_equal(volume.image[0], stored[::-1, ::-1])
 
 
 @pytest.mark.slow
@@ -132,27 +133,27 @@ def test_predict_accepts_what_its_run_accepted_and_counts_it(
     assert (tmp_path / "out" / "a.nii.gz").exists()
 
 
-@without("unet3d.data.volume.SAME_GRID", np.inf)
+@without("unet3d.data.grids.SAME_GRID", np.inf)
 def test_with_affine_check_warn_label_and_image_are_paired_voxel_by_voxel(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = decathlon(tmp_path)
     path = write(tmp_path / "labelsTr/a.nii.gz", label(), FLIPPED)
     with pytest.raises(UserError, match=rf"^a: {path}: .* 10 "):
-        build.data(Config(data=data))
+        prepare_data(data)
     data.affine_check = "warn"
-    ready = build.data(Config(data=data))
+    ready = prepare_data(data)
     assert told(capsys.readouterr().err.splitlines(), [[f"{WARNING}a: {path}: ", " 10 "]])
-    volume = ready.read.raw(ready.train[0])
+    volume = ready.read.read_volume(ready.train[0])
     assert np.array_equal(volume.image[0], image()[::-1, ::-1])
     assert np.array_equal(volume.label, label()[::-1, ::-1])
 
 
 def test_a_model_for_another_number_of_channels_is_refused(tmp_path: Path) -> None:
-    ready = build.data(Config(data=decathlon(tmp_path)))
+    ready = prepare_data(decathlon(tmp_path))
     config = compose([f"data.root={tmp_path}", "data=decathlon", "model.in_channels=2"])
     with pytest.raises(UserError, match=r"^model\.in_channels=2, .*\b1\b"):
-        build.model_options(config, ready.dataset, ready.train[0])
+        build.model_options(config, ready.dataset, ready.spacing)
 
 
 @pytest.mark.parametrize("shape", [(21, 13, 3), (9, 9, 9), (5, 40, 1)], ids=str)
@@ -164,8 +165,8 @@ def test_thick_slices_and_sizes_that_fit_nothing_train_and_predict(tmp_path: Pat
         write(tmp_path / f"imagesTr/{name}.nii.gz", image(shape, seed=ord(name)), thick)
         write(tmp_path / f"labelsTr/{name}.nii.gz", label(shape, seed=ord(name)), thick)
     config = compose(["model=unet_tiny", f"data.root={tmp_path}", "data=decathlon", "data.patch=[16,16,16]"])
-    ready = build.data(config)
-    options = build.model_options(config, ready.dataset, ready.train[0])
+    ready = prepare_data(config.data)
+    options = build.model_options(config, ready.dataset, ready.spacing)
     patches = Patches(lambda index: ready.read(ready.train[index]), config.data, 0, config.data.patch)
     patch, target, _ = patches[PatchIndex(0, 0, 0)]
     assert patch.shape == (1, 16, 16, 16) and torch.isfinite(patch).all() and target.shape == (16, 16, 16)
@@ -180,7 +181,7 @@ def test_a_constant_image_is_finite_once_normalised(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     case(tmp_path, np.full((6, 5, 4), 7, np.int16), label(), "a")
     for data.intensity in ("auto", "zscore", "none"):
-        ready = build.data(Config(data=data))
+        ready = prepare_data(data)
         assert all(torch.isfinite(ready.read(one).image).all() for one in (*ready.train, *ready.val))
 
 
@@ -197,14 +198,14 @@ def test_a_file_that_changed_is_seen_by_the_next_run(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     data.intensity = "none"
     before = sorted(tmp_path.rglob("*"))
-    first = build.data(Config(data=data))
+    first = prepare_data(data)
     old = first.read(first.train[0]).image
     write(tmp_path / "imagesTr/a.nii.gz", image(seed=9))
     assert first.read(first.train[0]).image is old
-    second = build.data(Config(data=data))
+    second = prepare_data(data)
     assert np.array_equal(second.read(second.train[0]).image[0], image(seed=9)[::-1, ::-1])
     data.spacing = [1.0, 1.0, 1.0]
-    third = build.data(Config(data=data))
+    third = prepare_data(data)
     assert third.read(third.train[0]).image.shape == (1, 6, 8, 10)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -228,15 +229,15 @@ def test_cases_that_need_more_than_the_memory_are_refused_before_any_voxel_is_re
     data.intensity = "zscore"
     for name in "ab":
         case(tmp_path, image((64, 64, 64), seed=ord(name)), label((64, 64, 64)), name)
-    build.data(Config(data=data))
+    prepare_data(data)
     assert told(capsys.readouterr().out.splitlines(), [["2 ", " 3.0 MiB "]])
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 3, "SC_PAGE_SIZE": 2**20}[name])
     damage_voxels(tmp_path)
     with pytest.raises(UserError, match=r"^2 .* 3\.0 MiB .* 3\.0 MiB; .*data\.cache=disk"):
-        build.data(Config(data=data))
+        prepare_data(data)
     data.cache = "off"
     with pytest.raises(UserError, match=r"^a: .*damaged"):  # none is kept: they are read, to be compared
-        build.data(Config(data=data))
+        prepare_data(data)
 
 
 def test_a_prediction_of_memory_reads_no_voxel(tmp_path: Path) -> None:
@@ -244,8 +245,8 @@ def test_a_prediction_of_memory_reads_no_voxel(tmp_path: Path) -> None:
     decathlon(tmp_path, ("a", "b"))
     words = [f"data.root={tmp_path}", "data=decathlon", "model=unet_tiny", "data.spacing=[1,1,4]"]
     config = compose([*words, "data.patch=[32,32,32]", "model.strides=auto"])
-    ready = build.data(config)
-    whole = build.model_options(config, ready.dataset, ready.train[0])
+    ready = prepare_data(config.data)
+    whole = build.model_options(config, ready.dataset, ready.spacing)
     assert ready.read(ready.train[0]).spacing == (1, 1, 4)
     damage_voxels(tmp_path)
     assert build.model_config_from_headers(config) == whole and [1, 1, 1] != whole.strides[0] != [2, 2, 2]
@@ -263,20 +264,20 @@ def options(**changes: object) -> Data:
 
 
 def test_slices_are_spread_over_the_foreground() -> None:
-    assert preprocess.extent(labels()) == [(10, 50), (4, 24), (2, 12)]
-    assert preprocess.learned_slices(labels(), options(sparse=[1, 2, 0])) == [[30], [9, 19], []]
-    assert preprocess.learned_slices(labels(), options()) == [[14, 22, 30, 38, 46], [6, 10, 14, 18, 22], [4, 7, 10]]
-    assert preprocess.scored_slices(labels(), options(scored=[4, 1, 0])) == [[18, 26, 34, 42], [14], []]
+    assert sparse.extent(labels()) == [(10, 50), (4, 24), (2, 12)]
+    assert sparse.learned_slices(labels(), options(sparse=[1, 2, 0])) == [[30], [9, 19], []]
+    assert sparse.learned_slices(labels(), options()) == [[14, 22, 30, 38, 46], [6, 10, 14, 18, 22], [4, 7, 10]]
+    assert sparse.scored_slices(labels(), options(scored=[4, 1, 0])) == [[18, 26, 34, 42], [14], []]
 
 
 def test_the_same_slices_are_scored_however_many_are_learned() -> None:
-    found = [preprocess.scored_slices(labels(), options(sparse=counts)) for counts in ([1, 1, 1], [5, 5, 3], [9, 0, 2])]
+    found = [sparse.scored_slices(labels(), options(sparse=counts)) for counts in ([1, 1, 1], [5, 5, 3], [9, 0, 2])]
     assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("changes", [{}, {"scored": [5, 5, 5]}, {"sparse": [40, 3, 9]}, {"sparse_fold": 1}])
 def test_no_voxel_is_both_learned_and_scored(changes: dict) -> None:
-    masks = preprocess.learned_mask, preprocess.scored_mask
+    masks = sparse.learned_mask, sparse.scored_mask
     learned, scored = (mask(labels(), options(**changes)) for mask in masks)
     assert learned.any() and scored.any() and not (learned & scored).any()
 
@@ -286,14 +287,12 @@ def test_no_voxel_is_both_learned_and_scored(changes: dict) -> None:
 def test_no_scored_slice_mirrors_a_learned_one(counts: list[int], high: int) -> None:
     """The MNI152 template is its own mirror image across x, with this extent at 1 and at 2 mm."""
     brain = torch.ones(high + 1, 9, 9, dtype=torch.int16)
-    learned, scored = (
-        find(brain, options(sparse=counts))[0] for find in (preprocess.learned_slices, preprocess.scored_slices)
-    )
+    learned, scored = (find(brain, options(sparse=counts))[0] for find in (sparse.learned_slices, sparse.scored_slices))
     assert not {*learned} & {high - index for index in scored}
 
 
 def test_the_mask_holds_whole_slices_and_nothing_else() -> None:
-    mask = preprocess.planes(torch.Size((4, 5, 6)), [[1], [], [0, 5]])
+    mask = sparse.planes(torch.Size((4, 5, 6)), [[1], [], [0, 5]])
     expected = torch.zeros(4, 5, 6, dtype=torch.bool)
     expected[1], expected[:, :, 0], expected[:, :, 5] = True, True, True
     assert torch.equal(mask, expected)
@@ -301,17 +300,17 @@ def test_the_mask_holds_whole_slices_and_nothing_else() -> None:
 
 def test_each_slice_is_scored_in_one_of_the_folds_and_learned_in_the_others() -> None:
     folds = [options(sparse=[7, 5, 21], sparse_fold=fold) for fold in range(3)]
-    every = preprocess.learned_slices(labels(), options(sparse=[7, 5, 21]))
+    every = sparse.learned_slices(labels(), options(sparse=[7, 5, 21]))
     for axis in range(3):
-        scored = [preprocess.scored_slices(labels(), fold)[axis] for fold in folds]
-        learned = [preprocess.learned_slices(labels(), fold)[axis] for fold in folds]
+        scored = [sparse.scored_slices(labels(), fold)[axis] for fold in folds]
+        learned = [sparse.learned_slices(labels(), fold)[axis] for fold in folds]
         assert sorted(chain(*scored)) == sorted(every[axis])
         assert all(sorted(a + b) == sorted(every[axis]) for a, b in zip(scored, learned, strict=True))
 
 
 def test_without_foreground_slices_are_spread_over_the_volume() -> None:
     nothing = torch.zeros(11, 11, 11, dtype=torch.int16)
-    assert preprocess.learned_slices(nothing, options(sparse=[1, 1, 2])) == [[5], [5], [2, 8]]
+    assert sparse.learned_slices(nothing, options(sparse=[1, 1, 2])) == [[5], [5], [2, 8]]
 
 
 def phantom(tmp_path: Path, *overrides: str) -> Config:
@@ -320,7 +319,7 @@ def phantom(tmp_path: Path, *overrides: str) -> Config:
 
 
 def test_semi_automated_cases_are_learned_and_scored_in_parts(tmp_path: Path) -> None:
-    data = build.data(phantom(tmp_path, "data.semi=true"))
+    data = prepare_data(phantom(tmp_path, "data.semi=true").data)
     assert data.train == data.val and len(data.train) == 3
     for one in data.train:
         dense, learned, scored = data.read(one), data.read_train(one), data.read_val(one)
@@ -336,7 +335,7 @@ def test_semi_automated_cases_are_learned_and_scored_in_parts(tmp_path: Path) ->
 @without("unet3d.data.patches.TRIES", 0)
 def test_patches_meet_what_is_annotated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One slice in a volume of 24 x 20 x 16: a tile of 4 voxels anywhere would mostly miss it."""
-    data = build.data(phantom(tmp_path, "data.semi=true", "data.sparse=[1,0,0]"))
+    data = prepare_data(phantom(tmp_path, "data.semi=true", "data.sparse=[1,0,0]").data)
     kept = sum(case.image.nbytes + 3 * case.label.nbytes for case in map(data.read, data.train))
     line = [f"{len(data.train)} ", f" {kept / 2**20:,.1f} MiB "]
     assert told(capsys.readouterr().out.splitlines(), [line]), "each once, with the labels that are learned and scored"
@@ -347,7 +346,7 @@ def test_patches_meet_what_is_annotated(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_fully_automated_cases_are_scored_whole(tmp_path: Path) -> None:
-    data = build.data(phantom(tmp_path, "data.folds=3", "data.fold=0"))
+    data = prepare_data(phantom(tmp_path, "data.folds=3", "data.fold=0").data)
     assert not {case.id for case in data.train} & {case.id for case in data.val}
     assert all((data.read_train(case).label == IGNORE).any() for case in data.train)
     assert not any((data.read_val(case).label == IGNORE).any() for case in data.val)
@@ -355,7 +354,7 @@ def test_fully_automated_cases_are_scored_whole(tmp_path: Path) -> None:
 
 def test_scored_slices_that_are_all_learned_are_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^phantom_000: .*\bscored; .*data\.sparse .*data\.scored$"):
-        build.data(phantom(tmp_path, "data.semi=true", "data.sparse=[1,1,1]", "data.scored=[1,1,1]"))
+        prepare_data(phantom(tmp_path, "data.semi=true", "data.sparse=[1,1,1]", "data.scored=[1,1,1]").data)
 
 
 def test_a_run_learns_from_slices_and_scores_others(tmp_path: Path) -> None:
@@ -372,13 +371,13 @@ def test_a_run_learns_from_slices_and_scores_others(tmp_path: Path) -> None:
 
 def test_a_label_map_without_any_label_is_refused(tmp_path: Path) -> None:
     config = phantom(tmp_path)
-    data = build.data(config)
+    data = prepare_data(config.data)
     case = data.train[0]
     found = data.read(case)
     unlabelled = dataclasses.replace(found, label=torch.full_like(found.label, IGNORE))
     read = dataclasses.replace(data.read, cache={case.id: unlabelled})
     with pytest.raises(UserError, match=rf"^{case.id}: .*\blearned; .*data\.sparse$"):
-        preprocess.SparseReader(read, config.data, False, None)(case)
+        sparse.SparseReader(read, config.data, False, None)(case)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,11 @@ from scipy import ndimage
 from unet3d.base.errors import UserError
 from unet3d.base.types import ProbabilityBlock
 from unet3d.data.cases import Case
-from unet3d.data.nifti import ValidationRules, save_labels
-from unet3d.data.volume import canonical_grid, read_volume, target_grid, to_original
+from unet3d.data.grids import canonical_grid, target_grid
+from unet3d.data.nifti import ValidationRules
+from unet3d.data.nifti_write import save_labels
+from unet3d.data.restore import to_original
+from unet3d.data.volume import read_volume
 
 ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]
 
@@ -144,7 +147,7 @@ def test_resampling_moves_nothing(tmp_path: Path, spacing: list[float]) -> None:
     assert np.allclose(*centres, atol=1e-4)
 
 
-@without("unet3d.data.volume.LINEAR", 0, only="spacing0")
+@without("unet3d.data.grids.LINEAR", 0, only="spacing0")
 @pytest.mark.parametrize("spacing", [[2, 2, 2], [0.5, 0.5, 0.5], [1.7, 2, 0.8]])
 def test_resampled_labels_lie_where_their_image_lies(tmp_path: Path, spacing: list[float]) -> None:
     """A ball in an even number of voxels: voxels of twice the size lie between two of them."""
@@ -304,7 +307,7 @@ def test_a_spacing_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
         read_volume(one, 3, None, [0.001, 0.001, 0.001])
 
 
-@without("unet3d.data.volume.MAX_GROWTH", 10**9)
+@without("unet3d.data.grids.MAX_GROWTH", 10**9)
 def test_a_grid_may_hold_32_times_the_voxels_that_are_stored(tmp_path: Path) -> None:
     """Also where that is far less than the most that a file may hold; the check lists every such case."""
     one = Case("a", (write(tmp_path / "i.nii", image((12, 10, 8)), np.eye(4)),), None)
@@ -345,7 +348,7 @@ def test_values_that_float32_cannot_tell_apart_are_refused_beside_some_that_are_
     with pytest.raises(UserError, match=rf"^a: {one.images[0]}: .*float32"):
         read_volume(one, 3, None, None, accepted)
     one = case(tmp_path, np.full((6, 5, 4), np.nan), label())
-    assert read_volume(one, 3, None, None, accepted).replaced == 120
+    assert read_volume(one, 3, None, None, accepted).nonfinite_voxels == 120
 
 
 @pytest.mark.parametrize("voxels", [np.arange(120.0) * 1e9, 1e6 + np.arange(120.0), np.full(120, 2**30 + 1), [0, 1e9]])

@@ -14,11 +14,13 @@ from unet3d.base.types import Batch
 from unet3d.cli.memory_of_config import narrowed
 from unet3d.config import compose
 from unet3d.memory import analysis, tables
-from unet3d.memory.analysis import Levels, changed_groups, usual_estimates
+from unet3d.memory.analysis import changed_groups
 from unet3d.memory.ledger import CATEGORIES, Ledger
+from unet3d.memory.levels import Levels
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.preflight import MemoryEstimate
 from unet3d.memory.tables import sentence
+from unet3d.memory.usual_estimates import usual_estimates
 from unet3d.training.losses import LOSSES, SegmentationLoss
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step

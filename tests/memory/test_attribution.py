@@ -8,7 +8,7 @@ import torch
 from evenly import evenly
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unet3d.memory.ledger import ModuleEvent, ModuleScope, ModuleTracker
+from unet3d.memory.tracker import ModuleEvent, ModuleScope, ModuleTracker
 from unet3d.model.unet import UNet3D
 from unet3d.training import slabs
 from unet3d.training.policy import MemoryPolicy
@@ -35,8 +35,8 @@ class Log(slabs.Observer, TorchDispatchMode):
 
 
 def step(model: UNet3D, ckpt: int) -> tuple[Log, list[ModuleEvent]]:
-    crossings: list[ModuleEvent] = []
-    tracker = ModuleTracker(model, crossings.append)
+    events: list[ModuleEvent] = []
+    tracker = ModuleTracker(model, events.append)
     log = Log(tracker)
     tracker.open()
     with log:
@@ -49,7 +49,7 @@ def step(model: UNet3D, ckpt: int) -> tuple[Log, list[ModuleEvent]]:
         tracker.mark("step")
         torch.zeros(1) + 1
     tracker.close()
-    return log, crossings
+    return log, events
 
 
 def convolutions(model: UNet3D) -> list[str]:
@@ -72,8 +72,8 @@ def test_each_convolution_runs_forward_and_backward_in_its_own_module(network: N
 @pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "slab"])
 def test_in_slabs_each_operation_belongs_to_the_layer_that_is_made(network: Network, is_lean: bool) -> None:
     """A map's layer, whatever its rows are made from again; in backward the layer whose gradient is used up."""
-    model, crossings = network("model=unet_tiny"), list[ModuleEvent]()
-    tracker = ModuleTracker(model, crossings.append)
+    model, events = network("model=unet_tiny"), list[ModuleEvent]()
+    tracker = ModuleTracker(model, events.append)
     policy, log = MemoryPolicy(slabs=SlabOptions(4, is_lean, 2, True)), Log(tracker)
     tracker.open()
     with log:
@@ -91,7 +91,7 @@ def test_in_slabs_each_operation_belongs_to_the_layer_that_is_made(network: Netw
     assert {*backward} == {*made} and backward[0] == "outc.conv"
     again = {scope.module for scope in log.scopes("convolution") if scope.is_recomputed}
     assert ("inc.block.conv2.conv" in again) == (not is_lean)
-    assert {"pre", "fwd", "bwd"} == {c.hook for c in crossings if c.module == "up2.block.conv1.conv"}
+    assert {"pre", "fwd", "bwd"} == {c.hook for c in events if c.module == "up2.block.conv1.conv"}
     assert tracker is not slabs.observer, "closed, it observes no more"
 
 
@@ -117,27 +117,27 @@ def test_an_operation_outside_of_modules_belongs_to_its_phase(network: Network) 
 
 def test_leaf_modules_are_entered_left_and_seen_in_reverse_in_backward(network: Network) -> None:
     model = network("model=unet_tiny")
-    _, crossings = step(model, 0)
+    _, events = step(model, 0)
     leaves = [path for path, module in model.named_modules() if not list(module.children())]
-    entered = [c.module for c in crossings if c.hook == "pre"]
+    entered = [c.module for c in events if c.hook == "pre"]
     assert sorted(entered) == sorted(leaves)
-    assert [c.module for c in crossings if c.hook == "fwd"] == entered
-    assert [c.module for c in crossings if c.hook == "bwd"] == entered[::-1]
-    assert crossings[0] == ModuleEvent("inc.block.conv1.conv", "Conv3d", "pre")
+    assert [c.module for c in events if c.hook == "fwd"] == entered
+    assert [c.module for c in events if c.hook == "bwd"] == entered[::-1]
+    assert events[0] == ModuleEvent("inc.block.conv1.conv", "Conv3d", "pre")
 
 
 def test_a_recomputation_that_ends_early_leaves_every_module(network: Network) -> None:
     """Checkpointing ends a recomputation once it has all it needs: with an exception, in the middle of modules."""
-    _, crossings = step(network("model=unet_tiny"), 2)
-    assert sum(c.hook == "pre" for c in crossings) == sum(c.hook == "fwd" for c in crossings)
+    _, events = step(network("model=unet_tiny"), 2)
+    assert sum(c.hook == "pre" for c in events) == sum(c.hook == "fwd" for c in events)
 
 
 def test_after_closing_the_model_is_no_longer_followed(network: Network) -> None:
     model = network("model=unet_tiny")
-    _, crossings = step(model, 0)
-    before = len(crossings)
+    _, events = step(model, 0)
+    before = len(events)
     model(torch.ones(1, 1, 16, 16, 16))
-    assert len(crossings) == before
+    assert len(events) == before
 
 
 def test_following_changes_no_bit(network: Network) -> None:

@@ -120,7 +120,7 @@ def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_p
 def test_a_combination_that_makes_no_sense_is_skipped_and_the_others_go_on(
     capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unet3d.cli.memory_of_several.memory_plots.trace_plot", lambda calls, path: None)
+    monkeypatch.setattr("unet3d.cli.memory_of_several.memory_curves.trace_plot", lambda calls, path: None)
     net = ("model=unet_tiny", "model.features=[4]", *NET, *PLAIN, "compile=true")
     assert memory(*net, "ckpt=0,2", "-o", tmp_path) == 0
     said = capsys.readouterr().out

@@ -22,11 +22,12 @@ from unet3d.config.schema import Config
 from unet3d.memory import preflight
 from unet3d.memory.allocator import Settings
 from unet3d.memory.copies import GpuLedger
+from unet3d.memory.fake_tensors import cuda_autocast, fake_mode
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate
-from unet3d.memory.simulate import cuda_autocast, fake_mode, simulate
+from unet3d.memory.simulate import simulate
 from unet3d.model.unet import UNet3D
-from unet3d.run.resume import TrainingState
+from unet3d.run.training_state import TrainingState
 from unet3d.training import optim
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -184,7 +185,8 @@ def test_a_run_on_the_cpu_leaves_a_gpu_alone(network: Callable[..., UNet3D], mon
     optimizer, scaler = optim.optimizer(settings.optim, model), build.policy(settings, "cpu", ()).scaler()
     rests_on = {"classes": [], "channels": [], "intensity": []}
     assert (
-        TrainingState(settings, settings.model, rests_on, model, optimizer, scaler).state(1, 0, None)["cuda_rng"] == []
+        TrainingState(settings, settings.model, rests_on, model, optimizer, scaler).state_dict(1, 0, None)["cuda_rng"]
+        == []
     )
 
 

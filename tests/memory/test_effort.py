@@ -19,7 +19,8 @@ from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory import budget as search_of_ways
 from unet3d.memory import simulate
-from unet3d.memory.budget import Option, oom_suggestions, simulated
+from unet3d.memory.budget import Candidate, simulated
+from unet3d.memory.out_of_memory import oom_suggestions
 from unet3d.memory.preflight import preflight
 
 WORDS = [
@@ -93,8 +94,8 @@ def test_a_budget_tries_no_way_that_can_only_cost_more_than_one_that_fits(steps:
 
 def test_an_option_is_simulated_once(steps: dict[str, list[int]]) -> None:
     asked = config("ckpt=auto", "optim.lr=0.007")
-    found, before = simulated(Option((), "nothing", asked, asked.model)), copy.deepcopy(steps)
-    assert simulated(Option((), "nothing", asked, asked.model)) == found and steps == before
+    found, before = simulated(Candidate((), "nothing", asked, asked.model)), copy.deepcopy(steps)
+    assert simulated(Candidate((), "nothing", asked, asked.model)) == found and steps == before
 
 
 @pytest.mark.slow
@@ -131,7 +132,7 @@ LONG: dict[str, tuple[Callable[[], object], int]] = {  # and how many bars, at l
 def test_what_may_last_shows_a_bar_and_prints_the_same(
     name: str, terminal: io.StringIO, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search_of_ways, "LEVERS", ())  # slabs take most of the time
+    monkeypatch.setattr(search_of_ways, "SLAB_TECHNIQUES", ())  # slabs take most of the time
     work, bars = LONG[name]
     work()
     printed, shown = capsys.readouterr().out, terminal.getvalue()

@@ -15,9 +15,10 @@ from torch.cuda import _memory_viz
 from unet3d.config import compose
 from unet3d.memory import analysis, export
 from unet3d.memory.checkpoint_plan import predicted
-from unet3d.memory.ledger import CATEGORIES, Ledger, ModuleEvent
+from unet3d.memory.fake_tensors import fake_mode
+from unet3d.memory.ledger import CATEGORIES, Ledger
 from unet3d.memory.meter import MEASURED_STEPS
-from unet3d.memory.simulate import fake_mode
+from unet3d.memory.tracker import ModuleEvent
 from unet3d.report import memory_plots
 
 VIEWER_KNOWS = {
@@ -176,13 +177,13 @@ def test_a_trace_goes_through_each_layer_in_order(forum: Ledger) -> None:
     for row in rows:
         first.setdefault(row["layer_idx"], {}).setdefault(row["hook_type"], row["call_idx"])
     assert list(first) == list(range(len(first)))
-    assert len(first) == len({crossing.module for _, crossing in forum.crossings})
+    assert len(first) == len({event.module for _, event in forum.module_events})
     assert all(calls["pre"] < calls["fwd"] < calls["bwd"] for calls in first.values())
 
 
 def test_each_step_has_its_own_trace(small: Ledger) -> None:
     traces = [export.trace(small, "x", step) for step in range(MEASURED_STEPS + 1)]
-    assert sum(map(len, traces)) == len(small.crossings)
+    assert sum(map(len, traces)) == len(small.module_events)
     assert traces[0] and traces[1] == traces[2] != traces[0]
     assert traces[MEASURED_STEPS] == []
 
@@ -191,9 +192,9 @@ def test_a_module_entered_before_a_steps_first_event_belongs_to_that_step() -> N
     """As where a step uses the batch of the step before."""
     ledger = Ledger()
     with ledger:
-        ledger.adopt([torch.empty(1)])
+        ledger.count([torch.empty(1)])
         ledger.mark("end")
-        ledger.cross(ModuleEvent("conv", "Conv3d", "pre"))
+        ledger.record(ModuleEvent("conv", "Conv3d", "pre"))
     assert export.trace(ledger, "x", 0) == []
     assert len(export.trace(ledger, "x", 1)) == 1
 

@@ -8,9 +8,10 @@ from unet3d import build
 from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.config.schema import Config
+from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
-from unet3d.memory.simulate import fake_mode, simulate
+from unet3d.memory.simulate import simulate
 from unet3d.training import optim
 from unet3d.training.step import train_step
 
@@ -69,5 +70,5 @@ def test_a_simulation_that_fails_leaves_no_observer_on_and_random_numbers_as_the
 def test_modules_are_entered_and_left_in_the_order_of_a_real_step() -> None:
     words = ["model=unet_tiny", "model.in_channels=1", "model.classes=4", "data.patch=[16,16,8]"]
     options, starts = compose.compose(words), (0, 2)
-    simulated = simulate(options, options.model, starts).ledger.crossings
-    assert [what for _, what in simulated] == [what for _, what in measured(options, starts).crossings]
+    simulated = simulate(options, options.model, starts).ledger.module_events
+    assert [what for _, what in simulated] == [what for _, what in measured(options, starts).module_events]

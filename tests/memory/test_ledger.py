@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from unet3d.base.types import Batch
+from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import LedgerMeter
-from unet3d.memory.simulate import fake_mode
 from unet3d.model.unet import UNet3D
 from unet3d.training.losses import SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy

@@ -19,24 +19,24 @@ from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory import budget as search_of_ways
 from unet3d.memory.budget import (
-    Option,
-    cheaper_activation,
-    depends_on_batch,
+    PASSES,
+    Candidate,
     find_fit,
-    oom_in_validation,
-    oom_suggestions,
     pareto_front,
-    replaced,
+    peaks_without,
     search,
     simulated,
     single_techniques,
-    smaller,
-    without_levers,
+    smaller_networks,
 )
-from unet3d.memory.checkpoint_plan import choose_segments, estimated_in_slabs, in_slabs, predicted, profile_stages
+from unet3d.memory.checkpoint_plan import choose_segments, predicted
 from unet3d.memory.meter import STEPS_FOR_PEAK
+from unet3d.memory.out_of_memory import oom_in_validation, oom_suggestions
+from unet3d.memory.peak import estimated_in_slabs
 from unet3d.memory.preflight import preflight
 from unet3d.memory.simulate import validation_peak
+from unet3d.memory.stage_profile import profile_stages
+from unet3d.memory.variants import cheaper_activation, depends_on_batch, replaced
 
 WORDS = (
     *("model=unet_tiny", "model.features=[8,16]", "data.patch=[4,16,16]", "batch=2", "model.norm=none"),
@@ -50,9 +50,9 @@ def config(*overrides: str) -> Config:
     return compose.compose([*WORDS, *overrides])
 
 
-def option(*overrides: str) -> Option:
+def option(*overrides: str) -> Candidate:
     asked = config(*overrides)
-    return Option((), "nothing", asked, asked.model)
+    return Candidate((), "nothing", asked, asked.model)
 
 
 @cache
@@ -86,7 +86,7 @@ def words_in(row: str) -> list[str]:
 @pytest.fixture
 def without_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Search without them: they take most of its time."""
-    monkeypatch.setattr(search_of_ways, "LEVERS", ())
+    monkeypatch.setattr(search_of_ways, "SLAB_TECHNIQUES", ())
 
 
 @pytest.mark.slow
@@ -160,21 +160,21 @@ def test_a_refusal_is_the_one_of_a_search_of_all_ways(words: list[str], monkeypa
     asked = simulated(option(*words))
     budgets = [f"budget={share * asked.peak_bytes / MIB:.4f}MiB" for share in (0.4, 0.8)]
     found = [refusal(*words, budget) for budget in budgets]
-    monkeypatch.setattr("unet3d.memory.budget.find_fit", lambda asked, limit, thorough: find_fit(asked, limit))
+    monkeypatch.setattr("unet3d.memory.out_of_memory.find_fit", lambda asked, limit, thorough: find_fit(asked, limit))
     assert [refusal(*words, budget) for budget in budgets] == found
 
 
 def test_the_front_holds_what_nothing_cheaper_beats() -> None:
     bare = config()
     rows = [
-        Option(("a",), "nothing", bare, bare.model, 100, 0.0),
-        Option(("b",), "rounding", bare, bare.model, 60, 0.1),
-        Option(("c", "d"), "nothing", bare, bare.model, 60, 0.1),
-        Option(("c",), "nothing", bare, bare.model, 80, 0.2),
-        Option(("e",), "statistics", bare, bare.model, 70, 0.1),
-        Option(("f",), "statistics", bare, bare.model, 50, 0.3),
+        Candidate(("a",), "nothing", bare, bare.model, 100, 0.0),
+        Candidate(("b",), "rounding", bare, bare.model, 60, 0.1),
+        Candidate(("c", "d"), "nothing", bare, bare.model, 60, 0.1),
+        Candidate(("c",), "nothing", bare, bare.model, 80, 0.2),
+        Candidate(("e",), "statistics", bare, bare.model, 70, 0.1),
+        Candidate(("f",), "statistics", bare, bare.model, 50, 0.3),
     ]
-    assert [row.overrides for row in pareto_front(sorted(rows, key=Option.cost))] == [("a",), ("b",), ("e",), ("f",)]
+    assert [row.overrides for row in pareto_front(sorted(rows, key=Candidate.cost))] == [("a",), ("b",), ("e",), ("f",)]
 
 
 def test_overrides_replace_those_of_the_same_option() -> None:
@@ -200,7 +200,7 @@ def test_overrides_replace_those_of_the_same_option() -> None:
 def test_smaller_networks_and_patches_stop_where_there_is_none(overrides: list[str], changed: list[list[str]]) -> None:
     asked = option("data.patch=[8,16,8]", *overrides)
     model = replace(asked.model, kernels=3)
-    found = list(smaller([asked._replace(model=model)]))
+    found = list(smaller_networks([asked._replace(model=model)]))
     assert [[word.partition("=")[0] for word in row.overrides] for row in found] == changed
     assert all(later.peak_bytes < earlier.peak_bytes for earlier, later in pairwise(found))
     last = found[-1]
@@ -215,7 +215,8 @@ def test_the_peak_of_slabs_is_estimated_from_one_micro_batch(words: list[str]) -
     """Too high by the gradients at most, and its price is exact."""
     asked = option("batch=1", "data.patch=[4,16,24]", *words)
     peak, price = estimated_in_slabs(asked.config, asked.model)
-    truth, _, again = in_slabs(asked.config, asked.model)
+    true = simulated(asked)
+    truth, again = true.peak_bytes, true.recompute_fraction * PASSES
     gradients = 4 * sum(p.numel() for p in build.model(asked.model, 0).parameters())
     assert truth <= peak <= truth + gradients
     assert price == pytest.approx(again) and again >= 0
@@ -241,7 +242,7 @@ def test_slabs_cost_convolutions_and_lean_none() -> None:
 )
 def test_what_each_way_to_save_memory_takes_away(words: list[str], used: dict[str, list[str]]) -> None:
     asked = config(*words)
-    found = without_levers(asked, asked.model, choose_segments(asked, asked.model).segment_starts)
+    found = peaks_without(asked, asked.model, choose_segments(asked, asked.model).segment_starts)
     assert found == {word: peak_of(*others) for word, others in used.items()}
 
 

@@ -13,11 +13,12 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE, Batch
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory.budget import resized
 from unet3d.memory.checkpoint_plan import choose_segments, predict
+from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.preflight import preflight
-from unet3d.memory.simulate import SegmentStarts, fake_mode, simulate
+from unet3d.memory.simulate import SegmentStarts, simulate
+from unet3d.memory.variants import resized
 from unet3d.training import optim
 from unet3d.training.step import train_step
 
@@ -130,7 +131,7 @@ def test_a_full_width_forum_net_is_predicted_without_its_gigabytes() -> None:
 
 @pytest.mark.slow
 def test_a_run_over_its_budget_stops_and_one_within_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unet3d.memory.budget.LEVERS", ())  # what would need less: no slabs, which take long
+    monkeypatch.setattr("unet3d.memory.budget.SLAB_TECHNIQUES", ())  # what would need less: no slabs, which take long
     options = config("batch=1", *PLAIN)
     peak = predict(options, options.model)["peak_bytes"]
     options.budget = f"{(peak - 4) / 2**20}MiB"

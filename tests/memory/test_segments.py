@@ -15,16 +15,18 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory.checkpoint_plan import (
-    StageProfile,
     best_segment_starts,
     choose_segments,
+    estimated_steady_peak,
+)
+from unet3d.memory.simulate import SegmentStarts, simulate
+from unet3d.memory.stage_profile import (
+    StageProfile,
     estimated_peak,
     partitions,
     profile_stages,
     recompute_fraction,
-    simulated_peak,
 )
-from unet3d.memory.simulate import SegmentStarts, simulate
 
 SMALL = ("model=unet_tiny", "model.features=[8,16]", *PLAIN)  # 4 stages
 DEEP = ("model=unet_tiny", "amp=true", "model.norm=batch", *PLAIN)  # 6 stages
@@ -146,7 +148,7 @@ def test_one_simulated_step_gives_the_peak_of_later_ones() -> None:
     """What a budget is compared with is what the run is predicted to need."""
     overrides = ("model=unet_tiny", "model.features=[8,16]", "amp=true")
     asked = config(*overrides)
-    found = simulated_peak(asked, asked.model, profiled(*overrides), (0, 2, 3))
+    found = estimated_steady_peak(asked, asked.model, profiled(*overrides), (0, 2, 3))
     assert found == true_peak((0, 2, 3), *overrides)
 
 

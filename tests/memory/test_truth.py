@@ -16,7 +16,7 @@ every peak lies in a convolution.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -40,6 +40,7 @@ RNG_STATE = 5056  # bytes
 CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 NORM_BACKWARD = "aten::native_batch_norm_backward"
 NUMBERS = 512  # bytes
+Span = tuple[float, float, str]  # start and end of a call, and its name
 UNITS, DEEP = ("relu", "leaky_relu", "silu"), "model.features=[16,32,64]"
 
 
@@ -97,7 +98,9 @@ def allocators_record(options: Config) -> list[Change]:
 def changes(events: Events) -> list[Change]:
     """Allocations matched with their releases by address; releases of what is older than the record are left out."""
     names = (*CONVOLUTIONS, NORM_BACKWARD)
-    spans = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e["ph"] == "X" and e["name"] in names)
+    spans = _innermost(
+        (e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e["ph"] == "X" and e["name"] in names
+    )
     starts = [start for start, _, _ in spans]
     assert all(a[1] <= b[0] for a, b in pairwise(spans))  # one thread, none within another
 
@@ -120,6 +123,16 @@ def changes(events: Events) -> list[Change]:
             found[birth] = found[birth]._replace(unseen=change.operator)
             change = change._replace(unseen=change.operator)
         found.append(change)
+    return found
+
+
+def _innermost(spans: Iterable[Span]) -> list[Span]:
+    """Return the calls in order; a mode that watches an operator makes it a call around the same one, which goes."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        if found and found[-1][2] == span[2] and span[1] <= found[-1][1]:
+            found.pop()
+        found.append(span)
     return found
 
 

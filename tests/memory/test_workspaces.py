@@ -12,10 +12,11 @@ from unet3d.base.types import MIB, Batch
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory import predict, tables
-from unet3d.memory.budget import Option, warn_over_card
+from unet3d.memory.budget import Candidate
 from unet3d.memory.counters import Counters
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, CudaMeter
+from unet3d.memory.out_of_memory import warn_over_card
 from unet3d.memory.preflight import preflight
 from unet3d.training.losses import SegmentationLoss, ce
 from unet3d.training.policy import MemoryPolicy
@@ -103,7 +104,7 @@ def test_an_explanation_for_a_gpu_states_it() -> None:
 
 def test_a_step_that_fits_only_without_workspaces_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     asked = config("device=cuda")
-    option = Option((), "nothing", asked, asked.model, reserved_bytes=5 * MIB)
+    option = Candidate((), "nothing", asked, asked.model, reserved_bytes=5 * MIB)
     warn_over_card(option, MIB, 6 * MIB)
     assert not capsys.readouterr().err
     warn_over_card(option, MIB, 6 * MIB - 1)

@@ -9,7 +9,7 @@ import pytest
 from legibility import Drawn, assert_written, drawing
 from matplotlib.colors import to_hex
 
-from unet3d.report import case_plots, case_scores
+from unet3d.report import case_plots, case_scores, score_plots
 from unet3d.report.case_plots import ERRORS, centre
 from unet3d.report.plots import colours, training_curves
 
@@ -73,19 +73,19 @@ def test_the_table_has_a_row_a_case_the_worst_first_and_is_bounded() -> None:
 def test_dice_of_all_cases_is_points_and_of_many_a_box(draw: Drawn) -> None:
     found = case_scores.dice_by_class(rows(p=(0.9, None), q=(0.1, 0.5), r=(0.2, 0.4), s=(0.5, 0.5)))
     assert found == {"a": [0.9, 0.1, 0.2, 0.5], "b": [0.5, 0.4, 0.5]}
-    (axes,) = draw(case_plots.score_plot, found | {"c": [0.4] * 5 + [0.6] * 4}).axes
+    (axes,) = draw(score_plots.score_plot, found | {"c": [0.4] * 5 + [0.6] * 4}).axes
     points = [line.get_ydata().tolist() for line in axes.lines if line.get_marker() == "o"]
     assert points[:2] == [[0.1, 0.2, 0.5, 0.9], [0.4, 0.5, 0.5]]
     assert [list(line.get_ydata()) for line in axes.lines if line.get_linewidth() == 2.2] == [[0.4, 0.4]], "one box"
     assert axes.get_ylim() == (-0.02, 1.02)
-    (near,) = draw(case_plots.score_plot, {"a": [0.85, 0.95]}).axes
+    (near,) = draw(score_plots.score_plot, {"a": [0.85, 0.95]}).axes
     assert near.get_ylim() == pytest.approx((0.78, 1.02)), "close values are apart"
 
 
 @pytest.mark.parametrize("count", [1, 30])
 def test_scores_of_classes_with_long_names_stay_legible(draw: Drawn, count: int) -> None:
     name = "structure_number_{}_of_the_left_and_the_right_hemisphere"
-    draw(case_plots.score_plot, {name.format(number): [0.5, 0.6] for number in range(count)} | {"$none": []})
+    draw(score_plots.score_plot, {name.format(number): [0.5, 0.6] for number in range(count)} | {"$none": []})
 
 
 # --- pictures
@@ -194,7 +194,7 @@ def test_without_truth_the_planes_go_through_what_was_predicted(draw: Drawn) -> 
     found = labels((20, 20, 20), (1, np.s_[15:18, 2:4, 9:12]))
     layers = {"truth": np.zeros_like(found), "prediction": found}
     figure = draw(case_plots.segmentation, np.zeros(found.shape), layers, (1, 1, 1), NAMES, title="a")
-    assert all(drawn(row[2]) == {ERRORS["added"].lower()} for row in np.array(figure.axes).reshape(3, 3))
+    assert all(drawn(row[2]) == {ERRORS["false positive"].lower()} for row in np.array(figure.axes).reshape(3, 3))
 
 
 @pytest.mark.parametrize("shape", [(8, 64, 64), (20, 30, 200), (1, 1, 1)])

@@ -16,9 +16,10 @@ from training import yaml_of
 
 from unet3d.base.errors import UserError
 from unet3d.config import compose
-from unet3d.report import compare, plots
-from unet3d.report.compare import differing, find_runs, mismatches, read_rows, setting_columns, short
-from unet3d.report.plots import PlottedRun, pareto
+from unet3d.report import compare
+from unet3d.report.compared_runs import find_runs, read_runs
+from unet3d.report.comparison_plots import PlottedRun, comparison_plot, pareto
+from unet3d.report.differences import differing, mismatches, setting_columns, short
 
 MIB = 2**20
 NASTY = "<script>alert('x')</script>&[bold]"
@@ -80,7 +81,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 
 def test_only_what_differs_is_shown_in_short_words(make: Make) -> None:
-    rows = read_rows([make("0", "amp=true", "data.patch=[32,32,32]"), make("1", "optim.lr=0.01")])
+    rows = read_runs([make("0", "amp=true", "data.patch=[32,32,32]"), make("1", "optim.lr=0.01")])
     assert differing(rows) == ["data.patch", "optim.lr", "amp"]
     table = compare.comparison_table(rows)
     assert table.columns[1:4] == ["patch", "lr", "amp"]
@@ -95,29 +96,29 @@ def test_words_that_two_keys_share_stay_whole() -> None:
 
 
 def test_a_groups_name_stands_for_its_options_but_not_for_those_changed_besides(make: Make) -> None:
-    rows = read_rows(
+    rows = read_runs(
         [make("0", "model=unet"), make("1", "model=unet_tiny"), make("2", "model=unet_tiny", "model.dropout=0.1")]
     )
     assert differing(rows) == ["model", "model.features", "model.dropout"]
     assert setting_columns(rows) == ["model", "model.dropout"]
-    unnamed = [*rows[:2], *read_rows([make("3", "model.features=[2,4]")])]
+    unnamed = [*rows[:2], *read_runs([make("3", "model.features=[2,4]")])]
     assert setting_columns(unnamed) == ["model", "model.features"], "run 3 has no name for it"
 
 
 def test_an_experiments_name_stands_for_all_that_it_sets(make: Make) -> None:
     words = [("hippocampus", 1), ("hippocampus", 2), ("hippocampus_full", 1)]
     given = [(f"experiment={name}", "data.root=.", f"seed={seed}") for name, seed in words]
-    rows = read_rows([make(str(number), *options) for number, options in enumerate(given)])
+    rows = read_runs([make(str(number), *options) for number, options in enumerate(given)])
     assert setting_columns(rows) == ["experiment", "seed"]
     assert {"model.features", "steps", "optim.average"} <= {*differing(rows)}
-    own = read_rows([make("3", *given[0], "optim.lr=0.1"), make("4", *given[2], "optim.lr=0.2")])
+    own = read_runs([make("3", *given[0], "optim.lr=0.1"), make("4", *given[2], "optim.lr=0.2")])
     assert setting_columns(own) == ["experiment", "optim.lr"], "what a command line sets follows from no name"
-    without = read_rows([make("5", "model=unet_tiny"), make("6", *given[0])])
+    without = read_runs([make("5", "model=unet_tiny"), make("6", *given[0])])
     assert {"data.patch", "model.features"} <= {*setting_columns(without)}
 
 
 def test_runs_that_only_predict_have_the_same_columns_as_runs_that_ran(make: Make) -> None:
-    rows = read_rows([make("0", "ckpt=2", predicts=True), make("1", "amp=true"), make("2", predicts=True)])
+    rows = read_runs([make("0", "ckpt=2", predicts=True), make("1", "amp=true"), make("2", predicts=True)])
     assert setting_columns(rows) == ["amp", "ckpt"]
     assert [row[1:4] for row in compare.comparison_table(rows).rows] == [
         ["false", "2", "predicted"],
@@ -129,12 +130,12 @@ def test_runs_that_only_predict_have_the_same_columns_as_runs_that_ran(make: Mak
 def test_a_command_line_without_a_config_is_shown_as_it_was(make: Make) -> None:
     """Of a run that was killed as it began; nothing is composed from it."""
     gone = ["data=folders", "data.root=/gone", "data.classes=[a,b]"]
-    rows = read_rows(
+    rows = read_runs(
         [make(name, *gone, *more, has_config=False, predicts=True) for name, more in (("0", ["amp=true"]), ("1", []))]
     )
     assert setting_columns(rows) == ["amp"]
     assert [row[1] for row in compare.comparison_table(rows).rows] == ["true", ""]
-    assert setting_columns([*rows, *read_rows([make("2", "ckpt=2")])]) == ["data.root", "data.classes", "amp"]
+    assert setting_columns([*rows, *read_runs([make("2", "ckpt=2")])]) == ["data.root", "data.classes", "amp"]
 
 
 # --- numbers
@@ -144,7 +145,7 @@ def test_the_csv_has_plain_numbers_with_units_and_empty_cells(make: Make, tmp_pa
     line = "error: loss nan, 'a, b'\nmore\nexit code 4\n"
     folders = [make("0", "ckpt=2", dice=0.5), make("1", predicts=True), make("2", "amp=true", status=line)]
     (folders[2] / "memory.json").unlink()
-    compare.write_comparison(read_rows(folders), tmp_path / "out")
+    compare.write_comparison(read_runs(folders), tmp_path / "out")
     first, second, third = rows_of(tmp_path / "out")
     assert first == {
         **{"run": "0", "amp": "false", "ckpt": "2", "status": "done", "parameters": "1234", "measured_kind": "ledger"},
@@ -158,7 +159,7 @@ def test_the_csv_has_plain_numbers_with_units_and_empty_cells(make: Make, tmp_pa
 
 
 def test_the_table_has_mib_and_no_columns_without_numbers(make: Make) -> None:
-    table = compare.comparison_table(read_rows([make("0", "ckpt=2", predicts=True), make("1", predicts=True)]))
+    table = compare.comparison_table(read_runs([make("0", "ckpt=2", predicts=True), make("1", predicts=True)]))
     assert ["(MiB)" in column for column in table.columns] == [False, False, False, True, False]
     assert table.rows[0] == ["0", "2", "predicted", "3.0", "1,234"]
 
@@ -170,14 +171,14 @@ def test_a_run_that_wrote_nothing_but_how_it_ended_is_a_row(
     folders[2].mkdir()
     (folders[2] / "STATUS").write_text("failed: killed by SIGKILL\nexit code 137\n")
     (folders[2] / "overrides.yaml").write_text("- ckpt=3\n")
-    compare.print_comparison(read_rows(folders))
+    compare.print_comparison(read_runs(folders))
     printed = capsys.readouterr().out
     assert re.search(r"2 +3 +failed *\n", printed) and re.search(r"\b2 failed\b.*SIGKILL\n", printed)
 
 
 def test_a_run_that_was_asked_to_stop_has_not_failed(make: Make, capsys: pytest.CaptureFixture) -> None:
     line = "stopped by SIGTERM after step 3 of 9; to go on: python train.py resume=x\nexit code 75\n"
-    compare.print_comparison(read_rows([make("0", "ckpt=2"), make("1", status=line)]))
+    compare.print_comparison(read_runs([make("0", "ckpt=2"), make("1", status=line)]))
     printed = capsys.readouterr().out
     assert re.search(r"\b1 stopped by SIGTERM after step 3 of 9$", printed, re.M) and "failed" not in printed
     assert re.search(r"\b1 +0 +stopped +\d", printed)
@@ -195,7 +196,7 @@ def test_a_run_that_was_asked_to_stop_has_not_failed(make: Make, capsys: pytest.
 def test_how_a_run_ended_is_a_word_and_a_line(
     make: Make, capsys: pytest.CaptureFixture, status: str, word: str, line: str | None
 ) -> None:
-    rows = read_rows([make("0", "ckpt=2"), make("1", status=status)])
+    rows = read_runs([make("0", "ckpt=2"), make("1", status=status)])
     assert compare.comparison_table(rows).rows[1][2] == word
     compare.print_comparison(rows)
     lines = [found for found in capsys.readouterr().out.splitlines() if found.startswith("run 1 ")]
@@ -211,7 +212,7 @@ def test_a_file_that_a_kill_cut_short_ends_no_comparison(
 ) -> None:
     folders = [make("0", "ckpt=2"), make("1")]
     (folders[0] / name).write_text(left) if left else (folders[0] / name).unlink()
-    rows = read_rows(folders)
+    rows = read_runs(folders)
     compare.write_comparison(rows, tmp_path / "out")
     assert len(rows_of(tmp_path / "out")) == 2
 
@@ -220,7 +221,7 @@ def test_a_file_that_a_kill_cut_short_ends_no_comparison(
 
 
 def test_like_runs_are_comparable(make: Make) -> None:
-    assert mismatches(read_rows([make("0", "model=unet", "batch=1"), make("1", "amp=true", seconds=3)])) == []
+    assert mismatches(read_runs([make("0", "model=unet", "batch=1"), make("1", "amp=true", seconds=3)])) == []
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ def test_like_runs_are_comparable(make: Make) -> None:
 def test_what_is_not_comparable_is_printed_with_key_and_values(
     make: Make, capsys: pytest.CaptureFixture, words: list[str], changed: dict[str, Any], said: list[str]
 ) -> None:
-    rows = read_rows([make("0"), make("1"), make("2", *words, **changed)])
+    rows = read_runs([make("0"), make("1"), make("2", *words, **changed)])
     (line,) = mismatches(rows)
     key, most, other = map(re.escape, said)
     assert re.match(rf"{key}\b.*?: {most} \(.*0, 1\), {other} \(.*2\)$", line)
@@ -257,7 +258,7 @@ def test_a_data_set_is_known_by_its_name_in_any_folder(make: Make, tmp_path: Pat
     for root in roots:
         root.mkdir(parents=True)
     words = [["data=decathlon", f"data.root={root}"] for root in roots]
-    rows = read_rows([make(str(index), *said) for index, said in enumerate(words)])
+    rows = read_runs([make(str(index), *said) for index, said in enumerate(words)])
     (line,) = mismatches(rows)
     assert re.match(r"data\.root: Task04 \(.*0, 1\), Task05 \(.*2\)$", line)
 
@@ -286,7 +287,7 @@ def test_a_private_table_of_a_sweep_names_no_folder(
 def test_runs_that_ended_at_other_steps_are_not_comparable(make: Make) -> None:
     folders = [make("0"), make("1")]
     (folders[1] / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 1}\n')
-    (line,) = mismatches(read_rows(folders))
+    (line,) = mismatches(read_runs(folders))
     assert re.match(r"steps\b.*: 3 \(.*0\), 1 \(.*1\)$", line)
 
 
@@ -301,7 +302,7 @@ def test_a_sweeps_folder_stands_for_its_numbered_children_in_their_order(make: M
 
 
 def test_runs_of_two_sweeps_keep_names_of_their_own(make: Make) -> None:
-    assert [row.name for row in read_rows([make("a/0"), make("b/0")])] == ["a/0", "b/0"]
+    assert [row.name for row in read_runs([make("a/0"), make("b/0")])] == ["a/0", "b/0"]
 
 
 def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -354,7 +355,7 @@ def test_the_best_are_joined_less_time_and_more_dice(saved: list[Figure], tmp_pa
     """Peak, seconds, Dice; the third loses to the first in time and wins in Dice."""
     numbers = [(1, 5.0, 0.2), (2, 3.0, 0.1), (3, 6.0, 0.9), (2, 4.0, None)]
     points = [PlottedRun(f"{i}: x={i}", "measured, ledger", p * MIB, s, d) for i, (p, s, d) in enumerate(numbers)]
-    plots.comparison_plot(points, "", tmp_path / "x.png")
+    comparison_plot(points, "", tmp_path / "x.png")
     assert joined(saved[0], 0) == [[(1, 5.0), (2, 3.0)]]
     assert joined(saved[0], 1) == [[(1, 0.2), (3, 0.9)]]
     assert re.search(r"\(MiB\).*measured, ledger", saved[0].axes[0].get_xlabel())
@@ -363,7 +364,7 @@ def test_the_best_are_joined_less_time_and_more_dice(saved: list[Figure], tmp_pa
 def test_peaks_of_two_kinds_are_not_joined(saved: list[Figure], tmp_path: Path) -> None:
     kinds = ["measured, ledger", "measured, cuda allocated"]
     points = [PlottedRun(f"{i}", kinds[i % 2], (i + 1) * MIB, 9.0 - i, None) for i in range(4)]
-    plots.comparison_plot(points, "Not comparable: the runs differ in device, kind of peak", tmp_path / "x.png")
+    comparison_plot(points, "Not comparable: the runs differ in device, kind of peak", tmp_path / "x.png")
     assert joined(saved[0], 0) == [[(1, 9.0), (3, 7.0)], [(2, 8.0), (4, 6.0)]]
     texts = [text.get_text() for text in saved[0].axes[-1].get_legend().texts]
     assert texts[:2] == ["0 (measured, ledger)", "1 (measured, cuda allocated)"]
@@ -375,12 +376,12 @@ def test_the_picture_is_legible_of_few_runs_and_many_with_names_long_and_strange
 ) -> None:
     label = f"model=unet_small $x_{{$ {NASTY} " + "optimizer=adamw " * 5
     points = [PlottedRun(f"{i}: {label}", "predicted", 5000 * MIB, seconds, seconds) for i in range(count)]
-    plots.comparison_plot(points, "Not comparable: the runs differ in " + "data.patch, " * 20, tmp_path / "x.png")
+    comparison_plot(points, "Not comparable: the runs differ in " + "data.patch, " * 20, tmp_path / "x.png")
     assert len(saved[0].axes) == (2 if seconds else 1)
 
 
 def test_runs_that_only_predict_are_bars(make: Make, saved: list[Figure], tmp_path: Path) -> None:
-    rows = read_rows([make("0", "ckpt=2", predicts=True, peak=MIB), make("1", predicts=True, peak=2 * MIB)])
+    rows = read_runs([make("0", "ckpt=2", predicts=True, peak=MIB), make("1", predicts=True, peak=2 * MIB)])
     compare.write_comparison(rows, tmp_path / "out")
     assert [bar.get_width() for bar in saved[0].axes[0].patches] == [1, 2]
     assert re.search(r"\(MiB\).*predicted", saved[0].axes[0].get_xlabel())
@@ -388,7 +389,7 @@ def test_runs_that_only_predict_are_bars(make: Make, saved: list[Figure], tmp_pa
 
 
 def test_a_predicted_peak_is_not_drawn_among_measured_ones(make: Make, saved: list[Figure], tmp_path: Path) -> None:
-    rows = read_rows([make("0", "ckpt=2"), make("1"), make("2", "ckpt=3", predicts=True)])
+    rows = read_runs([make("0", "ckpt=2"), make("1"), make("2", "ckpt=3", predicts=True)])
     compare.write_comparison(rows, tmp_path / "out")
     assert [text.get_text() for text in saved[0].axes[-1].get_legend().texts][:2] == ["0: ckpt=2", "1: ckpt=0"]
     assert saved[0].get_suptitle() == ""
@@ -401,8 +402,8 @@ def test_a_predicted_peak_is_not_drawn_among_measured_ones(make: Make, saved: li
 
 def test_the_page_escapes_what_it_shows_and_needs_no_network(make: Make, tmp_path: Path) -> None:
     folders = [make("0", f'wandb.project="{NASTY}"'), make("1", status=f"error: {NASTY}\nexit code 2\n")]
-    page = compare.write_comparison(read_rows(folders), tmp_path / "out").read_text()
-    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;&amp;[bold]" in page
+    page = compare.write_comparison(read_runs(folders), tmp_path / "out").read_text()
+    assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;&amp;[bold]" in page
     assert "<script" not in page and "http" not in page
     assert re.findall(r"(?:src|href)=\"(.{10})", page) == ["data:image"] * 2
     assert re.search(r"\b1 failed: &lt;script", page)
@@ -415,13 +416,13 @@ def test_runs_without_any_peak_have_a_table_and_no_picture(make: Make, tmp_path:
         (folder / "metrics.jsonl").unlink()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "compare.png").write_bytes(b"of an earlier one")
-    page = compare.write_comparison(read_rows(folders), tmp_path / "out").read_text()
+    page = compare.write_comparison(read_runs(folders), tmp_path / "out").read_text()
     assert not (tmp_path / "out" / "compare.png").exists() and "<img" not in page
 
 
 def test_curves_of_the_runs_lie_over_each_other(make: Make, saved: list[Figure], tmp_path: Path) -> None:
     folders = [make("0", "ckpt=2", dice=0.5), make("1", dice=0.75), make("2", "amp=true", predicts=True)]
-    compare.write_comparison(read_rows(folders), tmp_path / "out")
+    compare.write_comparison(read_runs(folders), tmp_path / "out")
     (axes,) = saved[1].axes
     assert [line.get_xydata().tolist() for line in axes.lines] == [[[2, 0.25], [3, 0.5]], [[2, 0.25], [3, 0.75]]]
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"curves.png", "curves.svg", "compare.svg"}
@@ -437,8 +438,8 @@ def test_the_printed_table_fits_80_columns_and_breaks_no_number(
         make(long, "ckpt=2", "model=unet", dice=0.5),
         make("1", "data.patch=[32,32,32]", "optim.lr=0.01", "seed=7"),
     ]
-    compare.print_comparison(read_rows(folders))
-    reasons = mismatches(read_rows(folders))
+    compare.print_comparison(read_runs(folders))
+    reasons = mismatches(read_runs(folders))
     table = [line for line in capsys.readouterr().out.splitlines() if not line.endswith(tuple(reasons))]
     assert max(map(len, table)) <= 80 and "a_run_with_a_name_" in "".join(table)
     cells = " ".join(table).split()

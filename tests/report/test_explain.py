@@ -23,6 +23,7 @@ from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.memory.checkpoint_plan import predict
+from unet3d.memory.meter import COUNTED
 from unet3d.memory.profile import Explanation
 from unet3d.memory.simulate import simulate
 from unet3d.report import explained, shapes
@@ -134,7 +135,7 @@ def test_what_cannot_be_is_one_line(words: dict[str, Any], line: str) -> None:
 def test_on_cuda_it_is_predicted_without_a_gpu() -> None:
     """A batch in host memory takes nothing of a GPU, and each part lives until it is read."""
     host, gpu = (unet3d.memory.predict(Own(), SHAPE, device=device) for device in ("cpu", "cuda"))
-    assert host.entry["kind"] == gpu.entry["kind"] == "ledger" and "cuda" in gpu.about.split()
+    assert host.entry["kind"] == gpu.entry["kind"] == COUNTED and "cuda" in gpu.about.split()
 
 
 @pytest.mark.slow

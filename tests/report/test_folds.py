@@ -10,8 +10,8 @@ import yaml
 from legibility import drawing
 from training import yaml_of
 
-from unet3d.report import compare, folds
-from unet3d.report.compare import read_rows
+from unet3d.report import compare, folds, score_plots
+from unet3d.report.compared_runs import read_runs
 
 HEAD = "case,dice/left,dice/right,hd95_mm/left\n"
 SCORES = ("a,.5,.7,1\nb,.7,,2\n", "c,.8,.9,\n", "d,.1,.4,3\n")  # of folds 0, 1 and 2
@@ -65,15 +65,15 @@ def test_runs_that_only_look_like_folds_stay_rows_of_their_own(
     runs = [
         make(tmp_path / str(fold), f"data.fold={fold}", word, scores=scores[fold]) for fold, word in enumerate(words)
     ]
-    assert len(compare.methods(read_rows(runs))) == 2
+    assert len(compare.methods(read_runs(runs))) == 2
 
 
 def test_two_methods_on_the_same_folds_are_two_rows_that_can_be_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[str] = []
-    monkeypatch.setattr(folds, "folds_plot", lambda rows, path: drawn.extend(label for label, _ in rows))
-    runs = read_rows(sweep(tmp_path, "optim.lr=0.1", "optim.lr=0.2"))
+    monkeypatch.setattr(compare, "folds_plot", lambda rows, path: drawn.extend(label for label, _ in rows))
+    runs = read_runs(sweep(tmp_path, "optim.lr=0.1", "optim.lr=0.2"))
     compare.print_comparison(runs)
     printed = capsys.readouterr().out
     assert "not comparable" not in printed
@@ -98,9 +98,9 @@ def test_two_methods_on_the_same_folds_are_two_rows_that_can_be_compared(
 
 
 def test_folds_that_differ_in_more_are_not_one_method(tmp_path: Path) -> None:
-    runs = read_rows([make(tmp_path / str(n), f"data.fold={n}", f"optim.lr=0.{n + 1}") for n in range(2)])
+    runs = read_runs([make(tmp_path / str(n), f"data.fold={n}", f"optim.lr=0.{n + 1}") for n in range(2)])
     assert [row.name for row in compare.methods(runs)] == ["0", "1"]
-    again = read_rows([make(tmp_path / name, "data.fold=0") for name in "ab"])
+    again = read_runs([make(tmp_path / name, "data.fold=0") for name in "ab"])
     assert [row.name for row in compare.methods(again)] == ["a", "b"], "a fold that was run twice"
 
 
@@ -117,7 +117,7 @@ def test_methods_on_other_folds_are_not_comparable(
 ) -> None:
     folders = [make(tmp_path / str(n), f"data.fold={n}") for n in range(2)]
     folders += [make(tmp_path / str(n), *words) for n, words in enumerate(others, start=2)]
-    compare.print_comparison(read_rows(folders))
+    compare.print_comparison(read_runs(folders))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not comparable: ")]
     assert said[0] in line
 
@@ -132,7 +132,7 @@ def test_a_fold_that_failed_or_never_began_is_missed_and_said(
     folders += [
         make(tmp_path / str(n + 3), f"data.fold={n}", scores=lines) for n, lines in enumerate(SCORES)
     ]  # of another method
-    compare.print_comparison(read_rows(folders))
+    compare.print_comparison(read_runs(folders))
     printed = capsys.readouterr().out
     assert " 2/3 " in printed and "2 done, 1 failed" in printed and "run 2 failed: killed" in printed
     assert "not comparable: folds scored: 0,1 (run 0,1,2), 0,1,2 (run 3,4,5)" in printed
@@ -141,9 +141,9 @@ def test_a_fold_that_failed_or_never_began_is_missed_and_said(
 def test_the_picture_has_a_point_a_fold_and_their_mean_with_its_sd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = compare.methods(read_rows(sweep(tmp_path, "optim.lr=0.1", "optim.lr=0.2")))
-    labelled = [(f"{row.name}: {'long_' * 9}", row) for row in rows]
-    figure = drawing(tmp_path, monkeypatch)(lambda path: folds.folds_plot(labelled, path))
+    rows = compare.methods(read_runs(sweep(tmp_path, "optim.lr=0.1", "optim.lr=0.2")))
+    labelled = [(f"{row.name}: {'long_' * 9}", folds.scores(row, "dice")) for row in rows]
+    figure = drawing(tmp_path, monkeypatch)(lambda path: score_plots.folds_plot(labelled, path))
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ["mean of\nclasses", "left", "right"]
     assert axes.lines[4].get_ydata() == pytest.approx([0.6, 0.8, 0.1]), "left, of each fold of the first method"

@@ -18,7 +18,7 @@ from unet3d.memory import analysis
 from unet3d.memory.checkpoint_plan import predicted
 from unet3d.memory.ledger import CATEGORIES
 from unet3d.memory.meter import LedgerMeter
-from unet3d.report import memory_plots
+from unet3d.report import memory_curves, memory_plots
 
 Draw = Callable[..., Axes]
 PHASES = ["data", "forward", "loss", "backward", "step"]
@@ -77,7 +77,7 @@ def test_a_phase_s_bar_is_as_long_as_its_categories_at_its_peak(draw: Callable[.
     assert [text.get_text() for text in axes.texts] == [f"{end:,.1f}" for end in ends]
     assert axes.lines[0].get_xdata() == pytest.approx([entry["phases"][phase]["first"] / MIB for phase in PHASES])
     assert [label.get_text() for label in axes.get_yticklabels()] == PHASES
-    assert "ledger" in axes.get_title() and "(MiB)" in axes.get_xlabel()
+    assert entry["kind"] in axes.get_title() and "(MiB)" in axes.get_xlabel()
 
 
 def allocator(scale: float) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Callable[
         ("first-level width (channels)", {"ckpt=2": [(8, 7 * MIB), (64, 30 * MIB)]}),
         ("patch (voxels)", {"plain": [(64**3, 90 * MIB), (256**3, 1000 * MIB)]}),
     ]
-    grid = draw(memory_plots.peak_curves, panels).figure.axes
+    grid = draw(memory_curves.peak_curves, panels).figure.axes
     assert [axes.get_xlabel() for axes in grid] == [title for title, _ in panels]
     assert "(MiB)" in grid[0].get_ylabel()
     assert grid[0].lines[0].get_xydata().tolist() == [[1, 1], [2, 2]]
@@ -241,7 +241,7 @@ def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Callable[
 
 def test_a_single_curve_with_long_names_is_legible(draw: Callable[..., Axes]) -> None:
     series = {f"predicted with checkpoints in {n} stages": [(0.5, n * MIB), (1.5, n**2 * MIB)] for n in range(1, 10)}
-    axes = draw(memory_plots.peak_curves, [("patch (million voxels)", series)])
+    axes = draw(memory_curves.peak_curves, [("patch (million voxels)", series)])
     assert [text.get_text() for text in axes.figure.legends[0].texts] == list(series)
 
 
@@ -253,7 +253,7 @@ def test_a_trace_has_a_line_an_experiment_and_says_where_backward_begins(draw: C
         for exp, scale in (("plain", 1000), ("ckpt=2", 500))
         for i, hook in enumerate(hooks)
     ]
-    axes = draw(memory_plots.trace_plot, rows)
+    axes = draw(memory_curves.trace_plot, rows)
     lines = [line for line in axes.lines if len(line.get_xdata()) > 1]
     assert [line.get_label() for line in lines] == ["plain", "ckpt=2"]
     assert lines[1].get_xydata().tolist() == [[i, 500 + i] for i in range(5)]

@@ -11,6 +11,7 @@ from legibility import Drawn, assert_written, drawing
 from matplotlib.colors import to_hex
 
 from unet3d.report import plots
+from unet3d.report.comparison_plots import curves_plot
 from unet3d.report.plots import colours
 
 NAMES = ("background", "left", "right")
@@ -103,7 +104,7 @@ def test_the_best_validation_is_marked_and_so_are_rate_norm_and_time(draw: Drawn
     loss, dice, rate, norm, seconds = figure.axes
     assert marked(dice, "step 4").get_xydata().tolist() == [[4, 0.75]]
     assert marked(loss, "step 4").get_xdata() == [4, 4]
-    assert [axes.get_title() for axes in (rate, norm, seconds)] == list(plots.BELOW.values())
+    assert [axes.get_title() for axes in (rate, norm, seconds)] == list(plots.SMALL_PANELS.values())
     assert seconds.lines[0].get_ydata().tolist() == [2.0, 2.0]
     assert rate.lines[0].get_xydata().tolist() == [[1, 0.1], [2, 0.1]] and rate.get_ylim()[0] == 0
 
@@ -114,7 +115,7 @@ def test_runs_are_overlaid_by_step_and_long_ones_in_a_thousand_points(draw: Draw
     assert found is not None and len(found[0]) <= 1000 and found[0][-1] == 5000 and plots.curve(long, "a") is None
     short = {"train/loss": plots.curve(training(1, 2), "train/loss")}
     dice = {"val/dice_mean": plots.curve([validation(3)], "val/dice_mean")}
-    figure = draw(plots.curves_plot, {f"{n}: model=a $": short | dice if n % 2 else short for n in range(20)})
+    figure = draw(curves_plot, {f"{n}: model=a $": short | dice if n % 2 else short for n in range(20)})
     loss, dices = figure.axes
     assert len(loss.lines) == 20 and len(dices.lines) == 10 and len(dices.get_legend().texts) == 20
     assert loss.lines[0].get_xydata().tolist() == [[1, 1], [2, 2]]

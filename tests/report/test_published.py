@@ -10,9 +10,10 @@ from legibility import drawing
 from training import TINY, train, yaml_of
 
 from unet3d.config import compose
-from unet3d.report import compare, plots
-from unet3d.report.compare import Row, read_rows
-from unet3d.report.plots import PublishedRow
+from unet3d.report import compare, comparison_plots, published
+from unet3d.report.compared_runs import ComparedRun, read_runs
+from unet3d.report.comparison_plots import PublishedRow
+from unet3d.report.differences import mismatches
 
 HEAD = "case,dice/gray,dice/white,iou/gray,iou/white\n"
 
@@ -33,12 +34,12 @@ def make(folder: Path, words: list[str], scores: str) -> Path:
 )
 def test_the_papers_numbers_are_the_papers(name: str, means: list[float]) -> None:
     """The means that its tables print follow from the three that each row prints; Table 2 prints none."""
-    rows = compare.published_tables()[name].rows.values()
+    rows = published.published_tables()[name].rows.values()
     assert [fmean(row["iou"]) for row in rows] == pytest.approx(means, abs=6e-4)
 
 
 def test_every_table_is_an_experiments_and_varies_what_its_sweep_does() -> None:
-    for name, table in compare.published_tables().items():
+    for name, table in published.published_tables().items():
         jobs = compose.sweep([f"experiment={name}", *added_sweep(f"experiment={name}")])
         values = {word.partition("=")[2] for job in jobs for word in job if word.startswith(f"{table.by}=")}
         assert values == set(table.rows)
@@ -46,7 +47,7 @@ def test_every_table_is_an_experiments_and_varies_what_its_sweep_does() -> None:
 
 
 def added_sweep(*words: str) -> list[str]:
-    """Return what an experiment adds to these words of a command line."""
+    """Return the words of the config's own sweep for a command line."""
     return compose.added_sweep(words, [compose.composed(job) for job in compose.sweep(words)])
 
 
@@ -62,13 +63,13 @@ def test_what_the_command_line_names_is_not_swept() -> None:
 
 def test_iou_by_slices_has_a_column_a_case(tmp_path: Path) -> None:
     said = "experiment=cicek2016_slices"
-    rows = read_rows(
+    rows = read_runs(
         [
             make(tmp_path / "0", [said, "data.sparse=[5,5,3]"], "b,1,1,.8,.9\na,1,1,.5,\n"),
             make(tmp_path / "1", [said, "data.sparse=[1,1,1]"], "b,1,1,.25,.75\na,1,1,.25,.25\n"),
         ]
     )
-    found = compare.published_experiment(rows)
+    found = published.published_experiment(rows)
     assert found is not None
     table = found.table(rows)
     assert table.columns[1:3] == ["a", "b"]
@@ -81,15 +82,15 @@ def test_iou_by_slices_has_a_column_a_case(tmp_path: Path) -> None:
 def test_runs_that_differ_in_nothing_of_the_table_are_one_mean(tmp_path: Path) -> None:
     said = ["experiment=cicek2016_slices", "data.sparse=[5,5,3]"]
     scores = ("a,1,1,.5,\n", "a,1,1,.7,\n", "")
-    rows = read_rows([make(tmp_path / str(seed), [*said, f"seed={seed}"], found) for seed, found in enumerate(scores)])
-    found = compare.published_experiment(rows)
+    rows = read_runs([make(tmp_path / str(seed), [*said, f"seed={seed}"], found) for seed, found in enumerate(scores)])
+    found = published.published_experiment(rows)
     assert found is not None
     assert found.table(rows).rows[0][:3] == ["5,5,3", "0.600", "0.600"]
 
 
 def test_iou_by_network_has_a_column_a_fold_and_no_mean_of_some(tmp_path: Path) -> None:
     said = "experiment=cicek2016_full"
-    rows = read_rows(
+    rows = read_runs(
         [
             make(tmp_path / "0", [said, "model=cicek2016_2d", "data.fold=0"], "a,1,1,.25,.75\n"),
             make(tmp_path / "1", [said, "model=cicek2016_2d", "data.fold=1"], "b,1,1,.25,.25\n"),
@@ -97,7 +98,7 @@ def test_iou_by_network_has_a_column_a_fold_and_no_mean_of_some(tmp_path: Path) 
             make(tmp_path / "3", [said, "data.fold=1"], ""),
         ]
     )
-    found = compare.published_experiment(rows)
+    found = published.published_experiment(rows)
     assert found is not None
     assert [row[:4] for row in found.table(rows).rows] == [
         ["3D with BN", "0.500", "", ""],
@@ -106,27 +107,27 @@ def test_iou_by_network_has_a_column_a_fold_and_no_mean_of_some(tmp_path: Path) 
 
 
 def test_runs_of_two_experiments_have_no_published_table(tmp_path: Path) -> None:
-    rows = read_rows(
+    rows = read_runs(
         [
             make(tmp_path / "0", ["experiment=cicek2016_full", "data.fold=0"], ""),
             make(tmp_path / "1", ["experiment=cicek2016_slices"], ""),
             make(tmp_path / "2", [], ""),
         ]
     )
-    assert compare.published_experiment(rows) is None and compare.published_experiment(rows[2:]) is None
-    assert compare.published_experiment(rows[:1]) is compare.published_tables()["cicek2016_full"]
+    assert published.published_experiment(rows) is None and published.published_experiment(rows[2:]) is None
+    assert published.published_experiment(rows[:1]) is published.published_tables()["cicek2016_full"]
 
 
 def test_the_comparison_holds_table_and_picture_and_calls_what_is_meant_comparable(tmp_path: Path) -> None:
     words = [[f"data.sparse={counts}"] for counts in ("[1,1,1]", "[2,2,1]", "[5,5,3]")]
-    rows = read_rows(
+    rows = read_runs(
         [
             make(tmp_path / str(i), ["experiment=cicek2016_slices", *word], f"a,1,1,.{i + 4},.5\n")
             for i, word in enumerate(words)
         ]
     )
-    found = compare.published_experiment(rows)
-    assert found is not None and [line.partition(":")[0] for line in compare.mismatches(rows)] == ["data.sparse"]
+    found = published.published_experiment(rows)
+    assert found is not None and [line.partition(":")[0] for line in mismatches(rows)] == ["data.sparse"]
     compare.write_comparison(rows, tmp_path / "out")
     with (tmp_path / "out" / "published.csv").open() as file:
         assert [line[:3] for line in csv.reader(file)][1:] == [
@@ -136,14 +137,14 @@ def test_the_comparison_holds_table_and_picture_and_calls_what_is_meant_comparab
         ]
     page = (tmp_path / "out" / "compare.html").read_text()
     assert found.title in page and "0.859" in page and page.count("<img") == 1
-    assert not any(line in page for line in compare.mismatches(rows)), "its slices are meant to differ"
+    assert not any(line in page for line in mismatches(rows)), "its slices are meant to differ"
 
 
-@pytest.mark.parametrize("name", list(compare.published_tables()))
+@pytest.mark.parametrize("name", list(published.published_tables()))
 def test_the_picture_is_legible(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = compare.published_tables()[name]
+    table = published.published_tables()[name]
     lines = [PublishedRow(row["name"], [0.4, None, 0.6], row["iou"]) for row in table.rows.values()]
-    figure = drawing(tmp_path, monkeypatch)(lambda path: plots.published_plot(lines, table.title, path))
+    figure = drawing(tmp_path, monkeypatch)(lambda path: comparison_plots.published_plot(lines, table.title, path))
     axes = figure.axes[0]
     assert [text.get_text() for text in axes.get_xticklabels()] == [line.name for line in lines]
     means = [line.get_ydata().tolist() for line in axes.lines if line.get_linestyle() == "-"]
@@ -171,10 +172,10 @@ def test_a_cell_of_runs_that_differ_in_more_than_their_seed_is_not_comparable(tm
     said = ["experiment=cicek2016_semi", "data.sparse_fold=0"]
     wide, scores = "model.features=[32,64,128,256]", "a,1,1,.5,.5\n"
     jobs = {"0": [], "1": ["seed=1"], "2": [wide], "3": ["model=cicek2016_2d", wide], "4": [wide, "data.sparse_fold=1"]}
-    rows = read_rows(
+    rows = read_runs(
         [make(tmp_path / name, list(dict.fromkeys([*said, *words])), scores) for name, words in jobs.items()]
     )
-    found = compare.published_experiment(rows)
+    found = published.published_experiment(rows)
     assert found is not None
     assert found.unlike([rows[0], rows[1], *rows[3:]]) == []
     (line,) = found.unlike(rows)
@@ -182,5 +183,5 @@ def test_a_cell_of_runs_that_differ_in_more_than_their_seed_is_not_comparable(tm
 
 
 def test_folds_are_in_the_order_of_their_numbers() -> None:
-    rows = [Row(str(n), {"data.fold": str(n)}, True, {}, None, {}, {}) for n in (10, 2, 0)]  # type: ignore[arg-type]
-    assert compare.published_tables()["cicek2016_full"].columns(rows) == ["0", "2", "10"]
+    rows = [ComparedRun(str(n), {"data.fold": str(n)}, True, {}, None, {}, {}) for n in (10, 2, 0)]  # type: ignore[arg-type]
+    assert published.published_tables()["cicek2016_full"].columns(rows) == ["0", "2", "10"]

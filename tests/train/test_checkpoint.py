@@ -46,8 +46,8 @@ def test_saving_copies_no_tensor(tmp_path: Path) -> None:
     model(torch.ones(1, 4, 4, 4, 4)).sum().backward()
     optimizer.step()
     ledger = Ledger()
-    ledger.adopt([*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    ledger.adopt(value for state in optimizer.state.values() for value in state.values())
+    ledger.count([*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    ledger.count([list(state.values()) for state in optimizer.state.values()])
     before = len(ledger.storages)
     with ledger:
         checkpoint.save_checkpoint(tmp_path / LAST, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})

@@ -19,14 +19,17 @@ from unet3d.base.types import IGNORE, ProbabilityBlock
 from unet3d.config import compose
 from unet3d.config.schema import Model
 from unet3d.data.patches import choose_centre, crop, prepare
-from unet3d.data.volume import ArgmaxCollector
+from unet3d.data.restore import ArgmaxCollector
+from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.simulate import fake_mode, fitted
+from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.training import inference
-from unet3d.training.inference import Predictor, aligned_corners, even_corners, gaussian, scan_order, sums_bytes
+from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
+from unet3d.training.window_sums import HostMemory, free_bytes, sums_bytes
+from unet3d.training.windows import aligned_corners, even_corners, gaussian, scan_order
 
 Network = Callable[..., UNet3D]
 
@@ -520,14 +523,14 @@ def test_sums_are_on_the_device_where_they_fit_beside_a_pass(monkeypatch: pytest
 
 
 def test_only_a_gpu_has_memory_for_sums_of_its_own() -> None:
-    assert inference.free_bytes(torch.device("cpu")) == 0
+    assert free_bytes(torch.device("cpu")) == 0
 
 
 def test_free_memory_is_what_a_gpu_and_torchs_cache_have_less_an_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3000, 8000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
-    assert inference.free_bytes(torch.device("cuda")) == 3000 + 300 - 1000
+    assert free_bytes(torch.device("cuda")) == 3000 + 300 - 1000
 
 
 def test_fewer_windows_at_once_where_a_device_has_less(network: Network) -> None:
@@ -543,7 +546,7 @@ def test_fewer_windows_at_once_where_a_device_has_less(network: Network) -> None
 
 
 def test_a_result_in_host_memory_takes_the_place_of_the_last() -> None:
-    host = inference.HostMemory(is_pinned=False)
+    host = HostMemory(is_pinned=False)
     large, small = torch.randn(3, 4, 5), torch.randn(4, 3).T
     first = host.take(large)
     assert torch.equal(first, large) and first.data_ptr() != large.data_ptr()

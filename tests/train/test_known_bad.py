@@ -81,9 +81,10 @@ def test_a_version_that_is_bad_for_large_maps_alone_is_named_for_them_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(monkeypatch, "2.10.0+cu128", 91002)
-    small, large = (tiny("device=cuda", *WORDS, f"data.patch=[{n},{n},{n}]") for n in (8, 768))
+    wide = ("device=cuda", *WORDS, "model.features=[64,4]")
+    small, large = (tiny(*wide, f"data.patch=[{n},{n},{n}]") for n in (8, 208))
     assert warnings(capsys, small) == []
-    (line,) = warnings(capsys, large)  # a batch of 2, of 4 channels: 3.6e9 elements
+    (line,) = warnings(capsys, large)  # a batch of 2, of 64 channels: 1.2e9 elements
     assert "#163539" in line
 
 

@@ -36,7 +36,7 @@ def outcome(model: UNet3D, memory: MemoryPolicy) -> tuple[list[Tensor], list[int
     losses = []
     for _ in range(2):
         loss = SegmentationLoss(dice_ce)(memory.forward(model, image), label)
-        with memory.convolutions():  # as in `train_step`
+        with memory.cpu_half_precision():  # as in `train_step`
             loss.backward()
         losses.append(loss.detach())
     counts = [len(c) for c in calls]

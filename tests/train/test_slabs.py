@@ -66,7 +66,7 @@ def outcome(model: UNet3D, policy: MemoryPolicy, image: Tensor) -> tuple[list[Te
         outputs = list(found) if isinstance(found, tuple) else [found]
         numbers = torch.Generator().manual_seed(3)
         weights = [torch.randn(t.shape, generator=numbers, dtype=torch.float64).to(t.dtype) for t in outputs]
-        with policy.convolutions():
+        with policy.cpu_half_precision():
             sum((t * w).sum() for t, w in zip(outputs, weights, strict=True)).backward()
     model.eval()
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """Progress of long work: a bar with the time left on a terminal, a plain line now and then elsewhere."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,37 +9,52 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from rich.console import Console as Terminal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from unet3d.base.errors import escaped
 
-FIRST_LINE, BETWEEN_LINES = 5.0, 15.0  # seconds
+FIRST_LINE = 5.0  # seconds until the first plain line
+BETWEEN_LINES = 15.0  # seconds between plain lines
 Item = TypeVar("Item")
 _open: list["Counter"] = []  # innermost last
 _display: list[Progress] = []  # the process's one live display: a validation's bar stands below the training's
 
 
 class Counter:
-    """Counts the finished parts of one piece of work. `total` None: not known beforehand."""
+    """The number of finished parts of one piece of work, shown as it grows. `total` None: not known beforehand."""
 
     def __init__(
         self,
-        what: str,
+        work: str,
         total: int | None = None,
         terminal: Terminal | None = None,
         plain_lines: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        what = escaped(what)
-        self.what, self.total, self.done = what, total, 0
+        self.work = escaped(work)
+        self.total = total
+        self.done = 0
         self._shown: float = 0  # finished parts, and the share of the current one
         self._terminal = terminal or Terminal(stderr=True)
-        self._plain_lines, self._clock, self._started = plain_lines, clock, clock()
+        self._plain_lines = plain_lines
+        self._clock = clock
+        self._started = clock()
         self._next_line = self._started + FIRST_LINE
         # a bar needs a cursor that moves: not in a file or pipe, even with FORCE_COLOR, nor on a dumb terminal
         can_move = self._terminal.is_terminal and not self._terminal.is_dumb_terminal
         self.has_bar = can_move and _is_terminal(self._terminal.file)
-        self._task = _shared(self._terminal).add_task("", total=total, what=what, note="") if self.has_bar else None
+        self._task: TaskID | None = None
+        if self.has_bar:
+            display = _shared_display(self._terminal)
+            self._task = display.add_task("", total=total, work=self.work, note="")
         _open.append(self)
 
     def advance(self, note: str = "") -> None:
@@ -52,21 +68,29 @@ class Counter:
 
     def within(self, share: float, part: str = "") -> None:
         """Show how much of the current part is finished; `part` is that in words."""
-        self._show(self.done + share, part, **({"note": escaped(part)} if part else {}))
+        self._show(self.done + share, part, note=escaped(part) or None)
 
     def beat(self) -> None:
         """Say now and then, in plain lines, that the current part goes on."""
         if self._task is None and self._clock() >= self._next_line:
             self._show(self._shown)
 
-    def _show(self, finished: float, part: str = "", **fields: Any) -> None:
+    def _show(self, finished: float, part: str = "", note: str | None = None) -> None:
+        """Show this many finished parts; `note` None: as before."""
         self._shown = finished
         if self._task is not None:
-            _display[0].update(self._task, completed=finished, **fields)
+            _display[0].update(self._task, completed=finished)
+            if note is not None:
+                _display[0].update(self._task, note=note)
         elif self._plain_lines and self._clock() >= self._next_line and finished != self.total:
             self._next_line = self._clock() + BETWEEN_LINES
-            line = self._line(finished, part)
-            self._terminal.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
+            self._terminal.print(
+                self._line(finished, part),
+                highlight=False,
+                markup=False,
+                emoji=False,
+                soft_wrap=True,
+            )
 
     def close(self) -> None:
         """Remove the bar, and with the last bar the display."""
@@ -81,50 +105,66 @@ class Counter:
                     _display.pop().stop()
 
     def _line(self, finished: float, part: str) -> str:
+        """Return a plain line: what is finished, and the time left."""
         elapsed = self._clock() - self._started
         if self.total is None:
-            return f"{self.what}: {self.done} done in {duration(elapsed)}"
+            return f"{self.work}: {self.done} done in {duration(elapsed)}"
         if not finished:
-            return f"{self.what}: 0 of {self.total}, for {duration(elapsed)}"
+            return f"{self.work}: 0 of {self.total}, for {duration(elapsed)}"
         left = elapsed / finished * (self.total - finished)
         of_next = f", {escaped(part)} of the next" if part else ""
-        return f"{self.what}: {self.done} of {self.total}{of_next}, about {duration(left)} left"
+        return f"{self.work}: {self.done} of {self.total}{of_next}, about {duration(left)} left"
 
 
-def _shared(terminal: Terminal) -> Progress:
+def _shared_display(terminal: Terminal) -> Progress:
+    """Return the process's display, started at the first call."""
     if not _display:
-        columns = [TextColumn("{task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-        columns += [TimeElapsedColumn(), TextColumn("{task.fields[note]}", markup=False)]
-        # what is printed meanwhile goes through the display, except to a file or a pipe
-        out, err = _is_terminal(sys.stdout), _is_terminal(sys.stderr)
-        _display.append(Progress(*columns, console=terminal, redirect_stdout=out, redirect_stderr=err))
-        _display[0].start()
+        display = Progress(
+            TextColumn("{task.fields[work]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}", markup=False),
+            console=terminal,
+            # what is printed meanwhile goes through the display, except to a file or a pipe
+            redirect_stdout=_is_terminal(sys.stdout),
+            redirect_stderr=_is_terminal(sys.stderr),
+        )
+        _display.append(display)
+        display.start()
     return _display[0]
 
 
-def counting(what: str, total: int | None = None) -> closing[Counter]:
-    """A counter for the work within."""
-    return closing(Counter(what, total))
+def counting(work: str, total: int | None = None) -> closing[Counter]:
+    """Return a context whose counter is open within."""
+    return closing(Counter(work, total))
 
 
-def track(items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
-    """The items, each counted as finished when the next is asked for."""
-    with counting(what, total) as counter:
+def track(items: Iterable[Item], work: str, total: int) -> Iterator[Item]:
+    """Yield the items, each counted as finished when the next is asked for."""
+    with counting(work, total) as counter:
         for item in items:
             yield item
             counter.advance()
 
 
 def parts(items: Sequence[Item], things: str = "", count: int = 0) -> Iterator[Item]:
-    """The items, each an equal share of the current part of the innermost open counter, if there is one.
+    """Yield the items, each an equal share of the current part of the innermost open counter.
 
-    They are of `count` things, `windows`, in groups of one size, of which the last may be smaller.
+    With `things` (windows), there are `count` of them, in items of one size, of which the last may be smaller. Without
+    an open counter, nothing is shown.
     """
-    for number, item in enumerate(items, 1):
+    for number, item in enumerate(items, start=1):
         yield item
-        if _open:
-            done = min(count, number * -(-count // len(items)))
-            _open[-1].within(number / len(items), f"{done} of {count} {things}" if things else "")
+        if not _open:
+            continue
+        part = ""
+        if things:
+            things_in_item = math.ceil(count / len(items))
+            done = min(count, number * things_in_item)
+            part = f"{done} of {count} {things}"
+        _open[-1].within(number / len(items), part)
 
 
 def beat() -> None:
@@ -134,6 +174,7 @@ def beat() -> None:
 
 
 def _is_terminal(stream: Any) -> bool:
+    """Return whether a stream is there and a person reads it."""
     return stream is not None and bool(stream.isatty())
 
 

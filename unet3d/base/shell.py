@@ -11,12 +11,16 @@ SCRIPT = Path(__file__).resolve().parents[2] / "train.py"  # of a checkout; an i
 
 def training(overrides: Iterable[str]) -> str:
     """Return the command that trains with these overrides: by train.py, if it is here or was run, or by the package."""
-    typed = next((path for path in (sys.argv[0], "train.py") if _is_script(path)), None)
-    program = ["-m", "unet3d", "train"] if typed is None else [typed]
+    program = ["-m", "unet3d", "train"]
+    for path in (sys.argv[0], "train.py"):
+        if _is_script(path):
+            program = [path]
+            break
     return shlex.join([_python(), *program, *overrides])
 
 
 def _is_script(path: str) -> bool:
+    """Return whether this path, from the working folder, is train.py."""
     try:
         return SCRIPT.samefile(path)
     except (OSError, ValueError):  # one of them does not exist
@@ -25,6 +29,10 @@ def _is_script(path: str) -> bool:
 
 def _python() -> str:
     """Return `python` where a shell finds this interpreter by that name, else its path."""
-    first = shutil.which("python")
-    is_this = first is not None and Path(first).absolute().parent == Path(sys.executable).absolute().parent
-    return "python" if is_this or not sys.executable else sys.executable
+    if not sys.executable:
+        return "python"
+    python = shutil.which("python")
+    if python is None:
+        return sys.executable
+    is_this = Path(python).absolute().parent == Path(sys.executable).absolute().parent
+    return "python" if is_this else sys.executable

@@ -41,32 +41,32 @@ def publish(arguments: argparse.Namespace) -> None:
 def score(arguments: argparse.Namespace) -> None:
     """Score a checkpoint on held-out cases."""
     config = composed(arguments.overrides)
-    from unet3d.report import report, run_folder
+    from unet3d.report import record, summary
     from unet3d.run import publish
 
     title = publish.score(arguments.checkpoint, config, arguments.out, arguments.model)
-    report.print_scores(run_folder.read_run(arguments.out), title)
+    summary.print_scores(record.read_run(arguments.out), title)
 
 
 def check_data(arguments: argparse.Namespace) -> int:
     """Read every voxel of every case. Return 2 if there is a problem."""
     config = composed(arguments.overrides)
-    from unet3d.data import cases, validate
+    from unet3d.data import cases, planner, validate
 
     dataset = cases.dataset_to_check(config.data)
     train: Sequence[cases.Case] = ()
     val: Sequence[cases.Case] = ()
     with suppress(UserError):  # check_cases lists it too
         train, val = cases.split(dataset, config.data)
-    lines = validate.check_cases(dataset, dataset.cases, config.data, full=True)
-    suitable = validate.suitable_options(config, dataset.cases)
-    advice = validate.unsuitable_patch(config, train)
+    headers, lines = validate.check_cases(dataset, dataset.cases, config.data, full=True)
+    suitable = planner.suitable_options(config, [headers[case.id].stored for case in dataset.cases])
+    advice = planner.unsuitable_patch(config, [headers[case.id].target for case in train])
     if advice:
         if any(word.startswith("data.patch=") for word in suitable):
             advice = advice.partition("; ")[0]  # one patch is named, not two
         lines.append(f"{validate.WARNING}{advice}")
     problems = [line for line in lines if not line.startswith(validate.WARNING)]
-    summary = validate.summary(dataset, train, val)
+    summary = validate.summary(dataset, train, val, headers)
     if suitable:
         summary.append(f"options that suit it: {' '.join(suitable)}")
     for line in [*summary, *listed(lines)]:
@@ -77,11 +77,11 @@ def check_data(arguments: argparse.Namespace) -> int:
 
 def report(arguments: argparse.Namespace) -> None:
     """Write the report of a run, again."""
-    from unet3d.report import report
+    from unet3d.report import record, report
 
     if not (arguments.folder / "config.yaml").is_file():
         raise UserError(f"{arguments.folder}: not a run folder; give outputs/DATE/TIME-ID")
-    print(escaped(report.write_report(arguments.folder)))
+    print(escaped(report.write_report(record.read_run(arguments.folder))))
 
 
 def compare(arguments: argparse.Namespace) -> None:

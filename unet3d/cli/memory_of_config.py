@@ -19,8 +19,9 @@ from unet3d.memory import analysis, budget, tables
 from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
-from unet3d.report import memory_plots, report
-from unet3d.run.pretrained import with_names
+from unet3d.memory.usual_estimates import usual_estimates
+from unet3d.report import memory_plots, record, report
+from unet3d.run.pretrained import with_init_names
 
 GROUPS_SHOWN = 10  # of tensors
 WHERE = "Parameters live at the bottom of the U, activations at the top."
@@ -40,7 +41,7 @@ class Explanation:
 
 def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) -> None:
     """Print where the memory of a step goes; with `out`, also write it there, with report, figures and tables."""
-    overrides = with_names(overrides)
+    overrides = with_init_names(overrides)
     subject = estimate(overrides, half)
     narrower = narrowed(subject)
     relatives = family(subject, overrides)
@@ -70,7 +71,7 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) ->
     }
     write_json(out / "memory.json", memory)
     memory_plots.write_ledger_files(subject.ledger, subject.name, out)
-    print(escaped(report.write_report(out)))
+    print(escaped(report.write_report(record.read_run(out))))
 
 
 def _simulate(estimates: Sequence[MemoryEstimate]) -> None:
@@ -132,7 +133,7 @@ def _sections(explanation: Explanation) -> Iterator[Section]:
         yield "Each further way to save memory, by itself (predicted)", _further(subject)
     yield "What parameters cost", tables.state(subject.entry, subject.parameters)
     weights = sum(parameter.nbytes for parameter in subject.meter.model.parameters())
-    usual = analysis.usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
+    usual = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
     yield "Usual estimates and their error", tables.estimates(usual, subject.peak)
     if explanation.narrower:
         yield "Half the width at one level (predicted)", _widths(subject, explanation.narrower)
@@ -177,7 +178,7 @@ def _groups(subject: MemoryEstimate) -> Table:
 
 def _further(subject: MemoryEstimate) -> Table:
     """Return what each way to save memory that the step does not use would take away."""
-    asked = budget.Option((), "nothing", subject.config, subject.options)
+    asked = budget.Candidate((), "nothing", subject.config, subject.options)
     rows = []
     for option in budget.single_techniques(asked):
         less = subject.peak - option.peak_bytes

@@ -18,8 +18,8 @@ from unet3d.cli.memory_of_config import scaled_width
 from unet3d.memory import budget, export, tables
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate, estimate
-from unet3d.report import memory_plots
-from unet3d.run.pretrained import with_names
+from unet3d.report import memory_curves
+from unet3d.run.pretrained import with_init_names
 
 ROWS_SHOWN = 24  # of the table of what fits
 BATCHES = (1, 2, 4, 8)
@@ -94,7 +94,7 @@ def _write_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate], o
     for name, subject in subjects.items():
         calls += export.trace(subject.ledger, name, MEASURED_STEPS - 1)
     export.write_trace(calls, out / "trace.csv")
-    memory_plots.trace_plot(calls, out / "figures" / "trace.png")
+    memory_curves.trace_plot(calls, out / "figures" / "trace.png")
     print(escaped(out))
 
 
@@ -114,7 +114,7 @@ def _estimates(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> Estimat
     estimates: Estimates = {}
     for name, job in zip(names, jobs, strict=True):
         try:
-            estimates[name] = replace(estimate(with_names(job), half), steps=steps)
+            estimates[name] = replace(estimate(with_init_names(job), half), steps=steps)
         except UserError as error:
             estimates[name] = error
     return estimates
@@ -154,7 +154,7 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     picture = out / "figures" / "curves.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     write_csv(table, ["varied", "x", "series", "config", "parameters", "peak_bytes"], rows)
-    memory_plots.peak_curves(list(panels.items()), picture)
+    memory_curves.peak_curves(list(panels.items()), picture)
     _print_skipped(estimates)
     print(escaped(table))
     print(escaped(picture))
@@ -182,12 +182,12 @@ def _points(subject: MemoryEstimate) -> Iterator[Point]:
 
 def print_fit(overrides: Sequence[str]) -> None:
     """Print the options that no other beats, and the command line that fits `budget`. Raises UserError if none does."""
-    subject = estimate(with_names(overrides), half=False)
+    subject = estimate(with_init_names(overrides), half=False)
     given = subject.config.budget
     if given is None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
     limit = budget_bytes(given)
-    asked = budget.Option((), "nothing", subject.config, subject.options)
+    asked = budget.Candidate((), "nothing", subject.config, subject.options)
     options, best = budget.find_fit(asked, limit)
     every = math.ceil(len(options) / ROWS_SHOWN)
     rows = [_row_of_fit(option, limit) for option in options[::every]]
@@ -202,7 +202,7 @@ def print_fit(overrides: Sequence[str]) -> None:
     print(f"fits: {escaped(command)}")
 
 
-def _row_of_fit(option: budget.Option, limit: int) -> list[str]:
+def _row_of_fit(option: budget.Candidate, limit: int) -> list[str]:
     """Return what an option needs, costs and changes."""
     return [
         mib(option.peak_bytes),

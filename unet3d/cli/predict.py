@@ -142,8 +142,8 @@ def _segment(segmenter: "Segmenter", case: "Case", paths: Sequence[Path]) -> boo
         paths[0].parent.mkdir(parents=True, exist_ok=True)
         volume = segmenter.to_file(case, *paths)
         warnings = predict.accepted_contradictions(case)
-        if volume.replaced:
-            warnings.insert(0, f"{case.id}: {replacement(volume.replaced)}")
+        if volume.nonfinite_voxels:
+            warnings.insert(0, f"{case.id}: {replacement(volume.nonfinite_voxels)}")
         for line in warnings:
             lifecycle.print_error(f"warning: {escaped(line)}")
         for path in paths:

@@ -19,7 +19,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config
 
 if TYPE_CHECKING:
-    from unet3d.report.run_folder import RunFolder
+    from unet3d.report.record import RunRecord
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -81,8 +81,8 @@ class TrainedRun:
         """The weights with the best mean Dice."""
         return self.folder / "checkpoints" / "best.pt"
 
-    def _files(self) -> "RunFolder":
-        from unet3d.report.run_folder import read_run
+    def _files(self) -> "RunRecord":
+        from unet3d.report.record import read_run
 
         return read_run(self.folder)
 

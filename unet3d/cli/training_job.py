@@ -8,16 +8,19 @@ from unet3d import build
 from unet3d.base import ranks
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.signals import Stop
-from unet3d.build import Data
 from unet3d.cli import lifecycle
 from unet3d.config import compose, idle, rules
 from unet3d.config.schema import Config, Model
-from unet3d.data.cases import Case, read_dataset, split
-from unet3d.data.validate import unsuitable_patch
+from unet3d.data.cases import read_dataset, split
+from unet3d.data.grids import Grid
+from unet3d.data.planner import read_grids, unsuitable_patch
+from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.memory import preflight
-from unet3d.report import report, run_folder
-from unet3d.run.pretrained import Start, load_pretrained
-from unet3d.run.run import Run
+from unet3d.report import report, summary
+from unet3d.report.memory_file import MemoryFile
+from unet3d.report.record import read_run
+from unet3d.run.open_run import open_run
+from unet3d.run.pretrained import PretrainedWeights, load_pretrained
 from unet3d.training.switches import switched
 
 
@@ -29,11 +32,12 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
         lifecycle.print_error(f"warning: {line}")
     ranks.broadcast_job([compose.to_plain(config), str(folder.resolve())])
     with switched(config), ranks.joined(build.device_type(config), config.rank_timeout):
-        data = None if config.dry_run else build.data(config)
+        build.import_all(config)  # a wrong path is answered now; tensors of an imported module are real, not fake ones
+        data = None if config.dry_run else prepare_data(config.data)
         if data is None:
             network = ranks.on_rank0(lambda: build.model_config_from_headers(config))
         else:
-            network = build.model_options(config, data.dataset, data.train[0])
+            network = build.model_options(config, data.dataset, data.spacing)
         _warn_of_patch(config, data)
         start = None
         if config.init is not None and config.resume is None:
@@ -41,51 +45,55 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
             config = start.config
         predicted = ranks.on_rank0(lambda: preflight.preflight(config, network))
         if data is None:
-            ranks.on_rank0(lambda: run_folder.update_memory(folder, predicted.memory))
+            ranks.on_rank0(lambda: MemoryFile(folder).update(predicted.memory))
             return
         _train(config, folder, data, network, predicted, stop, start)
 
 
-def _warn_of_patch(config: Config, data: Data | None) -> None:
+def _warn_of_patch(config: Config, data: PreparedData | None) -> None:
     """Print a line where the patch does not suit the training cases; a dry run reads their headers alone."""
-    cases: Sequence[Case] = ()
+    grids: Sequence[Grid] = ()
     if config.resume is None and not ranks.RANK:
-        cases = _listed_cases(config) if data is None else data.train
-    advice = unsuitable_patch(config, cases)
+        grids = _listed_grids(config) if data is None else data.train_grids
+    advice = unsuitable_patch(config, grids)
     if advice:
         lifecycle.print_error(f"warning: {escaped(advice)}")
 
 
-def _listed_cases(config: Config) -> tuple[Case, ...]:
-    """Return the training cases of a data set on disk, for a dry run, which reads no volume; () without any."""
+def _listed_grids(config: Config) -> Sequence[Grid]:
+    """Return the grids of training cases on disk, for a dry run, which reads no volume; () without any."""
     if config.data.format not in ("phantom", "mni152"):
         with suppress(UserError):
-            return split(read_dataset(config.data), config.data)[0]
+            train, _ = split(read_dataset(config.data), config.data)
+            return read_grids(train, config.data.spacing)
     return ()
 
 
 def _train(
     config: Config,
     folder: Path,
-    data: Data,
+    data: PreparedData,
     network: Model,
     predicted: preflight.Preflight,
     stop: Stop,
-    start: Start | None,
+    start: PretrainedWeights | None,
 ) -> None:
     """Train to the last step, score, and write the report; a run that is done gets its report alone."""
-    with Run(config, folder, data, network, predicted.segment_starts, stop, start) as run:
+    with open_run(config, folder, data, network, predicted.segment_starts, stop, start) as run:
         if run.is_done:
             print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; to train longer, set steps=N")
             if (folder / "report.html").exists():  # else the run was killed as it wrote it
                 return
         else:
-            ranks.on_rank0(lambda: run_folder.update_memory(folder, predicted.memory))
+            ranks.on_rank0(lambda: run.memory.update(predicted.memory))
             run.fit()
         ranks.leave()
         if ranks.RANK:
             return
-        if not run.is_done:
-            run.finish()
-    report.write_report(folder)
-    report.print_summary(folder)
+        if run.is_done:
+            record = read_run(folder)
+            report.draw_figures(record)
+        else:
+            record = run.finish()
+    report.write_page(record)
+    summary.print_summary(record)

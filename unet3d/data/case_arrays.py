@@ -7,48 +7,68 @@ from torch import Tensor
 from unet3d.data.disk_cache import Arrays
 from unet3d.data.patches import PreparedCase
 
-LABELS = ("label", "foreground", "counts")  # arrays on disk of a label map, and of a case
-CASE = ("image", *LABELS, "spacing", "replaced")
-KINDS = {  # of the arrays on disk: number, axes
-    "image": (np.dtype(np.float32), 4),
-    "label": (np.dtype(np.int16), 3),
-    "foreground": (np.dtype(np.int32), 2),
-    "counts": (np.dtype(np.int64), 1),
-    "spacing": (np.dtype(np.float64), 1),
-    "replaced": (np.dtype(np.int64), 0),
-    "voxels": (np.dtype(np.float32), 2),
+LABELS = ("label", "foreground", "counts")  # arrays on disk of a label map
+CASE = ("image", *LABELS, "spacing", "replaced")  # and of a case
+KINDS = {  # type and number of axes of each array on disk
+    "image": (np.float32, 4),
+    "label": (np.int16, 3),
+    "foreground": (np.int32, 2),
+    "counts": (np.int64, 1),
+    "spacing": (np.float64, 1),
+    "replaced": (np.int64, 0),  # voxels that were not finite
+    "voxels": (np.float32, 2),
 }
 
 
 def fit_case(arrays: Arrays, channels: int) -> bool:
-    """Whether the arrays can be a case, whoever has written them; the values of its voxels are not read."""
-    if not fit_kinds(arrays) or arrays["spacing"].shape != (3,):
+    """Return whether arrays from the disk can be a case; the values of its voxels are not read."""
+    if not fit_kinds(arrays):
         return False
-    image, spacing = arrays["image"], arrays["spacing"]
-    is_case = len(image) == channels and bool((np.isfinite(spacing) & (spacing > 0)).all())
-    return is_case and fit_labels(arrays, image.shape[1:])
+    spacing = arrays["spacing"]
+    if spacing.shape != (3,):
+        return False
+    if not np.isfinite(spacing).all() or (spacing <= 0).any():
+        return False
+    image = arrays["image"]
+    if len(image) != channels:
+        return False
+    return fit_labels(arrays, image.shape[1:])
 
 
 def label_arrays(case: PreparedCase) -> dict[str, np.ndarray]:
-    """A label map and the voxels of its classes, for the disk."""
+    """Return a label map and the voxels of its classes, for the disk."""
     counts = np.array([len(voxels) for voxels in case.foreground], np.int64)
     voxels = np.concatenate([np.empty((0, 3), np.int32), *case.foreground])
-    return {"label": case.label.numpy(), "foreground": voxels, "counts": counts}
+    return {
+        "label": case.label.numpy(),
+        "foreground": voxels,
+        "counts": counts,
+    }
 
 
 def fit_kinds(arrays: Arrays) -> bool:
-    """Whether arrays from the disk have the types, in this machine's order of bytes, and axes that were written."""
-    return all((array.dtype, array.ndim) == KINDS[name] for name, array in arrays.items())
+    """Return whether arrays from the disk have the types and axes that are written, in this machine's byte order."""
+    for name, array in arrays.items():
+        kind, axes = KINDS[name]
+        if array.dtype != np.dtype(kind) or array.ndim != axes:
+            return False
+    return True
 
 
 def fit_labels(arrays: Arrays, shape: tuple[int, ...]) -> bool:
-    """Whether `label_arrays` may have given these for a case of this shape."""
-    voxels, counts = arrays["foreground"], arrays["counts"]
-    is_whole = fit_kinds(arrays) and arrays["label"].shape == shape and min(shape) > 0
-    return is_whole and voxels.shape[1] == 3 and bool((counts >= 0).all()) and counts.sum() == len(voxels)
+    """Return whether these can be the `label_arrays` of a case of this shape."""
+    if not fit_kinds(arrays):
+        return False
+    if arrays["label"].shape != shape or min(shape) == 0:
+        return False
+    voxels = arrays["foreground"]
+    counts = arrays["counts"]
+    if voxels.shape[1] != 3 or (counts < 0).any():
+        return False
+    return bool(counts.sum() == len(voxels))
 
 
 def labels_of(arrays: Arrays) -> tuple[Tensor, tuple[np.ndarray, ...]]:
-    """The label map and the voxels of its classes, from what `label_arrays` gave."""
-    parts = np.split(arrays["foreground"], np.cumsum(arrays["counts"]))  # the last one is empty
-    return torch.from_dlpack(arrays["label"]), tuple(parts[:-1])
+    """Return the label map and the voxels of its classes, from `label_arrays`."""
+    parts = np.split(arrays["foreground"], np.cumsum(arrays["counts"]))
+    return torch.from_dlpack(arrays["label"]), tuple(parts[:-1])  # the last part is empty

@@ -14,15 +14,28 @@ import numpy as np
 from unet3d.base.errors import UserError
 from unet3d.config.schema import Data
 from unet3d.data import dataset_json, nifti, synthetic
-from unet3d.data.dataset_json import DatasetJson, class_names, in_sequence, is_plain, read_json, refuse_odd_names, shown
+from unet3d.data.dataset_json import (
+    DatasetJson,
+    class_names,
+    in_sequence,
+    is_plain,
+    read_json,
+    refuse_odd_names,
+    shown,
+)
 from unet3d.data.labels import Relabel, relabelling
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
 MAX_NAME = 255  # bytes of a file's name
-ABSENT = 10  # times the files that are there: where dataset.json asks for more, its channels are wrong, not the files
+MAX_FILES_LISTED = 2_000  # letters of the names of a case's files
+MAX_MAPS_LISTED = 200  # letters of the names of label maps
+NAME_SHOWN = 40  # letters of a name that is too long
+NAMES_LISTED = 5  # case ids in a message
+# Times the files that are there: where dataset.json asks for more, its channels are wrong, not the files.
+MAX_ABSENT = 10
 
 
-Classes = tuple[tuple[str, ...], Relabel, str]
+Classes = tuple[tuple[str, ...], Relabel, str]  # their names, the map of labels, and what is wrong with the labels
 
 
 class Case(NamedTuple):
@@ -31,6 +44,13 @@ class Case(NamedTuple):
     id: str
     images: tuple[Path, ...]
     label: Path | None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Its image files, and its label map if it has one."""
+        if self.label is None:
+            return self.images
+        return (*self.images, self.label)
 
     @property
     def named(self) -> str:
@@ -42,7 +62,7 @@ class DatasetInfo(NamedTuple):
     """A data set. `classes` are named by label value, background first; `cases` are sorted by id.
 
     `relabel` is what data.label_map makes of the files' labels, before anything else sees them. `wrong_labels` is the
-    error of labels, in dataset.json or in data.label_map, that make no classes; then there are none.
+    error of labels, in dataset.json or in data.label_map, that make no classes; then `classes` is empty.
     """
 
     name: str
@@ -55,78 +75,119 @@ class DatasetInfo(NamedTuple):
 
 
 def read_dataset(data: Data) -> DatasetInfo:
-    """The data set that `data` describes. The phantom and MNI152 are generated if absent. Raises UserError."""
-    found = dataset_to_check(data)
-    if found.wrong_labels:
-        raise UserError(found.wrong_labels)
-    return found
+    """Return the data set that `data` describes. The phantom and MNI152 are generated if absent. Raises UserError."""
+    dataset = dataset_to_check(data)
+    if dataset.wrong_labels:
+        raise UserError(dataset.wrong_labels)
+    return dataset
 
 
 def dataset_to_check(data: Data) -> DatasetInfo:
-    """Return the same, without classes where its labels make none, so that all else can be checked. UserError."""
+    """Return the data set, without classes where its labels make none, so that all else can be checked.
+
+    Raises UserError for what else is wrong.
+    """
     if data.format == "phantom":
-        return _decathlon(synthetic.ensure_phantom(data.phantom, Path(data.root or synthetic.PHANTOM_ROOT)), data)
+        root = Path(data.root or synthetic.PHANTOM_ROOT)
+        return _decathlon(synthetic.ensure_phantom(data.phantom, root), data)
     if data.format == "mni152":
-        return _decathlon(synthetic.ensure_mni152(Path(data.root or synthetic.MNI152_ROOT)), data)
+        root = Path(data.root or synthetic.MNI152_ROOT)
+        return _decathlon(synthetic.ensure_mni152(root), data)
     assert data.root is not None, "unet3d.config.rules requires it"
-    return {"decathlon": _decathlon, "nnunet": _nnunet, "folders": _folders}[data.format](Path(data.root), data)
+    readers = {
+        "decathlon": _decathlon,
+        "nnunet": _nnunet,
+        "folders": _folders,
+    }
+    return readers[data.format](Path(data.root), data)
 
 
 def phantom_outline(data: Data) -> DatasetInfo:
-    """Return what `read_dataset` returns of the phantom, and generate no file. Raises UserError."""
-    folder = synthetic.phantom_folder(data.phantom, Path(data.root or synthetic.PHANTOM_ROOT))
-    about, files = synthetic.PHANTOM, synthetic.phantom_files(data.phantom)
-    cases = tuple(Case(name, (folder / each["image"],), folder / each["label"]) for name, each in files.items())
+    """Return what `read_dataset` returns for the phantom, and generate no file. Raises UserError."""
+    root = Path(data.root or synthetic.PHANTOM_ROOT)
+    folder = synthetic.phantom_folder(data.phantom, root)
+    about = synthetic.PHANTOM
+    cases = []
+    for name, entry in synthetic.phantom_files(data.phantom).items():
+        cases.append(Case(name, (folder / entry["image"],), folder / entry["label"]))
     names = {int(label): name for label, name in about["labels"].items()}
-    classes, relabel, wrong = _classes(names, data.ignore, data, folder / "dataset.json")
-    if wrong:
-        raise UserError(wrong)
-    return DatasetInfo(about["name"], tuple(about["modality"].values()), classes, data.ignore, cases, relabel)
+    classes, relabel, problem = _classes(names, data.ignore, data, folder / "dataset.json")
+    if problem:
+        raise UserError(problem)
+    return DatasetInfo(
+        about["name"],
+        tuple(about["modality"].values()),
+        classes,
+        data.ignore,
+        tuple(cases),
+        relabel,
+    )
 
 
 def _decathlon(root: Path, data: Data) -> DatasetInfo:
-    """Medical Segmentation Decathlon: dataset.json lists the files; several channels are one 4D image."""
-    found = DatasetJson(root, data.allow_outside)
-    if "channel_names" in found.content and "modality" not in found.content:
-        raise UserError(f"{found.where} is in nnU-Net's format; read it with data=nnunet")
-    cases = _sorted((_decathlon_case(found, entry) for entry in found.field("training", list)), found.where)
-    channels = in_sequence(found.numbered("modality"), "modality", found.where)
-    classes, relabel, wrong = _classes(found.numbered("labels"), data.ignore, data, found.where)
-    return DatasetInfo(found.title, channels, classes, data.ignore, cases, relabel, wrong)
+    """Read a data set of the Medical Segmentation Decathlon.
+
+    dataset.json lists the files; several channels are one 4D image.
+    """
+    about = DatasetJson(root, data.allow_outside)
+    if "channel_names" in about.content and "modality" not in about.content:
+        raise UserError(f"{about.where} is in nnU-Net's format; read it with data=nnunet")
+    cases = _sorted(
+        (_decathlon_case(about, entry) for entry in about.field("training", list)),
+        about.where,
+    )
+    channels = in_sequence(about.numbered("modality"), "modality", about.where)
+    classes, relabel, problem = _classes(about.numbered("labels"), data.ignore, data, about.where)
+    return DatasetInfo(about.title, channels, classes, data.ignore, cases, relabel, problem)
 
 
-def _decathlon_case(found: DatasetJson, entry: Any) -> Case:
+def _decathlon_case(about: DatasetJson, entry: Any) -> Case:
+    """Return the case of an entry in "training". Raises UserError."""
     if not isinstance(entry, dict) or "image" not in entry:
-        raise found.error(f'{shown(entry)} in "training" is not {{"image": path, "label": path}}')
-    image = found.path(entry["image"])
-    return Case(nifti.stem(image), (image,), found.path(entry["label"]) if "label" in entry else None)
+        raise about.error(f'{shown(entry)} in "training" is not {{"image": path, "label": path}}')
+    image = about.path(entry["image"])
+    label = about.path(entry["label"]) if "label" in entry else None
+    return Case(nifti.stem(image), (image,), label)
 
 
 def _nnunet(root: Path, data: Data) -> DatasetInfo:
-    """nnU-Net raw: imagesTr/<case>_<channel>, one file a channel, and labelsTr/<case>."""
-    found = DatasetJson(root, data.allow_outside)
-    ending = found.field("file_ending", str)
+    """Read nnU-Net's raw layout: imagesTr/<case>_<channel>, one file a channel, and labelsTr/<case>."""
+    about = DatasetJson(root, data.allow_outside)
+    ending = about.field("file_ending", str)
     if ending not in nifti.SUFFIXES:
-        raise found.error(f'"file_ending" is {shown(ending)}; convert the volumes to {" or ".join(nifti.SUFFIXES)}')
-    channels = in_sequence(found.numbered("channel_names"), "channel_names", found.where)
-    values = found.by_value("labels")
-    ignore = next((value for value, name in values.items() if name == "ignore"), data.ignore)
-    if data.ignore not in (None, ignore):
-        raise UserError(f"data.ignore={data.ignore}, but {found.where} says {ignore}; leave data.ignore unset")
-    classes, relabel, wrong = _classes(values, ignore, data, found.where)
-    # Every case with a label or an image; a missing file is reported when it is opened.
-    images, labels = root / "imagesTr", root / "labelsTr"
-    maps = {nifti.stem(path): path for path in volumes_in(labels) if path.name.endswith(ending)}
-    present = volumes_in(images)
-    names = {*maps, *(without_channel(nifti.stem(path)) for path in present)}
-    if len(names) * len(channels) > ABSENT * (len(present) + 100):
-        wanted = f"{len(channels):,} channels, which are {len(names) * len(channels):,} files of {len(names):,} cases"
-        raise found.error(f'"channel_names" has {wanted}, but {images} holds {len(present):,}; make them agree')
-    files = {name: tuple(images / f"{name}_{c:04d}{ending}" for c in range(len(channels))) for name in names}
-    cases = _sorted((Case(name, files[name], maps.get(name)) for name in names), images)
-    return DatasetInfo(
-        found.title, channels, classes, ignore, _inside(cases, (root,), data.allow_outside), relabel, wrong
+        raise about.error(f'"file_ending" is {shown(ending)}; convert the volumes to {" or ".join(nifti.SUFFIXES)}')
+    channels = in_sequence(about.numbered("channel_names"), "channel_names", about.where)
+    values = about.by_value("labels")
+    ignore = next(
+        (value for value, name in values.items() if name == "ignore"),
+        data.ignore,
     )
+    if data.ignore not in (None, ignore):
+        raise UserError(f"data.ignore={data.ignore}, but {about.where} says {ignore}; leave data.ignore unset")
+    classes, relabel, problem = _classes(values, ignore, data, about.where)
+    cases = _nnunet_cases(root, ending, len(channels), about)
+    cases = _inside(cases, (root,), data.allow_outside)
+    return DatasetInfo(about.title, channels, classes, ignore, cases, relabel, problem)
+
+
+def _nnunet_cases(root: Path, ending: str, channels: int, about: DatasetJson) -> tuple[Case, ...]:
+    """Return every case with a label or an image; a missing file is reported when it is opened. Raises UserError."""
+    images = root / "imagesTr"
+    maps = {nifti.stem(path): path for path in volumes_in(root / "labelsTr") if path.name.endswith(ending)}
+    present = volumes_in(images)
+    names = {
+        *maps,
+        *(without_channel(nifti.stem(path)) for path in present),
+    }
+    wanted = len(names) * channels
+    if wanted > MAX_ABSENT * (len(present) + 100):
+        what = f"{channels:,} channels, which are {wanted:,} files of {len(names):,} cases"
+        raise about.error(f'"channel_names" has {what}, but {images} holds {len(present):,}; make them agree')
+    cases = list[Case]()
+    for name in names:
+        files = tuple(images / f"{name}_{channel:04d}{ending}" for channel in range(channels))
+        cases.append(Case(name, files, maps.get(name)))
+    return _sorted(cases, images)
 
 
 def _classes(names: dict[int, str], ignore: int | None, data: Data, where: object) -> Classes:
@@ -141,56 +202,79 @@ def _classes(names: dict[int, str], ignore: int | None, data: Data, where: objec
 
 
 def _folders(root: Path, data: Data) -> DatasetInfo:
-    """Two folders with equal names; an image may be split into <case>_0000, <case>_0001 ..., one a channel."""
+    """Read two folders with equal names; an image may be split into <case>_0000, <case>_0001 ..., one a channel."""
     assert data.classes is not None, "unet3d.config.rules requires them"
-    images, labels = root / data.images, root / data.labels
+    images = root / data.images
+    labels = root / data.labels
     # A folder that the command line puts outside of the root is outside on purpose.
-    roots = (root, *(folder for folder in (images, labels) if not folder.is_relative_to(root) or ".." in folder.parts))
-    cases = _inside(_folder_cases(images, labels), roots, data.allow_outside)
-    usual = mode(len(case.images) for case in cases)  # the others lack a channel, or have one too many
-    first = next(case for case in cases if len(case.images) == usual)
-    count = usual if usual > 1 else nifti.channels(nifti.open_image(first.id, first.images[0]))
+    outside = [folder for folder in (images, labels) if not folder.is_relative_to(root) or ".." in folder.parts]
+    cases = _inside(_folder_cases(images, labels), (root, *outside), data.allow_outside)
+    count = mode(len(case.images) for case in cases)  # the others lack a channel, or have one too many
+    if count == 1:
+        first = next(case for case in cases if len(case.images) == count)
+        count = nifti.channels(nifti.open_image(first.id, first.images[0]))
     names = dict(enumerate(data.classes)) if data.label_map is None else {}  # then they are of the new labels
-    classes, relabel, wrong = _classes(names, data.ignore, data, "data.classes")
-    return DatasetInfo(
-        root.name, tuple(f"channel_{c}" for c in range(count)), classes, data.ignore, cases, relabel, wrong
-    )
+    classes, relabel, problem = _classes(names, data.ignore, data, "data.classes")
+    channels = tuple(f"channel_{channel}" for channel in range(count))
+    return DatasetInfo(root.name, channels, classes, data.ignore, cases, relabel, problem)
 
 
 def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:
-    maps = {case.id: case.label for case in _sorted((Case(nifti.stem(p), (), p) for p in volumes_in(labels)), labels)}
-    files, grouped = volumes_in(images), dict[str, list[Path]]()
+    """Return the cases of a folder of images and one of label maps. Raises UserError."""
+    labelled = _sorted(
+        (Case(nifti.stem(path), (), path) for path in volumes_in(labels)),
+        labels,
+    )
+    maps = {case.id: case.label for case in labelled}
+    files = volumes_in(images)
+    grouped = dict[str, list[Path]]()
     stems = {*map(nifti.stem, files)}
     for path in files:
         # scan_2019 ends like a channel; it is one only beside scan_0000, and if no label map is called scan_2019.
-        stem = nifti.stem(path)
-        case = without_channel(stem)
-        grouped.setdefault(case if f"{case}_0000" in stems and stem not in maps else stem, []).append(path)
-    if alone := sorted({*maps} - {*grouped}):
-        more = f"; nor of {shorten(', '.join(alone[1:]), 200, placeholder=' ...')}" if len(alone) > 1 else ""
-        is_short = any(without_channel(stem) == alone[0] for stem in stems)
-        what = f"{alone[0]}_0000 is missing" if is_short else "no image of that name"
-        raise UserError(f"{maps[alone[0]]}: {what} in {images}{more}; add it or remove the label map")
-    return _sorted((Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items()), images)
+        name = nifti.stem(path)
+        case_id = without_channel(name)
+        is_channel = f"{case_id}_0000" in stems and name not in maps
+        grouped.setdefault(case_id if is_channel else name, []).append(path)
+    without_image = sorted({*maps} - {*grouped})
+    if without_image:
+        first, *others = without_image
+        listed = shorten(", ".join(others), MAX_MAPS_LISTED, placeholder=" ...")
+        more = f"; nor of {listed}" if others else ""
+        is_short = any(without_channel(name) == first for name in stems)
+        what = f"{first}_0000 is missing" if is_short else "no image of that name"
+        raise UserError(f"{maps[first]}: {what} in {images}{more}; add it or remove the label map")
+    return _sorted(
+        (Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items()),
+        images,
+    )
 
 
 def volumes_in(folder: Path) -> list[Path]:
-    """The NIfTI files of a folder by name. Raises UserError where there is no folder."""
+    """Return the NIfTI files of a folder by name. Raises UserError where there is no folder."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; check data.root, data/README.md shows the layouts")
-    # Hidden files are skipped: archives made on a Mac hold a `._name.nii.gz` beside each volume.
-    return sorted(p for p in folder.iterdir() if p.name.endswith(nifti.SUFFIXES) and not p.name.startswith("."))
+    volumes = list[Path]()
+    for path in folder.iterdir():
+        # Hidden files are skipped: archives made on a Mac hold a `._name.nii.gz` beside each volume.
+        if path.name.endswith(nifti.SUFFIXES) and not path.name.startswith("."):
+            volumes.append(path)
+    return sorted(volumes)
 
 
 def in_order(name: str, files: Sequence[Path], count: int = 0) -> tuple[Path, ...]:
-    """One case's channels by their numbers, which must be 0000, 0001 and so on, `count` or more. Raises UserError."""
+    """Return one case's channels by their numbers, which must be 0000, 0001 and so on, `count` or more.
+
+    Raises UserError.
+    """
     ordered = sorted(files, key=lambda file: file.name)
     stems = [nifti.stem(file) for file in ordered]
-    wanted = [f"{name}_{c:04d}" for c in range(max(count, len(stems)))]
-    if stems == wanted or (len(stems) == 1 and stems[0] not in wanted):  # which holds all channels
+    wanted = [f"{name}_{channel:04d}" for channel in range(max(count, len(stems)))]
+    holds_all = len(stems) == 1 and stems[0] not in wanted
+    if stems == wanted or holds_all:
         return tuple(ordered)
     absent = ordered[0].with_name(next(stem for stem in wanted if stem not in stems))
-    what = f"{absent} is missing beside {shorten(', '.join(map(str, ordered)), 2_000, placeholder=' ...')}"
+    present = shorten(", ".join(map(str, ordered)), MAX_FILES_LISTED, placeholder=" ...")
+    what = f"{absent} is missing beside {present}"
     raise UserError(f"{name}: {what}; a case's channels are called {name}_0000, {name}_0001 and so on")
 
 
@@ -198,26 +282,30 @@ def refuse_long(where: object, name: str) -> None:
     """Raise UserError where the label map of this case could not be written under its name."""
     if len(os.fsencode(f"{name}.nii.gz")) > MAX_NAME:
         what = f"the name of its label map, with .nii.gz, would have more than {MAX_NAME} bytes"
-        raise UserError(f"{where}: {name[:40]}..., a name of {len(name)} letters: {what}; rename the case's files")
+        start = f"{name[:NAME_SHOWN]}..., a name of {len(name)} letters"
+        raise UserError(f"{where}: {start}: {what}; rename the case's files")
 
 
 def without_channel(stem: str) -> str:
-    """A case's name from its channel's: `case_0001` is `case`."""
+    """Return a case's name from its channel's: `case_0001` is `case`."""
     return re.sub(r"_\d{4}$", "", stem)
 
 
 def _inside(cases: tuple[Case, ...], roots: Sequence[Path], allow_outside: bool) -> tuple[Case, ...]:
-    """The cases. Refuses a file that is a link out of all `roots`."""
-    paths = (path for case in cases for path in (*case.images, *([case.label] if case.label else [])))
-    for path in () if allow_outside else paths:
-        if all(dataset_json.leaves(root, path) for root in roots):
-            raise UserError(f"{path}: is a link out of {roots[0]}; put the file there, or set data.allow_outside=true")
+    """Return the cases. Raises UserError for a file that is a link out of all `roots`."""
+    if allow_outside:
+        return cases
+    for case in cases:
+        for path in case.files:
+            if all(dataset_json.leaves(root, path) for root in roots):
+                remedy = "put the file there, or set data.allow_outside=true"
+                raise UserError(f"{path}: is a link out of {roots[0]}; {remedy}")
     return cases
 
 
 def _sorted(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
-    """The cases by id: at least one, and no id twice."""
-    by_id: dict[str, Case] = {}
+    """Return the cases by id: at least one, and no id twice. Raises UserError."""
+    by_id = dict[str, Case]()
     for case in cases:
         if not is_plain(case.id):
             raise UserError(f"{where}: {case.id!r} cannot name a case; rename its files")
@@ -227,28 +315,33 @@ def _sorted(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
         by_id[case.id] = case
     if not by_id:
         raise UserError(f"{where}: lists no case; there must be at least two with labels")
-    return tuple(by_id[name] for name in sorted(by_id))
+    return tuple(by_id[case_id] for case_id in sorted(by_id))
 
 
 def split(dataset: DatasetInfo, data: Data) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    """The labelled cases as (train, val): by data.split, else data.fold, else data.val_fraction. Raises UserError."""
+    """Return the labelled cases as (train, val): by data.split, else data.fold, else data.val_fraction.
+
+    Raises UserError.
+    """
     labelled = {case.id: case for case in dataset.cases if case.label is not None}
     ids = sorted(labelled)
     if data.semi and ids:
-        train = val = ids  # of which different slices are used
-    elif len(ids) < 2:
+        cases = tuple(labelled[case_id] for case_id in ids)
+        return cases, cases  # of which different slices are used
+    if len(ids) < 2:
         same = "(or the same, without data.fold: data.semi=true data.sparse=[5,5,3])"
         raise UserError(f"{dataset.name}: {len(ids)} labelled cases; training and validation need one each {same}")
-    elif data.split is not None:
+    if data.split is not None:
         train, val = _listed(ids, read_json(Path(data.split)), data.split)
     else:
         held_out = _held_out(len(ids), data)
-        train, val = ([name for i, name in enumerate(ids) if (i in held_out) == is_val] for is_val in (False, True))
-    return tuple(labelled[name] for name in train), tuple(labelled[name] for name in val)
+        train = [case_id for index, case_id in enumerate(ids) if index not in held_out]
+        val = [case_id for index, case_id in enumerate(ids) if index in held_out]
+    return tuple(labelled[case_id] for case_id in train), tuple(labelled[case_id] for case_id in val)
 
 
 def _held_out(count: int, data: Data) -> set[int]:
-    """Indices of one fold, or of about data.val_fraction of the cases, evenly spread."""
+    """Return the indices of one fold, or of about data.val_fraction of the cases, evenly spread. Raises UserError."""
     if data.fold is None:
         chosen = min(max(round(data.val_fraction * count), 1), count - 1)  # each part keeps at least one case
         return {int((k + 0.5) * count / chosen) for k in range(chosen)}
@@ -260,22 +353,29 @@ def _held_out(count: int, data: Data) -> set[int]:
 
 
 def _listed(ids: Sequence[str], content: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
-    """The parts that `content`, read from `where`, lists as {"train": [ids], "val": [ids]}."""
+    """Return the parts that `content`, read from `where`, lists as {"train": [ids], "val": [ids]}. Raises UserError."""
     known = {*ids}
     for part in ("train", "val"):
         names = content.get(part)
         if not isinstance(names, list) or not names:
             raise UserError(f'{where}: "{part}" must list one case id or more: {{"train": [ids], "val": [ids]}}')
-        if unknown := [name for name in names if not isinstance(name, str) or name not in known]:
+        unknown = [name for name in names if not isinstance(name, str) or name not in known]
+        if unknown:
             raise UserError(f'{where}: "{part}" names {_some(unknown)}: no labelled case here; remove or rename')
-        if twice := sorted(name for name, times in Counter(names).items() if times > 1):
-            raise UserError(f'{where}: "{part}" names {_some(twice)} more than once; name each case once')
-    if both := sorted({*content["train"]} & {*content["val"]}):
-        raise UserError(f'{where}: {_some(both)} in both "train" and "val"; a case can only be in one of them')
+        repeated = sorted(name for name, times in Counter(names).items() if times > 1)
+        if repeated:
+            raise UserError(f'{where}: "{part}" names {_some(repeated)} more than once; name each case once')
+    in_both = sorted({*content["train"]} & {*content["val"]})
+    if in_both:
+        raise UserError(f'{where}: {_some(in_both)} in both "train" and "val"; a case can only be in one of them')
     return sorted(content["train"]), sorted(content["val"])
 
 
-def _some(names: Sequence[Any], most: int = 5) -> str:
-    shortened = (str(name) if isinstance(name, str) and len(name) <= MAX_NAME else shown(name) for name in names[:most])
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(shortened) + more
+def _some(names: Sequence[Any]) -> str:
+    """Return the first names, and how many more there are."""
+    words = list[str]()
+    for name in names[:NAMES_LISTED]:
+        is_short = isinstance(name, str) and len(name) <= MAX_NAME
+        words.append(name if is_short else shown(name))
+    more = f" and {len(names) - NAMES_LISTED} more" if len(names) > NAMES_LISTED else ""
+    return ", ".join(words) + more

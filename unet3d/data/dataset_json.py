@@ -12,11 +12,17 @@ from unet3d.data import labels
 
 JSON_TYPES: dict[type, str] = {dict: "object", list: "list", str: "string"}
 MAX_BYTES = 2**24  # ten thousand cases are 2 MB; parsed, JSON takes many times its size
-MAX_PATH, LONGEST_NAME = 1024, 250  # characters of a path, and of the name of a data set, channel or class
+MAX_PATH = 1024  # characters of a path
+LONGEST_NAME = 250  # characters of the name of a data set, channel or class
+MAX_SHOWN = 200  # characters of a value in a message
+MAX_ITEMS_SHOWN = 20
 
 
 def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
-    """The JSON object in `path`, which must not be a link that leaves `root`, if one is given."""
+    """Return the JSON object in `path`, which must not be a link that leaves `root`, if one is given.
+
+    Raises UserError.
+    """
     if root is not None and leaves(root, path):
         raise UserError(f"{path}: is a link out of {root}; put the file there, or set data.allow_outside=true")
     try:
@@ -40,7 +46,7 @@ def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without repeated names: json would silently keep the last value."""
+    """Return a JSON object. Raises ValueError for repeated names, of which json would silently keep the last value."""
     if len({name for name, _ in pairs}) < len(pairs):
         raise ValueError("a name occurs twice in one object")
     return dict(pairs)
@@ -50,7 +56,9 @@ class DatasetJson:
     """The fields of a data set's dataset.json in the folder `root`."""
 
     def __init__(self, root: Path, allow_outside: bool) -> None:
-        self.root, self.where, self.allow_outside = root, root / "dataset.json", allow_outside
+        self.root = root
+        self.where = root / "dataset.json"
+        self.allow_outside = allow_outside
         self.content = read_json(self.where, None if allow_outside else root)
         self.title = self.content.get("name", root.name)
         if not is_plain(self.title):
@@ -58,29 +66,29 @@ class DatasetJson:
         self._refuse_long("name", [self.title])
 
     def error(self, what: str) -> UserError:
-        """The error for this file."""
+        """Return the error for this file."""
         return UserError(f"{self.where}: {what}")
 
     def field(self, name: str, kind: type) -> Any:
-        """A field that must be a dict, list or str."""
+        """Return a field that must be a dict, list or str. Raises UserError."""
         if not isinstance(self.content.get(name), kind):
             raise self.error(f'"{name}" is missing or no JSON {JSON_TYPES[kind]}; data/README.md shows one')
         return self.content[name]
 
     def numbered(self, name: str) -> dict[int, str]:
-        """A field {"number": text} as {number: text}."""
+        """Return a field {"number": text} as {number: text}. Raises UserError."""
         texts = self.field(name, dict)
         try:
-            found = {int(number): text for number, text in texts.items()}
+            by_number = {int(number): text for number, text in texts.items()}
         except ValueError as error:
             raise self.error(f'{name} {shown(texts)}; the keys must be numbers: {{"0": name, ...}}') from error
-        if len(found) < len(texts):
+        if len(by_number) < len(texts):
             raise self.error(f"{name} {shown(texts)}; a number occurs twice, give each name its own")
-        self._refuse_long(name, found.values())
-        return found
+        self._refuse_long(name, by_number.values())
+        return by_number
 
     def by_value(self, name: str) -> dict[int, str]:
-        """A field {text: number}, as nnU-Net names labels, as {number: text}."""
+        """Return a field {text: number}, as nnU-Net names labels, as {number: text}. Raises UserError."""
         values = self.field(name, dict)
         for text, value in values.items():
             if type(value) is not int:  # JSON's true would count as 1
@@ -98,18 +106,22 @@ class DatasetJson:
                 raise self.error(f'"{field}": {shown(name)} {what}')
 
     def path(self, name: Any) -> Path:
-        """The path `name` below the root. Refuses what leaves it: an absolute path, `..`, or a link to elsewhere."""
+        """Return the path `name` below the root.
+
+        Raises UserError for what leaves it: an absolute path, `..`, or a link to elsewhere.
+        """
         if is_plain(name) and len(name) <= MAX_PATH:
             relative = Path(name)
-            outside = relative.is_absolute() or ".." in relative.parts or leaves(self.root, self.root / relative)
-            if self.allow_outside or not outside:
-                return self.root / relative
+            path = self.root / relative
+            is_outside = relative.is_absolute() or ".." in relative.parts or leaves(self.root, path)
+            if self.allow_outside or not is_outside:
+                return path
         remedy = "move the file there and give its relative path, or set data.allow_outside=true"
         raise self.error(f"{shown(name)} is not a path inside {self.root}; {remedy}")
 
 
 def leaves(root: Path, path: Path) -> bool:
-    """Whether `path`, its links followed, lies outside of `root`."""
+    """Return whether `path`, its links followed, lies outside of `root`."""
     try:
         return not path.resolve().is_relative_to(root.resolve())
     except (OSError, RuntimeError):  # the name is too long; links form a circle
@@ -117,28 +129,33 @@ def leaves(root: Path, path: Path) -> bool:
 
 
 def is_plain(text: Any) -> bool:
-    """Whether this is text without characters that break a line, control a terminal or cannot be encoded."""
+    """Return whether this is text without characters that break a line, control a terminal or cannot be encoded."""
     return isinstance(text, str) and escaped(text) == text
 
 
 def class_names(names: Mapping[int, str], ignore: int | None, where: Path | str) -> tuple[str, ...]:
-    """Class names by label value, without the ignored one, which must be above all the others."""
-    kept = {value: name for value, name in names.items() if value != ignore}
-    if ignore is not None and kept and ignore < max(kept):
-        raise UserError(f"{where}: {ignore} is the label to ignore; it must be above all others ({max(kept)})")
+    """Return class names by label value, without the ignored one, which must be above all the others.
+
+    Raises UserError.
+    """
+    labelled = {value: name for value, name in names.items() if value != ignore}
+    if ignore is not None and labelled and ignore < max(labelled):
+        raise UserError(f"{where}: {ignore} is the label to ignore; it must be above all others ({max(labelled)})")
     if ignore is not None and ignore > MAX_LABEL:
         raise UserError(f"{where}: {shown(ignore)} is the label to ignore; the highest possible is {MAX_LABEL}")
-    found = in_sequence(kept, "labels", where, labels.numbered(kept))
-    if len(found) < 2 or len({*found}) < len(found):
+    classes = in_sequence(labelled, "labels", where, labels.numbered(labelled))
+    if len(classes) < 2 or len({*classes}) < len(classes):
         remedy = "give the background and one class or more, each its own name"
-        raise UserError(f"{where}: labels {shown(list(found))}; {remedy}")
-    return found
+        raise UserError(f"{where}: labels {shown(list(classes))}; {remedy}")
+    return classes
 
 
 def in_sequence(names: Mapping[int, str], what: str, where: Path | str, option: str = "") -> tuple[str, ...]:
-    """Names by number: 0, 1, 2 ... Else raises UserError, with the option that helps, if there is one."""
+    """Return names by number: 0, 1, 2 ... Else raises UserError, with the option that helps, if there is one."""
     if not names or sorted(names) != list(range(len(names))):
-        remedy = "number them 0, 1, 2 ... without a gap" + f", or add {option}" * bool(option)
+        remedy = "number them 0, 1, 2 ... without a gap"
+        if option:
+            remedy += f", or add {option}"
         raise UserError(f"{where}: {what} are numbered {shown(sorted(names))}; {remedy}")
     refuse_odd_names(names, what, where)
     return tuple(names[number] for number in sorted(names))
@@ -152,8 +169,10 @@ def refuse_odd_names(names: Mapping[int, Any], what: str, where: Path | str) -> 
 
 
 def shown(value: Any) -> str:
-    """A value for a message: on one line, shortened."""
+    """Return a value for a message: on one line, shortened."""
     short = reprlib.Repr()
-    short.maxstring = short.maxother = 200
-    short.maxlist = short.maxdict = 20
+    short.maxstring = MAX_SHOWN
+    short.maxother = MAX_SHOWN
+    short.maxlist = MAX_ITEMS_SHOWN
+    short.maxdict = MAX_ITEMS_SHOWN
     return short.repr(value)

@@ -1,7 +1,7 @@
-"""Arrays in files that outlive a run, read through memory maps: a folder for each key, whole or made again.
+"""A cache on disk of arrays that outlive a run, read through memory maps: a folder for each key.
 
 A key is a digest of all that its arrays depend on, so nothing here can be out of date. Files are not code: they are
-mapped as numbers, or refused. Any folder may be removed at any time: what is missing is made again.
+mapped as numbers, or refused. Any folder may be removed at any time: what is missing is computed anew.
 """
 
 import errno
@@ -26,18 +26,30 @@ from typing import IO, Any
 
 import numpy as np
 
-from unet3d.base.errors import UserError, escaped, is_disk_full, is_out_of_files, is_out_of_memory, make_room
+from unet3d.base.errors import (
+    UserError,
+    escaped,
+    is_disk_full,
+    is_out_of_files,
+    is_out_of_memory,
+    make_room,
+)
 from unet3d.base.files import TEMPORARY, open_regular, replacing_within
-from unet3d.data.validate import file_hashes
+from unet3d.data.hashes import file_hashes
 
 FORMAT = 1  # raise it with every change to what is computed for a key
-LOCK, INDEX = ".lock", "index.json"  # the index is written last: with it, the files of a key are whole
+LOCK = ".lock"
+INDEX = "index.json"  # written last: with it, the files of a key are whole
 LARGEST_INDEX = 2**16  # bytes
 KEY = re.compile(r"[0-9a-f]{64}")
 MAPPED = 5_000  # cases whose maps stay open: the system allows a process 65,530 maps, and a case has seven at most
 PATIENCE = 30.0  # seconds that a key may be held by another process before it is named
 NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)  # a file or a link in place of a folder
-NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)  # a link, a folder or a pipe in place of a file
+NO_FILE = (
+    errno.ELOOP,
+    errno.EISDIR,
+    errno.ENXIO,
+)  # a link, a folder or a pipe in place of a file
 # Raised for an index or a header of an array that nobody here has written.
 MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError, TokenError)
 Arrays = Mapping[str, np.ndarray]
@@ -45,7 +57,7 @@ Fits = Callable[[Arrays], bool]  # whether arrays can be what their key says
 
 
 def key_of(*values: object) -> str:
-    """The digest of plain values, of this format, and of the versions of the libraries that prepare cases."""
+    """Return the digest of plain values, of this format, and of the versions of the libraries that prepare cases."""
     return hashlib.sha256(json.dumps([FORMAT, _versions(), values]).encode()).hexdigest()
 
 
@@ -55,16 +67,22 @@ def _versions() -> list[str]:
 
 
 def folder(path: str | None) -> Path:
-    """The folder of data.cache_root; without one, of the user's cache. Raises UserError."""
+    """Return the folder of data.cache_root; without one, of the user's cache. Raises UserError."""
+    if path:
+        return Path(path)
     try:
-        return Path(path or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unet3d")
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unet3d"
     except RuntimeError as error:
         raise UserError("data.cache_root is not set, and the user has no home; add data.cache_root=PATH") from error
 
 
 def can_stay_mapped(cases: int) -> bool:
-    """Whether the maps of all cases may stay open. `ulimit -v` counts them as memory, though they take none."""
-    return cases <= MAPPED and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    """Return whether the maps of all cases may stay open.
+
+    `ulimit -v` counts them as memory, though they take none.
+    """
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return cases <= MAPPED and soft_limit == resource.RLIM_INFINITY
 
 
 @dataclass
@@ -82,48 +100,56 @@ class DiskCache:
             raise self._problem(self.root, f"cannot be made ({error.strerror})") from error
 
     def read(
-        self, key: str, names: tuple[str, ...], make: Callable[[], Arrays], fits: Fits | None = None
+        self,
+        key: str,
+        names: tuple[str, ...],
+        make: Callable[[], Arrays],
+        fits: Fits | None = None,
     ) -> dict[str, np.ndarray]:
-        """The arrays of these names, mapped; `make` gives them if they are missing or damaged, or do not fit.
+        """Return the arrays of these names, mapped; `make` makes them if they are missing or damaged, or do not fit.
 
         Raises UserError.
         """
-        found = self._map(key, names, fits)
-        if found is None:
-            with self._held(key):
-                if (found := self._map(key, names, fits)) is None:  # another process may have made it meanwhile
-                    self._write(key, make())
-                    found = self._map(key, names, fits)
-        if found is None:
+        arrays = self._map(key, names, fits)
+        if arrays is not None:
+            return arrays
+        with self._held(key):
+            arrays = self._map(key, names, fits)  # another process may have made it meanwhile
+            if arrays is None:
+                self._write(key, make())
+                arrays = self._map(key, names, fits)
+        if arrays is None:
             raise self._problem(self.root / key, "is damaged as soon as it is written")
-        return found
+        return arrays
 
     def holds(self, key: str) -> bool:
-        """Whether all files of the key have been written."""
+        """Return whether all files of the key have been written."""
         with suppress(OSError):
             is_folder = stat.S_ISDIR((self.root / key).lstat().st_mode)
             return is_folder and stat.S_ISREG((self.root / key / INDEX).lstat().st_mode)
         return False
 
     def digest(self, key: str, name: str) -> object:
-        """Of all bytes of an array's file, as it was written; the arrays have been read."""
+        """Return the digest of all bytes of an array's file, as it was written; the arrays have been read."""
         return self.indices[key][name]["full"]
 
     def room(self) -> int:
-        """Free bytes."""
-        found = os.statvfs(self.root)
-        return found.f_bavail * found.f_frsize
+        """Return the free bytes of its disk."""
+        status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize
 
     def sweep(self) -> None:
         """Remove what killed processes have left unfinished; those that live hold their keys."""
-        for unfinished in [path.name for path in self.root.iterdir() if KEY.fullmatch(path.name)]:
-            if not self.holds(unfinished):
-                with self._held(unfinished, wait=False) as is_held:
-                    if is_held and not self.holds(unfinished):
-                        self._remove(unfinished)
+        keys = [path.name for path in self.root.iterdir() if KEY.fullmatch(path.name)]
+        for key in keys:
+            if self.holds(key):
+                continue
+            with self._held(key, wait=False) as is_held:
+                if is_held and not self.holds(key):
+                    self._remove(key)
 
     def _map(self, key: str, names: tuple[str, ...], fits: Fits | None) -> dict[str, np.ndarray] | None:
-        """The arrays, or None if they are not all there as they were written."""
+        """Return the arrays; None if they are not all there as they were written."""
         try:
             with self._entry(key) as place:
                 if key not in self.indices:
@@ -137,10 +163,15 @@ class DiskCache:
             if is_out_of_memory(error) or is_out_of_files(error):
                 raise
             raise self._problem(self.root / key, f"cannot be read ({error.strerror})") from error
-        return arrays if fits is None or fits(arrays) else None
+        if fits is not None and not fits(arrays):
+            return None
+        return arrays
 
     def _compared(self, place: int, names: tuple[str, ...]) -> dict[str, Any]:
-        """The index, once these files are as it says. Raises OSError, and ValueError and others where they are not."""
+        """Return the index, once these files are as it says.
+
+        Raises OSError, and ValueError and others where they are not.
+        """
         with open_regular(INDEX, place) as file:
             content = file.read(LARGEST_INDEX + 1)
         if len(content) > LARGEST_INDEX:
@@ -148,13 +179,15 @@ class DiskCache:
         index: dict[str, Any] = json.loads(content)
         of = "full" if self.full else "sample"
         for name in names:
-            is_text = isinstance(index[name]["full"], str)
-            if not is_text or file_hashes([Path(f"{name}.npy")], self.full, place)[of] != index[name][of]:
+            if not isinstance(index[name]["full"], str):
+                raise ValueError(f"{name} has no hash")
+            hashes = file_hashes([Path(f"{name}.npy")], self.full, place)
+            if hashes[of] != index[name][of]:
                 raise ValueError(f"{name} is not as it was written")
         return index
 
     def _write(self, key: str, arrays: Arrays) -> None:
-        """Whoever writes holds the key: what is there is damaged, or left by a process that was killed."""
+        """Write the arrays of a key that is held: what is there is damaged, or left by a process that was killed."""
         self._remove(key)
         try:
             (self.root / key).mkdir(exist_ok=True)
@@ -184,7 +217,7 @@ class DiskCache:
 
     @contextmanager
     def _entry(self, key: str) -> Iterator[int]:
-        """The folder of the key, open: names in it are its own, wherever its path leads meanwhile.
+        """Yield the open folder of the key: names in it are its own, wherever its path leads meanwhile.
 
         Raises OSError, and UserError for a link, which may lead to files of others.
         """
@@ -192,7 +225,11 @@ class DiskCache:
             place = os.open(self.root / key, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as error:
             if error.errno in NO_FOLDER:
-                raise self._problem(self.root / key, "is a link or a file, not a folder", remedy="remove it") from error
+                raise self._problem(
+                    self.root / key,
+                    "is a link or a file, not a folder",
+                    remedy="remove it",
+                ) from error
             raise
         try:
             yield place
@@ -207,7 +244,11 @@ class DiskCache:
         holds one key at a time.
         """
         try:
-            descriptor = os.open(self.root / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            descriptor = os.open(
+                self.root / LOCK,
+                os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK,
+                0o666,
+            )
         except OSError as error:
             if error.errno in NO_FILE:
                 raise self._problem(self.root / LOCK, "is not a file", remedy="remove it") from error
@@ -242,19 +283,30 @@ class DiskCache:
         return True
 
     def _name_holder(self, file: IO[bytes], byte: int) -> None:
+        """Print which process holds the byte."""
         number = holder(file, byte)
-        who, remedy = f"process {number}", f"kill -9 {number}"
-        if number <= 0:
-            who, remedy = "another process", "end it"
+        if number > 0:
+            who = f"process {number}"
+            remedy = f"kill -9 {number}"
+        else:
+            who = "another process"
+            remedy = "end it"
         what = f"for {PATIENCE:.0f} s {who} has held a case that this run waits for; if it hangs, {remedy}"
-        print(f"warning: data.cache=disk: {escaped(self.root)}: {what}", file=sys.stderr, flush=True)
+        print(
+            f"warning: data.cache=disk: {escaped(self.root)}: {what}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     @staticmethod
     def _problem(place: Path, what: str, error: OSError | None = None, remedy: str = "") -> UserError:
+        """Return the error for the cache: where, what is wrong, and what to do."""
+        remedies = ["give another folder, data.cache_root=PATH"]
         if error is not None and is_disk_full(error):
             remedy = make_room(error)
-        remedy += ", or " if remedy else ""
-        return UserError(f"data.cache=disk: {place}: {what}; {remedy}give another folder, data.cache_root=PATH")
+        if remedy:
+            remedies.insert(0, remedy)
+        return UserError(f"data.cache=disk: {place}: {what}; {', or '.join(remedies)}")
 
 
 def write_index(place: int, index: Mapping[str, Any]) -> None:
@@ -264,7 +316,9 @@ def write_index(place: int, index: Mapping[str, Any]) -> None:
 
 
 def map_array(place: int, name: str) -> np.ndarray:
-    """The array of a file in an open folder, mapped. Raises OSError, and ValueError for what is no array of numbers.
+    """Return the array of a file in an open folder, mapped.
+
+    Raises OSError, and ValueError for what is no array of numbers.
 
     Unlike numpy.load, it knows neither archives nor pickles.
     """
@@ -278,7 +332,7 @@ def map_array(place: int, name: str) -> np.ndarray:
 
 
 def holder(file: IO[bytes], byte: int) -> int:
-    """The number of the process that holds the lock on this byte, 0 or less if the system does not say."""
+    """Return the number of the process that holds the lock on this byte, 0 or less if the system does not say."""
     if sys.platform != "linux" or sys.maxsize < 2**32:  # `struct flock` of others is another
         return 0
     layout = "hhqqi4x"  # type, whence, start, length, process

@@ -12,28 +12,42 @@ import numpy as np
 
 from unet3d.base.errors import UserError
 from unet3d.data.cases import Case
-from unet3d.data.nifti import LARGEST, SMALLEST, labels_like, open_image, quiet_nibabel, scores_like, stem
+from unet3d.data.nifti import (
+    LARGEST,
+    SMALLEST,
+    open_image,
+    quiet_nibabel,
+    stem,
+)
+from unet3d.data.nifti_write import labels_like, scores_like
 
 ImageLike = Any  # an array, an image of nibabel, a path, or a list of paths, one a channel
+PATH_TYPES = (str, PathLike)
+LARGEST_NUMBER = 8  # bytes of a number that NIfTI stores
 
 
 @contextmanager
 def temporary_case(image: ImageLike, spacing: Sequence[float] | None, affine: Any = None) -> Iterator[Case]:
-    """A case of files: the given ones, or temporary ones of an array or image. Raises UserError, in its own words."""
-    known = (np.ndarray, nib.spatialimages.SpatialImage, str, PathLike, list, tuple)
+    """Yield a case of files: the given ones, or temporary ones of an array or image.
+
+    Raises UserError, in its own words.
+    """
+    known = (
+        np.ndarray,
+        nib.spatialimages.SpatialImage,
+        *PATH_TYPES,
+        list,
+        tuple,
+    )
     if not isinstance(image, known):
         what = f"not {type(image).__name__}: give a NumPy array, an image of nibabel or the paths of files"
         raise UserError(f"segment: {what}")
     if affine is not None and not isinstance(image, np.ndarray):
         raise UserError("segment: only a NumPy array needs an affine, images and files have their own; leave it out")
-    if isinstance(image, str | PathLike | list | tuple):
+    if isinstance(image, (*PATH_TYPES, list, tuple)):
         if spacing is not None:
             raise UserError("segment: a file has a spacing of its own; leave out spacing")
-        given = [image] if isinstance(image, str | PathLike) else image
-        if not given or not all(isinstance(path, str | PathLike) for path in given):
-            raise UserError("segment: a list holds the paths of files, one a channel; stack arrays as C X Y Z")
-        paths = [Path(path) for path in given]
-        yield Case(stem(paths[0]), tuple(paths), None)
+        yield _case_of_paths([image] if isinstance(image, PATH_TYPES) else image)
         return
     with TemporaryDirectory() as folder:
         path = Path(folder, "image.nii")
@@ -45,8 +59,17 @@ def temporary_case(image: ImageLike, spacing: Sequence[float] | None, affine: An
             raise UserError(str(error).replace(str(path), "as it was given")) from error
 
 
+def _case_of_paths(paths: Sequence[Any]) -> Case:
+    """Return the case of these files, one a channel. Raises UserError."""
+    if not paths or not all(isinstance(path, PATH_TYPES) for path in paths):
+        raise UserError("segment: a list holds the paths of files, one a channel; stack arrays as C X Y Z")
+    files = tuple(Path(path) for path in paths)
+    return Case(stem(files[0]), files, None)
+
+
 @quiet_nibabel()
 def _as_nifti(image: ImageLike, spacing: Sequence[float] | None, affine: Any) -> nib.Nifti1Image:
+    """Return an array or an image of nibabel as an image to save. Raises UserError."""
     if isinstance(image, np.ndarray):
         if image.ndim not in (3, 4) or image.dtype.kind not in "buif":
             raise UserError(f"segment: give numbers X Y Z, or C X Y Z, not {image.dtype} of shape {image.shape}")
@@ -54,20 +77,24 @@ def _as_nifti(image: ImageLike, spacing: Sequence[float] | None, affine: Any) ->
         voxels = image if image.ndim == 3 else np.moveaxis(image, 0, -1)
         return _nifti(voxels, _affine_of_array(spacing, affine))
     assert isinstance(image, nib.spatialimages.SpatialImage)
-    if image.get_data_dtype().kind not in "buif":
-        raise UserError(f"segment: give an image of numbers, not of {image.get_data_dtype()}")
+    stored_type = image.get_data_dtype()
+    if stored_type.kind not in "buif":
+        raise UserError(f"segment: give an image of numbers, not of {stored_type}")
     if spacing is not None:
         raise UserError("segment: an image of nibabel has a spacing of its own; leave out spacing")
     _refuse_masked(image.dataobj)
     is_of_file = nib.is_proxy(image.dataobj)
-    if isinstance(image, nib.Nifti1Image) and (is_of_file or image.dataobj.dtype == image.get_data_dtype()):
+    if isinstance(image, nib.Nifti1Image) and (is_of_file or image.dataobj.dtype == stored_type):
         return image
     # Saved as it is, an array in memory would be rounded to the type of the header.
     return _nifti(np.asanyarray(image.dataobj), image.affine)
 
 
 def _affine_of_array(spacing: Sequence[float] | None, affine: Any) -> np.ndarray:
-    """Where an array lies: as its affine says, or with its spacing and axes to the right, anterior, superior."""
+    """Return where an array lies, 4 x 4: as its affine says, or with its spacing (mm) and RAS+ axes.
+
+    Raises UserError.
+    """
     if affine is None:
         return np.diag([*_lengths(spacing), 1.0])
     if spacing is not None:
@@ -75,26 +102,26 @@ def _affine_of_array(spacing: Sequence[float] | None, affine: Any) -> np.ndarray
     try:
         if np.iscomplexobj(affine):
             raise TypeError("its numbers are complex")
-        found = np.asarray(affine, float)
+        matrix = np.asarray(affine, float)
     except (TypeError, ValueError) as error:
         raise UserError(f"segment: affine: {error}; give 4 x 4 numbers, as of nibabel") from error
-    is_affine = found.shape == (4, 4) and np.isfinite(found).all() and np.array_equal(found[3], [0, 0, 0, 1])
-    if not is_affine or np.linalg.matrix_rank(found) < 4:
+    is_affine = matrix.shape == (4, 4) and np.isfinite(matrix).all() and np.array_equal(matrix[3], [0, 0, 0, 1])
+    if not is_affine or np.linalg.matrix_rank(matrix) < 4:
         what = "4 x 4 finite numbers that can be inverted, the last row 0 0 0 1"
-        raise UserError(f"segment: an affine is {what}, not {found.tolist()}")
-    return found
+        raise UserError(f"segment: an affine is {what}, not {matrix.tolist()}")
+    return matrix
 
 
 def _lengths(spacing: object) -> list[float]:
     """Return the spacing (mm) as numbers. Raises UserError."""
-    found = list[float]()
+    lengths = list[float]()
     if isinstance(spacing, Iterable) and not isinstance(spacing, str | bytes):
         with suppress(TypeError, ValueError, OverflowError):
-            found = [float(length) for length in spacing if not isinstance(length, str | bytes)]
-    if len(found) != 3 or not all(SMALLEST <= length <= LARGEST for length in found):
+            lengths = [float(length) for length in spacing if not isinstance(length, str | bytes)]
+    if len(lengths) != 3 or not all(SMALLEST <= length <= LARGEST for length in lengths):
         what = f"three numbers from {SMALLEST:g} to {LARGEST:g}, such as (1, 1, 2.5)"
         raise UserError(f"segment: an array needs its affine, or its spacing in mm, {what}, not {spacing}")
-    return found
+    return lengths
 
 
 def _refuse_masked(voxels: object) -> None:
@@ -104,42 +131,49 @@ def _refuse_masked(voxels: object) -> None:
 
 
 def _nifti(voxels: np.ndarray, affine: np.ndarray) -> nib.Nifti1Image:
-    """An image of these voxels; where NIfTI has no such type, in one that holds their values."""
-    other: dict[Any, Any] = {np.dtype(np.bool_): np.uint8, np.dtype(np.float16): np.float32}
-    own = voxels.dtype.newbyteorder("=")
-    kind = np.dtype(other.get(own, np.float64 if own.itemsize > 8 else own))
+    """Return an image of these voxels; where NIfTI has no such type, in one that holds their values."""
+    kind = voxels.dtype.newbyteorder("=")
+    if kind == np.bool_:
+        kind = np.dtype(np.uint8)
+    elif kind == np.float16:
+        kind = np.dtype(np.float32)
+    elif kind.itemsize > LARGEST_NUMBER:
+        kind = np.dtype(np.float64)
     return nib.Nifti1Image(voxels.astype(kind), affine, dtype=kind)  # named, nibabel takes 64-bit integers, too
 
 
 @quiet_nibabel()
 def returned(image: ImageLike, labels: np.ndarray, case: Case) -> np.ndarray | nib.Nifti1Image:
-    """Labels (X, Y, Z) of a case as an array where an array was given, else on the grid of its first file."""
+    """Return labels (X, Y, Z) of a case as an array where an array was given, else on the grid of its first file."""
     if isinstance(image, np.ndarray):
         return labels
     source = open_image(case.id, case.images[0])
-    found = labels_like(labels, source)
-    return type(found)(found.dataobj, source.affine, found.header)
+    return _with_affine(labels_like(labels, source), source)
+
+
+def _with_affine(image: nib.Nifti1Image, source: nib.Nifti1Image) -> nib.Nifti1Image:
+    """Return the image with the affine of `source` as it was read: its header's may be rounded otherwise."""
+    return type(image)(image.dataobj, source.affine, image.header)
 
 
 class Probabilities:
-    """Probabilities (K, X, Y, Z) of a case, float32, in memory: `open_scores` of `unet3d.data.volume.to_original`."""
+    """Probabilities (K, X, Y, Z) of a case, float32, in memory: `open_scores` of `unet3d.data.restore.to_original`."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
         self._shape = open_image(case.id, case.images[0]).shape[:3]
-        self._found = np.empty(0, np.float32)
+        self._scores = np.empty(0, np.float32)
 
     def __call__(self, label: int, classes: int) -> np.ndarray:
-        """The part of a class, to write to."""
-        if not self._found.size:
-            self._found = np.zeros((classes, *self._shape), np.float32)
-        part: np.ndarray = self._found[label]
+        """Return the part of a class, to write to."""
+        if not self._scores.size:
+            self._scores = np.zeros((classes, *self._shape), np.float32)
+        part: np.ndarray = self._scores[label]
         return part
 
     def returned(self, image: ImageLike) -> np.ndarray | nib.Nifti1Image:
-        """K X Y Z where an array was given, else an image X Y Z K on the grid of its first file."""
+        """Return K X Y Z where an array was given, else an image X Y Z K on the grid of its first file."""
         if isinstance(image, np.ndarray):
-            return self._found
+            return self._scores
         source = open_image(self._case.id, self._case.images[0])
-        found = scores_like(np.moveaxis(self._found, 0, -1), source)
-        return type(found)(found.dataobj, source.affine, found.header)
+        return _with_affine(scores_like(np.moveaxis(self._scores, 0, -1), source), source)

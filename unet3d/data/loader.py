@@ -12,7 +12,13 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from unet3d.base import ranks, signals
-from unet3d.base.errors import LoaderError, UserError, file_limit, is_out_of_files, is_out_of_memory
+from unet3d.base.errors import (
+    LoaderError,
+    UserError,
+    file_limit,
+    is_out_of_files,
+    is_out_of_memory,
+)
 from unet3d.base.types import Batch, mib
 from unet3d.config.schema import Config
 from unet3d.data.patches import Patches, PatchIndex
@@ -38,71 +44,89 @@ def worker_count(asked: int | str, on_gpu: bool) -> int:
 
 
 def micro_batches(cases: int, batch: int, seed: int, first: int = 0) -> Iterator[list[PatchIndex]]:
-    """Endless, from number `first` on; every case once an epoch, in an order drawn from (seed, epoch)."""
+    """Yield micro-batches without end, from number `first` on.
+
+    Every case comes once an epoch, in an order drawn from (seed, epoch).
+    """
     for number in itertools.count(first):
-        indices = []
-        for slot in range(batch):
-            epoch, position = divmod(number * batch + slot, cases)
+        indices = list[PatchIndex]()
+        for sample in range(batch):
+            epoch, position = divmod(number * batch + sample, cases)
             order = np.random.default_rng([seed, epoch]).permutation(cases)
-            indices.append(PatchIndex(number, slot, int(order[position])))
+            indices.append(PatchIndex(number, sample, int(order[position])))
         yield indices
 
 
 def batches(
-    patches: Patches, cases: Sequence[str], config: Config, first_step: int = 0, pin: bool = False, timeout: float = 300
+    patches: Patches,
+    cases: Sequence[str],
+    config: Config,
+    first_step: int = 0,
+    pin: bool = False,
+    timeout: float = 300,
 ) -> Iterator[list[Batch]]:
-    """For each step from `first_step` on, its list of micro-batches of the named cases: this rank's share. Endless.
+    """Yield for each step from `first_step` on its list of micro-batches of the named cases: this rank's share.
 
-    `pin` only for a GPU: it creates a CUDA context. Raises UserError for an unusable case, LoaderError if a worker dies
-    or takes longer than `timeout` seconds for a batch, RuntimeError for other errors.
+    Endless. `pin` only for a GPU: it creates a CUDA context. Raises UserError for an unusable case, LoaderError if a
+    worker dies or takes longer than `timeout` seconds for a batch, RuntimeError for other errors.
     """
-    number = worker_count(config.workers, on_gpu=pin)
-    if number:
-        number = _with_room(number, config)
-    own = slice(*(rank * config.batch // ranks.SIZE for rank in (ranks.RANK, ranks.RANK + 1)))
+    workers = _with_room(worker_count(config.workers, on_gpu=pin), config)
+    first = ranks.RANK * config.batch // ranks.SIZE
+    last = (ranks.RANK + 1) * config.batch // ranks.SIZE
     whole = micro_batches(len(cases), config.batch, config.seed, first_step * config.accumulate)
-    indices, awaited = itertools.tee(batch[own] for batch in whole)
+    sampler, awaited = itertools.tee(batch[first:last] for batch in whole)
     loader = DataLoader(
         patches,
-        batch_sampler=indices,
-        num_workers=number,
+        batch_sampler=sampler,
+        num_workers=workers,
         collate_fn=_collate,
         pin_memory=pin,
         # torch draws a seed for its workers from here, else from the global generator, which would shift dropout.
         generator=torch.Generator().manual_seed(config.seed),
         worker_init_fn=_start_worker,
-        timeout=timeout if number else 0,
+        timeout=timeout if workers else 0,
     )
     stream: Any = iter(loader)
     try:
-        while True:  # batches come in order, so the cases of a missing one are known
-            yield [_next(stream, [cases[index.case] for index in next(awaited)]) for _ in range(config.accumulate)]
-    finally:  # torch ends the workers only when nothing refers to them, and a traceback may
-        workers = list(getattr(stream, "_workers", ()))  # without workers it has no such list
-        if workers:
-            stream._shutdown_workers()
-        for worker in workers:
-            worker.kill()  # one that hangs ignores SIGTERM
-            worker.join()
+        while True:
+            step = list[Batch]()
+            for _ in range(config.accumulate):
+                indices = next(awaited)  # batches come in order, so the cases of a missing one are known
+                step.append(_next(stream, [cases[index.case] for index in indices]))
+            yield step
+    finally:
+        _end_workers(stream)
 
 
-def _with_room(number: int, config: Config) -> int:
-    """Return how many workers to start: `number`, of `workers=auto` fewer where there is no room. Raises UserError."""
-    size = 4 * config.batch // ranks.SIZE * math.prod(config.data.patch)
+def _end_workers(stream: Any) -> None:
+    """End the workers: torch does so only when nothing refers to them, and a traceback may."""
+    workers = list(getattr(stream, "_workers", ()))  # without workers it has no such list
+    if workers:
+        stream._shutdown_workers()
+    for worker in workers:
+        worker.kill()  # one that hangs ignores SIGTERM
+        worker.join()
+
+
+def _with_room(workers: int, config: Config) -> int:
+    """Return how many workers to start: of `workers=auto` fewer where there is no room. Raises UserError."""
+    if workers == 0:
+        return 0
+    batch_bytes = 4 * config.batch // ranks.SIZE * math.prod(config.data.patch)
     while True:
         try:
-            _require_room(number, 2 * number + config.accumulate, size)
+            _require_room(workers, 2 * workers + config.accumulate, batch_bytes)
         except UserError:
-            if config.workers != "auto" or number == 1:
+            if config.workers != "auto" or workers == 1:
                 raise
-            number //= 2
+            workers //= 2
         else:
-            return number
+            return workers
 
 
-def _require_room(workers: int, batches: int, size: int) -> None:
-    """Raise UserError where workers cannot hand over this many batches at once, each of at least `size` bytes."""
-    descriptors: list[int] = []
+def _require_room(workers: int, batches: int, batch_bytes: int) -> None:
+    """Raise UserError where workers cannot hand over this many batches at once, each of at least `batch_bytes`."""
+    descriptors = list[int]()
     try:  # a worker has pipes, and each tensor of a batch under way is an open file
         for _ in range(16 + 8 * workers + 2 * batches):
             descriptors.append(os.dup(2))
@@ -112,27 +136,30 @@ def _require_room(workers: int, batches: int, size: int) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
     if SHARED.is_dir():
-        found = os.statvfs(SHARED)
-        free, needed = found.f_bavail * found.f_frsize, 2**20 + batches * size
-        if found.f_blocks and free < needed:  # without a limit it says that it has no blocks
+        status = os.statvfs(SHARED)
+        free = status.f_bavail * status.f_frsize
+        needed = 2**20 + batches * batch_bytes
+        if status.f_blocks and free < needed:  # without a limit it says that it has no blocks
             raise UserError(f"workers={workers}: {mib(needed)} MiB do not fit into {mib(free)} MiB; {USES_SHARED}")
 
 
 def _next(stream: Iterator[Batch], cases: Sequence[str]) -> Batch:
+    """Return the next batch, which is of these cases. Raises UserError, LoaderError, RuntimeError."""
     try:
         return next(stream)
     except UserError as error:  # a worker's has a traceback around it
-        raise UserError(str(error).strip().splitlines()[-1].removeprefix(WRAPPED)) from None
+        last_line = str(error).strip().splitlines()[-1]
+        raise UserError(last_line.removeprefix(WRAPPED)) from None
     except Exception as error:
         if is_out_of_memory(error):
             raise
         missing = f"no batch of {', '.join(dict.fromkeys(cases))}: "
-        text = str(error).strip().splitlines() or [repr(error)]
-        raise lost(error, missing) or RuntimeError(missing + text[-1]) from error
+        lines = str(error).strip().splitlines() or [repr(error)]
+        raise lost(error, missing) or RuntimeError(missing + lines[-1]) from error
 
 
 def lost(error: Exception, prefix: str = "") -> LoaderError | None:
-    """The error to show if torch reports with `error` that a worker died or hangs."""
+    """Return the error to show if torch reports with `error` that a worker died or hangs; None for another error."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, LoaderError):
         return None  # shown already
@@ -148,14 +175,16 @@ def lost(error: Exception, prefix: str = "") -> LoaderError | None:
 
 
 def _collate(samples: list[tuple[torch.Tensor, torch.Tensor, str]]) -> Batch:
+    """Return samples as a batch."""
     images, labels, cases = zip(*samples, strict=True)
     batch = Batch(torch.stack(images), torch.stack(labels), tuple(cases))
     if get_worker_info() is not None:  # shared here, an error is the run's; in the thread that sends, it would be lost
-        batch.image.share_memory_(), batch.label.share_memory_()
+        batch.image.share_memory_()
+        batch.label.share_memory_()
     return batch
 
 
 def _start_worker(_: int) -> None:
-    """Workers leave the cores to the step, and signals to its process."""
+    """Leave the cores to the step, and signals to its process."""
     torch.set_num_threads(1)
     signals.ignore()

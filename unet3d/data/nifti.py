@@ -1,15 +1,15 @@
-"""NIfTI files: headers are checked before memory is taken, voxels as they are read; files are written whole or not."""
+"""NIfTI files: a header is checked before memory is taken for its voxels, and voxels are checked as they are read."""
 
 import gzip
 import io
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import nibabel as nib
 import numpy as np
@@ -19,25 +19,37 @@ from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
 from unet3d.base.errors import UserError
-from unet3d.base.files import replacing
+from unet3d.base.files import open_regular
 from unet3d.config.schema import Data
-from unet3d.data.labels import Relabel, proposal
 
 SUFFIXES = (".nii.gz", ".nii")
+GZIP_MAGIC = b"\x1f\x8b"
 MAX_VOXELS = 2**31  # a case is held in memory: 8 GiB as float32, four times the largest whole-body CT
 MAX_DEFLATE = 1032  # the highest compression ratio of deflate: a file that claims more voxels than that is truncated
-MAX_OFFSET, MAX_TRAILING = 2**26, 2**20  # bytes before and behind the voxels: a small gzip file may hold gigabytes
-SMALLEST, LARGEST = 1e-7, 1e7  # mm, below a nanometre and above a kilometre: squares of less vanish, of more overflow
-ROUNDING, QUANTUM = 1e-6, 1e-3  # of a label: float32's, for scaled ones; the largest rounding to a file's integers
+MAX_OFFSET = 2**26  # bytes before the voxels: a small gzip file may hold gigabytes
+MAX_TRAILING = 2**20  # bytes behind the voxels
+SMALLEST = 1e-7  # mm, below a nanometre: squares of less vanish
+LARGEST = 1e7  # mm, above a kilometre: squares of more overflow
 GREYS = 256  # steps that float32 must leave in an image's range
-READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
+READ_ERRORS = (
+    OSError,
+    EOFError,
+    ValueError,
+    OverflowError,
+    zlib.error,
+    ImageFileError,
+    HeaderDataError,
+)
 # By the header's own length, which also gives the byte order: class, place of the magic, magic.
-FORMATS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
+FORMATS = {
+    348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"),
+    540: (nib.Nifti2Image, slice(4, 8), b"n+2\0"),
+}
 
 
 @contextmanager
 def quiet_nibabel() -> Iterator[None]:
-    """Within, nibabel does not log: it would what it corrects in a header, at every copy, without the file's name."""
+    """Silence nibabel's log within: it reports what it corrects in a header at every copy, without the file's name."""
 
     def drop(_: logging.LogRecord) -> bool:
         return False
@@ -58,99 +70,133 @@ class ValidationRules(NamedTuple):
 
     @classmethod
     def of(cls, data: Data) -> "ValidationRules":
-        """The rules of data.nonfinite and data.affine_check."""
+        """Return the rules of data.nonfinite and data.affine_check."""
         return cls(data.nonfinite == "zero", data.affine_check == "warn")
 
 
 STRICT = ValidationRules()
 
 
-class UnknownLabels(UserError):
-    """A label map holds values that are no class. `found` are its labels but 0, where they are whole numbers.
-
-    `alone` is the message without the `option` that would suit this file.
-    """
-
-    def __init__(self, message: str, found: frozenset[int] = frozenset(), option: str = "") -> None:
-        super().__init__(message + f", or add {option}" * bool(option))
-        self.found, self.alone = found, message
-
-
-def problem(case: str, path: Path, what: str) -> UserError:
-    """The error for a file: which case, which file, what is wrong and what to do."""
-    return UserError(f"{case}: {path}: {what}")
+def problem(case_id: str, path: Path, what: str) -> UserError:
+    """Return the error for a file: which case, which file, what is wrong and what to do."""
+    return UserError(f"{case_id}: {path}: {what}")
 
 
 def stem(path: Path) -> str:
-    """The file's name without .nii or .nii.gz."""
-    return path.name.removesuffix(".gz").removesuffix(".nii") if path.name.endswith(SUFFIXES) else path.name
+    """Return the file's name without .nii or .nii.gz."""
+    if not path.name.endswith(SUFFIXES):
+        return path.name
+    return path.name.removesuffix(".gz").removesuffix(".nii")
+
+
+def open_file(case_id: str, path: Path) -> BinaryIO:
+    """Open a file that has the name and the first bytes of a NIfTI file. Raises UserError."""
+    if not path.name.endswith(SUFFIXES):
+        raise problem(case_id, path, f"is not a {' or '.join(SUFFIXES)} file; convert it")
+    try:
+        stream = open_regular(path) if path.is_file() else None  # not of a pipe: reading would wait for it
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise problem(case_id, path, f"cannot be opened ({reason}); fix that or remove the case") from error
+    if stream is None:
+        is_channel = stem(path)[:-5] == case_id
+        what = f"{stem(path)} is missing" if is_channel else "no such file"
+        raise problem(case_id, path, f"{what}; restore it or remove the case")
+    try:
+        _refuse_first_bytes(case_id, path, stream)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def _refuse_first_bytes(case_id: str, path: Path, stream: BinaryIO) -> None:
+    """Raise UserError for an empty file, and for one that is not compressed as its name says."""
+    try:
+        start = stream.read(len(GZIP_MAGIC))
+    except OSError as error:
+        what = f"cannot be opened ({error.strerror}); fix that or remove the case"
+        raise problem(case_id, path, what) from error
+    if not start:
+        raise problem(case_id, path, "is empty; replace the file")
+    if path.name.endswith(".gz") and start != GZIP_MAGIC:
+        raise problem(
+            case_id,
+            path,
+            "is not gzip-compressed despite its name; rename or replace it",
+        )
+
+
+def open_image(case_id: str, path: Path) -> nib.Nifti1Image:
+    """Return the file with its header checked, its voxels unread. Raises UserError."""
+    with open_file(case_id, path) as stream:
+        return read_header(case_id, path, stream)
 
 
 @quiet_nibabel()
-def open_image(case: str, path: Path) -> nib.Nifti1Image:
-    """The file with its header checked, its voxels unread. Raises UserError."""
-    _check_file(case, path)
+def read_header(case_id: str, path: Path, stream: BinaryIO) -> nib.Nifti1Image:
+    """Return an open file as an image, its header checked, its voxels unread. Raises UserError."""
     try:
-        kind, stored = _stored_header(path)  # without extensions: nibabel would pass some to parsers of other formats
+        kind, stored = _stored_header(path, stream)  # without extensions: nibabel would parse some as other formats
         zooms = stored["pixdim"][1:4].copy()  # as stored: the check turns a 0 into 1
         header = stored.copy()
         header.check_fix()
-        shape, dtype, offset = header.get_data_shape(), header.get_data_dtype(), header.get_data_offset()
-        header.get_slope_inter()
+        voxels = ArrayProxy(path, header, mmap=False)
         affine = header.get_best_affine()
+        held_bytes = os.fstat(stream.fileno()).st_size
     except READ_ERRORS as error:
-        raise problem(case, path, f"not readable as NIfTI ({error}); replace the file") from error
-    for fault in _header_faults(path, shape, dtype, offset, affine, zooms):
-        raise problem(case, path, fault)
-    return kind(ArrayProxy(path, header, mmap=False), affine, header)
+        raise problem(case_id, path, f"not readable as NIfTI ({error}); replace the file") from error
+    if path.name.endswith(".gz"):
+        held_bytes *= MAX_DEFLATE
+    for fault in (*_voxel_faults(voxels, held_bytes), *_affine_faults(affine, zooms)):
+        raise problem(case_id, path, fault)
+    return kind(voxels, affine, header)
 
 
-def _check_file(case: str, path: Path) -> None:
-    if not path.name.endswith(SUFFIXES):
-        raise problem(case, path, f"is not a {' or '.join(SUFFIXES)} file; convert it")
-    try:
-        if not path.is_file():  # also a pipe: reading would wait for it
-            what = f"{stem(path)} is missing" if stem(path)[:-5] == case else "no such file"  # the first: a channel
-            raise problem(case, path, f"{what}; restore it or remove the case")
-        with path.open("rb") as stream:
-            start = stream.read(2)
-    except OSError as error:
-        raise problem(case, path, f"cannot be opened ({error.strerror}); fix that or remove the case") from error
-    if not start:
-        raise problem(case, path, "is empty; replace the file")
-    if path.name.endswith(".gz") and start != b"\x1f\x8b":
-        raise problem(case, path, "is not gzip-compressed despite its name; rename or replace it")
-
-
-def _stored_header(path: Path) -> tuple[type[nib.Nifti1Image], nib.Nifti1Header]:
-    """The kind of image and its header as stored. Reads no more than the header."""
-    with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as stream:
-        block = stream.read(max(FORMATS))
+def _stored_header(path: Path, stream: BinaryIO) -> tuple[type[nib.Nifti1Image], nib.Nifti1Header]:
+    """Return the kind of image and its header as stored. Reads no more than the header."""
+    with _content(path, stream) as content:
+        block = content.read(max(FORMATS))
     for order, name in (("<", "little"), (">", "big")):
         length = int.from_bytes(block[:4], name)  # type: ignore[arg-type]
-        if length in FORMATS and len(block) >= length:
-            kind, where, magic = FORMATS[length]
-            if block[where] == magic:
-                return kind, kind.header_class(block[:length], order, check=False)
+        if length not in FORMATS or len(block) < length:
+            continue
+        kind, place, magic = FORMATS[length]
+        if block[place] == magic:
+            return kind, kind.header_class(block[:length], order, check=False)
     raise ImageFileError("no NIfTI-1 or NIfTI-2 header")
 
 
-def _header_faults(
-    path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: int, affine: np.ndarray, zooms: np.ndarray
-) -> Iterator[str]:
-    voxels = prod(shape)
+@contextmanager
+def _content(path: Path, stream: BinaryIO) -> Iterator[BinaryIO]:
+    """Yield the content of an open file from its beginning, inflated if it is compressed; the file stays open."""
+    stream.seek(0)
+    if not path.name.endswith(".gz"):
+        yield stream
+        return
+    with gzip.GzipFile(fileobj=stream) as inflated:
+        yield inflated  # type: ignore[misc]
+
+
+def _voxel_faults(voxels: ArrayProxy, held_bytes: int) -> Iterator[str]:
+    """Yield what is wrong with the shape, type and place of voxels in a file of at most `held_bytes`, inflated."""
+    shape = voxels.shape
+    count = prod(shape)
     if len(shape) < 3 or min(shape) < 1 or sum(n > 1 for n in shape[3:]) > 1:
         yield f"has shape {shape}; a volume is X,Y,Z or, with channels, X,Y,Z,C"
-    if dtype.kind not in "iuf":
-        yield f"stores {dtype}; convert the voxels to integers or floats"
-    if voxels > MAX_VOXELS:
-        yield f"claims {voxels:,} voxels, more than {MAX_VOXELS:,}; replace, crop or resample it"
-    if offset > MAX_OFFSET:
-        yield f"claims that its voxels begin at byte {offset:,}, behind {MAX_OFFSET:,}; replace the file"
-    claimed = offset + voxels * dtype.itemsize
-    held = path.stat().st_size * (MAX_DEFLATE if path.name.endswith(".gz") else 1)
-    if claimed > held:
-        yield f"claims {claimed:,} bytes but holds {held:,} at most: truncated; replace the file"
+    if voxels.dtype.kind not in "iuf":
+        yield f"stores {voxels.dtype}; convert the voxels to integers or floats"
+    if count > MAX_VOXELS:
+        yield f"claims {count:,} voxels, more than {MAX_VOXELS:,}; replace, crop or resample it"
+    if voxels.offset > MAX_OFFSET:
+        yield f"claims that its voxels begin at byte {voxels.offset:,}, behind {MAX_OFFSET:,}; replace the file"
+    claimed_bytes = voxels.offset + count * voxels.dtype.itemsize
+    if claimed_bytes > held_bytes:
+        yield f"claims {claimed_bytes:,} bytes but holds {held_bytes:,} at most: truncated; replace the file"
+
+
+def _affine_faults(affine: np.ndarray, zooms: np.ndarray) -> Iterator[str]:
+    """Yield what is wrong with an affine (4, 4), to mm, and with the voxel sizes (mm) that the header states."""
     if not np.isfinite(zooms).all() or not zooms.all():
         yield f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header"
     with np.errstate(all="ignore"):  # an overflow is refused below
@@ -163,157 +209,78 @@ def _header_faults(
 
 
 def channels(image: nib.Nifti1Image) -> int:
-    """Length of the fourth axis, 1 where there is none."""
+    """Return the length of the fourth axis, 1 for a single channel."""
     return prod(image.shape[3:])
 
 
-def read_array(case: str, path: Path, image: nib.Nifti1Image) -> np.ndarray:
-    """All voxels (X, Y, Z) or (X, Y, Z, C), scaled by the header's slope and intercept. Raises UserError if damaged."""
-    try:
-        with np.errstate(all="ignore"):  # what is then not finite is refused, or counted and replaced
-            array: np.ndarray = np.asanyarray(_inflated(path, image) if path.name.endswith(".gz") else image.dataobj)
-    except READ_ERRORS as error:
-        raise problem(case, path, f"damaged ({error}); replace the file") from error
-    return array.reshape(*image.shape[:3], -1) if channels(image) > 1 else array.reshape(image.shape[:3])
+def read_array(case_id: str, path: Path, image: nib.Nifti1Image, stream: BinaryIO | None = None) -> np.ndarray:
+    """Return all voxels (X, Y, Z) or (X, Y, Z, C), scaled by the header's slope and intercept.
+
+    Reads from the open `stream`; None: opens the file. Raises UserError if it is damaged.
+    """
+    opened = open_file(case_id, path) if stream is None else nullcontext(stream)
+    with opened as source:
+        try:
+            with np.errstate(all="ignore"):  # what is then not finite is refused, or counted and replaced
+                array: np.ndarray = np.asanyarray(_voxels(path, image.dataobj, source))
+        except READ_ERRORS as error:
+            raise problem(case_id, path, f"damaged ({error}); replace the file") from error
+    if channels(image) > 1:
+        return array.reshape(*image.shape[:3], -1)
+    return array.reshape(image.shape[:3])
 
 
-def _inflated(path: Path, image: nib.Nifti1Image) -> ArrayProxy:
-    """The voxels in memory. Reads to the end of the stream, where the checksum is: nibabel stops before it."""
-    voxels = image.dataobj
-    with gzip.open(path) as stream:
-        stream.seek(voxels.offset)  # inflates what lies before, piece by piece
-        content = stream.read(prod(voxels.shape) * voxels.dtype.itemsize)
-        if len(stream.read(MAX_TRAILING + 1)) > MAX_TRAILING:
+def _voxels(path: Path, voxels: ArrayProxy, stream: BinaryIO) -> ArrayProxy:
+    """Return the voxels of an open file; compressed ones are inflated into memory.
+
+    Reads a compressed file to the end of the stream, where the checksum is: nibabel stops before it.
+    """
+    scale = (voxels.slope, voxels.inter)
+    if not path.name.endswith(".gz"):
+        return ArrayProxy(stream, (voxels.shape, voxels.dtype, voxels.offset, *scale), mmap=False)
+    with _content(path, stream) as inflated:
+        inflated.seek(voxels.offset)  # inflates what lies before, piece by piece
+        content = inflated.read(prod(voxels.shape) * voxels.dtype.itemsize)
+        if len(inflated.read(MAX_TRAILING + 1)) > MAX_TRAILING:
             raise ValueError(f"more than {MAX_TRAILING:,} bytes follow the voxels")
-    return ArrayProxy(io.BytesIO(content), (voxels.shape, voxels.dtype, 0, voxels.slope, voxels.inter))
+    return ArrayProxy(io.BytesIO(content), (voxels.shape, voxels.dtype, 0, *scale))
 
 
-def read_image(case: str, path: Path, image: nib.Nifti1Image, rules: ValidationRules) -> tuple[np.ndarray, int]:
-    """Voxels as float32 (C, X, Y, Z), and how many of them were not finite and became 0. Raises UserError."""
-    stored = read_array(case, path, image)
+def read_image(
+    case_id: str,
+    path: Path,
+    image: nib.Nifti1Image,
+    rules: ValidationRules,
+    stream: BinaryIO | None = None,
+) -> tuple[np.ndarray, int]:
+    """Return voxels as float32 (C, X, Y, Z), and how many of them were not finite and became 0. Raises UserError."""
+    stored = read_array(case_id, path, image, stream)
     with np.errstate(over="ignore"):  # becomes infinite, which is refused below
         array = stored.astype(np.float32, copy=False)
     is_finite = np.isfinite(array)
-    bad = int(array.size - np.count_nonzero(is_finite))
-    if bad and not rules.nonfinite:
-        raise problem(case, path, f"{bad} voxels are NaN or infinite; give them a value, e.g. the background's")
-    if bad < array.size and not np.can_cast(stored.dtype, np.float32):  # else nothing was rounded
-        _refuse_rounded(case, path, stored[is_finite] if bad else stored)
-    if bad:
+    nonfinite = int(array.size - np.count_nonzero(is_finite))
+    if nonfinite and not rules.nonfinite:
+        what = f"{nonfinite} voxels are NaN or infinite; give them a value, e.g. the background's"
+        raise problem(case_id, path, what)
+    if nonfinite < array.size and not np.can_cast(stored.dtype, np.float32):  # else nothing was rounded
+        _refuse_rounded(case_id, path, stored[is_finite] if nonfinite else stored)
+    if nonfinite:
         array = np.where(is_finite, array, np.float32(0))
-    return array[np.newaxis] if array.ndim == 3 else np.moveaxis(array, -1, 0), bad
+    if array.ndim == 3:
+        return array[np.newaxis], nonfinite
+    return np.moveaxis(array, -1, 0), nonfinite
 
 
-def _refuse_rounded(case: str, path: Path, stored: np.ndarray) -> None:
+def _refuse_rounded(case_id: str, path: Path, stored: np.ndarray) -> None:
     """Raise UserError where float32 has too few numbers for these voxels: their contrast would be lost."""
-    low, high = stored.min().item(), stored.max().item()
-    if high > low and (step := np.spacing(np.float32(max(-low, high)))) * GREYS > high - low:
+    low = stored.min().item()
+    high = stored.max().item()
+    step = np.spacing(np.float32(max(-low, high)))
+    if high > low and step * GREYS > high - low:
         what = f"has values from {low:.12g} to {high:.12g}, of which float32 keeps steps of {step:g}"
-        raise problem(case, path, f"{what}; subtract the offset")
+        raise problem(case_id, path, f"{what}; subtract the offset")
 
 
 def replacement(count: int) -> str:
-    """The warning about voxels that data.nonfinite=zero replaced."""
+    """Return the warning about voxels that data.nonfinite=zero replaced."""
     return f"{count} voxels are NaN or infinite and count as 0 (data.nonfinite=zero)"
-
-
-def read_label(
-    case: str, path: Path, image: nib.Nifti1Image, classes: int, ignore: int | None, relabel: Relabel = None
-) -> np.ndarray:
-    """Voxels as uint8 or uint16 (X, Y, Z), every one a class or `ignore`. Raises UnknownLabels, UserError."""
-    array = read_array(case, path, image)
-    if not np.issubdtype(array.dtype, np.integer):
-        # 255 scaled by 1/255 is not quite 1; nor are floats that nibabel scales to fit the 2^16 values of an integer.
-        half, whole = abs(image.dataobj.slope) / 2, np.rint(array)
-        is_rounded = image.dataobj.dtype.kind in "iu" and half < QUANTUM
-        is_near = np.isclose(array, whole, rtol=ROUNDING, atol=ROUNDING + half * is_rounded)
-        array = np.where(is_near, whole, array)
-    kind = np.min_scalar_type(max(classes - 1, ignore or 0))
-    if relabel is None:
-        found, bad = array, ~((array >= 0) & (array < classes) & (array == np.rint(array)))
-    else:
-        found, bad = np.zeros(array.shape, kind), np.ones(array.shape, bool)
-        for old, new in relabel.items():
-            voxels = array == old
-            found[voxels], bad[voxels] = new, False
-    if ignore is not None:
-        found = found if relabel is None else np.where(array == ignore, kind.type(ignore), found)
-        bad &= array != ignore
-    if bad.any():
-        raise _unknown_labels(case, path, array, bad, classes, ignore, relabel)
-    return found.astype(kind, copy=False)
-
-
-def _unknown_labels(
-    case: str, path: Path, array: np.ndarray, bad: np.ndarray, classes: int, ignore: int | None, relabel: Relabel
-) -> UnknownLabels:
-    """The error for the labels of a file that are neither a class nor `ignore`."""
-    values, wrong = np.unique(array), np.unique(array[bad])
-    known = f"0 to {classes - 1}" if relabel is None else ", ".join(map(str, sorted(relabel)))
-    allowed = known + ("" if ignore is None else f" and {ignore} (ignored)")
-    listed = ", ".join(f"{value:g}" for value in wrong[:5].tolist())
-    are_whole = bool(np.isfinite(wrong).all() and (wrong == np.rint(wrong)).all())
-    found = frozenset(int(value) for value in values if are_whole and value not in (0, ignore))
-    what = f"{bad.sum()} voxels have the label {listed}; allowed are {allowed}; relabel them"
-    return UnknownLabels(f"{case}: {path}: {what}", found, proposal(found, classes, relabel))
-
-
-def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
-    """Write integer labels (X, Y, Z) on the grid of the image `like`, as uint8 or uint16. Raises UserError, OSError."""
-    save_image(path, labels_like(labels, open_image(stem(path), like)))
-
-
-@quiet_nibabel()
-def labels_like(labels: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
-    """Integer labels (X, Y, Z) as an image on the grid of `source`, uint8 or uint16."""
-    assert labels.shape == source.shape[:3], f"{labels.shape} labels for an image of {source.shape}"
-    kind = np.min_scalar_type(int(labels.max()))
-    return type(source)(labels.astype(kind), None, _header_like(source, kind))
-
-
-@quiet_nibabel()
-def scores_like(scores: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
-    """Scores (X, Y, Z, K) as an image on the grid of `source`, float32."""
-    return type(source)(scores, None, _header_like(source, np.float32))
-
-
-@quiet_nibabel()
-def _header_like(source: nib.Nifti1Image, kind: np.dtype | type) -> nib.Nifti1Header:
-    """The header of `source` for other values of this type."""
-    header = source.header.copy()
-    header.extensions.clear()  # their DICOM fields may name the patient
-    header.set_slope_inter(1, 0)
-    header["cal_min"] = header["cal_max"] = 0  # the display range of intensities
-    header.set_data_dtype(kind)
-    return header
-
-
-@contextmanager
-def saving_scores(path: Path, like: Path) -> Iterator[Callable[[int, int], np.ndarray]]:
-    """Write float32 scores (X, Y, Z, K) on the grid of the image `like` to `path` (.nii). Raises UserError, OSError.
-
-    Gives a function of a class and of K, which maps the class's voxels into memory; they leave it with the array.
-    """
-    source = open_image(stem(path), like)
-    header, shape = _header_like(source, np.float32), source.shape[:3]
-    header["vox_offset"] = offset = header.single_vox_offset
-    with replacing(path) as file:
-
-        def open_scores(label: int, classes: int) -> np.ndarray:
-            if not file.tell():
-                header.set_data_shape((*shape, classes))
-                header.write_to(file)
-                file.flush()
-                # on a disk that fills later, a write to mapped memory would kill the process
-                os.posix_fallocate(file.fileno(), 0, offset + 4 * prod(shape) * classes)
-            return np.memmap(file, header.get_data_dtype(), "r+", offset + 4 * prod(shape) * label, shape, "F")
-
-        yield open_scores
-
-
-@quiet_nibabel()
-def save_image(path: Path, image: nib.Nifti1Image) -> None:
-    """Write `image` to `path` (.nii or .nii.gz), whole or not at all. Same image, same bytes. Raises OSError."""
-    content = image.to_bytes()
-    with replacing(path) as file:
-        file.write(gzip.compress(content, mtime=0) if path.name.endswith(".gz") else content)

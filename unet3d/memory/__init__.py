@@ -1,6 +1,13 @@
-"""What a step's memory is, before it runs and as it runs.
+"""The memory of a training step, before it runs and as it runs.
 
 `explain` and `predict` are for any network, from Python; torch loads when they are used.
+
+In reading order: `tracker` and `ledger` record each tensor storage and the module that made it; `copies` and
+`counters` add what happens within convolutions on a GPU; `levels` and `analysis` say who holds the bytes; `meter` reads
+the peaks of a step. `fake_tensors` and `simulate` take the step without its memory; `stage_profile`, `peak` and
+`checkpoint_plan` compare ways to take it; `variants`, `budget` and `out_of_memory` find what fits; `allocator` replays
+CUDA's allocator. `preflight` is what a run prints first; `profile` and `user_module` are for networks of others;
+`tables`, `export` and `usual_estimates` show the figures.
 """
 
 from typing import TYPE_CHECKING, Any

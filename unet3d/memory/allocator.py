@@ -1,6 +1,6 @@
-"""What torch's CUDA caching allocator would hold for a list of allocations and releases.
+"""A replay of torch's CUDA caching allocator: what it would hold for a list of allocations and releases.
 
-A replay by its documented rules on one stream, with the native backend, no garbage collection and enough memory, so
+It follows the documented rules on one stream, with the native backend, no garbage collection and enough memory, so
 that nothing cached is ever returned. Segments are assumed to lie at ascending addresses. The order of events is the
 ledger's; another order, or kernels' scratch, may fragment otherwise.
 """
@@ -19,11 +19,12 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB  # for requests below OWN_SEGMENT, unless the settings say otherwise
 OWN_SEGMENT = 10 * MIB  # from here on a segment is as large as its first request, rounded up to SMALL_SEGMENT
 DOUBLINGS = 16  # of a request's size, from 1 MiB to 64 GiB, each with its own number of divisions
+OLD_NAME = "PYTORCH_CUDA_ALLOC_CONF"
 POWERS = {str(2**power): power for power in range(64)}
 
 
 class Settings(NamedTuple):
-    """Those of torch's settings that the replay models; the defaults are torch's."""
+    """The settings of torch's allocator that the replay models; the defaults are torch's."""
 
     expandable: bool = False  # expandable_segments
     max_split: int = 2**63  # bytes, max_split_size_mb: larger blocks are not split
@@ -39,8 +40,9 @@ class Reserved(NamedTuple):
 
 
 def replay(events: Sequence[tuple[int, int]], settings: Settings | None = None) -> Reserved:
-    """The peaks after (index, bytes gained or lost) in order."""
-    allocator, allocated = Allocator(settings or Settings()), 0
+    """Return the peaks after (index, bytes gained or lost) in order."""
+    allocator = Allocator(settings or Settings())
+    allocated = 0
     for index, change in events:
         allocator.apply(index, change)
         allocated = max(allocated, allocator.allocated_bytes)
@@ -48,41 +50,55 @@ def replay(events: Sequence[tuple[int, int]], settings: Settings | None = None) 
 
 
 def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
-    """As torch reads them, the older name first; a line names what the replay leaves out, if anything."""
-    name = "PYTORCH_CUDA_ALLOC_CONF" if "PYTORCH_CUDA_ALLOC_CONF" in environment else "PYTORCH_ALLOC_CONF"
+    """Return the settings of an environment as torch reads them, the older name first.
+
+    A line names what the replay leaves out, if anything.
+    """
+    name = OLD_NAME if OLD_NAME in environment else "PYTORCH_ALLOC_CONF"
     text = "".join(environment.get(name, "").split())
-    parts = list(filter(None, re.split(r",(?![^\[]*\])", text)))  # not at commas within brackets
+    parts = [part for part in re.split(r",(?![^\[]*\])", text) if part]  # not at commas within brackets
     parts.sort(key=lambda part: not part.startswith("large_segment_size_mb"))  # it bounds max_split_size_mb
-    found = Settings()
+    settings = Settings()
     left_out = []
     for part in parts:
-        key, _, value = part.partition(":")
         try:
-            if key == "expandable_segments":
-                found = found._replace(expandable=("False", "True").index(value) == 1)
-            elif key == "large_segment_size_mb" and int(value) * MIB > OWN_SEGMENT:  # torch takes no less
-                found = found._replace(large_segment=int(value) * MIB)
-            elif key == "max_split_size_mb" and int(value) * MIB >= found.large_segment:  # here neither
-                found = found._replace(max_split=int(value) * MIB)
-            elif key == "roundup_power2_divisions":
-                found = found._replace(divisions=_divisions(value))
-            elif part != "backend:native":
-                left_out.append(part)
+            settings = _with_setting(settings, part)
         except (KeyError, ValueError):
             left_out.append(part)
     if not left_out:
-        return found, []
-    return found, [f"{name}: the replay leaves out {', '.join(left_out)}: malformed or not modelled"]
+        return settings, []
+    return settings, [f"{name}: the replay leaves out {', '.join(left_out)}: malformed or not modelled"]
+
+
+def _with_setting(settings: Settings, part: str) -> Settings:
+    """Return the settings with one more, `key:value`. KeyError or ValueError for what the replay leaves out."""
+    if part == "backend:native":
+        return settings
+    key, _, value = part.partition(":")
+    if key == "expandable_segments":
+        is_expandable = {"False": False, "True": True}[value]
+        return settings._replace(expandable=is_expandable)
+    if key == "roundup_power2_divisions":
+        return settings._replace(divisions=_divisions(value))
+    if key == "large_segment_size_mb":
+        size = int(value) * MIB
+        if size > OWN_SEGMENT:  # torch takes no less
+            return settings._replace(large_segment=size)
+    if key == "max_split_size_mb":
+        size = int(value) * MIB
+        if size >= settings.large_segment:  # torch takes no less
+            return settings._replace(max_split=size)
+    raise ValueError(part)
 
 
 def _divisions(text: str) -> tuple[int, ...]:
-    """Of each doubling, from `4` or `[256:1,512:2,>:8]`: for sizes from so many MiB, or the rest. As torch reads it.
+    """Return the divisions of each doubling, from `4` or `[256:1,512:2,>:8]`: for sizes from 256 MiB ... or the rest.
 
-    The rest begins one doubling after the last one that is named, or after the first one if none is.
+    As torch reads it, the rest begins one doubling after the last one that is named; without one, after the first.
     """
     if not text.startswith("["):
         return (_number_of_divisions(text),) * DOUBLINGS
-    found = [0] * DOUBLINGS
+    divisions_of_doublings = [0 for _ in range(DOUBLINGS)]
     last = None
     for pair in text[1 : text.index("]")].split(","):
         start, _, number = pair.partition(":")
@@ -95,17 +111,20 @@ def _divisions(text: str) -> tuple[int, ...]:
             begin = 0 if last is None else index
             end = index + 1
             last = index
-        found[begin:end] = [divisions] * (end - begin)
-    return tuple(found)
+        for doubling in range(begin, end):
+            divisions_of_doublings[doubling] = divisions
+    return tuple(divisions_of_doublings)
 
 
 def _number_of_divisions(text: str) -> int:
-    """0, or a power of two. KeyError or ValueError for anything else."""
-    return int(text) and 2 ** POWERS[text]
+    """Return 0, or a power of two. KeyError or ValueError for anything else."""
+    if int(text) == 0:
+        return 0
+    return 1 << POWERS[text]
 
 
 def rounded(size: int, unit: int) -> int:
-    """The next multiple of a unit."""
+    """Return the next multiple of a unit."""
     return -(-size // unit) * unit
 
 
@@ -121,10 +140,11 @@ class Block:
 
 
 class Allocator:
-    """Both pools, and who holds which block."""
+    """Both pools of an allocator, and who holds which block."""
 
     def __init__(self, settings: Settings) -> None:
-        self.small, self.large = Pool(is_small=True, settings=settings), Pool(is_small=False, settings=settings)
+        self.small = Pool(is_small=True, settings=settings)
+        self.large = Pool(is_small=False, settings=settings)
         self.divisions = settings.divisions
         self.held: dict[int, tuple[Pool, Block]] = {}
         self.allocated_bytes = 0
@@ -144,8 +164,12 @@ class Allocator:
         assert size > 0, "a request for nothing"
         assert index not in self.held, f"{index} is held already"
         power = size.bit_length() - 1
-        divisions = self.divisions[min(max(power - 20, 0), DOUBLINGS - 1)]  # below 1 MiB those of the first doubling
-        size = rounded(size, 2**power // divisions if 1 < divisions < size / ROUND else ROUND)
+        doubling = min(max(power - 20, 0), DOUBLINGS - 1)  # below 1 MiB the first
+        divisions = self.divisions[doubling]
+        unit = ROUND
+        if 1 < divisions < size / ROUND:
+            unit = 2**power // divisions
+        size = rounded(size, unit)
         pool = self.small if size <= SMALL else self.large
         block = pool.take(size)
         self.held[index] = pool, block
@@ -162,7 +186,8 @@ class Pool:
     """Segments for small or for large requests. `free` holds (size, address) in ascending order."""
 
     def __init__(self, is_small: bool, settings: Settings) -> None:
-        self.splits_any, self.expandable = is_small or settings.expandable, settings.expandable
+        self.expandable = settings.expandable
+        self.splits_any = is_small or settings.expandable
         self.max_split = settings.max_split
         self.waste = settings.large_segment  # less than this may be left of a block that is not to be split
         self.page = SMALL_SEGMENT if is_small else settings.large_segment
@@ -172,16 +197,21 @@ class Pool:
         self._last: Block | None = None  # at the highest address
 
     def take(self, size: int) -> Block:
-        """The smallest free block that fits, else a new one, cut to size if that leaves enough."""
-        if (found := self._best(size)) is not None:
-            block = self.blocks[self.free.pop(found)[1]]
+        """Take the smallest free block that fits, else a new one, cut to size if that leaves enough."""
+        best = self._best(size)
+        if best is not None:
+            _, address = self.free.pop(best)
+            block = self.blocks[address]
         elif self.expandable:
             block = self._grown(size)
         else:
             block = self._segment(self.page if size < OWN_SEGMENT else rounded(size, SMALL_SEGMENT))
         block.is_free = False
         rest = block.size - size
-        if rest >= ROUND if self.splits_any else rest > SMALL and size < self.max_split:
+        is_split = rest > SMALL and size < self.max_split
+        if self.splits_any:
+            is_split = rest >= ROUND
+        if is_split:
             self._split(block, size)
         return block
 
@@ -195,15 +225,23 @@ class Pool:
         insort(self.free, (block.size, block.address))
 
     def _best(self, size: int) -> int | None:
-        """Index in `free`. The last block of an expandable segment could grow and counts as the largest."""
-        at = bisect_left(self.free, (size, 0))
-        if self.expandable and at + 1 < len(self.free) and self.blocks[self.free[at][1]] is self._last:
-            at += 1
+        """Return the index in `free` of the smallest block that fits; None without one.
+
+        The last block of an expandable segment could grow and counts as the largest.
+        """
+        best = bisect_left(self.free, (size, 0))
+        if self.expandable and best + 1 < len(self.free):
+            _, address = self.free[best]
+            if self.blocks[address] is self._last:
+                best += 1
+        if best >= len(self.free):
+            return None
         limit = self.max_split if size < self.max_split else size + self.waste
-        return at if at < len(self.free) and self.free[at][0] < limit else None
+        block_size, _ = self.free[best]
+        return best if block_size < limit else None
 
     def _segment(self, size: int, before: Block | None = None) -> Block:
-        """A new block at the end: a segment of its own, or more of the segment whose last block is `before`."""
+        """Return a new block at the end: a segment of its own, or more of the segment whose last block is `before`."""
         block = Block(self.reserved_bytes, size, before)
         if before is not None:
             before.after = block
@@ -212,7 +250,7 @@ class Pool:
         return block
 
     def _grown(self, size: int) -> Block:
-        """The pool's one segment grows at its end by whole pages; a free block there is part of the result."""
+        """Let the pool's one segment grow at its end by whole pages; a free block there is part of the result."""
         last = self._last
         if last is None or not last.is_free:
             return self._segment(rounded(size, self.page), last)
@@ -226,16 +264,20 @@ class Pool:
         rest = Block(block.address + size, block.size - size, block, block.after, is_free=True)
         if block.after is not None:
             block.after.before = rest
-        block.size, block.after = size, rest
+        block.size = size
+        block.after = rest
         self.blocks[rest.address] = rest
         insort(self.free, (rest.size, rest.address))
-        self._last = rest if self._last is block else self._last
+        if self._last is block:
+            self._last = rest
 
     def _joined(self, block: Block, other: Block) -> Block:
-        """A block grown by its neighbour behind it."""
-        block.size, block.after = block.size + other.size, other.after
+        """Return a block grown by its neighbour behind it."""
+        block.size += other.size
+        block.after = other.after
         if other.after is not None:
             other.after.before = block
         del self.blocks[other.address]
-        self._last = block if self._last is other else self._last
+        if self._last is other:
+            self._last = block
         return block

@@ -1,4 +1,4 @@
-"""What CUDA's allocator counts within convolutions: their workspaces, which no tensor holds."""
+"""Workspaces of convolutions on CUDA, which no tensor holds, measured by the counters of torch's allocator."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -6,10 +6,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from unet3d.memory.ledger import CONVOLUTION, CONVOLUTION_BACKWARD, Ledger, ModuleScope
+from unet3d.memory.ledger import CONVOLUTION, CONVOLUTION_BACKWARD, Ledger
+from unet3d.memory.tracker import ModuleScope
 
-PEAKS = ("allocated_bytes", "requested_bytes", "reserved_bytes")
-MOST = 100  # rows of `largest_excesses`
+REQUESTED = "requested_bytes.all.current"
+REQUESTED_PEAK = "requested_bytes.all.peak"
+PEAKS = ("allocated_bytes.all.peak", REQUESTED_PEAK, "reserved_bytes.all.peak")
+MOST_ROWS = 100  # of `largest_excesses`
 R = TypeVar("R")
 
 
@@ -36,18 +39,19 @@ class Counters:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def excess(self, compute: Callable[[], R]) -> tuple[R, int]:
-        """Return the result of `compute`, and its peak of requested bytes less the larger of those before and after.
+        """Return the result of `compute`, and its peak of requested bytes minus the larger of those before and after.
 
         A result made after the workspace is freed, such as a bias's gradient, is counted in what is held after: the
         excess is too small by its bytes.
         """
         before = self.read()
-        self._highest = {f"{name}.all.peak": before[f"{name}.all.peak"] for name in PEAKS}
+        for name in PEAKS:
+            self._highest[name] = before[name]
         torch.cuda.reset_peak_memory_stats(self._device)
         result = compute()
         after = torch.cuda.memory_stats(self._device)
-        held = max(stats["requested_bytes.all.current"] for stats in (before, after))
-        return result, after["requested_bytes.all.peak"] - held
+        held = max(before[REQUESTED], after[REQUESTED])
+        return result, after[REQUESTED_PEAK] - held
 
 
 class CudaLedger(Ledger):
@@ -66,11 +70,15 @@ class CudaLedger(Ledger):
         if func not in (CONVOLUTION, CONVOLUTION_BACKWARD):
             return func(*args, **kwargs)
         result, excess = self._counters.excess(lambda: func(*args, **kwargs))
-        key = self.layer(self._scope().module), self.marks[-1][1]
-        self.excesses[key] = max(self.excesses[key], excess)
+        layer = self.layer(self._scope().module)
+        phase = self.marks[-1][1]
+        self.excesses[layer, phase] = max(self.excesses[layer, phase], excess)
         return result
 
     def largest_excesses(self) -> list[dict[str, Any]]:
-        """Return a row for a layer and phase, the largest first."""
-        rows = sorted(self.excesses.items(), key=lambda row: -row[1])[:MOST]
-        return [{"module": module, "phase": phase, "bytes": size} for (module, phase), size in rows]
+        """Return one row per layer and phase, the largest first."""
+        largest = sorted(self.excesses.items(), key=lambda item: -item[1])
+        rows = []
+        for (layer, phase), size in largest[:MOST_ROWS]:
+            rows.append({"module": layer, "phase": phase, "bytes": size})
+        return rows

@@ -2,47 +2,32 @@
 
 import sys
 import weakref
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count
 
-from unet3d.training import slabs
-from unet3d.training.slabs import Observer
+from unet3d.memory.tracker import ModuleEvent, ModuleScope
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
 CONVOLUTION = torch.ops.aten.convolution.default
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-# A storage made in one phase and alive when a later one begins has this category.
-OUTLIVES = {"forward": ("backward", "activations"), "loss": ("backward", "activations"), "data": ("forward", "inputs")}
 SUM = torch.ops.aten.add.Tensor
 DEVICE = torch.ops.prim.device.default  # called for fake tensors only
-WHOLE = "(forward)"  # what the forward of the network itself makes, and the weights that are in no submodule
-ACCUMULATE_GRAD = 2**62  # its nodes have sequence numbers beyond; each stands for a parameter, not for an operation
-
-
-class ModuleScope(NamedTuple):
-    """Where an operation runs."""
-
-    module: str  # dotted path, WHOLE for the network itself; outside of it the phase: data, forward, loss ...
-    is_recomputed: bool = False  # by activation checkpointing or in slabs, within backward
-    is_in_slabs: bool = False
-
-
-class ModuleEvent(NamedTuple):
-    """A leaf module is entered ("pre") or left ("fwd"), or its backward is over ("bwd")."""
-
-    module: str
-    layer: str  # its class
-    hook: str
+ADOPTED = "adopted"  # the operation of a storage that existed before the ledger saw it
+# A storage made in one phase and alive when a later one begins has this category.
+OUTLIVES = {
+    "forward": ("backward", "activations"),
+    "loss": ("backward", "activations"),
+    "data": ("forward", "inputs"),
+}
+UNKNOWN_OWNERS = (0, 0, 0)
 
 
 @dataclass
@@ -53,7 +38,7 @@ class Storage:
     shape: tuple[int, ...]  # of the first tensor seen with it
     dtype: torch.dtype
     phase: int  # index of the mark in which it appeared
-    operation: str  # that made it; "adopted" if it existed before
+    operation: str  # that made it; ADOPTED if it existed before
     scope: ModuleScope
     born: int
     died: int | None = None
@@ -64,7 +49,7 @@ class Ledger(TorchDispatchMode):
     """Records storages on devices of one type: a batch in host memory takes no memory of a GPU.
 
     `events` holds (storage index, bytes gained or lost), 0 bytes for a storage that was taken out of the count; `marks`
-    and `crossings` hold (event index, what begins).
+    and `module_events` hold (event index, what begins).
     `scope` returns where the current operation runs, `layer` the name in tables of a module's path.
     """
 
@@ -73,44 +58,46 @@ class Ledger(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = [(0, "before")]
-        self.crossings: list[tuple[int, ModuleEvent]] = []
+        self.module_events: list[tuple[int, ModuleEvent]] = []
         self.convolutions: list[tuple[int, str, int]] = []  # of each forward call: events before it, module, FLOPs
         self.workspaces: list[tuple[int, int]] = []  # of each convolution: events with its results, bytes of its maps
         self.layer: Callable[[str], str] = str
-        self._scope, self._device_type = scope, device_type
+        self._scope = scope
+        self._device_type = device_type
         self._alive: dict[int, tuple[int, Any]] = {}  # address of a storage: its index, a weak reference to it
-        self._owners = self._sole_owner = (0, 0, 0)  # of the last sum of gradients; of one that autograd alone holds
+        self._owners = UNKNOWN_OWNERS  # counts of references to the last sum of gradients
+        self._sole_owner = UNKNOWN_OWNERS  # those of a gradient that autograd alone holds
 
     def __enter__(self) -> "Ledger":
-        if self._sole_owner == (0, 0, 0):
+        if self._sole_owner == UNKNOWN_OWNERS:
             self._sole_owner = _sole_owner()
         super().__enter__()
         return self
 
     def mark(self, phase: str) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         self.marks.append((len(self.events), phase))
 
-    def cross(self, crossing: ModuleEvent) -> None:
-        """A module is entered or left."""
-        self.crossings.append((len(self.events), crossing))
+    def record(self, event: ModuleEvent) -> None:
+        """Record that a module is entered or left."""
+        self.module_events.append((len(self.events), event))
 
-    def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Count storages that exist already."""
-        for tensor in tensors:
-            self._add(tensor, "adopted")
+    def count(self, tree: Any, operation: str = ADOPTED, scope: ModuleScope | None = None) -> None:
+        """Count the storages of all tensors in a tree, as made by `operation`; those counted before stay as they are.
 
-    def count(self, tree: Any, operation: str, scope: ModuleScope | None = None) -> None:
-        """Count an operation's results; those that are counted already stay as they are."""
+        `scope`: where the operation runs, if that is known.
+        """
         for tensor in _tensors(tree):
             self._add(tensor, operation, scope)
 
     def claim(self, tensor: Tensor, role: str, module: str) -> None:
         """Record what a storage is for and which module owns it; count it if it is new."""
-        self._add(tensor, "adopted")
-        if (found := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
-            storage = self.storages[found[0]]
-            storage.role, storage.scope = role, ModuleScope(module)
+        self._add(tensor, ADOPTED, None)
+        entry = self._alive.get(tensor.untyped_storage()._cdata)
+        if entry is not None:
+            storage = self.storages[entry[0]]
+            storage.role = role
+            storage.scope = ModuleScope(module)
 
     def uncount(self, tensor: Tensor) -> None:
         """Take a storage out of the count: the device that the step is predicted for would not hold it."""
@@ -120,15 +107,16 @@ class Ledger(TorchDispatchMode):
         self.events[storage.born] = (index, 0)
 
     def index(self, tensor: Tensor) -> int:
-        """Index of a tensor's storage. Raises KeyError if it is not counted."""
+        """Return the index of a tensor's storage. Raises KeyError if it is not counted."""
         return self._alive[tensor.untyped_storage()._cdata][0]
 
     def alive_bytes(self) -> list[int]:
-        """Bytes alive after each event, after a leading 0."""
-        return list(accumulate((change for _, change in self.events), initial=0))
+        """Return the bytes alive after each event, after a leading 0."""
+        changes = (change for _, change in self.events)
+        return list(accumulate(changes, initial=0))
 
     def peak_bytes(self) -> int:
-        """Most bytes alive at once."""
+        """Return the most bytes alive at once."""
         return max(self.alive_bytes())
 
     def largest_map(self) -> int:
@@ -136,7 +124,7 @@ class Ledger(TorchDispatchMode):
         return max((s.bytes // s.dtype.itemsize for s in self.storages if s.role is None), default=0)
 
     def peak_moment(self) -> int:
-        """How many events had happened when most bytes were alive, for the first time."""
+        """Return how many events had happened when most bytes were alive, for the first time."""
         alive = self.alive_bytes()
         return alive.index(max(alive))
 
@@ -153,39 +141,45 @@ class Ledger(TorchDispatchMode):
         return max(0, most - max(alive))
 
     def phase_spans(self) -> list[tuple[str, int, int]]:
-        """(phase, first event, end) for each mark, in order."""
+        """Return (phase, first event, end) for each mark, in order."""
         edges = [*self.marks, (len(self.events), "")]
         return [(name, start, end) for (start, name), (end, _) in pairwise(edges)]
 
     def phase_peaks(self) -> list[tuple[str, int]]:
-        """(phase, most bytes alive in it) for each mark, in order."""
+        """Return (phase, most bytes alive in it) for each mark, in order."""
         alive = self.alive_bytes()
         return [(name, max(alive[start : end + 1])) for name, start, end in self.phase_spans()]
 
     def alive_at(self, moment: int) -> list[Storage]:
-        """The storages alive after so many events."""
-        return [s for s in self.storages if s.born < moment and (s.died is None or s.died >= moment)]
+        """Return the storages alive after `moment` events."""
+        return [s for s in self.storages if s.born < moment and _outlives(s, moment)]
 
     def categories_at(self, moment: int) -> dict[str, int]:
-        """Bytes alive after so many events, by category."""
+        """Return the bytes alive after `moment` events, by category."""
         totals = dict.fromkeys(CATEGORIES, 0)
         for storage in self.alive_at(moment):
             totals[self.category(storage)] += storage.bytes
         return totals
 
     def category(self, storage: Storage) -> str:
-        """What a storage is for: its claimed role, else by its birth and life. Recomputed maps are activations."""
+        """Return what a storage is for: its claimed role, else by its birth and life.
+
+        Recomputed maps are activations.
+        """
         if storage.role is not None:
             return storage.role
         phase = self.marks[storage.phase][1]
-        if storage.operation == "adopted" and phase != "step":  # in step: numbers from torch.tensor, made undispatched
+        if storage.operation == ADOPTED and phase != "step":  # in step: numbers from torch.tensor, made undispatched
             return "inputs"
         if storage.scope.is_recomputed:
             return "activations"
-        until, kind = OUTLIVES.get(phase, ("", ""))
-        start = next((start for start, name in self.marks[storage.phase + 1 :] if name == until), None)
-        is_kept = start is not None and (storage.died is None or storage.died >= start)
-        return kind if is_kept else "temporaries"
+        if phase not in OUTLIVES:
+            return "temporaries"
+        later_phase, category = OUTLIVES[phase]
+        for start, name in self.marks[storage.phase + 1 :]:
+            if name == later_phase:
+                return category if _outlives(storage, start) else "temporaries"
+        return "temporaries"
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -194,13 +188,13 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:
             return getattr(args[0], "fake_device", None) or func(*args)
-        self.adopt(_tensors((args, kwargs)))
-        before = len(self.events)
+        self.count((args, kwargs))
+        events_before = len(self.events)
         result = self.compute(func, args, kwargs or {})
         scope = self._scope()
         if func is CONVOLUTION:
             flops = conv_flop_count(list(args[0].shape), list(args[1].shape), list(result.shape), args[6])
-            self.convolutions.append((before, scope.module, flops))
+            self.convolutions.append((events_before, scope.module, flops))
         if func is SUM and self._is_in_place(args[0]):
             self._replace(args[0], result)
         self.count(result, str(func), scope)
@@ -215,7 +209,7 @@ class Ledger(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _is_in_place(self, gradient: Tensor) -> bool:
-        """Whether autograd, if no dispatch mode were active, would add to this gradient in place.
+        """Return whether autograd, if no dispatch mode were active, would add to this gradient in place.
 
         It does so to a dense tensor that it alone holds: `can_accumulate_inplace` in torch's input_buffer.cpp.
         """
@@ -227,31 +221,54 @@ class Ledger(TorchDispatchMode):
         return self._owners == self._sole_owner and gradient.is_contiguous()
 
     def _replace(self, old: Tensor, new: Tensor) -> None:
-        """The storage of `new` is counted as that of `old`, which dies at once."""
+        """Let `new` take the place of `old`, which dies at once: autograd would have written the sum over it."""
         index, _ = self._alive.pop(old.untyped_storage()._cdata)  # with its weak reference, which would tell of its end
-        storage = new.untyped_storage()
-        self._alive[storage._cdata] = index, weakref.ref(storage, partial(self._release, storage._cdata))
+        self._watch(new, index)
 
-    def _add(self, tensor: Tensor, operation: str, scope: ModuleScope | None = None) -> None:
+    def _add(self, tensor: Tensor, operation: str, scope: ModuleScope | None) -> None:
         storage = tensor.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
-        if address in self._alive or not size or tensor.device.type != self._device_type:
+        size = storage.nbytes()
+        if storage._cdata in self._alive or not size or tensor.device.type != self._device_type:
             return
-        index, now = len(self.storages), len(self.events)
-        self._alive[address] = index, weakref.ref(storage, partial(self._release, address))
-        shape, phase = tuple(tensor.shape), len(self.marks) - 1
-        self.storages.append(Storage(size, shape, tensor.dtype, phase, operation, scope or self._scope(), now))
+        index = len(self.storages)
+        self._watch(tensor, index)
+        self.storages.append(
+            Storage(
+                bytes=size,
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                phase=len(self.marks) - 1,
+                operation=operation,
+                scope=scope or self._scope(),
+                born=len(self.events),
+            )
+        )
         self.events.append((index, size))
+
+    def _watch(self, tensor: Tensor, index: int) -> None:
+        """Count a tensor's storage under an index until it dies."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        self._alive[address] = index, weakref.ref(storage, partial(self._release, address))
 
     def _release(self, address: int, _: Any) -> None:
         index, _ = self._alive.pop(address)
-        self.storages[index].died = len(self.events)
-        if self.storages[index].bytes:
-            self.events.append((index, -self.storages[index].bytes))
+        storage = self.storages[index]
+        storage.died = len(self.events)
+        if storage.bytes:
+            self.events.append((index, -storage.bytes))
+
+
+def _outlives(storage: Storage, moment: int) -> bool:
+    """Return whether a storage is alive after `moment` events, if it was born before."""
+    return storage.died is None or storage.died >= moment
 
 
 def _sole_owner() -> tuple[int, int, int]:
-    """Counts of references to a gradient that autograd alone holds, as a ledger sees them: torch's versions differ."""
+    """Return the counts of references to a gradient that autograd alone holds, as a ledger sees them.
+
+    Versions of torch differ in them.
+    """
     ledger = Ledger()
     ledger._sole_owner = (-1, -1, -1)
     with torch.enable_grad(), ledger:
@@ -261,7 +278,10 @@ def _sole_owner() -> tuple[int, int, int]:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """In arguments or results of an operation. For every operation of a step: torch's pytree takes twice the time."""
+    """Yield the tensors in arguments or results of an operation.
+
+    It is called for every operation of a step: torch's pytree takes twice the time.
+    """
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, list | tuple):
@@ -269,102 +289,3 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
     elif isinstance(tree, dict):
         yield from _tensors(list(tree.values()))
-
-
-class ModuleTracker(Observer):
-    """Follows a model through a step. Between `open` and `close` it calls `crossed` at every crossing."""
-
-    def __init__(self, model: nn.Module, crossed: Callable[[ModuleEvent], None] = lambda crossing: None) -> None:
-        self.modules = {path or WHOLE: module for path, module in model.named_modules()}
-        self._crossed = crossed
-        self._owners = {id(p): path for path, module in self.modules.items() for p in module.parameters(recurse=False)}
-        self._leaves = {path: type(m).__name__ for path, m in self.modules.items() if not list(m.children())}
-        self._phase, self._in_backward = "forward", ""
-        self._stack: list[str] = []
-        self._layer: ModuleScope | None = None  # that runs in slabs
-        self._paths_of = {id(module): path for path, module in self.modules.items()}
-        self._hooks = ExitStack()
-        self._firsts: list[int] = []  # from this sequence number on ...
-        self._paths: list[str] = []  # ... autograd nodes belong to this module
-
-    def open(self) -> None:
-        """Begin a step."""
-        self._stack, self._firsts, self._paths = [], [], []
-        self._hooks.callback(setattr, slabs, "observer", slabs.observer)
-        slabs.observer = self
-        for path, module in self.modules.items():
-            enter, leave = partial(self._enter, path), partial(self._leave, path)
-            self._hooks.enter_context(module.register_forward_pre_hook(enter))
-            # Always: checkpointing ends a recomputation with an exception as soon as it has all it needs.
-            self._hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-
-    def close(self) -> None:
-        """Remove all hooks."""
-        self._hooks.close()
-
-    def mark(self, phase: str) -> None:
-        """A phase begins: operations outside of all modules belong to it."""
-        self._back_in("")
-        self._phase = f"({phase})" if phase in self.modules else phase
-        self._attribute(self._phase)
-
-    def scope(self) -> ModuleScope:
-        """Where the current operation runs."""
-        if self._layer is not None:
-            return self._layer
-        node = torch._C._current_autograd_node()
-        if node is None or self._stack:
-            return ModuleScope(self._stack[-1] if self._stack else self._phase, is_recomputed=node is not None)
-        path = self._module_of(node)
-        self._back_in(path)
-        return ModuleScope(path)
-
-    @contextmanager
-    def works_on(self, layer: nn.Module | None, is_backward: bool) -> Iterator[None]:
-        """Slabs of a layer: what runs within belongs to it."""
-        path, before = self._paths_of.get(id(layer), self._phase), self._layer
-        is_again = not is_backward and torch._C._current_autograd_node() is not None
-        self._layer = ModuleScope(path, is_again, is_in_slabs=True)
-        if is_backward:
-            self._back_in(path)
-        else:
-            self._cross(path, "pre")
-        try:
-            yield
-        finally:
-            self._layer = before
-            if not is_backward:
-                self._cross(path, "fwd")
-
-    def _module_of(self, node: Any) -> str:
-        number: int = node._sequence_nr()
-        if number > ACCUMULATE_GRAD:
-            return self._owners.get(id(node.variable), self._phase)
-        index = bisect_right(self._firsts, number) - 1
-        return self._paths[index] if index >= 0 else self._phase
-
-    def _enter(self, path: str, *_: Any) -> None:
-        self._stack.append(path)
-        self._attribute(path)
-        self._cross(path, "pre")
-
-    def _leave(self, path: str, *_: Any) -> None:
-        self._stack.pop()
-        self._attribute(self._stack[-1] if self._stack else self._phase)
-        self._cross(path, "fwd")
-
-    def _attribute(self, path: str) -> None:
-        """Autograd nodes made from now on belong to `path`. Nodes made by a recomputation never run: skip them."""
-        if torch._C._current_autograd_node() is None:
-            self._firsts.append(torch.autograd._get_sequence_nr())
-            self._paths.append(path)
-
-    def _back_in(self, path: str) -> None:
-        """Backward runs in `path` now."""
-        if self._in_backward != path:
-            self._cross(self._in_backward, "bwd")
-            self._in_backward = path
-
-    def _cross(self, path: str, hook: str) -> None:
-        if path in self._leaves:
-            self._crossed(ModuleEvent(path, self._leaves[path], hook))

@@ -6,18 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor, default_generator, nn
 
-from unet3d.memory.analysis import by_phase, first_and_steady, layer_names, summarise_ledger
+from unet3d.memory.analysis import PhaseBytes, by_phase, first_and_steady, summarise_ledger
 from unet3d.memory.copies import GpuLedger
 from unet3d.memory.counters import Counters, CudaLedger
-from unet3d.memory.ledger import Ledger, ModuleTracker
+from unet3d.memory.ledger import Ledger
+from unet3d.memory.levels import layer_names
+from unet3d.memory.tracker import ModuleEvent, ModuleTracker
 from unet3d.training.step import PHASES
 
-MEASURED_STEPS = 3  # measured steps: gradients and optimizer state appear in the first, the third repeats the second
+MEASURED_STEPS = 3  # gradients and optimizer state appear in the first, the third repeats the second
 STEPS_FOR_PEAK = 2  # simulated steps for a peak
+COUNTED = "exact count of tensor bytes"
 
 
 def open_meter(model: nn.Module, optimizer: torch.optim.Optimizer) -> "LedgerMeter":
-    """A ledger of storages; where the model is on a GPU, with the CUDA allocator's own counters."""
+    """Return a meter with a ledger of storages; for a model on a GPU, with the CUDA allocator's own counters too."""
     on_gpu = next(model.parameters()).device.type == "cuda"
     return CudaMeter(model, optimizer) if on_gpu else LedgerMeter(model, optimizer)
 
@@ -27,37 +30,36 @@ class LedgerMeter:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, for_gpu: bool = False) -> None:
         """`for_gpu`: the model stands for one on a GPU, so what only the host would hold does not count."""
-        self.model, self.optimizer, self._for_gpu = model, optimizer, for_gpu
+        self.model = model
+        self.optimizer = optimizer
+        self._for_gpu = for_gpu
         self._hooks = ExitStack()
-        self.tracker = ModuleTracker(model, lambda crossing: self.ledger.cross(crossing))
+        self.tracker = ModuleTracker(model, self._record)
         self.device = next(model.parameters()).device
         self.ledger = self._new_ledger()
         self.ledger.layer = layer_names(model)
         self.guesses: list[str] = []  # where fake tensors were asked for values
-        self.steps, self.is_open = 0, False
+        self.steps = 0
+        self.is_open = False
         for path, module in self.tracker.modules.items():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self.ledger.claim(tensor, "params", path)
 
     def mark(self, phase: str) -> None:
-        """A phase of `train_step` begins, or the step "end"s."""
+        """Begin a phase of `train_step`, or "end" the step."""
         if self.steps >= MEASURED_STEPS:  # later steps repeat what was seen
             return
         if not self.is_open:
-            self.tracker.open()
-            self._hooks.enter_context(self.ledger)
-            if not self._for_gpu:
-                self._hooks.callback(setattr, torch, "get_rng_state", torch.get_rng_state)
-                torch.get_rng_state = self._random_state
-            self.is_open = True
+            self._open()
         self._claim_grads_and_states()
         self.tracker.mark(phase)
         self.ledger.mark(phase)
         if phase == "end":
             self.close()
             # A step that fp16 skipped before the first update does not count: later steps keep the optimizer's state.
-            keeps = any("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
-            self.steps += bool(self.optimizer.state) or not keeps
+            keeps_state = any("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
+            if self.optimizer.state or not keeps_state:
+                self.steps += 1
 
     def close(self) -> None:
         """Stop measuring, also within a step that failed."""
@@ -67,25 +69,41 @@ class LedgerMeter:
             self.is_open = False
 
     def summary(self) -> dict[str, Any]:
-        """`peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and what `summarise_ledger` returns.
+        """Return `peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and more by `summarise_ledger`.
 
         For a GPU also `workspace_bound_bytes`, see `Ledger.workspace_bound`; they are in no other number. `guesses`,
         if there are any, say where a prediction took 0 for values that it does not have.
         """
         peaks = self.ledger.phase_peaks()
-        summary = {"peak_bytes": max(peak for _, peak in peaks), "kind": "ledger", "phases": by_phase(peaks)}
+        summary: dict[str, Any] = {
+            "peak_bytes": max(peak for _, peak in peaks),
+            "kind": COUNTED,
+            "phases": by_phase(peaks),
+        }
         if self.guesses:
-            summary |= {"kind": "ledger, GUESSED", "guesses": list(self.guesses)}
+            summary["kind"] = "count of tensor bytes, GUESSED"
+            summary["guesses"] = list(self.guesses)
         if self._for_gpu:
             summary["workspace_bound_bytes"] = self.ledger.workspace_bound()
         return summary | summarise_ledger(self.ledger)
+
+    def _record(self, event: ModuleEvent) -> None:
+        self.ledger.record(event)
 
     def _new_ledger(self) -> Ledger:
         ledger = GpuLedger if self._for_gpu else Ledger
         return ledger(self.tracker.scope, self.device.type)
 
+    def _open(self) -> None:
+        self.tracker.open()
+        self._hooks.enter_context(self.ledger)
+        if not self._for_gpu:
+            self._hooks.callback(setattr, torch, "get_rng_state", torch.get_rng_state)
+            torch.get_rng_state = self._random_state
+        self.is_open = True
+
     def _random_state(self) -> Tensor:
-        """torch's, which checkpointing keeps and no dispatch mode sees."""
+        """Return torch's random state, which checkpointing keeps and no dispatch mode sees, and count it."""
         state = default_generator.get_state()
         self.ledger.claim(state, "activations", self.tracker.scope().module)
         return state
@@ -101,7 +119,8 @@ class LedgerMeter:
 
     def _claim_state(self, state: Tensor, name: str, path: str) -> None:
         self.ledger.claim(state, "optimizer", path)
-        if self._for_gpu and name == "step" and not any(group.get("fused") for group in self.optimizer.param_groups):
+        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
+        if self._for_gpu and name == "step" and not is_fused:
             self.ledger.uncount(state)  # Adam counts its steps on the host, unless one kernel updates all weights
 
 
@@ -109,7 +128,7 @@ class CudaMeter(LedgerMeter):
     """Peak bytes that torch's CUDA allocator gave out between two marks: host counters, so nothing is synchronised.
 
     The ledger of the first steps adds categories and modules, but sees no workspaces of kernels and no rounding. While
-    it observes, autograd adds no gradients in place, so the allocator's peaks are those of the steps after it.
+    it observes, autograd adds no gradients in place, so the allocator's peaks come from the steps after it.
     Workspaces of convolutions are measured only then, one by one.
     """
 
@@ -119,50 +138,70 @@ class CudaMeter(LedgerMeter):
         self._counters = Counters(next(model.parameters()).device)
         super().__init__(model, optimizer)
         self.highest = {"requested_bytes": 0, "reserved_bytes": 0}
-        self.retries, self._earlier_retries, self.is_observed = 0, 0, True  # the peaks are of steps under the ledger
-        self._phase, self._peaks = "before", dict[str, int]()  # of the current step
+        self.retries = 0
+        self._earlier_retries = 0
+        self.is_observed = True  # the peaks are of steps under the ledger
+        self._phase = "before"
+        self._peaks: dict[str, int] = {}  # phase -> peak in the current step
         self._steps: list[dict[str, int]] = []  # peaks of the first step, and the highest of the later ones
 
     def mark(self, phase: str) -> None:
-        stats, last = self._counters.read(), self._phase
-        if self.is_observed and self.steps >= MEASURED_STEPS:  # the first step without the ledger begins
-            torch.cuda.empty_cache()  # of what the others cached
-            self.is_observed, self._steps, self._earlier_retries = False, [{}], stats["num_alloc_retries"]
-            self.highest = dict.fromkeys(self.highest, 0)
+        stats = self._counters.read()
+        if self.is_observed and self.steps >= MEASURED_STEPS:
+            self._begin_unobserved(stats)
         self.retries = stats["num_alloc_retries"] - self._earlier_retries
-        if last in PHASES:  # validation and whatever else runs between steps is not in the step's peak
-            self._peaks[last] = max(stats["allocated_bytes.all.peak"], self._peaks.get(last, 0))
+        if self._phase in PHASES:  # validation and whatever else runs between steps is not in the step's peak
+            earlier = self._peaks.get(self._phase, 0)
+            self._peaks[self._phase] = max(stats["allocated_bytes.all.peak"], earlier)
             for name in self.highest:
                 self.highest[name] = max(self.highest[name], stats[f"{name}.all.peak"])
         self._counters.restart()
         self._phase = phase
         super().mark(phase)
         if phase == "end":
-            later = self._steps[1] if len(self._steps) > 1 else {}
-            self._steps[1:] = [{name: max(peak, later.get(name, 0)) for name, peak in self._peaks.items()}]
-            self._peaks = {}
+            self._end_step()
 
     def summary(self) -> dict[str, Any]:
-        """As that of the ledger, under "ledger"; no phase has a "first", unless all steps were observed: see `kind`.
+        """Return the allocator's figures under the keys of `LedgerMeter.summary`, which is under "ledger".
 
-        `workspaces`: of convolutions, bytes requested less those of tensors, by layer and phase of the observed steps.
+        No phase has a "first", unless all steps were observed: see `kind`. `workspaces`: of convolutions, requested
+        bytes minus bytes of tensors, by layer and phase of the observed steps.
         """
         free, total = torch.cuda.mem_get_info(self.device)
-        if self.is_observed:
-            phases, kind = first_and_steady(self._steps), "cuda allocated, observed steps"
-        else:
-            phases, kind = {name: {"steady": peak} for name, peak in self._steps[-1].items()}, "cuda allocated"
-        workspaces = self.ledger.largest_excesses()
-        return {
-            "peak_bytes": max((peak for phase in phases.values() for peak in phase.values()), default=0),
-            "kind": kind,
+        phases = self._phases()
+        peaks = [peak for phase in phases.values() for peak in phase.values()]
+        summary: dict[str, Any] = {
+            "peak_bytes": max(peaks, default=0),
+            "kind": "cuda allocated, observed steps" if self.is_observed else "cuda allocated",
             "phases": phases,
             **self.highest,
             "retries": self.retries,
             "device_used_bytes": total - free,  # by all processes on it, the CUDA context included
-            **({"workspaces": workspaces} if workspaces else {}),
-            "ledger": super().summary(),
         }
+        workspaces = self.ledger.largest_excesses()
+        if workspaces:
+            summary["workspaces"] = workspaces
+        summary["ledger"] = super().summary()
+        return summary
 
     def _new_ledger(self) -> CudaLedger:
         return CudaLedger(self.tracker.scope, self.device.type, self._counters)
+
+    def _begin_unobserved(self, stats: dict[str, Any]) -> None:
+        """Begin the first step without the ledger: forget the peaks of those with it, and free what they cached."""
+        torch.cuda.empty_cache()
+        self.is_observed = False
+        self._steps = [{}]
+        self._earlier_retries = stats["num_alloc_retries"]
+        self.highest = dict.fromkeys(self.highest, 0)
+
+    def _end_step(self) -> None:
+        later = self._steps[1] if len(self._steps) > 1 else {}
+        highest = {name: max(peak, later.get(name, 0)) for name, peak in self._peaks.items()}
+        self._steps[1:] = [highest]
+        self._peaks = {}
+
+    def _phases(self) -> PhaseBytes:
+        if self.is_observed:
+            return first_and_steady(self._steps)
+        return {name: {"steady": peak} for name, peak in self._steps[-1].items()}

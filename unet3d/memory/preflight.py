@@ -17,13 +17,15 @@ from unet3d.base.types import host_bytes, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory.allocator import read_settings, replay
-from unet3d.memory.analysis import LayerCount, layer_counts
-from unet3d.memory.budget import PASSES, Option, refuse_over_budget, refuse_over_card, warn_over_card, without_levers
-from unet3d.memory.checkpoint_plan import choose_segments, predicted
+from unet3d.memory.budget import PASSES, Candidate, peaks_without
+from unet3d.memory.checkpoint_plan import Segments, choose_segments
+from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
-from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_mode, fake_model, simulate, validation_peak
+from unet3d.memory.out_of_memory import refuse_over_budget, refuse_over_card, warn_over_card
+from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_model, simulate, validation_peak
 from unet3d.memory.tables import cuda_sizes, guessed, moment, peak_location, sentence, workspace_bound
+from unet3d.memory.usual_estimates import LayerCount, layer_counts
 from unet3d.training import known_bad
 
 
@@ -41,19 +43,26 @@ class MemoryEstimate:
     steps: int = MEASURED_STEPS
 
     @cached_property
+    def segments(self) -> Segments:
+        return choose_segments(self.config, self.options)
+
+    @cached_property
     def meter(self) -> LedgerMeter:
-        return predicted(self.config, self.options, self.dtype, self.steps)
+        segment_starts = self.segments.segment_starts
+        return simulate(self.config, self.options, segment_starts, self.dtype, steps=self.steps)
 
     @property
     def ledger(self) -> Ledger:
         return self.meter.ledger
 
     @cached_property
-    def entry(self) -> dict[str, Any]:  # what memory.json has under "predicted"
+    def entry(self) -> dict[str, Any]:
+        """Return what memory.json has under "predicted"."""
         return self.meter.summary()
 
     @cached_property
-    def peak(self) -> int:  # bytes
+    def peak(self) -> int:
+        """Return the most bytes of tensors at once."""
         return self.ledger.peak_bytes()
 
     @cached_property
@@ -62,18 +71,36 @@ class MemoryEstimate:
 
     @property
     def saved(self) -> int:
-        """Bytes that autograd holds as the last backward begins."""
-        start = {name: start for start, name in self.ledger.marks}["backward"]
-        return self.ledger.categories_at(start)["activations"]
+        """Return the bytes that autograd holds as the last backward begins."""
+        last_starts = {name: start for start, name in self.ledger.marks}
+        return self.ledger.categories_at(last_starts["backward"])["activations"]
 
     def without(self) -> dict[str, int]:
-        """The peak without each way to save memory that the step uses; bytes."""
+        """Return the peak without each memory option that the step uses, in bytes."""
         if self.dtype is not torch.float32:
             return {}
-        return without_levers(self.config, self.options, choose_segments(self.config, self.options).segment_starts)
+        return peaks_without(self.config, self.options, self.segments.segment_starts)
+
+    @property
+    def stages(self) -> list[str]:
+        """Return the names of the network's stages."""
+        return [name for name, _ in self.meter.model.named_children()]
+
+    @property
+    def candidate(self) -> Candidate:
+        """Return the step as a search for what fits sees it."""
+        return Candidate(
+            overrides=(),
+            changes="nothing",
+            config=self.config,
+            model=self.options,
+            peak_bytes=self.peak,
+            recompute_fraction=self.segments.recompute_fraction / PASSES,
+            reserved_bytes=self.entry.get("reserved_bytes", 0),
+        )
 
     def counts(self) -> list[LayerCount]:
-        """Every module's input and output in one forward pass without checkpointing."""
+        """Return every module's input and output in one forward pass without checkpointing."""
         with fake_mode(build.device_type(self.config)):
             policy = replace(build.policy(self.config, "cpu", ()), slabs=None)  # the modules themselves run
             model = fake_model(self.config, self.options, self.dtype)
@@ -82,12 +109,17 @@ class MemoryEstimate:
 
 
 def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
-    """The memory of `python train.py OVERRIDES`; with `half`, weights and images are float16. Raises UserError."""
+    """Return the memory of `python train.py OVERRIDES`; with `half`, weights and images are float16.
+
+    Raises UserError.
+    """
     config = compose.compose(overrides)
     if half and config.amp:
         raise UserError("--half makes the whole network half precision, which leaves nothing to amp=true; drop one")
-    options, dtype = build.model_config_from_headers(config), torch.float16 if half else torch.float32
-    return MemoryEstimate(options.path or compose.choice("model", overrides), config, options, dtype)
+    model_config = build.model_config_from_headers(config)
+    name = model_config.path or compose.choice("model", overrides)
+    dtype = torch.float16 if half else torch.float32
+    return MemoryEstimate(name, config, model_config, dtype)
 
 
 class Preflight(NamedTuple):
@@ -97,80 +129,138 @@ class Preflight(NamedTuple):
     memory: dict[str, Any]
 
 
-def preflight(config: Config, options: Model) -> Preflight:
+def preflight(config: Config, model_config: Model) -> Preflight:
     """Simulate the step and a validation window, and print what they need. Raises UserError beyond `budget`."""
     if not config.dry_run:
         build.device(config)
     is_cuda = build.device_type(config) == "cuda"
+    steps = MEASURED_STEPS if is_cuda else STEPS_FOR_PEAK  # an allocator settles later
+    subject = MemoryEstimate("run", config, model_config, steps=steps)
     with counting("predicting memory", 2) as counter:
-        segment_starts, fraction = choose_segments(config, options)
-        steps = MEASURED_STEPS if is_cuda else STEPS_FOR_PEAK  # an allocator settles later
-        meter = simulate(config, options, segment_starts, steps=steps)
+        ledger = subject.ledger
         counter.advance()
         if is_cuda:
-            warning = known_bad.warning(build.policy(config, "cuda", ()).dtype, meter.ledger.largest_map)
-            if warning is not None:
-                print(f"warning: {warning}", file=sys.stderr, flush=True)
-        found, parameters = meter.summary(), sum(p.numel() for p in meter.model.parameters())
-        peak, names = found["peak_bytes"], [name for name, _ in meter.model.named_children()]
-        peaks = f"predicted peak of a step {mib(peak)} MiB ({found['kind']}), {moment(found)}"
-        print(f"{parameters:,} parameters; {peaks}", flush=True)
-        if found.get("guesses"):
-            print(guessed(found), flush=True)
-        if config.compile:
-            print("predicted without compile=true: compiled steps need more or less, which is not known", flush=True)
-        if config.channels_last and is_cuda and (config.model.path or config.model.norm.startswith("batch")):
-            print("predicted without the scratch memory that batch norm takes in channels last", flush=True)
-        reserved = 0
+            _warn_of_known_bad(config, ledger)
+        _print_step(subject)
         if is_cuda:
-            settings, left_out = read_settings(os.environ)
-            allocated, reserved = replay(meter.ledger.events, settings)
-            found |= {"allocated_bytes": allocated, "reserved_bytes": reserved}
-            on_cuda = f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay)"
-            print(on_cuda, workspace_bound(found), cuda_sizes(found), *left_out, sep="\n", flush=True)
-        asked = Option((), "nothing", config, options, peak, fraction / PASSES, reserved_bytes=reserved)
-        refuse_over_budget(asked)
-        location, validation = peak_location(found), validation_peak(config, options, found["state"]["optimizer"])
-        windows = build.windows(config, [meter.model])
-        if is_cuda and not config.dry_run:
-            free, total = torch.cuda.mem_get_info(build.device(config))
-            if validation > free and config.inference.batch == "auto" and windows > 1:  # a run then sees fewer at once
-                single = replace(config, inference=replace(config.inference, batch=1))
-                validation = validation_peak(single, options, found["state"]["optimizer"])
-                windows = 1
-            refuse_over_card(asked, validation, windows, free, total)
-            warn_over_card(asked, found["workspace_bound_bytes"], free)
-        lines = [sentence(location, peak)]
-        others = without_levers(config, options, segment_starts)
-        if others:
-            saved = ", ".join(f"without {word} {mib(size)}" for word, size in others.items())
-            lines.append(f"{saved} MiB (ledger, predicted)")
-        if segment_starts:
-            lines.append(f"checkpointed segments: {segment_names(names, segment_starts)}")
-        lines += slab_words(config)
-        if validation > peak:
-            times = f", {windows} windows at once" if windows > 1 else ""
-            lines.append(f"validation needs more than a step: {mib(validation)} MiB (ledger, predicted){times}")
-            if is_cuda:
-                lines.append("sums of its windows come on top on the GPU only where they fit; else the host holds them")
-        print(*lines, sep="\n", flush=True)
-        if not is_cuda and max(peak, validation) > host_bytes():
+            _replay_allocator(subject)
+        refuse_over_budget(subject.candidate)
+        validation, windows = _fit_validation(subject)
+        without = subject.without()
+        location = peak_location(subject.entry)
+        print(sentence(location, subject.peak))
+        _print_options(subject, without)
+        _print_validation(subject, validation, windows)
+        if not is_cuda and max(subject.peak, validation) > host_bytes():
             print(f"this machine has {mib(host_bytes())} MiB of memory, which is less", flush=True)
         counter.advance()
-    memory: dict[str, Any] = {"parameters": parameters, "predicted": found, "advice": location}
-    memory |= {"predicted_validation_bytes": validation, "without": others}
-    memory["segments"] = [names[start] for start in segment_starts] or list(slab_words(config))
+    segment_starts = subject.segments.segment_starts
+    first_stages = [subject.stages[start] for start in segment_starts]
+    memory: dict[str, Any] = {
+        "parameters": subject.parameters,
+        "predicted": subject.entry,
+        "advice": location,
+        "predicted_validation_bytes": validation,
+        "without": without,
+        "segments": first_stages or list(slab_words(config)),
+    }
     return Preflight(segment_starts, memory)
 
 
+def _warn_of_known_bad(config: Config, ledger: Ledger) -> None:
+    """Warn of a fault of the installed libraries in what the step runs on CUDA."""
+    dtype = build.policy(config, "cuda", ()).dtype
+    warning = known_bad.warning(dtype, ledger.largest_map)
+    if warning is not None:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+
+def _print_step(subject: MemoryEstimate) -> None:
+    """Print the predicted peak of the step, and what the prediction leaves out."""
+    entry = subject.entry
+    config = subject.config
+    peak = f"predicted peak of a step {mib(subject.peak)} MiB ({entry['kind']}), {moment(entry)}"
+    print(f"{subject.parameters:,} parameters; {peak}", flush=True)
+    if entry.get("guesses"):
+        print(guessed(entry), flush=True)
+    if config.compile:
+        print("predicted without compile=true: compiled steps need more or less, which is not known", flush=True)
+    is_cuda = build.device_type(config) == "cuda"
+    has_batch_norm = config.model.path or config.model.norm.startswith("batch")
+    if config.channels_last and is_cuda and has_batch_norm:
+        print("predicted without the scratch memory that batch norm takes in channels last", flush=True)
+
+
+def _replay_allocator(subject: MemoryEstimate) -> None:
+    """Add to the entry what CUDA's allocator would hold for the step, and print it."""
+    entry = subject.entry
+    settings, left_out = read_settings(os.environ)
+    allocated, reserved = replay(subject.meter.ledger.events, settings)
+    entry["allocated_bytes"] = allocated
+    entry["reserved_bytes"] = reserved
+    print(f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay)")
+    print(workspace_bound(entry))
+    print(cuda_sizes(entry), *left_out, sep="\n", flush=True)
+
+
+def _fit_validation(subject: MemoryEstimate) -> tuple[int, int]:
+    """Return the bytes that a validation needs, and how many windows it sees at once.
+
+    Raises UserError where the step or the validation does not fit a GPU's free memory.
+    """
+    config = subject.config
+    optimizer = subject.entry["state"]["optimizer"]
+    validation = validation_peak(config, subject.options, optimizer)
+    windows = build.windows(config, [subject.meter.model])
+    if build.device_type(config) != "cuda" or config.dry_run:
+        return validation, windows
+    free, total = torch.cuda.mem_get_info(build.device(config))
+    if validation > free and config.inference.batch == "auto" and windows > 1:  # a run then sees fewer at once
+        windows = 1
+        single = replace(config, inference=replace(config.inference, batch=1))
+        validation = validation_peak(single, subject.options, optimizer)
+    refuse_over_card(subject.candidate, validation, windows, free, total)
+    warn_over_card(subject.candidate, subject.entry["workspace_bound_bytes"], free)
+    return validation, windows
+
+
+def _print_options(subject: MemoryEstimate, without: dict[str, int]) -> None:
+    """Print what the memory options of the step save, and how it runs with them."""
+    if without:
+        peaks = [f"without {option} {mib(size)}" for option, size in without.items()]
+        print(f"{', '.join(peaks)} MiB (predicted)")
+    segment_starts = subject.segments.segment_starts
+    if segment_starts:
+        print(f"checkpointed segments: {segment_names(subject.stages, segment_starts)}")
+    for line in slab_words(subject.config):
+        print(line)
+    sys.stdout.flush()
+
+
+def _print_validation(subject: MemoryEstimate, validation: int, windows: int) -> None:
+    """Print what a validation needs, if that is more than the step."""
+    if validation <= subject.peak:
+        return
+    times = f", {windows} windows at once" if windows > 1 else ""
+    print(f"validation needs more than a step: {mib(validation)} MiB (predicted){times}", flush=True)
+    if build.device_type(subject.config) == "cuda":
+        print("sums of its windows come on top on the GPU only where they fit; else the host holds them", flush=True)
+
+
 def slab_words(config: Config) -> Iterator[str]:
-    """How a step runs in slabs, if it does."""
-    if (found := build.slabs(config)) is not None:
-        kept = "raw maps are kept" if found.is_lean else "maps are made again"
-        yield f"slabs of {found.rows} row{'s' * (found.rows > 1)} along {'DHW'[found.axis - 2]}; {kept}"
+    """Yield a line on how a step runs in slabs, if it does."""
+    slabs = build.slabs(config)
+    if slabs is None:
+        return
+    rows = "1 row" if slabs.rows == 1 else f"{slabs.rows} rows"
+    maps = "raw maps are kept" if slabs.is_lean else "maps are recomputed"
+    yield f"slabs of {rows} along {'DHW'[slabs.axis - 2]}; {maps}"
 
 
 def segment_names(names: list[str], segment_starts: SegmentStarts) -> str:
-    """`inc | down1 to up2 | up3, outc (kept)`."""
-    parts = [names[a:b] for a, b in pairwise([*segment_starts, len(names)])]
-    return " | ".join(f"{p[0]} to {p[-1]}" if len(p) > 2 else ", ".join(p) for p in parts) + " (kept)"
+    """Return `inc | down1 to up2 | up3, outc (not recomputed)`."""
+    segments = []
+    for start, end in pairwise([*segment_starts, len(names)]):
+        stages = names[start:end]
+        segments.append(f"{stages[0]} to {stages[-1]}" if len(stages) > 2 else ", ".join(stages))
+    return f"{' | '.join(segments)} (not recomputed)"

@@ -1,10 +1,9 @@
-"""The memory of a training step of any network, measured (`unet3d.memory.explain`) or predicted (`.predict`).
+"""Memory of a training step of any network, measured (`unet3d.memory.explain`) or predicted (`.predict`).
 
 Both run the package's one training step, on the user's own module. A prediction runs it on fake tensors, which have
 shapes and no data: it makes nothing as large as a map.
 """
 
-import copy
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import TensorWeakRef
 
 from unet3d.base.errors import UserError, reason
 from unet3d.base.terminal import NARROW, plain_text
 from unet3d.base.types import Batch, Table, mib
 from unet3d.memory import tables
-from unet3d.memory.analysis import layer_names
+from unet3d.memory.fake_tensors import asked_in, fake_mode, unknown
+from unet3d.memory.levels import layer_names
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
-from unet3d.memory.simulate import asked_in, fake_mode, fake_steps, unknown
+from unet3d.memory.simulate import fake_steps
+from unet3d.memory.user_module import on_fake_tensors, restored
 from unet3d.training.losses import SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.step import LossFunction, train_step
@@ -35,13 +34,13 @@ from unet3d.training.trainer import Learner
 Example = Tensor | Sequence[int]  # an image N C D H W, or its shape
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 NUMPY = ".numpy() is not supported"  # as torch refuses it of tensors without data
-LARGEST = 8  # layers printed
+LAYERS_SHOWN = 8  # layers printed
 UNOBSERVED = 2  # steps on a GPU after those of the ledger: the allocator's peaks are theirs
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where the memory of a training step goes. `print` shows it; sizes are bytes, of all tensors of the step."""
+    """An account of a training step's memory. `print` shows it; sizes are bytes, of all tensors of the step."""
 
     name: str  # of the network's class
     kind: str  # "measured" or "predicted"
@@ -50,43 +49,43 @@ class Explanation:
 
     @cached_property
     def entry(self) -> dict[str, Any]:
-        """All figures, as memory.json of a run has them."""
+        """Return all figures, as memory.json of a run has them."""
         return self.meter.summary()
 
     @property
     def ledger(self) -> dict[str, Any]:
-        """Those of the ledger, which knows layers; on a GPU `entry` is the allocator's."""
-        found: dict[str, Any] = self.entry.get("ledger", self.entry)
-        return found
+        """Return the ledger's figures, which know layers; on a GPU `entry` is the allocator's."""
+        entry: dict[str, Any] = self.entry.get("ledger", self.entry)
+        return entry
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes at once."""
+        """Return the most bytes at once."""
         return int(self.entry["peak_bytes"])
 
     @property
     def phases(self) -> dict[str, dict[str, int]]:
-        """Of data, forward, loss, backward and step: the peak of the "first" step, where known, and of later ones."""
+        """Return the peaks of data, forward, loss, backward and step: in the "first" step, where known, and later."""
         return dict(self.entry["phases"])
 
     @property
     def categories(self) -> dict[str, int]:
-        """Bytes at the peak: params, grads, optimizer, activations, temporaries, inputs."""
+        """Return the bytes at the peak: params, grads, optimizer, activations, temporaries, inputs."""
         return dict(self.ledger["categories"])
 
     @property
     def layers(self) -> list[dict[str, Any]]:
-        """Bytes at the peak by layer, in the order of work."""
+        """Return the bytes at the peak by layer, in the order of work."""
         return list(self.ledger["layers"])
 
     @property
     def guesses(self) -> list[str]:
-        """FILE:LINE of code that read values, which a prediction takes as 0, and what it leaves out; empty: exact."""
+        """Return FILE:LINE of code that read values, taken as 0, and what a prediction leaves out; empty: exact."""
         return list(self.meter.guesses)
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         return sum(p.numel() for p in self.meter.model.parameters())
 
     def __str__(self) -> str:
@@ -95,14 +94,19 @@ class Explanation:
     def _parts(self) -> Iterator[str | tuple[str, Table]]:
         yield f"{self.name}: {self.parameters:,} parameters; {self.about}"
         yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({self.entry['kind']})"
-        yield f"at its highest in {tables.moment(self.ledger)}"
-        about = (tables.guessed, tables.workspace_bound, tables.largest_workspaces, tables.cuda_sizes)
-        yield from filter(None, (words(self.entry) for words in about))
+        yield f"peak reached in {tables.moment(self.ledger)}"
+        for line_on in (tables.guessed, tables.workspace_bound, tables.largest_workspaces, tables.cuda_sizes):
+            line = line_on(self.entry)
+            if line:
+                yield line
         yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
         yield "At the peak, by category", tables.categories(self.ledger)
-        largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LARGEST]
-        kept = [row for row in self.layers if row in largest]
-        rows = [[row["module"], mib(row["bytes"]), f"{row['bytes'] / self.ledger['peak_bytes']:.1%}"] for row in kept]
+        largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LAYERS_SHOWN]
+        rows = []
+        for layer in self.layers:
+            if layer in largest:
+                share = layer["bytes"] / self.ledger["peak_bytes"]
+                rows.append([layer["module"], mib(layer["bytes"]), f"{share:.1%}"])
         yield f"At the peak, the {len(rows)} largest layers in order", Table(["layer", "MiB", "share"], rows)
 
 
@@ -121,23 +125,25 @@ def explain(
     cross-entropy. `optimizer`: called with the weights, such as `torch.optim.SGD`, or a partial. `amp`: mixed
     precision; true, "bf16" or "fp16". `label`: integers N D H W; None: background. `depth`: parts of layers' names, as
     1 for `encoder` of `encoder.block.0`; None: all of them, or the short names of the package's own network. On the
-    CPU all tensors are counted, without scratch memory within kernels; on a GPU the allocator's peaks are those of
-    steps that nothing observes. Raises UserError, and what the model raises.
+    CPU all tensors are counted, without scratch memory within kernels; on a GPU the allocator's peaks come from steps
+    that nothing observes. Raises UserError, and what the model raises.
     """
     device = _device(model)
     _refuse_depth(depth)
-    devices, policy = [device] if device.type == "cuda" else [], _policy(amp, device.type, device.type)
-    with torch.random.fork_rng(devices), _restored(model):
+    on_gpu = device.type == "cuda"
+    policy = _policy(amp, device.type, device.type)
+    steps = MEASURED_STEPS + UNOBSERVED if on_gpu else MEASURED_STEPS
+    with torch.random.fork_rng([device] if on_gpu else []), restored(model):
         batch = _batch(model, example, label, device, loss is None)
         learner = _learner(model, loss, optimizer, policy)
         meter = open_meter(model, learner.optimizer)
         meter.ledger.layer = layer_names(model, depth)
         with closing(meter):
-            for _ in range(MEASURED_STEPS + UNOBSERVED * (device.type == "cuda")):
+            for _ in range(steps):
                 train_step(*learner, [batch], meter.mark)
-        found = Explanation(type(model).__name__, "measured", _about(batch, policy, device.type), meter)
-        _ = found.entry  # reads the allocator's counters now
-    return found
+        explanation = Explanation(type(model).__name__, "measured", _about(batch, policy, device.type), meter)
+        _ = explanation.entry  # reads the allocator's counters now
+    return explanation
 
 
 def predict(
@@ -160,29 +166,37 @@ def predict(
     values.
     """
     _refuse_depth(depth)
-    own = _device(model).type
-    target = device or own
+    model_device = _device(model).type
+    target = device or model_device
     if target not in ("cpu", "cuda"):
         raise UserError(f"device={device}: give cpu or cuda")
     policy = _policy(amp, "cpu", target)
     with torch.random.fork_rng([]), fake_mode(target) as guesses, _draws_noted(guesses):
         batch = _batch(model, example, label, None, loss is None)
-        learner = _learner(_on_fake_tensors(model), loss, optimizer, policy)
-        try:
+        learner = _learner(on_fake_tensors(model), loss, optimizer, policy)
+        with _failures_explained(guesses):
             meter = fake_steps(learner, lambda: [batch], target)
-        except Exception as error:
-            if NUMPY in str(error):
-                raise unknown(asked_in(error.__traceback__), error) from error
-            places = tables.places_read(guesses)
-            if not places or isinstance(error, UserError):
-                raise
-            where = f"with values taken as 0 at {', '.join(places)}"
-            raise UserError(f"{where}, a step fails: {reason(error)}; use unet3d.memory.explain") from error
-    meter.guesses, meter.ledger.layer = guesses, layer_names(model, depth)
-    found = Explanation(type(model).__name__, "predicted", _about(batch, policy, target), meter)
+    meter.guesses = guesses
+    meter.ledger.layer = layer_names(model, depth)
+    explanation = Explanation(type(model).__name__, "predicted", _about(batch, policy, target), meter)
     if guesses:
-        warnings.warn(tables.guessed(found.entry), stacklevel=2)
-    return found
+        warnings.warn(tables.guessed(explanation.entry), stacklevel=2)
+    return explanation
+
+
+@contextmanager
+def _failures_explained(guesses: list[str]) -> Iterator[None]:
+    """Raise UserError for a failure of a step on fake tensors that comes of values that they do not have."""
+    try:
+        yield
+    except Exception as error:
+        if NUMPY in str(error):
+            raise unknown(asked_in(error.__traceback__), error) from error
+        places = tables.places_read(guesses)
+        if not places or isinstance(error, UserError):
+            raise
+        where = f"with values taken as 0 at {', '.join(places)}"
+        raise UserError(f"{where}, a step fails: {reason(error)}; use unet3d.memory.explain") from error
 
 
 def _refuse_depth(depth: int | None) -> None:
@@ -193,16 +207,17 @@ def _refuse_depth(depth: int | None) -> None:
 @contextmanager
 def _draws_noted(guesses: list[str]) -> Iterator[None]:
     """Note among the guesses that Python's or NumPy's random numbers were drawn, and put these back as they were."""
-    python, numbers = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         yield
     finally:
-        drawn = [] if random.getstate() == python else ["a draw of Python's random"]
-        if repr(np.random.get_state()) != repr(numbers):
-            drawn.append("a draw of numpy.random")
-        guesses += drawn
-        random.setstate(python)
-        np.random.set_state(numbers)
+        if random.getstate() != python_state:
+            guesses.append("a draw of Python's random")
+        if repr(np.random.get_state()) != repr(numpy_state):
+            guesses.append("a draw of numpy.random")
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def _learner(model: nn.Module, loss: LossFunction | None, optimizer: MakeOptimizer, policy: MemoryPolicy) -> Learner:
@@ -210,34 +225,39 @@ def _learner(model: nn.Module, loss: LossFunction | None, optimizer: MakeOptimiz
         raise UserError(f"optimizer: give a function of the weights, such as torch.optim.Adam, not {optimizer!r}")
     if loss is not None and not callable(loss):
         raise UserError(f"loss: give a function of the network's output and the label, not {loss!r}")
-    made = optimizer(model.train().parameters())
-    return Learner(model, loss or segmentation_loss, made, policy.scaler(), policy)
+    weights = model.train().parameters()
+    return Learner(model, loss or segmentation_loss, optimizer(weights), policy.scaler(), policy)
 
 
 def segmentation_loss(output: Any, label: Tensor) -> Tensor:
-    """Dice and cross-entropy of logits N K D H W, or of several, finest first, as with deep supervision."""
+    """Return Dice and cross-entropy of logits N K D H W, or of several, finest first, as with deep supervision."""
     if isinstance(output, dict):
         raise UserError("the network returns a dict; give a loss that is called with it and the label")
-    return SegmentationLoss(dice_ce)(tuple(output) if isinstance(output, list) else output, label)
+    if isinstance(output, list):
+        output = tuple(output)
+    return SegmentationLoss(dice_ce)(output, label)
 
 
 def _policy(amp: bool | str, device_type: str, target: str) -> MemoryPolicy:
     if not isinstance(amp, bool) and amp not in ("bf16", "fp16"):
         raise UserError(f"amp={amp}: give true, false, bf16 or fp16")
-    return MemoryPolicy(device_type, amp_dtype("auto" if amp is True else str(amp), target) if amp else None)
+    if not amp:
+        return MemoryPolicy(device_type, None)
+    name = "auto" if amp is True else str(amp)
+    return MemoryPolicy(device_type, amp_dtype(name, target))
 
 
 def _device(model: nn.Module) -> torch.device:
-    found = next(model.parameters(), None)
-    if found is None:
+    weight = next(model.parameters(), None)
+    if weight is None:
         raise UserError(f"{type(model).__name__}: has no weights to train")
-    return found.device
+    return weight.device
 
 
 def _batch(
     model: nn.Module, example: Example, label: Tensor | None, device: torch.device | None, is_volume: bool
 ) -> Batch:
-    """The example and its labels on a device; None: tensors of their shapes and types, within `fake_mode`.
+    """Return the example and its labels on a device; without one, tensors like them, within `fake_mode`.
 
     An image of a shape is noise of the weights' type; `is_volume`: the loss is that of volumes.
     """
@@ -258,74 +278,3 @@ def _batch(
 def _about(batch: Batch, policy: MemoryPolicy, device_type: str) -> str:
     precision = f"amp {str(policy.dtype).removeprefix('torch.')}" if policy.dtype else "float32"
     return f"input {'x'.join(map(str, batch.image.shape))}, {precision}, on {device_type}"
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model has its weights, buffers, gradients and modes of before; copies wait in host memory."""
-    tensors = list(model.parameters())
-    kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-    gradients = [parameter.grad for parameter in model.parameters()]
-    modes = {module: module.training for module in model.modules()}
-    registered: list[Any] = [(module._parameters, dict(module._parameters)) for module in modes]
-    buffers = [_KeptBuffers(module._buffers) for module in modes]
-    for parameter in model.parameters():
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for place, before in registered:  # a step may have put another tensor there
-            place.clear()
-            place.update(before)
-        for kept_buffers in buffers:
-            kept_buffers.put_back()
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        for module, mode in modes.items():
-            module.training = mode
-        for tensor, value in zip(tensors, kept, strict=True):
-            _write_over(tensor, value)
-
-
-class _KeptBuffers:
-    """A module's buffers as they were. They are not held: a step that puts others in their place frees them."""
-
-    def __init__(self, place: dict[str, Any]) -> None:
-        self.place = place
-        self.kept = {
-            name: b if b is None else (TensorWeakRef(b), b.detach().to("cpu", copy=True), b.device)
-            for name, b in place.items()
-        }
-
-    def put_back(self) -> None:
-        """Put each buffer, or a copy of one that is gone, back into its place."""
-        self.place.clear()
-        for name, entry in self.kept.items():
-            if entry is None:
-                self.place[name] = None
-                continue
-            reference, value, device = entry
-            buffer = reference()
-            if buffer is None:
-                buffer = value.to(device)
-            else:
-                _write_over(buffer, value)
-            self.place[name] = buffer
-
-
-@torch.no_grad()
-def _write_over(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor these values, unless it has them: what is expanded cannot be written to, and is not."""
-    if not torch.equal(tensor.to("cpu"), value):
-        tensor.copy_(value)
-
-
-def _on_fake_tensors(model: nn.Module) -> nn.Module:
-    """A copy whose weights and buffers have shapes and no data, within `fake_mode`; other tensors are shared."""
-    attributes = tree_leaves([list(vars(module).values()) for module in model.modules()])
-    copies: dict[int, Any] = {id(tensor): tensor for tensor in attributes if isinstance(tensor, Tensor)}
-    for tensor in (*model.parameters(), *model.buffers()):
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        is_weight = isinstance(tensor, nn.Parameter)
-        copies[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_weight else fake
-    return copy.deepcopy(model, copies)

@@ -7,17 +7,18 @@ from unet3d.base.files import write_json, write_text
 from unet3d.memory import tables
 from unet3d.memory.profile import Explanation
 from unet3d.report import memory_plots, report
+from unet3d.report.record import read_run
 from unet3d.report.shapes import MOST_ITEMS
 
 
 def draw_layers(explanation: Explanation, path: str | Path) -> Path:
-    """Draw memory at the peak by layer, as PNG, SVG or PDF by the name's ending. Returns the path."""
+    """Draw memory at the peak by layer, as PNG, SVG or PDF by the name's ending. Return the path."""
     memory_plots.layer_plot(explanation.ledger, Path(path))
     return Path(path)
 
 
 def write_page(explanation: Explanation, folder: str | Path) -> Path:
-    """Write report.html, figures and memory/ with each allocation into a folder. Returns the page's path.
+    """Write report.html, figures and memory/ with each allocation into a folder. Return the page's path.
 
     Raises UserError if the folder holds a run.
     """
@@ -33,4 +34,4 @@ def write_page(explanation: Explanation, folder: str | Path) -> Path:
     write_json(folder / "memory.json", memory)
     write_text(folder / "explained.txt", f"{explanation}\n")
     memory_plots.write_ledger_files(explanation.meter.ledger, explanation.name, folder)
-    return report.write_report(folder)
+    return report.write_report(read_run(folder))

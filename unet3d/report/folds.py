@@ -1,64 +1,31 @@
 """Cross-validation: runs that differ in the fold that they hold out are one row, with mean and SD over the folds."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import cycle
+from dataclasses import replace
 from math import isfinite
-from pathlib import Path
 from statistics import median, stdev
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 from unet3d.base.types import Table
 from unet3d.config.compose import ABOUT
 from unet3d.report.case_scores import METRICS, MOST_COLUMNS, shown
-from unet3d.report.plots import LETTER, LETTERS, LINE, MARKERS, PALE, Curve, blank, plain, save_picture, short_name
-from unet3d.report.run_folder import KINDS, as_number
+from unet3d.report.compared_runs import FOLD, ComparedRun, ending
+from unet3d.report.shapes import as_number
 from unet3d.training.metrics import mean_of
 
-FOLD = "data.fold"
 ASIDE = (FOLD, "tensorboard", "loggers", "requeue", "resume")  # in which the folds of one method may differ
 ASIDE_GROUP = "wandb."  # so they may in all of this
 TITLE = "Cross-validation: Dice of the held-out cases, mean ± SD over the folds"
 NOTE = (
     "SD: of the folds' means, with n - 1. Pooled: mean ± SD over all cases, each of which was held out once. Mean of "
-    "classes: that of the classes' means; its pooled SD is of the cases' means."
+    "classes: mean of the classes' means; its pooled SD is that of the cases' means."
 )
 MEAN = ""  # among the classes: the mean of all
-MOST_CLASSES = 20  # of the picture
-
-
-@dataclass(frozen=True)
-class Row:
-    """One run. `settings`: the config, flattened, as text, and the names chosen in config groups, e.g. model: unet.
-
-    Or the runs of one method, `folds`, by the fold that each holds out.
-    """
-
-    name: str
-    settings: Mapping[str, str]
-    is_whole: bool  # whether `settings` is the whole config; else only the command line is known
-    environment: Mapping[str, str]
-    numbers: Mapping[str, Any]  # with the names, order and units of compare.csv; None if there is no such number
-    iou: Mapping[str, float]  # of each scored case, the mean over its foreground classes
-    curves: Mapping[str, Curve]  # by their keys in metrics.jsonl
-    named: frozenset[str] = frozenset()  # options on its command line
-    scores: Sequence[Mapping[str, str]] = ()  # scores.csv
-    folds: "tuple[Row, ...]" = ()
-
-    @property
-    def basis(self) -> str | None:
-        """Whether its peak was measured or predicted; None without one."""
-        return next((kind for kind in KINDS if self.numbers[f"peak_{kind}_bytes"] is not None), None)
-
-    @property
-    def scored(self) -> str | None:
-        """The folds with scores, `0,1,2`; None for a run."""
-        return ",".join(run.settings[FOLD] for run in self.folds if run.scores) if self.folds else None
+Cells = Mapping[str, str]  # a row of scores.csv
 
 
 class Score(NamedTuple):
-    """A class's score of one method; None where there is none."""
+    """A class's score of one method; None where it has no score."""
 
     folds: tuple[float | None, ...]  # the mean of the cases of each fold
     cases: tuple[float, ...]  # of all folds, pooled
@@ -68,52 +35,68 @@ class Score(NamedTuple):
     pooled_sd: float | None
 
 
-def methods(runs: Sequence[Row]) -> list[Row]:
-    """Return a row for each method, in order: runs that differ in their fold alone are one; others stay as they are."""
+def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Return one row per method, in order: runs that differ in their fold alone are one; others stay as they are."""
     groups: dict[frozenset[tuple[str, str]], list[int]] = {}
     for place, run in enumerate(runs):
         groups.setdefault(_method(run, runs), []).append(place)
-    rows: list[tuple[int, Row]] = []
+    rows: list[tuple[int, ComparedRun]] = []
     for places in groups.values():
         same = [runs[place] for place in places]
-        held_out = [run.settings.get(FOLD, "") for run in same]
-        are_folds = len(set(held_out)) == len(same) and all(map(str.isdecimal, held_out))
-        cases = [case.get("case") for run in same for case in run.scores]
-        is_cross_validation = len(same) > 1 and are_folds and len(set(cases)) == len(cases)  # each is held out once
-        if is_cross_validation:
+        if _are_folds(same):
             rows.append((places[0], _merged(same)))
         else:
             rows += zip(places, same, strict=True)
-    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    rows.sort(key=lambda pair: pair[0])
+    return [row for _, row in rows]
 
 
-def _method(run: Row, runs: Sequence[Row]) -> frozenset[tuple[str, str]]:
-    """What a run has in common with the other folds; where only its command line is known, what that suits."""
+def _are_folds(runs: Sequence[ComparedRun]) -> bool:
+    """Return whether several runs each hold out another fold, and each case is held out once."""
+    if len(runs) < 2:
+        return False
+    held_out = [run.settings.get(FOLD, "") for run in runs]
+    cases = [case.get("case") for run in runs for case in run.scores]
+    if len(set(held_out)) < len(runs) or len(set(cases)) < len(cases):
+        return False
+    return all(fold.isdecimal() for fold in held_out)
+
+
+def _method(run: ComparedRun, runs: Sequence[ComparedRun]) -> frozenset[tuple[str, str]]:
+    """Return the settings that a run shares with the other folds of its method.
+
+    Of a run of which only the command line is known, it returns the settings of the method that this suits.
+    """
+    shared = _shared(run)
     if run.is_whole:
-        return frozenset((key, value) for key, value in _shared(run).items() if key in ABOUT)
-    asked = _shared(run)
-    suited = {_method(other, ()) for other in runs if other.is_whole and _suits(asked, other)}
-    return suited.pop() if len(suited) == 1 else frozenset(asked.items())
+        return frozenset((key, value) for key, value in shared.items() if key in ABOUT)
+    suited = {_method(other, ()) for other in runs if other.is_whole and _suits(shared, other)}
+    return suited.pop() if len(suited) == 1 else frozenset(shared.items())
 
 
-def _shared(run: Row) -> dict[str, str]:
-    return {key: value for key, value in run.settings.items() if key not in ASIDE and not key.startswith(ASIDE_GROUP)}
+def _shared(run: ComparedRun) -> dict[str, str]:
+    shared = {}
+    for key, value in run.settings.items():
+        if key not in ASIDE and not key.startswith(ASIDE_GROUP):
+            shared[key] = value
+    return shared
 
 
-def _suits(asked: Mapping[str, str], run: Row) -> bool:
-    """Whether a run is what a command line asks for; that may write `True` for true."""
-    return all(run.settings.get(key, "").lower() == value.lower() for key, value in asked.items())
+def _suits(command: Mapping[str, str], run: ComparedRun) -> bool:
+    """Return whether a run has what a command line asks for, which may write `True` for true."""
+    return all(run.settings.get(key, "").lower() == value.lower() for key, value in command.items())
 
 
-def _merged(runs: Sequence[Row]) -> Row:
-    """The runs of one method as one row."""
+def _merged(runs: Sequence[ComparedRun]) -> ComparedRun:
+    """Return the runs of one method as one row."""
     runs = sorted(runs, key=lambda run: int(run.settings[FOLD]))
     first = next((run for run in runs if run.is_whole), runs[0])
+    environments = [set(run.environment.items()) for run in runs]
     row = replace(
         first,
         name=",".join(run.name for run in runs),
         settings={**_shared(first), FOLD: ",".join(run.settings[FOLD] for run in runs)},
-        environment=dict(set.intersection(*(set(run.environment.items()) for run in runs))),
+        environment=dict(set.intersection(*environments)),
         iou={},
         curves={},
         named=frozenset().union(*(run.named for run in runs)),
@@ -123,17 +106,20 @@ def _merged(runs: Sequence[Row]) -> Row:
     return replace(row, numbers=_numbers(row))
 
 
-def _numbers(row: Row) -> dict[str, Any]:
-    """The numbers of a method: of peaks and errors the largest, the median of times, means and SD of scores."""
+def _numbers(row: ComparedRun) -> dict[str, Any]:
+    """Return the numbers of a method: of peaks and errors the largest, the median of times, mean and SD of scores."""
 
     def known(key: str) -> list[Any]:
         return [run.numbers[key] for run in row.folds if run.numbers[key] is not None]
 
     def common(key: str) -> Any:
-        return known(key)[0] if len(set(known(key))) == 1 else None
+        values = known(key)
+        return values[0] if len(set(values)) == 1 else None
 
-    found = scores(row, "dice")
-    every = found.get(MEAN)
+    by_class = scores(row, "dice")
+    nothing = Score((), (), None, None, None, None)
+    every = by_class.get(MEAN, nothing)
+    seconds = known("step_median_s")
     numbers = {
         "status": _status(row),
         "parameters": common("parameters"),
@@ -142,116 +128,124 @@ def _numbers(row: Row) -> dict[str, Any]:
         "measured_kind": common("measured_kind"),
         "error_bytes": max(known("error_bytes"), key=abs, default=None),
         "steps_done": min(known("steps_done"), default=None),
-        "step_median_s": median(known("step_median_s")) if known("step_median_s") else None,
-        "dice_mean": every.mean if every else None,
+        "step_median_s": median(seconds) if seconds else None,
+        "dice_mean": every.mean,
         "labelled_share": mean_of(known("labelled_share")),
-        "dice_sd": every.sd if every else None,
-        "dice_pooled": every.pooled if every else None,
-        "dice_pooled_sd": every.pooled_sd if every else None,
+        "dice_sd": every.sd,
+        "dice_pooled": every.pooled,
+        "dice_pooled_sd": every.pooled_sd,
         "folds": row.scored,
         "cases": len(row.scores),
     }
     for metric in METRICS:
         for name, score in scores(row, metric).items():
-            if name != MEAN:
-                numbers |= {f"{metric}/{name}": score.mean, f"{metric}_sd/{name}": score.sd}
-                numbers |= {f"{metric}_pooled/{name}": score.pooled, f"{metric}_pooled_sd/{name}": score.pooled_sd}
+            if name == MEAN:
+                continue
+            numbers[f"{metric}/{name}"] = score.mean
+            numbers[f"{metric}_sd/{name}"] = score.sd
+            numbers[f"{metric}_pooled/{name}"] = score.pooled
+            numbers[f"{metric}_pooled_sd/{name}"] = score.pooled_sd
     return numbers
 
 
-def ending(status: str) -> str:
-    """Return how a run ended in a word, `stopped` of `stopped by SIGTERM`; how the folds of one method did as it is."""
-    return status if status[:1].isdecimal() else status.partition(" ")[0].rstrip(":")
-
-
-def _status(row: Row) -> str:
-    """`done`, or how many ended how, `2 done, 1 failed`."""
+def _status(row: ComparedRun) -> str:
+    """Return `done`, or how many runs ended how, `2 done, 1 failed`."""
     kinds = [ending(run.numbers["status"]) for run in row.folds]
     counts = {kind: kinds.count(kind) for kind in kinds}
-    return kinds[0] if len(counts) == 1 else ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    if len(counts) == 1:
+        return str(kinds[0])
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
-def scores(row: Row, metric: str) -> dict[str, Score]:
-    """A method's scores by class, that of MEAN first; {} without any."""
-    by_fold = [_cells(run.scores, metric) for run in row.folds]
-    names = list(dict.fromkeys(name for cells in by_fold for case in cells for name in case))
+def scores(row: ComparedRun, metric: str) -> dict[str, Score]:
+    """Return a method's scores by class, the score of MEAN first; {} without any."""
+    folds = [_cells(run.scores, metric) for run in row.folds]
+    cases = [case for fold in folds for case in fold]
+    names = list(dict.fromkeys(name for case in cases for name in case))
     if not names:
         return {}
-    means = [{name: mean_of(case.get(name) for case in cells) for name in names} for cells in by_fold]
-    pooled = {name: [case[name] for cells in by_fold for case in cells if name in case] for name in names}
-    found = {name: _score([fold[name] for fold in means], pooled[name]) for name in names}
-    cases = [mean for cells in by_fold for case in cells if (mean := mean_of(case.values())) is not None]
-    every = _score([mean_of(fold.values()) for fold in means], cases)
-    return {MEAN: every._replace(pooled=mean_of(score.pooled for score in found.values())), **found}
+    by_class = {}
+    for name in names:
+        means = [mean_of(case.get(name) for case in fold) for fold in folds]
+        by_class[name] = _score(means, [case[name] for case in cases if name in case])
+    return {MEAN: _mean_of_classes(folds, names, by_class), **by_class}
+
+
+def _mean_of_classes(
+    folds: Sequence[Sequence[Mapping[str, float]]],
+    names: Sequence[str],
+    by_class: Mapping[str, Score],
+) -> Score:
+    """Return the mean of the classes' scores; its SD is of the folds' means, the pooled one of the cases' means."""
+    of_folds = []
+    for fold in folds:
+        of_classes = [mean_of(case.get(name) for case in fold) for name in names]
+        of_folds.append(mean_of(of_classes))
+    of_cases = [mean_of(case.values()) for fold in folds for case in fold]
+    score = _score(of_folds, [mean for mean in of_cases if mean is not None])
+    return score._replace(pooled=mean_of(class_score.pooled for class_score in by_class.values()))
 
 
 def _score(folds: Sequence[float | None], cases: Sequence[float]) -> Score:
     known = [value for value in folds if value is not None]
-    return Score(tuple(folds), tuple(cases), mean_of(known), _sd(known), mean_of(cases), _sd(cases))
+    return Score(
+        folds=tuple(folds),
+        cases=tuple(cases),
+        mean=mean_of(known),
+        sd=_sd(known),
+        pooled=mean_of(cases),
+        pooled_sd=_sd(cases),
+    )
 
 
 def _sd(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
 
 
-def _cells(cases: Sequence[Mapping[str, str]], metric: str) -> list[dict[str, float]]:
-    """The scores of each case by class, without those that it has not."""
-    found = []
+def _cells(cases: Sequence[Cells], metric: str) -> list[dict[str, float]]:
+    """Return the scores of each case by class, without classes that it has not."""
+    by_case = []
     for case in cases:
-        cells = {str(key).partition("/"): as_number(cell) for key, cell in case.items()}
-        found.append({n: x for (kind, _, n), x in cells.items() if kind == metric and x is not None and isfinite(x)})
-    return found
+        by_class = {}
+        for key, cell in case.items():
+            kind, _, name = str(key).partition("/")
+            value = as_number(cell)
+            if kind == metric and value is not None and isfinite(value):
+                by_class[name] = value
+        by_case.append(by_class)
+    return by_case
 
 
 def spread(metric: str, mean: float | None, sd: float | None) -> str:
-    """`0.623±0.041`; without SD the mean, "" without any."""
+    """Return `0.623±0.041`; without SD the mean, "" without any."""
     if mean is None:
         return ""
-    return shown(metric, mean) if sd is None else f"{shown(metric, mean)}±{shown(metric, sd)}"
+    if sd is None:
+        return shown(metric, mean)
+    return f"{shown(metric, mean)}±{shown(metric, sd)}"
 
 
-def table(rows: Sequence[Row], keys: Sequence[str], heads: Sequence[str]) -> Table:
-    """Dice of each method, by class; `keys` are the options in which they differ, `heads` what to call these."""
-    found = [(row, scores(row, "dice")) for row in rows if row.folds]
-    names = list(dict.fromkeys(name for _, by_class in found for name in by_class))[:MOST_COLUMNS]
+def table(rows: Sequence[ComparedRun], keys: Sequence[str], heads: Sequence[str]) -> Table:
+    """Return the Dice of each method, by class; `keys` are the options in which they differ, `heads` their titles."""
+    by_method = [(row, scores(row, "dice")) for row in rows if row.folds]
+    names = list(dict.fromkeys(name for _, by_class in by_method for name in by_class))[:MOST_COLUMNS]
     body = []
-    for row, by_class in found:
-        count, scored = len(row.folds), sum(bool(run.scores) for run in row.folds)
-        folds = str(count) if count == scored else f"{scored}/{count}"
-        cells = [row.name, *(row.settings.get(key, "") for key in keys), folds, str(len(row.scores))]
+    for row, by_class in by_method:
+        cells = [row.name]
+        cells += [row.settings.get(key, "") for key in keys]
+        cells += [_fold_count(row), str(len(row.scores))]
         every = by_class.get(MEAN)
         cells.append(spread("dice", every.pooled, every.pooled_sd) if every else "")
-        cells += [spread("dice", by_class[name].mean, by_class[name].sd) if name in by_class else "" for name in names]
+        for name in names:
+            score = by_class.get(name)
+            cells.append(spread("dice", score.mean, score.sd) if score else "")
         body.append(cells)
     classes = [name or "mean of classes" for name in names]
     return Table(["run", *heads, "folds", "cases", "pooled", *classes], body)
 
 
-def folds_plot(rows: Sequence[tuple[str, Row]], path: Path) -> None:
-    """Dice by class, of each method (label, row) a point a fold, and their mean with its SD."""
-    found = [(plain(shorten(label, LETTERS, placeholder=" ...")), scores(row, "dice")) for label, row in rows]
-    names = list(dict.fromkeys(name for _, by_class in found for name in by_class))[:MOST_CLASSES]
-    apart = 0.8 / len(found)
-    width = max(4.0, (0.25 * len(found) + 0.6) * len(names)) + LETTER * max(len(label) for label, _ in found) + 1.6
-    figure = blank(width, max(4.0, LINE * len(found) + 1.4))
-    axes = figure.subplots()
-    for number, ((label, by_class), (marker, colour)) in enumerate(zip(found, cycle(MARKERS), strict=False)):
-        for at, name in enumerate(names):
-            score = by_class.get(name)
-            if score is None or score.mean is None:
-                continue
-            x = at + apart * (number - (len(found) - 1) / 2)
-            points = [value for value in score.folds if value is not None]
-            axes.plot([x] * len(points), points, marker, color=colour, alpha=0.45, ms=4, mew=0)
-            axes.errorbar(x, score.mean, yerr=score.sd, fmt=marker, color=colour, mec="black", mew=0.5, ms=7, capsize=3)
-        axes.plot([], [], marker, color=colour, mec="black", mew=0.5, ms=7, label=label)
-    axes.set_xticks(range(len(names)), [short_name(name) if name else "mean of\nclasses" for name in names])
-    if len(names) > 4:
-        axes.tick_params("x", rotation=90)
-    axes.set_xlim(-0.6, len(names) - 0.4)
-    axes.set_ylabel("Dice: folds, their mean ± SD")
-    axes.grid(color=PALE, axis="y")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.02), frameon=False, fontsize=9)
-    save_picture(figure, path)
+def _fold_count(row: ComparedRun) -> str:
+    """Return the number of folds; where some have no scores, `2/3`."""
+    count = len(row.folds)
+    scored = sum(bool(run.scores) for run in row.folds)
+    return str(count) if count == scored else f"{scored}/{count}"

@@ -1,20 +1,15 @@
-"""Where the numbers of a run go: metrics.jsonl, the terminal and wandb."""
+"""Loggers of a run's numbers: metrics.jsonl, the terminal, and those that the config asks for."""
 
 import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
 from typing import Protocol
 
-from rich.console import Console
-
 from unet3d.base.errors import escaped, is_disk_full, reason
-from unet3d.base.progress import Counter, duration
 from unet3d.config.schema import Config
 from unet3d.report.wandb_logger import WandbLogger, wandb_mode
 
@@ -56,7 +51,7 @@ class Loggers:
 
     @property
     def wants_images(self) -> bool:
-        """Whether any of them would record a picture."""
+        """Return whether any logger would record a picture."""
         return any(hasattr(logger, "image") for logger in self._loggers)
 
     def close(self, exit_code: int) -> None:
@@ -65,24 +60,30 @@ class Loggers:
     def _call(self, method: str, *arguments: object) -> None:
         for logger in tuple(self._loggers):
             act = getattr(logger, method, None)
-            if act and not _succeeds(f"{_name(logger)} failed", act, *arguments):
-                self._loggers.remove(logger)
-                with suppress(Exception, SystemExit):  # errors while it closes are ignored
-                    logger.close(1)  # type: ignore[attr-defined]
+            if act is None or _succeeds(f"{_name(logger)} failed", act, *arguments):
+                continue
+            self._loggers.remove(logger)
+            with suppress(Exception, SystemExit):  # errors while it closes are ignored
+                logger.close(1)  # type: ignore[attr-defined]
 
 
 def open_loggers(config: Config, folder: Path) -> Loggers:
-    """The loggers of a run in its folder: metrics.jsonl, and wandb unless it is disabled or fails to start."""
+    """Return the loggers of a run in its folder: metrics.jsonl, and the others of its config that start."""
     from unet3d import build  # loads torch, which reading a report does not need
 
-    found: list[Logger] = [JsonLines(folder / "metrics.jsonl"), *wandb_loggers(config, folder)]
+    loggers: list[Logger] = [JsonLines(folder / "metrics.jsonl"), *wandb_loggers(config, folder)]
+
+    def start(make: Callable[[Config, Path], Logger]) -> None:
+        loggers.append(_checked(make(config, folder)))
+
     if config.tensorboard:
         from unet3d.report.tensorboard_logger import TensorBoardLogger
 
-        _succeeds("TensorBoard does not start", lambda: found.append(TensorBoardLogger(config, folder)))
-    for path, make in zip(config.loggers, build.import_all(config)["loggers"], strict=True):  # the user's own
-        _succeeds(f"loggers=[{path}] does not start", lambda make=make: found.append(_checked(make(config, folder))))
-    return Loggers(found)
+        _succeeds("TensorBoard does not start", start, TensorBoardLogger)
+    of_user = build.import_all(config)["loggers"]
+    for path, make in zip(config.loggers, of_user, strict=True):
+        _succeeds(f"loggers=[{path}] does not start", start, make)
+    return Loggers(loggers)
 
 
 def _checked(logger: Logger) -> Logger:
@@ -95,23 +96,23 @@ def _checked(logger: Logger) -> Logger:
 def _name(logger: Logger) -> str:
     """Return what a warning calls a logger: one of the user's own by its option."""
     kind = type(logger)
-    return (
-        kind.__name__ if kind.__module__.startswith("unet3d.") else f"loggers=[{kind.__module__}:{kind.__qualname__}]"
-    )
+    if kind.__module__.startswith("unet3d."):
+        return kind.__name__
+    return f"loggers=[{kind.__module__}:{kind.__qualname__}]"
 
 
 def wandb_loggers(config: Config, folder: Path) -> list[Logger]:
-    """wandb's logger; none if wandb is disabled, or fails to start, which is one line on stderr."""
-    found: list[Logger] = []
+    """Return wandb's logger; [] if wandb is disabled, or fails to start, which is one line on stderr."""
+    loggers: list[Logger] = []
     if wandb_mode(config) != "disabled":
-        _succeeds("wandb does not start", lambda: found.append(WandbLogger(config, folder)))
-    return found
+        _succeeds("wandb does not start", lambda: loggers.append(WandbLogger(config, folder)))
+    return loggers
 
 
 def _succeeds(failure: str, act: Callable[..., object], *arguments: object) -> bool:
-    """Call `act`. It catches every exception: a logger's failure, foreseen or not, is one line and ends no run.
+    """Call `act`; return whether it raised nothing. A logger's failure is one warning and ends no run.
 
-    So is a SystemExit: the run would end with the logger's exit code.
+    Neither does a SystemExit, with which the run would end with the logger's exit code.
     """
     try:
         act(*arguments)
@@ -127,7 +128,7 @@ def warn(text: object) -> None:
 
 
 class JsonLines:
-    """Appends `{"step": int, **values}` to a file, a line and a write per record: a run that is killed loses nothing.
+    """Appends `{"step": int, **values}` to a file, one line and one write per record: a killed run loses nothing.
 
     JSON has no NaN and no infinity: they are strings that float() reads. Records that do not fit on a full disk wait.
     """
@@ -137,10 +138,13 @@ class JsonLines:
         self._file.seek(-1 if self._file.tell() else 0, os.SEEK_END)
         if self._file.read() not in (b"", b"\n"):  # a run that was cut short within a record
             self._file.write(b"\n")
-        self._waiting, self._is_full = b"", False
+        self._waiting = b""
+        self._is_full = False
 
     def scalars(self, values: Mapping[str, Scalar], step: int) -> None:
-        record = {"step": step} | {key: _jsonable(value) for key, value in values.items()}
+        record: dict[str, Scalar] = {"step": step}
+        for key, value in values.items():
+            record[key] = _jsonable(value)
         self._waiting += json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
             self._write()
@@ -152,8 +156,9 @@ class JsonLines:
             self._is_full = True
 
     def _write(self) -> None:
-        while self._waiting:  # a disk with little room takes a part
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        while self._waiting:
+            written = self._file.write(self._waiting)  # a disk with little room takes a part
+            self._waiting = self._waiting[written:]
         self._is_full = False
 
     def close(self, exit_code: int) -> None:
@@ -167,53 +172,3 @@ def _jsonable(value: Scalar) -> Scalar:
     if value is None or isinstance(value, int | str):
         return value
     return float(value) if math.isfinite(value) else str(float(value))  # also of numpy and torch
-
-
-class TerminalLogger:
-    """Shows losses in a bar, or in plain lines where there is no terminal; prints the Dice of each validation."""
-
-    def __init__(self, steps: int, terminal: Console | None = None, switches: str = "", grid: str = "") -> None:
-        """`switches`: what is on, said beside the seconds of a step. `grid`: what validations score on, said there."""
-        self.steps, self.terminal = steps, terminal or Console()
-        self.switches = f" ({switches})" if switches else ""
-        self.grid = f"  ({grid})" if grid else ""
-        self.every = max(1, steps // 20)  # about 20 plain lines per run
-        self.started = time.perf_counter()
-        self.first: int | None = None  # step of this process, which may have resumed
-        self.seconds: list[float] = []  # of each step since the last plain line
-        self.validating = 0.0  # seconds so far
-        self.dice: list[float] = []
-        self.bar = Counter("training", steps, self.terminal, plain_lines=False)
-
-    def scalars(self, values: Mapping[str, Scalar], step: int) -> None:
-        if "train/loss" in values:
-            loss = f"loss {values['train/loss']:.4f}"
-            self.seconds.append(float(values["time/step_s"] or 0))
-            self.first = step if self.first is None else self.first
-            best = f"  Dice {self.dice[-1]:.3f}, best {max(self.dice):.3f}" if self.dice else ""
-            self.bar.reach(step, f"{loss}{best}")
-            if not self.bar.has_bar and (step % self.every == 0 or step == 1):
-                self._line(step, f"{loss}  {fmean(self.seconds):.2f} s/step{self.switches}{self._left(step)}")
-                self.seconds.clear()
-        elif "val/dice_mean" in values:
-            self.validating += float(values.get("time/val_s") or 0)
-            if isinstance(values["val/dice_mean"], float):
-                self.dice.append(values["val/dice_mean"])
-            dice = {key.removeprefix("val/"): value for key, value in values.items() if key.startswith("val/dice")}
-            shown = {name: f"{value:.4f}" if isinstance(value, float) else "n/a" for name, value in dice.items()}
-            self._line(step, "  ".join(f"{name} {value}" for name, value in shown.items()) + self.grid)
-
-    def _left(self, step: int) -> str:
-        """The time that the other steps will take, as those since the last line did, and validations as all so far."""
-        assert self.first is not None
-        each, left = fmean(self.seconds) + self.validating / (step - self.first + 1), self.steps - step
-        return f"  {duration(each * left)} left" if left else ""
-
-    def _line(self, step: int, text: str) -> None:
-        elapsed = time.perf_counter() - self.started
-        line = escaped(f"{elapsed:6.0f} s  step {step:>5}/{self.steps}  {text}")
-        # classes may be called [a], [/b] or :skull:
-        self.terminal.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-    def close(self, exit_code: int) -> None:
-        self.bar.close()

@@ -1,4 +1,4 @@
-"""Which values of a run folder are of the kind that tables and pictures read, whoever wrote its files. No torch."""
+"""Checks of the values that tables and pictures read from a run folder, which anybody may have written. No torch."""
 
 import math
 from dataclasses import is_dataclass
@@ -8,25 +8,27 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from unet3d.config.schema import Config
 
-LARGEST = 2**53  # of a number: more bytes are not exact in a picture
+LARGEST_NUMBER = 2**53  # more bytes are not exact in a picture
 MOST_ITEMS = 500  # of a list or a text in memory.json
 
 
 def sound(values: Any, node: Any = Config) -> dict[str, Any]:
-    """Return the options below `node` without those of another type; what this version does not know stays.
+    """Return the options below `node` that have the right type, beside options that this version does not know.
 
-    Whoever wrote the file, an option that is a number may then be multiplied, and one that is a list be counted.
+    So an option that is a number may be multiplied, and one that is a list counted, also in a file of strangers.
     """
     if not isinstance(values, dict):
         return {}
-    types, found = _types(node), {}
+    types = _types(node)
+    checked: dict[str, Any] = {}
     for name, value in values.items():
         kind = types.get(name, Any)
-        if is_dataclass(kind) and isinstance(value, dict):
-            found[name] = sound(value, kind)
-        elif not is_dataclass(kind) and _is_of(value, kind):
-            found[name] = value
-    return found
+        if is_dataclass(kind):
+            if isinstance(value, dict):
+                checked[name] = sound(value, kind)
+        elif _is_of(value, kind):
+            checked[name] = value
+    return checked
 
 
 @cache
@@ -35,45 +37,68 @@ def _types(node: Any) -> dict[str, Any]:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
+    """Return whether a plain value is of an option's type; an integer also serves as a float."""
     if kind is Any:
         return True
     if isinstance(kind, UnionType):
-        return any(_is_of(value, one) for one in get_args(kind))
+        return any(_is_of(value, member) for member in get_args(kind))
     if get_origin(kind) is list:
-        return isinstance(value, list) and all(_is_of(item, *get_args(kind)) for item in value)
-    return type(value) is kind or (kind is float and type(value) is int)
+        (item_kind,) = get_args(kind)
+        return isinstance(value, list) and all(_is_of(item, item_kind) for item in value)
+    if kind is float and type(value) is int:
+        return True
+    return type(value) is kind
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Whether JSON has this shape: a type, [shape of all items], {key: shape} or {...: shape of all values}."""
+    """Return whether JSON has this shape: a type, [shape of all items], {key: shape} or {...: shape of all values}."""
     if isinstance(value, (str, list, dict)) and len(value) > MOST_ITEMS:
         return False
     if isinstance(shape, list):
-        return isinstance(value, list) and bool(value) and all(fits(item, shape[0]) for item in value)
-    if isinstance(shape, dict) and ... in shape:
-        return isinstance(value, dict) and bool(value) and all(fits(item, shape[...]) for item in value.values())
+        if not isinstance(value, list) or not value:
+            return False
+        return all(fits(item, shape[0]) for item in value)
     if isinstance(shape, dict):
-        return isinstance(value, dict) and all(key in value and fits(value[key], shape[key]) for key in shape)
-    is_number = isinstance(value, int)  # JSON's true is one, too
-    return isinstance(value, shape) and not (is_number and (isinstance(value, bool) or abs(value) > LARGEST))
+        return isinstance(value, dict) and _has_entries(value, shape)
+    if not isinstance(value, shape):
+        return False
+    if isinstance(value, bool):  # JSON's true is no number
+        return False
+    return not isinstance(value, int) or abs(value) <= LARGEST_NUMBER
+
+
+def _has_entries(value: dict[Any, Any], shape: dict[Any, Any]) -> bool:
+    if ... in shape:
+        return bool(value) and all(fits(item, shape[...]) for item in value.values())
+    return all(key in value and fits(value[key], shape[key]) for key in shape)
 
 
 def is_shallow(value: Any, levels: int) -> bool:
-    """Whether lists and dictionaries are nested in at most so many levels."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels >= 0 and all(is_shallow(item, levels - 1) for item in items)
+    """Return whether lists and dictionaries are nested in at most this many levels."""
+    if levels < 0:
+        return False
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, list):
+        items = value
+    return all(is_shallow(item, levels - 1) for item in items)
 
 
 def as_number(cell: Any) -> float | None:
-    """The number in a cell or record; None if there is none, or one too large for a picture."""
+    """Return the number in a cell or record; None without one, or for one too large for a picture."""
     try:
         number = float(cell)
     except (TypeError, ValueError, OverflowError):
         return None
-    return None if LARGEST < abs(number) < math.inf else number
+    if LARGEST_NUMBER < abs(number) < math.inf:
+        return None
+    return number
 
 
 def finite(cell: Any) -> float | None:
-    """The number in a cell or record if means can be taken of it; None of NaN and infinity."""
+    """Return the number in a cell or record if means can be taken of it; None for NaN and infinity."""
     number = as_number(cell)
-    return number if number is not None and math.isfinite(number) else None
+    if number is None or not math.isfinite(number):
+        return None
+    return number

@@ -1,11 +1,11 @@
-"""A run as TensorBoard shows it. The only module that imports tensorboard, and only when a run asks for it."""
+"""A run in TensorBoard. The only module that imports tensorboard, and only when a run asks for it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.report.run_folder import read_run
+from unet3d.report.run_folder import last_step, read_records
 
 
 class TensorBoardLogger:
@@ -17,9 +17,13 @@ class TensorBoardLogger:
     def __init__(self, config: Config, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        last = max((record["step"] for record in read_run(folder).records), default=0) if config.resume else None
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=None if last is None else last + 1)
-        if last is None:
+        events = str(folder / "tensorboard")
+        if config.resume:
+            records = read_records(folder / "metrics.jsonl")
+            first = 1 + (last_step(records) or 0)
+            self._writer = SummaryWriter(events, purge_step=first)
+        else:
+            self._writer = SummaryWriter(events)
             self._writer.add_text("config", f"```yaml\n{compose.to_yaml(config)}```")
 
     def scalars(self, values: Mapping[str, object], step: int) -> None:
@@ -32,15 +36,25 @@ class TensorBoardLogger:
         from PIL import Image
 
         with Image.open(path) as picture:
-            self._writer.add_image(key, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+            pixels = np.asarray(picture.convert("RGB"))
+        self._writer.add_image(key, pixels, step, dataformats="HWC")
 
     def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
-        cells = [columns, ["---"] * len(columns), *rows]
-        lines = ["| " + " | ".join("" if cell is None else str(cell) for cell in row) + " |" for row in cells]
+        lines = [
+            _markdown(columns),
+            _markdown(["---" for _ in columns]),
+            *map(_markdown, rows),
+        ]
         self._writer.add_text(key, "\n".join(lines))
 
     def summary(self, values: Mapping[str, object]) -> None:
-        self.table("summary", ["key", "value"], [[name, value] for name, value in values.items()])
+        rows = [[name, value] for name, value in values.items()]
+        self.table("summary", ["key", "value"], rows)
 
     def close(self, exit_code: int) -> None:
         self._writer.close()
+
+
+def _markdown(row: Sequence[object]) -> str:
+    cells = ["" if cell is None else str(cell) for cell in row]
+    return f"| {' | '.join(cells)} |"

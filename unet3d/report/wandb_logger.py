@@ -1,4 +1,4 @@
-"""A run as wandb records it. The only module that imports wandb, and only when a run asks for it."""
+"""A run in wandb. The only module that imports wandb, and only when a run asks for it."""
 
 import dataclasses
 import logging
@@ -15,16 +15,36 @@ from unet3d.config.schema import Config, Wandb
 STEP = "trainer/step"
 DATA_DIR = "WANDB_DATA_DIR"  # where wandb keeps copies of what it is to upload
 SWEEP_FILE = "multirun.yaml"  # Hydra writes it into the folder of a sweep
-PATHS = frozenset(
-    {"data.root", "data.images", "data.labels", "data.split", "data.cache_root", "init", "resume"}
-)  # options
-# wandb.Settings of every run, and of a private one; times in seconds: a scheduler that ends a job gives it two minutes
-QUIET: dict[str, Any] = {"silent": True, "quiet": True, "symlink": False, "finish_timeout_raises": True}
-QUIET |= {"init_timeout": 20, "finish_timeout": 60}
-PRIVATE = {  # as host None would be replaced by the machine's name
-    **{"host": "", "console": "off", "save_code": False, "x_save_requirements": False},
-    **dict.fromkeys(("disable_git", "disable_code", "disable_job_creation"), True),
-    **dict.fromkeys(("x_disable_meta", "x_disable_machine_info", "x_disable_stats"), True),
+PATHS = frozenset(  # options
+    {
+        "data.root",
+        "data.images",
+        "data.labels",
+        "data.split",
+        "data.cache_root",
+        "init",
+        "resume",
+    }
+)
+QUIET: dict[str, Any] = {  # wandb.Settings of every run
+    "silent": True,
+    "quiet": True,
+    "symlink": False,
+    "finish_timeout_raises": True,
+    "init_timeout": 20,  # seconds; a scheduler that ends a job gives it two minutes
+    "finish_timeout": 60,  # seconds
+}
+PRIVATE = {  # wandb.Settings of a private run
+    "host": "",  # None would be replaced by the machine's name
+    "console": "off",
+    "save_code": False,
+    "x_save_requirements": False,
+    "disable_git": True,
+    "disable_code": True,
+    "disable_job_creation": True,
+    "x_disable_meta": True,
+    "x_disable_machine_info": True,
+    "x_disable_stats": True,
 }
 
 
@@ -36,7 +56,8 @@ class WandbLogger:
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self._private, self._folder = config.wandb.private, folder
+        self._private = config.wandb.private
+        self._folder = folder
         self._allowed: Callable[[Mapping[str, Any]], dict[str, Any]] = without_paths if self._private else dict
         if self._private:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb sends its tracebacks home
@@ -44,21 +65,21 @@ class WandbLogger:
 
         logging.raiseExceptions = False  # wandb's log is on the run's disk: where that is full it would print traces
         self._wandb: Any = wandb
-        runs = folder.glob("wandb/*run-*-*") if config.resume is not None else ()  # wandb/[offline-]run-<time>-<id>
-        names = sorted(run.name.removeprefix("offline-") for run in runs)
-        earlier = names[-1].rpartition("-")[2] if names else None
+        earlier = _last_id(folder) if config.resume is not None else None
         try:
             self._run = self._start(wandb_mode(config), config, folder, earlier)
         finally:
-            for logs in folder.glob("wandb/*/logs") if self._private else ():
-                shutil.rmtree(logs, ignore_errors=True)  # wandb's own, full of paths
+            if self._private:
+                for logs in folder.glob("wandb/*/logs"):
+                    shutil.rmtree(logs, ignore_errors=True)  # wandb's own, full of paths
         self._run.define_metric(STEP, summary="none")
         self._run.define_metric("*", step_metric=STEP, summary="none")  # the summary holds what `summary` gets
 
     def _start(self, mode: str, config: Config, folder: Path, earlier: str | None) -> Any:
-        """The wandb run, which continues the `earlier` one; offline if online fails."""
-        make, wanted = self._wandb.Settings, QUIET | (PRIVATE if self._private else {})
-        settings = make(**{name: wanted[name] for name in wanted if name in make.model_fields})  # older wandb has fewer
+        """Return the wandb run, which continues the `earlier` one; offline if online fails."""
+        known = self._wandb.Settings.model_fields  # older versions of wandb have fewer
+        wanted = QUIET | PRIVATE if self._private else QUIET
+        settings = self._wandb.Settings(**{name: value for name, value in wanted.items() if name in known})
         try:
             self._wandb.setup(settings)  # before init, which else prints, or asks for a key
             return self._wandb.init(
@@ -73,8 +94,9 @@ class WandbLogger:
         except self._wandb.Error as error:
             if mode != "online":
                 raise
-            said = f"wandb cannot go online ({reason(error)}); recording offline: upload later with wandb sync"
-            print(f"warning: {said}", file=sys.stderr, flush=True)
+            problem = f"wandb cannot go online ({reason(error)})"
+            remedy = "recording offline: upload later with wandb sync"
+            print(f"warning: {problem}; {remedy}", file=sys.stderr, flush=True)
             self._wandb.teardown()  # it keeps the id of the run that failed to start
             return self._start("offline", config, folder, earlier)
 
@@ -86,7 +108,9 @@ class WandbLogger:
         self._run.log({STEP: step, key: self._wandb.Image(str(path))})
 
     def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
-        cells = [[None if self._private and is_path(cell) else cell for cell in row] for row in rows]
+        cells = []
+        for row in rows:
+            cells.append([None if self._private and is_path(cell) else cell for cell in row])
         table = self._wandb.Table(columns=list(columns), data=cells, allow_mixed_types=True)
         # bound first, a table is a file of the run; else it also becomes an artifact, recorded with the home folder
         table.bind_to_run(self._run, key, self._run.step)
@@ -97,14 +121,17 @@ class WandbLogger:
 
     def checkpoint(self, path: Path) -> None:
         """Record a checkpoint as an artifact, as the path of a copy in the run folder, also in a private run."""
-        artifact, place = self._wandb.Artifact(f"run-{self._run.id}-best", type="model"), os.environ.get(DATA_DIR)
+        artifact = self._wandb.Artifact(f"run-{self._run.id}-best", type="model")
+        place = os.environ.get(DATA_DIR)
         os.environ[DATA_DIR] = place or str(self._folder / "wandb")  # else copies gather in the home folder
         try:
             artifact.add_file(str(path), name=path.name)
             self._run.log_artifact(artifact)
         finally:
-            os.environ.pop(DATA_DIR)
-            os.environ |= {} if place is None else {DATA_DIR: place}
+            if place is None:
+                os.environ.pop(DATA_DIR)
+            else:
+                os.environ[DATA_DIR] = place
 
     def close(self, exit_code: int) -> None:
         try:
@@ -113,14 +140,23 @@ class WandbLogger:
             self._wandb.teardown(exit_code)  # else a wandb-core that died prints at exit
 
 
+def _last_id(folder: Path) -> str | None:
+    """Return the id of the last wandb run in a folder, of wandb/[offline-]run-<time>-<id>; None without one."""
+    names = sorted(run.name.removeprefix("offline-") for run in folder.glob("wandb/*run-*-*"))
+    return names[-1].rpartition("-")[2] if names else None
+
+
 def identity(options: Wandb, folder: Path) -> dict[str, Any]:
-    """What names a run among others, as `wandb.init` takes it; None leaves it to wandb's environment variables.
+    """Return the names of a run, as `wandb.init` takes them; None leaves one to wandb's environment variables.
 
     By default its name is the run folder's, and its group the folder of the sweep that it belongs to.
     """
-    parent = folder.resolve().parent
-    is_job = (parent / SWEEP_FILE).is_file()
-    name, group = (f"{parent.name}-{folder.name}", parent.name) if is_job else (folder.resolve().name, None)
+    folder = folder.resolve()
+    name = folder.name
+    group = None
+    if (folder.parent / SWEEP_FILE).is_file():  # a job of a sweep
+        name = f"{folder.parent.name}-{folder.name}"
+        group = folder.parent.name
     if (folder / SWEEP_FILE).is_file():  # the comparison at a sweep's end
         group = name
     project = os.environ.get("WANDB_PROJECT") if options.project == Wandb().project else None
@@ -136,23 +172,25 @@ def identity(options: Wandb, folder: Path) -> dict[str, Any]:
 
 
 def wandb_mode(config: Config) -> str:
-    """WANDB_MODE if it is set, else `wandb.mode`: wandb's users expect that the environment wins."""
+    """Return WANDB_MODE if it is set, else `wandb.mode`: wandb's users expect that the environment wins."""
     return os.environ.get("WANDB_MODE") or config.wandb.mode
 
 
 def without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`values` without the options that are paths and without values that look like one, at any depth."""
-    kept: dict[str, Any] = {}
+    """Return `values` without the options that are paths and without values that look like one, at any depth."""
+    allowed: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            kept[name] = without_paths(value, f"{prefix}{name}.")
+            allowed[name] = without_paths(value, f"{prefix}{name}.")
         elif f"{prefix}{name}" not in PATHS and not is_path(value):
-            kept[name] = value
-    return kept
+            allowed[name] = value
+    return allowed
 
 
 def is_path(value: object) -> bool:
-    """Whether a value is, or looks like, a path, or is a list with one."""
+    """Return whether a value is, or looks like, a path, or is a list with one."""
     if isinstance(value, list | tuple):
         return any(is_path(item) for item in value)
-    return isinstance(value, os.PathLike) or (isinstance(value, str) and ("/" in value or "\\" in value))
+    if isinstance(value, os.PathLike):
+        return True
+    return isinstance(value, str) and ("/" in value or "\\" in value)

@@ -11,22 +11,22 @@ from torch import Tensor, nn
 
 from unet3d.data.in_memory import ImageLike, Probabilities, returned, temporary_case
 from unet3d.memory.simulate import refuse_large_window
-from unet3d.run.predict import Segmenter, parse, segmenter
-from unet3d.training import checkpoint
+from unet3d.run.checkpoint import read_networks
+from unet3d.run.predict import Segmenter, segmenter
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 class MeanOfLogits(nn.Module):
-    """Several networks as one, as they predict."""
+    """Several networks as one, which gives the mean of their logits."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         super().__init__()
         self.networks = nn.ModuleList(networks)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Mean logits N K D H W of images N C D H W."""
+        """Return mean logits N K D H W of images N C D H W."""
         first, *others = self.networks
         total = first(image)
         for network in others:
@@ -61,7 +61,7 @@ class Network:
         affine: "np.ndarray | Sequence[Sequence[float]] | None" = None,
         probabilities: bool = False,
     ) -> Any:
-        """Labels of an image, on its own grid; with `probabilities` the pair of them and of all classes' probabilities.
+        """Return the labels of an image, on its own grid; with `probabilities`, labels and all classes' probabilities.
 
         `image`: an array X Y Z or C X Y Z, with its `affine` (4 x 4, from voxels to mm, as nibabel's), or with its
         `spacing` (mm) if its axes run right, anterior, superior; or an image of nibabel; or the path of a NIfTI file,
@@ -73,7 +73,9 @@ class Network:
         with temporary_case(image, spacing, affine) as case:
             scores = Probabilities(case) if probabilities else None
             labels = returned(image, self.segmenter.labels(case, scores), case)
-            return labels if scores is None else (labels, scores.returned(image))
+            if scores is None:
+                return labels
+            return labels, scores.returned(image)
 
 
 def load(
@@ -84,7 +86,7 @@ def load(
     batch: int | str | None = None,
     overlap: float | None = None,
 ) -> Network:
-    """The network of a run's checkpoint, or of a published file.
+    """Return the network of a run's checkpoint, or of a published file.
 
     `device`: auto, cpu or cuda. `mirror`: average over mirrorings; None: as in validation. `model`: package.module:name
     of your own network, where the file holds one. `batch`: windows in a forward pass, or auto; `overlap`: least share
@@ -92,7 +94,7 @@ def load(
     CheckpointError, UserError.
     """
     path = Path(path)
-    found = parse(checkpoint.load_checkpoint(path), path, model)
-    opened = segmenter(found, device, mirror, batch, overlap)
+    networks = read_networks(path, model)
+    opened = segmenter(networks, device, mirror, batch, overlap)
     refuse_large_window(opened.predictor, path)
-    return Network(found.classes, found.channels, opened)
+    return Network(networks.classes, networks.channels, opened)

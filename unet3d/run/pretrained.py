@@ -1,7 +1,7 @@
 """init=net.pt: a run begins with the weights of another network, where names and shapes fit."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,217 +10,284 @@ from torch import Tensor, nn
 
 from unet3d import build
 from unet3d.base.errors import UserError, escaped
-from unet3d.build import Data
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.data.cases import DatasetInfo, read_dataset
-from unet3d.data.preprocess import Intensity
+from unet3d.data.intensity import Intensity
+from unet3d.data.prepare import PreparedData
 from unet3d.model import geometry
 from unet3d.report.loggers import warn
-from unet3d.run import predict
-from unet3d.run.predict import TrainedNetworks
+from unet3d.run.checkpoint import Checkpoint, TrainedNetworks
 from unet3d.training import checkpoint, optim
 
-SHOWN = 6  # names of new tensors on a line; init.json has them all
+NAMES_SHOWN = 6  # of new tensors on a line; init.json has them all
+HeadRows = dict[str, dict[int, Tensor]]  # by a head's name and a class's number, the weights of that class
+ClassSources = dict[int, list[int]]  # by a class's number, the checkpoint's classes whose mean it begins with
 
 
-class Start(NamedTuple):
-    """What a network begins with. `config` names what `optim.init_lr` is for."""
+class PretrainedWeights(NamedTuple):
+    """The tensors that a network takes from a checkpoint; `config` names the parameters that `optim.init_lr` is for."""
 
     config: Config
-    weights: dict[str, Tensor]  # that are loaded
-    new: list[str]  # the network's other tensors, but those of `rows`
-    rows: dict[str, dict[int, Tensor]]  # of heads, by class, where the checkpoint has other classes
+    weights: dict[str, Tensor]
+    head_rows: HeadRows  # where the checkpoint has other classes
+    new: list[str]  # the network's other tensors
 
     def load(self, model: nn.Module) -> None:
         """Put the weights into a network; what is new stays as it is."""
         model.load_state_dict(self.weights, strict=False)
-        own = model.state_dict()
-        for name, rows in self.rows.items():
+        state = model.state_dict()
+        for name, rows in self.head_rows.items():
             for label, row in rows.items():
-                own[name][label].copy_(row)
+                state[name][label].copy_(row)
 
     def record(self) -> dict[str, Any]:
-        """For init.json."""
-        by_class = {name: sorted(rows) for name, rows in self.rows.items()}
+        """Return the content of init.json."""
+        by_class = {name: sorted(rows) for name, rows in self.head_rows.items()}
         return {"init": self.config.init, "loaded": list(self.weights), "by class": by_class, "new": self.new}
 
 
-def load_pretrained(config: Config, options: Model, data: Data | None) -> Start:
-    """Read the checkpoint `config.init` for a network of these options, and print what of it is loaded and what is new.
+def load_pretrained(config: Config, model_config: Model, data: PreparedData | None) -> PretrainedWeights:
+    """Read the checkpoint `config.init` for such a network, and print what of it is loaded and what is new.
 
-    `data` None: nothing of it is read but names. Raises CheckpointError, UserError where nothing fits.
+    `data` None: only the names of classes and channels are read of it. Raises CheckpointError, UserError where nothing
+    fits.
     """
     assert config.init is not None
     dataset = data.dataset if data is not None else read_dataset(config.data)
-    found, outline = _read(Path(config.init), config.model.path), _outline(options)
-    weights = checkpoint.fitting(outline, found.weights[0], found.path)
-    rows, sources = dict[str, dict[int, Tensor]](), {}
-    if found.classes != dataset.classes:
-        sources = class_sources(found.classes, dataset.classes)
-        rows = _rows(found, outline.state_dict(), heads(options), sources)
-        weights = {name: value for name, value in weights.items() if name not in heads(options)}
-    _require_any_match(found, options, outline, weights)
-    new = [name for name in outline.state_dict() if name not in weights.keys() | rows.keys()]
-    named = _with_names(config, [name for name, _ in outline.named_parameters()], weights)
-    for line in _differences(found, config, options, dataset, data.read.intensity if data is not None else ()):
+    trained = _read(Path(config.init), config.model.path)
+    outline = _outline(model_config)
+    weights = checkpoint.fitting(outline, trained.weights[0], trained.path)
+    head_rows: HeadRows = {}
+    sources: ClassSources = {}
+    if trained.classes != dataset.classes:
+        head_names = heads(model_config)
+        sources = class_sources(trained.classes, dataset.classes)
+        head_rows = _head_rows(trained, outline.state_dict(), head_names, sources)
+        weights = {name: value for name, value in weights.items() if name not in head_names}
+    _require_any_match(trained, model_config, outline, weights)
+    new = [name for name in outline.state_dict() if name not in weights and name not in head_rows]
+    parameters = [name for name, _ in outline.named_parameters()]
+    config_with_names = _with_init_names(config, parameters, weights)
+    pretrained = PretrainedWeights(config_with_names, weights, head_rows, new)
+    rules = data.read.intensity if data is not None else ()
+    for line in _differences(trained, config, model_config, dataset, rules):
         warn(line)
-    start = Start(named, weights, new, rows)
-    print(*map(escaped, _lines(start, found, dataset.classes, sources)), sep="\n", flush=True)
-    return start
+    for line in _report(pretrained, trained, dataset.classes, sources):
+        print(escaped(line), flush=True)
+    return pretrained
 
 
-def with_names(overrides: Sequence[str]) -> Sequence[str]:
-    """A command line for `unet3d memory`, with the names that `optim.init_lr` is for. Raises UserError."""
+def with_init_names(overrides: Sequence[str]) -> Sequence[str]:
+    """Return a command line for `unet3d memory` that also sets `optim.init_names`. Raises UserError."""
     config = compose.compose(overrides)
     if config.init is None or config.optim.init_lr == 1 or config.optim.init_names is not None:
         return overrides
-    names = load_pretrained(config, build.model_config_from_headers(config), None).config.optim.init_names
-    return [*overrides, f"optim.init_names=[{','.join(names or [])}]"]
+    pretrained = load_pretrained(config, build.model_config_from_headers(config), None)
+    names = pretrained.config.optim.init_names or []
+    return [*overrides, f"optim.init_names=[{','.join(names)}]"]
 
 
-def heads(options: Model) -> list[str]:
-    """The tensors that have a size for the number of classes: those of all heads."""
-    assert options.classes is not None
-    wider = _outline(dataclasses.replace(options, classes=options.classes + 1)).state_dict()
-    return [name for name, value in _outline(options).state_dict().items() if value.shape != wider[name].shape]
+def heads(model_config: Model) -> list[str]:
+    """Return the names of the tensors whose size depends on the number of classes, in all heads."""
+    assert model_config.classes is not None
+    wider = dataclasses.replace(model_config, classes=model_config.classes + 1)
+    wider_state = _outline(wider).state_dict()
+    state = _outline(model_config).state_dict()
+    return [name for name, value in state.items() if value.shape != wider_state[name].shape]
 
 
-def class_sources(theirs: Sequence[str], own: Sequence[str]) -> dict[int, list[int]]:
-    """The checkpoint's classes that a class begins with: that of the same name, or the parts of a merged one.
+def class_sources(there: Sequence[str], here: Sequence[str]) -> ClassSources:
+    """Return the checkpoint's classes that each class begins with: its namesake, or the parts of a merged class.
 
     {} where no class but the background has any.
     """
-    labels, found = {name: label for label, name in enumerate(theirs) if label}, {0: [0]}
-    for label, name in enumerate(own[1:], start=1):
+    labels = {name: label for label, name in enumerate(there) if label}
+    sources = {0: [0]}
+    for label, name in enumerate(here[1:], start=1):
         parts = [name] if name in labels else name.split("+")
         if all(part in labels for part in parts):
-            found[label] = [labels[part] for part in parts]
-    return found if len(found) > 1 else {}
+            sources[label] = [labels[part] for part in parts]
+    return sources if len(sources) > 1 else {}
 
 
-def _rows(
-    found: TrainedNetworks, own: dict[str, Tensor], names: Sequence[str], sources: dict[int, list[int]]
-) -> dict[str, dict[int, Tensor]]:
-    """Of the heads of these names, the row of each class that has a source: of a merged class the mean of its parts'.
+def _head_rows(
+    trained: TrainedNetworks,
+    state: Mapping[str, Tensor],
+    head_names: Sequence[str],
+    sources: ClassSources,
+) -> HeadRows:
+    """Return, for each head, the weights of every class with a source; merged classes get the mean of their parts.
 
     Raises CheckpointError for numbers that are not finite.
     """
-    fits = {}
-    for name in names if sources else ():
-        theirs = found.weights[0].get(name)
-        shape = (len(found.classes), *own[name].shape[1:])
-        if theirs is not None and (theirs.shape, theirs.dtype) == (shape, own[name].dtype):
-            fits[name] = theirs
-    checkpoint.refuse_non_finite(fits, found.path)
-    return {name: {new: value[olds].mean(0) for new, olds in sources.items()} for name, value in fits.items()}
+    if not sources:
+        return {}
+    fitting = {}
+    for name in head_names:
+        value = trained.weights[0].get(name)
+        shape = (len(trained.classes), *state[name].shape[1:])
+        if value is not None and value.shape == shape and value.dtype == state[name].dtype:
+            fitting[name] = value
+    checkpoint.refuse_non_finite(fitting, trained.path)
+    rows = {}
+    for name, value in fitting.items():
+        rows[name] = {label: value[parts].mean(0) for label, parts in sources.items()}
+    return rows
 
 
 def _read(path: Path, model_path: str | None) -> TrainedNetworks:
-    """What the checkpoint holds. Raises CheckpointError, UserError where it is of a network of another kind."""
-    state = checkpoint.load_checkpoint(path)
-    options = state.get("model_options")
-    theirs = options.get("path") if isinstance(options, dict) else model_path
-    if theirs != model_path:
-        kinds = [f"model.path={one}" if one else "the package's own U-Net" for one in (theirs, model_path)]
+    """Return the networks of a file. Raises CheckpointError, UserError for a class of networks other than the run's."""
+    trained = Checkpoint.read(path).networks()
+    there = trained.config.model.path
+    if there != model_path:
+        kinds = (_network_kind(there), _network_kind(model_path))
         raise UserError(f"init={path}: its network is {kinds[0]}, this run's {kinds[1]}; nothing of it can be used")
-    return predict.parse(state, path, model_path)
+    return trained
 
 
-def _outline(options: Model) -> nn.Module:
+def _network_kind(model_path: str | None) -> str:
+    return f"model.path={model_path}" if model_path else "the package's own U-Net"
+
+
+def _outline(model_config: Model) -> nn.Module:
     with torch.device("meta"):
-        return build.model(options, seed=0)
+        return build.model(model_config, seed=0)
 
 
-def _require_any_match(found: TrainedNetworks, options: Model, outline: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Raise UserError where no convolution fits: norms and biases alone are no start."""
+def _require_any_match(
+    trained: TrainedNetworks,
+    model_config: Model,
+    outline: nn.Module,
+    weights: Mapping[str, Tensor],
+) -> None:
+    """Raise UserError where no convolution fits: norms and biases alone are not worth beginning with."""
     if not any(value.dim() > 1 for value in weights.values()):
-        differences = "; ".join(_options(found.config.model, options)) or "other channels, classes or layers"
-        raise UserError(f"init={found.path}: none of its weights fits this network ({differences})")
+        differences = "; ".join(_model_differences(trained.config.model, model_config))
+        problem = differences or "other channels, classes or layers"
+        raise UserError(f"init={trained.path}: none of its weights fits this network ({problem})")
 
 
-def _options(theirs: Model, own: Model) -> Iterator[str]:
-    """The options in which two networks differ, besides channels and classes, which are those of the data."""
-    sizes = {"kernels": geometry.kernels, "strides": geometry.strides}  # may be written in several ways
-    for item in dataclasses.fields(Model):
-        before, now = getattr(theirs, item.name), getattr(own, item.name)
-        if item.name in sizes and "auto" not in (before, now) and len(theirs.features) == len(own.features):
-            before, now = sizes[item.name](theirs), sizes[item.name](own)
-        if before != now and item.name not in ("in_channels", "classes", "inplace"):
-            yield f"model.{item.name} {getattr(theirs, item.name)} there, {getattr(own, item.name)} here"
-
-
-def _with_names(config: Config, parameters: Sequence[str], weights: dict[str, Tensor]) -> Config:
-    """The config with the names of what `optim.init_lr` is for. Raises UserError for names that do not suit."""
-    factor, asked = config.optim.init_lr, config.optim.init_names
+def _with_init_names(config: Config, parameters: Sequence[str], weights: Mapping[str, Tensor]) -> Config:
+    """Return the config with `optim.init_names` set. Raises UserError for names that do not suit."""
+    factor = config.optim.init_lr
+    asked = config.optim.init_names
     if factor == 1:
         return config
     loaded = [name for name in parameters if name in weights]
     for start in asked or ():
         if not any(optim.is_named(name, [start]) for name in loaded):
             raise UserError(f"optim.init_names: init has loaded no {start}; name parts of what it has, as {loaded[0]}")
-        if new := [n for n in parameters if n not in weights and optim.is_named(n, [start])]:
-            raise UserError(f"optim.init_names: {new[0]} of {start} is new; name the parts that init has loaded")
-    if factor == 0 and all(optim.is_named(name, asked or loaded) for name in parameters):
+        for name in parameters:
+            if name not in weights and optim.is_named(name, [start]):
+                raise UserError(f"optim.init_names: {name} of {start} is new; name the parts that init has loaded")
+    names = asked or loaded
+    if factor == 0 and all(optim.is_named(name, names) for name in parameters):
         raise UserError("optim.init_lr=0: all that the network has is loaded and frozen; give a factor above 0")
-    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, init_names=asked or loaded))
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, init_names=names))
+
+
+def _model_differences(there: Model, here: Model) -> Iterator[str]:
+    """Yield each option in which two networks differ, besides channels and classes, which the data decide."""
+    sizes = {"kernels": geometry.kernels, "strides": geometry.strides}  # may be written in several ways
+    for item in dataclasses.fields(Model):
+        name = item.name
+        before = getattr(there, name)
+        now = getattr(here, name)
+        is_same = before == now
+        if name in sizes and "auto" not in (before, now) and len(there.features) == len(here.features):
+            is_same = sizes[name](there) == sizes[name](here)
+        if not is_same and name not in ("in_channels", "classes", "inplace"):
+            yield f"model.{name} {before} there, {now} here"
 
 
 def _differences(
-    found: TrainedNetworks, config: Config, options: Model, dataset: DatasetInfo, rules: Sequence[Intensity]
+    trained: TrainedNetworks,
+    config: Config,
+    model_config: Model,
+    dataset: DatasetInfo,
+    rules: Sequence[Intensity],
 ) -> Iterator[str]:
-    """A line for each way in which the network has seen other images than it will."""
-    if differing := list(_options(found.config.model, options)):
-        yield f"init={found.path}: its network differs: {'; '.join(differing)}"
-    words = []
-    if rules and not _are_alike(found.intensity, rules):
-        words.append(f"intensity {_kinds(found.intensity)} there, {_kinds(rules)} here")
-    if (there := found.config.data.spacing) != config.data.spacing:
-        words.append(f"data.spacing {there} mm there, {config.data.spacing} here")
-    if len(found.channels) == len(dataset.channels) > 1 and found.channels != dataset.channels:
-        words.append(f"channels {', '.join(found.channels)} there, {', '.join(dataset.channels)} here")
-    if words:
-        yield f"init={found.path}: it has learned from other images: {'; '.join(words)}"
+    """Yield a line on the network's options, and one on how the images that it has seen differ from the run's."""
+    options = list(_model_differences(trained.config.model, model_config))
+    if options:
+        yield f"init={trained.path}: its network differs: {'; '.join(options)}"
+    images = []
+    if rules and not _are_alike(trained.intensity, rules):
+        images.append(f"intensity {_kinds(trained.intensity)} there, {_kinds(rules)} here")
+    spacing = trained.config.data.spacing
+    if spacing != config.data.spacing:
+        images.append(f"data.spacing {spacing} mm there, {config.data.spacing} here")
+    if len(trained.channels) == len(dataset.channels) > 1 and trained.channels != dataset.channels:
+        there = ", ".join(trained.channels)
+        here = ", ".join(dataset.channels)
+        images.append(f"channels {there} there, {here} here")
+    if images:
+        yield f"init={trained.path}: it has learned from other images: {'; '.join(images)}"
 
 
-def _are_alike(theirs: Sequence[Intensity], own: Sequence[Intensity]) -> bool:
-    """Whether two data sets' intensities are scaled alike: two scales of CT at most half a standard deviation apart."""
-    if [rule.kind for rule in theirs] != [rule.kind for rule in own]:
+def _are_alike(there: Sequence[Intensity], here: Sequence[Intensity]) -> bool:
+    """Return whether intensities are scaled alike: two scales of CT at most half a standard deviation apart."""
+    if [rule.kind for rule in there] != [rule.kind for rule in here]:
         return False
-    return all(abs(a.mean - b.mean) <= min(a.std, b.std) / 2 for a, b in zip(theirs, own, strict=True))
+    pairs = zip(there, here, strict=True)
+    return all(abs(a.mean - b.mean) <= min(a.std, b.std) / 2 for a, b in pairs)
 
 
 def _kinds(rules: Sequence[Intensity]) -> str:
-    return ", ".join(f"ct {rule.low:g} to {rule.high:g}" if rule.kind == "ct" else rule.kind for rule in rules)
+    words = []
+    for rule in rules:
+        words.append(f"ct {rule.low:g} to {rule.high:g}" if rule.kind == "ct" else rule.kind)
+    return ", ".join(words)
 
 
-def _lines(
-    start: Start, found: TrainedNetworks, classes: Sequence[str], sources: dict[int, list[int]]
+def _report(
+    pretrained: PretrainedWeights,
+    trained: TrainedNetworks,
+    classes: Sequence[str],
+    sources: ClassSources,
 ) -> Iterator[str]:
-    """What is loaded, what is new, and what the heads begin with where the classes differ."""
-    weights, new = start.weights, start.new
-    which = " (the first of its networks)" if len(found.weights) > 1 else ""
-    more = f" and {len(new) - SHOWN} more" if len(new) > SHOWN else ""
-    by_class = f", {len(start.rows)} by class" if start.rows else ""
-    new_ones = f"new: {', '.join(new[:SHOWN])}{more}" if new else "nothing is new"
-    total = len(weights) + len(start.rows) + len(new)
-    yield f"init={found.path}{which}: {len(weights)} of {total} tensors loaded{_rate(start)}{by_class}; {new_ones}"
-    if found.classes != tuple(classes):
-        words = [
-            f"{classes[label]} from {' and '.join(found.classes[old] for old in olds)}"
-            for label, olds in sources.items()
-        ]
-        absent = [name for label, name in enumerate(classes) if label not in sources]
-        words += [f"{', '.join(absent)} new"] * bool(absent and sources)
-        heads_ = "; ".join(words) if start.rows else f"new, of {', '.join(classes)}, there {', '.join(found.classes)}"
-        yield f"heads, as the classes differ: {heads_}"
+    """Yield a line on what is loaded and what is new, and one on the heads where the classes differ."""
+    which = " (the first of its networks)" if len(trained.weights) > 1 else ""
+    count = len(pretrained.weights)
+    total = count + len(pretrained.head_rows) + len(pretrained.new)
+    by_class = f", {len(pretrained.head_rows)} by class" if pretrained.head_rows else ""
+    loaded = f"{count} of {total} tensors loaded{_rate(pretrained)}{by_class}"
+    yield f"init={trained.path}{which}: {loaded}; {_new_names(pretrained.new)}"
+    if trained.classes == tuple(classes):
+        return
+    if pretrained.head_rows:
+        origin = _row_origins(trained.classes, classes, sources)
+    else:
+        origin = f"new, of {', '.join(classes)}, there {', '.join(trained.classes)}"
+    yield f"heads, as the classes differ: {origin}"
 
 
-def _rate(start: Start) -> str:
-    """In words, the rate of what is loaded, and of how much of it."""
-    factor, names = start.config.optim.init_lr, start.config.optim.init_names or ()
+def _new_names(names: Sequence[str]) -> str:
+    if not names:
+        return "nothing is new"
+    rest = len(names) - NAMES_SHOWN
+    more = f" and {rest} more" if rest > 0 else ""
+    return f"new: {', '.join(names[:NAMES_SHOWN])}{more}"
+
+
+def _row_origins(there: Sequence[str], here: Sequence[str], sources: ClassSources) -> str:
+    """Return which classes of the checkpoint each class begins with, and which classes are new."""
+    origins = []
+    for label, parts in sources.items():
+        origins.append(f"{here[label]} from {' and '.join(there[part] for part in parts)}")
+    new = [name for label, name in enumerate(here) if label not in sources]
+    if new:
+        origins.append(f"{', '.join(new)} new")
+    return "; ".join(origins)
+
+
+def _rate(pretrained: PretrainedWeights) -> str:
+    """Return in words the learning rate of the loaded tensors, and how many of them have it; "" for the usual rate."""
+    factor = pretrained.config.optim.init_lr
     if factor == 1:
         return ""
     word = "frozen" if factor == 0 else f"at {factor:g} times the rate"
-    slow = sum(optim.is_named(name, names) for name in start.weights)
-    return f", {word}" if slow == len(start.weights) else f", {slow} of them {word}"
+    names = pretrained.config.optim.init_names or ()
+    slow = sum(optim.is_named(name, names) for name in pretrained.weights)
+    return f", {word}" if slow == len(pretrained.weights) else f", {slow} of them {word}"

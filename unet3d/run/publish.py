@@ -3,77 +3,97 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
-from unet3d import build
-from unet3d.base.errors import CheckpointError, UserError, not_saved
+from unet3d.base.errors import UserError, not_saved
 from unet3d.base.files import write_text
 from unet3d.config import compose
 from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Config, Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
+from unet3d.data.image_files import ImageFiles
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
-from unet3d.data.volume import ArgmaxCollector, is_resampled, to_original
+from unet3d.data.restore import ArgmaxCollector, to_original
+from unet3d.data.validate import sound_headers
+from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.loggers import warn
-from unet3d.report.report import OWN_GRIDS, SCORES_TITLE
+from unet3d.report.score_tables import OWN_GRIDS, SCORES_TITLE
 from unet3d.run import predict
-from unet3d.run.predict import TrainedNetworks, split_of
+from unet3d.run.checkpoint import Checkpoint, TrainedNetworks, refuse_other_network, split_of
+from unet3d.run.predict import Segmenter
 from unet3d.run.validation import evaluate, score_on_own_grid
 from unet3d.training import checkpoint, metrics
 
-KEPT = ("model_options", "classes", "channels", "intensity", "step")  # of a checkpoint, besides weights and config
+PUBLISHED = ("model_options", "classes", "channels", "intensity", "step")  # of a checkpoint, besides weights and config
+PRIVATE = ("wandb", "init", "resume", "sweep")  # options that are not published
+PATHS = ("root", "split", "images", "labels", "cache_root")  # options of data that are not, as they name files
 SAME = (  # how a network sees images, and what its classes are
     *("model.", "inference.overlap", "inference.mirror", "amp"),
     *("data.patch", "data.spacing", "data.label_map", "data.augment.mirror"),
 )
-PATHS = ("root", "split", "images", "labels", "cache_root")  # of this machine's data
 SCORES = "scores.csv"
-Opened = tuple[TrainedNetworks, dict[str, Any]]
+
+
+class Publication(NamedTuple):
+    """The networks of a checkpoint, and the other parts of it that are published."""
+
+    networks: TrainedNetworks
+    parts: dict[str, Any]
 
 
 def publish(paths: Sequence[Path], out: Path, model_path: str | None = None) -> None:
     """Write the networks of these checkpoints to one file without any path; several predict their mean logits."""
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
-    opened = [_open(path, model_path) for path in paths]
-    _, kept = opened[0]
-    for one in opened:
-        _refuse_different(one, opened[0])
-        predict.segmenter(one[0], "cpu", None)  # so that what is published can be used
-    own, *others = [weights for found, _ in opened for weights in found.weights]
-    splits = [part | {"split": "a file"} if "split" in part else part for found, _ in opened for part in found.splits]
-    checkpoint.save_checkpoint(out, kept | {"model": own, "average": {}, "others": others, "splits": splits})
+    publications = [_read(path, model_path) for path in paths]
+    weights = []
+    splits = []
+    for publication in publications:
+        networks = publication.networks
+        _refuse_different(publication, publications[0])
+        predict.segmenter(networks, "cpu", None)  # so that what is published can be used
+        weights += networks.weights
+        for held_out in networks.splits:
+            splits.append(held_out | {"split": "a file"} if "split" in held_out else held_out)
+    first, *others = weights
+    state = publications[0].parts | {"model": first, "average": {}, "others": others, "splits": splits}
+    checkpoint.save_checkpoint(out, state)
 
 
-def _open(path: Path, model_path: str | None) -> Opened:
-    """The networks of a checkpoint, and what else of it is published."""
-    state = checkpoint.load_checkpoint(path)
-    found = predict.parse(state, path, model_path)
-    if missing := [name for name in KEPT if name not in state]:
-        raise CheckpointError(f"{path}: not a checkpoint of a run (no {', '.join(missing)})")
-    config = {
-        name: value for name, value in state["config"].items() if name not in ("wandb", "init", "resume", "sweep")
-    }
-    config["data"] = {name: value for name, value in config.get("data", {}).items() if name not in PATHS}
-    return found, {name: state[name] for name in KEPT} | {"config": config}
+def _read(path: Path, model_path: str | None) -> Publication:
+    source = Checkpoint.read(path)
+    networks = source.networks()
+    refuse_other_network(networks, model_path)
+    config = {name: value for name, value in source.state["config"].items() if name not in PRIVATE}
+    data = config.get("data", {})
+    config["data"] = {name: value for name, value in data.items() if name not in PATHS}
+    parts = {name: source.state[name] for name in PUBLISHED}
+    return Publication(networks, parts | {"config": config})
 
 
-def _refuse_different(one: Opened, first: Opened) -> None:
+def _refuse_different(publication: Publication, first: Publication) -> None:
     """Raise UserError where a network would see an image in another way than the first."""
-    wrong = [name for name in ("classes", "channels", "intensity") if one[1][name] != first[1][name]]
-    mine, theirs = (compose.flat(compose.to_plain(found.config), ".") for found, _ in (one, first))
-    wrong += [name for name in mine if name.startswith(SAME) and mine[name] != theirs[name]]
-    if wrong:
-        raise UserError(f"{one[0].path}: differs from {first[0].path} in {', '.join(wrong)}; publish it alone")
+    different = []
+    for name in ("classes", "channels", "intensity"):
+        if publication.parts[name] != first.parts[name]:
+            different.append(name)
+    options = compose.flat(compose.to_plain(publication.networks.config), ".")
+    first_options = compose.flat(compose.to_plain(first.networks.config), ".")
+    for name in options:
+        if name.startswith(SAME) and options[name] != first_options[name]:
+            different.append(name)
+    if different:
+        paths = f"{publication.networks.path}: differs from {first.networks.path}"
+        raise UserError(f"{paths} in {', '.join(different)}; publish it alone")
 
 
 def score(path: Path, config: Config, out: Path, model_path: str | None = None) -> str:
-    """Score the cases that `config` holds out, predicted as the checkpoint says, in out/scores.csv. Returns its title.
+    """Score the cases that `config` holds out, predicted as the checkpoint says, in out/scores.csv. Return its title.
 
-    On the files' own grids, and where that is another, on the network's grid too.
+    Scores are on the files' own grids, and where the network's grid is another, on that too.
     """
     if config.data.semi:
         raise UserError("data.semi holds out slices of the training cases; the run's own scores.csv has their scores")
@@ -81,65 +101,108 @@ def score(path: Path, config: Config, out: Path, model_path: str | None = None) 
         raise UserError(f"{out / SCORES}: is there already; give another folder")
     dataset = read_dataset(config.data)
     _, held_out = split(dataset, config.data)
-    state = checkpoint.load_checkpoint(path)
-    found = predict.parse(state, path, model_path)
-    _refuse_misfit(found, dataset, config.data)
-    build.refuse_problems(dataset, held_out, config.data)
-    _warn_of_seen_cases(found, state.get("fingerprint"), held_out, config.data)
-    segmenter = predict.segmenter(found, config.device, mirror=None)
+    source = Checkpoint.read(path)
+    networks = source.networks()
+    refuse_other_network(networks, model_path)
+    _refuse_other_dataset(networks, dataset)
+    _warn_of_other_names(networks, dataset, config.data)
+    sound_headers(dataset, held_out, config.data, ImageFiles())
+    _warn_of_other_splits(networks, config.data)
+    _warn_of_seen_cases(source, held_out)
+    segmenter = predict.segmenter(networks, config.device, mirror=None)
     refuse_large_window(segmenter.predictor, path)
-    rules = ValidationRules.of(config.data)
-    reader = CaseReader(dataset, segmenter.spacing, segmenter.intensity, cache=None, rules=rules)
-    own = list[metrics.CaseScore]()
-
-    def keep(case: Case, strips: ArgmaxCollector) -> None:
-        own.append(score_on_own_grid(case, to_original(strips, case, segmenter.spacing), dataset))
-
     has_own_grids = any(is_resampled(case, segmenter.spacing) for case in held_out)
-    also = keep if has_own_grids else None
     try:
         out.mkdir(parents=True, exist_ok=True)
-        scores = evaluate(segmenter.predictor, held_out, reader, len(dataset.classes), True, "scoring", also)
-        text = metrics.csv_text([*scores], dataset.classes)
-        write_text(out / SCORES, metrics.both_csv_text(own, dataset.classes, text) if has_own_grids else text)
+        text = _scores(segmenter, held_out, dataset, config.data, has_own_grids)
+        write_text(out / SCORES, text)
     except OSError as error:
         raise not_saved(out / SCORES, error) from error
+    return _title(source, networks, has_own_grids)
+
+
+def _scores(
+    segmenter: Segmenter,
+    held_out: Sequence[Case],
+    dataset: DatasetInfo,
+    options: Data,
+    has_own_grids: bool,
+) -> str:
+    """Return scores.csv of the cases; where files have grids of their own, these come first."""
+    rules = ValidationRules.of(options)
+    reader = CaseReader(dataset, segmenter.spacing, segmenter.intensity, cache=None, rules=rules)
+    own_grid_scores: list[metrics.CaseScore] = []
+
+    def score_files(case: Case, strips: ArgmaxCollector) -> None:
+        prediction = to_original(strips, case, segmenter.spacing)
+        own_grid_scores.append(score_on_own_grid(case, prediction, dataset))
+
+    keep = score_files if has_own_grids else None
+    scores = evaluate(segmenter.predictor, held_out, reader, len(dataset.classes), True, "scoring", keep)
+    text = metrics.csv_text([*scores], dataset.classes)
+    return metrics.both_csv_text(own_grid_scores, dataset.classes, text) if has_own_grids else text
+
+
+def _title(source: Checkpoint, networks: TrainedNetworks, has_own_grids: bool) -> str:
     grid = f", {OWN_GRIDS}" if has_own_grids else ""
-    if len(found.weights) > 1:
-        return f"{SCORES_TITLE}, {path} (mean of {len(found.weights)} networks){grid}"
-    average = ", average of the weights" if state["average"] else ""
-    return f"{SCORES_TITLE}, {path} (step {state.get('step', 'unknown')}{average}){grid}"
+    count = len(networks.weights)
+    if count > 1:
+        return f"{SCORES_TITLE}, {source.path} (mean of {count} networks){grid}"
+    average = ", average of the weights" if source.state["average"] else ""
+    return f"{SCORES_TITLE}, {source.path} (step {networks.step}{average}){grid}"
 
 
-def _refuse_misfit(found: TrainedNetworks, dataset: DatasetInfo, data: Data) -> None:
-    """Raise UserError for other channels or classes; print a line for other names of channels or another label map."""
-    if (len(found.channels), found.classes) != (len(dataset.channels), dataset.classes):
-        own = f"{len(found.channels)} channels and the classes {', '.join(found.classes)}"
+def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> None:
+    """Raise UserError for other classes or another number of channels than the network's."""
+    has_same_classes = networks.classes == dataset.classes
+    if not has_same_classes or len(networks.channels) != len(dataset.channels):
+        learned = f"{len(networks.channels)} channels and the classes {', '.join(networks.classes)}"
         given = f"{len(dataset.channels)} and {', '.join(dataset.classes)}"
-        learned = found.config.data.label_map
-        hint = f"; it learned with {as_option(label_sources(learned))}" if learned is not None else ""
-        raise UserError(f"{found.path}: a network of {own}; the data has {given}{hint}")
-    if len(dataset.channels) > 1 and found.channels != dataset.channels:  # each layout has its own names for channels
-        own, given = (", ".join(one.channels) for one in (found, dataset))
-        warn(f"{found.path}: its channels are {own}, those of the data {given}; they are taken in this order")
-    learned_map, asked_map = (_label_map(options, len(dataset.classes)) for options in (found.config.data, data))
+        label_map = networks.config.data.label_map
+        hint = ""
+        if label_map is not None:
+            hint = f"; it learned with {as_option(label_sources(label_map))}"
+        raise UserError(f"{networks.path}: a network of {learned}; the data has {given}{hint}")
+
+
+def _warn_of_other_names(networks: TrainedNetworks, dataset: DatasetInfo, options: Data) -> None:
+    """Warn of channels of other names (each layout has its own), and of classes from other labels of the files."""
+    if len(dataset.channels) > 1 and networks.channels != dataset.channels:
+        learned = ", ".join(networks.channels)
+        given = ", ".join(dataset.channels)
+        order = "they are taken in this order"
+        warn(f"{networks.path}: its channels are {learned}, those of the data {given}; {order}")
+    learned_map = _label_map(networks.config.data, len(dataset.classes))
+    asked_map = _label_map(options, len(dataset.classes))
     if learned_map != asked_map:
         maps = f"it learned with {as_option(learned_map)}, and is scored with {as_option(asked_map)}"
-        warn(f"{found.path}: its classes are other labels of the files: {maps}")
+        warn(f"{networks.path}: its classes are other labels of the files: {maps}")
 
 
-def _label_map(data: Data, classes: int) -> Mapping[int, list[int]]:
+def _label_map(options: Data, classes: int) -> Mapping[int, list[int]]:
     """Return the files' labels of each class but background, in ascending order; without data.label_map its number."""
-    sources = label_sources(data.label_map or {number: number for number in range(1, classes)})
-    return {new: sorted(sources[new]) for new in sorted(sources) if new}
+    numbers = {number: number for number in range(1, classes)}
+    sources = label_sources(options.label_map or numbers)
+    return {label: sorted(sources[label]) for label in sorted(sources) if label}
 
 
-def _warn_of_seen_cases(found: TrainedNetworks, fingerprint: Any, held_out: Sequence[Case], options: Data) -> None:
-    """Warn where a scored case was trained on, by each network's split and by the cases of a run's own checkpoint."""
-    if others := sum(split != split_of(options) for split in found.splits):
-        trained = f"{others} of {len(found.splits)} networks were trained with another split, or with an unknown one"
-        warn(f"{found.path}: {trained}; they may have seen the cases that are scored")
-    learned = fingerprint.get("training cases") if isinstance(fingerprint, Mapping) else None
-    if seen := [case.id for case in held_out if isinstance(learned, list) and case.id in learned]:
+def _warn_of_other_splits(networks: TrainedNetworks, options: Data) -> None:
+    """Warn of networks that were trained with another split than the options': they may have seen what is scored."""
+    others = [held_out for held_out in networks.splits if held_out != split_of(options)]
+    if others:
+        count = f"{len(others)} of {len(networks.splits)} networks"
+        trained = f"{count} were trained with another split, or with an unknown one"
+        warn(f"{networks.path}: {trained}; they may have seen the cases that are scored")
+
+
+def _warn_of_seen_cases(source: Checkpoint, held_out: Sequence[Case]) -> None:
+    """Warn of scored cases that a run's own checkpoint was trained on; a published file does not name its cases."""
+    fingerprint = source.state.get("fingerprint")
+    trained_on = fingerprint.get("training cases") if isinstance(fingerprint, Mapping) else None
+    if not isinstance(trained_on, list):
+        return
+    seen = [case.id for case in held_out if case.id in trained_on]
+    if seen:
         names = shorten(", ".join(seen), 200, placeholder=" ...")
-        warn(f"{found.path}: learned from {len(seen)} of the {len(held_out)} cases that are scored: {names}")
+        count = f"{len(seen)} of the {len(held_out)} cases that are scored"
+        warn(f"{source.path}: learned from {count}: {names}")

@@ -1,10 +1,10 @@
 """Held-out cases: predicted, scored, written as label maps.
 
-Every validation scores on the grid that the network sees. Where that is not the files' own, since `data.spacing` is
-set, the last one's label maps are scored on the files' grids too.
+Every validation scores on the grid that the network sees. Where `data.spacing` makes that another grid than the
+files', the label maps of the last validation are scored on the files' grids too.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,47 +15,62 @@ from unet3d.base import progress
 from unet3d.base.errors import UserError, is_out_of_memory, not_saved
 from unet3d.base.files import read_csv, read_text, write_text
 from unet3d.base.types import IGNORE
-from unet3d.build import Data, Read
 from unet3d.config.schema import Data as Options
-from unet3d.data import preprocess
+from unet3d.data import sparse
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.labels import written_values
-from unet3d.data.volume import ArgmaxCollector, is_resampled, read_label_map, read_truth, read_written
+from unet3d.data.patches import PreparedCase
+from unet3d.data.prepare import PreparedData, Read
+from unet3d.data.restore import ArgmaxCollector
+from unet3d.data.volume import read_label_map, read_truth, read_written
 from unet3d.report import case_plots, case_scores
 from unet3d.report.plots import remove_picture
 from unet3d.run.predict import save_prediction
 from unet3d.training.inference import Predictor
 from unet3d.training.metrics import CaseScore, both_csv_text, score_case
 
-Keep = Callable[[Case, ArgmaxCollector], None] | None
+Keep = Callable[[Case, ArgmaxCollector], None]
 
 
 def evaluate(
-    predictor: Predictor, cases: Sequence[Case], read: Read, classes: int, hd95: bool, what: str, keep: Keep = None
+    predictor: Predictor,
+    cases: Sequence[Case],
+    read: Read,
+    classes: int,
+    hd95: bool,
+    title: str,
+    keep: Keep | None = None,
 ) -> Generator[CaseScore]:
-    """One score a case, on the network's grid. `keep` gets each case and may take its strips."""
-    with progress.counting(what, len(cases)) as counter:
+    """Yield the score of each case on the network's grid; `title` names the progress bar.
+
+    `keep` gets each case and may take its strips, which are then not computed again.
+    """
+    with progress.counting(title, len(cases)) as counter:
         for case in cases:
-            found = read(case)
-            strips = ArgmaxCollector(predictor.strips(found.image, case.named))
+            prepared = read(case)
+            strips = ArgmaxCollector(predictor.strips(prepared.image, case.named))
             if keep is not None:
                 keep(case, strips)
-            prediction, label = strips.whole(), found.label.numpy()
-            yield score_case(case.id, prediction, label, classes, found.spacing, IGNORE, hd95)
-            del found, strips, prediction, label  # before the next case is read
+            prediction = strips.whole()
+            label = prepared.label.numpy()
+            yield score_case(case.id, prediction, label, classes, prepared.spacing, IGNORE, hd95)
+            del prepared, strips, prediction, label  # before the next case is read
             counter.advance()
 
 
 def score_on_own_grid(case: Case, prediction: np.ndarray, dataset: DatasetInfo) -> CaseScore:
-    """Scores of a label map (X, Y, Z) in the axes of the case's files, against theirs. Raises UserError."""
+    """Return scores of a label map (X, Y, Z) in the axes of the case's files, against theirs. Raises UserError."""
     classes = len(dataset.classes)
     truth, spacing = read_truth(case, classes, dataset.ignore, dataset.relabel)
     return score_case(case.id, prediction, truth, classes, spacing, dataset.ignore, hd95=True)
 
 
-def has_own_grids(cases: Sequence[Case], options: Options) -> bool:
-    """Whether the network sees any of the cases on another grid than its file's. Slices to score are of that grid."""
-    return not options.semi and any(is_resampled(case, options.spacing) for case in cases)
+def has_own_grids(data: PreparedData, options: Options) -> bool:
+    """Return whether the network sees a held-out case on another grid than its file's.
+
+    Slices to score are of the network's grid.
+    """
+    return not options.semi and any(data.headers[case.id].is_resampled for case in data.val)
 
 
 @dataclass
@@ -63,13 +78,14 @@ class Predictions:
     """predictions/ and the pictures of some of them in figures/: made by the last validation, then completed."""
 
     folder: Path
-    data: Data
+    data: PreparedData
     options: Options
 
     @property
     def pictures(self) -> list[Path]:
-        """Those that are there: of the best, the median and the worst case, or of the only one."""
-        return [path for path in map(self._picture, ("", *case_scores.ROLES)) if path.exists()]
+        """Existing pictures: of the best, the median and the worst case, or of the only one."""
+        paths = [self._picture(role) for role in ("", *case_scores.ROLES)]
+        return [path for path in paths if path.exists()]
 
     def clear(self) -> None:
         """Remove what an earlier end of this run left: it belongs to other weights."""
@@ -90,17 +106,19 @@ class Predictions:
 
     def complete(self, predictor: Predictor) -> None:
         """Add what is missing, as after a kill or on a disk that was full. Raises NotSaved, UserError."""
-        if missing := [case for case in self.data.val if not self._path(case).exists()]:
+        missing = [case for case in self.data.val if not self._path(case).exists()]
+        if missing:
             with progress.counting("predicting cases", len(missing)) as counter:
                 for case in missing:
                     strips = ArgmaxCollector(predictor.strips(self.data.read_val(case).image, case.named))
                     self._add(case, strips)
                     strips.whole()
                     counter.advance()
-        if has_own_grids(self.data.val, self.options):
+        if has_own_grids(self.data, self.options):
             self._score()
         for role, (case, title) in self._shown().items():
-            if not (path := self._picture(role)).exists():
+            path = self._picture(role)
+            if not path.exists():
                 with _saving(path):
                     prediction = read_label_map(case, self._path(case), self._values, self.options.spacing)
                     self.draw(case, prediction, path, title)
@@ -111,49 +129,75 @@ class Predictions:
         return written_values(self.options, len(self.data.dataset.classes))
 
     def _add(self, case: Case, strips: ArgmaxCollector) -> None:
-        if not (path := self._path(case)).exists():
+        path = self._path(case)
+        if not path.exists():
             with _saving(path):
-                save_prediction(path, strips, case, self.options.spacing, values=self._values)
+                save_prediction(
+                    path,
+                    strips,
+                    case,
+                    self.options.spacing,
+                    values=self._values,
+                    files=self.data.read.files,
+                )
 
     def _score(self) -> None:
         """Put the scores of the label maps on the files' own grids first in scores.csv, a case at a time in memory."""
-        dataset, path, found = self.data.dataset, self.folder / "scores.csv", []
+        dataset = self.data.dataset
+        path = self.folder / "scores.csv"
+        scores = []
         with progress.counting("scoring", len(self.data.val)) as counter:
             for case in self.data.val:
                 prediction = read_written(case, self._path(case), self._values)
-                found.append(score_on_own_grid(case, prediction, dataset))
+                scores.append(score_on_own_grid(case, prediction, dataset))
                 counter.advance()
         with _saving(path):
-            write_text(path, both_csv_text(found, dataset.classes, read_text(path)))
+            write_text(path, both_csv_text(scores, dataset.classes, read_text(path)))
 
     def _path(self, case: Case) -> Path:
         return self.folder / "predictions" / f"{case.id}.nii.gz"
 
     def _picture(self, role: str) -> Path:
-        return self.folder / "figures" / f"prediction{'_' * bool(role)}{role}.png"
+        name = f"prediction_{role}.png" if role else "prediction.png"
+        return self.folder / "figures" / name
 
     def _shown(self) -> dict[str, tuple[Case, str]]:
-        """The cases to draw and their titles, by the scores of the last validation."""
+        """Return the cases to draw and their titles, chosen by the scores of the last validation."""
         cases = {case.id: case for case in self.data.val}
         rows = [row for row in read_csv(self.folder / "scores.csv") if row.get("case") in cases]
-        found = {}
-        for role, case in case_scores.chosen(rows or [{"case": self.data.val[0].id}]).items():
+        shown = {}
+        for role, score in case_scores.chosen(rows or [{"case": self.data.val[0].id}]).items():
             rank = f"the {role} of {len(cases)} held-out cases" if role else "held-out case"
-            dice = [f"{name} {value:.3f}" for name, value in case.classes.items()]
-            mean = "no class to score" if case.mean is None else f"mean Dice {case.mean:.3f} ({', '.join(dice)})"
-            found[role] = cases[case.name], f"{case.name}, {rank}: {mean}"
-        return found
+            if score.mean is None:
+                dice = "no class to score"
+            else:
+                by_class = [f"{name} {value:.3f}" for name, value in score.classes.items()]
+                dice = f"mean Dice {score.mean:.3f} ({', '.join(by_class)})"
+            shown[role] = (cases[score.name], f"{score.name}, {rank}: {dice}")
+        return shown
 
     def draw(self, case: Case, prediction: np.ndarray, path: Path, title: str) -> None:
-        """A case with its label map X Y Z; where slices were learned and others scored, with those, through these."""
-        found, where, classes = self.data.read(case), None, self.data.dataset.classes
-        layers = {"truth": found.label.numpy(), "prediction": prediction}
+        """Draw a case with its label map (X, Y, Z); with sparse labels, at the scored slices nearest to its middle."""
+        prepared = self.data.read(case)
+        layers = {"truth": prepared.label.numpy(), "prediction": prediction}
+        where = None
         if self.options.semi:
             layers = {"learned": self.data.read_train(case).label.numpy()} | layers
-            middle = [(low + high) // 2 for low, high in preprocess.extent(found.label)]
-            slices = preprocess.scored_slices(found.label, self.options)
-            where = [min(s, key=lambda index: abs(index - m), default=m) for s, m in zip(slices, middle, strict=True)]
-        case_plots.segmentation(found.image[0].numpy(), layers, found.spacing, classes, path, title, where)
+            where = self._scored_slices(prepared)
+        image = prepared.image[0].numpy()
+        classes = self.data.dataset.classes
+        case_plots.segmentation(image, layers, prepared.spacing, classes, path, title, where)
+
+    def _scored_slices(self, prepared: PreparedCase) -> list[int]:
+        """Return for each axis the scored slice that is nearest to the middle of the labels."""
+        extent = sparse.extent(prepared.label)
+        slices = sparse.scored_slices(prepared.label, self.options)
+        pairs = zip(slices, extent, strict=True)
+        return [_nearest(indices, (low + high) // 2) for indices, (low, high) in pairs]
+
+
+def _nearest(indices: Iterable[int], middle: int) -> int:
+    return min(indices, key=lambda index: abs(index - middle), default=middle)
 
 
 @contextmanager

@@ -20,10 +20,10 @@ Version = tuple[int, ...]
 
 
 class KnownBad(NamedTuple):
-    """What is wrong with some versions. Ranges are half open: first bad version, first good one."""
+    """A fault of some versions. Ranges are half open: first bad version, first good one."""
 
     torch: tuple[Version, Version]
-    cudnn: tuple[int, int]  # in cuDNN's own writing: 91002 for 9.10.2
+    cudnn: tuple[int, int]  # as cuDNN writes versions: 91002 for 9.10.2
     dtypes: tuple[torch.dtype, ...]
     wrong: str
     issues: str
@@ -40,7 +40,7 @@ KNOWN = (
         issues="pytorch#166122, #166643",
         remedy="use torch 2.10 or newer",
     ),
-    KnownBad(  # it looks for the cuDNN that is there as it runs, and comes with 9.10.2 or 9.13
+    KnownBad(  # this torch asks for cuDNN's version as it runs, and comes with 9.10.2 or 9.13
         torch=((2, 9, 1), (2, 10)),
         cudnn=(90800, 91500),
         dtypes=HALF,
@@ -61,31 +61,39 @@ KNOWN = (
 
 
 def warning(dtype: torch.dtype | None, largest_map: Callable[[], int]) -> str | None:
-    """Return a line on what is known against 3D convolutions of this type on CUDA here, None if nothing is.
+    """Return a line on the known fault of 3D convolutions of this type on CUDA here, None without one.
 
-    `largest_map` gives the elements of the largest map of the network; it is called only where they matter.
+    `largest_map` returns the elements of the largest map of the network; it is called only where they matter.
     """
     try:
         cudnn = torch.backends.cudnn.version()
-    except RuntimeError as error:  # the cuDNN that is there is older than the one that torch was built with
+    except RuntimeError as error:  # cuDNN here is older than the one that torch was built with
         return str(error).partition("\n")[0]
     if cudnn is None:
         return None
     version = release(torch.__version__)
     for known in KNOWN:
-        is_version = known.torch[0] <= version < known.torch[1]
-        is_bad = is_version and known.cudnn[0] <= cudnn < known.cudnn[1] and dtype in known.dtypes
-        if is_bad and (not known.elements or largest_map() >= known.elements):
-            versions = f"torch {torch.__version__} with cuDNN {dotted(cudnn)}"
-            return f"{versions} {known.wrong} ({known.issues}); {known.remedy}"
+        is_torch = known.torch[0] <= version < known.torch[1]
+        is_cudnn = known.cudnn[0] <= cudnn < known.cudnn[1]
+        if not is_torch or not is_cudnn or dtype not in known.dtypes:
+            continue
+        if known.elements and largest_map() < known.elements:
+            continue
+        versions = f"torch {torch.__version__} with cuDNN {dotted(cudnn)}"
+        return f"{versions} {known.wrong} ({known.issues}); {known.remedy}"
     return None
 
 
 def release(version: str) -> Version:
     """Return the numbers of a version, without its build: 2, 9, 1 of 2.9.1+cu128."""
-    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+    without_build, _, _ = version.partition("+")
+    numbers = re.findall(r"\d+", without_build)
+    return tuple(int(number) for number in numbers[:3])
 
 
 def dotted(cudnn: int) -> str:
     """Return a version of cuDNN as people write it: 9.10.2 for 91002."""
-    return f"{cudnn // 10_000}.{cudnn // 100 % 100}.{cudnn % 100}"
+    major = cudnn // 10_000
+    minor = cudnn // 100 % 100
+    patch = cudnn % 100
+    return f"{major}.{minor}.{patch}"

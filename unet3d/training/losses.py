@@ -1,14 +1,15 @@
 """Losses on logits N K D H W and labels N D H W, summed in float32. To add one, write a function below `@loss`.
 
-Where several ranks share a batch, value and gradient are those of the whole batch; a function of your own gets this
-rank's images, and its values are averaged.
+With several ranks, value and gradient are taken over the whole batch. A function of your own gets this rank's images,
+and its values are averaged.
 
 No loss here makes a map of all classes beside the logits: with many classes, that map would be the peak of memory.
 Voxels labelled IGNORE add nothing to value and gradient; a batch of only such voxels gives 0 and zero gradients.
 """
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.base import ranks
-from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE
 from unet3d.model.blocks import crop
+from unet3d.training.own_parts import refuse_odd_logits, refuse_odd_loss
 
 SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
+VOXELS = (2, 3, 4)  # dimensions of N K D H W
 SLABS = 16  # of a map on the CPU, at most
 SMALL = 2**12  # numbers of logits; with less in a slab on the CPU, most of the time goes to calls
 CUDA_SLAB = 2**22  # numbers of logits; a GPU has work for all of its cores, and a step few launches for the loss
@@ -29,7 +31,7 @@ CUDA_SLAB = 2**22  # numbers of logits; a GPU has work for all of its cores, and
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the config gives to every loss."""
+    """Settings from the config that every loss gets."""
 
     weights: Tensor | None = None  # K, of the classes in the cross-entropy
     batch_dice: bool = True  # one Dice over the batch; else the mean over its images
@@ -52,25 +54,28 @@ class SegmentationLoss:
 
     function: LossTerm
     options: LossOptions = LossOptions()
-    path: str | None = None  # that names the function, of the user's own
-    network: tuple[str, int] | None = None  # the path and the classes of a network of the user's own
+    path: str | None = None  # of the function, if it is the user's own
+    network: tuple[str, int] | None = None  # path and number of classes of a network of the user's own
 
     def __call__(self, logits: Any, label: Tensor) -> Tensor:
-        """`logits`: one tensor, or a tuple of them, finest first. Labels are cropped or subsampled to each.
+        """Return the loss of `logits`: one tensor, or a tuple of them, finest first.
 
-        Raises UserError for outputs of a user's own network, and values of a user's own loss, of another kind.
+        Labels are cropped or subsampled to each. Raises UserError for outputs of a user's own network, and values of a
+        user's own loss, of another kind.
         """
         if self.network is not None:
             refuse_odd_logits(logits, *self.network, label.shape, may_be_several=True)
         scales: tuple[Tensor, ...] = logits if isinstance(logits, tuple) else (logits,)
-        label = crop(label, scales[0].shape[2:])  # valid convolutions lose the border
-        total = self._term(scales[0], label)
-        for level, scale in enumerate(scales[1:], start=1):
+        finest, *coarser = scales
+        label = crop(label, finest.shape[2:])  # valid convolutions lose the border
+        total = self._term(finest, label)
+        for level, scale in enumerate(coarser, start=1):
             label = subsample(label, scale.shape[2:])
             total = total + 0.5**level * self._term(scale, label)
         return total / sum(0.5**level for level in range(len(scales)))
 
     def _term(self, logits: Tensor, label: Tensor) -> Tensor:
+        """Return the loss at one scale."""
         if self.function in BY_SLABS:  # they convert a slab at a time
             return self.function(logits, label, self.options)
         value = self.function(logits.float(), label.long(), self.options)
@@ -79,147 +84,8 @@ class SegmentationLoss:
         return MeanOverRanks.apply(value) if ranks.count() > 1 else value
 
 
-def refuse_odd_logits(
-    output: object, path: str, classes: int, sizes: Sequence[int], may_be_several: bool = False
-) -> None:
-    """Raise UserError unless a user's own network, named by its path, returns logits for images of `sizes`, N D H W.
-
-    `may_be_several`: a tuple of logits, for deep supervision, of which the first are of the images' size.
-    """
-    scales = output if may_be_several and isinstance(output, tuple) and output else (output,)
-    count, *size = sizes
-    wanted = (count, classes, *size)
-    for number, scale in enumerate(scales):
-        found = tuple(scale.shape) if isinstance(scale, Tensor) else type(scale).__name__
-        is_coarser = number > 0 and len(found) == 5 and found[:2] == wanted[:2]
-        if found != wanted and not is_coarser:
-            name = "returns" if len(scales) == 1 else f"returns as number {number + 1}"
-            what = f"{name} {found}; return logits N K D H W of the image's size, here {wanted}"
-            raise UserError(f"model.path={path}: {what}")
-        if not scale.is_floating_point():
-            raise UserError(f"model.path={path}: returns {scale.dtype}; return logits, floating-point numbers")
-        if may_be_several and torch.is_grad_enabled() and not scale.requires_grad:
-            what = "returns logits without a gradient: they are detached, or none of its parameters requires one"
-            raise UserError(f"model.path={path}: {what}")
-
-
-def refuse_odd_loss(value: object, path: str, has_gradient: bool) -> None:
-    """Raise UserError unless a user's own loss, named by its path, returns a number that can be learned from."""
-    if not isinstance(value, Tensor):
-        raise UserError(f"loss.path={path}: returns {type(value).__name__}; return a torch tensor, one number")
-    if value.dim() or not value.is_floating_point():
-        what = f"returns {value.dtype} of shape {tuple(value.shape)}; return one floating-point number, as by .mean()"
-        raise UserError(f"loss.path={path}: {what}")
-    if has_gradient and torch.is_grad_enabled() and not value.requires_grad:
-        raise UserError(f"loss.path={path}: returns a number without a gradient; compute it from the logits by torch")
-
-
-@loss
-def ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
-    """Cross-entropy: mean over the labelled voxels, weighted by class; 0 if there are none (torch's mean is NaN)."""
-    value: Tensor = BySlabs.apply(logits, label, options, False, True)
-    return value
-
-
-@loss
-def dice(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
-    """1 - mean soft Dice of the foreground classes (Milletari et al. 2016 with nnU-Net's unsquared denominator)."""
-    value: Tensor = BySlabs.apply(logits, label, options, True, False)
-    return value
-
-
-@loss
-def dice_ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
-    """The sum of Dice and cross-entropy."""
-    value: Tensor = BySlabs.apply(logits, label, options, True, True)
-    return value
-
-
-BY_SLABS = (ce, dice, dice_ce)
-
-
-class BySlabs(torch.autograd.Function):
-    """Dice and cross-entropy of a slab of rows at a time: their maps of all classes are as thin as a slab.
-
-    The gradient is written over the logits, where nothing else needs them: no second map of all classes is made.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, label: Tensor, options: LossOptions, dice: bool, ce: bool) -> Tensor:
-        weights = None if options.weights is None else options.weights.to(logits.device, _exact(logits.dtype))
-        overlap: Tensor | None = None  # N K, as the size
-        size: Tensor | None = None
-        likelihood: Tensor | None = None
-        mass: Tensor | None = None
-        for x, truth in _slabs(logits, label, options.slab):
-            log_p = x.log_softmax(1)
-            if ce:
-                weighed = truth if weights is None else truth * weights.view(1, -1, 1, 1, 1)
-                likelihood = _added(likelihood, (log_p * weighed).sum())
-                mass = _added(mass, weighed.sum())
-                del weighed
-            if dice:
-                p = log_p.exp_().mul_(truth.sum(1, keepdim=True))  # 0 where the label is ignored
-                overlap = _added(overlap, (p * truth).sum((2, 3, 4)))
-                size = _added(size, p.add_(truth).sum((2, 3, 4)))
-        if options.batch_dice and overlap is not None and size is not None:
-            overlap = overlap.sum(0, keepdim=True)
-            size = size.sum(0, keepdim=True)
-        sums = (likelihood, mass, *((overlap, size) if options.batch_dice else ()))
-        ranks.all_reduce_sum(tensor for tensor in sums if tensor is not None)
-        ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
-        value: Tensor | None = None
-        if overlap is not None and size is not None:
-            overlap = 2 * overlap + SMOOTH
-            size = size + SMOOTH
-            score = (overlap / size)[:, 1:].mean()
-            if ctx.shares > 1:
-                score = score / ctx.shares
-                ranks.all_reduce_sum([score])
-            value = 1 - score
-        if likelihood is not None and mass is not None:
-            mass = mass.clamp(min=1e-8)
-            gain = likelihood / mass
-            value = -gain if value is None else value - gain
-        ctx.save_for_backward(logits, label, overlap, size, mass)
-        ctx.weights, ctx.is_convolved, ctx.slab = weights, _keeps_no_output(logits), options.slab
-        assert value is not None
-        return value
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, label, overlap, size, mass = ctx.saved_tensors
-        is_free = ctx.is_convolved and _holders(logits) == _Probe.holders()  # a convolution keeps no output
-        out = logits if is_free else torch.empty_like(logits)
-        if size is not None:
-            scores = size.shape[0] * (size.shape[1] - 1) * ctx.shares
-            by_overlap = -2 / size / scores
-            by_size = overlap / size**2 / scores
-            by_overlap[:, 0] = by_size[:, 0] = 0  # the background
-        rows = 0
-        for x, truth in _slabs(logits, label, ctx.slab):
-            p, valid = x.softmax(1), truth.sum(1, keepdim=True)
-            if size is not None:
-                slab = (truth * _maps(by_overlap)).add_(_maps(by_size)).mul_(valid)
-                slab = slab.sub_((p * slab).sum(1, keepdim=True)).mul_(p)
-            else:
-                slab = torch.zeros_like(p)
-            if mass is not None:
-                share = valid if ctx.weights is None else (truth * _maps(ctx.weights[None])).sum(1, keepdim=True)
-                slab.add_(p.sub_(truth).mul_(share / mass))
-            out[:, :, rows : rows + x.shape[2]] = slab.mul_(gradient)
-            rows += x.shape[2]
-        return out, None, None, None, None
-
-
-def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    """Return the sum so far; its first part is the beginning."""
-    return part if total is None else total.add_(part)
-
-
 class MeanOverRanks(torch.autograd.Function):
-    """The mean of what each rank has; gradients, which are added up over the ranks, are shares."""
+    """Mean of the ranks' values; gradients are shares, because they are added up over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -232,20 +98,177 @@ class MeanOverRanks(torch.autograd.Function):
         return gradient / ranks.count()
 
 
-def _keeps_no_output(tensor: Tensor) -> bool:
-    """Whether what made it, a convolution or the model in slabs, does not read it in backward."""
-    return type(tensor.grad_fn).__name__ in ("ConvolutionBackward0", "InSlabsBackward")
+@loss
+def ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
+    """Return the mean cross-entropy of the labelled voxels, weighted by class; 0 without any (torch's mean is NaN)."""
+    value: Tensor = BySlabs.apply(logits, label, options, False, True)
+    return value
 
 
-def _holders(tensor: Tensor) -> tuple[int, int]:
-    """Counts of references to a tensor; compared alone, as they depend on the versions of Python and torch."""
+@loss
+def dice(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
+    """Return 1 - mean soft Dice of the foreground classes (Milletari et al. 2016, nnU-Net's unsquared denominator)."""
+    value: Tensor = BySlabs.apply(logits, label, options, True, False)
+    return value
+
+
+@loss
+def dice_ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
+    """Return the sum of Dice and cross-entropy."""
+    value: Tensor = BySlabs.apply(logits, label, options, True, True)
+    return value
+
+
+BY_SLABS = (ce, dice, dice_ce)
+
+
+@dataclass
+class _Sums:
+    """Sums over voxels from which the losses follow; None in a loss that does not need them."""
+
+    overlap: Tensor | None = None  # N K, probability on voxels of the class
+    size: Tensor | None = None  # N K, probability plus voxels of the class
+    log_likelihood: Tensor | None = None  # of the labels, weighted by class
+    weight: Tensor | None = None  # of all labelled voxels
+
+
+class BySlabs(torch.autograd.Function):
+    """Dice and cross-entropy of a slab of rows at a time: their maps of all classes are as thin as a slab.
+
+    The gradient is written over the logits, where nothing else needs them: no second map of all classes is made.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        label: Tensor,
+        options: LossOptions,
+        dice: bool,
+        ce: bool,
+    ) -> Tensor:
+        weights = options.weights
+        if weights is not None:
+            weights = weights.to(logits.device, _exact(logits.dtype))
+        sums = _sum_slabs(logits, label, options.slab, weights, dice, ce)
+        _sum_over_ranks(sums, options.batch_dice)
+        ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
+        value: Tensor | None = None
+        if sums.overlap is not None and sums.size is not None:
+            sums.overlap = 2 * sums.overlap + SMOOTH
+            sums.size = sums.size + SMOOTH
+            score = (sums.overlap / sums.size)[:, 1:].mean()
+            if ctx.shares > 1:
+                score = score / ctx.shares
+                ranks.all_reduce_sum([score])
+            value = 1 - score
+        if sums.log_likelihood is not None and sums.weight is not None:
+            sums.weight = sums.weight.clamp(min=1e-8)
+            gain = sums.log_likelihood / sums.weight
+            value = -gain if value is None else value - gain
+        ctx.save_for_backward(logits, label, sums.overlap, sums.size, sums.weight)
+        ctx.weights = weights
+        ctx.producer_keeps_no_output = _producer_keeps_no_output(logits)
+        ctx.slab = options.slab
+        assert value is not None
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, label, overlap, size, weight = ctx.saved_tensors
+        may_overwrite = ctx.producer_keeps_no_output and _reference_counts(logits) == _Probe.reference_counts()
+        out = logits if may_overwrite else torch.empty_like(logits)
+        if size is not None:
+            images, classes = size.shape
+            scores = images * (classes - 1) * ctx.shares
+            by_overlap = -2 / size / scores
+            by_size = overlap / size**2 / scores
+            by_overlap[:, 0] = 0  # the background
+            by_size[:, 0] = 0
+        row = 0
+        for x, truth in _slabs(logits, label, ctx.slab):
+            p = x.softmax(1)
+            valid = truth.sum(1, keepdim=True)
+            if size is not None:
+                slab = truth * _as_maps(by_overlap)
+                slab.add_(_as_maps(by_size)).mul_(valid)
+                slab.sub_((p * slab).sum(1, keepdim=True)).mul_(p)  # through the softmax
+            else:
+                slab = torch.zeros_like(p)
+            if weight is not None:
+                voxel_weight = valid
+                if ctx.weights is not None:
+                    voxel_weight = (truth * _as_maps(ctx.weights[None])).sum(1, keepdim=True)
+                p.sub_(truth).mul_(voxel_weight / weight)
+                slab.add_(p)
+            end = row + x.shape[2]
+            out[:, :, row:end] = slab.mul_(gradient)
+            row = end
+        return out, None, None, None, None
+
+
+def _sum_slabs(
+    logits: Tensor,
+    label: Tensor,
+    slab: int | None,
+    weights: Tensor | None,
+    dice: bool,
+    ce: bool,
+) -> _Sums:
+    """Return this rank's sums over all slabs, for Dice, cross-entropy or both."""
+    sums = _Sums()
+    for x, truth in _slabs(logits, label, slab):
+        log_p = x.log_softmax(1)
+        if ce:
+            weighted = truth if weights is None else truth * _as_maps(weights[None])
+            sums.log_likelihood = _add(sums.log_likelihood, (log_p * weighted).sum())
+            sums.weight = _add(sums.weight, weighted.sum())
+            del weighted
+        if dice:
+            p = log_p.exp_()
+            p.mul_(truth.sum(1, keepdim=True))  # 0 where the label is ignored
+            sums.overlap = _add(sums.overlap, (p * truth).sum(VOXELS))
+            p.add_(truth)
+            sums.size = _add(sums.size, p.sum(VOXELS))
+    return sums
+
+
+def _add(total: Tensor | None, part: Tensor) -> Tensor:
+    """Return the sum so far; the first part becomes the total."""
+    return part if total is None else total.add_(part)
+
+
+def _sum_over_ranks(sums: _Sums, batch_dice: bool) -> None:
+    """Add up the sums of all ranks; with `batch_dice`, also the sums of images to one of the batch."""
+    shared = [sums.log_likelihood, sums.weight]
+    if batch_dice and sums.overlap is not None and sums.size is not None:
+        sums.overlap = sums.overlap.sum(0, keepdim=True)
+        sums.size = sums.size.sum(0, keepdim=True)
+        shared += [sums.overlap, sums.size]
+    ranks.all_reduce_sum(tensor for tensor in shared if tensor is not None)
+
+
+def _producer_keeps_no_output(logits: Tensor) -> bool:
+    """Return whether a convolution or the model in slabs made the logits: neither reads its output in backward."""
+    return type(logits.grad_fn).__name__ in ("ConvolutionBackward0", "InSlabsBackward")
+
+
+def _reference_counts(tensor: Tensor) -> tuple[int, int]:
+    """Return the references to a tensor in C++ and in Python.
+
+    They depend on the versions of Python and torch: compare them with `_Probe.reference_counts()` alone.
+    """
     return tensor._use_count(), sys.getrefcount(tensor)  # type: ignore[attr-defined]
 
 
 class _Probe(torch.autograd.Function):
-    """Finds the holders of a tensor that autograd alone has kept."""
+    """A measurement of how many references a tensor has in `backward` where autograd alone has kept it.
 
-    found = (0, 0)
+    Its backward unpacks and counts exactly as `BySlabs.backward` does, because local names count, too.
+    """
+
+    counts = (0, 0)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -255,23 +278,27 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        _Probe.found = _holders(x)
+        _Probe.counts = _reference_counts(x)
         return gradient.expand(x.shape)
 
     @classmethod
-    def holders(cls) -> tuple[int, int]:
-        if cls.found == (0, 0):
+    def reference_counts(cls) -> tuple[int, int]:
+        """Return the counts, measured at the first call."""
+        if cls.counts == (0, 0):
             with torch.enable_grad():
-                cls.apply(torch.ones(1, requires_grad=True) * 1).backward()
-        return cls.found
+                leaf = torch.ones(1, requires_grad=True)
+                cls.apply(leaf * 1).backward()
+        return cls.counts
 
 
 def _slabs(logits: Tensor, label: Tensor, numbers: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and one-hot labels N K d H W, of a few rows at a time; all classes 0 where the label is IGNORE."""
-    rows = _rows(logits, numbers)
+    """Yield logits and one-hot labels N K d H W, of a few rows at a time; all classes 0 where the label is IGNORE."""
+    rows = _rows_of_slab(logits, numbers)
+    dtype = _exact(logits.dtype)
     for first in range(0, logits.shape[2], rows):
-        x = logits[:, :, first : first + rows].to(_exact(logits.dtype)).contiguous()  # softmax would do so unseen
-        index = label[:, None, first : first + rows].long()
+        last = first + rows
+        x = logits[:, :, first:last].to(dtype).contiguous()  # softmax would do so unseen
+        index = label[:, None, first:last].long()
         if torch.are_deterministic_algorithms_enabled():
             # On a GPU, torch would sort the values of a tensor before it scatters them; the number 1 it need not.
             truth = torch.zeros_like(x).scatter_(1, index.clamp(min=0), 1).masked_fill_(index == IGNORE, 0)
@@ -281,26 +308,32 @@ def _slabs(logits: Tensor, label: Tensor, numbers: int | None) -> Iterator[tuple
         yield x, truth
 
 
-def _rows(logits: Tensor, numbers: int | None) -> int:
-    """Return the rows of a slab of at most so many numbers, if a row has no more; None: as suits the CPU."""
+def _rows_of_slab(logits: Tensor, numbers: int | None) -> int:
+    """Return how many rows have at most `numbers` logits, at least 1; None: as suits the CPU."""
     numbers_of_row = logits.numel() // logits.shape[2]
     if numbers is not None:
         return max(1, numbers // numbers_of_row)
-    return max(-(-logits.shape[2] // SLABS), SMALL // numbers_of_row)
+    rows = math.ceil(logits.shape[2] / SLABS)
+    return max(rows, SMALL // numbers_of_row)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
-    """The type to sum in."""
+    """Return the type to sum in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _maps(values: Tensor) -> Tensor:
-    """N K -> N K 1 1 1."""
+def _as_maps(values: Tensor) -> Tensor:
+    """Return values N K as N K 1 1 1."""
     return values[:, :, None, None, None]
 
 
 def subsample(label: Tensor, size: torch.Size) -> Tensor:
-    """N D H W -> N size, the next coarser level's: the first voxel of each cell; the last cell may be shorter."""
-    for axis, (have, want) in enumerate(zip(label.shape[1:], size, strict=True), start=1):
-        label = label.index_select(axis, torch.arange(want, device=label.device) * -(-have // want))
+    """Return a label map N D H W at the next coarser level's size, D H W: the first voxel of each cell.
+
+    The last cell of an axis may be shorter.
+    """
+    for axis, cells in enumerate(size, start=1):
+        stride = math.ceil(label.shape[axis] / cells)
+        first_voxels = torch.arange(cells, device=label.device) * stride
+        label = label.index_select(axis, first_voxels)
     return label

@@ -1,11 +1,12 @@
-"""Whether backward's second call of a stage computes what the first one did, compared in a network's first passes.
+"""Check that backward's second call of a stage computes what the first one did, in a network's first passes.
 
-A stage may keep a state that `kept_state` neither puts back nor sees, as an iterator. Its second call then computes
+A stage may have a state that `stage_state` neither puts back nor sees, as an iterator. Its second call then computes
 other values, and gradients would be wrong. So a few numbers of each operation's result are noted in the first call, and
-those of the second call must be among them. Nothing is compared where tensors have no data, and nothing later: a state
-that changes values in later passes alone, or none of the noted numbers, is not seen.
+the numbers of the second call must be among them. Nothing is compared where tensors have no data, and nothing in later
+passes: a state that changes values only there, or none of the noted numbers, is not seen.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from unet3d.base.errors import UserError
 from unet3d.training.slabs import Observer
 
 PASSES = 2  # of a network, that are compared
-NUMBERS = 256  # of a result, at most
+NUMBERS = 256  # that are compared of a result, at most
 # How far they may differ: relative to their norm, root mean square. Kernels of a GPU need not give equal bits.
 TOLERANCE = {"cpu": (1e-6, 0.0)}
 TOLERANCE_ELSEWHERE = (2e-2, 1e-3)
@@ -41,7 +42,7 @@ def is_compared(model: nn.Module, image: Tensor) -> bool:
 
 
 class FirstCall(Observer, TorchDispatchMode):
-    """Notes what operations of a stage's first call compute."""
+    """A record of what the operations of a stage's first call compute."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -54,11 +55,14 @@ class FirstCall(Observer, TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        first = result[0] if isinstance(result, tuple | list) and result else result  # others may be no values
-        if isinstance(first, Tensor) and _has_values(func) and not _is_cast_of_weight(func, args):
-            numbers = _numbers(first)
-            if numbers is not None:
-                self.see(func, first, numbers)
+        first = result
+        if isinstance(result, tuple | list) and result:
+            first = result[0]  # others may be no values
+        if not isinstance(first, Tensor) or not _has_values(func) or _is_cast_of_weight(func, args):
+            return result
+        numbers = _numbers(first)
+        if numbers is not None:
+            self.see(func, first, numbers)
         return result
 
     def see(self, func: Any, result: Tensor, numbers: Numbers) -> None:
@@ -67,7 +71,7 @@ class FirstCall(Observer, TorchDispatchMode):
 
 
 class SecondCall(FirstCall):
-    """Raises UserError for an operation whose result is none of the first call's."""
+    """A comparison that raises UserError for an operation whose result the first call did not have."""
 
     def __init__(self, first: FirstCall) -> None:
         super().__init__(first.stage)
@@ -75,20 +79,23 @@ class SecondCall(FirstCall):
 
     def see(self, func: Any, result: Tensor, numbers: Numbers) -> None:
         """Compare a result."""
-        relative, least = TOLERANCE.get(result.device.type, TOLERANCE_ELSEWHERE)
-        least *= len(numbers) ** 0.5
+        relative, absolute = TOLERANCE.get(result.device.type, TOLERANCE_ELSEWHERE)
+        absolute *= len(numbers) ** 0.5  # from a root mean square to a norm
         noted = self.noted[func, result.shape]
         for _ in range(len(noted)):
-            difference, allowed = np.linalg.norm(numbers - noted[0]), relative * np.linalg.norm(noted[0]) + least
+            candidate = noted[0]
+            difference = np.linalg.norm(numbers - candidate)
+            allowed = relative * np.linalg.norm(candidate) + absolute
             noted.rotate(-1)  # to what followed in the first call, which is likely to be next
             if not difference > allowed:  # NaN is equal
                 return
-        what = f"backward computes other values again ({_name(func)}) than forward did"
+        fault = f"backward computes other values again ({_name(func)}) than forward did"
         advice = "keep what changes in a buffer (register_buffer), or set ckpt=0"
-        raise UserError(f"ckpt: the stage {type(self.stage).__name__} keeps a state, so {what}; {advice}")
+        raise UserError(f"ckpt: the stage {type(self.stage).__name__} keeps a state, so {fault}; {advice}")
 
 
 def _name(func: Any) -> str:
+    """Return an operation's name, without its overload."""
     name: str = func.overloadpacket.__name__
     return name
 
@@ -104,14 +111,25 @@ def _is_cast_of_weight(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _numbers(tensor: Tensor) -> Numbers | None:
-    """Return evenly spaced numbers of a tensor, in the order of its memory; None where there are none to compare."""
+    """Return evenly spaced numbers of a tensor, in the order of its memory; None where there is nothing to compare."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or not tensor.is_floating_point() or not tensor.numel():
         return None
     with _disable_current_modes():  # a ledger
-        size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        size = 1
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            size += (length - 1) * stride
         if size != tensor.numel():  # not dense: its memory holds more
             return None
         step = max(1, size // NUMBERS) | 1  # odd, or all may be of a few channels or columns
-        few = tensor.detach().as_strided((-(-size // step),), (step,))
-        return few.to("cpu", torch.float64, copy=True).numpy()
+        count = math.ceil(size / step)
+        sample = tensor.detach().as_strided((count,), (step,))
+        return _as_numpy(sample.cpu())
+
+
+def _as_numpy(sample: Tensor) -> Numbers:
+    """Return a copy of numbers on the CPU, in memory of NumPy: torch's allocator is measured."""
+    if sample.dtype == torch.bfloat16:  # the upper half of a float32; NumPy has no such type
+        bits = sample.view(torch.int16).numpy().astype(np.int32)
+        return (bits << 16).view(np.float32).astype(np.float64)
+    return sample.numpy().astype(np.float64)

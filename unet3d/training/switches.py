@@ -1,8 +1,9 @@
-"""What a run switches on in torch for itself, and puts back: kernels that are tried, TF32, determinism."""
+"""Switches of torch that a run sets for itself and puts back: kernels that are tried, TF32, determinism."""
 
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +24,10 @@ def switched(config: Config) -> Iterator[None]:
     Enter it before the process uses cuBLAS, which reads its variable once. Memory that nothing has written to yet stays
     as it is: torch would fill it for `deterministic`, which takes time.
     """
-    cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
-    before = cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory  # type: ignore[attr-defined]
-    precision = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision  # type: ignore[attr-defined]
+    cudnn: Any = torch.backends.cudnn
+    filling: Any = torch.utils.deterministic
+    before = (cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory)
+    precision = (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
     mode = torch.get_deterministic_debug_mode()
     workspaces = os.environ.get(CUBLAS)
     try:
@@ -33,14 +35,14 @@ def switched(config: Config) -> Iterator[None]:
         cudnn.allow_tf32 = config.cuda.tf32
         if config.deterministic:
             cudnn.deterministic = True
-            filling.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            filling.fill_uninitialized_memory = False
             torch.use_deterministic_algorithms(True)
             os.environ.setdefault(CUBLAS, FIXED_WORKSPACES)
         yield
     finally:
-        cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = before  # type: ignore[attr-defined]
+        cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = before
         cudnn.allow_tf32 = "tf32" in precision  # sets the two below as well, and is a flag of its own
-        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = precision  # type: ignore[attr-defined]
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = precision
         if config.deterministic:  # only `use_deterministic_algorithms` also resets the compiler's flag
             torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
         os.environ.pop(CUBLAS, None)
@@ -65,7 +67,8 @@ def compile_error(error: Exception) -> UserError | None:
     """Return the error to show where torch.compile failed; None for another error."""
     if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return None
-    return UserError(f"compile=true: {str(error).partition(chr(10))[0]}; set compile=false")
+    first_line, _, _ = str(error).partition("\n")
+    return UserError(f"compile=true: {first_line}; set compile=false")
 
 
 def nondeterminism_error(error: Exception, config: Config) -> UserError | None:
@@ -76,11 +79,10 @@ def nondeterminism_error(error: Exception, config: Config) -> UserError | None:
     if not config.deterministic:
         return None
     if REFUSAL_OF_CUBLAS in str(error):
-        what = f"this process used cuBLAS before; start another one, or set {CUBLAS}={FIXED_WORKSPACES} before"
-        return UserError(f"deterministic=true: {what}")
+        advice = f"start another one, or set {CUBLAS}={FIXED_WORKSPACES} before"
+        return UserError(f"deterministic=true: this process used cuBLAS before; {advice}")
     operation, _, rest = str(error).partition(f" {REFUSAL}")
     if not rest:
         return None
-    return UserError(
-        f"deterministic=true: torch has no deterministic {operation}; use other layers, or set it to false"
-    )
+    advice = "use other layers, or set it to false"
+    return UserError(f"deterministic=true: torch has no deterministic {operation}; {advice}")

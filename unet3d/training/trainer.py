@@ -11,7 +11,7 @@ from torch import nn
 from unet3d.base.types import Batch
 from unet3d.training import optim
 from unet3d.training.policy import MemoryPolicy
-from unet3d.training.step import LossFunction, Mark, train_step
+from unet3d.training.step import LossFunction, Mark, StepResult, train_step
 
 Action = Callable[[], None]
 
@@ -28,7 +28,7 @@ class Learner(NamedTuple):
 
 @dataclass
 class Trainer:
-    """A learner, how it is driven, and the step it is at."""
+    """The training loop of a learner, and the step it is at."""
 
     learner: Learner
     learning_rate: Callable[[int], float]  # of an optimizer step, counted from 0
@@ -36,42 +36,53 @@ class Trainer:
     mark: Mark
     log: Callable[[Mapping[str, float | int | str | None], int], None]
     step: int = 0
-    last_validation: int = 0  # its step; a run that was stopped between a step and its validation makes up for it
+    last_validation: int = 0  # its step; a run that stopped between a step and its validation validates first
 
     def fit(
         self,
         stream: Iterator[Sequence[Batch]],
         steps: int,
-        every: int,
+        validate_every: int,
         validate: Action,
-        between: Action,
+        after_step: Action,
         stop: Callable[[], bool],
     ) -> None:
-        """Train up to optimizer step `steps`; validate every `every` steps (0: never) and at the end.
+        """Train up to optimizer step `steps`; validate every `validate_every` steps (0: never) and at the end.
 
-        Call `between` after each step without a validation. Return before the next of these once asked to `stop`.
+        Call `after_step` after each step without a validation. Return before the next of these once asked to `stop`.
         """
 
-        def is_due() -> bool:
-            return self.step > self.last_validation and (self.step == steps or (every > 0 and self.step % every == 0))
+        def must_validate() -> bool:
+            is_multiple = validate_every > 0 and self.step % validate_every == 0
+            return self.step > self.last_validation and (is_multiple or self.step == steps)
 
-        while not stop() and (is_due() or self.step < steps):
-            if is_due():
+        while not stop() and (must_validate() or self.step < steps):
+            if must_validate():
                 validate()
                 self.last_validation = self.step
                 continue
             self.learner.model.train()
             started = time.perf_counter()
             batches = next(stream)
-            wait, rate = time.perf_counter() - started, self.learning_rate(self.step)
+            data_wait = time.perf_counter() - started
+            rate = self.learning_rate(self.step)
             optim.set_rate(self.learner.optimizer, rate)
             result = train_step(*self.learner, batches, self.mark, self.clip)
             del batches  # they would be in memory beside the next ones
             self.step += 1
-            values = {"train/loss": result.loss, "train/lr": rate, "train/grad_norm": result.grad_norm}
-            values |= {"time/step_s": time.perf_counter() - started, "time/data_wait_s": wait}
-            if self.learner.scaler.is_enabled():
-                values["train/scale"] = result.scale
-            self.log(values, self.step)
-            if not is_due():
-                between()
+            self._log(result, rate, time.perf_counter() - started, data_wait)
+            if not must_validate():
+                after_step()
+
+    def _log(self, result: StepResult, rate: float, seconds: float, data_wait: float) -> None:
+        """Log the numbers of the step that has just ended."""
+        values = {
+            "train/loss": result.loss,
+            "train/lr": rate,
+            "train/grad_norm": result.grad_norm,
+            "time/step_s": seconds,
+            "time/data_wait_s": data_wait,
+        }
+        if self.learner.scaler.is_enabled():
+            values["train/scale"] = result.scale
+        self.log(values, self.step)

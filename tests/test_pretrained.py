@@ -22,13 +22,14 @@ from unet3d.base.types import Batch
 from unet3d.cli import plan
 from unet3d.config import compose
 from unet3d.config.schema import Config
+from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.preflight import estimate
 from unet3d.memory.simulate import simulate
 from unet3d.report.wandb_logger import without_paths
 from unet3d.run import publish
-from unet3d.run.pretrained import Start, class_sources, heads, load_pretrained, with_names
+from unet3d.run.pretrained import PretrainedWeights, class_sources, heads, load_pretrained, with_init_names
 from unet3d.training import checkpoint, optim
 from unet3d.training.step import train_step
 
@@ -50,15 +51,15 @@ def words(net: Path, *more: str) -> list[str]:
 
 
 @cache
-def data_of(net: Path, *more: str) -> build.Data:
+def data_of(net: Path, *more: str) -> PreparedData:
     """The data of a run, which are read once for all tests."""
-    return build.data(compose.compose(words(net, *more)))
+    return prepare_data(compose.compose(words(net, *more)).data)
 
 
-def opened(net: Path, *more: str) -> Start:
+def opened(net: Path, *more: str) -> PretrainedWeights:
     config = compose.compose(words(net, *more))
     data = data_of(net, *(word for word in more if word.startswith("data.")))
-    return load_pretrained(config, build.model_options(config, data.dataset, data.train[0]), data)
+    return load_pretrained(config, build.model_options(config, data.dataset, data.spacing), data)
 
 
 @pytest.mark.slow
@@ -95,7 +96,7 @@ def test_heads_begin_with_the_rows_of_their_classes(net: Path, capsys: Capture) 
 
 def test_heads_are_new_where_no_class_has_a_name_in_common(net: Path, capsys: Capture) -> None:
     found = opened(net, "data.label_map={1:1,2:2}", "data.classes=[air,x,y]")
-    assert (found.new, found.rows) == (HEAD, {})
+    assert (found.new, found.head_rows) == (HEAD, {})
     there = ", ".join(checkpoint.load_checkpoint(net)["classes"])
     *_, line = capsys.readouterr().out.splitlines()
     assert "air, x, y" in line and there in line
@@ -183,7 +184,7 @@ def test_heads_of_another_type_are_new(net: Path, tmp_path: Path) -> None:
         weights |= {name: weights[name].to(torch.int64) for name in HEAD}
     checkpoint.save_checkpoint(tmp_path / "whole.pt", state)
     found = opened(net, f"init={tmp_path / 'whole.pt'}", "data.label_map={1:[1,2]}")
-    assert found.rows == {} and {*HEAD} <= {*found.new}
+    assert found.head_rows == {} and {*HEAD} <= {*found.new}
 
 
 def test_sizes_that_are_written_in_another_way_are_no_difference(net: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -323,9 +324,9 @@ def test_a_resumed_run_needs_the_file_no_more(net: Path, transferred: tuple[Path
 @pytest.mark.slow
 def test_memory_of_a_frozen_start_is_predicted_without_a_run(net: Path) -> None:
     given = words(net, "data.label_map={1:[1,2]}", "optim.init_lr=0")
-    found = estimate(with_names(given), half=False)
+    found = estimate(with_init_names(given), half=False)
     head = 4 * (found.options.features[0] * 2 + 2)  # bytes: a weight for each channel and class, a bias for each class
-    assert found.entry["state"]["grads"] == head and with_names(given[:-1]) == given[:-1]
+    assert found.entry["state"]["grads"] == head and with_init_names(given[:-1]) == given[:-1]
 
 
 def test_wandb_does_not_record_where_the_weights_come_from() -> None:

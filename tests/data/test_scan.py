@@ -1,0 +1,101 @@
+"""One scan of a data set: in a run each file is opened once, and each volume is read once."""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from guards import without
+from nifti_files import case, decathlon, image, label
+from training import PLAIN, TINY, train
+
+from unet3d.data import nifti
+from unet3d.data.image_files import ImageFiles
+from unet3d.data.prepare import prepare_data
+
+NAMES = ("a", "b", "c", "d", "e", "f")
+
+
+def count_openings() -> None:
+    """Note each file of the data set that this process opens, and each that it reads voxels of, in files beside it."""
+    root = Path("../set").resolve()
+    openings = Counter[str]()
+    reads = Counter[str]()
+    read_array = nifti.read_array
+
+    def audit(event: str, arguments: Sequence[object]) -> None:
+        if event == "open" and isinstance(arguments[0], str | os.PathLike):
+            path = Path(os.path.abspath(arguments[0]))
+            if path.is_relative_to(root) and path.name.endswith(nifti.SUFFIXES):
+                openings[str(path.relative_to(root))] += 1
+                (root.parent / "openings.json").write_text(json.dumps(openings))
+
+    def counted(case_id: str, path: Path, *others: object) -> np.ndarray:
+        if path.is_relative_to(root):
+            reads[str(path.relative_to(root))] += 1
+            (root.parent / "reads.json").write_text(json.dumps(reads))
+        return read_array(case_id, path, *others)  # type: ignore[arg-type]
+
+    nifti.read_array = counted
+    sys.addaudithook(audit)
+
+
+@without("unet3d.data.image_files.MAX_KEPT_OPEN", 0)
+@pytest.mark.parametrize("fingerprint", ["sample", "full"])
+def test_a_run_opens_each_file_and_reads_each_volume_once(tmp_path: Path, fingerprint: str) -> None:
+    """Four steps on six CT cases, whose scale follows from all training cases; also by the report and its pictures."""
+    decathlon(tmp_path / "set", NAMES, shape=(20, 20, 16))
+    words = [word for word in TINY if not word.startswith("data.phantom")]
+    words += [*PLAIN, "data=decathlon", "data.intensity=ct", f"data.root={tmp_path / 'set'}"]
+    words += [f"data.fingerprint={fingerprint}"]
+    done = train(tmp_path / "run", *words, hook=count_openings, frills=fingerprint == "sample")
+    assert done.code == 0, done.err
+    files = {f"{kind}sTr/{name}.nii.gz": 1 for kind in ("image", "label") for name in NAMES}
+    assert json.loads((tmp_path / "openings.json").read_text()) == files
+    assert json.loads((tmp_path / "reads.json").read_text()) == files
+
+
+def test_ct_is_scaled_as_if_each_case_were_read_again(tmp_path: Path) -> None:
+    """The rule is applied in place to what was read to find it; without a cache, cases are read again."""
+    data = decathlon(tmp_path, NAMES)
+    kept = prepare_data(data)
+    data.cache = "off"
+    read_again = prepare_data(data)
+    assert kept.read.intensity == read_again.read.intensity and kept.read.intensity[0].kind == "ct"
+    for one in (*kept.train, *kept.val):
+        assert np.array_equal(kept.read(one).image, read_again.read(one).image)
+
+
+def test_files_that_may_not_stay_open_are_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan keeps at most a quarter of the files that a process may have open."""
+    monkeypatch.setattr("unet3d.data.image_files.resource.getrlimit", lambda _: (4 * 3, 4 * 3))
+    opened = list[Path]()
+    open_file = nifti.open_file
+
+    def noted(case_id: str, path: Path) -> object:
+        opened.append(path)
+        return open_file(case_id, path)
+
+    monkeypatch.setattr(nifti, "open_file", noted)
+    data = prepare_data(decathlon(tmp_path))
+    assert len(opened) == 2 * 8 - 3
+    assert len(data.train) + len(data.val) == 4
+
+
+def test_a_file_that_is_replaced_after_the_scan_is_read_as_it_was_scanned(tmp_path: Path) -> None:
+    """Header, hash and voxels are of the same file."""
+    one = case(tmp_path, image(), label())
+    dataset_files = ImageFiles()
+    with dataset_files.kept_open():
+        with dataset_files.scanned("a", one.images[0]):
+            pass
+        one.images[0].rename(tmp_path / "moved.nii.gz")
+        case(tmp_path, image(seed=9), label())
+        with dataset_files.opened(one) as opened:
+            file = opened[one.images[0]]
+            assert np.array_equal(nifti.read_array("a", one.images[0], file.image, file.stream), image())
+    assert file.stream.closed

@@ -1,0 +1,184 @@
+"""Tensors that have shapes and no data, and behave as real ones on the CPU or on CUDA would."""
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unet3d.base.errors import UserError
+from unet3d.base.progress import beat
+from unet3d.memory.tables import LSTM
+
+TORCH = str(Path(torch.__file__).parent) + os.sep
+PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+# Frames that are passed over in search of the code that asks for a value: torch's, and those of the dispatch modes.
+DISPATCH_MODES = ("ledger", "counters", "fake_tensors")
+INNER = (TORCH, *(f"{PACKAGE}memory{os.sep}{name}.py" for name in DISPATCH_MODES))
+MOST_GUESSES = 100
+NORMALISATIONS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_group_norm.default)
+RECURRENT_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
+# What autocast computes in float32 on CUDA and not on the CPU, of the operations in this package's forward passes: the
+# loss runs outside of autocast. torch's documentation lists all (section "CUDA Ops that autocast to float32").
+FLOAT32 = ("group_norm", "upsample_nearest3d", "upsample_trilinear3d")
+
+
+@contextmanager
+def fake_mode(device_type: str = "cpu") -> Iterator[list[str]]:
+    """Let tensors made inside occupy nothing; a number read from one is 0. Mixed precision is as on a device type.
+
+    Yields a list that grows by each place, FILE:LINE, of code outside of this package that reads such a number, and by
+    LSTM where one has run.
+    """
+    autocast = cuda_autocast() if device_type == "cuda" else nullcontext()
+    with FakeTensorMode(allow_non_fake_inputs=True), _Corrections() as corrections, autocast:
+        yield corrections.guesses
+
+
+class _Corrections(TorchDispatchMode):
+    """A dispatch mode that corrects fake tensors where they differ from real ones.
+
+    `.item()` gives 0 (a loss of 0, no overflow found), which is a guess where a network or a loss of others asks for
+    it; known numbers, as Adam's step count, stay known. Statistics that normalisation saves have its parameters' type,
+    also for half-precision maps, whose gradients have their own type.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guesses: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in the ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        beat()
+        try:
+            result = func(*args, **(kwargs or {}))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            place = _asking(sys._getframe(1))
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise unknown(place, error) from error
+            self._note(place)
+            return _zero(args[0].dtype)
+        if func is RECURRENT_LAYER and LSTM not in self.guesses:  # its workspace has 0 bytes
+            self.guesses.append(LSTM)
+        if func.is_view:
+            _copy_for_slices(torch._C._current_autograd_node())
+        if func in NORMALISATIONS and args[1] is not None:
+            output, mean, inverse_std = result
+            return output, mean.to(args[1].dtype), inverse_std.to(args[1].dtype)
+        if func is GROUP_NORM_BACKWARD and result[0] is not None:
+            return result[0].to(args[1].dtype), *result[1:]
+        return result
+
+    def _note(self, place: str) -> None:
+        """Add to the guesses that code at a place reads a number."""
+        if place and place not in self.guesses and len(self.guesses) < MOST_GUESSES:
+            self.guesses.append(place)
+
+
+def _zero(dtype: torch.dtype) -> complex:
+    """Return 0 as a number of Python that `.item()` gives for a type."""
+    if dtype == torch.bool:
+        return False
+    if dtype.is_complex:
+        return 0j
+    return 0.0 if dtype.is_floating_point else 0
+
+
+def _asking(frame: FrameType | None) -> str:
+    """Return FILE:LINE of the innermost code outside of torch; "" if that is this package's own."""
+    while frame is not None and frame.f_code.co_filename.startswith(INNER):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(PACKAGE):
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def asked_in(trace: TracebackType | None) -> str:
+    """Return FILE:LINE of the innermost code outside of torch in a trace; "" if that is this package's own."""
+    place = ""
+    for frame, line in traceback.walk_tb(trace):  # the innermost comes last
+        path = frame.f_code.co_filename
+        if not path.startswith(INNER):
+            place = "" if path.startswith(PACKAGE) else f"{path}:{line}"
+    return place
+
+
+def unknown(place: str, error: Exception) -> Exception:
+    """Return what to raise where no 0 can stand for the values that code at a place asks for."""
+    if not place:
+        return error
+    return UserError(
+        f"{place}: sizes or numbers depend on values, which a prediction does not have: use unet3d.memory.explain"
+    )
+
+
+def _copy_for_slices(node: Any) -> None:
+    """Have the gradient of a view that was written to in place copied, if the view's gradient is what a node computes.
+
+    Autograd takes such a view of a real tensor as `as_strided`, whose gradient is a copy; of a fake one it takes the
+    view again, whose gradient is no copy. The copy is made as the next node begins, which then holds it alone.
+    """
+    following = node.next_functions if node is not None else ()
+    if not following:
+        return
+    next_node, _ = following[0]
+    if next_node is not None and next_node.name().endswith("CopySlices"):
+        next_node.register_prehook(_cloned)
+
+
+def _cloned(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if gradient is None else gradient.clone() for gradient in gradients)
+
+
+@contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """Let `torch.autocast("cpu")` cast, within, what CUDA's autocast would cast, and nothing else."""
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*only once for all operators", UserWarning)  # that they are overridden
+            for name in _cast_on_cpu_only():
+                library.impl(name, torch.library.fallthrough_kernel, allow_override=True)
+            for name in FLOAT32:
+                overload = getattr(torch.ops.aten, name).default
+                library.impl(name, partial(_in_float32, overload), allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _cast_on_cpu_only() -> Iterator[str]:
+    """Yield operations with a kernel for the CPU's autocast and none for CUDA's, as pooling and concatenation."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    schemas = torch._C._jit_get_all_schemas()
+    names = {f"{schema.name}.{schema.overload_name}".rstrip(".") for schema in schemas}
+    for name in sorted(names):
+        if not name.startswith("aten::") or not torch._C._dispatch_has_kernel(name):
+            continue
+        if has_kernel(name, "AutocastCPU") and not has_kernel(name, "AutocastCUDA"):
+            yield name.removeprefix("aten::")
+
+
+def _in_float32(overload: Any, *args: Any) -> Any:
+    """Return what an operation gives for its floating-point tensors in float32."""
+    cast = []
+    for value in args:
+        is_floating = isinstance(value, Tensor) and value.is_floating_point()
+        cast.append(value.float() if is_floating else value)
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with torch._C._ExcludeDispatchKeyGuard(autocast):
+        return overload(*cast)

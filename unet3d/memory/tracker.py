@@ -1,0 +1,150 @@
+"""Which module of a network an operation belongs to: in forward, in backward and in a recomputation."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from unet3d.training import slabs
+from unet3d.training.slabs import Observer
+
+WHOLE = "(forward)"  # the forward of the network itself, and the weights that are in no submodule
+ACCUMULATE_GRAD = 2**62  # its nodes have sequence numbers beyond; each stands for a parameter, not for an operation
+
+
+class ModuleScope(NamedTuple):
+    """The module or phase in which an operation runs."""
+
+    module: str  # dotted path, WHOLE for the network itself; outside of it the phase: data, forward, loss ...
+    is_recomputed: bool = False  # by activation checkpointing or in slabs, within backward
+    is_in_slabs: bool = False
+
+
+class ModuleEvent(NamedTuple):
+    """A leaf module is entered ("pre") or left ("fwd"), or its backward is over ("bwd")."""
+
+    module: str
+    layer: str  # its class
+    hook: str
+
+
+def ignore_event(event: ModuleEvent) -> None:
+    """Do nothing with an event."""
+
+
+class ModuleTracker(Observer):
+    """Follows a model through a step. Between `open` and `close` it passes each module event to `record`."""
+
+    def __init__(self, model: nn.Module, record: Callable[[ModuleEvent], None] = ignore_event) -> None:
+        self.modules = {path or WHOLE: module for path, module in model.named_modules()}
+        self._record_event = record
+        self._paths = {id(module): path for path, module in self.modules.items()}
+        self._owners: dict[int, str] = {}  # id of a parameter -> path of its module
+        self._leaves: dict[str, str] = {}  # path of a leaf module -> its class
+        for path, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                self._owners[id(parameter)] = path
+            if not list(module.children()):
+                self._leaves[path] = type(module).__name__
+        self._phase = "forward"
+        self._in_backward = ""  # the module whose backward runs
+        self._stack: list[str] = []  # modules that were entered and not left
+        self._slab_scope: ModuleScope | None = None  # of the layer that runs in slabs
+        self._hooks = ExitStack()
+        self._first_numbers: list[int] = []  # from this sequence number on ...
+        self._node_paths: list[str] = []  # ... autograd nodes belong to this module
+
+    def open(self) -> None:
+        """Begin a step."""
+        self._stack = []
+        self._first_numbers = []
+        self._node_paths = []
+        self._hooks.callback(setattr, slabs, "observer", slabs.observer)
+        slabs.observer = self
+        for path, module in self.modules.items():
+            enter = module.register_forward_pre_hook(partial(self._enter, path))
+            self._hooks.enter_context(enter)
+            # Always: checkpointing ends a recomputation with an exception as soon as it has all it needs.
+            leave = module.register_forward_hook(partial(self._leave, path), always_call=True)
+            self._hooks.enter_context(leave)
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._hooks.close()
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase: operations outside of all modules belong to it."""
+        self._set_backward("")
+        self._phase = f"({phase})" if phase in self.modules else phase
+        self._attribute_nodes(self._phase)
+
+    def scope(self) -> ModuleScope:
+        """Return where the current operation runs."""
+        if self._slab_scope is not None:
+            return self._slab_scope
+        node = torch._C._current_autograd_node()
+        if node is None or self._stack:
+            return ModuleScope(self._innermost(), is_recomputed=node is not None)
+        path = self._module_of(node)
+        self._set_backward(path)
+        return ModuleScope(path)
+
+    @contextmanager
+    def works_on(self, layer: nn.Module | None, is_backward: bool) -> Iterator[None]:
+        """Attribute to a layer what runs within: its slabs."""
+        path = self._paths.get(id(layer), self._phase)
+        outer = self._slab_scope
+        is_recomputed = not is_backward and torch._C._current_autograd_node() is not None
+        self._slab_scope = ModuleScope(path, is_recomputed, is_in_slabs=True)
+        if is_backward:
+            self._set_backward(path)
+        else:
+            self._record(path, "pre")
+        try:
+            yield
+        finally:
+            self._slab_scope = outer
+            if not is_backward:
+                self._record(path, "fwd")
+
+    def _innermost(self) -> str:
+        """Return the module that runs, or the phase outside of all modules."""
+        return self._stack[-1] if self._stack else self._phase
+
+    def _module_of(self, node: Any) -> str:
+        """Return the module whose forward made an autograd node."""
+        number: int = node._sequence_nr()
+        if number > ACCUMULATE_GRAD:
+            return self._owners.get(id(node.variable), self._phase)
+        index = bisect_right(self._first_numbers, number) - 1
+        return self._node_paths[index] if index >= 0 else self._phase
+
+    def _enter(self, path: str, *_: Any) -> None:
+        self._stack.append(path)
+        self._attribute_nodes(path)
+        self._record(path, "pre")
+
+    def _leave(self, path: str, *_: Any) -> None:
+        self._stack.pop()
+        self._attribute_nodes(self._innermost())
+        self._record(path, "fwd")
+
+    def _attribute_nodes(self, path: str) -> None:
+        """Attribute autograd nodes made from now on to `path`. Nodes made by a recomputation never run: skip them."""
+        if torch._C._current_autograd_node() is None:
+            self._first_numbers.append(torch.autograd._get_sequence_nr())
+            self._node_paths.append(path)
+
+    def _set_backward(self, path: str) -> None:
+        """Note that backward runs in `path` now."""
+        if self._in_backward != path:
+            self._record(self._in_backward, "bwd")
+            self._in_backward = path
+
+    def _record(self, path: str, hook: str) -> None:
+        if path in self._leaves:
+            self._record_event(ModuleEvent(path, self._leaves[path], hook))

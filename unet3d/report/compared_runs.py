@@ -1,0 +1,188 @@
+"""Runs as the rows of a comparison: found in folders, and read into settings, numbers and scores."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from unet3d.base.errors import UserError
+from unet3d.config import compose
+from unet3d.report.comparison_plots import OVERLAID
+from unet3d.report.memory_file import KINDS
+from unet3d.report.plots import Curve, curve
+from unet3d.report.record import RunRecord, read_run
+from unet3d.report.shapes import as_number
+from unet3d.training.metrics import mean_of
+
+RUN_FILES = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them
+FOLD = "data.fold"
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A row of a comparison: one run, or the runs of one method, `folds`, by the fold that each holds out.
+
+    `settings` are the config, flattened, as text, and the names chosen in config groups, e.g. model: unet.
+    """
+
+    name: str
+    settings: Mapping[str, str]
+    is_whole: bool  # whether `settings` is the whole config; else only the command line is known
+    environment: Mapping[str, str]
+    numbers: Mapping[str, Any]  # with the names, order and units of compare.csv; None for a number that it has not
+    iou: Mapping[str, float]  # of each scored case, the mean over its foreground classes
+    curves: Mapping[str, Curve]  # by their keys in metrics.jsonl
+    named: frozenset[str] = frozenset()  # options on its command line
+    scores: Sequence[Mapping[str, str]] = ()  # scores.csv
+    folds: "tuple[ComparedRun, ...]" = ()
+
+    @property
+    def basis(self) -> str | None:
+        """Return whether its peak was "measured" or "predicted"; None without a peak."""
+        for kind in KINDS:
+            if self.numbers[f"peak_{kind}_bytes"] is not None:
+                return kind
+        return None
+
+    @property
+    def scored(self) -> str | None:
+        """Return the folds with scores, `0,1,2`; None for a single run."""
+        if not self.folds:
+            return None
+        return ",".join(run.settings[FOLD] for run in self.folds if run.scores)
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Return the run folders among the paths, and the numbered run folders in those that are sweeps.
+
+    Raises UserError for a path that is neither.
+    """
+    folders: list[Path] = []
+    for path in paths:
+        if _is_run(path):
+            folders.append(path)
+            continue
+        jobs = [folder for folder in path.glob("*") if folder.name.isdecimal() and _is_run(folder)]
+        if not jobs:
+            raise UserError(f"{path}: not a run folder; give outputs/DATE/TIME-ID, or a sweep's multirun/DATE/TIME-ID")
+        folders += sorted(jobs, key=lambda folder: int(folder.name))
+    return list(dict.fromkeys(folder.resolve() for folder in folders))
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in RUN_FILES)
+
+
+def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
+    """Read run folders; each is named by its folder, or, if two share a name, by its path below the common folder."""
+    names = [folder.name for folder in folders]
+    if len(set(names)) < len(names):
+        top = os.path.commonpath(folders)
+        names = [os.path.relpath(folder, top) for folder in folders]
+    return [compared(name, read_run(folder)) for name, folder in zip(names, folders, strict=True)]
+
+
+def compared(name: str, run: RunRecord) -> ComparedRun:
+    """Return a run as a row of a comparison."""
+    curves = {}
+    for key in OVERLAID:
+        points = curve(run.records, key)
+        if points is not None:
+            curves[key] = points
+    words = run.overrides or []
+    return ComparedRun(
+        name=name,
+        settings=_settings(run),
+        is_whole=bool(run.settings),
+        environment=run.environment,
+        numbers=_numbers(run),
+        iou=_iou(run),
+        curves=curves,
+        named=frozenset(word.partition("=")[0].lstrip("+~") for word in words),
+        scores=run.scores,
+    )
+
+
+def _settings(run: RunRecord) -> dict[str, str]:
+    """Return the names chosen in config groups, and the config; of a run without one, its command line."""
+    groups = {path.name for path in compose.config_folder().iterdir() if path.is_dir()}
+    settings = {}
+    for word in run.overrides or []:
+        key, _, value = word.partition("=")
+        key = key.lstrip("+")
+        if key in groups or not run.settings:
+            settings[key] = _as_text(key, value)
+    for key, value in compose.flat(run.settings, ".").items():
+        settings[key] = _as_text(key, value)
+    settings.pop("resume", None)
+    return settings
+
+
+def _as_text(key: str, value: Any) -> str:
+    """Return a value as a command line has it; of a path to data, the last part."""
+    if key in ("data.root", "data.split") and value:
+        return Path(value).name  # the same data may be in another folder
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return f"[{','.join(_as_text('', item) for item in value)}]"
+    return str(value)
+
+
+def _iou(run: RunRecord) -> dict[str, float]:
+    """Return the mean IoU over its classes of each case that has one."""
+    means = {}
+    for case in run.scores:
+        cells = [cell for key, cell in case.items() if str(key).startswith("iou/")]
+        mean = mean_of(as_number(cell) for cell in cells)
+        if mean is not None:
+            means[case.get("case", "")] = mean
+    return means
+
+
+def _numbers(run: RunRecord) -> dict[str, Any]:
+    """Return a run's numbers in the order of compare.csv."""
+    measured = run.memory.get("measured", {})
+    predicted = run.memory.get("predicted", {})
+    steps = run.values("time/step_s")
+    labelled = run.values("data/labelled_share")
+    only_predicts = bool(predicted) and not measured and not run.records
+    return {
+        "status": _status(run.status, only_predicts),
+        "parameters": run.memory.get("parameters"),
+        "peak_predicted_bytes": predicted.get("peak_bytes"),
+        "peak_measured_bytes": measured.get("peak_bytes"),
+        "measured_kind": measured.get("kind"),
+        "error_bytes": run.memory.get("error_bytes"),
+        "steps_done": run.last_step,
+        "step_median_s": median(steps) if steps else None,
+        "dice_mean": run.dice_mean,
+        "labelled_share": labelled[0] if labelled else None,
+    }
+
+
+def _status(text: str, only_predicts: bool) -> str:
+    """Return how a run ended: a word that `ending` finds again, and why it ended early."""
+    line = re.sub(r"(, )?exit code \d+$", "", text).strip()
+    if line == "done":
+        return "predicted" if only_predicts else "done"
+    if line in ("running", ""):
+        return line or "unknown"
+    reason = re.sub(r"^(error|failed): ", "", line)
+    if reason.startswith("stopped "):
+        return reason
+    if reason.startswith("interrupted"):
+        return f"stopped: {reason}"
+    return f"failed: {reason}"
+
+
+def ending(status: str) -> str:
+    """Return how a run ended in a word, `stopped` of `stopped by SIGTERM`; how the folds of a method did as it is."""
+    if status[:1].isdecimal():
+        return status
+    return status.partition(" ")[0].rstrip(":")

@@ -1,0 +1,277 @@
+"""Figures of several runs: their curves, their peaks against time and Dice, and a published table beside them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from statistics import fmean
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from unet3d.base.types import MIB, mib
+from unet3d.report.plots import (
+    BESIDE,
+    BLUE,
+    FEW_RECORDS,
+    GREY,
+    LABEL_LETTERS,
+    LETTER,
+    LINE,
+    LINES,
+    MARKERS,
+    Curve,
+    blank,
+    grid_below,
+    open_frame,
+    over_steps,
+    plain,
+    save_picture,
+    scale_axis,
+    short_label,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OVERLAID = {"train/loss": "Training loss", "val/dice_mean": "Validation Dice, mean of classes"}
+PARETO = "Pareto-optimal"
+PAPER = "the paper's, on its own volumes"
+
+
+class PlottedRun(NamedTuple):
+    """One run; None where it has no such number."""
+
+    label: str
+    kind: str  # of the peak, e.g. "measured, ledger"
+    peak_bytes: int
+    step_s: float | None
+    dice: float | None
+    dice_sd: float | None = None  # over the folds
+
+
+class Panel(NamedTuple):
+    """A number that is drawn over the peak."""
+
+    title: str
+    field: str  # of PlottedRun
+    sign: int  # 1: less is better; -1: more is better
+
+    def value(self, run: PlottedRun) -> float | None:
+        """Return the run's number; None without one."""
+        value: float | None = getattr(run, self.field)
+        return value
+
+
+class PublishedRow(NamedTuple):
+    """A row of the paper's table: scores of these runs, None where one is missing, and the paper's."""
+
+    name: str
+    ours: Sequence[float | None]
+    paper: Sequence[float]
+
+
+PANELS = (
+    Panel("seconds per step, median", "step_s", 1),
+    Panel("Dice, mean of the last validation", "dice", -1),
+)
+
+
+def curves_plot(runs: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
+    """Draw the running mean of the loss, and Dice, of several runs over optimizer steps.
+
+    `runs` are {label: {key of a record: curve}}.
+    """
+    keys = [key for key in OVERLAID if any(key in curves for curves in runs.values())]
+    labels = {label: short_label(label) for label in runs}
+    width = 4.2 * len(keys) + LETTER * max(len(label) for label in labels.values()) + 0.6
+    figure = blank(width, max(3.8, LINE * len(runs) + 1.0))
+    grid = figure.subplots(1, len(keys), squeeze=False)[0]
+    lines: dict[str, Any] = {}
+    for key, axes in zip(keys, grid, strict=True):
+        axes.set_title(OVERLAID[key])
+        lines |= _draw_curves(axes, runs, key)
+        over_steps(axes)
+        if key == "val/dice_mean":
+            axes.set(ylim=(0, 1.02))
+        else:
+            scale_axis(axes, np.concatenate([curves[key][1] for curves in runs.values() if key in curves]))
+    drawn = [label for label in runs if label in lines]
+    handles = [lines[label] for label in drawn]
+    grid[-1].legend(handles, [labels[label] for label in drawn], **BESIDE)
+    save_picture(figure, path)
+
+
+def _draw_curves(axes: "Axes", runs: Mapping[str, Mapping[str, Curve]], key: str) -> dict[str, Any]:
+    """Draw the curves of one number; return the line of each run that has it."""
+    lines = {}
+    for (label, curves), (style, colour) in zip(runs.items(), cycle(LINES), strict=False):
+        if key not in curves:
+            continue
+        steps, values = curves[key]
+        marker = "o" if len(steps) <= FEW_RECORDS else ""
+        (lines[label],) = axes.plot(
+            steps,
+            values,
+            marker=marker,
+            ms=4,
+            linestyle=style,
+            color=colour,
+        )
+    return lines
+
+
+def comparison_plot(runs: Sequence[PlottedRun], remark: str, path: Path) -> None:
+    """Draw peak against seconds and against Dice, each a panel if two runs have it; else bars. `remark` goes above."""
+    panels = []
+    for panel in PANELS:
+        known = [run for run in runs if panel.value(run) is not None]
+        if len(known) > 1:
+            panels.append(panel)
+    kinds = list(dict.fromkeys(run.kind for run in runs))
+    labels = [short_label(run.label) for run in runs]
+    if len(kinds) > 1:
+        labels = [f"{label} ({run.kind})" for label, run in zip(labels, runs, strict=True)]
+    figure = _scatter(runs, labels, panels) if panels else _bars(runs, labels)
+    kind = f", {kinds[0]}" if len(kinds) == 1 else ""
+    for axes in figure.axes:
+        axes.set_xlabel(f"peak memory of a step (MiB){kind}")
+        axes.locator_params("both" if panels else "x", nbins=5)
+        open_frame(axes)
+    if remark:
+        lines = wrap(remark, int(figure.get_figwidth() / LETTER))
+        figure.suptitle(plain("\n".join(lines)), fontsize=9)
+    save_picture(figure, path)
+
+
+def _scatter(runs: Sequence[PlottedRun], labels: list[str], panels: Sequence[Panel]) -> "Figure":
+    """Draw panels over the peak; the Pareto-optimal runs of each kind of peak are ringed and joined by a line."""
+    longest = max(len(label) for label in [*labels, PARETO])
+    width = 4.2 * len(panels) + LETTER * longest + 0.6
+    figure = blank(width, max(4.0, LINE * len(runs) + 1.4))
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    handles: dict[str, Any] = {}
+    for axes, panel in zip(grid, panels, strict=True):
+        _draw_front(axes, panel, runs)
+        _draw_runs(axes, panel, runs, labels)
+        axes.set_ylabel(panel.title)
+        axes.margins(0.12)
+        grid_below(axes)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
+    order = [label for label in dict.fromkeys([*labels, PARETO]) if label in handles]
+    grid[-1].legend([handles[label] for label in order], order, **BESIDE)
+    return figure
+
+
+def _draw_front(axes: "Axes", panel: Panel, runs: Sequence[PlottedRun]) -> None:
+    """Ring and join the Pareto-optimal runs of each kind of peak."""
+    by_kind: dict[str, list[tuple[float, float]]] = {}
+    for run in runs:
+        value = panel.value(run)
+        if value is not None:
+            by_kind.setdefault(run.kind, []).append((run.peak_bytes / MIB, value))
+    for points in by_kind.values():
+        best = pareto([(x, panel.sign * y) for x, y in points])
+        axes.plot(
+            [points[index][0] for index in best],
+            [points[index][1] for index in best],
+            "o--",
+            color=GREY,
+            mfc="none",
+            mec="black",
+            ms=12,
+            label=PARETO,
+        )
+
+
+def _draw_runs(axes: "Axes", panel: Panel, runs: Sequence[PlottedRun], labels: list[str]) -> None:
+    """Draw a marker for each run, with its SD over the folds where it has one."""
+    for run, label, (marker, colour) in zip(runs, labels, cycle(MARKERS), strict=False):
+        x = run.peak_bytes / MIB
+        y = panel.value(run)
+        if y is None:
+            continue
+        axes.plot(
+            x,
+            y,
+            marker,
+            color=colour,
+            mec="black",
+            mew=0.5,
+            ms=7,
+            label=label,
+        )
+        if panel.field == "dice" and run.dice_sd is not None:
+            axes.errorbar(x, y, run.dice_sd, fmt="none", color=colour, capsize=3, zorder=1)
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return indices of the points that no other beats: less in one, not more in the other; by the first coordinate."""
+
+    def is_beaten(point: tuple[float, float]) -> bool:
+        x, y = point
+        return any(a <= x and b <= y and (a, b) != point for a, b in points)
+
+    best = [index for index, point in enumerate(points) if not is_beaten(point)]
+    return sorted(best, key=lambda index: points[index])
+
+
+def _bars(runs: Sequence[PlottedRun], labels: Sequence[str]) -> "Figure":
+    longest = max((len(label) for label in labels), default=0)
+    figure = blank(LETTER * longest + 6, max(2.0, 1.3 * LINE * len(runs) + 1.4))
+    axes = figure.subplots()
+    peaks = [run.peak_bytes / MIB for run in runs]
+    axes.barh(range(len(runs)), peaks, 0.7, color=BLUE)
+    axes.set_yticks(range(len(runs)), labels, fontsize=9)
+    for row, run in enumerate(runs):
+        axes.annotate(
+            mib(run.peak_bytes),
+            (peaks[row], row),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    highest = max([*peaks, 1e-3])
+    axes.set(xlim=(0, 1.15 * highest), ylim=(len(runs) - 0.4, -0.6))
+    return figure
+
+
+def published_plot(rows: Sequence[PublishedRow], title: str, path: Path) -> None:
+    """Draw the IoU of these runs and the paper's, a column per row of its table; lines join the means."""
+    figure = blank(6.4, 4.2)
+    axes = figure.subplots()
+    _draw_column_scores(axes, [row.ours for row in rows], "these runs", -0.06, BLUE)
+    _draw_column_scores(axes, [row.paper for row in rows], PAPER, 0.06, GREY)
+    axes.set(xlim=(-0.5, len(rows) - 0.5), ylim=(0, 1), ylabel="IoU")
+    axes.set_xticks(range(len(rows)), [row.name for row in rows])
+    axes.set_title("\n".join(wrap(title, LABEL_LETTERS)), fontsize=11)
+    grid_below(axes, "y")
+    open_frame(axes)
+    axes.legend(frameon=False, loc="lower right")
+    save_picture(figure, path)
+
+
+def _draw_column_scores(
+    axes: "Axes",
+    columns: Sequence[Sequence[float | None]],
+    name: str,
+    shift: float,
+    colour: str,
+) -> None:
+    """Draw the scores of each column, beside its middle by `shift`, and a line through their means."""
+    means = dict(_column_means(columns))
+    for index, scores in enumerate(columns):
+        known = [score for score in scores if score is not None]
+        axes.plot(np.full(len(known), index + shift), known, "o", color=colour, markersize=5)
+    if means:
+        axes.plot([index + shift for index in means], list(means.values()), color=colour, label=name)
+
+
+def _column_means(columns: Sequence[Sequence[float | None]]) -> Iterator[tuple[int, float]]:
+    for index, scores in enumerate(columns):
+        known = [score for score in scores if score is not None]
+        if known:
+            yield index, fmean(known)

@@ -1,0 +1,55 @@
+"""Pages from the templates beside this file: everything that they show is escaped. No script, no network."""
+
+import base64
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unet3d.base.errors import escaped
+
+TEMPLATES = Path(__file__).with_name("templates")
+MAX_PICTURE_BYTES = 2**24
+PNG = b"\x89PNG\r\n\x1a\n"  # how each PNG file begins
+MAX_WIDTH = 2000  # pixels on the page
+
+
+class Picture(NamedTuple):
+    """A PNG file within a page."""
+
+    data: str  # base64
+    about: str  # for those who cannot see it
+    width: int  # pixels on the page
+
+    @property
+    def least_width(self) -> int:
+        """Return the width in pixels at which letters are still legible: below it, the picture scrolls."""
+        return self.width * 2 // 3
+
+
+def read_picture(path: Path, about: str) -> Picture | None:
+    """Read a PNG file for a page; None without a file, or for one that is large or no PNG."""
+    if not path.is_file() or path.stat().st_size > MAX_PICTURE_BYTES:
+        return None
+    content = path.read_bytes()
+    if not content.startswith(PNG):
+        return None
+    pixels = int.from_bytes(content[16:20], "big")  # at 150 per inch; 100 on the page
+    return Picture(
+        data=base64.b64encode(content).decode(),
+        about=about,
+        width=min(pixels * 2 // 3, MAX_WIDTH),
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a whole page: a template of the folder with these values, without control codes."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return escaped(environment.get_template(template).render(values), keep="\n")

@@ -1,0 +1,206 @@
+"""A run as its folder records it: read once, then handed to tables, figures, loggers and the page."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from unet3d.base.errors import UserError
+from unet3d.base.files import LARGEST_YAML, read_csv, read_text, read_yaml, refuse_links_out
+from unet3d.config import compose, rules
+from unet3d.report.memory_file import KINDS, json_object, read_memory
+from unet3d.report.run_folder import Values, last_step, one_line, read_records, spacing_words
+from unet3d.report.shapes import as_number, finite, sound
+
+MAX_STATUS_BYTES = 2**20
+MAX_ENV_BYTES = 2**16
+MAX_SPLIT_BYTES = 2**24
+MOST_PARTS = 20  # of split.json
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All that the files of a run folder say; empty where a file is missing or damaged."""
+
+    path: Path
+    status: str
+    config: str
+    settings: Values  # `config` as plain values
+    overrides: list[str] | None  # the command line; None if it is not known
+    environment: Mapping[str, str]
+    records: list[Values]
+    scores: list[dict[str, str]]
+    split: Mapping[str, list[str]]  # names of the cases by what they are for
+    memory: Values
+
+    @property
+    def memory_kind(self) -> str:
+        """Return "measured" or "predicted": the kind of `memory_entry`."""
+        return next(kind for kind in KINDS if kind in self.memory)
+
+    @property
+    def memory_entry(self) -> Values:
+        """Return the step in memory.json; only if `memory` is not empty."""
+        entry: Values = self.memory[self.memory_kind]
+        return entry
+
+    @property
+    def memory_ledger(self) -> Values:
+        """Return the entry that says which tensors hold the bytes: of a measured step on CUDA, the ledger's."""
+        ledger: Values = self.memory_entry.get("ledger", self.memory_entry)
+        return ledger
+
+    @property
+    def last_validation(self) -> Values:
+        """Return the record of the last validation; {} without one."""
+        return next((record for record in reversed(self.records) if "val/dice_mean" in record), {})
+
+    @property
+    def best_validation(self) -> Values:
+        """Return the record of the validation with the highest mean Dice; {} without one."""
+        return best_of(self.records)
+
+    @property
+    def last_step(self) -> int | None:
+        """Return the number of optimizer steps that were done; None without records."""
+        return last_step(self.records)
+
+    @property
+    def has_own_grids(self) -> bool:
+        """Return whether cases are scored on their files' grids, and beside that on the network's grid."""
+        from unet3d.training.metrics import NETWORK  # loads NumPy, for which a command first makes sure of memory
+
+        return bool(self.scores) and any(str(key).startswith(NETWORK) for key in self.scores[0])
+
+    @property
+    def dice_mean(self) -> float | None:
+        """Return the mean Dice of the last validation: of its label maps on the files' grids once these are scored."""
+        if not self.has_own_grids:
+            return as_number(self.last_validation.get("val/dice_mean"))
+        from unet3d.training.metrics import mean_of
+
+        keys = [key for key in self.scores[0] if str(key).startswith("dice/")]
+        means = []
+        for key in keys:
+            means.append(mean_of(as_number(row.get(key)) for row in self.scores))
+        return mean_of(means)
+
+    @property
+    def spacing(self) -> str:
+        """Return the voxel size of the network's grid, `1x1x2 mm`; "" where it is the files' grid."""
+        data = self.settings.get("data")
+        return spacing_words(data.get("spacing")) if isinstance(data, dict) else ""
+
+    @property
+    def switches(self) -> str:
+        """Return the switches of torch that were on as the steps were timed; "" without any."""
+        return rules.switched_on(compose.flat(self.settings, "."))
+
+    def values(self, key: str) -> list[float]:
+        """Return a number's values in the records, in their order; NaN and infinity included."""
+        numbers = (as_number(record.get(key)) for record in self.records)
+        return [number for number in numbers if number is not None]
+
+
+def read_run(path: Path, memory: Values | None = None) -> RunRecord:
+    """Read a run folder, whatever of it is missing or damaged. Raises UserError for links out of it and huge files.
+
+    `memory`: the contents of memory.json, where the caller holds them.
+    """
+    refuse_links_out(path)
+    words = _yaml(path / "overrides.yaml")
+    if memory is None:
+        memory = read_memory(path)
+    has_memory = memory.keys() & KINDS and memory.get("parameters", 0) > 0
+    versions = json_object(read_text(path / "env.json", MAX_ENV_BYTES))
+    return RunRecord(
+        path=path,
+        status=one_line(read_text(path / "STATUS", MAX_STATUS_BYTES)),
+        config=read_text(path / "config.yaml", LARGEST_YAML),
+        settings=sound(_yaml(path / "config.yaml")),
+        overrides=[str(word) for word in words] if isinstance(words, list) else None,
+        environment={key: str(value) for key, value in versions.items() if value is not None},
+        records=read_records(path / "metrics.jsonl"),
+        scores=[_scores(row) for row in read_csv(path / "scores.csv")],
+        split=_split(path / "split.json"),
+        memory=memory if has_memory else {},
+    )
+
+
+def _split(path: Path) -> dict[str, list[str]]:
+    parts = json_object(read_text(path, MAX_SPLIT_BYTES))
+    split = {}
+    for name in islice(parts, MOST_PARTS):
+        if isinstance(parts[name], list):
+            split[name] = [str(case) for case in parts[name]]
+    return split
+
+
+def _scores(row: dict[str, str]) -> dict[str, str]:
+    """Return a row of scores.csv in which each cell of a column `metric/class` is a finite number or empty."""
+    for key, cell in row.items():
+        if cell and "/" in key and finite(cell) is None:
+            row[key] = ""
+    return row
+
+
+def _yaml(path: Path) -> Any:
+    """Return plain values of YAML; None if it is damaged."""
+    try:
+        return read_yaml(path)
+    except UserError:
+        return None
+
+
+def best_of(records: Sequence[Values]) -> Values:
+    """Return the validation with the highest mean Dice, the first of equals, as for best.pt; {} without any."""
+    best: Values = {}
+    highest = -math.inf
+    for record in records:
+        dice = as_number(record.get("val/dice_mean"))
+        if dice is None or math.isnan(dice):
+            continue
+        if not best or dice > highest:
+            best = record
+            highest = dice
+    return best
+
+
+def headline(run: RunRecord) -> dict[str, Any]:
+    """Return the few numbers that dashboards sort runs by; bytes of a step's tensors, unless its kind says more."""
+    best = run.best_validation
+    losses = run.values("train/loss")
+    values: dict[str, Any] = {
+        "val/dice_mean": as_number(run.last_validation.get("val/dice_mean")),
+        "val/dice_mean_best": as_number(best.get("val/dice_mean")),
+        "val/best_step": best.get("step"),
+        "train/loss": losses[-1] if losses else None,
+        "steps": run.last_step,
+        "parameters": run.memory.get("parameters"),
+        "memory/error_bytes": run.memory.get("error_bytes"),
+        "own_grid/dice_mean": run.dice_mean if run.has_own_grids else None,
+    }
+    for kind in KINDS:
+        if kind in run.memory:
+            values[f"memory/peak_{kind}_bytes"] = run.memory[kind]["peak_bytes"]
+    if run.memory:
+        values["memory/peak_kind"] = run.memory_entry["kind"]
+    for name in ("step_s", "val_s"):
+        times = run.values(f"time/{name}")
+        if times:
+            values[f"time/{name}_median"] = median(times)
+    values["time/switches"] = run.switches or None
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def scores_as_numbers(run: RunRecord) -> tuple[list[str], list[list[Any]]]:
+    """Return scores.csv as columns and rows, with numbers as numbers; the first column names the case."""
+    columns = list(run.scores[0]) if run.scores else ["case"]
+    rows = []
+    for case in run.scores:
+        numbers = [as_number(case.get(name)) for name in columns[1:]]
+        rows.append([case.get("case"), *numbers])
+    return columns, rows

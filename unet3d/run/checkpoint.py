@@ -1,0 +1,241 @@
+"""The one reader of checkpoints: a file is read, then checked for what it is used for.
+
+Resuming needs a training state, prediction (also scoring, publishing and `init=`) needs trained networks. Either is
+refused with CheckpointError, exit code 3, where no run of this package has written it.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unet3d import build
+from unet3d.base.errors import CheckpointError, UserError
+from unet3d.config import compose
+from unet3d.config.compose import CHECKPOINTS
+from unet3d.config.schema import Config, Data, Optim
+from unet3d.data.intensity import Intensity, checked_intensity
+from unet3d.training import checkpoint, optim
+
+Split = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainedNetworks:
+    """Networks of one kind, and how an image is prepared for them."""
+
+    path: Path
+    config: Config  # the model's options leave nothing open
+    classes: tuple[str, ...]  # background first
+    channels: tuple[str, ...]
+    intensity: tuple[Intensity, ...]  # a rule for each channel
+    step: int  # of the run that wrote them
+    weights: list[dict[str, Tensor]]  # of each network: a run's checkpoint holds one, a published one may hold several
+    splits: list[Split]  # what was held out from each
+
+    def instantiate(self, device: torch.device) -> list[nn.Module]:
+        """Return the networks with their weights, for evaluation.
+
+        Raises CheckpointError where the weights do not fit, before memory is taken.
+        """
+        model_config = self.config.model
+        try:
+            with torch.device("meta"):
+                outline = build.model(model_config, seed=0)
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise CheckpointError(f"{self.path}: no network has these options ({error})") from error
+        for weights in self.weights:
+            checkpoint.refuse_misfit(outline, weights, self.path)
+        # One storage may stand for many weights, or for many networks; each would take memory of its own.
+        total_bytes = sum(value.nbytes for weights in self.weights for value in weights.values())
+        if total_bytes > self.path.stat().st_size:
+            raise CheckpointError(f"{self.path}: its weights are not all there: they are larger than the file")
+        networks = [build.model(model_config, seed=0) for _ in self.weights]
+        for network, weights in zip(networks, self.weights, strict=True):
+            network.load_state_dict(weights)
+        return [network.to(device).eval() for network in networks]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint file that was read: a run's, or a published one, which holds no training state."""
+
+    path: Path
+    state: dict[str, Any]  # tensors and plain values
+
+    @classmethod
+    def read(cls, path: Path) -> "Checkpoint":
+        """Read a file. Raises DamagedCheckpoint, or CheckpointError where it is foreign or of another format."""
+        return cls(path, checkpoint.load_checkpoint(path))
+
+    @classmethod
+    def read_newest(cls, folder: Path) -> tuple["Checkpoint", list[str]]:
+        """Return the newest whole checkpoint of a run, and the errors of newer ones.
+
+        Raises CheckpointError where none is whole.
+        """
+        state, problems = checkpoint.load_any(folder, CHECKPOINTS)
+        return cls(folder / CHECKPOINTS[len(problems)], state), problems
+
+    def networks(self) -> TrainedNetworks:
+        """Return the checked networks. Raises CheckpointError for anything but plain values of the right types."""
+        try:
+            return self._networks()
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: not a checkpoint of a run ({error})") from error
+
+    def _networks(self) -> TrainedNetworks:
+        state = self.state
+        config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
+        first = dict(state["model"]) | dict(state["average"])
+        # The next two are only in published files.
+        others = [dict(weights) for weights in state.get("others", [])]
+        splits = [dict(split) for split in state.get("splits", [split_of(config.data)])]
+        trained = TrainedNetworks(
+            path=self.path,
+            config=config,
+            classes=tuple(state["classes"]),
+            channels=tuple(state["channels"]),
+            intensity=tuple(checked_intensity(rule) for rule in state["intensity"]),
+            step=state["step"],
+            weights=[first, *others],
+            splits=splits,
+        )
+        _refuse_contradictions(trained)
+        return trained
+
+    def refuse_unsound_training(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        options: Optim,
+    ) -> None:
+        """Raise CheckpointError for a training state that no run of this optimizer has written."""
+        state = self.state
+        step = state["step"]
+        counts = [step, state["last_validation"]]
+        counts += [group[optim.COUNT] for group in state["optimizer"]["param_groups"] if optim.COUNT in group]
+        best = state["best"]
+        device = optimizer.param_groups[0]["params"][0].device
+        is_sound = {
+            "step": all(type(count) is int and 0 <= count <= step for count in counts),
+            "best": best is None or (isinstance(best, float) and 0 <= best <= 1),
+            "rng": _is_like(state["rng"], torch.get_rng_state()),
+            "cuda_rng": _are_cuda_states(state["cuda_rng"], device),
+            "ranks": all(
+                _is_like(on_cpu, torch.get_rng_state()) and _are_cuda_states(on_gpu, device)
+                for on_cpu, on_gpu in state["ranks"]
+            ),
+            "scaler": _is_scaler_state(state["scaler"], scaler),
+            "optimizer": _is_optimizer_state(state["optimizer"]["state"], step, optimizer, options),
+            "threads": type(state["threads"]) is int,
+        }
+        wrong = [name for name in is_sound if not is_sound[name]]
+        if wrong:
+            problem = f"its {', '.join(wrong)} cannot be those of this run"
+            raise CheckpointError(f"{self.path}: {problem}; take an earlier checkpoint")
+
+
+def read_networks(path: Path, model_path: str | None = None) -> TrainedNetworks:
+    """Return the networks of a run's or a published checkpoint.
+
+    `model_path`: import path of the user's own network, from the command line. Raises CheckpointError, or UserError
+    where the file is of another network.
+    """
+    networks = Checkpoint.read(path).networks()
+    refuse_other_network(networks, model_path)
+    return networks
+
+
+def refuse_other_network(networks: TrainedNetworks, model_path: str | None) -> None:
+    """Raise UserError where `--model` does not name the class of the networks: no code is taken from a file."""
+    path = networks.path
+    named = networks.config.model.path
+    if named != model_path:
+        if named is None:
+            raise UserError(f"{path}: holds the package's own network; remove --model")
+        raise UserError(f"{path}: code is never taken from a checkpoint; name its network: --model {named}")
+    if model_path is not None:
+        build.import_object("--model", model_path)  # here, not under torch.device("meta"), where its tensors would stay
+
+
+def split_of(options: Data) -> Split:
+    """Return what a run with these options held out: a fold, a share, or the file that lists the cases."""
+    if options.split is not None:
+        return {"split": options.split, "semi": options.semi}
+    if options.fold is not None:
+        return {"fold": options.fold, "folds": options.folds, "semi": options.semi}
+    return {"val_fraction": options.val_fraction, "semi": options.semi}
+
+
+def _refuse_contradictions(trained: TrainedNetworks) -> None:
+    """Raise ValueError for parts of a checkpoint that do not belong together, or have the wrong type."""
+    model_config = trained.config.model
+    pairs = (
+        (len(trained.classes), model_config.classes),
+        (len(trained.channels), model_config.in_channels),
+        (len(trained.intensity), model_config.in_channels),
+        (len(trained.splits), len(trained.weights)),
+    )
+    if any(size != expected for size, expected in pairs):
+        raise ValueError("its parts contradict each other")
+    names = itertools.chain(trained.classes, trained.channels, *trained.weights)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("its classes, channels or weights are not named")
+    if type(trained.step) is not int or trained.step < 0:
+        raise ValueError("its step is not a number of steps")
+
+
+def _is_scaler_state(state: Mapping[str, Any], scaler: torch.amp.GradScaler) -> bool:
+    has_its_keys = state.keys() == scaler.state_dict().keys()
+    return has_its_keys and 0 < state.get("scale", 1) < math.inf
+
+
+def _are_cuda_states(states: list[Any], device: torch.device) -> bool:
+    """Return whether these are states of the device's random numbers; of a CPU, where they are not used, always."""
+    if device.type != "cuda":
+        return True
+    return all(_is_like(state, torch.cuda.get_rng_state(device)) for state in states)
+
+
+def _is_optimizer_state(
+    states: Mapping[int, Mapping[str, Any]],
+    steps: Any,
+    optimizer: torch.optim.Optimizer,
+    options: Optim,
+) -> bool:
+    """Return whether each tensor is one that `steps` steps of the optimizer leave, in memory of its own."""
+    if type(steps) is not int:
+        return False
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = optim.state_names(options)
+    step_counter = torch.zeros(())
+    addresses = []
+    for index, state in states.items():
+        if state.keys() != names:
+            return False
+        for name, value in state.items():
+            expected = step_counter if name == "step" else parameters[index]
+            if not _is_like(value, expected):
+                return False
+            if name == "step" and value.item() not in range(1, steps + 1):
+                return False
+            if name == "exp_avg_sq" and not value.ge(0).all():
+                return False
+            if value.numel():
+                addresses.append(value.untyped_storage().data_ptr())
+    return len(addresses) == len(set(addresses))
+
+
+def _is_like(value: Any, expected: Tensor) -> bool:
+    """Return whether a value of a file is a dense tensor of the same shape and type, of finite numbers."""
+    if not checkpoint.is_plain(value) or (value.shape, value.dtype) != (expected.shape, expected.dtype):
+        return False
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    is_dense = value.permute(order).is_contiguous()  # else an index may share its number with another
+    return is_dense and checkpoint.is_finite(value)

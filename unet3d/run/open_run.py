@@ -1,0 +1,171 @@
+"""Everything that a run needs, built in order: the network and what updates it, its state, folder and loggers."""
+
+import functools
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from unet3d import build
+from unet3d.base import ranks
+from unet3d.base.files import write_json
+from unet3d.base.signals import Stop
+from unet3d.config import rules
+from unet3d.config.schema import Config, Model
+from unet3d.data.prepare import PreparedData
+from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
+from unet3d.memory.simulate import fitted
+from unet3d.report import run_folder
+from unet3d.report.loggers import Loggers, open_loggers
+from unet3d.report.memory_file import MemoryFile
+from unet3d.report.terminal_logger import TerminalLogger
+from unet3d.run.checkpoint_manager import CheckpointManager
+from unet3d.run.fingerprint import fingerprint
+from unet3d.run.pretrained import PretrainedWeights
+from unet3d.run.run import Run
+from unet3d.run.training_state import TrainingState, seed_per_rank
+from unet3d.run.validation import has_own_grids
+from unet3d.training import optim, switches
+from unet3d.training.inference import Predictor
+from unet3d.training.trainer import Learner, Trainer
+from unet3d.training.window_sums import free_bytes
+
+
+class Origin(NamedTuple):
+    """Starting point of a run: step 0, or its last checkpoint."""
+
+    step: int
+    last_validation: int  # its step
+
+
+def open_run(
+    config: Config,
+    folder: Path,
+    data: PreparedData,
+    model_config: Model,
+    segment_starts: tuple[int, ...],
+    stop: Stop,
+    pretrained: PretrainedWeights | None = None,
+) -> Run:
+    """Build a run that goes on from its last checkpoint with `config.resume`, or begins with `pretrained` weights."""
+    device = build.device(config)
+    learner = _learner(config, data, model_config, segment_starts, pretrained, device)
+    predictor = _predictor(config, model_config, learner, device)
+    state = _training_state(config, model_config, data, learner)
+    checkpoints = CheckpointManager(
+        folder, lambda: state.state_dict(trainer.step, trainer.last_validation, checkpoints.best)
+    )
+    origin = _restore(config, checkpoints, state)
+    memory = ranks.on_rank0(lambda: MemoryFile(folder, is_resumed=config.resume is not None))
+    is_done = origin.step >= config.steps and ranks.on_rank0(lambda: run_folder.is_done(folder))
+    meter = open_meter(learner.model, learner.optimizer)
+    loggers = Loggers([])
+    if not is_done and ranks.RANK == 0:  # else its folder stays as it is
+        loggers = _start_folder(config, folder, data, device, pretrained)
+    trainer = _trainer(config, learner, meter, loggers, origin)
+    return Run(
+        config=config,
+        folder=folder,
+        data=data,
+        model_config=model_config,
+        stop=stop,
+        trainer=trainer,
+        predictor=predictor,
+        checkpoints=checkpoints,
+        meter=meter,
+        loggers=loggers,
+        memory=memory,
+        is_done=is_done,
+    )
+
+
+def _learner(
+    config: Config,
+    data: PreparedData,
+    model_config: Model,
+    segment_starts: tuple[int, ...],
+    pretrained: PretrainedWeights | None,
+    device: torch.device,
+) -> Learner:
+    """Build the network on the device, and what updates it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where page-locked memory and NCCL would else open a context on the first
+    loss = build.loss(config, len(data.dataset.classes), device)
+    policy = build.policy(config, device.type, segment_starts)
+    model = build.model(model_config, config.seed)
+    if pretrained is not None:
+        pretrained.load(model)
+    model = build.prepare_for_ranks(policy.formatted(model.to(device)))
+    optimizer = optim.optimizer(config.optim, model)
+    return Learner(model, loss, optimizer, policy.scaler(), policy)
+
+
+def _predictor(config: Config, model_config: Model, learner: Learner, device: torch.device) -> Predictor:
+    """Build the sliding window of validations; on a GPU of as many windows at once as fit."""
+    predictor = build.predictor(config, [learner.model], model_config, learner.policy)
+    if device.type == "cuda":
+        free = free_bytes(device) if config.inference.batch == "auto" else math.inf
+        predictor = fitted(predictor, free)
+    return predictor
+
+
+def _training_state(config: Config, model_config: Model, data: PreparedData, learner: Learner) -> TrainingState:
+    rests_on = fingerprint(data, learner.policy.dtype)
+    return TrainingState(config, model_config, rests_on, learner.model, learner.optimizer, learner.scaler)
+
+
+def _restore(config: Config, checkpoints: CheckpointManager, state: TrainingState) -> Origin:
+    """Go on from the last checkpoint if asked to."""
+    if config.resume is None:
+        seed_per_rank(config.seed, 0)
+    if not config.resume:
+        return Origin(0, 0)
+    step, last_validation = checkpoints.restore(state.load_state_dict)
+    return Origin(step, last_validation)
+
+
+def _start_folder(
+    config: Config,
+    folder: Path,
+    data: PreparedData,
+    device: torch.device,
+    pretrained: PretrainedWeights | None,
+) -> Loggers:
+    """Write what is known as a run begins or goes on; return its loggers."""
+    record = pretrained.record() if pretrained is not None else None
+    run_folder.start_folder(folder, config, device, record)
+    split = {"train": data.train, "val": data.val}  # as data.split reads it
+    write_json(folder / "split.json", {use: [case.id for case in cases] for use, cases in split.items()})
+    loggers = open_loggers(config, folder)
+    grid = ""
+    if has_own_grids(data, config.data):
+        grid = f"at {run_folder.spacing_words(config.data.spacing)}"
+    loggers.add(TerminalLogger(config.steps, switches=rules.switches_of(config), grid=grid))
+    return loggers
+
+
+def _trainer(
+    config: Config,
+    learner: Learner,
+    meter: LedgerMeter,
+    loggers: Loggers,
+    origin: Origin,
+) -> Trainer:
+    return Trainer(
+        learner,
+        learning_rate=functools.partial(optim.learning_rate, config.optim, config.steps),
+        clip=config.optim.clip,
+        mark=functools.partial(_mark, config, learner.model, meter),
+        log=loggers.scalars,
+        step=origin.step,
+        last_validation=origin.last_validation,
+    )
+
+
+def _mark(config: Config, model: nn.Module, meter: LedgerMeter, phase: str) -> None:
+    """Tell the meter; compile the network once it has observed its steps: it would see no operations then."""
+    meter.mark(phase)
+    if config.compile and meter.steps >= MEASURED_STEPS and not switches.is_compiled(model):
+        model.compile()
