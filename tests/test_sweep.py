@@ -195,7 +195,7 @@ def test_the_folder_that_is_checked_is_the_one_that_is_made(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("multirun").touch()
     plan.plan(["seed=0"])
-    with pytest.raises(UserError, match=r"/multirun/.*hydra.sweep.dir=FOLDER"):
+    with pytest.raises(UserError, match=r"^multirun/.*hydra.sweep.dir=FOLDER"):
         plan.plan(["seed=0,1", "-m"])
     plan.plan(["seed=0,1", "hydra.sweep.dir=elsewhere", "-m"])
 

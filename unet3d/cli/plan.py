@@ -109,4 +109,6 @@ def refuse_unwritable(folder: Path, option: str) -> None:
             file.write(bytes(FIRST_FILES))
     except OSError as error:
         remedy = make_room(error) if is_disk_full(error) else f"give {option}=FOLDER"
-        raise UserError(f"{path}: {place} cannot be written to ({error.strerror}); {remedy}") from error
+        here = Path.cwd()
+        shown = path.relative_to(here) if path.is_relative_to(here) else path
+        raise UserError(f"{shown}: {place} cannot be written to ({error.strerror}); {remedy}") from error
