@@ -18,6 +18,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Data, Phantom
 from unet3d.data import dataset_json
 from unet3d.data.cases import Case, DatasetInfo, phantom_outline, read_dataset, split
+from unet3d.data.headers import read_grid
 
 
 def refusal(data: Data) -> str:
@@ -397,7 +398,9 @@ def test_the_phantom_is_known_before_it_is_generated(
     outline = phantom_outline(config.data)
     assert list(tmp_path.iterdir()) == []
     dataset = read_dataset(config.data)
-    assert outline == dataset and options == build.model_options(config, dataset, split(dataset, config.data)[0][0])
+    first, *_ = split(dataset, config.data)[0]
+    spacing = read_grid(first, config.data.spacing).spacing
+    assert outline == dataset and options == build.model_options(config, dataset, spacing)
 
 
 def test_memory_is_predicted_without_the_phantom(

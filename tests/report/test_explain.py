@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -299,6 +300,26 @@ def test_values_read_by_a_loss_and_draws_of_others_are_guesses_too(way: str) -> 
     with pytest.warns(UserWarning, match="GUESS"):
         found = unet3d.memory.predict(Own(), SHAPE, loss)
     assert len(found.guesses) == 1 and random.getstate() == before
+
+
+def changed(a: Tensor) -> Tensor:
+    """Return a tensor in whose place other numbers are now."""
+    return a.add_(1)
+
+
+@pytest.mark.parametrize(("change", "is_known"), [(lambda a: a, True), (changed, False)])
+def test_axes_that_a_loss_reads_from_a_range_are_known(change: Callable[[Tensor], Tensor], is_known: bool) -> None:
+    """As MONAI's Dice losses do; a range that has been written to is a guess."""
+
+    def loss(output: list[Tensor], label: Tensor) -> Tensor:
+        axes = change(torch.arange(2, output[0].dim())).tolist()
+        return output[0].sum(axes if is_known else [2, 3, 4]).mean()
+
+    with nullcontext() if is_known else pytest.warns(UserWarning, match="GUESS"):
+        predicted = unet3d.memory.predict(Own(), SHAPE, loss)
+    assert bool(predicted.guesses) != is_known
+    if is_known:
+        assert predicted.peak_bytes == unet3d.memory.explain(Own(), SHAPE, loss).peak_bytes
 
 
 SIZES: dict[str, Callable[[Tensor], Any]] = {

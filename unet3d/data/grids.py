@@ -85,9 +85,7 @@ def contradictions(case: Case, headers: Headers, rules: ValidationRules = STRICT
     for path, image in headers.items():
         has_channels = nifti.channels(image) > 1
         if path == case.label and has_channels:
-            what = (
-                f"has shape {image.shape}; a label map is X,Y,Z with one integer per voxel, as a one-hot's argmax"
-            )
+            what = f"has shape {image.shape}; a label map is X,Y,Z with one integer per voxel, as a one-hot's argmax"
             yield problem(case.id, path, what)
         elif len(case.images) > 1 and has_channels:
             yield problem(

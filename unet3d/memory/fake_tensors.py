@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from unet3d.base.errors import UserError
 from unet3d.base.progress import beat
@@ -28,6 +29,13 @@ INNER = (TORCH, *(f"{PACKAGE}memory{os.sep}{name}.py" for name in DISPATCH_MODES
 MOST_GUESSES = 100
 NORMALISATIONS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_group_norm.default)
 RECURRENT_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+RANGES = (
+    torch.ops.aten.arange.default,
+    torch.ops.aten.arange.start,
+    torch.ops.aten.arange.start_step,
+)
+LONGEST_RANGE = 64  # numbers
 GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 # What autocast computes in float32 on CUDA and not on the CPU, of the operations in this package's forward passes: the
 # loss runs outside of autocast. torch's documentation lists all (section "CUDA Ops that autocast to float32").
@@ -57,6 +65,7 @@ class _Corrections(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.guesses: list[str] = []
+        self.ranges = _Ranges()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -64,11 +73,14 @@ class _Corrections(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         beat()
+        if func is READ_NUMBER and self.ranges.knows(args[0]):
+            return self.ranges.number(args[0])
         try:
             result = func(*args, **(kwargs or {}))
+            self.ranges.follow(func, args, result)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             place = _asking(sys._getframe(1))
-            if func is not torch.ops.aten._local_scalar_dense.default:
+            if func is not READ_NUMBER:
                 raise unknown(place, error) from error
             self._note(place)
             return _zero(args[0].dtype)
@@ -87,6 +99,39 @@ class _Corrections(TorchDispatchMode):
         """Add to the guesses that code at a place reads a number."""
         if place and place not in self.guesses and len(self.guesses) < MOST_GUESSES:
             self.guesses.append(place)
+
+
+class _Ranges:
+    """The numbers of short ranges: losses read the axes to sum over from `torch.arange(2, dims)`."""
+
+    def __init__(self) -> None:
+        self._values: MutableMapping[Tensor, tuple[Any, int]] = WeakTensorKeyDictionary()
+
+    def follow(self, func: Any, args: Any, result: Any) -> None:
+        """Note the numbers of a range that an operation makes or takes apart."""
+        if func in RANGES and all(type(value) is int for value in args):
+            numbers = range(*args)
+            if len(numbers) <= LONGEST_RANGE:
+                self._note(result, numbers)
+        elif func is torch.ops.aten.unbind.int and self.knows(args[0]):
+            numbers, _ = self._values[args[0]]
+            for part, value in zip(result, numbers, strict=True):
+                self._note(part, value)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's numbers are known, and nothing has been written to it since."""
+        if tensor not in self._values:
+            return False
+        _, version = self._values[tensor]
+        return version == tensor._version
+
+    def number(self, tensor: Tensor) -> Any:
+        """Return the number of a tensor without dimensions that is known."""
+        value, _ = self._values[tensor]
+        return value
+
+    def _note(self, tensor: Tensor, value: Any) -> None:
+        self._values[tensor] = (value, tensor._version)
 
 
 def _zero(dtype: torch.dtype) -> complex:
