@@ -39,10 +39,9 @@ from training import (
     weights,
 )
 
-from unet3d import build
 from unet3d.base import signals
 from unet3d.base.errors import Preempted
-from unet3d.cli import lifecycle
+from unet3d.cli import lifecycle, training_job
 from unet3d.config.schema import Config, Data
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, PreparedCase, prepare
@@ -56,7 +55,7 @@ PLACES = {
     "step": (trainer, "train_step"),
     "validation": (validator, "evaluate"),
     "save": (torch, "save"),
-    "data": (build, "data"),
+    "data": (training_job, "prepare_data"),
 }
 
 

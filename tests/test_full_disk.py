@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import pytest
 from training import TINY, face, fill
 
-from unet3d.cli import memory
+from unet3d.cli import memory_of_config
 from unet3d.memory.preflight import MemoryEstimate
 
 Act = Callable[[Path], int]
@@ -46,7 +46,7 @@ ROOM |= {"report": (320,)}
 @pytest.fixture(autouse=True)
 def only_the_step_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """`memory` simulates no other networks beside it, which takes long and writes nothing."""
-    monkeypatch.setattr(memory, "narrowed", nothing_beside)
+    monkeypatch.setattr(memory_of_config, "narrowed", nothing_beside)
     monkeypatch.setattr(MemoryEstimate, "without", nothing_beside)
 
 

@@ -150,7 +150,7 @@ def test_open_files_that_run_out_elsewhere_are_named(
     def refuse(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(cases, "read_dataset", refuse)
+    monkeypatch.setattr(cases, "dataset_to_check", refuse)
     assert face("check-data", "data=decathlon", "data.root=.") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "ulimit -n" in error and error.count("\n") == 1

@@ -35,7 +35,7 @@ from unet3d.config.schema import Config
 from unet3d.data.cases import Case
 from unet3d.data.patches import prepare
 from unet3d.memory.simulate import refuse_large_window
-from unet3d.report import case_plots, memory_plots, plots, report
+from unet3d.report import memory_plots, plots, record, report, score_plots
 from unet3d.run import predict
 from unet3d.run.validation import evaluate
 from unet3d.training import checkpoint
@@ -316,7 +316,7 @@ def test_a_damaged_pickle_is_one_line(tmp_path: Path, content: bytes) -> None:
 @pytest.fixture
 def stranger(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of a finished run, which a test changes as a stranger might; its report draws no picture."""
-    for module, name in ((plots, "training_curves"), (case_plots, "score_plot")):
+    for module, name in ((plots, "training_curves"), (score_plots, "score_plot")):
         monkeypatch.setattr(module, name, nothing)
     for name in ("phase_plot", "layer_plot"):
         monkeypatch.setattr(memory_plots, name, nothing)
@@ -541,7 +541,7 @@ def test_a_table_is_as_large_as_its_file(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("steps: 3\n")
     lines = (json.dumps({"step": number, f"key{number}": 1}) for number in range(3000))
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    report.write_report(tmp_path)
+    report.write_report(record.read_run(tmp_path))
     assert (tmp_path / "metrics.csv").read_text().partition("\n")[0].count(",") + 1 == 2000
 
 

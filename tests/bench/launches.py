@@ -27,6 +27,7 @@ from unet3d.config.schema import Config
 from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.simulate import BatchInTransit, fake_batch, fake_learner, take_weights_together
+from unet3d.training.slabs import Observer
 from unet3d.training.step import train_step
 
 aten = torch.ops.aten
@@ -59,7 +60,7 @@ class Counts:
     synchronisations: int = 0
 
 
-class Launches(TorchDispatchMode):
+class Launches(Observer, TorchDispatchMode):
     """Counts the operations within it by CUDA's rules. `host` holds storages that a GPU's step has in host memory."""
 
     def __init__(self, host: Sequence[Tensor] = ()) -> None:

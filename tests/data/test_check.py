@@ -472,7 +472,7 @@ def large(root: Path) -> Data:
 def change_unsampled(path: Path) -> None:
     """One bit of a voxel between two sampled blocks, which begin 100 kB apart."""
     content = bytearray(path.read_bytes())
-    content[50_000] ^= 1
+    content[50_001] ^= 16
     path.write_bytes(content)
 
 

@@ -118,7 +118,7 @@ def test_predict_accepts_what_its_run_accepted_and_counts_it(
     state = {
         **{"model_options": dataclasses.asdict(config.model), "intensity": [dataclasses.asdict(Intensity("zscore"))]},
         **{"model": build.model(config.model, 0).state_dict(), "average": {}},
-        **{"classes": ["background", "a", "b"], "channels": ["MR"]},
+        **{"classes": ["background", "a", "b"], "channels": ["MR"], "step": 1},
     }
     stored = image()
     stored[1, 2, 3] = np.nan

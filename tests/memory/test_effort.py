@@ -14,7 +14,7 @@ from training import PLAIN
 from unet3d.base import progress
 from unet3d.base.errors import UserError
 from unet3d.base.types import Batch
-from unet3d.cli import memory
+from unet3d.cli import memory_of_config, memory_of_several
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory import budget as search_of_ways
@@ -88,7 +88,7 @@ def test_a_budget_tries_no_way_that_can_only_cost_more_than_one_that_fits(steps:
     """Mixed precision fits: no batch in parts. `memory fit` shows the price of all."""
     refused("budget=0.2MiB")
     assert not any("Size([1," in way for way in steps)
-    memory.print_fit([*WORDS, "budget=0.2MiB"])
+    memory_of_several.print_fit([*WORDS, "budget=0.2MiB"])
     assert any("Size([1," in way for way in steps)
 
 
@@ -100,12 +100,12 @@ def test_an_option_is_simulated_once(steps: dict[str, list[int]]) -> None:
 
 @pytest.mark.slow
 def test_fit_simulates_each_way_once(steps: dict[str, list[int]]) -> None:
-    memory.print_fit([*WORDS, "optim.lr=0.003", "budget=0.2MiB"])
+    memory_of_several.print_fit([*WORDS, "optim.lr=0.003", "budget=0.2MiB"])
     assert steps and all(sorted(times) in ([1], [2], [1, 2]) for times in steps.values())
 
 
 def test_the_memory_command_simulates_each_network_and_way_once(steps: dict[str, list[int]]) -> None:
-    memory.print_explanation(WORDS, half=False, out=None)
+    memory_of_config.print_explanation(WORDS, half=False, out=None)
     assert sorted(steps.values()) == [*[[2]] * 5, [3, 2]], "one of half the width, four ways; for prices, what is asked"
 
 
@@ -119,9 +119,9 @@ def choose_segments() -> None:
 
 
 LONG: dict[str, tuple[Callable[[], object], int]] = {  # and how many bars, at least
-    "memory": (lambda: memory.print_explanation([*WORDS, "seed=1"], half=False, out=None), 1),
-    "peaks": (lambda: memory.print_peaks([[*WORDS, "batch=1"], [*WORDS, "batch=2"]], False, None), 1),
-    "fit": (lambda: memory.print_fit([*WORDS, "budget=0.2MiB"]), 2),
+    "memory": (lambda: memory_of_config.print_explanation([*WORDS, "seed=1"], half=False, out=None), 1),
+    "peaks": (lambda: memory_of_several.print_peaks([[*WORDS, "batch=1"], [*WORDS, "batch=2"]], False, None), 1),
+    "fit": (lambda: memory_of_several.print_fit([*WORDS, "budget=0.2MiB"]), 2),
     "segments": (choose_segments, 2),
     "out of memory": (out_of_memory, 1),
     "budget": (lambda: refused("budget=0.04MiB"), 2),

@@ -77,7 +77,7 @@ def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]
     if config.resume is None:
         write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
     ends_at_once = config.dry_run and ranks.SIZE == 1  # by a signal; it has nothing to keep, and nobody waits for it
-    with nullcontext() if ends_at_once else signals.handled(_finish, is_last=True):
+    with nullcontext() if ends_at_once else signals.handled(_ignore_signal, is_last=True):
         try:
             with nullcontext(signals.Stop()) if ends_at_once else signals.stopping() as stop:
                 job(config, folder, stop)
@@ -99,7 +99,7 @@ def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]
     return Outcome(0)
 
 
-def _finish(*_: object) -> None:
+def _ignore_signal(*_: object) -> None:
     """Ignore a signal that comes while a job says how it ended."""
 
 
@@ -112,7 +112,7 @@ def _silent() -> Iterator[None]:
 def run_as_follower_rank(job: TrainingJob) -> int:
     """Run this rank's part of a run, and return the exit code. The first rank alone reads options and writes."""
     folder = Path()
-    with signals.handled(_finish, is_last=True):
+    with signals.handled(_ignore_signal, is_last=True):
         try:
             with _silent(), signals.stopping() as stop:
                 message = ranks.wait_for_job(stop)

@@ -230,7 +230,7 @@ def _kinds_of_peak(subject: MemoryEstimate) -> Table:
         ["allocated: blocks given out", mib(native.allocated_bytes), "replay"],
         ["reserved by the allocator", mib(native.reserved_bytes), "replay"],
         ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(expandable.reserved_bytes), "replay"],
-        ["convolutions' workspaces, not included", f"at most {workspaces} more", "bound, input + output of a layer"],
+        ["convolutions' workspaces, not included", f"up to {workspaces} more", "estimate, input + output of a layer"],
         ["CUDA context", "", "constant of the GPU, outside of the allocator; not predicted"],
     ]
     return Table(columns, rows)

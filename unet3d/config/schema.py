@@ -32,8 +32,12 @@ class Model:
     decoder: list[int] | None = option(None, "channels of each decoder level; null: the encoder's", low=1)
     in_channels: int | None = option(None, "image channels; null: the data's", low=1)
     classes: int | None = option(None, "classes with background; null: the data's", low=2, high=32767)
-    kernels: Any = option(3, "3, [3,3,3], or one of them a level (voxels); auto: from the first case's spacing")
-    strides: Any = option(2, "between levels: 2, [2,2,1], or one of them a step down; auto: from the spacing")
+    kernels: Any = option(
+        3, "kernel size of each level (voxels): 3, [3,3,3], or a list of them; auto: from the first case's spacing"
+    )
+    strides: Any = option(
+        2, "stride from each level to the next: 2, [2,2,1], or a list of them; auto: from the spacing"
+    )
     padding: str = option(
         "same",
         "same: output as large as the input; valid: unpadded",
@@ -42,12 +46,12 @@ class Model:
     conv_bias: bool = option(True, "bias in the convolutions of the blocks")
     widen: str = option(
         "first",
-        "which convolution of an encoder block widens",
+        "which convolution of an encoder block increases the channels; second: as in Cicek et al. 2016",
         among=("first", "second"),
     )
     norm: str = option(
         "instance",
-        "normalisation",
+        "normalisation; batch_current takes the batch's own statistics in evaluation, too",
         among=("instance", "batch", "batch_current", "group", "none"),
     )
     norm_affine: bool = option(True, "learned scale and shift in the normalisation")
@@ -69,8 +73,8 @@ class Model:
         "between levels",
         among=("transposed", "trilinear", "nearest"),
     )
-    up_reduce: bool = option(True, "map to the skip's width while upsampling (1x1x1 convolution if interpolated)")
-    up_bias: bool = option(True, "bias in what maps channels while upsampling")
+    up_reduce: bool = option(True, "reduce channels to the skip's while upsampling (1x1x1 convolution if interpolated)")
+    up_bias: bool = option(True, "bias of the upsampling convolution")
     residual: bool = option(False, "blocks add their input (1x1x1 projection where channels or stride change)")
     dropout: float = option(0.0, "probability to drop a whole channel after an activation in a block", low=0, high=0.95)
     deep_supervision: bool = option(False, "a head and a loss at every decoder level")
@@ -91,7 +95,7 @@ class Augment:
     )
     elastic: float = option(0.0, "std of the B-spline deformation's control vectors (voxels)", low=0)
     elastic_grid: int = option(32, "spacing of its control points (voxels)", low=4)
-    mirror: list[int] = option([0, 1, 2], "axes mirrored with probability 0.5 each (0 = D)", low=0, high=2)
+    mirror: list[int] = option([0, 1, 2], "axes mirrored with probability 0.5 each; 0: x, left-right", low=0, high=2)
     noise_p: float = option(0.1, "Gaussian noise", low=0, high=1)
     noise: float = option(0.1, "its largest std (intensities have unit std)", low=0)
     blur_p: float = option(0.1, "Gaussian blur", low=0, high=1)
@@ -133,7 +137,7 @@ class Phantom:
 
 @dataclass
 class Data:
-    """Where volumes come from and how patches are cut."""
+    """The data set, its split, and how patches are cut."""
 
     format: str = option(
         "phantom",
@@ -169,7 +173,11 @@ class Data:
         among=("sample", "full"),
     )
     patch: list[int] = option(
-        [64, 64, 32], "patch and window D,H,W (voxels): right, anterior, superior", low=1, high=2048, size=3
+        [64, 64, 32],
+        "patch and window x,y,z (voxels), in RAS: left-right, posterior-anterior, inferior-superior",
+        low=1,
+        high=2048,
+        size=3,
     )
     spacing: list[float] | None = option(
         None,
@@ -189,7 +197,7 @@ class Data:
     split: str | None = option(None, "JSON file {train: [ids], val: [ids]} instead of both")
     sparse: list[int] | None = option(
         None,
-        "slices learned from, across x, y and z; null: every voxel",
+        "number of annotated slices across x, y and z; null: every voxel is annotated",
         low=0,
         size=3,
     )
@@ -200,15 +208,15 @@ class Data:
         low=0,
         size=3,
     )
-    sparse_folds: int = option(3, "semi: parts of the sparse slices; all but one are learned from", low=2)
-    sparse_fold: int | None = option(None, "semi: which of these parts is scored; null: the slices of scored", low=0)
-    foreground: float = option(0.33, "share of patches centred on a foreground voxel", low=0, high=1)
+    sparse_folds: int = option(3, "semi: folds of the annotated slices; all but one are learned from", low=2)
+    sparse_fold: int | None = option(None, "semi: which of these folds is scored; null: the slices of scored", low=0)
+    foreground: float = option(0.33, "share of patches centred on a voxel of a random foreground class", low=0, high=1)
     transforms: list[str] = option([], "your own, package.module:name, applied to training patches after augmentation")
     augment: Augment = field(default_factory=Augment)
     phantom: Phantom = field(default_factory=Phantom)
 
     def __post_init__(self) -> None:
-        """Runs of older versions, and their commands, say whether cases are kept in memory; YAML reads off as false."""
+        """Accept `true` and `false` for data.cache, since YAML reads off as false."""
         self.cache = {"True": "memory", "False": "off"}.get(str(self.cache), self.cache)
         if isinstance(self.label_map, dict):
             self.label_map = with_numbers(self.label_map)
@@ -216,7 +224,7 @@ class Data:
 
 @dataclass
 class Loss:
-    """What training minimises, computed in float32."""
+    """The loss, computed in float32."""
 
     name: str = option(
         "dice_ce",
@@ -224,7 +232,7 @@ class Loss:
         among=LOSSES,
     )
     path: str | None = option(None, "your own function, package.module:name, called as name(logits, label, options)")
-    weights: list[float] | None = option(None, "one weight a class for the cross-entropy", low=0)
+    weights: list[float] | None = option(None, "one weight per class for the cross-entropy", low=0)
     batch_dice: bool = option(True, "Dice over the batch as one volume; false: mean over its samples")
 
 
@@ -247,16 +255,20 @@ class Optim:
     init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", low=0, high=100)
     init_names: list[str] | None = option(None, "what init_lr is for, as [inc,down1]; null: all that init loaded")
     fused: bool = option(False, "one kernel updates all weights; changes rounding")
-    average: float | None = option(None, "decay of averaged weights to predict with; null: none", low=0, high=0.99999)
+    average: float | None = option(
+        None, "EMA decay; the averaged weights are used for validation and prediction; null: none", low=0, high=0.99999
+    )
 
 
 @dataclass
 class Inference:
     """The sliding window."""
 
-    overlap: float = option(0.5, "share of the window that neighbours share", low=0, high=0.9)
+    overlap: float = option(0.5, "overlap of neighbouring windows, as a share of the window", low=0, high=0.9)
     mirror: bool = option(False, "average over the mirrorings of data.augment.mirror: 8 times the cost for three axes")
-    batch: Any = option("auto", "windows in a forward pass; auto: on CUDA as a micro-batch, else 1", low=1, high=4096)
+    batch: Any = option(
+        "auto", "windows per forward pass; auto: on CUDA as many as a micro-batch has patches, else 1", low=1, high=4096
+    )
 
 
 @dataclass
@@ -306,24 +318,30 @@ class Config:
     )
     compile: bool = option(False, "torch.compile of the network in training, once memory is measured; takes minutes")
     channels_last: bool = option(False, "weights and maps with a voxel's channels side by side, as tensor cores want")
-    ckpt: Any = option(0, "activation checkpointing in at most this many segments, or auto; 0: off")
-    lean: bool = option(False, "keep only the convolutions' raw outputs; what follows each is made again, by slabs")
-    slab: Any = option(0, "rows of a slab, or auto: as lean, and maps are made again too, level by level; 0: off")
+    ckpt: Any = option(0, "gradient (activation) checkpointing in at most this many segments, or auto; 0: off")
+    lean: bool = option(
+        False,
+        "store only convolution outputs for backward; recompute norm, activation, pooling, upsampling, concatenation",
+    )
+    slab: Any = option(
+        0,
+        "as lean, and recompute convolutions level by level in slabs of this many rows, or auto; least memory; 0: off",
+    )
     seed: int = option(0, "of weights, batches and augmentation", low=0, high=2**32 - 1)
-    deterministic: bool = option(False, "the same run again to the bit, also on a GPU; on the CPU it is so anyway")
+    deterministic: bool = option(False, "bit-identical repetition, also on a GPU; on the CPU it is so anyway")
     device: str = option("auto", "where to run", among=("auto", "cpu", "cuda"))
     steps: int = option(100, "optimizer steps", low=1)
-    batch: int = option(2, "patches a step (or a micro-batch, with accumulate)", low=1, high=4096)
-    accumulate: int = option(1, "micro-batches a step", low=1, high=4096)
+    batch: int = option(2, "patches per step (with accumulate: per micro-batch)", low=1, high=4096)
+    accumulate: int = option(1, "micro-batches per step", low=1, high=4096)
     workers: Any = option("auto", "processes that prepare batches; auto: 1, on CUDA by the cores", low=0, high=256)
     eval_every: int = option(50, "steps between validations; 0: only at the end", low=0)
     save_every: int = option(0, "steps between checkpoints, besides those of validations; 0: none", low=0)
     dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
     budget: str | None = option(
-        None, "refuse a run whose step is predicted to hold more in tensors, on CUDA to reserve more; e.g. 8GiB"
+        None, "refuse a run with a larger predicted peak (CPU: tensors; CUDA: reserved by PyTorch); e.g. 8GiB"
     )
     rank_timeout: float = option(600.0, "under torchrun: seconds that a process waits for another", low=1, high=1e6)
-    init: str | None = option(None, "checkpoint of a run, or a published one, to begin with the weights of")
+    init: str | None = option(None, "start from the weights of this checkpoint (of a run, or published)")
     resume: str | None = option(None, "run folder to continue; auto: that of hydra.run.dir, or a new run there")
     tensorboard: bool = option(False, "also record for TensorBoard, in the run folder; needs the extra tensorboard")
     loggers: list[str] = option([], "your own, package.module:name, called with the config and the run folder")

@@ -1,4 +1,7 @@
-"""A data set made ready for a run: scanned once, split, each volume read once, and searched for twins."""
+"""A data set made ready for a run: scanned once, split, read, and searched for twins.
+
+If memory keeps the volumes, each is read once.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

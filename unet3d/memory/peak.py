@@ -26,7 +26,7 @@ class SimulatedStep(NamedTuple):
 
     peak: StepPeak
     weight_bytes: int
-    flops: int  # of all convolutions in forward and backward, but for their gradients
+    flops: int  # of convolutions as forward runs them, recomputed ones too; gradient convolutions are not counted
 
 
 def step_peak(config: Config, model_config: Model, segment_starts: SegmentStarts = ()) -> StepPeak:

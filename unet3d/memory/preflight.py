@@ -227,7 +227,7 @@ def _fit_validation(subject: MemoryEstimate) -> tuple[int, int]:
 def _print_options(subject: MemoryEstimate, without: dict[str, int]) -> None:
     """Print what the memory options of the step save, and how it runs with them."""
     if without:
-        peaks = [f"without {option} {mib(size)}" for option, size in without.items()]
+        peaks = [f"without {option}: {mib(size)}" for option, size in without.items()]
         print(f"{', '.join(peaks)} MiB (predicted)")
     segment_starts = subject.segments.segment_starts
     if segment_starts:
@@ -244,7 +244,7 @@ def _print_validation(subject: MemoryEstimate, validation: int, windows: int) ->
     times = f", {windows} windows at once" if windows > 1 else ""
     print(f"validation needs more than a step: {mib(validation)} MiB (predicted){times}", flush=True)
     if build.device_type(subject.config) == "cuda":
-        print("sums of its windows come on top on the GPU only where they fit; else the host holds them", flush=True)
+        print("the sums of its windows are kept on the GPU only where they fit, otherwise in host memory", flush=True)
 
 
 def slab_words(config: Config) -> Iterator[str]:

@@ -31,7 +31,7 @@ def workspace_bound(entry: Entry) -> str:
     if "workspace_bound_bytes" not in entry:
         return ""
     more = mib(entry["workspace_bound_bytes"])
-    return f"convolutions' workspaces not included: at most {more} MiB more (bound, input + output of a layer)"
+    return f"convolutions' workspaces not included: estimated up to {more} MiB more (input + output of a layer)"
 
 
 def largest_workspaces(entry: Entry) -> str:

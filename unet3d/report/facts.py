@@ -8,8 +8,6 @@ from unet3d.report.record import RunRecord
 from unet3d.report.score_tables import score_table
 from unet3d.report.shapes import as_number
 
-LEDGER = "The ledger counts the bytes of all tensors of the step exactly."
-
 
 def what_ran(run: RunRecord) -> str:
     """Return the config in one line; "" unless it is whole."""
@@ -77,8 +75,7 @@ def timing(run: RunRecord) -> dict[str, str]:
 def memory_kind(run: RunRecord) -> str:
     """Return how the bytes of a run with memory were counted."""
     kind = run.memory_entry["kind"]
-    text = f"{run.memory_kind.capitalize()} ({kind}): peak bytes of a step, in MiB (2^20 bytes)."
-    return f"{text} {LEDGER}" if kind.startswith("ledger") else text
+    return f"{run.memory_kind.capitalize()} ({kind}): peak bytes of a step, in MiB (2^20 bytes)."
 
 
 def prediction(run: RunRecord) -> str:

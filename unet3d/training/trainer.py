@@ -49,7 +49,8 @@ class Trainer:
     ) -> None:
         """Train up to optimizer step `steps`; validate every `validate_every` steps (0: never) and at the end.
 
-        Call `after_step` after each step without a validation. Return before the next of these once asked to `stop`.
+        Call `after_step` after each step without a validation. Once `stop()` is true, return before the next step or
+        validation begins.
         """
 
         def must_validate() -> bool:
