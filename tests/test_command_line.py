@@ -243,7 +243,7 @@ def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     (folder / "optim").mkdir(parents=True)
     (folder / "optim" / "mine.yaml").write_text("lr: 0.5\n")
     words = [compose.search_path(str(folder)), "optim=mine", lifecycle.path_option("hydra.sweep.dir", folder)]
-    job = compose.job(compose.composed(words), 0)
+    job = compose.job(compose.compose_tree(words), 0)
     assert (job.config.optim.lr, job.folder) == (0.5, folder / "0")
 
 

@@ -255,13 +255,13 @@ def test_a_resumed_run_names_no_option_that_was_never_given() -> None:
     given = ["model=unet_tiny", f"init={__file__}", "optim.init_lr=0.1", "optim.init_names=[inc]"]
     begun = compose.to_plain(compose.compose(given))
     with pytest.raises(UserError, match=r"^resume: .*\binit: ") as caught:
-        resume_rules.resumed(begun, "run", compose.composed(["steps=999", "init=null"]))
+        resume_rules.resumed(begun, "run", compose.compose_tree(["steps=999", "init=null"]))
     assert "init_names" not in str(caught.value)
     lean = compose.to_plain(compose.compose(["model=unet_tiny", "lean=true"]))
     with pytest.raises(UserError, match=r"^lean=true and ckpt=2: .*; the run that goes on has lean=True$"):
-        resume_rules.resumed(lean, "run", compose.composed(["ckpt=2"]))
+        resume_rules.resumed(lean, "run", compose.compose_tree(["ckpt=2"]))
     with pytest.raises(UserError, match=r"^ckpt=99: [^;]*; [^;]*; [^;]*$"):
-        resume_rules.resumed(lean, "run", compose.composed(["ckpt=99", "lean=false"]))
+        resume_rules.resumed(lean, "run", compose.compose_tree(["ckpt=99", "lean=false"]))
 
 
 def configs(group: str) -> list[str]:

@@ -94,7 +94,7 @@ def test_an_experiment_begins_with_its_command_and_is_listed(path: Path, tmp_pat
     assert words[:3] == ["python", "train.py", f"experiment={path.stem}"]
     given = overrides(words, tmp_path)
     composed: set[str] = set()
-    added = compose.added_sweep(given, [compose.composed(job) for job in compose.sweep(given)])
+    added = compose.added_sweep(given, [compose.compose_tree(job) for job in compose.sweep(given)])
     for job in compose.sweep([*given, *added]):
         if not composed.issuperset(job):  # each value of a sweep, not each combination
             compose.compose(job)

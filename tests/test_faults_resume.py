@@ -189,7 +189,7 @@ def test_an_option_added_on_resuming_is_kept(copy: Path) -> None:
     done = resume(copy, "steps=4")
     assert done.code == 0 and "hd95_mm/" in (copy / "scores.csv").read_text(), done.err
     assert [line["step"] for line in records(copy) if "val/dice_mean" in line] == [2, 4]
-    assert plan.resumed_config(copy, compose.composed([])).steps == 4
+    assert plan.resumed_config(copy, compose.compose_tree([])).steps == 4
 
 
 @pytest.mark.slow

@@ -195,9 +195,9 @@ def test_a_planted_path_is_not_imported(
         file.write_text(file.read_text().replace("own_parts:Network", "planted:Network"))
     for words in ([], list(OWN[1:])):
         with pytest.raises(UserError, match=r"\bmodel\.path=planted:Network\b"):
-            plan.resumed_config(planted, compose.composed(words))
+            plan.resumed_config(planted, compose.compose_tree(words))
     with pytest.raises(UserError, match=r"\bmodel\.path: planted:Network -> own_parts:Network\b"):
-        plan.resumed_config(planted, compose.composed(OWN))
+        plan.resumed_config(planted, compose.compose_tree(OWN))
     assert face("report", planted) == 0, capsys.readouterr().err
 
 

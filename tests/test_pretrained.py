@@ -309,7 +309,7 @@ def test_a_run_records_its_start_and_measures_what_it_predicted(net: Path, trans
 def test_a_resumed_run_needs_the_file_no_more(net: Path, transferred: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, given = transferred
     with pytest.raises(UserError, match=r"^resume: .*\binit\b"):
-        plan.resumed_config(folder, compose.composed([f"resume={folder}", f"init={net}"]))
+        plan.resumed_config(folder, compose.compose_tree([f"resume={folder}", f"init={net}"]))
     (folder.parent / "net.pt").unlink()
     ended = train(folder.parent, *given, "resume=auto", "steps=4", "eval_every=0")
     assert ended.code == 0, ended.err

@@ -112,7 +112,7 @@ def model_config_from_headers(config: Config) -> Model:
     The phantom is not generated for it.
     """
     import_all(config)
-    model_config = rules.network(config.model)
+    model_config = rules.effective_model(config.model)
     has_channels = model_config.in_channels is not None and model_config.classes is not None
     if has_channels and "auto" not in (model_config.kernels, model_config.strides):
         return model_config
@@ -132,7 +132,7 @@ def model_options(config: Config, dataset: DatasetInfo, spacing: Sequence[float]
 
     Raises UserError where model and data disagree.
     """
-    model_config = replace(rules.network(config.model))
+    model_config = replace(rules.effective_model(config.model))
     for name, count in (
         ("in_channels", len(dataset.channels)),
         ("classes", len(dataset.classes)),

@@ -264,10 +264,10 @@ def test_the_map_goes_through_yaml_json_and_a_checkpoint_and_a_resumed_run_keeps
         assert compose.from_plain(values) == config
     values = json.loads(json.dumps(plain))
     for before, changes in ((values, ["optim.lr=0.1"]), (plain, words)):
-        assert resume_rules.resumed(before, "run", compose.composed(changes)).data == config.data
+        assert resume_rules.resumed(before, "run", compose.compose_tree(changes)).data == config.data
     for other in ("{1:[1,2]}", "null"):
         with pytest.raises(UserError, match=r"^resume: .*\bdata\.label_map: .*2: 4"):
-            resume_rules.resumed(plain, "run", compose.composed([f"data.label_map={other}"]))
+            resume_rules.resumed(plain, "run", compose.compose_tree([f"data.label_map={other}"]))
 
 
 def blind_to_options(hashes: object, *_: object) -> str:

@@ -48,7 +48,7 @@ def test_every_table_is_an_experiments_and_varies_what_its_sweep_does() -> None:
 
 def added_sweep(*words: str) -> list[str]:
     """Return the words of the config's own sweep for a command line."""
-    return compose.added_sweep(words, [compose.composed(job) for job in compose.sweep(words)])
+    return compose.added_sweep(words, [compose.compose_tree(job) for job in compose.sweep(words)])
 
 
 def test_what_the_command_line_names_is_not_swept() -> None:

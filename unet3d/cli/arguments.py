@@ -10,7 +10,6 @@ from unet3d.config import compose
 from unet3d.config.hydra_errors import not_a_flag
 
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # options that would else mean the current folder
-AUTO = "resume=auto"
 
 
 @dataclass(frozen=True)

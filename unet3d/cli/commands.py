@@ -10,7 +10,7 @@ from unet3d.config import compose, idle
 from unet3d.config.schema import Config
 
 
-def composed(overrides: Sequence[str]) -> Config:
+def config_with_warnings(overrides: Sequence[str]) -> Config:
     """Return the config, after a warning for each option that does nothing. Raises UserError."""
     config = compose.compose(overrides)
     for line in idle.warnings(config):
@@ -40,7 +40,7 @@ def publish(arguments: argparse.Namespace) -> None:
 
 def score(arguments: argparse.Namespace) -> None:
     """Score a checkpoint on held-out cases."""
-    config = composed(arguments.overrides)
+    config = config_with_warnings(arguments.overrides)
     from unet3d.report import record, summary
     from unet3d.run import publish
 
@@ -50,7 +50,7 @@ def score(arguments: argparse.Namespace) -> None:
 
 def check_data(arguments: argparse.Namespace) -> int:
     """Read every voxel of every case. Return 2 if there is a problem."""
-    config = composed(arguments.overrides)
+    config = config_with_warnings(arguments.overrides)
     from unet3d.data import cases, planner, validate
 
     dataset = cases.dataset_to_check(config.data)

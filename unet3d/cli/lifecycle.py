@@ -76,7 +76,8 @@ def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]
     save_overrides(folder, [*earlier, *asked])
     if config.resume is None:
         write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
-    ends_at_once = config.dry_run and ranks.SIZE == 1  # by a signal; it has nothing to keep, and nobody waits for it
+    # A dry run keeps the default handlers: it has nothing to save, so a signal ends it at once.
+    ends_at_once = config.dry_run and ranks.SIZE == 1
     with nullcontext() if ends_at_once else signals.handled(_ignore_signal, is_last=True):
         try:
             with nullcontext(signals.Stop()) if ends_at_once else signals.stopping() as stop:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.base.errors import UserError
-from unet3d.cli.commands import composed
+from unet3d.cli.commands import config_with_warnings
 from unet3d.config import compose
 
 MODULE_OPTIONS = ("amp", "amp_dtype", "device")  # of a run's options, those that count for any network
@@ -60,7 +60,7 @@ def _refuse_all(jobs: Sequence[Sequence[str]]) -> None:
     reasons = []
     for job in jobs:
         try:
-            composed(job)
+            config_with_warnings(job)
         except UserError as error:
             reasons.append(str(error))
     if len(reasons) == len(jobs):
@@ -74,7 +74,7 @@ def _explain_module(arguments: argparse.Namespace) -> None:
             raise UserError(f"{word}: with --module only amp, amp_dtype and device count")
     if arguments.half or arguments.curves:
         raise UserError("--half and --curves are for the package's own networks; remove them")
-    config = composed(arguments.overrides)
+    config = config_with_warnings(arguments.overrides)
     if SHAPE.fullmatch(arguments.input or "") is None:
         example = "give the sizes N, C, D, H, W of the input, such as 1x1x96x96x96"
         raise UserError(f"--input {arguments.input}: {example}")

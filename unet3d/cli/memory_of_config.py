@@ -29,7 +29,7 @@ Section = str | tuple[str, Table]  # a line, or a table with its title
 
 
 @dataclass(frozen=True)
-class Explanation:
+class ConfigExplanation:
     """A config's estimate and those that it is set beside."""
 
     subject: MemoryEstimate
@@ -54,7 +54,7 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) ->
         advice["halved_peak_bytes"] = halved.peak
     without = subject.without()
     sentence = tables.sentence(advice, subject.peak)
-    explanation = Explanation(subject, narrower, relatives, without, sentence)
+    explanation = ConfigExplanation(subject, narrower, relatives, without, sentence)
     text = plain_text(_sections(explanation), WIDE)
     print(text, end="")
     if out is None:
@@ -122,7 +122,7 @@ def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEsti
     return relatives
 
 
-def _sections(explanation: Explanation) -> Iterator[Section]:
+def _sections(explanation: ConfigExplanation) -> Iterator[Section]:
     """Yield all that is printed, from the peak to networks that would need less."""
     subject = explanation.subject
     yield from _of_the_peak(subject, explanation.sentence)

@@ -29,24 +29,24 @@ HYDRA_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run that can begin, or go on."""
+class PlannedRun:
+    """A checked config and the folder that it will run in."""
 
     config: Config
     folder: Path
     overrides: list[str]  # the options that its command line sets, and where their YAML files are
 
 
-def plan(words: Sequence[str]) -> Run | Sequence[Job]:
+def plan(words: Sequence[str]) -> PlannedRun | Sequence[Job]:
     """Return the run that a command line asks for, or the jobs of its sweep. Raises UserError before any begins."""
     return plan_arguments(parse(words))
 
 
-def plan_arguments(arguments: Arguments) -> Run | Sequence[Job]:
+def plan_arguments(arguments: Arguments) -> PlannedRun | Sequence[Job]:
     """Return the run, or the jobs of a sweep. Raises UserError before any folder is made."""
     overrides = arguments.overrides
     if not arguments.is_sweep:
-        composed = compose.composed(overrides)
+        composed = compose.compose_tree(overrides)
         added = compose.added_sweep(overrides, [composed])
         if not added:
             run = plan_run(composed)
@@ -60,7 +60,7 @@ def plan_arguments(arguments: Arguments) -> Run | Sequence[Job]:
     return jobs
 
 
-def plan_run(composed: Composed) -> Run:
+def plan_run(composed: Composed) -> PlannedRun:
     """Return the run of a command line. Raises UserError before anything is touched."""
     overrides = [*hydra_app.searched(composed.overrides), *composed.task_overrides]
     for word in composed.overrides:
@@ -73,14 +73,14 @@ def plan_run(composed: Composed) -> Run:
         resume = str(place) if lifecycle.checkpoints(place) else None
     if resume is None:
         options.resume = None
-        return Run(compose.load(options), composed.run_folder, overrides)
+        return PlannedRun(compose.load(options), composed.run_folder, overrides)
     folder = Path(resume)
     if not lifecycle.checkpoints(folder):
         raise UserError(f"resume={folder}: no run with a checkpoint there; give a run folder, outputs/DATE/TIME-ID")
     config = resumed_config(folder, composed)
     if config.dry_run:
         raise UserError("resume goes on with a run, dry_run only predicts; remove one of them")
-    return Run(config, folder.resolve(), overrides)
+    return PlannedRun(config, folder.resolve(), overrides)
 
 
 def folder_to_go_on_in(overrides: Sequence[str]) -> Path:

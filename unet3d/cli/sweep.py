@@ -42,9 +42,9 @@ def plan(overrides: Sequence[str]) -> list[Job]:
 def _compose_each(words: Sequence[str]) -> list[Composed]:
     """Compose the overrides of each job; all name the folder of the first, which may depend on the time."""
     first, *others = compose.sweep(words)
-    composed = [compose.composed(first)]
+    composed = [compose.compose_tree(first)]
     for job in others:
-        composed.append(compose.composed([*job, folder_override(composed[0].sweep_folder)]))
+        composed.append(compose.compose_tree([*job, folder_override(composed[0].sweep_folder)]))
     return composed
 
 

@@ -49,7 +49,7 @@ def _run(words: Sequence[str]) -> int:
         hydra_app.show(words)
         return 0
     planned = plan.plan_arguments(arguments)
-    if isinstance(planned, plan.Run):
+    if isinstance(planned, plan.PlannedRun):
         return lifecycle.run(job, planned.config, planned.folder, planned.overrides).code
     folder = sweep.folder_override(planned[0].sweep_folder)
     return sweep.run(planned, lambda: hydra_app.launch(planned, folder, arguments.overrides, job_of_sweep))
@@ -105,7 +105,7 @@ def train(overrides: Sequence[str] = ()) -> TrainedRun:
         if word.startswith("-"):
             raise UserError(f"{word}: unet3d.train takes options alone; a sweep is for the command line")
     planned = plan.plan(words)
-    if not isinstance(planned, plan.Run):
+    if not isinstance(planned, plan.PlannedRun):
         raise UserError(f"{words}: is a sweep; unet3d.train runs one training, a sweep is for the command line")
     outcome = lifecycle.run(job, planned.config, planned.folder, planned.overrides)
     if outcome.error is not None:

@@ -35,19 +35,19 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
         build.import_all(config)  # a wrong path is answered now; tensors of an imported module are real, not fake ones
         data = None if config.dry_run else prepare_data(config.data)
         if data is None:
-            network = ranks.on_rank0(lambda: build.model_config_from_headers(config))
+            model_config = ranks.on_rank0(lambda: build.model_config_from_headers(config))
         else:
-            network = build.model_options(config, data.dataset, data.spacing)
+            model_config = build.model_options(config, data.dataset, data.spacing)
         _warn_of_patch(config, data)
         start = None
         if config.init is not None and config.resume is None:
-            start = ranks.on_rank0(lambda: load_pretrained(config, network, data))
+            start = ranks.on_rank0(lambda: load_pretrained(config, model_config, data))
             config = start.config
-        predicted = ranks.on_rank0(lambda: preflight.preflight(config, network))
+        predicted = ranks.on_rank0(lambda: preflight.preflight(config, model_config))
         if data is None:
             ranks.on_rank0(lambda: MemoryFile(folder).update(predicted.memory))
             return
-        _train(config, folder, data, network, predicted, stop, start)
+        _train(config, folder, data, model_config, predicted, stop, start)
 
 
 def _warn_of_patch(config: Config, data: PreparedData | None) -> None:
@@ -73,13 +73,13 @@ def _train(
     config: Config,
     folder: Path,
     data: PreparedData,
-    network: Model,
+    model_config: Model,
     predicted: preflight.Preflight,
     stop: Stop,
     start: PretrainedWeights | None,
 ) -> None:
     """Train to the last step, score, and write the report; a run that is done gets its report alone."""
-    with open_run(config, folder, data, network, predicted.segment_starts, stop, start) as run:
+    with open_run(config, folder, data, model_config, predicted.segment_starts, stop, start) as run:
         if run.is_done:
             print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; to train longer, set steps=N")
             if (folder / "report.html").exists():  # else the run was killed as it wrote it

@@ -94,7 +94,7 @@ def hydra_initialized() -> AbstractContextManager[None]:
     return initialized
 
 
-def composed(overrides: Sequence[str]) -> Composed:
+def compose_tree(overrides: Sequence[str]) -> Composed:
     """Compose these overrides, once. Raises UserError in one line."""
     with in_one_line(), hydra_initialized():
         tree = hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
@@ -118,7 +118,7 @@ def _refuse_merged(tree: DictConfig, overrides: Sequence[str]) -> None:
 
 def compose(overrides: Sequence[str]) -> Config:
     """Return the checked config that `python train.py OVERRIDES` would run. Raises UserError in one line."""
-    return load(composed(overrides).options)
+    return load(compose_tree(overrides).options)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def job(composed: Composed, number: int) -> Job:
 
 def choice(group: str, overrides: Sequence[str]) -> str:
     """Return the name that a command line chooses in a config group, also where it leaves the default."""
-    return composed(overrides).choice(group)
+    return compose_tree(overrides).choice(group)
 
 
 def load(options: DictConfig, here: bool = True) -> Config:

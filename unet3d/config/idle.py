@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from unet3d.config.rules import network, options
+from unet3d.config.rules import effective_model, options
 from unet3d.config.schema import Config
 
 
@@ -64,7 +64,7 @@ def warnings(config: Config) -> list[str]:
     """Return a line for each option that differs from its default and does nothing beside the others."""
     defaults = {name: value for name, value, _ in options(Config())}
     given = {name: value for name, value, _ in options(config) if value != defaults[name]}
-    counted = replace(config, model=network(config.model))
+    counted = replace(config, model=effective_model(config.model))
     lines = {}
     for name, is_idle, reason in IDLE:
         if name in given and is_idle(counted):

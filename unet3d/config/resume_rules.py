@@ -13,8 +13,7 @@ from unet3d.config.hydra_errors import ABOUT, in_one_line
 from unet3d.config.rules import IMPORTS
 from unet3d.config.schema import Config
 
-# Options that a resumed run may not change: it would be another run. Of these, paths and ways of working may change:
-# the files are compared by their hashes.
+# Options that a resumed run may not change: it would be another run.
 FIXED = (
     "model.",
     "data.",
@@ -32,6 +31,7 @@ FIXED = (
     "optim.momentum",
     "optim.betas",
 )
+# Exceptions to FIXED: they say where data lie or how they are kept, and files are compared by hash.
 FREE = (
     "data.root",
     "data.split",

@@ -31,7 +31,7 @@ def check(config: Config, here: bool = True) -> None:
     """
     for name, value, metadata in options(config):
         _check_range(name, value, metadata)
-    config = replace(config, model=network(config.model))
+    config = replace(config, model=effective_model(config.model))
     if config.model.path is None:
         check_model(config.model)
         check_patch(config)
@@ -71,7 +71,7 @@ def _check_place(config: Config) -> None:
         raise UserError(f"data.root={root}: no such folder; give the folder that holds the data set")
 
 
-def network(model: Model) -> Model:
+def effective_model(model: Model) -> Model:
     """Return the options that count: of a network of the user's own, channels and classes alone; it has no levels."""
     if model.path is None:
         return model

@@ -157,7 +157,7 @@ class Data:
     )
     affine_check: str = option(
         "error",
-        "a case's files apart in space; warn: match voxels",
+        "files of a case that lie apart in space: error refuses them, warn pairs them voxel by voxel",
         among=("error", "warn"),
     )
     allow_outside: bool = option(False, "read files that dataset.json or links name outside of data.root")

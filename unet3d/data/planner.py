@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from unet3d.base.errors import UserError
-from unet3d.config.rules import check, network
+from unet3d.config.rules import check, effective_model
 from unet3d.config.schema import Config, Model
 from unet3d.data.cases import Case
 from unet3d.data.grids import Grid
@@ -50,7 +50,7 @@ def unsuitable_patch(config: Config, targets: Sequence[Grid | None]) -> str | No
     """
     grids = [grid for grid in sampled(targets) if grid is not None]
     patch = config.data.patch
-    model_config = network(config.model)
+    model_config = effective_model(config.model)
     output = geometry.output_size(patch, model_config)  # valid convolutions return less than they take
     shares = [filled(output, grid.shape) for grid in grids]
     share = float(np.median(shares)) if shares else 1.0
@@ -78,7 +78,7 @@ def suitable_options(config: Config, stored: Sequence[Grid | None]) -> list[str]
     no more voxels than the config's.
     """
     grids = [grid for grid in sampled(stored) if grid is not None]
-    model_config = network(config.model)
+    model_config = effective_model(config.model)
     if not grids:
         return []
     if not model_config.features or model_config.padding == "valid":
@@ -98,7 +98,7 @@ def suitable_options(config: Config, stored: Sequence[Grid | None]) -> list[str]
         config = replace(config, model=adapted)
     sizes = [np.multiply(grid.shape, grid.spacing) / spacing for grid in grids]
     x, y, z = (round(n) for n in np.median(sizes, axis=0))
-    patch = suitable_patch(config, network(config.model), (x, y, z), spacing)
+    patch = suitable_patch(config, effective_model(config.model), (x, y, z), spacing)
     if patch and options and patch != config.data.patch:
         options["data.patch"] = patch
     return [f"{name}={value}".replace(" ", "") for name, value in options.items()]

@@ -12,7 +12,8 @@ from unet3d.data.cases import Case
 from unet3d.data.grids import Grid, canonical_grid, likeliest, target_grid
 from unet3d.data.nifti import problem
 
-Scores = Callable[[int, int], np.ndarray]  # of a class, and how many there are: an array (X, Y, Z) to write to
+# Called with a class and the number of classes; returns the array (X, Y, Z) for that class's probabilities.
+ProbabilityMaps = Callable[[int, int], np.ndarray]
 Box = tuple[slice, ...]  # of a volume (X, Y, Z)
 
 
@@ -57,7 +58,7 @@ def to_original(
     strips: Iterable[ProbabilityBlock],
     case: Case,
     spacing: Sequence[float] | None,
-    open_scores: Scores | None = None,
+    open_scores: ProbabilityMaps | None = None,
     image: nib.Nifti1Image | None = None,
 ) -> np.ndarray:
     """Return the likeliest class of each voxel of the case's first image, in that file's axes.
@@ -94,7 +95,7 @@ def to_original(
 
 def _written(
     maps: Iterable[np.ndarray],
-    open_scores: Scores,
+    open_scores: ProbabilityMaps,
     axes: np.ndarray,
     box: Box,
     classes: int,

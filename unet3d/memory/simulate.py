@@ -163,8 +163,8 @@ def memoized(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def validation_peak(config: Config, model_config: Model, optimizer: int) -> int:
-    """Return the most bytes on the device in validation: weights, `optimizer` bytes of state, windows, mirrored.
+def validation_peak(config: Config, model_config: Model, optimizer_bytes: int) -> int:
+    """Return the most bytes on the device in validation: weights, `optimizer_bytes` of state, windows, mirrored.
 
     Sums of windows are not in it.
     """
@@ -173,7 +173,7 @@ def validation_peak(config: Config, model_config: Model, optimizer: int) -> int:
         model = fake_model(config, model_config, torch.float32).eval()
         policy = build.policy(config, "cpu", ())
         predictor = build.predictor(config, [model], model_config, policy)
-        return _windows(predictor, device_type).peak_bytes() + optimizer
+        return _windows(predictor, device_type).peak_bytes() + optimizer_bytes
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:

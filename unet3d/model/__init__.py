@@ -1,0 +1,5 @@
+"""The network, and nothing of training.
+
+In reading order: `geometry` (kernels, strides and sizes, in integers), `blocks` (convolution units and stages), `unet`
+(the sequence of stages).
+"""

@@ -1,4 +1,7 @@
-"""memory.json: the predicted and the measured step of a run, read once and then written from one place."""
+"""memory.json: the predicted and the measured step of a run, read once and then written whole by the run.
+
+`unet3d memory -o` and `explained.write_page` write one of their own, without a run.
+"""
 
 import json
 from collections.abc import Mapping

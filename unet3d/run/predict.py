@@ -24,7 +24,7 @@ from unet3d.data.intensity import Intensity, normalise
 from unet3d.data.labels import written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, stem
 from unet3d.data.nifti_write import save_labels, saving_scores
-from unet3d.data.restore import Scores, to_original
+from unet3d.data.restore import ProbabilityMaps, to_original
 from unet3d.data.volume import Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map
 from unet3d.report.loggers import warn
@@ -55,7 +55,7 @@ class Segmenter:
         save_prediction(path, self._strips(volume, case), case, self.spacing, scores, self.values)
         return volume
 
-    def labels(self, case: Case, open_scores: Scores | None = None) -> np.ndarray:
+    def labels(self, case: Case, open_scores: ProbabilityMaps | None = None) -> np.ndarray:
         """Return the labels (X, Y, Z) of a case in the axes of its first file; `to_original` writes probabilities.
 
         Raises UserError.

@@ -243,7 +243,7 @@ class Run:
             memory_plots.write_ledger_files(self.meter.ledger, self.folder.name, self.folder)
 
     def _keep_measured_early(self) -> None:
-        """A run that is stopped or killed now may take no step again, and never again its first."""
+        """Write memory.json now: the run may end here, and a resumed one cannot measure the first step again."""
         with suppress(OSError):  # the disk is full: `finish` says so
             self._keep_measured()
 
