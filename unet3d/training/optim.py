@@ -107,8 +107,8 @@ def learning_rate(options: Optim, steps: int, step: int) -> float:
 def _one_cycle(progress: float, warmup: float) -> float:
     """Return a factor that follows a cosine from 1/25 up to 1, then down to 0 (Smith and Topin, arXiv:1708.07120)."""
     if progress < warmup:
-        risen = (1 - math.cos(math.pi * progress / warmup)) / 2
-        return 1 / 25 + (1 - 1 / 25) * risen
+        rise = 1 - math.cos(math.pi * progress / warmup)
+        return 1 / 25 + (1 - 1 / 25) * rise / 2
     descent = (progress - warmup) / (1 - warmup)
     return (1 + math.cos(math.pi * descent)) / 2
 
