@@ -109,8 +109,8 @@ def _one_cycle(progress: float, warmup: float) -> float:
     if progress < warmup:
         rise = 1 - math.cos(math.pi * progress / warmup)
         return 1 / 25 + (1 - 1 / 25) * rise / 2
-    descent = (progress - warmup) / (1 - warmup)
-    return (1 + math.cos(math.pi * descent)) / 2
+    angle = math.pi * (progress - warmup) / (1 - warmup)
+    return (1 + math.cos(angle)) / 2
 
 
 def _update_average(decay: float, optimizer: torch.optim.Optimizer, *_: Any) -> None:
