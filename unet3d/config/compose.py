@@ -154,11 +154,6 @@ def job(composed: Composed, number: int) -> Job:
     return Job(composed, load(composed.options), folder)
 
 
-def choice(group: str, overrides: Sequence[str]) -> str:
-    """Return the name that a command line chooses in a config group, also where it leaves the default."""
-    return compose_tree(overrides).choice(group)
-
-
 def load(options: DictConfig, here: bool = True) -> Config:
     """Return the typed and checked config; `here` False: its paths need not exist. Raises UserError."""
     with in_one_line():

@@ -58,13 +58,13 @@ def file_hashes(paths: Sequence[Path], full: bool, folder: int | None = None) ->
     return hasher.hashes()
 
 
-def content_hashes(case: Case, full: bool) -> dict[str, Hashes]:
-    """Return the hashes of the case's images, and of its label map. Raises UserError."""
+def sampled_hashes(case: Case) -> dict[str, Hashes]:
+    """Return the hashes of samples of the case's images, and of its label map. Raises UserError."""
     labels = () if case.label is None else (case.label,)
     try:
         return {
-            "images": file_hashes(case.images, full),
-            "labels": file_hashes(labels, full),
+            "images": file_hashes(case.images, full=False),
+            "labels": file_hashes(labels, full=False),
         }
     except (OSError, ValueError) as error:
         raise nifti.problem(case.id, case.images[0], f"cannot be read, or its label map ({error})") from error

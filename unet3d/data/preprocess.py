@@ -16,7 +16,7 @@ from unet3d.base.types import host_bytes, mib
 from unet3d.data.case_arrays import CASE, fit_case, fit_kinds, label_arrays, labels_of
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.disk_cache import Arrays, DiskCache, key_of
-from unet3d.data.hashes import content_hashes
+from unet3d.data.hashes import sampled_hashes
 from unet3d.data.headers import CaseHeader, read_grid
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.intensity import (
@@ -203,7 +203,7 @@ class CaseReader:
 
     def _refuse_changed(self, case: Case) -> None:
         """Raise UserError where the files are not those any more whose hashes name what is written."""
-        now = content_hashes(case, full=False)
+        now = sampled_hashes(case)
         before = self.headers[case.id].hashes
         if any(now[kind][of] != before[kind][of] for kind in now for of in ("sample", "times")):
             raise problem(

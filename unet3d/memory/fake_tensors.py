@@ -102,14 +102,14 @@ class _Corrections(TorchDispatchMode):
 
 
 class _Ranges:
-    """The numbers of short ranges: losses read the axes to sum over from `torch.arange(2, dims)`."""
+    """The numbers of short ranges of integers: losses read the axes to sum over from `torch.arange(2, dims)`."""
 
     def __init__(self) -> None:
         self._values: MutableMapping[Tensor, tuple[Any, int]] = WeakTensorKeyDictionary()
 
     def follow(self, func: Any, args: Any, result: Any) -> None:
         """Note the numbers of a range that an operation makes or takes apart."""
-        if func in RANGES and all(type(value) is int for value in args):
+        if func in RANGES and all(type(value) is int for value in args) and result.dtype == torch.int64:
             numbers = range(*args)
             if len(numbers) <= LONGEST_RANGE:
                 self._note(result, numbers)

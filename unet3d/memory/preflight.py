@@ -113,11 +113,12 @@ def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
 
     Raises UserError.
     """
-    config = compose.compose(overrides)
+    composed = compose.compose_tree(overrides)
+    config = compose.load(composed.options)
     if half and config.amp:
         raise UserError("--half makes the whole network half precision, which leaves nothing to amp=true; drop one")
     model_config = build.model_config_from_headers(config)
-    name = model_config.path or compose.choice("model", overrides)
+    name = model_config.path or composed.choice("model")
     dtype = torch.float16 if half else torch.float32
     return MemoryEstimate(name, config, model_config, dtype)
 

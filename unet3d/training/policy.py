@@ -148,7 +148,7 @@ def split(
     segments = []
     for start, end in pairwise([*segment_starts, len(stages)]):
         is_last = end == len(stages)
-        segments.append(Segment(stages[start:end], is_last, is_compared))
+        segments.append(Segment(stages[start:end], is_last, is_compared and not is_last))
     return segments
 
 
