@@ -1,0 +1,173 @@
+"""Which values exist as whole maps, and how each follows from others that do.
+
+A convolution's result is a map, and so is what a normalisation takes its statistics of, what an operation without a
+rule reads or gives, and each output. All other values are rows in passing: they are made again wherever they are read.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from unet3d.recompute import convolution, normalisation, resampling  # noqa: F401, they register their rules
+from unet3d.recompute.convolution import Convolution, TransposedConvolution
+from unet3d.recompute.graph import Graph, Value
+from unet3d.recompute.normalisation import NORMALISATIONS
+from unet3d.recompute.rules import RULES, Rule
+
+CONVOLUTIONS = ("conv3d", "conv_transpose3d")
+SUMS = ("add", "sub")
+
+
+@dataclass(eq=False, repr=False)
+class Map:
+    """A value that exists as a whole, and how it is made from other maps."""
+
+    index: int
+    value: Value
+    rule: Rule | None  # None: made at once, of whole maps, by the operation itself
+    passing: tuple[Value, ...]  # values in passing, and last the map's own, in the order in which they are made
+    sources: tuple[Value, ...]  # of maps, and the image
+    operations: int  # multiplications and additions of its convolutions
+    norms: tuple[Value, ...] = ()  # normalisations that take their statistics of it
+
+    @property
+    def weights(self) -> list[str]:
+        """Names of the parameters and buffers that making it reads."""
+        names = [weight.name for value in self.passing for weight in value.weights()]
+        return list(dict.fromkeys(names))
+
+
+@dataclass(eq=False)
+class Maps:
+    """The maps of a graph, in the order in which forward makes them, with rows along `axis`."""
+
+    graph: Graph
+    axis: int
+    maps: list[Map] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.users = self.graph.users()
+        self.rules = {value: _rule_of(value, self.axis) for value in self.graph.values}
+        self.stored = self._stored()
+        self.maps = []
+        for value in self.graph.values:
+            if value in self.stored:
+                self.maps.append(self._map(len(self.maps), value))
+        self.of_value = {map_.value: map_ for map_ in self.maps}
+        for map_ in self.maps:
+            norms = [user for user in self.users[map_.value] if self._is_norm(user)]
+            map_.norms = tuple(norms)
+
+    @cached_property
+    def whole(self) -> list[Map]:
+        """Maps of operations without a rule."""
+        return [map_ for map_ in self.maps if map_.rule is None]
+
+    def through(self, map_: Map, also_passing: frozenset[Value]) -> Map:
+        """Return how a map is made where some of its sources are in passing, too."""
+        passing, sources = self._expression(map_.value, also_passing)
+        operations = self._operations(passing)
+        return Map(map_.index, map_.value, map_.rule, passing, sources, operations, map_.norms)
+
+    def _stored(self) -> set[Value]:
+        stored = set(self.graph.outputs)
+        for value in self.graph.values:
+            if self.rules[value] is None:
+                stored.add(value)
+                stored.update(value.inputs)
+            elif self._is_norm(value):
+                stored.update(value.inputs)
+        for value in self.graph.values:
+            if self._is_costly(value) and not self._goes_into_one_sum(value, stored):
+                stored.add(value)
+        self._store_chains_of_sums(stored)
+        stored.discard(self.graph.image)
+        return stored
+
+    def _is_norm(self, value: Value) -> bool:
+        return value.op in NORMALISATIONS and self.rules[value] is not None
+
+    def _is_costly(self, value: Value) -> bool:
+        """Return whether making a value's rows again at each use would be much work."""
+        rule = self.rules[value]
+        if isinstance(rule, TransposedConvolution):
+            return not rule.is_spread_apart(value)
+        return isinstance(rule, Convolution)
+
+    def _goes_into_one_sum(self, value: Value, stored: set[Value]) -> bool:
+        """Return whether a value is read by a sum alone, which is a map: it need not be one itself."""
+        users = self.users[value]
+        if len(users) != 1 or users[0].op not in SUMS or self.rules[users[0]] is None:
+            return False
+        return value not in stored and users[0] in stored and users[0].shape == value.shape
+
+    def _store_chains_of_sums(self, stored: set[Value]) -> None:
+        """Make maps of sums that would be sums of sums, whose rows are made from ever more maps."""
+        has_sum: dict[Value, bool] = {self.graph.image: False}
+        for value in self.graph.values:
+            inner = any(has_sum[source] for source in value.inputs)
+            if value.op in SUMS and len(value.inputs) > 1:
+                if inner:
+                    for source in value.inputs:
+                        self._store_nearest_sum(source, has_sum, stored)
+                inner = True
+            has_sum[value] = inner and value not in stored
+
+    def _store_nearest_sum(self, value: Value, has_sum: dict[Value, bool], stored: set[Value]) -> None:
+        """Make a map of what the sums below a value give: of the activation that follows, where there is one."""
+        if value not in stored and has_sum.get(value, False):
+            stored.add(value)
+            has_sum[value] = False
+
+    def _map(self, index: int, value: Value) -> Map:
+        rule = self.rules[value]
+        if rule is None:
+            return Map(index, value, None, (value,), value.inputs, value.shape.numel())
+        passing, sources = self._expression(value, frozenset())
+        return Map(index, value, rule, passing, sources, self._operations(passing))
+
+    def _expression(self, root: Value, also_passing: frozenset[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+        """Return the values in passing from which a map is made, and the maps, each in the graph's order."""
+        passing = {root}
+        sources: set[Value] = set()
+        waiting = [root]
+        while waiting:
+            for source in waiting.pop().inputs:
+                is_map = source in self.stored or source is self.graph.image
+                if is_map and source not in also_passing:
+                    sources.add(source)
+                elif source not in passing:
+                    passing.add(source)
+                    waiting.append(source)
+        order = [value for value in self.graph.values if value in passing]
+        of_maps = [value for value in (self.graph.image, *self.graph.values) if value in sources]
+        return tuple(order), tuple(of_maps)
+
+    def _operations(self, passing: tuple[Value, ...]) -> int:
+        rules = [(self.rules[value], value) for value in passing]
+        return sum(rule.operations(value) for rule, value in rules if rule is not None)
+
+
+def _rule_of(value: Value, axis: int) -> Rule | None:
+    """Return the rule of a value; None where there is none for its operation or its arguments."""
+    rule = RULES.get(value.op)
+    if rule is None or not rule.serves(value, axis):
+        return None
+    return rule
+
+
+def bytes_of(value: Value, dtype: torch.dtype) -> int:
+    """Return the bytes of a map in a type."""
+    is_exact = not value.dtype.is_floating_point
+    size = value.dtype.itemsize if is_exact else dtype.itemsize
+    return math.prod(value.shape) * size
+
+
+def all_sources(maps: list[Map]) -> Iterator[tuple[Map, Value]]:
+    """Yield each map with each of its sources."""
+    for map_ in maps:
+        for source in map_.sources:
+            yield map_, source

@@ -1,0 +1,231 @@
+"""Instance, batch and group normalisation on rows, in three parts.
+
+Statistics are taken of the whole map once it is made. From then on a normalisation is an affine function of each
+channel, on any rows. Backward adds up two sums a channel as gradients of rows go by; when all have, `complete` adds to
+the gradient of the normalisation's input what its mean and variance give.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unet3d.recompute.graph import Value, Weight
+from unet3d.recompute.rules import RULES, Gradients, Pointwise, State, Statistics, Work
+
+
+class Settings(NamedTuple):
+    """The arguments of a normalisation."""
+
+    weight: Weight | None
+    bias: Weight | None
+    running_mean: Weight | None
+    running_var: Weight | None
+    uses_batch: bool  # and not the running statistics
+    momentum: float
+    eps: float
+    groups: int | None = None  # of a group normalisation
+
+
+def settings_of(value: Value) -> Settings:
+    """Return the settings of an instance_norm, batch_norm or group_norm."""
+    if value.op == "group_norm":
+        weight, bias, eps = value.argument(2), value.argument(3), value.argument(4, 1e-5)
+        return Settings(weight, bias, None, None, True, 0.0, eps, value.args[1])
+    weight, bias, mean, variance, uses_batch, momentum, eps = value.args[1:8]
+    return Settings(weight, bias, mean, variance, uses_batch, momentum, eps)
+
+
+class Normalisation(Pointwise):
+    """A normalisation by known statistics."""
+
+    def serves(self, value: Value, axis: int) -> bool:
+        if not super().serves(value, axis) or len(value.inputs) != 1:
+            return False
+        settings = settings_of(value)
+        weights = (settings.weight, settings.bias)
+        return all(isinstance(weight, Weight | None) for weight in weights)
+
+    def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
+        value, _, state, *_ = work
+        mean, scale, bias, ones = state.prepare(value, lambda: _of_channels(value, state))
+        rows = _as_one(inputs[0])
+        # A batch normalisation of constant statistics: its kernels convert half precision as they go.
+        result = torch.ops.aten.native_batch_norm(rows, scale, bias, mean, ones, False, 0.0, 0.0)[0]
+        return result.view(inputs[0].shape)
+
+    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
+        value, _, state, *_ = work
+        mean, scale, _, ones = state.prepare(value, lambda: _of_channels(value, state))
+        gradient = gradient.contiguous()
+        if state.takes_sums:
+            _, of_scale, of_bias = torch.ops.aten.native_batch_norm_backward(
+                _as_one(gradient),
+                _as_one(known[0]),
+                scale,
+                mean,
+                ones,
+                None,
+                None,
+                False,
+                0.0,
+                [False, True, True],
+            )
+            shape = known[0].shape[:2]
+            _add_sums(value, state, of_bias.view(shape), of_scale.view(shape))
+        if not work.wanted[0]:
+            return [None]
+        factor = scale.view(*known[0].shape[:2], 1, 1, 1).to(gradient.dtype)
+        return [gradient.mul_(factor) if work.may_overwrite else gradient * factor]
+
+
+def take_statistics(value: Value, raw: Tensor, state: State) -> None:
+    """Add to the state the statistics of a normalisation's input N C D H W; running ones are updated."""
+    settings = settings_of(value)
+    running = None
+    if settings.running_mean is not None and settings.running_var is not None:
+        running = (state.weights[settings.running_mean.name], state.weights[settings.running_var.name])
+    if not settings.uses_batch:
+        assert running is not None
+        inverse_std = (running[1].to(_exact(raw)) + settings.eps).rsqrt()
+        state.statistics[value] = Statistics(running[0].to(_exact(raw))[None], inverse_std[None], 0)
+        return
+    images, channels = raw.shape[:2]
+    per_image = raw.reshape(1, -1, *raw.shape[2:])
+    if value.op == "group_norm":
+        assert settings.groups is not None
+        per_image = raw.reshape(1, images * settings.groups, -1, *raw.shape[3:])
+    elif value.op == "batch_norm":
+        per_image = raw
+    count = per_image.numel() // per_image.shape[1]
+    if count == 1 and (value.op != "group_norm" or images * channels == settings.groups):
+        raise ValueError(f"{value.op}: expected more than 1 value per channel when training")
+    mean, variance = _moments(per_image)
+    if running is not None:
+        _update(running, mean, variance, count, settings.momentum, images if value.op == "instance_norm" else 1)
+    inverse_std = (variance + settings.eps).rsqrt()
+    rows = 1 if value.op == "batch_norm" else images
+    state.statistics[value] = Statistics(mean.view(rows, -1), inverse_std.view(rows, -1), count)
+
+
+def complete(value: Value, raw: Tensor, gradient: Tensor, state: State) -> None:
+    """Add to gradients of rows of a normalisation's input, those of `raw`, what the statistics give."""
+    terms = state.prepare(("completion", value), lambda: _completion(value, state))
+    if terms is None:
+        return
+    mean, slope, shift = terms
+    part = raw.to(mean.dtype) - mean
+    part.mul_(slope).add_(shift)
+    if gradient.dtype == part.dtype:
+        gradient.add_(part)
+    else:
+        gradient.copy_(part.add_(gradient.to(part.dtype)))
+
+
+def close_sums(value: Value, state: State) -> None:
+    """Add to the gradients of weight and bias what has been summed up, when all rows have gone by."""
+    sums = state.sums.get(value)
+    if sums is None:
+        return
+    settings = settings_of(value)
+    of_bias, of_scale = sums
+    inverse_std = _per_channel(state.statistics[value].inverse_std, of_scale.shape[1])
+    state.add_gradient(settings.bias, of_bias.sum(0))
+    state.add_gradient(settings.weight, (of_scale * inverse_std).sum(0))
+
+
+def _completion(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return mean, slope and shift of each channel, N or 1, C 1 1 1; None where statistics are constants."""
+    sums = state.sums.pop(value, None)
+    known = state.statistics[value]
+    if sums is None or known.count == 0:
+        return None
+    of_bias, of_scale = sums
+    images, channels = of_bias.shape
+    settings = settings_of(value)
+    if settings.weight is not None:
+        weight = state.weights[settings.weight.name].detach().to(of_bias.dtype)
+        of_bias = of_bias * weight
+        of_scale = of_scale * weight
+    inverse_std = _per_channel(known.inverse_std, channels)
+    of_scale = of_scale * inverse_std
+    if value.op == "batch_norm":
+        of_bias = of_bias.sum(0, keepdim=True)
+        of_scale = of_scale.sum(0, keepdim=True)
+    elif value.op == "group_norm":
+        assert settings.groups is not None
+        grouped = (images, settings.groups, -1)
+        of_bias = _per_channel(of_bias.view(grouped).sum(2), channels)
+        of_scale = _per_channel(of_scale.view(grouped).sum(2), channels)
+    shift = -inverse_std * of_bias / known.count
+    slope = -(inverse_std**2) * of_scale / known.count
+    mean = _per_channel(known.mean, channels)
+    return tuple(t.reshape(*t.shape, 1, 1, 1) for t in (mean, slope, shift))  # type: ignore[return-value]
+
+
+def _add_sums(value: Value, state: State, of_bias: Tensor, of_scale: Tensor) -> None:
+    if value in state.sums:
+        total_of_bias, total_of_scale = state.sums[value]
+        total_of_bias.add_(of_bias)
+        total_of_scale.add_(of_scale)
+    else:
+        state.sums[value] = (of_bias, of_scale)
+
+
+def _of_channels(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return mean, scale, bias and ones of each of the N C channels."""
+    settings = settings_of(value)
+    known = state.statistics[value]
+    images, channels = value.shape[:2]
+    mean = _per_channel(known.mean, channels)
+    scale = _per_channel(known.inverse_std, channels)
+    bias = torch.zeros_like(scale)
+    if settings.weight is not None:
+        scale = scale * state.weights[settings.weight.name].detach().to(scale.dtype)
+    if settings.bias is not None:
+        bias = bias + state.weights[settings.bias.name].detach().to(scale.dtype)
+    every = [t.expand(images, channels).reshape(-1) for t in (mean, scale, bias)]
+    return every[0], every[1], every[2], torch.ones_like(every[0])
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of each channel of N C D H W; of half precision, in float32."""
+    exact = _exact(x)
+    running = [torch.zeros(x.shape[1], dtype=exact, device=x.device) for _ in range(2)]
+    mean, variance = torch.ops.aten.batch_norm_update_stats(x.contiguous(), *running, 1.0)
+    return mean.to(exact), variance.to(exact)
+
+
+def _update(
+    running: tuple[Tensor, Tensor],
+    mean: Tensor,
+    variance: Tensor,
+    count: int,
+    momentum: float,
+    images: int,
+) -> None:
+    """Update running mean and variance as the layer does it, of several images by their mean."""
+    unbiased = variance * (count / max(count - 1, 1))
+    for average, now in zip(running, (mean, unbiased), strict=True):
+        average.lerp_(now.view(images, -1).mean(0).to(average.dtype), momentum)
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _per_channel(values: Tensor, channels: int) -> Tensor:
+    """Return values of groups N G as those of their channels."""
+    groups = values.shape[1]
+    return values if groups == channels else values.repeat_interleave(channels // groups, 1)
+
+
+def _as_one(x: Tensor) -> Tensor:
+    """Return N C D H W as 1 NC D H W: torch's kernels are fast where it is contiguous."""
+    return x.contiguous().view(1, -1, *x.shape[2:])
+
+
+NORMALISATIONS = ("instance_norm", "batch_norm", "group_norm")
+for _name in NORMALISATIONS:
+    RULES[_name] = Normalisation()

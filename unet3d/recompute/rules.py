@@ -1,0 +1,418 @@
+"""How operations run on a few rows of their maps: the common interface, and the operations that keep each row apart.
+
+Rows are counted along one axis of N C D H W. A rule says which rows of its inputs rows of a result are made from,
+computes them, and sends a gradient of these rows to the inputs' rows. An operation without a rule runs on whole maps
+under autograd: that costs memory, never correctness.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unet3d.recompute.graph import Value, Weight
+
+Span = tuple[int, int]  # rows from the first to before the second
+Gradients = Sequence[Tensor | None]  # of each input, None where there is none
+
+
+class Statistics(NamedTuple):
+    """Mean and 1 / standard deviation by which a normalisation divides, N or 1, C or groups; `count`: voxels of each.
+
+    A count of 0 says that they are constants, of evaluation.
+    """
+
+    mean: Tensor
+    inverse_std: Tensor
+    count: int
+
+
+@dataclass
+class State:
+    """What a pass knows beside its maps."""
+
+    axis: int
+    dtype: torch.dtype  # of maps
+    is_autocast: bool
+    weights: Mapping[str, Tensor]  # parameters, buffers, constants and derived tensors by name
+    statistics: dict[Value, Statistics] = field(default_factory=dict)
+    sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of normalisations' gradients, N C
+    masks: dict[Value, Tensor] = field(default_factory=dict)  # of dropout
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of weights
+    takes_sums: bool = True  # False in the second of two passes over the same tiles
+    prepared: dict[Any, Any] = field(default_factory=dict)  # by one instruction, for all of its tiles
+
+    def weight(self, weight: Weight | None) -> Tensor | None:
+        """Return a weight in the type of maps; it is converted once for an instruction."""
+        if weight is None:
+            return None
+        tensor = self.weights[weight.name]
+        if tensor.dtype == self.dtype or not tensor.is_floating_point():
+            return tensor
+        return self.prepare(weight, lambda: tensor.detach().to(self.dtype))
+
+    def prepare(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns, called once for an instruction."""
+        if key not in self.prepared:
+            self.prepared[key] = make()
+        return self.prepared[key]
+
+    def wants(self, weight: Weight | None) -> bool:
+        """Return whether a gradient of the weight is to be added up."""
+        return self.takes_sums and weight is not None and self.weights[weight.name].requires_grad
+
+    def add_gradient(self, weight: Weight | None, gradient: Tensor | None) -> None:
+        """Add to the gradient of a weight."""
+        if gradient is None or not self.wants(weight):
+            return
+        assert weight is not None
+        total = self.gradients.get(weight.name)
+        if total is None:
+            tensor = self.weights[weight.name]
+            self.gradients[weight.name] = gradient.to(tensor.dtype).view(tensor.shape).contiguous()
+        else:
+            total.add_(gradient.view(total.shape))
+
+
+class Tile(NamedTuple):
+    """Rows of a value, and the rows of each of its inputs from which they are made."""
+
+    span: Span
+    inputs: Sequence[Span]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.span[1] - self.span[0]
+
+
+class Work(NamedTuple):
+    """Rows of a value that are to be computed, or whose gradient is to be sent to the inputs."""
+
+    value: Value
+    tile: Tile
+    state: State
+    may_overwrite: bool  # the result may be written over the first input's rows, or over the gradient's
+    wanted: Sequence[bool] = ()  # whether the gradient of each input is wanted
+
+
+class Rule:
+    """How an operation runs on rows. `reads` says what its gradient is computed from: "inputs", "result" or ""."""
+
+    reads = "inputs"
+
+    def serves(self, value: Value, axis: int) -> bool:
+        """Return whether the rule is right for these arguments."""
+        return all(len(source.shape) == 5 for source in (value, *value.inputs))
+
+    def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
+        """Return the rows of each input that these rows are made from."""
+        return [span if source.shape[axis] == value.shape[axis] else (0, 1) for source in value.inputs]
+
+    def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
+        """Return these rows."""
+        return call(work.value, inputs, work.state)
+
+    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
+        """Return the gradients of the inputs' rows and add those of weights to the state.
+
+        `known`: the inputs, or the result alone, as `reads` says; what is popped from it is released.
+        """
+        return gradients_by_autograd(work.value, known, gradient, work.state)
+
+    def operations(self, value: Value) -> int:
+        """Return the multiplications and additions of the whole map, 0 where they are few."""
+        return 0
+
+
+def call(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool = False) -> Tensor:
+    """Return the operation's result for these inputs, on rows or whole maps."""
+    tensors: dict[Value | Weight, Tensor | None] = dict(zip(value.inputs, inputs, strict=True))
+    for weight in value.weights():
+        tensors[weight] = state.weights[weight.name] if keeps_types else state.weight(weight)
+    kwargs = {name: filled(leaf, tensors) for name, leaf in value.kwargs.items()}
+    result = value.target(*(filled(leaf, tensors) for leaf in value.args), **kwargs)
+    if value.element is not None:
+        result = result[value.element]
+    assert isinstance(result, Tensor)
+    if not keeps_types and result.is_floating_point() and result.dtype != state.dtype:
+        result = result.to(state.dtype)
+    return result
+
+
+def filled(tree: Any, tensors: Mapping[Value | Weight, Tensor | None]) -> Any:
+    """Return arguments with tensors in the place of values and weights."""
+    if isinstance(tree, Value | Weight):
+        return tensors[tree]
+    if isinstance(tree, tuple):
+        return [filled(leaf, tensors) for leaf in tree]
+    return tree
+
+
+def gradients_by_autograd(
+    value: Value,
+    inputs: Sequence[Tensor],
+    gradient: Tensor,
+    state: State,
+    keeps_types: bool = False,
+) -> Gradients:
+    """Return the inputs' gradients by running the operation again under autograd; weights' are added to the state."""
+    weights = [weight for weight in value.weights() if state.wants(weight)]
+    leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+    with torch.enable_grad():
+        parameters = {weight.name: state.weights[weight.name].detach().requires_grad_() for weight in weights}
+        inner = State(state.axis, state.dtype, state.is_autocast, {**state.weights, **parameters})
+        result = _call_with_gradients(value, leaves, inner, keeps_types)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    wanted += parameters.values()
+    if not result.requires_grad:
+        return [None] * len(leaves)
+    computed = torch.autograd.grad(result, wanted, gradient.to(result.dtype), allow_unused=True)
+    gradient_of = dict(zip(map(id, wanted), computed, strict=True))
+    for weight in weights:
+        state.add_gradient(weight, gradient_of[id(parameters[weight.name])])
+    return [gradient_of.get(id(leaf)) for leaf in leaves]
+
+
+def _call_with_gradients(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool) -> Tensor:
+    """Return `call`, whose conversions of weights autograd follows."""
+    if not keeps_types:
+        floating = {name: t for name, t in state.weights.items() if t.requires_grad and t.dtype != state.dtype}
+        state.weights = {**state.weights, **{name: t.to(state.dtype) for name, t in floating.items()}}
+    return call(value, inputs, state, keeps_types)
+
+
+class Pointwise(Rule):
+    """Each number from those of the same place; inputs of length 1 along an axis are spread over it."""
+
+    def serves(self, value: Value, axis: int) -> bool:
+        if not super().serves(value, axis) or not value.inputs:
+            return False
+        return all(_fits_rows(self_shape, value.shape, axis) for self_shape in (v.shape for v in value.inputs))
+
+
+def _fits_rows(shape: torch.Size, result: torch.Size, axis: int) -> bool:
+    return shape[axis] in (1, result[axis])
+
+
+class Along(Pointwise):
+    """An operation along other dimensions than that of the rows: softmax over channels, a mean that stays a map."""
+
+    def __init__(self, position: int, default: Any = None, keepdim: int | None = None) -> None:
+        self.position = position  # of the argument that names the dimensions
+        self.default = default
+        self.keepdim = keepdim  # position of the argument that must be true
+
+    def serves(self, value: Value, axis: int) -> bool:
+        dimensions = value.kwargs.get("dim", value.argument(self.position, self.default))
+        if dimensions is None or not super().serves(value, axis):
+            return False
+        if self.keepdim is not None and not value.argument(self.keepdim, value.kwargs.get("keepdim", False)):
+            return False
+        several = dimensions if isinstance(dimensions, tuple) else (dimensions,)
+        return all(dimension % 5 != axis for dimension in several)
+
+
+class Repeat(Pointwise):
+    """A map repeated along other dimensions than that of the rows."""
+
+    def serves(self, value: Value, axis: int) -> bool:
+        repeats = value.argument(1)
+        return super().serves(value, axis) and len(repeats) == 5 and repeats[axis] == 1
+
+
+class Rectified(Pointwise):
+    """ReLU and leaky ReLU; the sign of the result is that of the input, so that either may be kept."""
+
+    reads = "result"
+
+    def serves(self, value: Value, axis: int) -> bool:
+        return super().serves(value, axis) and _slope(value) >= 0
+
+    def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
+        slope = _slope(work.value)
+        if work.may_overwrite:
+            return F.leaky_relu_(inputs[0], slope) if slope else F.relu_(inputs[0])
+        return F.leaky_relu(inputs[0], slope) if slope else F.relu(inputs[0])
+
+    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
+        slope = _slope(work.value)
+        result = known[0]
+        aten = torch.ops.aten
+        if not slope:
+            if work.may_overwrite:
+                return [aten.threshold_backward.grad_input(gradient, result, 0, grad_input=gradient)]
+            return [aten.threshold_backward(gradient, result, 0)]
+        if work.may_overwrite:
+            return [aten.leaky_relu_backward.grad_input(gradient, result, slope, True, grad_input=gradient)]
+        return [aten.leaky_relu_backward(gradient, result, slope, True)]
+
+
+def _slope(value: Value) -> float:
+    return 0.0 if value.op == "relu" else float(value.argument(1, 0.01))
+
+
+class Sum(Pointwise):
+    """A sum or difference of two maps, or of a map and a number; its gradient needs no map."""
+
+    reads = ""
+
+    def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
+        value = work.value
+        is_of_two = len(inputs) == 2 and inputs[0].shape == inputs[1].shape
+        if work.may_overwrite and is_of_two and value.args[0] is value.inputs[0]:
+            alpha = value.kwargs.get("alpha", 1)
+            return inputs[0].add_(inputs[1], alpha=alpha if value.op == "add" else -alpha)
+        return super().run(work, inputs)
+
+    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
+        value, state = work.value, work.state
+        totals: dict[Value, Tensor] = {}
+        for position, term in enumerate(value.args[:2]):
+            if isinstance(term, int | float):
+                continue
+            factor = 1
+            if position == 1:
+                factor = value.kwargs.get("alpha", 1) * (1 if value.op == "add" else -1)
+            of_term = gradient if factor == 1 else gradient * factor
+            if isinstance(term, Weight):
+                state.add_gradient(term, of_term.sum_to_size(state.weights[term.name].shape))
+                continue
+            rows = work.tile.inputs[value.inputs.index(term)]
+            size = list(term.shape)
+            size[state.axis] = rows[1] - rows[0]
+            of_term = of_term.sum_to_size(size)
+            totals[term] = totals[term] + of_term if term in totals else of_term
+        return [totals.get(source) for source in value.inputs]
+
+
+class Cat(Pointwise):
+    """Maps one after the other along another dimension than that of the rows."""
+
+    reads = ""
+
+    def serves(self, value: Value, axis: int) -> bool:
+        parts = value.args[0]
+        is_of_maps = all(isinstance(part, Value) for part in parts) and len(set(parts)) == len(parts)
+        return is_of_maps and super().serves(value, axis) and value.argument(1, 0) % 5 != axis
+
+    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
+        dimension = work.value.argument(1, 0) % 5
+        return gradient.split([source.shape[dimension] for source in work.value.inputs], dimension)
+
+
+class Slice(Rule):
+    """A part of a map, with a step of 1."""
+
+    reads = ""
+
+    def serves(self, value: Value, axis: int) -> bool:
+        return super().serves(value, axis) and value.argument(4, 1) == 1
+
+    def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
+        dimension, start = self._start(value)
+        offset = start if dimension == axis else 0
+        return [(span[0] + offset, span[1] + offset)]
+
+    def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
+        dimension, start = self._start(work.value)
+        if dimension == work.state.axis:
+            return inputs[0]
+        return inputs[0].narrow(dimension, start, work.value.shape[dimension])
+
+    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
+        value = work.value
+        dimension, start = self._start(value)
+        if dimension == work.state.axis:
+            return [gradient]
+        length = value.inputs[0].shape[dimension]
+        behind = length - start - value.shape[dimension]
+        padding = [0, 0] * (4 - dimension) + [start, behind]
+        return [F.pad(gradient, padding)]
+
+    def _start(self, value: Value) -> tuple[int, int]:
+        dimension = value.argument(1, 0) % 5
+        start = value.argument(2) or 0
+        length = value.inputs[0].shape[dimension]
+        if start < 0:
+            start += length
+        return dimension, min(max(start, 0), length)
+
+
+class Pad(Pointwise):
+    """Padding along other axes than that of the rows, in any mode."""
+
+    def serves(self, value: Value, axis: int) -> bool:
+        pads = value.argument(1)
+        of_rows = pads[2 * (4 - axis) : 2 * (4 - axis) + 2]
+        return super().serves(value, axis) and not any(of_rows)
+
+
+class Dropout(Pointwise):
+    """Dropout by a mask that was drawn when the pass began."""
+
+    reads = ""
+
+    def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
+        factor = self._factor(work)
+        if factor is None:
+            return inputs[0]
+        return inputs[0].mul_(factor) if work.may_overwrite else inputs[0] * factor
+
+    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
+        factor = self._factor(work)
+        if factor is None:
+            return [gradient]
+        return [gradient.mul_(factor) if work.may_overwrite else gradient * factor]
+
+    def _factor(self, work: Work) -> Tensor | None:
+        value, tile, state, *_ = work
+        mask = state.masks.get(value)
+        if mask is None:
+            return None
+        if mask.shape[state.axis] > 1:
+            mask = mask.narrow(state.axis, tile.span[0], tile.rows)
+        if mask.dtype == torch.bool:
+            probability = float(value.argument(1))
+            return mask.to(state.dtype).mul_(1 / (1 - probability))
+        return mask
+
+
+def draw_mask(value: Value, state: State, device: torch.device) -> Tensor | None:
+    """Return the numbers that a dropout draws: a factor of each channel, or one bit of each voxel. None: it is off."""
+    probability = float(value.argument(1))
+    if not value.argument(2) or probability == 0:
+        return None
+    if value.op == "feature_dropout":
+        ones = torch.ones(*value.shape[:2], 1, 1, 1, dtype=state.dtype, device=device)
+        return F.dropout3d(ones, probability)
+    ones = torch.ones(value.shape, dtype=state.dtype, device=device)
+    return F.dropout(ones, probability, inplace=True) != 0
+
+
+POINTWISE = (
+    "abs celu clamp clone contiguous div elu exp gelu hardsigmoid hardswish hardtanh leaky_relu log_sigmoid mish mul "
+    "neg pow prelu relu6 rsqrt selu sigmoid silu softplus sqrt square tanh"
+)
+RULES: dict[str, Rule] = {name: Pointwise() for name in POINTWISE.split()}
+RULES |= {
+    "relu": Rectified(),
+    "leaky_relu": Rectified(),
+    "add": Sum(),
+    "sub": Sum(),
+    "cat": Cat(),
+    "slice": Slice(),
+    "pad": Pad(),
+    "repeat": Repeat(),
+    "dropout": Dropout(),
+    "feature_dropout": Dropout(),
+    "softmax": Along(1),
+    "log_softmax": Along(1),
+    "mean": Along(1, keepdim=2),
+    "sum": Along(1, keepdim=2),
+    "chunk": Along(2, default=0),
+    "split": Along(2, default=0),
+}

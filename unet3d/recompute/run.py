@@ -1,0 +1,376 @@
+"""A schedule, carried out: one forward pass and its backward pass as a single autograd function."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from unet3d.recompute import normalisation
+from unet3d.recompute.graph import Value, Weight, leaves
+from unet3d.recompute.maps import Map, Maps
+from unet3d.recompute.rules import State, call, draw_mask, filled, gradients_by_autograd
+from unet3d.recompute.schedule import Complete, Free, Instruction, Make, Pull, PullTwice, Schedule, Sent, Turn
+from unet3d.recompute.tiles import MapPlan, RowGradient, Sink, make_rows, plan_map, send_gradient
+from unet3d.training import half_precision
+
+
+@dataclass(eq=False)
+class Program:
+    """What all passes over images of one size have in common."""
+
+    maps: Maps
+    numbers: int  # of a tile
+    on_cpu: bool
+    wanted: frozenset[Value]  # values of which a gradient is needed
+    schedule: Schedule
+    plans: dict[Any, MapPlan] = field(default_factory=dict)
+
+    def plan(self, map_: Map, through: tuple[Value, ...] = (), without: Value | None = None) -> MapPlan:
+        """Return the tiles of a map; `through`: sources that are in passing; `without`: one that gets no gradient."""
+        key = (map_.index, through, without)
+        if key not in self.plans:
+            made = self.maps.through(map_, frozenset(through)) if through else map_
+            wanted = self.wanted - {without}
+            self.plans[key] = plan_map(made, self.maps.axis, self.numbers, self.on_cpu, wanted)
+        return self.plans[key]
+
+
+class Pass:
+    """The maps and gradients of one pass."""
+
+    def __init__(self, program: Program, state: State, autocast: torch.dtype | None, device: torch.device) -> None:
+        self.program = program
+        self.state = state
+        self.autocast = autocast
+        self.device = device
+        self.maps: dict[Value, Tensor] = {}
+        self.gradients: dict[Value, Tensor | None] = {}  # None: of an output that the loss does not use
+        self.arrived: set[Value] = set()  # outputs, whose gradients are not ours to write over
+        self.memory_of_outputs: dict[Value, int] = {}
+        self.by_index = program.maps.maps
+        self.instructions = list(program.schedule.instructions)
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs."""
+        graph = self.program.maps.graph
+        self.maps[graph.image] = image.to(self.state.dtype)
+        for value in graph.values:
+            if value.op in ("dropout", "feature_dropout"):
+                mask = draw_mask(value, self.state, self.device)
+                if mask is not None:
+                    self.state.masks[value] = mask
+        turn = next(place for place, step in enumerate(self.instructions) if isinstance(step, Turn))
+        for instruction in self.instructions[:turn]:
+            self._carry_out(instruction)
+        outputs = tuple(self.maps[value] for value in graph.outputs)
+        users = self.program.maps.users
+        for value in set(graph.outputs):
+            if not users[value]:
+                self.memory_of_outputs[value] = self.maps.pop(value).untyped_storage()._cdata
+        self.instructions = self.instructions[turn + 1 :]
+        return outputs
+
+    def backward(self, image: Tensor, gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """Return the gradient of the image, if it is wanted; those of the weights are in the state."""
+        graph = self.program.maps.graph
+        self.maps[graph.image] = image.to(self.state.dtype)
+        users = self.program.maps.users
+        for value, gradient in zip(graph.outputs, gradients, strict=True):
+            known = self.gradients.get(value)
+            if known is not None and gradient is not None:
+                gradient = known + gradient
+            elif gradient is None:
+                gradient = known
+            elif users[value]:
+                gradient = gradient.clone()
+            self.gradients[value] = gradient
+        self.arrived = set(graph.outputs)
+        del gradients, gradient, known
+        for instruction in self.instructions:
+            self._carry_out(instruction)
+        return self.gradients.pop(graph.image, None)
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        match instruction:
+            case Make(index, over, through):
+                self._make(self.by_index[index], over, tuple(self.by_index[i].value for i in through))
+            case Free(index):
+                self.maps.pop(self.by_index[index].value, None)
+            case Complete(index):
+                self._complete(self.by_index[index])
+            case Pull(index, sinks):
+                self._pull(self.by_index[index], sinks)
+            case PullTwice(index, sinks):
+                self._pull_twice(self.by_index[index], sinks)
+        self.state.prepared.clear()
+
+    # Maps
+
+    def _make(self, map_: Map, over: int | None, through: tuple[Value, ...]) -> None:
+        if map_.rule is None:
+            self.maps[map_.value] = self._make_whole(map_)
+        else:
+            self._make_by_tiles(map_, over, through)
+        for norm in map_.norms:
+            if norm not in self.state.statistics:
+                normalisation.take_statistics(norm, self.maps[map_.value], self.state)
+
+    def _make_whole(self, map_: Map) -> Tensor:
+        inputs = [self.maps[source] for source in map_.value.inputs]
+        with self._types():
+            result = call(map_.value, inputs, self.state, keeps_types=True)
+        return _apart(result, inputs)
+
+    def _make_by_tiles(self, map_: Map, over: int | None, through: tuple[Value, ...]) -> None:
+        plan = self.program.plan(map_, through)
+        value = map_.value
+        if len(plan.tiles) == 1:
+            rows = make_rows(plan, plan.tiles[0], self.maps, self.state)
+            self.maps[value] = _apart(rows, [self.maps[source] for source in plan.map.sources])
+            return
+        if over is None:
+            target = torch.empty(value.shape, dtype=self.state.dtype, device=self.device)
+        else:
+            target = self.maps[self.by_index[over].value]
+        for tile in plan.tiles:
+            first, end = tile.span
+            target.narrow(self.state.axis, first, end - first).copy_(make_rows(plan, tile, self.maps, self.state))
+        if over is not None:
+            del self.maps[self.by_index[over].value]
+        self.maps[value] = target
+
+    # Gradients
+
+    def _complete(self, map_: Map) -> None:
+        raw = self.maps[map_.value]
+        gradient = self.gradients[map_.value]
+        if gradient is None:
+            return
+        if map_.value in self.arrived:
+            gradient = gradient.clone()
+            self.gradients[map_.value] = gradient
+            self.arrived.discard(map_.value)
+        for norm in map_.norms:
+            normalisation.close_sums(norm, self.state)
+        spans = [(0, raw.shape[self.state.axis])]
+        if map_.rule is not None:
+            spans = [tile.span for tile in self.program.plan(map_).tiles]
+        for first, end in spans:
+            rows = raw.narrow(self.state.axis, first, end - first)
+            self._complete_rows(map_, rows, gradient.narrow(self.state.axis, first, end - first))
+
+    def _complete_rows(self, map_: Map, raw: Tensor, gradient: Tensor) -> None:
+        for norm in map_.norms:
+            normalisation.complete(norm, raw, gradient, self.state)
+
+    def _pull(self, map_: Map, sinks: Sequence[Sent]) -> None:
+        gradient = self.gradients.pop(map_.value)
+        if gradient is None:
+            self._pull_nothing(sinks)
+        elif map_.rule is None:
+            self._pull_whole(map_, gradient, sinks)
+        else:
+            may_overwrite = map_.value not in self.arrived
+            self._pull_by_tiles(map_, self.program.plan(map_), gradient, sinks, may_overwrite)
+        if gradient is not None:
+            self._give_up(map_.value, gradient)
+
+    def _give_up(self, value: Value, gradient: Tensor) -> None:
+        """Release the gradient of an output that a loss wrote over the output: autograd holds it until backward ends."""
+        if self.memory_of_outputs.get(value) == gradient.untyped_storage()._cdata:
+            gradient.data = gradient.new_empty(0)
+
+    def _pull_nothing(self, sinks: Sequence[Sent]) -> None:
+        for source, place in sinks:
+            value = self.by_index[source].value
+            if place == "map":
+                self.maps.pop(value, None)
+            if place != "add":
+                self.gradients[value] = None
+
+    def _pull_whole(self, map_: Map, gradient: Tensor, sinks: Sequence[Sent]) -> None:
+        inputs = [self.maps[source] for source in map_.value.inputs]
+        with self._types():
+            gradients = gradients_by_autograd(map_.value, inputs, gradient, self.state, keeps_types=True)
+        of_source = dict(zip(map_.value.inputs, gradients, strict=True))
+        memory: list[Tensor] = [gradient]
+        image = self.program.maps.graph.image
+        if image in self.program.wanted and of_source.get(image) is not None:
+            known = self.gradients.get(image)
+            self.gradients[image] = of_source[image] if known is None else known + of_source[image]
+        for source, place in sinks:
+            value = self.by_index[source].value
+            of_rows = of_source[value]
+            known = self.gradients.get(value) if place == "add" else None
+            if known is not None and of_rows is not None:
+                known.add_(of_rows)
+            elif of_rows is not None:
+                self.gradients[value] = _apart(of_rows.to(self.maps[value].dtype), memory)
+                memory.append(of_rows)
+            elif place != "add":
+                self.gradients[value] = None
+
+    def _pull_by_tiles(
+        self,
+        map_: Map,
+        plan: MapPlan,
+        gradient: Tensor,
+        sinks: Sequence[Sent],
+        may_overwrite: bool,
+        completed: Map | None = None,
+    ) -> None:
+        """Send a gradient to the sources; that of `completed` also gets what its statistics give."""
+        axis = self.state.axis
+        values = [self.by_index[sent.source].value for sent in sinks]
+        image = self.program.maps.graph.image
+        if image in plan.wanted and image in plan.map.sources and completed is None:
+            values.append(image)
+            sinks = (*sinks, Sent(-1, "add" if self.gradients.get(image) is not None else "new"))
+        is_single = len(plan.tiles) == 1
+        targets: list[Sink | None] = []
+        for value, (_, place) in zip(values, sinks, strict=True):
+            targets.append(self._sink(value, place, gradient, is_single))
+        for place_of_tile, tile in enumerate(plan.tiles):
+            first, end = tile.span
+            rows = gradient.narrow(axis, first, end - first) if not is_single else gradient
+            sent = send_gradient(plan, tile, self.maps, rows, may_overwrite, values, self.state)
+            del rows
+            for value, target, of_rows in zip(values, targets, sent, strict=True):
+                low, high = tile.spans[value]
+                done = high
+                if not is_single and place_of_tile + 1 < len(plan.tiles):
+                    done = plan.tiles[place_of_tile + 1].spans[value][0]
+                if of_rows.rows is None:
+                    of_rows = self._zeros(value, low, high)
+                if completed is not None:
+                    of_rows = self._completed(completed, of_rows, low, target, done)
+                if target is None:
+                    assert of_rows.rows is not None
+                    memory = [] if of_rows.is_own else [of_rows.rows]
+                    self.gradients[value] = _apart(of_rows.rows, memory)
+                else:
+                    target.add(low, of_rows, done)
+            of_rows = RowGradient(None)
+            sent.clear()
+        for value, target, (_, place) in zip(values, targets, sinks, strict=True):
+            if target is not None:
+                target.close()
+                self.gradients[value] = target.target
+            if place == "map":
+                self.maps.pop(value, None)
+
+    def _completed(self, map_: Map, gradient: RowGradient, low: int, target: Sink | None, done: int) -> RowGradient:
+        """Return a gradient whose final rows have what the statistics give; rows that the next tile adds to wait."""
+        assert gradient.rows is not None
+        axis = self.state.axis
+        rows = gradient.rows if gradient.is_own else gradient.rows.clone()
+        if target is not None:
+            rows = target.with_open(rows)
+            done = min(max(done, low), low + rows.shape[axis])
+        raw = self.maps[map_.value].narrow(axis, low, done - low)
+        self._complete_rows(map_, raw, rows.narrow(axis, 0, done - low))
+        return RowGradient(rows, True)
+
+    def _zeros(self, value: Value, low: int, high: int) -> RowGradient:
+        shape = list(value.shape)
+        shape[self.state.axis] = high - low
+        return RowGradient(torch.zeros(shape, dtype=self.state.dtype, device=self.device), True)
+
+    def _sink(self, value: Value, place: str, gradient: Tensor, is_single: bool) -> Sink | None:
+        """Return where the gradient of a source is collected; None where one tile has all of it."""
+        known = self.gradients.get(value)
+        if place == "add" and known is not None:
+            return Sink(known, self.state.axis, adds=True)
+        if is_single:
+            return None
+        if place == "map":
+            return Sink(self.maps[value], self.state.axis, adds=False)
+        if place == "gradient":
+            return Sink(gradient, self.state.axis, adds=False)
+        target = torch.empty(value.shape, dtype=self.state.dtype, device=self.device)
+        return Sink(target, self.state.axis, adds=False)
+
+    def _pull_twice(self, map_: Map, sinks: Sequence[Sent]) -> None:
+        """Take the sums in a first pass over the tiles; write the last source's gradient over its map in a second."""
+        *others, last = sinks
+        source = self.by_index[last.source]
+        gradient = self.gradients.pop(map_.value)
+        if gradient is None:
+            self._pull_nothing(sinks)
+            return
+        self._pull_by_tiles(map_, self.program.plan(map_, without=source.value), gradient, others, False)
+        self.state.prepared.clear()
+        for norm in source.norms:
+            normalisation.close_sums(norm, self.state)
+        self.state.takes_sums = False
+        self._pull_by_tiles(map_, self.program.plan(map_), gradient, [last], False, completed=source)
+        self.state.takes_sums = True
+        self._give_up(map_.value, gradient)
+
+    @contextmanager
+    def _types(self) -> Any:
+        """Run operations without a rule in the precision of the pass that began."""
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            yield
+
+
+def _apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Return a contiguous tensor that shares no memory with others."""
+    memory = tensor.untyped_storage()._cdata
+    if any(other.untyped_storage()._cdata == memory for other in others):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    has_gaps = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize
+    return tensor.clone(memory_format=torch.contiguous_format) if has_gaps else tensor.contiguous()
+
+
+class InTiles(torch.autograd.Function):
+    """A pass by a schedule. Weights are inputs, so that hooks, frozen weights and `torch.autograd.grad` work."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Pass, names: Sequence[str], image: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.state = state
+        ctx.names = names
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(image, *weights)
+        with _quiet(state):
+            return state.forward(image)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        image, *_ = ctx.saved_tensors  # raises if a tensor was changed in between, or after a first backward pass
+        state = ctx.state
+        ctx.state = None
+        names = ctx.names
+        with _quiet(state):
+            of_image = state.backward(image, list(gradients))
+        of_weights = [state.state.gradients.pop(name, None) for name in names]
+        if of_image is not None:
+            of_image = of_image.to(image.dtype)
+        return None, None, of_image, *of_weights
+
+
+@contextmanager
+def _quiet(state: Pass) -> Any:
+    """Let rules say themselves in which precision they compute."""
+    with ExitStack() as contexts:
+        contexts.enter_context(torch.autocast(state.device.type, enabled=False))
+        is_half = state.state.dtype in half_precision.DTYPES
+        if is_half and state.device.type == "cpu":
+            contexts.enter_context(half_precision.convolutions())
+        yield
+
+
+def derived_tensors(maps: Maps, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameters, buffers, constants and what is computed from them, which autograd follows."""
+    known = {**maps.graph.constants, **tensors}
+    for derived in maps.graph.derived:
+        arguments = (derived.args, tuple(derived.kwargs.values()))
+        weights = {weight: known[weight.name] for weight in leaves(arguments) if isinstance(weight, Weight)}
+        kwargs = {name: filled(leaf, weights) for name, leaf in derived.kwargs.items()}
+        known[derived.name] = derived.target(*(filled(leaf, weights) for leaf in derived.args), **kwargs)
+    return known

@@ -1,0 +1,336 @@
+"""What a pass does, instruction by instruction, and how many bytes that takes.
+
+Which maps stay is a table: `keep[stage][map]`, where stage n is the forward pass and stage i the gradient of map i, from
+the last map to the first. A map that is needed and is not there is made again, from those that are. Where a map or a
+gradient lies is decided here, once: over another one that nothing reads any more, or in memory of its own.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Keep = Sequence[Sequence[bool]]
+Place = Literal["new", "add", "map", "gradient"]
+
+
+class Make(NamedTuple):
+    """Make a map, in memory of its own or over another; `through` are sources that are only rows in passing."""
+
+    map: int
+    over: int | None
+    through: tuple[int, ...]
+
+
+class Free(NamedTuple):
+    """Forget a map."""
+
+    map: int
+
+
+class Turn(NamedTuple):
+    """The forward pass ends; gradients of the outputs arrive."""
+
+
+class Complete(NamedTuple):
+    """Add to the gradient of a map what the statistics of its normalisations give."""
+
+    map: int
+
+
+class Sent(NamedTuple):
+    """Where the gradient of a source goes: a new one, added to one, over the source's map, or over the gradient."""
+
+    source: int
+    place: Place
+
+
+class Pull(NamedTuple):
+    """Send the gradient of a map to its sources, and forget it."""
+
+    map: int
+    sinks: tuple[Sent, ...]
+
+
+class PullTwice(NamedTuple):
+    """`Pull`, the last source's gradient over its map and completed: a first pass over the tiles takes the sums."""
+
+    map: int
+    sinks: tuple[Sent, ...]
+
+
+Instruction = Make | Free | Turn | Complete | Pull | PullTwice
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a schedule has to know of n maps: all but the tensors."""
+
+    bytes: Sequence[int]
+    work: Sequence[float]  # of making a map, in shares of a forward pass
+    sources: Sequence[Sequence[int]]  # without the image
+    needs_gradient: Sequence[bool]
+    is_normalised: Sequence[bool]  # its gradient is complete only with its map
+    outputs: frozenset[int]
+    over_map: Sequence[frozenset[int]]  # sources over which a map may be made
+    over_gradient: Sequence[frozenset[int]]  # sources whose gradient may be written over the map's
+    over_source: Sequence[frozenset[int]]  # sources whose gradient may be written over their own map
+    is_thin: Sequence[bool]  # made from the image by little work: may be rows in passing where others are made again
+    of_weights: Sequence[int]  # bytes of gradients of weights that appear as its gradient is sent
+    make_scratch: Sequence[int]  # bytes beside maps while it is made
+    pull_scratch: Sequence[int]  # bytes beside maps and gradients while its gradient is sent
+    pull_work: Sequence[float]  # of a second pass over the tiles of a gradient, in shares of a forward pass
+    users: Sequence[Sequence[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        users: list[list[int]] = [[] for _ in self.bytes]
+        for index, sources in enumerate(self.sources):
+            for source in sources:
+                users[source].append(index)
+        object.__setattr__(self, "users", users)
+
+    @property
+    def count(self) -> int:
+        """Number of maps."""
+        return len(self.bytes)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Instructions of a pass and its backward pass."""
+
+    instructions: tuple[Instruction, ...]
+    peak_bytes: int  # of maps, gradients and what is beside them in an instruction
+    work: float  # of all maps made, in forward passes
+
+
+def compile_schedule(sizes: Sizes, keep: Keep) -> Schedule:
+    """Return the schedule in which these maps stay."""
+    compiler = _Compiler(sizes, keep)
+    compiler.run()
+    return Schedule(tuple(compiler.instructions), compiler.peak, compiler.work)
+
+
+def measure(sizes: Sizes, keep: Keep) -> tuple[int, float]:
+    """Return peak and work of that schedule."""
+    compiler = _Compiler(sizes, keep)
+    compiler.run()
+    return compiler.peak, compiler.work
+
+
+class _Compiler:
+    """Walks through a pass and takes note of what is alive."""
+
+    def __init__(self, sizes: Sizes, keep: Keep) -> None:
+        self.sizes = sizes
+        self.keep = keep
+        self.instructions: list[Instruction] = []
+        self.alive: set[int] = set()
+        self.gradients: set[int] = set()
+        self.completed: set[int] = set()
+        self.bytes = 0
+        self.peak = 0
+        self.work = 0.0
+
+    def run(self) -> None:
+        """Compile the whole pass."""
+        self._forward()
+        self._turn()
+        for index in reversed(range(self.sizes.count)):
+            if self.sizes.needs_gradient[index] and index in self.gradients:
+                self._backward(index)
+            elif index in self.alive:
+                self._free(index)
+
+    # Forward
+
+    def _forward(self) -> None:
+        sizes = self.sizes
+        stays = self.keep[sizes.count]
+        for index in range(sizes.count):
+            dying = []
+            for source in sizes.sources[index]:
+                is_read_later = sizes.users[source][-1] > index
+                if not is_read_later and not stays[source] and source not in sizes.outputs:
+                    dying.append(source)
+            self._make(index, dying, ())
+
+    def _make(self, index: int, dying: Iterable[int], through: tuple[int, ...]) -> None:
+        """Make a map and forget those that are not read after it."""
+        sizes = self.sizes
+        over = None
+        if not through:
+            over = next((source for source in dying if source in sizes.over_map[index]), None)
+        self.instructions.append(Make(index, over, through))
+        self.work += sizes.work[index]
+        if over is None:
+            self._grow(sizes.bytes[index], sizes.make_scratch[index])
+        else:
+            self._grow(0, sizes.make_scratch[index])
+            self.alive.discard(over)
+        self.alive.add(index)
+        for source in dying:
+            if source != over:
+                self._free(source)
+
+    def _grow(self, more: int, scratch: int = 0) -> None:
+        self.bytes += more
+        self.peak = max(self.peak, self.bytes + scratch)
+
+    def _free(self, index: int) -> None:
+        self.instructions.append(Free(index))
+        self.alive.discard(index)
+        self.bytes -= self.sizes.bytes[index]
+
+    # Backward
+
+    def _turn(self) -> None:
+        """Count the gradients of the outputs, which are written over them where nothing reads these."""
+        sizes = self.sizes
+        self.instructions.append(Turn())
+        for index in sizes.outputs:
+            self.gradients.add(index)
+            if sizes.users[index]:
+                self._grow(sizes.bytes[index])
+            else:
+                self.alive.discard(index)
+
+    def _backward(self, index: int) -> None:
+        """Complete the gradient of a map and send it to its sources."""
+        sizes = self.sizes
+        stays = self.keep[index]
+        if sizes.is_normalised[index] and index not in self.completed:
+            self._make_again([index], stays)
+            self.instructions.append(Complete(index))
+            self._grow(0, sizes.make_scratch[index])
+        if index in self.alive:
+            self._free(index)
+        self._make_again(sizes.sources[index], stays)
+        self._pull(index, stays)
+        for other in sorted(self.alive):
+            if not stays[other]:
+                self._free(other)
+
+    def _pull(self, index: int, stays: Sequence[bool]) -> None:
+        sizes = self.sizes
+        self.gradients.discard(index)
+        wanted = [source for source in sizes.sources[index] if sizes.needs_gradient[source]]
+        twice = self._twice(index, wanted)
+        sinks = []
+        is_reused = False
+        before = self.bytes
+        for source in wanted:
+            place: Place = "new"
+            if source == twice:
+                continue
+            if source in self.gradients:
+                place = "add"
+            elif twice is None and not stays[source] and source in sizes.over_source[index]:
+                place = "map"
+            elif twice is None and not is_reused and source in sizes.over_gradient[index]:
+                place = "gradient"
+                is_reused = True
+            if place == "map":
+                self.alive.discard(source)
+            elif place == "new":
+                self.bytes += sizes.bytes[source]
+            self.gradients.add(source)
+            sinks.append(Sent(source, place))
+        self.bytes += sizes.of_weights[index]
+        if twice is None:
+            self.instructions.append(Pull(index, tuple(sinks)))
+        else:
+            self.instructions.append(PullTwice(index, (*sinks, Sent(twice, "map"))))
+            self.work += sizes.pull_work[index]
+            self.alive.discard(twice)
+            self.gradients.add(twice)
+            self.completed.add(twice)
+        self.peak = max(self.peak, max(self.bytes, before) + sizes.pull_scratch[index])
+        if not is_reused:
+            self.bytes -= sizes.bytes[index]
+
+    def _twice(self, index: int, wanted: Sequence[int]) -> int | None:
+        """Return the source whose gradient is written over its map, if a second pass over the tiles is little work."""
+        sizes = self.sizes
+        if sizes.pull_work[index] > 0.02:
+            return None
+        for source in wanted:
+            is_first = source not in self.gradients and sizes.users[source][0] == index
+            if is_first and sizes.is_normalised[source] and source in sizes.over_source[index]:
+                return source
+        return None
+
+    def _make_again(self, targets: Iterable[int], stays: Sequence[bool]) -> None:
+        """Make maps that are not there, from those that are."""
+        sizes = self.sizes
+        wanted = set(targets)
+        missing: set[int] = set()
+        waiting = [index for index in wanted if index not in self.alive]
+        while waiting:
+            index = waiting.pop()
+            if index not in missing:
+                missing.add(index)
+                waiting.extend(source for source in sizes.sources[index] if source not in self.alive)
+        order = sorted(missing)
+        passing: set[int] = set()
+        for place, index in enumerate(order):
+            if sizes.is_thin[index] and index not in wanted and not stays[index]:
+                passing.add(index)
+                readers = sum(index in sizes.sources[later] for later in order[place + 1 :])
+                self.work += 1.3 * sizes.work[index] * readers
+                continue
+            later_sources = {source for later in order[place + 1 :] for source in sizes.sources[later]}
+            dying = []
+            for source in sizes.sources[index]:
+                is_needed = source in later_sources or source in wanted or stays[source]
+                if source in missing and source not in passing and not is_needed:
+                    dying.append(source)
+            through = tuple(source for source in sizes.sources[index] if source in passing)
+            self._make(index, dying, through)
+
+
+def every_map(sizes: Sizes) -> list[list[bool]]:
+    """Return the table in which all maps stay."""
+    return [[True] * sizes.count for _ in range(sizes.count + 1)]
+
+
+def is_sound(sizes: Sizes, schedule: Schedule) -> bool:
+    """Return whether no instruction reads a map or a gradient that is not there, and all gradients are complete."""
+    maps: set[int] = set()
+    gradients: set[int] = set()
+    complete: set[int] = set()
+    for instruction in schedule.instructions:
+        match instruction:
+            case Make(index, over, through):
+                sources = set(sizes.sources[index]) - set(through)
+                if not sources <= maps or index in maps:
+                    return False
+                if over is not None:
+                    maps.discard(over)
+                maps.add(index)
+            case Free(index):
+                if index not in maps:
+                    return False
+                maps.discard(index)
+            case Turn():
+                gradients |= sizes.outputs
+                maps -= {index for index in sizes.outputs if not sizes.users[index]}
+            case Complete(index):
+                if index not in maps or index not in gradients:
+                    return False
+                complete.add(index)
+            case Pull(index, sinks) | PullTwice(index, sinks):
+                is_ready = not sizes.is_normalised[index] or index in complete
+                if not is_ready or index not in gradients or not set(sizes.sources[index]) <= maps:
+                    return False
+                gradients.discard(index)
+                for source, place in sinks:
+                    if (place == "add") != (source in gradients):
+                        return False
+                    if place == "map":
+                        if isinstance(instruction, PullTwice) and source != sinks[-1].source:
+                            return False  # the second pass reads it
+                        maps.discard(source)
+                    gradients.add(source)
+                if isinstance(instruction, PullTwice):
+                    complete.add(sinks[-1].source)
+    return not gradients

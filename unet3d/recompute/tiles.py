@@ -1,0 +1,315 @@
+"""One map's rows, a tile at a time: made from the maps before it, and its gradient sent to them.
+
+All rows that a tile needs are known before the first step: `TilePlan` has them for each value.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from unet3d.recompute.convolution import Convolution
+from unet3d.recompute.graph import Value
+from unet3d.recompute.maps import Map
+from unet3d.recompute.rules import RULES, Span, State, Tile, Work
+
+
+@dataclass(frozen=True, eq=False)
+class TilePlan:
+    """A tile of a map: the rows of each value in passing and of each source."""
+
+    map: Map
+    axis: int
+    tiles: Mapping[Value, Tile]  # of values in passing
+    spans: Mapping[Value, Span]  # of sources, and of values in passing
+
+    @property
+    def span(self) -> Span:
+        """The rows of the map."""
+        return self.spans[self.map.value]
+
+
+@dataclass(frozen=True, eq=False)
+class MapPlan:
+    """All tiles of a map, and what backward needs to know of the values in passing."""
+
+    map: Map
+    tiles: Sequence[TilePlan]
+    wanted: frozenset[Value]  # values of which a gradient is needed
+    known: frozenset[Value]  # values in passing that backward has to make again
+
+
+def plan_map(map_: Map, axis: int, numbers: int, on_cpu: bool, wanted: frozenset[Value]) -> MapPlan:
+    """Return a map's tiles of about so many numbers."""
+    spans = tile_spans(map_, axis, numbers, on_cpu)
+    tiles = [plan_tile(map_, axis, span) for span in spans]
+    return MapPlan(map_, tiles, wanted, _known_in_backward(map_, wanted))
+
+
+def plan_tile(map_: Map, axis: int, span: Span) -> TilePlan:
+    """Return the rows of all values from which these rows are made."""
+    spans: dict[Value, Span] = {map_.value: span}
+    tiles: dict[Value, Tile] = {}
+    for value in reversed(map_.passing):
+        rows = RULES[value.op].rows(value, axis, spans[value])
+        tiles[value] = Tile(spans[value], rows)
+        for source, (low, high) in zip(value.inputs, rows, strict=True):
+            first, end = spans.get(source, (low, high))
+            spans[source] = (min(first, low), max(end, high))
+    return TilePlan(map_, axis, tiles, spans)
+
+
+def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
+    """Return the rows of each tile of a map, so that the largest value in passing has about so many numbers."""
+    length = map_.value.shape[axis]
+    if length == 1:
+        return [(0, 1)]
+    largest = max(value.shape.numel() for value in (*map_.passing, *map_.sources) if len(value.shape) == 5)
+    rows = max(1, round(numbers * length / largest))
+    if on_cpu:
+        for value in map_.passing:
+            rule = RULES[value.op]
+            if isinstance(rule, Convolution):
+                fewest = rule.fewest_rows(value, axis) * length // value.shape[axis]
+                if fewest <= length:  # else torch's kernel is slow however many rows there are
+                    rows = max(rows, fewest)
+    count = math.ceil(length / rows)
+    return list(pairwise(length * index // count for index in range(count + 1)))
+
+
+def _known_in_backward(map_: Map, wanted: frozenset[Value]) -> frozenset[Value]:
+    """Return the values in passing that gradients are computed from, or that those are made from."""
+    known: set[Value] = set()
+    for value in map_.passing:
+        if value in wanted:
+            known.update(_read_by_gradient(value))
+    for value in reversed(map_.passing):
+        if value in known:
+            known.update(value.inputs)
+    return frozenset(known.intersection(map_.passing))
+
+
+def _read_by_gradient(value: Value) -> Sequence[Value]:
+    """Return the values from which the gradient of an operation is computed."""
+    reads = RULES[value.op].reads
+    if reads == "result":
+        return [value]
+    return value.inputs if reads == "inputs" else []
+
+
+def make_rows(plan: MapPlan, tile: TilePlan, maps: Mapping[Value, Tensor], state: State) -> Tensor:
+    """Return the rows of a tile."""
+    forward = _Forward(plan, tile, maps, state, plan.map.passing)
+    forward.run()
+    return forward.rows.pop(plan.map.value)
+
+
+def send_gradient(
+    plan: MapPlan,
+    tile: TilePlan,
+    maps: Mapping[Value, Tensor],
+    gradient: Tensor,
+    may_overwrite: bool,
+    targets: Sequence[Value],
+    state: State,
+) -> list["RowGradient"]:
+    """Return the gradients of the rows of some of the sources; those of weights and sums are added to the state."""
+    forward = _Forward(plan, tile, maps, state, plan.known)
+    for value in plan.map.passing:
+        if value in plan.wanted:
+            for known in _read_by_gradient(value):
+                forward.keep(known)
+    forward.run()
+    backward = _Backward(plan, tile, forward, state)
+    backward.run(gradient, may_overwrite)
+    return [backward.take(target) for target in targets]
+
+
+class _Forward:
+    """Rows of values in passing, as long as something reads them."""
+
+    def __init__(
+        self,
+        plan: MapPlan,
+        tile: TilePlan,
+        maps: Mapping[Value, Tensor],
+        state: State,
+        values: Iterable[Value],
+    ) -> None:
+        self.tile = tile
+        self.maps = maps
+        self.state = state
+        self.values = [value for value in plan.map.passing if value in set(values)]
+        self.rows: dict[Value, Tensor] = {}
+        self.readers: dict[Value, int] = {}
+        for value in self.values:
+            for source in value.inputs:
+                self.readers[source] = self.readers.get(source, 0) + 1
+
+    def run(self) -> None:
+        """Make the rows of all values."""
+        for value in self.values:
+            tile = self.tile.tiles[value]
+            inputs = [self.read(source, span) for source, span in zip(value.inputs, tile.inputs, strict=True)]
+            may_overwrite = bool(inputs) and self._is_last_read(value.inputs[0], tile.inputs[0])
+            work = Work(value, tile, self.state, may_overwrite)
+            self.rows[value] = RULES[value.op].run(work, inputs)
+            del inputs
+            for source in value.inputs:
+                self.release(source)
+
+    def read(self, value: Value, span: Span) -> Tensor:
+        """Return rows of a map or of a value in passing."""
+        if value in self.rows:
+            rows = self.rows[value]
+            first = self.tile.spans[value][0]
+        else:
+            rows = self.maps[value]
+            first = 0
+        if span == (first, first + rows.shape[self.state.axis]):
+            return rows
+        return rows.narrow(self.state.axis, span[0] - first, span[1] - span[0])
+
+    def keep(self, value: Value) -> None:
+        """Count one more reader."""
+        self.readers[value] = self.readers.get(value, 0) + 1
+
+    def release(self, value: Value) -> None:
+        """Forget rows that nothing reads any more."""
+        self.readers[value] -= 1
+        if self.readers[value] == 0:
+            self.rows.pop(value, None)
+
+    def _is_last_read(self, value: Value, span: Span) -> bool:
+        """Return whether a value's rows may be written over."""
+        return value in self.rows and self.readers[value] == 1 and span == self.tile.spans[value]
+
+
+@dataclass
+class RowGradient:
+    """A gradient of rows; `is_own`: nothing else reads its memory."""
+
+    rows: Tensor | None
+    is_own: bool = False
+
+
+class _Backward:
+    """Gradients of rows of the values in passing and the sources of one tile."""
+
+    def __init__(self, plan: MapPlan, tile: TilePlan, forward: _Forward, state: State) -> None:
+        self.plan = plan
+        self.tile = tile
+        self.forward = forward
+        self.state = state
+        self.gradients: dict[Value, RowGradient] = {}
+
+    def run(self, gradient: Tensor, may_overwrite: bool) -> None:
+        """Send a gradient of the map's rows down to the sources."""
+        self.gradients[self.plan.map.value] = RowGradient(gradient, may_overwrite)
+        for value in reversed(self.plan.map.passing):
+            if value in self.plan.wanted:
+                self._send(value)
+
+    def take(self, value: Value) -> RowGradient:
+        """Return the gradient of a source's rows."""
+        return self.gradients.pop(value, RowGradient(None))
+
+    def _send(self, value: Value) -> None:
+        of_result = self.gradients.pop(value, None)
+        if of_result is None or of_result.rows is None:
+            self._release(value)
+            return
+        rule = RULES[value.op]
+        tile = self.tile.tiles[value]
+        known: list[Tensor] = []
+        if rule.reads == "result":
+            known = [self.forward.rows[value]]
+        elif rule.reads == "inputs":
+            known = [self.forward.read(source, span) for source, span in zip(value.inputs, tile.inputs, strict=True)]
+        wanted = [source in self.plan.wanted for source in value.inputs]
+        work = Work(value, tile, self.state, of_result.is_own, wanted)
+        self._release(value)
+        gradients = rule.gradients(work, known, of_result.rows)
+        del known
+        memory = of_result.rows.untyped_storage()._cdata
+        shared = [g is not None and g.untyped_storage()._cdata == memory for g in gradients]
+        is_split = value.op in ("cat", "chunk", "split")
+        for source, span, rows, is_shared in zip(value.inputs, tile.inputs, gradients, shared, strict=True):
+            if rows is None or source not in self.plan.wanted:
+                continue
+            is_own = not is_shared or (of_result.is_own and (is_split or sum(shared) == 1))
+            self._add(source, span, rows, is_own)
+
+    def _release(self, value: Value) -> None:
+        """Forget rows that the gradient of this value alone was computed from."""
+        for known in _read_by_gradient(value):
+            self.forward.release(known)
+
+    def _add(self, value: Value, span: Span, rows: Tensor, is_own: bool) -> None:
+        """Add to the gradient of a value what one reader of some of its rows gives."""
+        axis = self.state.axis
+        first, end = self.tile.spans[value]
+        known = self.gradients.get(value)
+        if known is None and span == (first, end):
+            self.gradients[value] = RowGradient(rows, is_own)
+            return
+        if known is None or known.rows is None:
+            shape = list(value.shape)
+            shape[axis] = end - first
+            known = RowGradient(rows.new_zeros(shape), True)
+        elif not known.is_own:
+            known = RowGradient(known.rows.clone(), True)
+        assert known.rows is not None
+        known.rows.narrow(axis, span[0] - first, span[1] - span[0]).add_(rows)
+        self.gradients[value] = known
+
+
+class Sink:
+    """Collects gradients of a map's rows, tile by tile, and writes those to which no later tile adds."""
+
+    def __init__(self, target: Tensor, axis: int, adds: bool) -> None:
+        self.target = target
+        self.axis = axis
+        self.adds = adds
+        self.written = 0
+        self.open: Tensor | None = None  # rows that the next tile adds to
+
+    def add(self, first: int, gradient: RowGradient, done: int) -> Span:
+        """Add rows from `first` on; no later tile adds to those before `done`. Return the rows that are final."""
+        rows = gradient.rows
+        assert rows is not None
+        end = first + rows.shape[self.axis]
+        done = min(max(done, first), end)
+        if self.open is not None:
+            rows = self.with_open(rows if gradient.is_own else rows.clone())
+        finished = rows.narrow(self.axis, 0, done - first)
+        target = self.target.narrow(self.axis, first, done - first)
+        if self.adds:
+            target.add_(finished)
+        else:
+            self._clear(first)
+            target.copy_(finished)
+        self.written = done
+        self.open = None
+        if done < end:
+            self.open = rows.narrow(self.axis, done - first, end - done).clone()
+        return first, done
+
+    def with_open(self, rows: Tensor) -> Tensor:
+        """Return rows with what the tile before has left for them, added in place."""
+        if self.open is not None:
+            rows.narrow(self.axis, 0, self.open.shape[self.axis]).add_(self.open)
+            self.open = None
+        return rows
+
+    def close(self) -> None:
+        """Write zeros where nothing was added."""
+        if not self.adds:
+            self._clear(self.target.shape[self.axis])
+
+    def _clear(self, until: int) -> None:
+        if until > self.written:
+            self.target.narrow(self.axis, self.written, until - self.written).zero_()
