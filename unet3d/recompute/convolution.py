@@ -117,7 +117,8 @@ class Convolution(Rule):
         return [of_input]
 
     def operations(self, value: Value) -> int:
-        return value.shape.numel() * math.prod(value.args[1].shape[1:])
+        weight: Weight = value.args[1]
+        return value.shape.numel() * math.prod(weight.shape[1:])
 
     def fewest_rows(self, value: Value, axis: int) -> int:
         """Return the rows of a tile for which torch computes by oneDNN on the CPU; fewer go to its slow kernel.
@@ -217,7 +218,8 @@ class TransposedConvolution(Rule):
         return [of_input]
 
     def operations(self, value: Value) -> int:
-        return value.inputs[0].shape.numel() * math.prod(value.args[1].shape[1:])
+        weight: Weight = value.args[1]
+        return value.inputs[0].shape.numel() * math.prod(weight.shape[1:])
 
     def is_spread_apart(self, value: Value) -> bool:
         """Return whether each number of the result is made from one voxel alone."""
@@ -253,4 +255,3 @@ class TransposedConvolution(Rule):
 
 RULES["conv3d"] = Convolution()
 RULES["conv_transpose3d"] = TransposedConvolution()
-

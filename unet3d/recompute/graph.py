@@ -209,7 +209,9 @@ class _Reader:
             changed = args[0]
             shares_memory = any(_is_view_of(other, changed) for other in self.values if other is not value)
             if shares_memory or any(_is_view_of(changed, source) for source in changed.inputs):
-                raise UserError(f"{value.layer}: {value.op}_ changes a map that shares memory with another{_place(node)}")
+                raise UserError(
+                    f"{value.layer}: {value.op}_ changes a map that shares memory with another{_place(node)}"
+                )
             for earlier, stands_for in self.known.items():
                 if stands_for is changed:
                     self.known[earlier] = value
@@ -219,9 +221,12 @@ class _Reader:
         whole = self.known[node.args[0]]  # type: ignore[index]
         assert isinstance(whole, _Several)
         fake = node.meta["val"]
-        element = int(node.args[1])  # type: ignore[call-overload]
+        element = node.args[1]
+        assert isinstance(element, int)
         layer = _layer(node)
-        value = Value(node.name, whole.op, whole.target, whole.args, whole.kwargs, fake.shape, fake.dtype, layer, element)
+        value = Value(
+            node.name, whole.op, whole.target, whole.args, whole.kwargs, fake.shape, fake.dtype, layer, element
+        )
         self.values.append(value)
         self.known[node] = value
 

@@ -84,8 +84,25 @@ class Maps:
             if self._is_costly(value) and not self._goes_into_one_sum(value, stored):
                 stored.add(value)
         self._store_chains_of_sums(stored)
+        self._store_branches(stored)
         stored.discard(self.graph.image)
         return stored
+
+    def _store_branches(self, stored: set[Value]) -> None:
+        """Make maps of values that several read, where that is less than the maps from which they are made.
+
+        The gradient of such a value waits in one map, and not in those of a sum's terms.
+        """
+        reached: dict[Value, set[Value]] = {self.graph.image: set()}
+        for value in self.graph.values:
+            sources: set[Value] = set()
+            for source in value.inputs:
+                sources |= {source} if source in stored else reached[source]
+            bytes_of_sources = sum(source.shape.numel() for source in sources)
+            is_read_by_several = len(self.users[value]) > 1 and len(sources) > 1
+            if is_read_by_several and value.shape.numel() < bytes_of_sources:
+                stored.add(value)
+            reached[value] = sources
 
     def _is_norm(self, value: Value) -> bool:
         return value.op in NORMALISATIONS and self.rules[value] is not None

@@ -12,6 +12,7 @@ from unet3d.recompute.maps import Maps
 from unet3d.recompute.rules import State
 from unet3d.recompute.run import InTiles, Pass, Program, derived_tensors
 from unet3d.recompute.schedule import Schedule, Sizes, compile_schedule, every_map
+from unet3d.recompute.scratch import scratch_bytes
 from unet3d.recompute.sizes import sizes_of, wanted_values
 
 
@@ -23,10 +24,15 @@ class Recomputed(nn.Module):
         self._modules = model._modules
         self._parameters = model._parameters
         self._buffers = model._buffers
-        object.__setattr__(self, "network", model)
+        self._network = [model]  # not a child: names stay those of the model
         self.training = model.training
         self.tiles = tiles
         self.programs: dict[Any, Program] = {}
+
+    @property
+    def network(self) -> nn.Module:
+        """The network itself."""
+        return self._network[0]
 
     def train(self, mode: bool = True) -> "Recomputed":
         """Set the mode of the network, too."""
@@ -43,7 +49,7 @@ class Recomputed(nn.Module):
             autocast = torch.get_autocast_dtype(image.device.type)
         dtype = autocast or image.dtype
         program = self.program(image, dtype)
-        tensors = dict(self.network.named_parameters(remove_duplicate=False))
+        tensors: dict[str, Tensor] = dict(self.network.named_parameters(remove_duplicate=False))
         tensors |= dict(self.network.named_buffers(remove_duplicate=False))
         weights = derived_tensors(program.maps, tensors)
         graph = program.maps.graph
@@ -70,15 +76,18 @@ class Recomputed(nn.Module):
         size = list(image.shape[2:])
         axis = 2 + size.index(max(size))
         maps = Maps(graph, axis)
-        tensors = dict(self.network.named_parameters(remove_duplicate=False))
+        tensors: dict[str, Tensor] = dict(self.network.named_parameters(remove_duplicate=False))
         trained = {name: t.numel() * t.itemsize for name, t in tensors.items() if t.requires_grad}
+        tensors |= dict(self.network.named_buffers(remove_duplicate=False))
         names = frozenset(trained) | {derived.name for derived in graph.derived}
         wanted = wanted_values(maps, names, image.requires_grad)
         widest = max(v.shape.numel() for v in graph.values if len(v.shape) == 5)
         on_cpu = image.device.type == "cpu"
         empty = Schedule((), 0, 0.0)
         program = Program(maps, widest // self.tiles, on_cpu, wanted, empty)
-        sizes = sizes_of(program, dtype, trained)
+        autocast = dtype if dtype != image.dtype else None
+        scratch = scratch_bytes(program, dict(tensors), dtype, autocast, image.device)
+        sizes = sizes_of(program, dtype, trained, scratch)
         self.sizes = sizes
         program.schedule = self.choose(sizes)
         return program

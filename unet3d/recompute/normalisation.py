@@ -52,7 +52,7 @@ class Normalisation(Pointwise):
         mean, scale, bias, ones = state.prepare(value, lambda: _of_channels(value, state))
         rows = _as_one(inputs[0])
         # A batch normalisation of constant statistics: its kernels convert half precision as they go.
-        result = torch.ops.aten.native_batch_norm(rows, scale, bias, mean, ones, False, 0.0, 0.0)[0]
+        result: Tensor = torch.ops.aten.native_batch_norm(rows, scale, bias, mean, ones, False, 0.0, 0.0)[0]
         return result.view(inputs[0].shape)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
@@ -139,7 +139,7 @@ def _completion(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor] | N
     """Return mean, slope and shift of each channel, N or 1, C 1 1 1; None where statistics are constants."""
     sums = state.sums.pop(value, None)
     known = state.statistics[value]
-    if sums is None or known.count == 0:
+    if sums is None or known.voxels == 0:
         return None
     of_bias, of_scale = sums
     images, channels = of_bias.shape
@@ -158,8 +158,8 @@ def _completion(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor] | N
         grouped = (images, settings.groups, -1)
         of_bias = _per_channel(of_bias.view(grouped).sum(2), channels)
         of_scale = _per_channel(of_scale.view(grouped).sum(2), channels)
-    shift = -inverse_std * of_bias / known.count
-    slope = -(inverse_std**2) * of_scale / known.count
+    shift = -inverse_std * of_bias / known.voxels
+    slope = -(inverse_std**2) * of_scale / known.voxels
     mean = _per_channel(known.mean, channels)
     return tuple(t.reshape(*t.shape, 1, 1, 1) for t in (mean, slope, shift))  # type: ignore[return-value]
 

@@ -20,14 +20,14 @@ Gradients = Sequence[Tensor | None]  # of each input, None where there is none
 
 
 class Statistics(NamedTuple):
-    """Mean and 1 / standard deviation by which a normalisation divides, N or 1, C or groups; `count`: voxels of each.
+    """Mean and 1 / standard deviation by which a normalisation divides, N or 1, C or groups; `voxels` of each.
 
-    A count of 0 says that they are constants, of evaluation.
+    0 voxels say that they are constants, of evaluation.
     """
 
     mean: Tensor
     inverse_std: Tensor
-    count: int
+    voxels: int
 
 
 @dataclass
@@ -52,7 +52,8 @@ class State:
         tensor = self.weights[weight.name]
         if tensor.dtype == self.dtype or not tensor.is_floating_point():
             return tensor
-        return self.prepare(weight, lambda: tensor.detach().to(self.dtype))
+        converted: Tensor = self.prepare(weight, lambda: tensor.detach().to(self.dtype))
+        return converted
 
     def prepare(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what `make` returns, called once for an instruction."""
@@ -301,7 +302,8 @@ class Cat(Pointwise):
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         dimension = work.value.argument(1, 0) % 5
-        return gradient.split([source.shape[dimension] for source in work.value.inputs], dimension)
+        lengths = [source.shape[dimension] for source in work.value.inputs]
+        return list(torch.split(gradient, lengths, dimension))
 
 
 class Slice(Rule):

@@ -180,7 +180,7 @@ class Pass:
             self._give_up(map_.value, gradient)
 
     def _give_up(self, value: Value, gradient: Tensor) -> None:
-        """Release the gradient of an output that a loss wrote over the output: autograd holds it until backward ends."""
+        """Release an output's gradient that a loss wrote over the output: autograd holds it until backward ends."""
         if self.memory_of_outputs.get(value) == gradient.untyped_storage()._cdata:
             gradient.data = gradient.new_empty(0)
 
@@ -201,7 +201,8 @@ class Pass:
         image = self.program.maps.graph.image
         if image in self.program.wanted and of_source.get(image) is not None:
             known = self.gradients.get(image)
-            self.gradients[image] = of_source[image] if known is None else known + of_source[image]
+            of_image = of_source[image]
+            self.gradients[image] = of_image if known is None or of_image is None else known + of_image
         for source, place in sinks:
             value = self.by_index[source].value
             of_rows = of_source[value]
@@ -370,7 +371,10 @@ def derived_tensors(maps: Maps, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     known = {**maps.graph.constants, **tensors}
     for derived in maps.graph.derived:
         arguments = (derived.args, tuple(derived.kwargs.values()))
-        weights = {weight: known[weight.name] for weight in leaves(arguments) if isinstance(weight, Weight)}
+        weights: dict[Value | Weight, Tensor | None] = {}
+        for weight in leaves(arguments):
+            if isinstance(weight, Weight):
+                weights[weight] = known[weight.name]
         kwargs = {name: filled(leaf, weights) for name, leaf in derived.kwargs.items()}
         known[derived.name] = derived.target(*(filled(leaf, weights) for leaf in derived.args), **kwargs)
     return known

@@ -1,8 +1,9 @@
 """What a pass does, instruction by instruction, and how many bytes that takes.
 
-Which maps stay is a table: `keep[stage][map]`, where stage n is the forward pass and stage i the gradient of map i, from
-the last map to the first. A map that is needed and is not there is made again, from those that are. Where a map or a
-gradient lies is decided here, once: over another one that nothing reads any more, or in memory of its own.
+Which maps stay is a table: `keep[stage][map]`, where stage n is the forward pass and stage i the gradient of map i,
+from the last map to the first. A map that is needed and is not there is computed a second time, from those that are.
+Where a map or a gradient lies is decided here, once: over another one that nothing reads any more, or in memory of its
+own.
 """
 
 from collections.abc import Iterable, Sequence

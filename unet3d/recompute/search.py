@@ -14,7 +14,7 @@ from unet3d.recompute.schedule import Schedule, Sizes, compile_schedule, every_m
 LIMITS = (1.0, 1.1, 1.3, 1.6, 2.0, 2.5)  # of work, in forward passes
 FREE_WORK = 0.06  # that `lean` may do again: first convolutions, sums
 TRIES = 1_000_000  # entries of tables looked at
-SHARES = (0.0, 0.1, 0.2, 0.3, 0.6)  # of the largest map, up to which maps stay in the first tables
+SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of the largest map, up to which maps stay in the first tables
 Table = list[list[bool]]
 Packed = tuple[tuple[bool, ...], ...]
 
@@ -45,7 +45,7 @@ def front(sizes: Sizes) -> list[Schedule]:
     starts = list(_starts(sizes))
     for table in starts:
         best.add(*measure(sizes, table), table)
-    tries = max(200, TRIES // (sizes.count**2 * len(LIMITS)))
+    tries = 1000
     draw = random.Random(0)
     for limit in LIMITS:
         _improve(best, [list(row) for row in _nearest(best, limit)], limit, tries, draw)
@@ -53,11 +53,14 @@ def front(sizes: Sizes) -> list[Schedule]:
 
 
 def _starts(sizes: Sizes) -> Iterator[Table]:
+    """Yield tables in which the smaller maps stay, all others or only those that are little work to make again."""
     yield every_map(sizes)
     largest = max(sizes.bytes)
-    for share in SHARES:
-        row = [size <= share * largest for size in sizes.bytes]
-        yield [list(row) for _ in range(sizes.count + 1)]
+    for least_work in (0.0, 1e-9, 0.01, 0.05):
+        for share in SHARES:
+            stays = [size <= share * largest for size in sizes.bytes]
+            row = [stay and work >= least_work for stay, work in zip(stays, sizes.work, strict=True)]
+            yield [list(row) for _ in range(sizes.count + 1)]
 
 
 def _nearest(best: Front, limit: float) -> Packed:

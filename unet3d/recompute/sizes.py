@@ -1,14 +1,13 @@
 """The sizes by which a schedule is chosen: bytes of maps, work of making them, what lies beside them meanwhile."""
 
 import itertools
-import math
+from collections.abc import Sequence
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from unet3d.recompute.graph import Value
 from unet3d.recompute.maps import Map, Maps, bytes_of
-from unet3d.recompute.rules import RULES
 from unet3d.recompute.run import Program
 from unet3d.recompute.schedule import Sizes
 from unet3d.recompute.tiles import MapPlan
@@ -28,8 +27,16 @@ def wanted_values(maps: Maps, trained: frozenset[str], image_needs_gradient: boo
     return frozenset(wanted)
 
 
-def sizes_of(program: Program, dtype: torch.dtype, trained: dict[str, int]) -> Sizes:
-    """Return the sizes of a program's maps; `trained`: bytes of the gradients of weights by name."""
+def sizes_of(
+    program: Program,
+    dtype: torch.dtype,
+    trained: dict[str, int],
+    scratch: Sequence[tuple[int, int]],
+) -> Sizes:
+    """Return the sizes of a program's maps.
+
+    `trained`: bytes of the gradients of weights by name; `scratch`: of `scratch_bytes`.
+    """
     maps = program.maps.maps
     index_of = {map_.value: map_.index for map_ in maps}
     operations = [_operations(map_) for map_ in maps]
@@ -48,7 +55,6 @@ def sizes_of(program: Program, dtype: torch.dtype, trained: dict[str, int]) -> S
         seen.update(fresh)
         of_weights[map_.index] = sum(trained[name] for name in fresh)
     over = [_over(program, plan, index_of, outputs) for plan in plans]
-    scratch = [_scratch(map_, plan, dtype) for map_, plan in zip(maps, plans, strict=True)]
     return Sizes(
         bytes=[bytes_of(map_.value, dtype) for map_ in maps],
         work=work,
@@ -56,13 +62,13 @@ def sizes_of(program: Program, dtype: torch.dtype, trained: dict[str, int]) -> S
         needs_gradient=[map_.value in program.wanted for map_ in maps],
         is_normalised=[_is_normalised(program, map_) for map_ in maps],
         outputs=outputs,
-        over_map=[frozenset(o[0]) for o in over],
-        over_gradient=[frozenset(o[1]) for o in over],
-        over_source=[frozenset(o[2]) for o in over],
+        over_map=[frozenset(over_map) for over_map, _, _ in over],
+        over_gradient=[frozenset(over_gradient) for _, over_gradient, _ in over],
+        over_source=[frozenset(over_source) for _, _, over_source in over],
         is_thin=[_is_thin(program, map_, share) for map_, share in zip(maps, work, strict=True)],
         of_weights=of_weights,
-        make_scratch=[s[0] for s in scratch],
-        pull_scratch=[s[1] for s in scratch],
+        make_scratch=[of_make for of_make, _ in scratch],
+        pull_scratch=[of_pull for _, of_pull in scratch],
         pull_work=work,
     )
 
@@ -130,21 +136,3 @@ def _over(
         if has_shape and all(low <= first for low, first in firsts):
             over_gradient.add(index)
     return over_map, over_gradient, over_source
-
-
-def _scratch(map_: Map, plan: MapPlan | None, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes beside maps while a map is made, and while its gradient is sent."""
-    value = map_.value
-    if plan is None:
-        inputs = sum(bytes_of(source, dtype) for source in value.inputs)
-        return 0, inputs + 2 * bytes_of(value, dtype)
-    most = 0
-    for tile in plan.tiles:
-        for inner in (*plan.map.passing, *plan.map.sources):
-            if len(inner.shape) != 5:
-                continue
-            low, high = tile.spans[inner]
-            numbers = math.prod(inner.shape) // inner.shape[plan.tiles[0].axis] * (high - low)
-            most = max(most, numbers * dtype.itemsize)
-    has_convolution = any(RULES[inner.op].operations(inner) for inner in plan.map.passing)
-    return (2 if has_convolution else 1) * most, (3 if has_convolution else 2) * most

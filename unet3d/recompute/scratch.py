@@ -1,0 +1,171 @@
+"""What lies beside maps and gradients while an instruction runs, measured on tensors without data.
+
+Each instruction is carried out once, as a pass would do it, on its first two tiles and its last: the others are like
+the second.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unet3d.recompute.maps import Map
+from unet3d.recompute.rules import State, draw_mask
+from unet3d.recompute.run import Pass, Program, derived_tensors
+from unet3d.recompute.schedule import Sent
+
+BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes of tensors, made since `reset`, that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.peak = 0
+        self._alive: dict[int, Any] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # with True, torch loads its compiler
+
+    def reset(self) -> None:
+        """Begin anew with nothing."""
+        self.bytes = 0
+        self.peak = 0
+        self._alive.clear()
+
+    def adopt(self, *tensors: Tensor) -> None:
+        """Leave tensors out of the count, and what is written into them."""
+        for tensor in tensors:
+            self._watch(tensor, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is BATCH_NORM_BACKWARD and not args[-1][0]:
+            result = (None, *result[1:])  # a fake one is made, a real one is not
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                self._watch(tensor, tensor.untyped_storage().nbytes())
+        return result
+
+    def _watch(self, tensor: Tensor, size: int) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._alive:
+            return
+        self._alive[address] = weakref.ref(storage, partial(self._release, address, size))
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+    def _release(self, address: int, size: int, _: Any) -> None:
+        if self._alive.pop(address, None) is not None:
+            self.bytes -= size
+
+
+def scratch_bytes(
+    program: Program,
+    weights: dict[str, Tensor],
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+    device: torch.device,
+) -> list[tuple[int, int]]:
+    """Return, for each map, the bytes beside maps while it is made, and while its gradient is sent."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        fake_weights: dict[str, Tensor] = {}
+        for name, tensor in weights.items():
+            fake_weights[name] = fakes.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+        fake_weights = derived_tensors(program.maps, fake_weights)
+        state = State(program.maps.axis, dtype, autocast is not None, fake_weights)
+        run = Pass(_shortened(program), state, autocast, device)
+        with torch.no_grad():
+            for value in program.maps.graph.values:
+                if value.op in ("dropout", "feature_dropout"):
+                    mask = draw_mask(value, state, device)
+                    if mask is not None:
+                        state.masks[value] = mask
+            meter = _Meter(run, dtype, device)
+            made = [meter.make(map_) for map_ in program.maps.maps]
+            sent = [meter.send(map_) for map_ in program.maps.maps]
+    return list(zip(made, sent, strict=True))
+
+
+def _shortened(program: Program) -> Program:
+    """Return a program whose maps have their first two tiles and their last alone."""
+    short = replace(program, plans={})
+    for map_ in program.maps.maps:
+        if map_.rule is None:
+            continue
+        plan = program.plan(map_)
+        if len(plan.tiles) > 3:
+            plan = replace(plan, tiles=[*plan.tiles[:2], plan.tiles[-1]])
+        short.plans[map_.index, (), None] = plan
+    return short
+
+
+class _Meter:
+    """Carries out one instruction at a time and counts its bytes."""
+
+    def __init__(self, run: Pass, dtype: torch.dtype, device: torch.device) -> None:
+        self.run = run
+        self.dtype = dtype
+        self.device = device
+        self.count = PeakBytes()
+
+    def make(self, map_: Map) -> int:
+        """Return the bytes beside the map while it is made."""
+        self._provide(map_)
+        with self.count:
+            self.run._make(map_, None, ())
+        own = self.run.maps[map_.value].untyped_storage().nbytes()
+        self._forget()
+        return max(0, self.count.peak - own)
+
+    def send(self, map_: Map) -> int:
+        """Return the bytes beside maps and gradients while the gradient of a map is sent."""
+        if map_.value not in self.run.program.wanted:
+            return 0
+        self._provide(map_)
+        gradient = torch.empty(map_.value.shape, dtype=self._dtype(map_), device=self.device)
+        self.run.gradients[map_.value] = gradient
+        self.count.adopt(gradient)
+        del gradient
+        indices = [other.index for other in self.run.by_index if other.value in map_.sources]
+        wanted = [index for index in indices if self.run.by_index[index].value in self.run.program.wanted]
+        sinks: Sequence[Sent] = [Sent(index, "new") for index in wanted]
+        self.run.state.gradients.clear()
+        with self.count:
+            self.run._pull(map_, sinks)
+        own = sum(tensor.untyped_storage().nbytes() for tensor in self.run.state.gradients.values())
+        for index in wanted:
+            tensor = self.run.gradients[self.run.by_index[index].value]
+            own += 0 if tensor is None else tensor.untyped_storage().nbytes()
+        self._forget()
+        return max(0, self.count.peak - own)
+
+    def _provide(self, map_: Map) -> None:
+        """Put the sources there."""
+        self.count.reset()
+        known = {other.value: other for other in self.run.by_index}
+        for source in map_.sources:
+            dtype = self._dtype(known[source]) if source in known else self.dtype
+            self.run.maps[source] = torch.empty(source.shape, dtype=dtype, device=self.device)
+            self.count.adopt(self.run.maps[source])
+
+    def _dtype(self, map_: Map) -> torch.dtype:
+        if map_.rule is None or not map_.value.dtype.is_floating_point:
+            return map_.value.dtype
+        return self.dtype
+
+    def _forget(self) -> None:
+        self.run.maps.clear()
+        self.run.gradients.clear()
+        self.run.state.gradients.clear()
+        self.run.state.prepared.clear()
