@@ -188,7 +188,7 @@ def _further(subject: MemoryEstimate) -> Table:
                 mib(option.peak_bytes),
                 mib(less),
                 percent(less, subject.peak),
-                f"{option.recompute_fraction:+.0%}",
+                f"{option.step_recompute_fraction:+.0%}",
                 option.changes,
             ]
         )

@@ -95,7 +95,7 @@ class MemoryEstimate:
             config=self.config,
             model=self.options,
             peak_bytes=self.peak,
-            recompute_fraction=self.segments.recompute_fraction / PASSES,
+            step_recompute_fraction=self.segments.forward_recompute_fraction / PASSES,
             reserved_bytes=self.entry.get("reserved_bytes", 0),
         )
 
