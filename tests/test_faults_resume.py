@@ -147,6 +147,7 @@ def test_another_network_is_refused_and_another_rate_is_reported() -> None:
         with pytest.raises(UserError, match=f"optim.{option}: 1 -> 2"):
             refuse_changes({"optim": {option: 1}}, {"optim": {option: 2}})
     assert refuse_changes(before, before | {"optim": {"lr": 0.2}, "resume": "run"}) == ["optim.lr: 0.1 -> 0.2"]
+    assert refuse_changes({"batch_timeout": 1}, {"batch_timeout": 2}), "an option that only begins like a fixed one"
     with pytest.raises(UserError, match=r"torch\.bfloat16 -> torch\.float16"):
         refuse_other_data(
             {"files": {}, "mixed precision": "torch.bfloat16"}, {"files": {}, "mixed precision": "torch.float16"}

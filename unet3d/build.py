@@ -23,7 +23,7 @@ from unet3d.data.synthetic import phantom_header
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.training.inference import Predictor
-from unet3d.training.losses import CUDA_SLAB, LOSSES, LossOptions, SegmentationLoss
+from unet3d.training.losses import CUDA_CHUNK, LOSSES, LossOptions, SegmentationLoss
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.slab_run import SlabOptions
 
@@ -200,9 +200,9 @@ def loss(config: Config, classes: int, device: torch.device | str = "cpu") -> Se
         raise UserError(f"loss.weights={weights}: {classes} classes need {classes} weights")
     function = LOSSES[config.loss.name] if path is None else import_object("loss.path", path)
     tensor = None if weights is None else torch.tensor(weights, device=device)
-    slab = CUDA_SLAB if device_type(config) == "cuda" else None
+    chunk = CUDA_CHUNK if device_type(config) == "cuda" else None
     network = None if config.model.path is None else (config.model.path, classes)
-    return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice, slab), path, network)
+    return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice, chunk), path, network)
 
 
 def patches_per_rank(config: Config) -> int:

@@ -30,7 +30,7 @@ from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter, open_meter
 from unet3d.memory.simulate import simulate
-from unet3d.training.losses import CUDA_SLAB, LossOptions, SegmentationLoss, dice_ce
+from unet3d.training.losses import CUDA_CHUNK, LossOptions, SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.step import train_step
 
@@ -157,7 +157,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         network = nn.Sequential(FinestFirst(NETWORKS[name](options))).to(device)
         policy = MemoryPolicy(device, None if options.amp == "off" else amp_dtype(options.amp, device))
     optimizer = torch.optim.SGD(network.parameters(), 1e-2, momentum=0.99, nesterov=True)
-    loss = SegmentationLoss(dice_ce, LossOptions(slab=CUDA_SLAB if device == "cuda" else None))
+    loss = SegmentationLoss(dice_ce, LossOptions(chunk=CUDA_CHUNK if device == "cuda" else None))
     scaler, size = policy.scaler(), (options.batch, *options.patch)
     batch = Batch(torch.randn(options.batch, 1, *options.patch), torch.randint(0, options.classes, size).short())
     seconds, before = [], resident()

@@ -216,7 +216,7 @@ def test_the_peak_of_slabs_is_estimated_from_one_micro_batch(words: list[str]) -
     asked = option("batch=1", "data.patch=[4,16,24]", *words)
     peak, price = estimated_in_slabs(asked.config, asked.model)
     true = simulated(asked)
-    truth, again = true.peak_bytes, true.recompute_fraction * PASSES
+    truth, again = true.peak_bytes, true.step_recompute_fraction * PASSES
     gradients = 4 * sum(p.numel() for p in build.model(asked.model, 0).parameters())
     assert truth <= peak <= truth + gradients
     assert price == pytest.approx(again) and again >= 0
@@ -226,7 +226,7 @@ def test_the_peak_of_slabs_is_estimated_from_one_micro_batch(words: list[str]) -
 def test_slabs_cost_convolutions_and_lean_none() -> None:
     large = ("batch=1", "data.patch=[4,24,40]")
     prices = [simulated(option(lever, *large)) for lever in ("lean=true", "slab=auto")]
-    assert prices[0].recompute_fraction < 0.03 < prices[1].recompute_fraction < 0.5
+    assert prices[0].step_recompute_fraction < 0.03 < prices[1].step_recompute_fraction < 0.5
     assert prices[1].peak_bytes < prices[0].peak_bytes < profile_stages(*option(*large)[2:4]).peak
 
 
@@ -439,7 +439,7 @@ def test_a_budget_that_was_too_high_is_the_first_thing_to_go(without_slabs: None
 def test_an_option_is_simulated_with_the_segments_that_a_run_chooses() -> None:
     asked = option("ckpt=2", "optim=adamw")
     found = simulated(asked)
-    assert found.segments == 2 and found.recompute_fraction > 0
+    assert found.segments == 2 and found.step_recompute_fraction > 0
     memory = preflight(asked.config, asked.model).memory
     assert memory["predicted"]["peak_bytes"] == found.peak_bytes
     assert memory["without"] == {"ckpt=2": profile_stages(asked.config, asked.model).peak}

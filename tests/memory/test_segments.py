@@ -17,15 +17,15 @@ from unet3d.config.schema import Config
 from unet3d.memory.checkpoint_plan import (
     best_segment_starts,
     choose_segments,
-    estimated_steady_peak,
+    simulated_steady_peak,
 )
 from unet3d.memory.simulate import SegmentStarts, simulate
 from unet3d.memory.stage_profile import (
     StageProfile,
     estimated_peak,
+    forward_recompute_fraction,
     partitions,
     profile_stages,
-    recompute_fraction,
 )
 
 SMALL = ("model=unet_tiny", "model.features=[8,16]", *PLAIN)  # 4 stages
@@ -99,8 +99,8 @@ def test_with_a_budget_auto_recomputes_as_little_as_fits(share: float) -> None:
     budget = int(low + share * (whole - low)) // 2**10 * 2**10
     frugal = chosen("auto", *SMALL, budget=f"{budget / 2**20}MiB")
     assert true_peak(frugal, *SMALL) <= budget
-    limit = recompute_fraction(profile, frugal)
-    cheaper = [choice for choice in partitions(4, 4) if recompute_fraction(profile, choice) < limit]
+    limit = forward_recompute_fraction(profile, frugal)
+    cheaper = [choice for choice in partitions(4, 4) if forward_recompute_fraction(profile, choice) < limit]
     assert all(true_peak(segment_starts, *SMALL) > budget for segment_starts in cheaper)
 
 
@@ -129,7 +129,7 @@ def test_segments_that_just_do_not_fit_hide_none_that_recomputes_more() -> None:
         optimizer_state=0,
     )
     segment_starts = best_segment_starts(even, 1, count, partial(estimated_peak, even), budget=39)
-    assert estimated_peak(even, segment_starts) <= 39 and recompute_fraction(even, segment_starts) == 0.7
+    assert estimated_peak(even, segment_starts) <= 39 and forward_recompute_fraction(even, segment_starts) == 0.7
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_one_simulated_step_gives_the_peak_of_later_ones() -> None:
     """What a budget is compared with is what the run is predicted to need."""
     overrides = ("model=unet_tiny", "model.features=[8,16]", "amp=true")
     asked = config(*overrides)
-    found = estimated_steady_peak(asked, asked.model, profiled(*overrides), (0, 2, 3))
+    found = simulated_steady_peak(asked, asked.model, profiled(*overrides), (0, 2, 3))
     assert found == true_peak((0, 2, 3), *overrides)
 
 

@@ -19,7 +19,7 @@ from unet3d.config.schema import Config
 from unet3d.memory.ledger import Ledger
 from unet3d.training import losses
 from unet3d.training.losses import (
-    BY_SLABS,
+    IN_CHUNKS,
     LOSSES,
     LossOptions,
     LossTerm,
@@ -73,7 +73,7 @@ def test_a_decorated_function_is_a_loss_by_its_name(mine: LossTerm) -> None:
 
 def test_the_names_can_be_read_without_torch() -> None:
     """The config, its help and its errors read them so."""
-    assert [*NAMES] == [*LOSSES] and {*BY_SLABS} <= {*LOSSES.values()}
+    assert [*NAMES] == [*LOSSES] and {*IN_CHUNKS} <= {*LOSSES.values()}
 
 
 def test_cross_entropy_is_torchs() -> None:
@@ -132,10 +132,10 @@ def plain(name: str, logits: Tensor, label: Tensor, options: LossOptions) -> Ten
 
 
 @pytest.mark.parametrize("weights", [None, torch.rand(7, dtype=torch.float64) + 0.1], ids=("even", "weighted"))
-@pytest.mark.parametrize(("batch_dice", "slab"), [(True, 900), (False, None)], ids=("ten slabs", "as on the CPU"))
-@pytest.mark.parametrize("function", BY_SLABS)
+@pytest.mark.parametrize(("batch_dice", "chunk"), [(True, 900), (False, None)], ids=("ten chunks", "as on the CPU"))
+@pytest.mark.parametrize("function", IN_CHUNKS)
 def test_value_and_gradient_are_those_of_whole_maps(
-    function: LossTerm, batch_dice: bool, slab: int | None, weights: Tensor
+    function: LossTerm, batch_dice: bool, chunk: int | None, weights: Tensor
 ) -> None:
     generator, convolution = torch.Generator().manual_seed(0), torch.nn.Conv3d(2, 7, 1).double()
     image = torch.randn(2, 2, 19, 6, 5, generator=generator, dtype=torch.float64)
@@ -144,7 +144,7 @@ def test_value_and_gradient_are_those_of_whole_maps(
     found = []
     for loss in (function, functools.partial(plain, function.__name__)):
         convolution.zero_grad()
-        value = loss(convolution(image), label, LossOptions(weights, batch_dice, slab))
+        value = loss(convolution(image), label, LossOptions(weights, batch_dice, chunk))
         (3 * value).backward()
         assert convolution.weight.grad is not None
         found.append((value.detach(), convolution.weight.grad))
@@ -199,21 +199,21 @@ def test_many_classes_need_little_more_than_their_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "slab", "slabs"),
+    ("length", "chunk", "chunks"),
     [(2, None, 1), (4, None, 2), (128, None, 16), (128, 2**22, 1), (128, 2**16, 3), (128, 1, 128)],
 )
-def test_a_map_is_cut_into_slabs_by_its_size(length: int, slab: int | None, slabs: int) -> None:
+def test_a_map_is_cut_into_chunks_by_its_size(length: int, chunk: int | None, chunks: int) -> None:
     """Of 2 images and 3 classes, 15 x 16 voxels wide: 1440 numbers a row."""
     logits, calls = torch.randn(2, 3, length, 15, 16), Calls()
     with calls:
-        dice_ce(logits, torch.zeros(2, length, 15, 16, dtype=torch.int16), LossOptions(slab=slab))
-    assert calls.counts[torch.ops.aten._log_softmax.default] == slabs
+        dice_ce(logits, torch.zeros(2, length, 15, 16, dtype=torch.int16), LossOptions(chunk=chunk))
+    assert calls.counts[torch.ops.aten._log_softmax.default] == chunks
 
 
 def test_for_a_gpu_small_maps_are_computed_whole_with_weights_on_the_device() -> None:
     config = compose.compose(["device=cuda", "loss.weights=[1,2,3]"])
     options = build.loss(config, 3, "meta").options
-    assert options.slab is not None and options.slab >= 2 * 3 * 64**3
+    assert options.chunk is not None and options.chunk >= 2 * 3 * 64**3
     assert options.weights is not None and options.weights.device.type == "meta"
 
 

@@ -16,7 +16,8 @@ ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.
 class Stop:
     """Call it to know whether a signal has asked to stop. A second SIGINT raises KeyboardInterrupt at once.
 
-    With several ranks, signals are always `deferred`: all ranks stop after the same step.
+    With several ranks a signal only sets the flag, so that all stop after the same step; within `interruptible` (a
+    validation) it raises, and `signal_on_any_rank` tells the others after the case.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ def _run_nothing(_: DictConfig) -> None:
     raise AssertionError("a flag that only shows something runs no job")
 
 
-def searched(overrides: Iterable[str]) -> list[str]:
+def searchpath_overrides(overrides: Iterable[str]) -> list[str]:
     """Return the overrides that add folders of YAML files, without which others may not compose."""
     return [word for word in overrides if word.startswith("hydra.searchpath=")]
 
@@ -47,14 +47,14 @@ class CurrentJob(NamedTuple):
     number: int
     folder: Path
     overrides: list[str]
-    searched: list[str]  # its overrides that add folders of YAML files
+    searchpath_overrides: list[str]  # its overrides that add folders of YAML files
 
 
 def current_job() -> CurrentJob:
     """Return the job whose task calls this, as its launcher has set it."""
     asked = HydraConfig.get()
     folder = Path(asked.runtime.output_dir)
-    return CurrentJob(asked.job.num, folder, list(asked.overrides.task), searched(asked.overrides.hydra))
+    return CurrentJob(asked.job.num, folder, list(asked.overrides.task), searchpath_overrides(asked.overrides.hydra))
 
 
 def launch(

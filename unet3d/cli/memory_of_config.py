@@ -18,7 +18,7 @@ from unet3d.config import compose
 from unet3d.memory import analysis, budget, tables
 from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.preflight import MemoryEstimate, estimate, slab_words
+from unet3d.memory.preflight import MemoryEstimate, estimate, slab_line
 from unet3d.memory.usual_estimates import usual_estimates
 from unet3d.report import memory_plots, record, report
 from unet3d.run.pretrained import with_init_names
@@ -147,7 +147,8 @@ def _of_the_peak(subject: MemoryEstimate, sentence: str) -> Iterator[Section]:
     """Yield how high the peak is, when it is, and what it is made of."""
     entry = subject.entry
     yield _summary(subject)
-    yield f"predicted peak of a step: {mib(subject.peak)} MiB ({entry['kind']}), {tables.moment(entry)}"
+    kind = tables.predicted_kind(entry)
+    yield f"predicted peak of a step: {mib(subject.peak)} MiB ({kind}), {tables.moment(entry)}"
     yield sentence
     yield "What the prediction includes", _kinds_of_peak(subject)
     for line in (tables.guessed(entry), tables.cuda_sizes(entry)):
@@ -188,7 +189,7 @@ def _further(subject: MemoryEstimate) -> Table:
                 mib(option.peak_bytes),
                 mib(less),
                 percent(less, subject.peak),
-                f"{option.recompute_fraction:+.0%}",
+                f"{option.step_recompute_fraction:+.0%}",
                 option.changes,
             ]
         )
@@ -204,11 +205,11 @@ def _summary(subject: MemoryEstimate) -> str:
         number = "any number of" if config.ckpt == "auto" else f"at most {config.ckpt}"
         recompute = f"{number} checkpointed segments"
     else:
-        recompute = ", ".join(slab_words(config)) or "no checkpointing"
+        recompute = slab_line(config) or "no checkpointing"
     patch = "x".join(map(str, config.data.patch))
     return (
         f"{subject.name}: {subject.parameters:,} parameters; patch {patch}, batch {config.batch}, {precision}, "
-        f"{recompute}, on {build.device_type(config)}"
+        f"on {build.device_type(config)}; {recompute}"
     )
 
 

@@ -207,7 +207,7 @@ def _row_of_fit(option: budget.Candidate, limit: int) -> list[str]:
     return [
         mib(option.peak_bytes),
         "yes" if option.occupied_bytes <= limit else "",
-        f"{option.recompute_fraction:+.0%}",
+        f"{option.step_recompute_fraction:+.0%}",
         str(option.segments) if option.segments > 1 else "",
         "" if option.changes == "nothing" else option.changes,
         " ".join(option.overrides),

@@ -62,7 +62,7 @@ def plan_arguments(arguments: Arguments) -> PlannedRun | Sequence[Job]:
 
 def plan_run(composed: Composed) -> PlannedRun:
     """Return the run of a command line. Raises UserError before anything is touched."""
-    overrides = [*hydra_app.searched(composed.overrides), *composed.task_overrides]
+    overrides = [*hydra_app.searchpath_overrides(composed.overrides), *composed.task_overrides]
     for word in composed.overrides:
         if word.startswith("hydra") and not word.startswith(HYDRA_OPTIONS):
             lifecycle.print_error(f"warning: {word}: does nothing for a run, which is not Hydra's to start")

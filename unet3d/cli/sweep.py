@@ -157,11 +157,14 @@ def _exit_code(job: Job, before: int) -> int:
     return lifecycle.print_error(f"{job.folder}: the job did not begin", 1)
 
 
-def run_job(folder: Path, overrides: list[str], searched: list[str]) -> int:
-    """Run a job in a process of its own, which goes on where its folder has a checkpoint. Return its exit code."""
+def run_job(folder: Path, overrides: list[str], searchpath_overrides: list[str]) -> int:
+    """Run a job in a process of its own, which goes on where its folder has a checkpoint. Return its exit code.
+
+    `searchpath_overrides` add the folders of YAML files that `overrides` may name.
+    """
     before, _ = lifecycle.status(folder)
     run_folder = lifecycle.path_option("hydra.run.dir", folder.resolve())
-    words = [*overrides, *searched, GOES_ON, run_folder]
+    words = [*overrides, *searchpath_overrides, GOES_ON, run_folder]
     code, is_asked = lifecycle.run_process([sys.executable, "-m", "unet3d.cli.train", *words])
     if is_asked:
         stopped.set()

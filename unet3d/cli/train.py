@@ -130,9 +130,9 @@ def job_of_sweep(tree: DictConfig) -> None:
         return
     print(f"job {asked.number}: {escaped(' '.join(asked.overrides))}", flush=True)
     if tree.dry_run:  # in this process: fake tensors leave nothing behind, and torch need not load for each job
-        lifecycle.run(job, compose.load(tree), asked.folder, [*asked.searched, *asked.overrides])
+        lifecycle.run(job, compose.load(tree), asked.folder, [*asked.searchpath_overrides, *asked.overrides])
     else:
-        sweep.run_job(asked.folder, asked.overrides, asked.searched)
+        sweep.run_job(asked.folder, asked.overrides, asked.searchpath_overrides)
 
 
 if __name__ == "__main__":

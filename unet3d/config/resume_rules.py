@@ -13,7 +13,7 @@ from unet3d.config.hydra_errors import ABOUT, in_one_line
 from unet3d.config.rules import IMPORTS
 from unet3d.config.schema import Config
 
-# Options that a resumed run may not change: it would be another run.
+# Options that a resumed run may not change: it would be another run. One that ends in a dot stands for a whole group.
 FIXED = (
     "model.",
     "data.",
@@ -24,7 +24,8 @@ FIXED = (
     "amp",
     "channels_last",
     "init",
-    "optim.init_",
+    "optim.init_lr",
+    "optim.init_names",
     "optim.name",
     "optim.average",
     "optim.weight_decay",
@@ -39,7 +40,6 @@ FREE = (
     "data.cache_root",
     "data.allow_outside",
     "data.fingerprint",
-    "amp_dtype",
 )
 
 
@@ -57,11 +57,17 @@ def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[st
             continue
         change = f"{name}: {old[name]} -> {new[name]}"
         changes.append(change)
-        if name.startswith(FIXED) and name not in FREE:
+        if _is_fixed(name):
             refused.append(change)
     if refused:
         raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(refused)}")
     return changes
+
+
+def _is_fixed(name: str) -> bool:
+    """Return whether an option, or the group that it is in, is FIXED."""
+    group, dot, _ = name.partition(".")
+    return (name in FIXED or group + dot in FIXED) and name not in FREE
 
 
 def resumed(values: Mapping[Any, Any], folder: str, composed: Composed) -> Config:

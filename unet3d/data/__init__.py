@@ -6,7 +6,7 @@ In reading order:
 - `cases`, `dataset_json`, `labels`: layouts, dataset.json, and labels that become classes.
 - `synthetic`: the phantom and MNI152, which are generated.
 - `nifti`, `nifti_labels`, `nifti_write`: NIfTI files, header before voxels.
-- `image_files`, `hashes`, `headers`: the scan, which opens each file once.
+- `image_files`, `hashes`, `headers`: the scan, which keeps up to 256 files open for the reading of their voxels.
 - `validate`, `twins`, `planner`: what the headers and voxels say is wrong, and options that suit.
 - `grids`, `volume`, `restore`: a case on the network's grid, and predictions back on the file's.
 - `preprocess`, `intensity`, `sparse`: a volume as a training case.

@@ -1,4 +1,7 @@
-"""The files of a data set, opened once: the header, the hash and the voxels of a case come from the same bytes."""
+"""The files of a data set, kept open between their scan and the reading of their voxels, and so opened once.
+
+Header, hash and voxels then come from the same bytes. That is for up to 256 files; the rest are opened again.
+"""
 
 import resource
 from collections.abc import Iterator

@@ -50,9 +50,10 @@ def relabelling(names: Mapping[int, str], ignore: int | None, data: Data) -> tup
 
 
 def written_values(data: Data, classes: int) -> tuple[int, ...]:
-    """Return the value of each class in label maps that are written: its label in the files, where it has one.
+    """Return the value of each class in label maps that are written; 0 for background.
 
-    A class of several labels has its number. So has every class where that number would be another's label.
+    A class of one label is written as that label, a class of several as its class number. If two classes would then
+    share a value, all classes are written as their numbers.
     """
     numbers = tuple(range(classes))
     if data.label_map is None:

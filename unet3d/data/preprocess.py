@@ -53,7 +53,10 @@ class CaseReader:
         return cached(self.cache, case, self._prepare if self.disk is None else self._map)
 
     def read_volume(self, case: Case) -> Volume:
-        """Read the volume as stored, except for orientation and spacing. Raises UserError."""
+        """Read the volume on the network's grid, not yet normalised. Raises UserError.
+
+        Labels are classes already, and with data.nonfinite=zero NaN and infinite voxels are 0.
+        """
         dataset = self.dataset
         volume = read_volume(
             case,

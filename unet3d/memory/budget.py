@@ -14,9 +14,9 @@ from unet3d.base.progress import track
 from unet3d.base.types import mib
 from unet3d.config.schema import Config, Model
 from unet3d.memory.checkpoint_plan import SLACK, choose_segments
-from unet3d.memory.peak import estimated_in_slabs, slab_recompute_fraction, step_peak
+from unet3d.memory.peak import estimated_in_slabs, forward_recompute_fraction_in_slabs, step_peak
 from unet3d.memory.simulate import SegmentStarts, memoized
-from unet3d.memory.stage_profile import estimated_peak, partitions, profile_stages, recompute_fraction
+from unet3d.memory.stage_profile import estimated_peak, forward_recompute_fraction, partitions, profile_stages
 from unet3d.memory.variants import (
     cheaper_activation,
     depends_on_batch,
@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
     config: Config
     model: Model
     peak_bytes: int = 0
-    recompute_fraction: float = 0  # convolution FLOPs computed twice, as a share of a step's
+    step_recompute_fraction: float = 0  # convolution FLOPs computed twice, as a share of a step's
     segments: int = 1
     is_simulated: bool = True  # else the peak is estimated, see `stage_profile.estimated_peak`
     reserved_bytes: int = 0  # by CUDA's allocator; 0 on the CPU, and where it is not known
@@ -61,7 +61,7 @@ class Candidate(NamedTuple):
 
     def cost(self) -> tuple[int, float, int, int]:
         """Return the order of preference: the same result, then less recomputation, then fewer overrides."""
-        return CHANGES[self.changes], self.recompute_fraction, len(self.overrides), self.peak_bytes
+        return CHANGES[self.changes], self.step_recompute_fraction, len(self.overrides), self.peak_bytes
 
 
 @memoized
@@ -70,14 +70,14 @@ def simulated(candidate: Candidate) -> Candidate:
     config = candidate.config
     if config.lean or config.slab:
         segment_starts: SegmentStarts = ()
-        fraction = slab_recompute_fraction(config, candidate.model)
+        fraction = forward_recompute_fraction_in_slabs(config, candidate.model)
     else:
         segment_starts, fraction = choose_segments(config, candidate.model)
     peak = step_peak(config, candidate.model, segment_starts)
     return candidate._replace(
         peak_bytes=peak.peak_bytes,
         reserved_bytes=peak.reserved_bytes,
-        recompute_fraction=fraction / PASSES,
+        step_recompute_fraction=fraction / PASSES,
         segments=max(1, len(segment_starts)),
         is_simulated=True,
     )
@@ -150,7 +150,7 @@ def _in_slabs(way: Candidate) -> Iterator[Candidate]:
     """Yield the way with its estimated peak; nothing where slabs have no rule for a part of the user's own."""
     with suppress(UserError):
         peak, fraction = estimated_in_slabs(way.config, way.model)
-        yield way._replace(peak_bytes=peak, recompute_fraction=fraction / PASSES, is_simulated=False)
+        yield way._replace(peak_bytes=peak, step_recompute_fraction=fraction / PASSES, is_simulated=False)
 
 
 def _in_segments(way: Candidate, asked_ckpt: Any) -> Iterator[Candidate]:
@@ -169,7 +169,7 @@ def _in_segments(way: Candidate, asked_ckpt: Any) -> Iterator[Candidate]:
             overrides=overrides,
             config=replace(way.config, ckpt="auto"),
             peak_bytes=estimated_peak(profile, split),
-            recompute_fraction=recompute_fraction(profile, split) / PASSES,
+            step_recompute_fraction=forward_recompute_fraction(profile, split) / PASSES,
             segments=len(split),
             is_simulated=False,
         )

@@ -1,4 +1,7 @@
-"""The split of a network into checkpointed segments, chosen from one simulated step without checkpointing."""
+"""The split of a network into checkpointed segments.
+
+All splits are estimated from one simulated step without checkpointing; where several are likely, these are simulated.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,22 +22,22 @@ from unet3d.memory.simulate import SegmentStarts, memoized, simulate, step_key
 from unet3d.memory.stage_profile import (
     StageProfile,
     estimated_peak,
+    forward_recompute_fraction,
     partitions,
     profile_stages,
-    recompute_fraction,
 )
 
 SLACK = 1.11  # an estimated peak is at most this many times the simulated one
-TRIED = 3  # choices simulated for a budget, of those with the same recompute fraction
+TRIED = 3  # splits simulated for a budget, of those that recompute as much
 
 Measure = Callable[[SegmentStarts], int]
 
 
 class Segments(NamedTuple):
-    """The first stage of each checkpointed segment, () for none, and the share of a forward pass that is recomputed."""
+    """The checkpointed segments of a network."""
 
-    segment_starts: SegmentStarts
-    recompute_fraction: float
+    segment_starts: SegmentStarts  # the first stage of each; () without checkpointing
+    forward_recompute_fraction: float  # convolution FLOPs computed twice, as a share of a forward pass
 
 
 def choose_segments(config: Config, model_config: Model) -> Segments:
@@ -58,11 +61,11 @@ def choose_segments(config: Config, model_config: Model) -> Segments:
     budget = None
     if is_auto and config.budget is not None:
         budget = budget_bytes(config.budget)
-    measure: Measure = partial(estimated_steady_peak, config, model_config, profile)
+    measure: Measure = partial(simulated_steady_peak, config, model_config, profile)
     if budget is not None and build.device_type(config) == "cuda":  # it is of what the allocator reserves
         measure = partial(_reserved, config, model_config)
     segment_starts = best_segment_starts(profile, least, most, measure, budget)
-    return Segments(segment_starts, recompute_fraction(profile, segment_starts))
+    return Segments(segment_starts, forward_recompute_fraction(profile, segment_starts))
 
 
 def best_segment_starts(
@@ -74,9 +77,9 @@ def best_segment_starts(
 ) -> SegmentStarts:
     """Return the split into `least` to `most` segments with the lowest peak, () for one.
 
-    For a `budget` in bytes, return the split that fits and recomputes least. `measure` simulates what a split needs:
-    its peak or, for a budget on CUDA, what it reserves. Where another segment does not help there are fewer: more never
-    need more.
+    For a `budget` in bytes, return () where the step without checkpointing fits, else the split that fits and
+    recomputes least; where none fits, the lowest peak. `measure` simulates what a split needs: its peak or, for a
+    budget on CUDA, what it reserves. Where another segment does not help there are fewer: more never need more.
     """
     if budget is not None:
         if max(profile.peak, profile.reserved) <= budget:
@@ -93,17 +96,17 @@ def best_segment_starts(
     best = candidates[0]
     if len(candidates) > 1:
         peaks = {choice: measure(choice) for choice in track(candidates, "segment choices", len(candidates))}
-        best = min(candidates, key=lambda choice: (peaks[choice], recompute_fraction(profile, choice)))
+        best = min(candidates, key=lambda choice: (peaks[choice], forward_recompute_fraction(profile, choice)))
     return best if len(best) > 1 else ()
 
 
 def _estimated_cost(profile: StageProfile, segment_starts: SegmentStarts) -> tuple[int, float]:
-    return estimated_peak(profile, segment_starts), recompute_fraction(profile, segment_starts)
+    return estimated_peak(profile, segment_starts), forward_recompute_fraction(profile, segment_starts)
 
 
 def _likely(profile: StageProfile, most: int, budget: int) -> Iterator[SegmentStarts]:
     """Yield splits that may fit, the least recomputed first; of equal ones, the few with the lowest peaks."""
-    fraction = partial(recompute_fraction, profile)
+    fraction = partial(forward_recompute_fraction, profile)
     splits = partitions(len(profile.forward), most)
     in_order = sorted(splits, key=lambda choice: _estimated_cost(profile, choice)[::-1])
     for _, equals in groupby(in_order, key=fraction):
@@ -111,13 +114,13 @@ def _likely(profile: StageProfile, most: int, budget: int) -> Iterator[SegmentSt
         yield from islice(fitting, TRIED)
 
 
-def estimated_steady_peak(
+def simulated_steady_peak(
     config: Config,
     model_config: Model,
     profile: StageProfile,
     segment_starts: SegmentStarts,
 ) -> int:
-    """Return the peak of later steps, in bytes, from one SGD step: the optimizer changes the update phase alone."""
+    """Simulate one SGD step; return the peak of later steps (bytes). The optimizer changes the update phase alone."""
     first = replace(step_key(config), optim=PLAIN_SGD)
     peak = _first_step_peak(first, model_config, segment_starts)
     return max(profile.update, peak + profile.optimizer_state)

@@ -95,7 +95,7 @@ def _lines(asked: Candidate, rows: Iterable[Candidate]) -> Iterator[str]:
         if row is not asked:
             saves = mib(asked.peak_bytes - row.peak_bytes)
             changes = f"{row.changes + ':':<12} {' '.join(row.overrides)}"
-        yield f"  {peak:>10} {saves:>10} {row.recompute_fraction:>10.0%}  {changes}"
+        yield f"  {peak:>10} {saves:>10} {row.step_recompute_fraction:>10.0%}  {changes}"
 
 
 def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIENCE) -> Iterator[str]:

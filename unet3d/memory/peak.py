@@ -37,16 +37,16 @@ def step_peak(config: Config, model_config: Model, segment_starts: SegmentStarts
     return StepPeak(profile.peak, profile.reserved)
 
 
-def slab_recompute_fraction(config: Config, model_config: Model) -> float:
+def forward_recompute_fraction_in_slabs(config: Config, model_config: Model) -> float:
     """Return what a step with `lean` or `slab` convolves beyond a plain forward pass, as a share of that."""
     step = _simulated(step_key(config), model_config, (), STEPS_FOR_PEAK)
     return _beyond_forward(config, model_config, step)
 
 
 def estimated_in_slabs(config: Config, model_config: Model) -> tuple[int, float]:
-    """Return the peak with `lean` or `slab` and its recompute fraction, from one micro-batch of a first step.
+    """Return the peak with `lean` or `slab`, and the share of a forward pass that such a step recomputes.
 
-    A peak early in backward is overestimated by the gradients.
+    Both are from one micro-batch of a first step. A peak early in backward is overestimated by the gradients.
     """
     first = replace(step_key(config), optim=PLAIN_SGD, accumulate=1)
     step = _simulated(first, model_config, (), 1)

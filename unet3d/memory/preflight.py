@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +24,15 @@ from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.out_of_memory import refuse_over_budget, refuse_over_card, warn_over_card
 from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_model, simulate, validation_peak
-from unet3d.memory.tables import cuda_sizes, guessed, moment, peak_location, sentence, workspace_bound
+from unet3d.memory.tables import (
+    cuda_sizes,
+    guessed,
+    moment,
+    peak_location,
+    predicted_kind,
+    sentence,
+    workspace_bound,
+)
 from unet3d.memory.usual_estimates import LayerCount, layer_counts
 from unet3d.training import known_bad
 
@@ -95,7 +103,7 @@ class MemoryEstimate:
             config=self.config,
             model=self.options,
             peak_bytes=self.peak,
-            recompute_fraction=self.segments.recompute_fraction / PASSES,
+            step_recompute_fraction=self.segments.forward_recompute_fraction / PASSES,
             reserved_bytes=self.entry.get("reserved_bytes", 0),
         )
 
@@ -156,14 +164,17 @@ def preflight(config: Config, model_config: Model) -> Preflight:
             print(f"this machine has {mib(host_bytes())} MiB of memory, which is less", flush=True)
         counter.advance()
     segment_starts = subject.segments.segment_starts
-    first_stages = [subject.stages[start] for start in segment_starts]
+    segments = [subject.stages[start] for start in segment_starts]
+    in_slabs = slab_line(config)
+    if in_slabs:
+        segments.append(in_slabs)
     memory: dict[str, Any] = {
         "parameters": subject.parameters,
         "predicted": subject.entry,
         "advice": location,
         "predicted_validation_bytes": validation,
         "without": without,
-        "segments": first_stages or list(slab_words(config)),
+        "segments": segments,
     }
     return Preflight(segment_starts, memory)
 
@@ -180,7 +191,7 @@ def _print_step(subject: MemoryEstimate) -> None:
     """Print the predicted peak of the step, and what the prediction leaves out."""
     entry = subject.entry
     config = subject.config
-    peak = f"predicted peak of a step {mib(subject.peak)} MiB ({entry['kind']}), {moment(entry)}"
+    peak = f"predicted peak of a step {mib(subject.peak)} MiB ({predicted_kind(entry)}), {moment(entry)}"
     print(f"{subject.parameters:,} parameters; {peak}", flush=True)
     if entry.get("guesses"):
         print(guessed(entry), flush=True)
@@ -232,9 +243,10 @@ def _print_options(subject: MemoryEstimate, without: dict[str, int]) -> None:
         print(f"{', '.join(peaks)} MiB (predicted)")
     segment_starts = subject.segments.segment_starts
     if segment_starts:
-        print(f"checkpointed segments: {segment_names(subject.stages, segment_starts)}")
-    for line in slab_words(subject.config):
-        print(line)
+        print(segment_line(subject.stages, segment_starts))
+    in_slabs = slab_line(subject.config)
+    if in_slabs:
+        print(in_slabs)
     sys.stdout.flush()
 
 
@@ -248,20 +260,23 @@ def _print_validation(subject: MemoryEstimate, validation: int, windows: int) ->
         print("the sums of its windows are kept on the GPU only where they fit, otherwise in host memory", flush=True)
 
 
-def slab_words(config: Config) -> Iterator[str]:
-    """Yield a line on how a step runs in slabs, if it does."""
+def slab_line(config: Config) -> str:
+    """Return what `lean` or `slab` recomputes, and how many rows at a time; "" without them."""
     slabs = build.slabs(config)
     if slabs is None:
-        return
+        return ""
     rows = "1 row" if slabs.rows == 1 else f"{slabs.rows} rows"
-    maps = "raw maps are kept" if slabs.is_lean else "maps are recomputed"
-    yield f"slabs of {rows} along {'DHW'[slabs.axis - 2]}; {maps}"
+    rows_of_axis = f"{rows} along {'xyz'[slabs.axis - 2]}"
+    if slabs.is_lean:
+        return f"lean: backward recomputes {rows_of_axis} at a time; outputs of convolutions are kept"
+    return f"slab: backward recomputes {rows_of_axis} at a time, convolutions too"
 
 
-def segment_names(names: list[str], segment_starts: SegmentStarts) -> str:
-    """Return `inc | down1 to up2 | up3, outc (not recomputed)`."""
+def segment_line(names: list[str], segment_starts: SegmentStarts) -> str:
+    """Return `recomputed in backward: inc | down1 to up2; kept: up3, outc`, from the names of all stages."""
     segments = []
     for start, end in pairwise([*segment_starts, len(names)]):
         stages = names[start:end]
         segments.append(f"{stages[0]} to {stages[-1]}" if len(stages) > 2 else ", ".join(stages))
-    return f"{' | '.join(segments)} (not recomputed)"
+    *recomputed, last = segments
+    return f"recomputed in backward: {' | '.join(recomputed)}; kept: {last}"

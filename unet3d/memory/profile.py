@@ -93,7 +93,8 @@ class Explanation:
 
     def _parts(self) -> Iterator[str | tuple[str, Table]]:
         yield f"{self.name}: {self.parameters:,} parameters; {self.about}"
-        yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({self.entry['kind']})"
+        kind = tables.predicted_kind(self.entry) if self.kind == "predicted" else self.entry["kind"]
+        yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({kind})"
         yield f"peak reached in {tables.moment(self.ledger)}"
         for line_on in (tables.guessed, tables.workspace_bound, tables.largest_workspaces, tables.cuda_sizes):
             line = line_on(self.entry)

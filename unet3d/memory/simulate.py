@@ -164,9 +164,10 @@ def memoized(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def validation_peak(config: Config, model_config: Model, optimizer_bytes: int) -> int:
-    """Return the most bytes on the device in validation: weights, `optimizer_bytes` of state, windows, mirrored.
+    """Return the most bytes on the device in validation, but for the sums of windows.
 
-    Sums of windows are not in it.
+    They are the weights, `optimizer_bytes` of state, and forward passes on one batch of windows, one for each
+    mirroring.
     """
     device_type = build.device_type(config)
     with fake_mode(device_type), torch.no_grad():
@@ -240,7 +241,10 @@ def _predicted(predictor: Predictor) -> Ledger:
 
 
 def _windows(predictor: Predictor, target: str) -> Ledger:
-    """Return the ledger of fake networks that see windows, mirrored, as on a `target`, "cpu" or "cuda"."""
+    """Return the ledger of a prediction of one batch of windows by fake networks, one forward pass for each mirroring.
+
+    It is as on a `target`, "cpu" or "cuda".
+    """
     ledger = GpuLedger() if target == "cuda" else Ledger()
     assert predictor.options.in_channels is not None
     tiles = torch.empty(predictor.batch, predictor.options.in_channels, *predictor.window)

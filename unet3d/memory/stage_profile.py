@@ -169,8 +169,8 @@ def estimated_peak(profile: StageProfile, segment_starts: SegmentStarts) -> int:
     return peak
 
 
-def recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> float:
-    """Return the convolution FLOPs that are computed twice, as a share of a forward pass."""
+def forward_recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> float:
+    """Return the convolution FLOPs that are computed twice, as a share of a forward pass (of a step: a third of it)."""
     if not segment_starts:
         return 0
     recomputed = sum(profile.flops[: segment_starts[-1]])

@@ -80,6 +80,12 @@ def guessed(entry: Entry) -> str:
     return f"A GUESS: {'; and '.join(reasons)}: {advice}"
 
 
+def predicted_kind(entry: Entry) -> str:
+    """Return what a predicted peak counts, for the terminal, and that it is guessed where it is."""
+    words = "tensor bytes, counted on a simulated step"
+    return f"{words}, GUESSED" if entry.get("guesses") else words
+
+
 def places_read(guesses: Sequence[str]) -> list[str]:
     """Return the guesses of a prediction that name a place where a tensor's value is read."""
     return [guess for guess in guesses if guess != LSTM]

@@ -36,7 +36,16 @@ DETAILS = {
 }
 ADVICE = {"level": int | str | None, "bytes": int, "mostly": str}
 HALVED = {"halved_peak_bytes": int, "override": str}  # of advice, where half the width was tried
-OTHERS = {"parameters": int, "error_bytes": int, "about": str, "advice": ADVICE, "without": {...: int}}
+# A run's file also has "segments" and "measured_segments", which are compared with each other and shown nowhere: what
+# `preflight` lists of the step that was predicted, and the same of the step that was measured.
+OTHERS = {
+    "parameters": int,
+    "predicted_validation_bytes": int,
+    "error_bytes": int,
+    "about": str,
+    "advice": ADVICE,
+    "without": {...: int},
+}
 
 
 class MemoryFile:

@@ -137,7 +137,7 @@ class Checkpoint:
         }
         wrong = [name for name in is_sound if not is_sound[name]]
         if wrong:
-            problem = f"its {', '.join(wrong)} cannot be those of this run"
+            problem = f"its training state does not belong to this run ({', '.join(wrong)})"
             raise CheckpointError(f"{self.path}: {problem}; take an earlier checkpoint")
 
 

@@ -120,7 +120,6 @@ def _restore(config: Config, checkpoints: CheckpointManager, state: TrainingStat
     """Go on from the last checkpoint if asked to."""
     if config.resume is None:
         seed_per_rank(config.seed, 0)
-    if not config.resume:
         return Origin(0, 0)
     step, last_validation = checkpoints.restore(state.load_state_dict)
     return Origin(step, last_validation)

@@ -29,7 +29,7 @@ from unet3d.training import checkpoint, metrics
 
 PUBLISHED = ("model_options", "classes", "channels", "intensity", "step")  # of a checkpoint, besides weights and config
 PRIVATE = ("wandb", "init", "resume", "sweep")  # options that are not published
-PATHS = ("root", "split", "images", "labels", "cache_root")  # options of data that are not, as they name files
+DATA_PATHS = ("root", "split", "images", "labels", "cache_root")  # options of data that are not, since they name files
 SAME = (  # how a network sees images, and what its classes are
     *("model.", "inference.overlap", "inference.mirror", "amp"),
     *("data.patch", "data.spacing", "data.label_map", "data.augment.mirror"),
@@ -69,7 +69,7 @@ def _read(path: Path, model_path: str | None) -> Publication:
     refuse_other_network(networks, model_path)
     config = {name: value for name, value in source.state["config"].items() if name not in PRIVATE}
     data = config.get("data", {})
-    config["data"] = {name: value for name, value in data.items() if name not in PATHS}
+    config["data"] = {name: value for name, value in data.items() if name not in DATA_PATHS}
     parts = {name: source.state[name] for name in PUBLISHED}
     return Publication(networks, parts | {"config": config})
 

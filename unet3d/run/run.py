@@ -221,7 +221,7 @@ class Run:
             self.checkpoints.warn(problem)
 
     def _keep_measured(self) -> None:
-        """memory.json with what the steps taken here needed, if any were; after the last one, memory/ as well."""
+        """Write to memory.json what this process's steps needed, if it took any; after the last step memory/ too."""
         if self.trainer.step == self.first or self.has_all_measured:
             return
         measured = self.meter.summary()

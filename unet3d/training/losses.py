@@ -24,9 +24,9 @@ from unet3d.training.own_parts import refuse_odd_logits, refuse_odd_loss
 
 SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
 VOXELS = (2, 3, 4)  # dimensions of N K D H W
-SLABS = 16  # of a map on the CPU, at most
-SMALL = 2**12  # numbers of logits; with less in a slab on the CPU, most of the time goes to calls
-CUDA_SLAB = 2**22  # numbers of logits; a GPU has work for all of its cores, and a step few launches for the loss
+CHUNKS = 16  # of a map on the CPU, at most
+SMALL = 2**12  # numbers of logits; with less in a chunk on the CPU, most of the time goes to calls
+CUDA_CHUNK = 2**22  # numbers of logits; a GPU has work for all of its cores, and a step few launches for the loss
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LossOptions:
 
     weights: Tensor | None = None  # K, of the classes in the cross-entropy
     batch_dice: bool = True  # one Dice over the batch; else the mean over its images
-    slab: int | None = None  # numbers of logits in a slab; None: as suits the CPU
+    chunk: int | None = None  # numbers of logits in a chunk; None: as suits the CPU
 
 
 LossTerm = Callable[[Tensor, Tensor, LossOptions], Tensor]
@@ -76,7 +76,7 @@ class SegmentationLoss:
 
     def _term(self, logits: Tensor, label: Tensor) -> Tensor:
         """Return the loss at one scale."""
-        if self.function in BY_SLABS:  # they convert a slab at a time
+        if self.function in IN_CHUNKS:  # they convert a chunk at a time
             return self.function(logits, label, self.options)
         value = self.function(logits.float(), label.long(), self.options)
         if self.path is not None:
@@ -101,25 +101,25 @@ class MeanOverRanks(torch.autograd.Function):
 @loss
 def ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     """Return the mean cross-entropy of the labelled voxels, weighted by class; 0 without any (torch's mean is NaN)."""
-    value: Tensor = BySlabs.apply(logits, label, options, False, True)
+    value: Tensor = InChunks.apply(logits, label, options, False, True)
     return value
 
 
 @loss
 def dice(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     """Return 1 - mean soft Dice of the foreground classes (Milletari et al. 2016, nnU-Net's unsquared denominator)."""
-    value: Tensor = BySlabs.apply(logits, label, options, True, False)
+    value: Tensor = InChunks.apply(logits, label, options, True, False)
     return value
 
 
 @loss
 def dice_ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     """Return the sum of Dice and cross-entropy."""
-    value: Tensor = BySlabs.apply(logits, label, options, True, True)
+    value: Tensor = InChunks.apply(logits, label, options, True, True)
     return value
 
 
-BY_SLABS = (ce, dice, dice_ce)
+IN_CHUNKS = (ce, dice, dice_ce)
 
 
 @dataclass
@@ -132,8 +132,8 @@ class _Sums:
     weight: Tensor | None = None  # of all labelled voxels
 
 
-class BySlabs(torch.autograd.Function):
-    """Dice and cross-entropy of a slab of rows at a time: their maps of all classes are as thin as a slab.
+class InChunks(torch.autograd.Function):
+    """Dice and cross-entropy of a chunk of rows at a time: their maps of all classes are as thin as a chunk.
 
     The gradient is written over the logits, where nothing else needs them: no second map of all classes is made.
     """
@@ -150,7 +150,7 @@ class BySlabs(torch.autograd.Function):
         weights = options.weights
         if weights is not None:
             weights = weights.to(logits.device, _exact(logits.dtype))
-        sums = _sum_slabs(logits, label, options.slab, weights, dice, ce)
+        sums = _sum_chunks(logits, label, options.chunk, weights, dice, ce)
         _sum_over_ranks(sums, options.batch_dice)
         ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
         value: Tensor | None = None
@@ -169,7 +169,7 @@ class BySlabs(torch.autograd.Function):
         ctx.save_for_backward(logits, label, sums.overlap, sums.size, sums.weight)
         ctx.weights = weights
         ctx.producer_keeps_no_output = _producer_keeps_no_output(logits)
-        ctx.slab = options.slab
+        ctx.chunk = options.chunk
         assert value is not None
         return value
 
@@ -187,38 +187,38 @@ class BySlabs(torch.autograd.Function):
             by_overlap[:, 0] = 0  # the background
             by_size[:, 0] = 0
         row = 0
-        for x, truth in _slabs(logits, label, ctx.slab):
+        for x, truth in _chunks(logits, label, ctx.chunk):
             p = x.softmax(1)
             valid = truth.sum(1, keepdim=True)
             if size is not None:
-                slab = truth * _as_maps(by_overlap)
-                slab.add_(_as_maps(by_size)).mul_(valid)
-                slab.sub_((p * slab).sum(1, keepdim=True)).mul_(p)  # through the softmax
+                grad_x = truth * _as_maps(by_overlap)
+                grad_x.add_(_as_maps(by_size)).mul_(valid)
+                grad_x.sub_((p * grad_x).sum(1, keepdim=True)).mul_(p)  # through the softmax
             else:
-                slab = torch.zeros_like(p)
+                grad_x = torch.zeros_like(p)
             if weight is not None:
                 voxel_weight = valid
                 if ctx.weights is not None:
                     voxel_weight = (truth * _as_maps(ctx.weights[None])).sum(1, keepdim=True)
                 p.sub_(truth).mul_(voxel_weight / weight)
-                slab.add_(p)
+                grad_x.add_(p)
             end = row + x.shape[2]
-            out[:, :, row:end] = slab.mul_(gradient)
+            out[:, :, row:end] = grad_x.mul_(gradient)
             row = end
         return out, None, None, None, None
 
 
-def _sum_slabs(
+def _sum_chunks(
     logits: Tensor,
     label: Tensor,
-    slab: int | None,
+    chunk: int | None,
     weights: Tensor | None,
     dice: bool,
     ce: bool,
 ) -> _Sums:
-    """Return this rank's sums over all slabs, for Dice, cross-entropy or both."""
+    """Return this rank's sums over all chunks, for Dice, cross-entropy or both."""
     sums = _Sums()
-    for x, truth in _slabs(logits, label, slab):
+    for x, truth in _chunks(logits, label, chunk):
         log_p = x.log_softmax(1)
         if ce:
             weighted = truth if weights is None else truth * _as_maps(weights[None])
@@ -265,7 +265,7 @@ def _reference_counts(tensor: Tensor) -> tuple[int, int]:
 class _Probe(torch.autograd.Function):
     """A measurement of how many references a tensor has in `backward` where autograd alone has kept it.
 
-    Its backward unpacks and counts exactly as `BySlabs.backward` does, because local names count, too.
+    Its backward unpacks and counts exactly as `InChunks.backward` does, because local names count, too.
     """
 
     counts = (0, 0)
@@ -291,9 +291,9 @@ class _Probe(torch.autograd.Function):
         return cls.counts
 
 
-def _slabs(logits: Tensor, label: Tensor, numbers: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+def _chunks(logits: Tensor, label: Tensor, numbers: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits and one-hot labels N K d H W, of a few rows at a time; all classes 0 where the label is IGNORE."""
-    rows = _rows_of_slab(logits, numbers)
+    rows = _rows_of_chunk(logits, numbers)
     dtype = _exact(logits.dtype)
     for first in range(0, logits.shape[2], rows):
         last = first + rows
@@ -308,12 +308,12 @@ def _slabs(logits: Tensor, label: Tensor, numbers: int | None) -> Iterator[tuple
         yield x, truth
 
 
-def _rows_of_slab(logits: Tensor, numbers: int | None) -> int:
+def _rows_of_chunk(logits: Tensor, numbers: int | None) -> int:
     """Return how many rows have at most `numbers` logits, at least 1; None: as suits the CPU."""
     numbers_of_row = logits.numel() // logits.shape[2]
     if numbers is not None:
         return max(1, numbers // numbers_of_row)
-    rows = math.ceil(logits.shape[2] / SLABS)
+    rows = math.ceil(logits.shape[2] / CHUNKS)
     return max(rows, SMALL // numbers_of_row)
 
 
