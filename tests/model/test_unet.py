@@ -1,6 +1,7 @@
 """Exact parameter counts, golden shapes, and every option of the model."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -100,9 +101,13 @@ def test_deep_supervision_has_a_head_a_level_in_training_only(network: Callable[
 
 
 def test_stage_count_is_what_checkpointing_is_checked_against(options: Callable[..., Model]) -> None:
+    switches = {item.name: item.default for item in fields(Model) if isinstance(item.default, bool)}
+    switched = [("model=unet", f"model.{name}={not default}") for name, default in switches.items()]
     with torch.device("meta"):
         models = [UNet3D(options(f"model={name}")) for name in ("unet_tiny", "unet", "forum_large")]
-    assert all(len(model) == rules.stages(model.options) for model in models)
+        models += [UNet3D(options(*words)) for words in switched]
+    for model in models:
+        assert len(model) == rules.stages(model.options), model.options
     assert [name for name, _ in models[0].named_children()] == [*("inc", "down1", "down2", "up1", "up2", "outc")]
 
 

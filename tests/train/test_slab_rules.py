@@ -91,6 +91,13 @@ class Doubled(nn.GroupNorm):
         return super().forward(x) * 2
 
 
+class Cubed(nn.Module):
+    """A layer of one's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x**3
+
+
 class GatedBlock(DoubleConv):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) / 2
@@ -166,7 +173,7 @@ REFUSED: dict[str, tuple[Change, str, dict[str, Any]]] = {  # what changes, what
     "a subclass of a block": (become("inc.block", GatedBlock), "inc.block .*GatedBlock", {}),
     "a subclass of a convolution": (become(CONV, Standardised), f"{CONV} .*Standardised", {}),
     "a subclass of a norm": (become(NORM, Doubled), f"{NORM} .*Doubled", {"norm": "group", "groups": 2}),
-    "another layer": (put(ACT, lambda old: nn.GELU()), f"{ACT} .*GELU", {}),
+    "another layer": (put(ACT, lambda old: Cubed()), f"{ACT} .*Cubed", {}),
     "a parameter of a block": (at("inc.block", lambda m: setattr(m, "gain", nn.Parameter(torch.ones(1)))), "gain", {}),
     "a child of a block": (at("inc.block", lambda m: m.add_module("gate", nn.Conv3d(4, 4, 1))), "inc.block.gate", {}),
     "a child of a layer": (at(CONV, lambda m: m.add_module("extra", nn.ReLU())), f"{CONV}.extra", {}),

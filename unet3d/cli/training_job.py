@@ -10,7 +10,7 @@ from unet3d.base.errors import UserError, escaped
 from unet3d.base.signals import Stop
 from unet3d.cli import lifecycle
 from unet3d.config import compose, idle, rules
-from unet3d.config.schema import Config, Model
+from unet3d.config.schema import GENERATED, Config, Model
 from unet3d.data.cases import read_dataset, split
 from unet3d.data.grids import Grid
 from unet3d.data.planner import read_grids, unsuitable_patch
@@ -62,7 +62,7 @@ def _warn_of_patch(config: Config, data: PreparedData | None) -> None:
 
 def _listed_grids(config: Config) -> Sequence[Grid]:
     """Return the grids of training cases on disk, for a dry run, which reads no volume; () without any."""
-    if config.data.format not in ("phantom", "mni152"):
+    if config.data.format not in GENERATED:
         with suppress(UserError):
             train, _ = split(read_dataset(config.data), config.data)
             return read_grids(train, config.data.spacing)

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from unet3d.base.errors import UserError
-from unet3d.config.schema import Data
+from unet3d.config.schema import UNNAMED, Data
 
 MAX_LABEL = 65535  # label maps are uint16 at most
 RANGES = ("scaling", "contrast", "gamma", "blur", "low_resolution")  # options of data.augment: [smallest, largest]
@@ -20,8 +20,8 @@ def check_data(data: Data) -> None:
         raise UserError(f"data.augment.mirror={data.augment.mirror}: name each axis once")
     _check_fold("fold", data.fold, data.folds)
     _check_fold("sparse_fold", data.sparse_fold, data.sparse_folds)
-    if data.format == "folders" and not data.classes:
-        raise UserError("data.classes is not set: data=folders needs the class names, e.g. [background,organ]")
+    if data.format in UNNAMED and not data.classes:
+        raise UserError(f"data.classes is not set: data={data.format} needs the class names, e.g. [background,organ]")
     _check_label_map(data)
     _check_sparse(data)
 

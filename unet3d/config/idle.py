@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from unet3d.config.rules import effective_model, options
-from unet3d.config.schema import Config
+from unet3d.config.schema import UNNAMED, Config
 
 
 class Idle(NamedTuple):
@@ -21,7 +21,7 @@ def _sweeps_folds(config: Config) -> bool:
 
 
 def _names_classes(config: Config) -> bool:
-    return config.data.format == "folders" or config.data.label_map is not None
+    return config.data.format in UNNAMED or config.data.label_map is not None
 
 
 IDLE = (

@@ -14,7 +14,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
 from unet3d.config.data_rules import check_data
 from unet3d.config.model_rules import check_model, check_patch
-from unet3d.config.schema import Config, Model
+from unet3d.config.schema import GENERATED, Config, Model
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
 IMPORTS = ("model.path", "loss.path", "data.transforms", "loggers")  # options that name code to import
@@ -62,7 +62,7 @@ def _check_place(config: Config) -> None:
     if config.tensorboard and find_spec("tensorboard") is None:
         command = 'python -m pip install -c constraints.txt -e ".[tensorboard]"'
         raise UserError(f"tensorboard=true: the package tensorboard is not installed; install it: {command}")
-    if config.data.format in ("phantom", "mni152"):
+    if config.data.format in GENERATED:
         return
     root = config.data.root
     if root is None:

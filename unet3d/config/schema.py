@@ -7,6 +7,8 @@ from typing import Any
 ACTIVATIONS = ("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean")
 LOSSES = ("ce", "dice", "dice_ce")  # functions of training/losses.py, which would load torch
 INTENSITIES = ("auto", "zscore", "ct", "none")
+GENERATED = ("phantom", "mni152")  # layouts that are generated where no data.root is given
+UNNAMED = ("folders",)  # layouts whose files name no classes, so that data.classes must
 
 
 def option(default: Any, about: str, *, low: Any = None, high: Any = None, among: tuple = (), size: int = 0) -> Any:

@@ -21,6 +21,7 @@ from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.loggers import warn
 from unet3d.report.score_tables import OWN_GRIDS, SCORES_TITLE
+from unet3d.report.wandb_logger import PATHS
 from unet3d.run import predict
 from unet3d.run.checkpoint import Checkpoint, TrainedNetworks, refuse_other_network, split_of
 from unet3d.run.predict import Segmenter
@@ -28,8 +29,7 @@ from unet3d.run.validation import evaluate, score_on_own_grid
 from unet3d.training import checkpoint, metrics
 
 PUBLISHED = ("model_options", "classes", "channels", "intensity", "step")  # of a checkpoint, besides weights and config
-PRIVATE = ("wandb", "init", "resume", "sweep")  # options that are not published
-DATA_PATHS = ("root", "split", "images", "labels", "cache_root")  # options of data that are not, since they name files
+PRIVATE = ("wandb", "init", "resume", "sweep")  # options that are not published, besides those of data that name files
 SAME = (  # how a network sees images, and what its classes are
     *("model.", "inference.overlap", "inference.mirror", "amp"),
     *("data.patch", "data.spacing", "data.label_map", "data.augment.mirror"),
@@ -69,7 +69,7 @@ def _read(path: Path, model_path: str | None) -> Publication:
     refuse_other_network(networks, model_path)
     config = {name: value for name, value in source.state["config"].items() if name not in PRIVATE}
     data = config.get("data", {})
-    config["data"] = {name: value for name, value in data.items() if name not in DATA_PATHS}
+    config["data"] = {name: value for name, value in data.items() if f"data.{name}" not in PATHS}
     parts = {name: source.state[name] for name in PUBLISHED}
     return Publication(networks, parts | {"config": config})
 
