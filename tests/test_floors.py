@@ -14,6 +14,7 @@ LAYERS = (  # lowest first; `model.geometry` holds plain integers, `data` and `t
     ("model",),
     ("config",),
     ("data", "training"),
+    ("recomputing",),
     ("build",),
     ("memory",),
     ("report",),

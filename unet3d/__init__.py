@@ -1,7 +1,8 @@
 """unet3d: train 3D U-Nets and know where the memory goes.
 
 From Python: `unet3d.load` opens a trained network, `unet3d.train` trains one, `unet3d.memory.explain` and
-`unet3d.memory.predict` say where the memory of a step of any network goes. Each loads what it needs when it is used.
+`unet3d.memory.predict` say where the memory of a step of any network goes, and `unet3d.recompute` lets any network train
+in less. Each loads what it needs when it is used.
 """
 
 TYPE_CHECKING = False  # type checkers take it for true; typing is not loaded for it
@@ -10,10 +11,11 @@ if TYPE_CHECKING:
 
     from unet3d import memory
     from unet3d.cli.train import train
+    from unet3d.recomputing.module import recompute
     from unet3d.run.api import load
 
 __version__ = "0.1.0"
-__all__ = ["load", "memory", "train"]
+__all__ = ["load", "memory", "recompute", "train"]
 
 
 def __getattr__(name: str) -> "Any":
@@ -27,6 +29,10 @@ def __getattr__(name: str) -> "Any":
         import unet3d.memory  # noqa: F401 (by its name among the modules)
 
         return sys.modules["unet3d.memory"]
+    if name == "recompute":
+        from unet3d.recomputing.module import recompute
+
+        return recompute
     if name == "train":
         from unet3d.cli.train import train
 

@@ -9,11 +9,12 @@ one of least work that fits. So less budget never needs more memory.
 import random
 from collections.abc import Iterator, Sequence
 
-from unet3d.recompute.schedule import Schedule, Sizes, compile_schedule, every_map, measure
+from unet3d.recomputing.schedule import Schedule, Sizes, compile_schedule, every_map, measure
 
-LIMITS = (1.0, 1.1, 1.3, 1.6, 2.0, 2.5)  # of work, in forward passes
-FREE_WORK = 0.06  # that `lean` may do again: first convolutions, sums
-TRIES = 1_000_000  # entries of tables looked at
+LIMITS = (1.0, 1.1, 1.3, 1.6, 2.0)  # of work, in forward passes
+LITTLE_WORK = 0.06  # that is no second convolution to speak of: first convolutions, sums
+MOST_WORK = 2.06  # a second forward pass; beyond, memory falls by little
+TRIES = 1000  # tables, for each limit
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of the largest map, up to which maps stay in the first tables
 Table = list[list[bool]]
 Packed = tuple[tuple[bool, ...], ...]
@@ -42,14 +43,42 @@ class Front:
 def front(sizes: Sizes) -> list[Schedule]:
     """Return the schedules that none beats, from the least work to the least memory."""
     best = Front(sizes)
-    starts = list(_starts(sizes))
-    for table in starts:
+    for table in _starts(sizes):
         best.add(*measure(sizes, table), table)
-    tries = 1000
     draw = random.Random(0)
     for limit in LIMITS:
-        _improve(best, [list(row) for row in _nearest(best, limit)], limit, tries, draw)
+        _improve(best, [list(row) for row in _nearest(best, limit)], limit, TRIES, draw)
     return best.schedules()
+
+
+def leanest(schedules: Sequence[Schedule]) -> Schedule:
+    """Return the schedule of least memory that makes no convolution a second time, but for those of little work."""
+    least_work = min(schedule.work for schedule in schedules)
+    return _least_memory(schedules, least_work + LITTLE_WORK)
+
+
+def smallest(schedules: Sequence[Schedule]) -> Schedule:
+    """Return the schedule of least memory whose work is bearable."""
+    return _least_memory(schedules, MOST_WORK)
+
+
+def within(schedules: Sequence[Schedule], room: int) -> Schedule | None:
+    """Return the schedule of least work that takes no more bytes; None if there is none."""
+    fitting = [schedule for schedule in schedules if schedule.peak_bytes <= room]
+    return min(fitting, key=_work, default=None)
+
+
+def _least_memory(schedules: Sequence[Schedule], most_work: float) -> Schedule:
+    bearable = [schedule for schedule in schedules if schedule.work <= most_work]
+    return min(bearable or schedules, key=_memory)
+
+
+def _work(schedule: Schedule) -> float:
+    return schedule.work
+
+
+def _memory(schedule: Schedule) -> int:
+    return schedule.peak_bytes
 
 
 def _starts(sizes: Sizes) -> Iterator[Table]:
@@ -65,7 +94,7 @@ def _starts(sizes: Sizes) -> Iterator[Table]:
 
 def _nearest(best: Front, limit: float) -> Packed:
     """Return the table of least memory whose work is within the limit."""
-    within = [point for point in best.points if point[1] <= limit + FREE_WORK]
+    within = [point for point in best.points if point[1] <= limit + LITTLE_WORK]
     point = min(within or best.points)
     return best.points[point]
 
@@ -75,7 +104,7 @@ def _improve(best: Front, table: Table, limit: float, tries: int, draw: random.R
     sizes = best.sizes
 
     def score(peak: int, work: float) -> tuple[float, float]:
-        excess = max(0.0, work - limit - FREE_WORK)
+        excess = max(0.0, work - limit - LITTLE_WORK)
         return excess * 10 * max(sizes.bytes) + peak, work
 
     peak, work = measure(sizes, table)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unet3d.recompute.graph import Value, Weight
-from unet3d.recompute.rules import RULES, Gradients, Pointwise, State, Statistics, Work
+from unet3d.recomputing.graph import Value, Weight
+from unet3d.recomputing.rules import RULES, Gradients, Pointwise, State, Statistics, Work
 
 
 class Settings(NamedTuple):

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from unet3d.recompute.convolution import Convolution
-from unet3d.recompute.graph import Value
-from unet3d.recompute.maps import Map
-from unet3d.recompute.rules import RULES, Span, State, Tile, Work
+from unet3d.recomputing.convolution import Convolution
+from unet3d.recomputing.graph import Value
+from unet3d.recomputing.maps import Map
+from unet3d.recomputing.rules import RULES, Span, State, Tile, Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +68,14 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
         return [(0, 1)]
     largest = max(value.shape.numel() for value in (*map_.passing, *map_.sources) if len(value.shape) == 5)
     rows = max(1, round(numbers * length / largest))
+    count = math.ceil(length / rows)
     if on_cpu:
         for value in map_.passing:
             rule = RULES[value.op]
             if isinstance(rule, Convolution):
-                fewest = rule.fewest_rows(value, axis) * length // value.shape[axis]
+                fewest = math.ceil(rule.fewest_rows(value, axis) * length / value.shape[axis])
                 if fewest <= length:  # else torch's kernel is slow however many rows there are
-                    rows = max(rows, fewest)
-    count = math.ceil(length / rows)
+                    count = min(count, length // fewest)
     return list(pairwise(length * index // count for index in range(count + 1)))
 
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.recompute.convolution import three
-from unet3d.recompute.graph import Value
-from unet3d.recompute.rules import RULES, Gradients, Rule, Span, Work
+from unet3d.recomputing.convolution import three
+from unet3d.recomputing.graph import Value
+from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work
 
 
 class Pool(Rule):

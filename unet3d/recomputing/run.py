@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unet3d.recompute import normalisation
-from unet3d.recompute.graph import Value, Weight, leaves
-from unet3d.recompute.maps import Map, Maps
-from unet3d.recompute.rules import State, call, draw_mask, filled, gradients_by_autograd
-from unet3d.recompute.schedule import Complete, Free, Instruction, Make, Pull, PullTwice, Schedule, Sent, Turn
-from unet3d.recompute.tiles import MapPlan, RowGradient, Sink, make_rows, plan_map, send_gradient
+from unet3d.recomputing import normalisation
+from unet3d.recomputing.graph import Value, Weight, leaves
+from unet3d.recomputing.maps import Map, Maps
+from unet3d.recomputing.rules import State, call, draw_mask, filled, gradients_by_autograd
+from unet3d.recomputing.schedule import Complete, Free, Instruction, Make, Pull, PullTwice, Schedule, Sent, Turn
+from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, plan_map, send_gradient
 from unet3d.training import half_precision
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.recompute.graph import Value, Weight
+from unet3d.recomputing.graph import Value, Weight
 
 Span = tuple[int, int]  # rows from the first to before the second
 Gradients = Sequence[Tensor | None]  # of each input, None where there is none

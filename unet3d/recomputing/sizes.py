@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from unet3d.recompute.graph import Value
-from unet3d.recompute.maps import Map, Maps, bytes_of
-from unet3d.recompute.run import Program
-from unet3d.recompute.schedule import Sizes
-from unet3d.recompute.tiles import MapPlan
+from unet3d.recomputing.graph import Value
+from unet3d.recomputing.maps import Map, Maps, bytes_of
+from unet3d.recomputing.run import Program
+from unet3d.recomputing.schedule import Sizes
+from unet3d.recomputing.tiles import MapPlan
 
 THIN = 0.04  # of a forward pass: less work than this may be done again for each tile that reads a map
 
@@ -133,6 +133,7 @@ def _over(
             if has_shape and is_behind and len(plan.tiles) > 1:
                 over_map.add(index)
         firsts = [(tile.spans[source][0], tile.span[0]) for tile in plan.tiles]
-        if has_shape and all(low <= first for low, first in firsts):
+        is_ours = index_of[value] not in outputs
+        if is_ours and has_shape and all(low <= first for low, first in firsts):
             over_gradient.add(index)
     return over_map, over_gradient, over_source

@@ -4,9 +4,14 @@ A `Value` is the result of one operation that depends on the image. Parameters a
 computed from them alone, as `weight_norm` does, is `Derived` and runs under plain autograd before each pass.
 """
 
+import io
+import logging
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +21,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from unet3d.base.errors import UserError
 
+TORCH = str(Path(torch.__file__).parent) + os.sep
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -97,13 +103,27 @@ def trace(model: nn.Module, image: Tensor) -> Graph:
     """
     _refuse_hooks(model)
     try:
-        program = torch.export.export(model, (image.detach(),), strict=False)
+        with _silence():
+            program = torch.export.export(model, (image.detach(),), strict=False)
     except Exception as error:  # torch.export has no common type of error
         raise UserError(_cannot_trace(model, error)) from error
     return _Reader(program, model).graph()
 
 
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep torch.export's remarks on what it cannot trace to itself: the error says it."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(disabled)
+
+
 def _refuse_hooks(model: nn.Module) -> None:
+    """Raise UserError if a module has hooks: a schedule does not call modules."""
     for path, module in model.named_modules():
         for name in HOOKS:
             if getattr(module, name):
@@ -111,17 +131,17 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 
 def _cannot_trace(model: nn.Module, error: Exception) -> str:
-    """Return what torch.export says in a line, and what to do."""
+    """Return what torch.export says in a line, where, and what to do."""
     first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    advice = "use torch.utils.checkpoint on its children"
     place = ""
-    trace_of_error = error.__traceback__
-    while trace_of_error is not None:
-        code = trace_of_error.tb_frame.f_code
-        if code.co_name == "forward" and isinstance(trace_of_error.tb_frame.f_locals.get("self"), nn.Module):
-            place = f" at {code.co_filename}:{trace_of_error.tb_lineno}"
-        trace_of_error = trace_of_error.tb_next
-    return f"{type(model).__name__} cannot be traced{place}: {first_line.strip()}; {advice}"
+    frame = error.__traceback__
+    while frame is not None:
+        path = frame.tb_frame.f_code.co_filename
+        if frame.tb_frame.f_code.co_name == "forward" and not path.startswith(TORCH):
+            place = f" at {path}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    problem = f"{type(model).__name__} cannot be traced{place}: {first_line.strip()}"
+    return f"{problem}; use torch.utils.checkpoint on its children instead"
 
 
 class _Reader:
@@ -320,10 +340,8 @@ def _is_random(target: Any) -> bool:
 def _layer(node: fx.Node) -> str:
     """Return the path of the module that calls a node."""
     stack = node.meta.get("nn_module_stack") or {}
-    path = ""
-    for path, _ in stack.values():
-        pass
-    return str(path)
+    paths = [path for path, _ in stack.values()]
+    return str(paths[-1]) if paths else ""
 
 
 def _place(node: fx.Node) -> str:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unet3d.recompute.maps import Map
-from unet3d.recompute.rules import State, draw_mask
-from unet3d.recompute.run import Pass, Program, derived_tensors
-from unet3d.recompute.schedule import Sent
+from unet3d.recomputing.maps import Map
+from unet3d.recomputing.rules import State, draw_mask
+from unet3d.recomputing.run import Pass, Program, derived_tensors
+from unet3d.recomputing.schedule import Sent
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 

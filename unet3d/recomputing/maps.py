@@ -11,11 +11,11 @@ from functools import cached_property
 
 import torch
 
-from unet3d.recompute import convolution, normalisation, resampling  # noqa: F401, they register their rules
-from unet3d.recompute.convolution import Convolution, TransposedConvolution
-from unet3d.recompute.graph import Graph, Value
-from unet3d.recompute.normalisation import NORMALISATIONS
-from unet3d.recompute.rules import RULES, Rule
+from unet3d.recomputing import convolution, normalisation, resampling  # noqa: F401, they register their rules
+from unet3d.recomputing.convolution import Convolution, TransposedConvolution
+from unet3d.recomputing.graph import Graph, Value
+from unet3d.recomputing.normalisation import NORMALISATIONS
+from unet3d.recomputing.rules import RULES, Rule
 
 CONVOLUTIONS = ("conv3d", "conv_transpose3d")
 SUMS = ("add", "sub")

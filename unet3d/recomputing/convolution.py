@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.recompute.graph import Value, Weight
-from unet3d.recompute.rules import RULES, Gradients, Rule, Span, Work
+from unet3d.recomputing.graph import Value, Weight
+from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work
 from unet3d.training.half_precision import ONEDNN
 
 Three = tuple[int, int, int]
