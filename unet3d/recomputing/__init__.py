@@ -1,7 +1,19 @@
 """Any network, trained in less memory: its training pass follows a schedule that keeps few maps.
 
-In reading order: `graph` (a network's operations, traced), `rules` with `convolution`, `normalisation`, `resampling`
-(operations on a few rows of their maps), `maps` (which values exist as a whole), `tiles` (rows of one map, forward and
-backward), `schedule` (instructions and their bytes), `sizes` and `search` (the choice of a schedule), `run` (a
-schedule, carried out), `module` (the face).
+In reading order:
+
+    graph           a network as operations on maps
+    trace           how it is read from torch.export
+    rules           an operation on a few rows: the interface, and operations that keep each row apart
+    convolution     rules of convolutions
+    normalisation   rules of normalisations, and their statistics
+    resampling      rules of pooling and interpolation
+    maps            which values exist as a whole, and how each follows from others
+    tiles           rows of one map: made, and their gradient sent to the maps before
+    schedule        what a pass does, instruction by instruction, and its bytes
+    run             a schedule, carried out
+    scratch         what lies beside maps meanwhile, measured on tensors without data
+    sizes           all that the search has to know
+    search          the schedules that none beats in both bytes and work
+    module          `unet3d.recompute`
 """

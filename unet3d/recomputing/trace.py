@@ -1,0 +1,293 @@
+"""Reads the graph of a network from torch.export."""
+
+import io
+import logging
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind
+
+from unet3d.base.errors import UserError
+from unet3d.recomputing.graph import Derived, Graph, Value, Weight, leaves
+
+TORCH = str(Path(torch.__file__).parent) + os.sep
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def trace(model: nn.Module, image: Tensor) -> Graph:
+    """Return the graph of `model(image)` in its present mode; the sizes are those of this image.
+
+    Raises UserError where the network cannot be described so, and names the place.
+    """
+    _refuse_hooks(model)
+    try:
+        with _silence():
+            program = torch.export.export(model, (image.detach(),), strict=False)
+    except Exception as error:  # torch.export has no common type of error
+        raise UserError(_cannot_trace(model, error)) from error
+    return _Reader(program, model).graph()
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep torch.export's remarks on what it cannot trace to itself: the error says it."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Raise UserError if a module has hooks: a schedule does not call modules."""
+    for path, module in model.named_modules():
+        for name in HOOKS:
+            if getattr(module, name):
+                raise UserError(f"{path or type(model).__name__}: {name[1:]} would not run in recompute; remove them")
+
+
+def _cannot_trace(model: nn.Module, error: Exception) -> str:
+    """Return what torch.export says in a line, where, and what to do."""
+    first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    place = ""
+    frame = error.__traceback__
+    while frame is not None:
+        path = frame.tb_frame.f_code.co_filename
+        if frame.tb_frame.f_code.co_name == "forward" and not path.startswith(TORCH):
+            place = f" at {path}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    problem = f"{type(model).__name__} cannot be traced{place}: {first_line.strip()}"
+    return f"{problem}; use torch.utils.checkpoint on its children instead"
+
+
+class _Reader:
+    """Reads an exported program node by node."""
+
+    def __init__(self, program: ExportedProgram, model: nn.Module) -> None:
+        self.program = program
+        self.model = model
+        self.constants: dict[str, Tensor] = {}
+        self.values: list[Value] = []
+        self.derived: list[Derived] = []
+        self.counters: list[str] = []
+        self.known: dict[fx.Node, Any] = {}  # what a node stands for: a Value, a Weight, or a tuple-valued call
+        self.image: Value | None = None
+
+    def graph(self) -> Graph:
+        """Return the graph of all nodes."""
+        outputs: tuple[Value, ...] = ()
+        self._read_inputs(self.program.graph_signature)
+        for node in self.program.graph.nodes:
+            if node.op == "call_function":
+                self._read_call(node)
+            elif node.op == "output":
+                outputs = self._read_outputs(node)
+        assert self.image is not None
+        needed = _needed(outputs)
+        return Graph(
+            image=self.image,
+            values=tuple(value for value in self.values if value in needed),
+            outputs=outputs,
+            out_spec=self.program.call_spec.out_spec,
+            derived=tuple(self.derived),
+            constants=self.constants,
+            counters=tuple(self.counters),
+        )
+
+    def _read_inputs(self, signature: ExportGraphSignature) -> None:
+        placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
+        for node, spec in zip(placeholders, signature.input_specs, strict=True):
+            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                assert spec.target is not None
+                self.known[node] = Weight(spec.target, node.meta["val"].shape)
+            elif spec.kind is InputKind.USER_INPUT:
+                fake = node.meta["val"]
+                self.image = Value(node.name, "image", _nothing, (), {}, fake.shape, fake.dtype, "")
+                self.known[node] = self.image
+            elif spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None:
+                self.constants[node.name] = self.program.constants[spec.target]
+                self.known[node] = Weight(node.name, self.constants[node.name].shape)
+
+    def _read_call(self, node: fx.Node) -> None:
+        target = node.target
+        assert callable(target)
+        args = self._look_up(node.args)
+        kwargs = self._look_up(node.kwargs)
+        if target is operator.getitem:
+            self._read_element(node)
+            return
+        op = operation_name(target)
+        if op == "alias":
+            self.known[node] = args[0]
+            return
+        if op != operation_name(target, keeps_underscore=True):
+            if isinstance(args[0], Weight):
+                self._read_change_of_weight(node, op, args)
+                return
+            target = _functional(target, node)
+        arguments = list(leaves((args, tuple(kwargs.values()))))
+        if not any(isinstance(leaf, Value | _Several) for leaf in arguments):
+            self._read_derived(node, target, args, kwargs)
+            return
+        fake = node.meta.get("val")
+        if isinstance(fake, tuple | list):
+            self.known[node] = _Several(op, target, args, kwargs)
+            return
+        if not isinstance(fake, Tensor):
+            raise UserError(f"{_layer(node) or 'the network'}: {op} has a result that is no tensor{_place(node)}")
+        value = Value(node.name, op, target, args, kwargs, fake.shape, fake.dtype, _layer(node))
+        self._add(node, value, args)
+
+    def _add(self, node: fx.Node, value: Value, args: tuple[Any, ...]) -> None:
+        """Add a value; after an in-place operation it also stands for the map that was changed."""
+        self.values.append(value)
+        if _is_in_place(node):
+            changed = args[0]
+            shares_memory = any(_is_view_of(other, changed) for other in self.values if other is not value)
+            if shares_memory or any(_is_view_of(changed, source) for source in changed.inputs):
+                raise UserError(
+                    f"{value.layer}: {value.op}_ changes a map that shares memory with another{_place(node)}"
+                )
+            for earlier, stands_for in self.known.items():
+                if stands_for is changed:
+                    self.known[earlier] = value
+        self.known[node] = value
+
+    def _read_element(self, node: fx.Node) -> None:
+        whole = self.known[node.args[0]]  # type: ignore[index]
+        assert isinstance(whole, _Several)
+        fake = node.meta["val"]
+        element = node.args[1]
+        assert isinstance(element, int)
+        layer = _layer(node)
+        value = Value(
+            node.name, whole.op, whole.target, whole.args, whole.kwargs, fake.shape, fake.dtype, layer, element
+        )
+        self.values.append(value)
+        self.known[node] = value
+
+    def _read_change_of_weight(self, node: fx.Node, op: str, args: tuple[Any, ...]) -> None:
+        """Take note of a counter of passes; other changes of buffers are refused."""
+        name = args[0].name
+        if op == "add" and args[1] == 1 and name.endswith("num_batches_tracked"):
+            self.counters.append(name)
+            self.known[node] = args[0]
+            return
+        raise UserError(f"{name} is changed by {op}_ in each pass, which recompute would not repeat{_place(node)}")
+
+    def _read_derived(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        fake = node.meta.get("val")
+        if _is_random(target):
+            raise UserError(f"{_layer(node)}: {target} draws numbers that recompute could not draw again")
+        if isinstance(fake, Tensor):
+            self.derived.append(Derived(node.name, target, args, kwargs))
+            self.known[node] = Weight(node.name, fake.shape)
+        elif fake is not None:
+            raise UserError(f"{_layer(node) or 'the network'}: {target} has several results{_place(node)}")
+
+    def _read_outputs(self, node: fx.Node) -> tuple[Value, ...]:
+        signature = self.program.graph_signature
+        outputs = []
+        names = {str(argument) for argument in signature.user_outputs}
+        for argument in node.args[0]:  # type: ignore[union-attr]
+            value = self.known.get(argument)  # type: ignore[arg-type]
+            if getattr(argument, "name", None) not in names:
+                continue
+            if not isinstance(value, Value) or value is self.image:
+                raise UserError(f"{type(self.model).__name__} returns {argument}, which is not computed from the image")
+            outputs.append(value)
+        return tuple(outputs)
+
+    def _look_up(self, tree: Any) -> Any:
+        """Return arguments with what their nodes stand for."""
+        if isinstance(tree, fx.Node):
+            return self.known[tree]
+        if isinstance(tree, list | tuple):
+            return tuple(self._look_up(leaf) for leaf in tree)
+        if isinstance(tree, dict):
+            return {name: self._look_up(leaf) for name, leaf in tree.items()}
+        return tree
+
+
+@dataclass(frozen=True, eq=False)
+class _Several:
+    """A call with several results; each that is used becomes a value."""
+
+    op: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def _functional(target: Any, node: fx.Node) -> Any:
+    """Return the operation that gives a new tensor where this one writes over its first argument."""
+    packet = getattr(torch.ops.aten, operation_name(target), None)
+    overload = getattr(packet, target._overloadname, None)
+    if overload is None:
+        raise UserError(f"{_layer(node)}: {target} has no variant that gives a new tensor{_place(node)}")
+    return overload
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    return operation_name(node.target) != operation_name(node.target, keeps_underscore=True)
+
+
+def _is_view_of(value: Value, source: Any) -> bool:
+    """Return whether a value shares the memory of another."""
+    if source not in value.inputs:
+        return False
+    returns = getattr(value.target, "_schema", None)
+    if returns is None:
+        return True
+    return any(result.alias_info is not None for result in returns.returns)
+
+
+def _is_random(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def _layer(node: fx.Node) -> str:
+    """Return the path of the module that calls a node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return str(paths[-1]) if paths else ""
+
+
+def _place(node: fx.Node) -> str:
+    """Return where in the source a node is called, in words."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    calls = [line.strip() for line in lines if line.strip().startswith("File ")]
+    return f" ({calls[-1]})" if calls else ""
+
+
+def _needed(outputs: tuple[Value, ...]) -> set[Value]:
+    """Return the values from which the outputs are computed."""
+    needed: set[Value] = set()
+    waiting = list(outputs)
+    while waiting:
+        value = waiting.pop()
+        if value not in needed:
+            needed.add(value)
+            waiting.extend(value.inputs)
+    return needed
+
+
+def operation_name(target: Any, keeps_underscore: bool = False) -> str:
+    """Return "leaky_relu" of aten::leaky_relu_.default."""
+    packet = getattr(target, "overloadpacket", target)
+    name = getattr(packet, "__name__", str(packet))
+    return name if keeps_underscore else name.rstrip("_")
+
+
+def _nothing() -> None:
+    raise AssertionError("the image is given, not computed")
