@@ -1,16 +1,16 @@
 """What a pass does, instruction by instruction, and how many bytes that takes.
 
-Which maps stay is a table: `keep[stage][map]`, where stage n is the forward pass and stage i the gradient of map i,
-from the last map to the first. A map that is needed and is not there is computed a second time, from those that are.
-Where a map or a gradient lies is decided here, once: over another one that nothing reads any more, or in memory of its
-own.
+Which maps stay is a table: `keep[stage]` are those that stay after a stage, where stage n is the forward pass and
+stage i the gradient of map i, from the last map to the first. A map that is needed and is not there is computed a
+second time, from those that are. Where a map or a gradient lies is decided here, once: over another one that nothing
+reads any more, or in memory of its own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Keep = Sequence[Sequence[bool]]
+Keep = Sequence[Set[int]]
 Place = Literal["new", "add", "map", "gradient"]
 
 
@@ -106,14 +106,14 @@ class Schedule:
 
 def compile_schedule(sizes: Sizes, keep: Keep) -> Schedule:
     """Return the schedule in which these maps stay."""
-    compiler = _Compiler(sizes, keep)
+    compiler = _Compiler(sizes, keep, writes=True)
     compiler.run()
     return Schedule(tuple(compiler.instructions), compiler.peak, compiler.work)
 
 
 def measure(sizes: Sizes, keep: Keep) -> tuple[int, float]:
     """Return peak and work of that schedule."""
-    compiler = _Compiler(sizes, keep)
+    compiler = _Compiler(sizes, keep, writes=False)
     compiler.run()
     return compiler.peak, compiler.work
 
@@ -121,9 +121,10 @@ def measure(sizes: Sizes, keep: Keep) -> tuple[int, float]:
 class _Compiler:
     """Walks through a pass and takes note of what is alive."""
 
-    def __init__(self, sizes: Sizes, keep: Keep) -> None:
+    def __init__(self, sizes: Sizes, keep: Keep, writes: bool) -> None:
         self.sizes = sizes
         self.keep = keep
+        self.writes = writes  # instructions, too
         self.instructions: list[Instruction] = []
         self.alive: set[int] = set()
         self.gradients: set[int] = set()
@@ -151,7 +152,7 @@ class _Compiler:
             dying = []
             for source in sizes.sources[index]:
                 is_read_later = sizes.users[source][-1] > index
-                if not is_read_later and not stays[source] and source not in sizes.outputs:
+                if not is_read_later and source not in stays and source not in sizes.outputs:
                     dying.append(source)
             self._make(index, dying, ())
 
@@ -161,7 +162,8 @@ class _Compiler:
         over = None
         if not through:
             over = next((source for source in dying if source in sizes.over_map[index]), None)
-        self.instructions.append(Make(index, over, through))
+        if self.writes:
+            self.instructions.append(Make(index, over, through))
         self.work += sizes.work[index]
         if over is None:
             self._grow(sizes.bytes[index], sizes.make_scratch[index])
@@ -178,7 +180,8 @@ class _Compiler:
         self.peak = max(self.peak, self.bytes + scratch)
 
     def _free(self, index: int) -> None:
-        self.instructions.append(Free(index))
+        if self.writes:
+            self.instructions.append(Free(index))
         self.alive.discard(index)
         self.bytes -= self.sizes.bytes[index]
 
@@ -201,17 +204,17 @@ class _Compiler:
         stays = self.keep[index]
         if sizes.is_normalised[index] and index not in self.completed:
             self._make_again([index], stays)
-            self.instructions.append(Complete(index))
+            if self.writes:
+                self.instructions.append(Complete(index))
             self._grow(0, sizes.make_scratch[index])
         if index in self.alive:
             self._free(index)
         self._make_again(sizes.sources[index], stays)
         self._pull(index, stays)
-        for other in sorted(self.alive):
-            if not stays[other]:
-                self._free(other)
+        for other in self.alive - stays:
+            self._free(other)
 
-    def _pull(self, index: int, stays: Sequence[bool]) -> None:
+    def _pull(self, index: int, stays: Set[int]) -> None:
         sizes = self.sizes
         self.gradients.discard(index)
         wanted = [source for source in sizes.sources[index] if sizes.needs_gradient[source]]
@@ -225,7 +228,7 @@ class _Compiler:
                 continue
             if source in self.gradients:
                 place = "add"
-            elif twice is None and not stays[source] and source in sizes.over_source[index]:
+            elif twice is None and source not in stays and source in sizes.over_source[index]:
                 place = "map"
             elif twice is None and not is_reused and source in sizes.over_gradient[index]:
                 place = "gradient"
@@ -238,9 +241,11 @@ class _Compiler:
             sinks.append(Sent(source, place))
         self.bytes += sizes.of_weights[index]
         if twice is None:
-            self.instructions.append(Pull(index, tuple(sinks)))
+            if self.writes:
+                self.instructions.append(Pull(index, tuple(sinks)))
         else:
-            self.instructions.append(PullTwice(index, (*sinks, Sent(twice, "map"))))
+            if self.writes:
+                self.instructions.append(PullTwice(index, (*sinks, Sent(twice, "map"))))
             self.work += sizes.pull_work[index]
             self.alive.discard(twice)
             self.gradients.add(twice)
@@ -260,10 +265,12 @@ class _Compiler:
                 return source
         return None
 
-    def _make_again(self, targets: Iterable[int], stays: Sequence[bool]) -> None:
+    def _make_again(self, targets: Iterable[int], stays: Set[int]) -> None:
         """Make maps that are not there, from those that are."""
         sizes = self.sizes
         wanted = set(targets)
+        if wanted <= self.alive:
+            return
         missing: set[int] = set()
         waiting = [index for index in wanted if index not in self.alive]
         while waiting:
@@ -274,7 +281,7 @@ class _Compiler:
         order = sorted(missing)
         passing: set[int] = set()
         for place, index in enumerate(order):
-            if sizes.is_thin[index] and index not in wanted and not stays[index]:
+            if sizes.is_thin[index] and index not in wanted and index not in stays:
                 passing.add(index)
                 readers = sum(index in sizes.sources[later] for later in order[place + 1 :])
                 self.work += 1.3 * sizes.work[index] * readers
@@ -282,16 +289,16 @@ class _Compiler:
             later_sources = {source for later in order[place + 1 :] for source in sizes.sources[later]}
             dying = []
             for source in sizes.sources[index]:
-                is_needed = source in later_sources or source in wanted or stays[source]
+                is_needed = source in later_sources or source in wanted or source in stays
                 if source in missing and source not in passing and not is_needed:
                     dying.append(source)
             through = tuple(source for source in sizes.sources[index] if source in passing)
             self._make(index, dying, through)
 
 
-def every_map(sizes: Sizes) -> list[list[bool]]:
+def every_map(sizes: Sizes) -> list[set[int]]:
     """Return the table in which all maps stay."""
-    return [[True] * sizes.count for _ in range(sizes.count + 1)]
+    return [set(range(sizes.count)) for _ in range(sizes.count + 1)]
 
 
 def is_sound(sizes: Sizes, schedule: Schedule) -> bool:

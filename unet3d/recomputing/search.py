@@ -1,23 +1,28 @@
 """The search for schedules: for each amount of work, the one that needs least memory.
 
-It begins with the tables that keep the smaller maps, and changes them at random: one entry, one map over some stages,
-a few entries. The number of tries is fixed and the random numbers are seeded, so that a network's schedules are always
-the same. All schedules that were met and that no other beats in both bytes and work are the front; a budget takes the
-one of least work that fits. So less budget never needs more memory.
+It begins with the tables that keep the smaller maps, and changes them at random: most often, whether a map stays from
+one use of it to the next. The number of tries is fixed and the random numbers are seeded, so that a network's schedules
+are always the same. All schedules that were met and that no other beats in both bytes and work are the front; a budget
+takes the one of least work that fits. So less budget never needs more memory.
 """
 
+import math
 import random
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from unet3d.recomputing.schedule import Schedule, Sizes, compile_schedule, every_map, measure
 
 LIMITS = (1.0, 1.1, 1.3, 1.6, 2.0)  # of work, in forward passes
 LITTLE_WORK = 0.06  # that is no second convolution to speak of: first convolutions, sums
 MOST_WORK = 2.06  # a second forward pass; beyond, memory falls by little
-TRIES = 1000  # tables, for each limit
+TRIES = 2000  # tables, for each limit
+FEWEST_TRIES = 50
+LOOKS = 3_000_000  # entries of all tables: of many maps fewer tables are tried
+HEAT = 0.01  # of the largest map: bytes for which a change for the worse is accepted at first, one time in e
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of the largest map, up to which maps stay in the first tables
-Table = list[list[bool]]
-Packed = tuple[tuple[bool, ...], ...]
+Table = list[set[int]]  # for each stage, the maps that stay after it
+Packed = tuple[frozenset[int], ...]
 
 
 class Front:
@@ -32,7 +37,7 @@ class Front:
         if any(p <= peak and w <= work for p, w in self.points):
             return
         self.points = {(p, w): t for (p, w), t in self.points.items() if p < peak or w < work}
-        self.points[peak, work] = tuple(map(tuple, table))
+        self.points[peak, work] = tuple(map(frozenset, table))
 
     def schedules(self) -> list[Schedule]:
         """Return the schedules, from the most bytes to the least."""
@@ -45,9 +50,10 @@ def front(sizes: Sizes) -> list[Schedule]:
     best = Front(sizes)
     for table in _starts(sizes):
         best.add(*measure(sizes, table), table)
+    tries = min(TRIES, max(FEWEST_TRIES, LOOKS // sizes.count**2))
     draw = random.Random(0)
     for limit in LIMITS:
-        _improve(best, [list(row) for row in _nearest(best, limit)], limit, TRIES, draw)
+        _improve(best, [set(stays) for stays in _nearest(best, limit)], limit, tries, draw)
     return best.schedules()
 
 
@@ -87,9 +93,9 @@ def _starts(sizes: Sizes) -> Iterator[Table]:
     largest = max(sizes.bytes)
     for least_work in (0.0, 1e-9, 0.01, 0.05):
         for share in SHARES:
-            stays = [size <= share * largest for size in sizes.bytes]
-            row = [stay and work >= least_work for stay, work in zip(stays, sizes.work, strict=True)]
-            yield [list(row) for _ in range(sizes.count + 1)]
+            small = {index for index, size in enumerate(sizes.bytes) if size <= share * largest}
+            stays = {index for index in small if sizes.work[index] >= least_work}
+            yield [set(stays) for _ in range(sizes.count + 1)]
 
 
 def _nearest(best: Front, limit: float) -> Packed:
@@ -100,39 +106,94 @@ def _nearest(best: Front, limit: float) -> Packed:
 
 
 def _improve(best: Front, table: Table, limit: float, tries: int, draw: random.Random) -> None:
-    """Change a table at random, as long as that needs less memory within the limit of work."""
+    """Change a table at random, as long as that needs less memory within the limit of work.
+
+    At first, changes for the worse are accepted too, rarely and the less the worse: simulated annealing.
+    """
     sizes = best.sizes
-
-    def score(peak: int, work: float) -> tuple[float, float]:
-        excess = max(0.0, work - limit - LITTLE_WORK)
-        return excess * 10 * max(sizes.bytes) + peak, work
-
-    peak, work = measure(sizes, table)
-    lowest = score(peak, work)
-    for _ in range(tries):
-        flips = _changes(sizes.count, table, draw)
-        for stage, index in flips:
-            table[stage][index] = not table[stage][index]
+    changes = _Changes(sizes, draw)
+    largest = max(sizes.bytes)
+    now = _score(measure(sizes, table), limit, largest)
+    for number in range(tries):
+        flips = changes.of(table)
+        _flip(table, flips)
         peak, work = measure(sizes, table)
-        now = score(peak, work)
-        if now <= lowest:
-            lowest = now
+        new = _score((peak, work), limit, largest)
+        temperature = HEAT * largest * (1 - number / tries)
+        if new <= now or draw.random() < math.exp((now - new) / temperature):
+            now = new
             best.add(peak, work, table)
         else:
-            for stage, index in flips:
-                table[stage][index] = not table[stage][index]
+            _flip(table, flips)
 
 
-def _changes(count: int, table: Sequence[Sequence[bool]], draw: random.Random) -> list[tuple[int, int]]:
-    """Return entries of a table to change."""
-    kind = draw.random()
-    if kind < 0.4:
-        return [(draw.randrange(count + 1), draw.randrange(count))]
-    if kind < 0.8:
-        index = draw.randrange(count)
-        first = draw.randrange(count + 1)
-        last = draw.randrange(first, count + 1)
-        keeps = draw.random() < 0.5
-        return [(stage, index) for stage in range(first, last + 1) if table[stage][index] != keeps]
-    several = {(draw.randrange(count + 1), draw.randrange(count)) for _ in range(3)}
-    return sorted(several)
+def _score(measured: tuple[int, float], limit: float, largest: int) -> float:
+    """Return bytes, and many more for work beyond the limit."""
+    peak, work = measured
+    return peak + 10 * largest * max(0.0, work - limit - LITTLE_WORK)
+
+
+def _flip(table: Table, flips: Sequence[tuple[int, int]]) -> None:
+    """Change whether maps stay, each after one stage."""
+    for stage, index in flips:
+        table[stage] ^= {index}
+
+
+class _Changes:
+    """Changes of a table, drawn at random."""
+
+    def __init__(self, sizes: Sizes, draw: random.Random) -> None:
+        self.count = sizes.count
+        self.draw = draw
+        self.gaps = [_gaps(sizes, index) for index in range(sizes.count)]
+
+    def of(self, table: Table) -> list[tuple[int, int]]:
+        """Return the stages and maps of one change."""
+        kind = self.draw.random()
+        if kind < 0.45:
+            return self._between_uses(table)
+        if kind < 0.6:
+            both = {*self._between_uses(table), *self._between_uses(table)}
+            return sorted(both)
+        if kind < 0.75:
+            return self._of_neighbours(table)
+        if kind < 0.9:
+            return self._over_stages(table)
+        return [(self.draw.randrange(self.count + 1), self.draw.randrange(self.count))]
+
+    def _between_uses(self, table: Table) -> list[tuple[int, int]]:
+        """Let a map stay, or not, from one use of it to the next."""
+        index = self.draw.randrange(self.count)
+        gap = self.draw.choice(self.gaps[index])
+        stays = index in table[gap[-1]]
+        return [(stage, index) for stage in gap if (index in table[stage]) == stays]
+
+    def _of_neighbours(self, table: Table) -> list[tuple[int, int]]:
+        """Let several maps in a row stay, or not, from the forward pass on, or until their last use, or throughout."""
+        first = self.draw.randrange(self.count)
+        most = max(2, self.count // 4)
+        end = min(self.count, first + 1 + self.draw.randrange(most))
+        stays = self.draw.random() < 0.5
+        which = self.draw.choice((slice(0, 1), slice(-1, None), slice(None)))
+        flips = []
+        for index in range(first, end):
+            for gap in self.gaps[index][which]:
+                flips += [(stage, index) for stage in gap if (index in table[stage]) != stays]
+        return flips
+
+    def _over_stages(self, table: Table) -> list[tuple[int, int]]:
+        """Let a map stay, or not, over some stages."""
+        index = self.draw.randrange(self.count)
+        first = self.draw.randrange(self.count + 1)
+        last = self.draw.randrange(first, self.count + 1)
+        stays = self.draw.random() < 0.5
+        return [(stage, index) for stage in range(first, last + 1) if (index in table[stage]) != stays]
+
+
+def _gaps(sizes: Sizes, index: int) -> list[range]:
+    """Return the stages between one use of a map and the next, from the forward pass on."""
+    uses = [sizes.count, *reversed(sizes.users[index])]
+    if sizes.is_normalised[index]:
+        uses.append(index)
+    gaps = [range(after + 1, before + 1) for before, after in pairwise(uses) if after < before]
+    return gaps or [range(index + 1, sizes.count + 1)]
