@@ -79,6 +79,8 @@ class Sizes:
     of_weights: Sequence[int]  # bytes of gradients of weights that appear as its gradient is sent
     make_scratch: Sequence[int]  # bytes beside maps while it is made
     pull_scratch: Sequence[int]  # bytes beside maps and gradients while its gradient is sent
+    twice_scratch: Sequence[int]  # the same in two passes over the tiles
+    complete_scratch: Sequence[int]  # bytes beside a map and its gradient while that is completed
     pull_work: Sequence[float]  # of a second pass over the tiles of a gradient, in shares of a forward pass
     users: Sequence[Sequence[int]] = field(init=False)
 
@@ -206,7 +208,7 @@ class _Compiler:
             self._make_again([index], stays)
             if self.writes:
                 self.instructions.append(Complete(index))
-            self._grow(0, sizes.make_scratch[index])
+            self._grow(0, sizes.complete_scratch[index])
         if index in self.alive:
             self._free(index)
         self._make_again(sizes.sources[index], stays)
@@ -250,7 +252,8 @@ class _Compiler:
             self.alive.discard(twice)
             self.gradients.add(twice)
             self.completed.add(twice)
-        self.peak = max(self.peak, max(self.bytes, before) + sizes.pull_scratch[index])
+        scratch = sizes.pull_scratch[index] if twice is None else sizes.twice_scratch[index]
+        self.peak = max(self.peak, max(self.bytes, before) + scratch)
         if not is_reused:
             self.bytes -= sizes.bytes[index]
 

@@ -5,10 +5,9 @@ the second.
 """
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,14 +69,23 @@ class PeakBytes(TorchDispatchMode):
             self.bytes -= size
 
 
+class Scratch(NamedTuple):
+    """Bytes beside maps, their gradients and those of weights, in the instructions of one map."""
+
+    make: int
+    send: int  # its gradient
+    send_twice: int  # its gradient, in two passes over the tiles
+    complete: int  # its gradient, by what its statistics give
+
+
 def scratch_bytes(
     program: Program,
     weights: dict[str, Tensor],
     dtype: torch.dtype,
     autocast: torch.dtype | None,
     device: torch.device,
-) -> list[tuple[int, int]]:
-    """Return, for each map, the bytes beside maps while it is made, and while its gradient is sent."""
+) -> list[Scratch]:
+    """Return what lies beside the maps and gradients in the instructions of each map."""
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         fake_weights: dict[str, Tensor] = {}
         for name, tensor in weights.items():
@@ -93,8 +101,10 @@ def scratch_bytes(
                         state.masks[value] = mask
             meter = _Meter(run, dtype, device)
             made = [meter.make(map_) for map_ in program.maps.maps]
-            sent = [meter.send(map_) for map_ in program.maps.maps]
-    return list(zip(made, sent, strict=True))
+            return [
+                Scratch(of_make, meter.send(map_), meter.send_twice(map_), meter.complete(map_))
+                for map_, of_make in zip(program.maps.maps, made, strict=True)
+            ]
 
 
 def _shortened(program: Program) -> Program:
@@ -118,6 +128,7 @@ class _Meter:
         self.dtype = dtype
         self.device = device
         self.count = PeakBytes()
+        self.given: set[int] = set()  # storages that are not counted
 
     def make(self, map_: Map) -> int:
         """Return the bytes beside the map while it is made."""
@@ -133,20 +144,68 @@ class _Meter:
         if map_.value not in self.run.program.wanted:
             return 0
         self._provide(map_)
+        self._provide_gradient(map_)
+        with self.count:
+            self.run._pull(map_, [Sent(index, "new") for index in self._wanted(map_)])
+        return self._rest()
+
+    def send_twice(self, map_: Map) -> int:
+        """Return the same where the gradient of a normalised source is written over the source, at most."""
+        most = 0
+        for index in self._wanted(map_):
+            source = self.run.by_index[index]
+            if map_.rule is None or not source.norms:
+                continue
+            self._provide(map_)
+            self._provide_gradient(map_)
+            others = [Sent(other, "new") for other in self._wanted(map_) if other != index]
+            with self.count:
+                self.run._pull_twice(map_, [*others, Sent(index, "map")])
+            most = max(most, self._rest())
+        return most
+
+    def complete(self, map_: Map) -> int:
+        """Return the bytes beside the map and its gradient while what statistics give is added to it."""
+        if not any(norm in self.run.program.wanted for norm in map_.norms):
+            return 0
+        self.count.reset()
+        self.run.maps[map_.value] = torch.empty(map_.value.shape, dtype=self._dtype(map_), device=self.device)
+        self._give(self.run.maps[map_.value])
+        self._provide_gradient(map_)
+        for norm in map_.norms:
+            shape = map_.value.shape[:2]
+            exact = self.run.state.statistics[norm].mean.dtype
+            sums = [torch.empty(shape, dtype=exact, device=self.device) for _ in range(2)]
+            self.run.state.sums[norm] = (sums[0], sums[1])
+        with self.count:
+            self.run._complete(map_)
+        self.run.gradients.clear()
+        return self._rest()
+
+    def _wanted(self, map_: Map) -> list[int]:
+        """Return the sources of a map that need a gradient."""
+        maps = self.run.by_index
+        wanted = self.run.program.wanted
+        return [other.index for other in maps if other.value in map_.sources and other.value in wanted]
+
+    def _provide_gradient(self, map_: Map) -> None:
         gradient = torch.empty(map_.value.shape, dtype=self._dtype(map_), device=self.device)
         self.run.gradients[map_.value] = gradient
-        self.count.adopt(gradient)
-        del gradient
-        indices = [other.index for other in self.run.by_index if other.value in map_.sources]
-        wanted = [index for index in indices if self.run.by_index[index].value in self.run.program.wanted]
-        sinks: Sequence[Sent] = [Sent(index, "new") for index in wanted]
-        self.run.state.gradients.clear()
-        with self.count:
-            self.run._pull(map_, sinks)
-        own = sum(tensor.untyped_storage().nbytes() for tensor in self.run.state.gradients.values())
-        for index in wanted:
-            tensor = self.run.gradients[self.run.by_index[index].value]
-            own += 0 if tensor is None else tensor.untyped_storage().nbytes()
+        self._give(gradient)
+
+    def _give(self, tensor: Tensor) -> None:
+        """Leave a tensor out of the count."""
+        self.count.adopt(tensor)
+        self.given.add(tensor.untyped_storage()._cdata)
+
+    def _rest(self) -> int:
+        """Return the peak without the gradients that were made, and forget all."""
+        gradients = [*self.run.state.gradients.values(), *self.run.gradients.values()]
+        storages = {tensor.untyped_storage()._cdata: tensor for tensor in gradients if tensor is not None}
+        own = 0
+        for address, tensor in storages.items():
+            if address not in self.given:
+                own += tensor.untyped_storage().nbytes()
         self._forget()
         return max(0, self.count.peak - own)
 
@@ -157,7 +216,7 @@ class _Meter:
         for source in map_.sources:
             dtype = self._dtype(known[source]) if source in known else self.dtype
             self.run.maps[source] = torch.empty(source.shape, dtype=dtype, device=self.device)
-            self.count.adopt(self.run.maps[source])
+            self._give(self.run.maps[source])
 
     def _dtype(self, map_: Map) -> torch.dtype:
         if map_.rule is None or not map_.value.dtype.is_floating_point:
@@ -165,7 +224,9 @@ class _Meter:
         return self.dtype
 
     def _forget(self) -> None:
+        self.given.clear()
         self.run.maps.clear()
+        self.run.state.sums.clear()
         self.run.gradients.clear()
         self.run.state.gradients.clear()
         self.run.state.prepared.clear()

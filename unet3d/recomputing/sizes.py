@@ -10,6 +10,7 @@ from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map, Maps, bytes_of
 from unet3d.recomputing.run import Program
 from unet3d.recomputing.schedule import Sizes
+from unet3d.recomputing.scratch import Scratch
 from unet3d.recomputing.tiles import MapPlan
 
 THIN = 0.04  # of a forward pass: less work than this may be done again for each tile that reads a map
@@ -31,11 +32,11 @@ def sizes_of(
     program: Program,
     dtype: torch.dtype,
     trained: dict[str, int],
-    scratch: Sequence[tuple[int, int]],
+    scratch: Sequence[Scratch],
 ) -> Sizes:
     """Return the sizes of a program's maps.
 
-    `trained`: bytes of the gradients of weights by name; `scratch`: of `scratch_bytes`.
+    `trained`: bytes of the gradients of weights by name.
     """
     maps = program.maps.maps
     index_of = {map_.value: map_.index for map_ in maps}
@@ -67,8 +68,10 @@ def sizes_of(
         over_source=[frozenset(over_source) for _, _, over_source in over],
         is_thin=[_is_thin(program, map_, share) for map_, share in zip(maps, work, strict=True)],
         of_weights=of_weights,
-        make_scratch=[of_make for of_make, _ in scratch],
-        pull_scratch=[of_pull for _, of_pull in scratch],
+        make_scratch=[beside.make for beside in scratch],
+        pull_scratch=[beside.send for beside in scratch],
+        twice_scratch=[beside.send_twice for beside in scratch],
+        complete_scratch=[beside.complete for beside in scratch],
         pull_work=work,
     )
 
