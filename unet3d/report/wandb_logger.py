@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unet3d.base import collector
 from unet3d.base.errors import reason
 from unet3d.config.schema import Config, Wandb
 
@@ -61,7 +62,8 @@ class WandbLogger:
         self._allowed: Callable[[Mapping[str, Any]], dict[str, Any]] = without_paths if self._private else dict
         if self._private:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb sends its tracebacks home
-        import wandb
+        with collector.loading("wandb"):
+            import wandb
 
         logging.raiseExceptions = False  # wandb's log is on the run's disk: where that is full it would print traces
         self._wandb: Any = wandb
