@@ -17,6 +17,7 @@ from unet3d.cli import hydra_app, libraries, lifecycle, options, plan, streams, 
 from unet3d.cli.arguments import parse
 from unet3d.config import compose
 from unet3d.config.schema import Config
+from unet3d.report import wandb_logger
 
 if TYPE_CHECKING:
     from unet3d.report.record import RunRecord
@@ -117,6 +118,8 @@ def train(overrides: Sequence[str] = ()) -> TrainedRun:
 def job(config: Config, folder: Path, stop: Stop) -> None:
     """Train once in the folder, in this process or on several ranks, which all call this. Ends early once `stop`."""
     libraries.load_libraries()
+    if ranks.RANK == 0 and not config.dry_run:
+        wandb_logger.preload(config)
     with collector.loading("torch"):
         import torch._dynamo  # noqa: F401 (the optimizer of the prediction loads it)
 
