@@ -10,7 +10,7 @@ from unet3d.base.errors import OutOfMemory, address_limit
 from unet3d.base.types import mib
 
 THREAD = 48 * 2**20  # bytes of address space that OpenBLAS takes for each of its threads, with the thread's stack
-SPINS = "10000"  # turns of a waiting thread's loop before it sleeps; libgomp's own number is 300,000
+SPINS = "3000"  # turns of a waiting thread's loop before it sleeps; libgomp's own number is 300,000
 HEAP = 160 * 2**20  # bytes, of Python's objects and code beside shared objects, that a library takes at most
 
 

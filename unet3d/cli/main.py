@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unet3d import __version__
+from unet3d.base import collector
 from unet3d.base.errors import CheckpointError, OutOfMemory, UserError, is_disk_full, make_room
 from unet3d.cli import commands, libraries, lifecycle, memory, predict, train
 from unet3d.config import compose
@@ -25,6 +26,7 @@ EXAMPLES = """examples:
 def main() -> int:
     """Run the command that the arguments name. Return its exit code."""
     libraries.share_cores()
+    collector.rest_at_exit()
     if sys.argv[1:2] == ["train"]:
         return train.main(sys.argv[2:])
     try:

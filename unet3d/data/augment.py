@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unet3d.base import collector
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Augment
 
@@ -157,7 +158,8 @@ def intensities(options: Augment) -> "Compose":
 
     Call `set_random_state` before each call of it.
     """
-    from monai import transforms
+    with collector.loading("monai"):
+        from monai import transforms
 
     sigma = tuple(options.blur)
     factors = tuple(factor - 1 for factor in options.contrast)

@@ -1,5 +1,6 @@
 """What all figures share, PNG and SVG files with nothing that overlaps; and the training curves of a run."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import ceil
@@ -58,8 +59,11 @@ def blank(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
 
 
-def save_picture(figure: "Figure", path: Path) -> None:
-    """Write a PNG file, and beside it the same as SVG; each whole or not at all, and equal for equal figures."""
+def save_picture(figure: "Figure", path: Path, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> None:
+    """Write a PNG file, and beside it the same as SVG; each whole or not at all, and equal for equal figures.
+
+    `strategy` is zlib's, of the PNG file.
+    """
     import matplotlib
 
     layout = figure.get_layout_engine()
@@ -67,13 +71,13 @@ def save_picture(figure: "Figure", path: Path) -> None:
     layout.execute(figure)
     figure.set_layout_engine(None)  # it is laid out: once for both files, which would else be drawn three times more
     formats: list[tuple[str, dict[str, Any]]] = [
-        (".svg", {"Date": None}),
-        (path.suffix, {}),  # last: where the PNG is, the SVG is, too
+        (".svg", {"metadata": {"Date": None}}),
+        (path.suffix, {"pil_kwargs": {"compress_type": strategy}}),  # last: where the PNG is, the SVG is, too
     ]
     with matplotlib.rc_context({"svg.hashsalt": "unet3d"}):
-        for suffix, metadata in formats:
+        for suffix, arguments in formats:
             with replacing(path.with_suffix(suffix)) as file:
-                figure.savefig(file, format=suffix[1:], metadata=metadata)
+                figure.savefig(file, format=suffix[1:], **arguments)
 
 
 def remove_picture(path: Path) -> None:

@@ -6,9 +6,11 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from unet3d.base import collector
 from unet3d.base.errors import reason
 from unet3d.config.schema import Config, Wandb
 
@@ -59,12 +61,8 @@ class WandbLogger:
         self._private = config.wandb.private
         self._folder = folder
         self._allowed: Callable[[Mapping[str, Any]], dict[str, Any]] = without_paths if self._private else dict
-        if self._private:
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb sends its tracebacks home
-        import wandb
-
+        self._wandb = _load(self._private)
         logging.raiseExceptions = False  # wandb's log is on the run's disk: where that is full it would print traces
-        self._wandb: Any = wandb
         earlier = _last_id(folder) if config.resume is not None else None
         try:
             self._run = self._start(wandb_mode(config), config, folder, earlier)
@@ -138,6 +136,30 @@ class WandbLogger:
             self._run.finish(exit_code=exit_code)
         finally:
             self._wandb.teardown(exit_code)  # else a wandb-core that died prints at exit
+
+
+def _load(is_private: bool) -> Any:
+    """Return wandb."""
+    if is_private:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb sends its tracebacks home
+    with collector.loading("wandb"):
+        import wandb
+
+    return wandb
+
+
+def preload(config: Config) -> None:
+    """Load wandb and what `wandb.init` loads, if a run of this config records to it.
+
+    Call it before torch loads: for each class of its API, wandb looks through all modules that are loaded. After torch
+    and its compiler, that takes half a second of CPU time more.
+    """
+    if wandb_mode(config) == "disabled":
+        return
+    with suppress(Exception):  # `WandbLogger` meets the error again, and then it is shown
+        _load(config.wandb.private)
+        with collector.loading("wandb.apis.public"):
+            import wandb.apis.public  # noqa: F401
 
 
 def _last_id(folder: Path) -> str | None:
