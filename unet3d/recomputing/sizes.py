@@ -121,7 +121,7 @@ def _over(
     over_map: set[int] = set()
     over_gradient: set[int] = set()
     over_source: set[int] = set()
-    if plan is None:
+    if plan is None or len(plan.tiles) == 1:  # what one tile gives has memory of its own
         return over_map, over_gradient, over_source
     value = plan.map.value
     for source in plan.map.sources:
@@ -133,7 +133,7 @@ def _over(
         if index not in outputs:
             over_source.add(index)
             is_behind = all(after[0] >= before[1] for before, after in itertools.pairwise(lows))
-            if has_shape and is_behind and len(plan.tiles) > 1:
+            if has_shape and is_behind:
                 over_map.add(index)
         firsts = [(tile.spans[source][0], tile.span[0]) for tile in plan.tiles]
         is_ours = index_of[value] not in outputs
