@@ -234,7 +234,8 @@ class Pass:
         is_single = len(plan.tiles) == 1
         targets: list[Sink | None] = []
         for value, (_, place) in zip(values, sinks, strict=True):
-            targets.append(self._sink(value, place, gradient, is_single))
+            is_whole = is_single and plan.tiles[0].spans[value] == (0, value.shape[axis])
+            targets.append(self._sink(value, place, gradient, is_whole))
         for place_of_tile, tile in enumerate(plan.tiles):
             first, end = tile.span
             rows = gradient.narrow(axis, first, end - first) if not is_single else gradient
@@ -281,12 +282,12 @@ class Pass:
         shape[self.state.axis] = high - low
         return RowGradient(torch.zeros(shape, dtype=self.state.dtype, device=self.device), True)
 
-    def _sink(self, value: Value, place: str, gradient: Tensor, is_single: bool) -> Sink | None:
+    def _sink(self, value: Value, place: str, gradient: Tensor, is_whole: bool) -> Sink | None:
         """Return where the gradient of a source is collected; None where one tile has all of it."""
         known = self.gradients.get(value)
         if place == "add" and known is not None:
             return Sink(known, self.state.axis, adds=True)
-        if is_single:
+        if is_whole:
             return None
         if place == "map":
             return Sink(self.maps[value], self.state.axis, adds=False)
