@@ -192,11 +192,19 @@ class Pointwise(Rule):
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis) or not value.inputs:
             return False
-        return all(_fits_rows(self_shape, value.shape, axis) for self_shape in (v.shape for v in value.inputs))
+        if value.op in OF_TWO and any(_has_rows(weight, axis) for weight in value.weights()):
+            return False
+        return all(_fits_rows(source.shape, value.shape, axis) for source in value.inputs)
 
 
 def _fits_rows(shape: torch.Size, result: torch.Size, axis: int) -> bool:
     return shape[axis] in (1, result[axis])
+
+
+def _has_rows(weight: Weight, axis: int) -> bool:
+    """Return whether a weight has other numbers for each row, as a positional embedding has."""
+    place = axis - 5  # from the last dimension on, by which shapes are matched
+    return len(weight.shape) >= -place and weight.shape[place] > 1
 
 
 class Along(Pointwise):
@@ -395,6 +403,7 @@ def draw_mask(value: Value, state: State, device: torch.device) -> Tensor | None
     return F.dropout(ones, probability, inplace=True) != 0
 
 
+OF_TWO = ("add", "div", "mul", "pow", "sub")  # operations that match the shapes of two arguments
 POINTWISE = (
     "abs celu clamp clone contiguous div elu exp gelu hardsigmoid hardswish hardtanh leaky_relu log_sigmoid mish mul "
     "neg pow prelu relu6 rsqrt selu sigmoid silu softplus sqrt square tanh"
