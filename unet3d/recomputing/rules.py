@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.recomputing.graph import Value, Weight
+from unet3d.recomputing.graph import DROPOUTS, Value, Weight
 
 Span = tuple[int, int]  # rows from the first to before the second
 Gradients = Sequence[Tensor | None]  # of each input, None where there is none
@@ -130,7 +130,10 @@ class Rule:
 
 
 def call(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool = False) -> Tensor:
-    """Return the operation's result for these inputs, on rows or whole maps."""
+    """Return the operation's result for these inputs, on rows or whole maps; a dropout is of whole maps."""
+    if value.op in DROPOUTS:
+        factor = dropout_factor(value, state, inputs[0].dtype)
+        return inputs[0] if factor is None else inputs[0] * factor
     tensors: dict[Value | Weight, Tensor | None] = dict(zip(value.inputs, inputs, strict=True))
     for weight in value.weights():
         tensors[weight] = state.weights[weight.name] if keeps_types else state.weight(weight)
@@ -165,7 +168,7 @@ def gradients_by_autograd(
     leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     with torch.enable_grad():
         parameters = {weight.name: state.weights[weight.name].detach().requires_grad_() for weight in weights}
-        inner = State(state.axis, state.dtype, state.is_autocast, {**state.weights, **parameters})
+        inner = State(state.axis, state.dtype, state.is_autocast, {**state.weights, **parameters}, masks=state.masks)
         result = _call_with_gradients(value, leaves, inner, keeps_types)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     wanted += parameters.values()
@@ -379,16 +382,20 @@ class Dropout(Pointwise):
         return [gradient.mul_(factor) if work.may_overwrite else gradient * factor]
 
     def _factor(self, work: Work) -> Tensor | None:
-        value, tile, state, *_ = work
-        mask = state.masks.get(value)
-        if mask is None:
-            return None
-        if mask.shape[state.axis] > 1:
-            mask = mask.narrow(state.axis, tile.span[0], tile.rows)
-        if mask.dtype == torch.bool:
-            probability = float(value.argument(1))
-            return mask.to(state.dtype).mul_(1 / (1 - probability))
-        return mask
+        return dropout_factor(work.value, work.state, work.state.dtype, work.tile)
+
+
+def dropout_factor(value: Value, state: State, dtype: torch.dtype, tile: Tile | None = None) -> Tensor | None:
+    """Return the numbers by which a dropout multiplies a map, or a tile's rows of it. None: it is off."""
+    mask = state.masks.get(value)
+    if mask is None:
+        return None
+    if tile is not None and mask.shape[state.axis] > 1:
+        mask = mask.narrow(state.axis, tile.span[0], tile.rows)
+    if mask.dtype == torch.bool:
+        probability = float(value.argument(1))
+        return mask.to(dtype).mul_(1 / (1 - probability))
+    return mask.to(dtype)
 
 
 def draw_mask(value: Value, state: State, device: torch.device) -> Tensor | None:
@@ -397,8 +404,8 @@ def draw_mask(value: Value, state: State, device: torch.device) -> Tensor | None
     if not value.argument(2) or probability == 0:
         return None
     if value.op == "feature_dropout":
-        ones = torch.ones(*value.shape[:2], 1, 1, 1, dtype=state.dtype, device=device)
-        return F.dropout3d(ones, probability)
+        each_channel = [*value.shape[:2], *(1 for _ in value.shape[2:])]
+        return torch.feature_dropout(torch.ones(each_channel, dtype=state.dtype, device=device), probability, True)
     ones = torch.ones(value.shape, dtype=state.dtype, device=device)
     return F.dropout(ones, probability, inplace=True) != 0
 

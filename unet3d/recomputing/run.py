@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.recomputing import normalisation
-from unet3d.recomputing.graph import Value, Weight, leaves
+from unet3d.recomputing.graph import DROPOUTS, Value, Weight, leaves
 from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.rules import State, call, draw_mask, filled, gradients_by_autograd
 from unet3d.recomputing.schedule import Complete, Free, Instruction, Make, Pull, PullTwice, Schedule, Sent, Turn
@@ -59,7 +59,7 @@ class Pass:
         graph = self.program.maps.graph
         self.maps[graph.image] = image.to(self.state.dtype)
         for value in graph.values:
-            if value.op in ("dropout", "feature_dropout"):
+            if value.op in DROPOUTS:
                 mask = draw_mask(value, self.state, self.device)
                 if mask is not None:
                     self.state.masks[value] = mask
