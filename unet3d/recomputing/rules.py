@@ -423,6 +423,7 @@ RULES |= {
     "sub": Sum(),
     "cat": Cat(),
     "slice": Slice(),
+    "narrow": Slice(),
     "pad": Pad(),
     "repeat": Repeat(),
     "dropout": Dropout(),

@@ -226,11 +226,12 @@ class Pass:
     ) -> None:
         """Send a gradient to the sources; that of `completed` also gets what its statistics give."""
         axis = self.state.axis
-        values = [self.by_index[sent.source].value for sent in sinks]
         image = self.program.maps.graph.image
         if image in plan.wanted and image in plan.map.sources and completed is None:
-            values.append(image)
             sinks = (*sinks, Sent(-1, "add" if self.gradients.get(image) is not None else "new"))
+        # Of a sum, the gradients of all terms may be rows of the gradient: what is written over it comes last.
+        sinks = sorted(sinks, key=lambda sent: sent.place == "gradient")
+        values = [image if sent.source < 0 else self.by_index[sent.source].value for sent in sinks]
         is_single = len(plan.tiles) == 1
         targets: list[Sink | None] = []
         for value, (_, place) in zip(values, sinks, strict=True):

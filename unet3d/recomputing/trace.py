@@ -19,7 +19,6 @@ from unet3d.base.errors import UserError
 from unet3d.recomputing.graph import DROPOUTS, Derived, Graph, Value, Weight, leaves
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
-DRAW = "draw them before the network, or leave that out"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -143,9 +142,7 @@ class _Reader:
             self._read_derived(node, target, args, kwargs)
             return
         if op not in DROPOUTS and _is_random(op, target, args, kwargs):
-            raise UserError(
-                f"{_layer(node) or 'the network'}: {op} draws other numbers each time{_place(node)}; {DRAW}"
-            )
+            raise UserError(_draws(node, op))
         fake = node.meta.get("val")
         if isinstance(fake, tuple | list):
             self.known[node] = _Several(op, target, args, kwargs)
@@ -196,9 +193,7 @@ class _Reader:
         fake = node.meta.get("val")
         op = operation_name(target)
         if _is_random(op, target, args, kwargs):
-            raise UserError(
-                f"{_layer(node) or 'the network'}: {op} draws other numbers each time{_place(node)}; {DRAW}"
-            )
+            raise UserError(_draws(node, op))
         if isinstance(fake, Tensor):
             self.derived.append(Derived(node.name, target, args, kwargs))
             self.known[node] = Weight(node.name, fake.shape)
@@ -274,6 +269,12 @@ def _is_random(op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     if op.endswith("dropout"):
         return bool(args[1]) and bool(args[2])
     return True
+
+
+def _draws(node: fx.Node, op: str) -> str:
+    """Return why an operation that draws random numbers cannot be made again."""
+    layer = _layer(node) or "the network"
+    return f"{layer}: {op} would draw other numbers when it is made again{_place(node)}; use dropout, or leave it out"
 
 
 def _layer(node: fx.Node) -> str:
