@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,7 +237,10 @@ class Pass:
         targets: list[Sink | None] = []
         for value, (_, place) in zip(values, sinks, strict=True):
             is_whole = is_single and plan.tiles[0].spans[value] == (0, value.shape[axis])
-            targets.append(self._sink(value, place, gradient, is_whole))
+            target = self._sink(value, place, gradient, is_whole)
+            if target is not None and completed is not None:
+                target.complete = partial(self._complete_rows, completed)
+            targets.append(target)
         for place_of_tile, tile in enumerate(plan.tiles):
             first, end = tile.span
             rows = gradient.narrow(axis, first, end - first) if not is_single else gradient

@@ -4,7 +4,7 @@ All rows that a tile needs are known before the first step: `TilePlan` has them 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -272,12 +272,23 @@ class _Backward:
 
 
 class Sink:
-    """Collects gradients of a map's rows, tile by tile, and writes those to which no later tile adds."""
+    """Collects gradients of a map's rows, tile by tile, and writes those to which no later tile adds.
 
-    def __init__(self, target: Tensor, axis: int, adds: bool) -> None:
+    `complete` adds to the gradient of rows that no tile reads what statistics of the map, over which it is written,
+    give; without it they are zeros.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        axis: int,
+        adds: bool,
+        complete: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
         self.target = target
         self.axis = axis
         self.adds = adds
+        self.complete = complete
         self.written = 0
         self.open: Tensor | None = None  # rows that the next tile adds to
 
@@ -315,5 +326,11 @@ class Sink:
             self._clear(self.target.shape[self.axis])
 
     def _clear(self, until: int) -> None:
-        if until > self.written:
-            self.target.narrow(self.axis, self.written, until - self.written).zero_()
+        if until <= self.written:
+            return
+        rows = self.target.narrow(self.axis, self.written, until - self.written)
+        if self.complete is None:
+            rows.zero_()
+        else:
+            raw = rows.clone()
+            self.complete(raw, rows.zero_())
