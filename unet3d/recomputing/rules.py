@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unet3d.recomputing.graph import DROPOUTS, Value, Weight
 
+TRACKING = ("batch_norm", "instance_norm")  # their fourth and fifth arguments are running statistics, or None
 Span = tuple[int, int]  # rows from the first to before the second
 Gradients = Sequence[Tensor | None]  # of each input, None where there is none
 
@@ -42,6 +43,7 @@ class State:
     sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of normalisations' gradients, N C
     masks: dict[Value, Tensor] = field(default_factory=dict)  # of dropout
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of weights
+    updated: set[Value] = field(default_factory=set)  # whole normalisations that have updated their running statistics
     takes_sums: bool = True  # False in the second of two passes over the same tiles
     prepared: dict[Any, Any] = field(default_factory=dict)  # by one instruction, for all of its tiles
 
@@ -137,6 +139,8 @@ def call(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool
     tensors: dict[Value | Weight, Tensor | None] = dict(zip(value.inputs, inputs, strict=True))
     for weight in value.weights():
         tensors[weight] = state.weights[weight.name] if keeps_types else state.weight(weight)
+    if value.op in TRACKING:
+        _keep_running_statistics(value, tensors, state)
     kwargs = {name: filled(leaf, tensors) for name, leaf in value.kwargs.items()}
     result = value.target(*(filled(leaf, tensors) for leaf in value.args), **kwargs)
     if value.element is not None:
@@ -145,6 +149,15 @@ def call(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool
     if not keeps_types and result.is_floating_point() and result.dtype != state.dtype:
         result = result.to(state.dtype)
     return result
+
+
+def _keep_running_statistics(value: Value, tensors: dict[Value | Weight, Tensor | None], state: State) -> None:
+    """Let a normalisation update its running statistics when it is made first, and copies of them from then on."""
+    if value in state.updated:
+        for weight in value.args[3:5]:
+            running = tensors.get(weight)
+            tensors[weight] = None if running is None else running.clone()
+    state.updated.add(value)
 
 
 def filled(tree: Any, tensors: Mapping[Value | Weight, Tensor | None]) -> Any:
@@ -168,7 +181,8 @@ def gradients_by_autograd(
     leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     with torch.enable_grad():
         parameters = {weight.name: state.weights[weight.name].detach().requires_grad_() for weight in weights}
-        inner = State(state.axis, state.dtype, state.is_autocast, {**state.weights, **parameters}, masks=state.masks)
+        known = {**state.weights, **parameters}
+        inner = State(state.axis, state.dtype, state.is_autocast, known, masks=state.masks, updated={value})
         result = _call_with_gradients(value, leaves, inner, keeps_types)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     wanted += parameters.values()
