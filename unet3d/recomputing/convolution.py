@@ -77,7 +77,10 @@ class Convolution(Rule):
     """A convolution; its gradients need its input and not its result."""
 
     def serves(self, value: Value, axis: int) -> bool:
-        return super().serves(value, axis) and _is_plain_convolution(value, axis)
+        if not super().serves(value, axis) or not _is_plain_convolution(value, axis):
+            return False
+        kernel, _, padding, dilation = (numbers[axis - 2] for numbers in convolution(value)[2:6])
+        return padding <= dilation * (kernel - 1) + 1  # else some rows are made from padding alone
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         low, high = self._reach(value, axis, span)
@@ -162,8 +165,9 @@ class TransposedConvolution(Rule):
         if not super().serves(value, axis) or not _is_plain_convolution(value, axis):
             return False
         kernel, stride, padding, dilation = (numbers[axis - 2] for numbers in transposed(value)[2:6])
-        last = (value.inputs[0].shape[axis] - 1) * stride - padding + dilation * (kernel - 1) + 1
-        return value.shape[axis] <= last  # else output_padding adds rows that no kernel reaches
+        reach = dilation * (kernel - 1) + 1
+        last = (value.inputs[0].shape[axis] - 1) * stride - padding + reach
+        return value.shape[axis] <= last and stride <= reach  # else there are rows that no kernel reaches
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         kernel, stride, padding, dilation = (numbers[axis - 2] for numbers in transposed(value)[2:6])

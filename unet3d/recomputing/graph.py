@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+DROPOUTS = ("dropout", "feature_dropout")  # their numbers are drawn when a pass begins
+
 
 @dataclass(eq=False, repr=False)
 class Value:

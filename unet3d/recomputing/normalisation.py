@@ -43,6 +43,8 @@ class Normalisation(Pointwise):
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis) or len(value.inputs) != 1:
             return False
+        if value.inputs[0].op == "image":
+            return False  # statistics are taken of what the schedule makes
         settings = settings_of(value)
         weights = (settings.weight, settings.bias)
         return all(isinstance(weight, Weight | None) for weight in weights)

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.recomputing.graph import Value, Weight
+from unet3d.recomputing.graph import DROPOUTS, Value, Weight
 
+TRACKING = ("batch_norm", "instance_norm")  # their fourth and fifth arguments are running statistics, or None
 Span = tuple[int, int]  # rows from the first to before the second
 Gradients = Sequence[Tensor | None]  # of each input, None where there is none
 
@@ -42,6 +43,7 @@ class State:
     sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of normalisations' gradients, N C
     masks: dict[Value, Tensor] = field(default_factory=dict)  # of dropout
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of weights
+    updated: set[Value] = field(default_factory=set)  # whole normalisations that have updated their running statistics
     takes_sums: bool = True  # False in the second of two passes over the same tiles
     prepared: dict[Any, Any] = field(default_factory=dict)  # by one instruction, for all of its tiles
 
@@ -130,10 +132,15 @@ class Rule:
 
 
 def call(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool = False) -> Tensor:
-    """Return the operation's result for these inputs, on rows or whole maps."""
+    """Return the operation's result for these inputs, on rows or whole maps; a dropout is of whole maps."""
+    if value.op in DROPOUTS:
+        factor = dropout_factor(value, state, inputs[0].dtype)
+        return inputs[0] if factor is None else inputs[0] * factor
     tensors: dict[Value | Weight, Tensor | None] = dict(zip(value.inputs, inputs, strict=True))
     for weight in value.weights():
         tensors[weight] = state.weights[weight.name] if keeps_types else state.weight(weight)
+    if value.op in TRACKING:
+        _keep_running_statistics(value, tensors, state)
     kwargs = {name: filled(leaf, tensors) for name, leaf in value.kwargs.items()}
     result = value.target(*(filled(leaf, tensors) for leaf in value.args), **kwargs)
     if value.element is not None:
@@ -142,6 +149,15 @@ def call(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool
     if not keeps_types and result.is_floating_point() and result.dtype != state.dtype:
         result = result.to(state.dtype)
     return result
+
+
+def _keep_running_statistics(value: Value, tensors: dict[Value | Weight, Tensor | None], state: State) -> None:
+    """Let a normalisation update its running statistics when it is made first, and copies of them from then on."""
+    if value in state.updated:
+        for weight in value.args[3:5]:
+            running = tensors.get(weight)
+            tensors[weight] = None if running is None else running.clone()
+    state.updated.add(value)
 
 
 def filled(tree: Any, tensors: Mapping[Value | Weight, Tensor | None]) -> Any:
@@ -165,7 +181,8 @@ def gradients_by_autograd(
     leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     with torch.enable_grad():
         parameters = {weight.name: state.weights[weight.name].detach().requires_grad_() for weight in weights}
-        inner = State(state.axis, state.dtype, state.is_autocast, {**state.weights, **parameters})
+        known = {**state.weights, **parameters}
+        inner = State(state.axis, state.dtype, state.is_autocast, known, masks=state.masks, updated={value})
         result = _call_with_gradients(value, leaves, inner, keeps_types)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     wanted += parameters.values()
@@ -192,11 +209,19 @@ class Pointwise(Rule):
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis) or not value.inputs:
             return False
-        return all(_fits_rows(self_shape, value.shape, axis) for self_shape in (v.shape for v in value.inputs))
+        if value.op in OF_TWO and any(_has_rows(weight, axis) for weight in value.weights()):
+            return False
+        return all(_fits_rows(source.shape, value.shape, axis) for source in value.inputs)
 
 
 def _fits_rows(shape: torch.Size, result: torch.Size, axis: int) -> bool:
     return shape[axis] in (1, result[axis])
+
+
+def _has_rows(weight: Weight, axis: int) -> bool:
+    """Return whether a weight has other numbers for each row, as a positional embedding has."""
+    place = axis - 5  # from the last dimension on, by which shapes are matched
+    return len(weight.shape) >= -place and weight.shape[place] > 1
 
 
 class Along(Pointwise):
@@ -371,16 +396,20 @@ class Dropout(Pointwise):
         return [gradient.mul_(factor) if work.may_overwrite else gradient * factor]
 
     def _factor(self, work: Work) -> Tensor | None:
-        value, tile, state, *_ = work
-        mask = state.masks.get(value)
-        if mask is None:
-            return None
-        if mask.shape[state.axis] > 1:
-            mask = mask.narrow(state.axis, tile.span[0], tile.rows)
-        if mask.dtype == torch.bool:
-            probability = float(value.argument(1))
-            return mask.to(state.dtype).mul_(1 / (1 - probability))
-        return mask
+        return dropout_factor(work.value, work.state, work.state.dtype, work.tile)
+
+
+def dropout_factor(value: Value, state: State, dtype: torch.dtype, tile: Tile | None = None) -> Tensor | None:
+    """Return the numbers by which a dropout multiplies a map, or a tile's rows of it. None: it is off."""
+    mask = state.masks.get(value)
+    if mask is None:
+        return None
+    if tile is not None and mask.shape[state.axis] > 1:
+        mask = mask.narrow(state.axis, tile.span[0], tile.rows)
+    if mask.dtype == torch.bool:
+        probability = float(value.argument(1))
+        return mask.to(dtype).mul_(1 / (1 - probability))
+    return mask.to(dtype)
 
 
 def draw_mask(value: Value, state: State, device: torch.device) -> Tensor | None:
@@ -389,12 +418,13 @@ def draw_mask(value: Value, state: State, device: torch.device) -> Tensor | None
     if not value.argument(2) or probability == 0:
         return None
     if value.op == "feature_dropout":
-        ones = torch.ones(*value.shape[:2], 1, 1, 1, dtype=state.dtype, device=device)
-        return F.dropout3d(ones, probability)
+        each_channel = [*value.shape[:2], *(1 for _ in value.shape[2:])]
+        return torch.feature_dropout(torch.ones(each_channel, dtype=state.dtype, device=device), probability, True)
     ones = torch.ones(value.shape, dtype=state.dtype, device=device)
     return F.dropout(ones, probability, inplace=True) != 0
 
 
+OF_TWO = ("add", "div", "mul", "pow", "sub")  # operations that match the shapes of two arguments
 POINTWISE = (
     "abs celu clamp clone contiguous div elu exp gelu hardsigmoid hardswish hardtanh leaky_relu log_sigmoid mish mul "
     "neg pow prelu relu6 rsqrt selu sigmoid silu softplus sqrt square tanh"
@@ -407,6 +437,7 @@ RULES |= {
     "sub": Sum(),
     "cat": Cat(),
     "slice": Slice(),
+    "narrow": Slice(),
     "pad": Pad(),
     "repeat": Repeat(),
     "dropout": Dropout(),

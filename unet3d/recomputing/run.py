@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.recomputing import normalisation
-from unet3d.recomputing.graph import Value, Weight, leaves
+from unet3d.recomputing.graph import DROPOUTS, Value, Weight, leaves
 from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.rules import State, call, draw_mask, filled, gradients_by_autograd
 from unet3d.recomputing.schedule import Complete, Free, Instruction, Make, Pull, PullTwice, Schedule, Sent, Turn
@@ -59,7 +60,7 @@ class Pass:
         graph = self.program.maps.graph
         self.maps[graph.image] = image.to(self.state.dtype)
         for value in graph.values:
-            if value.op in ("dropout", "feature_dropout"):
+            if value.op in DROPOUTS:
                 mask = draw_mask(value, self.state, self.device)
                 if mask is not None:
                     self.state.masks[value] = mask
@@ -226,15 +227,20 @@ class Pass:
     ) -> None:
         """Send a gradient to the sources; that of `completed` also gets what its statistics give."""
         axis = self.state.axis
-        values = [self.by_index[sent.source].value for sent in sinks]
         image = self.program.maps.graph.image
         if image in plan.wanted and image in plan.map.sources and completed is None:
-            values.append(image)
             sinks = (*sinks, Sent(-1, "add" if self.gradients.get(image) is not None else "new"))
+        # Of a sum, the gradients of all terms may be rows of the gradient: what is written over it comes last.
+        sinks = sorted(sinks, key=lambda sent: sent.place == "gradient")
+        values = [image if sent.source < 0 else self.by_index[sent.source].value for sent in sinks]
         is_single = len(plan.tiles) == 1
         targets: list[Sink | None] = []
         for value, (_, place) in zip(values, sinks, strict=True):
-            targets.append(self._sink(value, place, gradient, is_single))
+            is_whole = is_single and plan.tiles[0].spans[value] == (0, value.shape[axis])
+            target = self._sink(value, place, gradient, is_whole)
+            if target is not None and completed is not None:
+                target.complete = partial(self._complete_rows, completed)
+            targets.append(target)
         for place_of_tile, tile in enumerate(plan.tiles):
             first, end = tile.span
             rows = gradient.narrow(axis, first, end - first) if not is_single else gradient
@@ -281,12 +287,12 @@ class Pass:
         shape[self.state.axis] = high - low
         return RowGradient(torch.zeros(shape, dtype=self.state.dtype, device=self.device), True)
 
-    def _sink(self, value: Value, place: str, gradient: Tensor, is_single: bool) -> Sink | None:
+    def _sink(self, value: Value, place: str, gradient: Tensor, is_whole: bool) -> Sink | None:
         """Return where the gradient of a source is collected; None where one tile has all of it."""
         known = self.gradients.get(value)
         if place == "add" and known is not None:
             return Sink(known, self.state.axis, adds=True)
-        if is_single:
+        if is_whole:
             return None
         if place == "map":
             return Sink(self.maps[value], self.state.axis, adds=False)

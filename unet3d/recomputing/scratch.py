@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from unet3d.recomputing.graph import DROPOUTS
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.rules import State, draw_mask
 from unet3d.recomputing.run import Pass, Program, derived_tensors
@@ -95,7 +96,7 @@ def scratch_bytes(
         run = Pass(_shortened(program), state, autocast, device)
         with torch.no_grad():
             for value in program.maps.graph.values:
-                if value.op in ("dropout", "feature_dropout"):
+                if value.op in DROPOUTS:
                     mask = draw_mask(value, state, device)
                     if mask is not None:
                         state.masks[value] = mask

@@ -4,7 +4,7 @@ All rows that a tile needs are known before the first step: `TilePlan` has them 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -142,6 +142,7 @@ class _Forward:
         self.maps = maps
         self.state = state
         self.values = [value for value in plan.map.passing if value in set(values)]
+        self.sources = [maps[source] for source in plan.map.sources]
         self.rows: dict[Value, Tensor] = {}
         self.readers: dict[Value, int] = {}
         for value in self.values:
@@ -153,7 +154,7 @@ class _Forward:
         for value in self.values:
             tile = self.tile.tiles[value]
             inputs = [self.read(source, span) for source, span in zip(value.inputs, tile.inputs, strict=True)]
-            may_overwrite = bool(inputs) and self._is_last_read(value.inputs[0], tile.inputs[0])
+            may_overwrite = bool(inputs) and self._may_overwrite(value.inputs[0], tile.inputs[0])
             work = Work(value, tile, self.state, may_overwrite)
             self.rows[value] = RULES[value.op].run(work, inputs)
             del inputs
@@ -182,9 +183,13 @@ class _Forward:
         if self.readers[value] == 0:
             self.rows.pop(value, None)
 
-    def _is_last_read(self, value: Value, span: Span) -> bool:
-        """Return whether a value's rows may be written over."""
-        return value in self.rows and self.readers[value] == 1 and span == self.tile.spans[value]
+    def _may_overwrite(self, value: Value, span: Span) -> bool:
+        """Return whether a value's rows may be written over: this is their last reader, and they are no view."""
+        if value not in self.rows or self.readers[value] > 1 or span != self.tile.spans[value]:
+            return False
+        others = [rows for other, rows in self.rows.items() if other is not value]
+        memory = self.rows[value].untyped_storage()._cdata
+        return all(rows.untyped_storage()._cdata != memory for rows in (*self.sources, *others))
 
 
 @dataclass
@@ -267,12 +272,23 @@ class _Backward:
 
 
 class Sink:
-    """Collects gradients of a map's rows, tile by tile, and writes those to which no later tile adds."""
+    """Collects gradients of a map's rows, tile by tile, and writes those to which no later tile adds.
 
-    def __init__(self, target: Tensor, axis: int, adds: bool) -> None:
+    `complete` adds to the gradient of rows that no tile reads what statistics of the map, over which it is written,
+    give; without it they are zeros.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        axis: int,
+        adds: bool,
+        complete: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
         self.target = target
         self.axis = axis
         self.adds = adds
+        self.complete = complete
         self.written = 0
         self.open: Tensor | None = None  # rows that the next tile adds to
 
@@ -310,5 +326,11 @@ class Sink:
             self._clear(self.target.shape[self.axis])
 
     def _clear(self, until: int) -> None:
-        if until > self.written:
-            self.target.narrow(self.axis, self.written, until - self.written).zero_()
+        if until <= self.written:
+            return
+        rows = self.target.narrow(self.axis, self.written, until - self.written)
+        if self.complete is None:
+            rows.zero_()
+        else:
+            raw = rows.clone()
+            self.complete(raw, rows.zero_())

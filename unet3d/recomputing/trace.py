@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from unet3d.base.errors import UserError
-from unet3d.recomputing.graph import Derived, Graph, Value, Weight, leaves
+from unet3d.recomputing.graph import DROPOUTS, Derived, Graph, Value, Weight, leaves
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -130,6 +130,8 @@ class _Reader:
         if op == "alias":
             self.known[node] = args[0]
             return
+        if op.startswith("_assert"):
+            return  # of types and sizes, which are those of the example
         if op != operation_name(target, keeps_underscore=True):
             if isinstance(args[0], Weight):
                 self._read_change_of_weight(node, op, args)
@@ -139,6 +141,8 @@ class _Reader:
         if not any(isinstance(leaf, Value | _Several) for leaf in arguments):
             self._read_derived(node, target, args, kwargs)
             return
+        if op not in DROPOUTS and _is_random(op, target, args, kwargs):
+            raise UserError(_draws(node, op))
         fake = node.meta.get("val")
         if isinstance(fake, tuple | list):
             self.known[node] = _Several(op, target, args, kwargs)
@@ -187,8 +191,9 @@ class _Reader:
 
     def _read_derived(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         fake = node.meta.get("val")
-        if _is_random(target):
-            raise UserError(f"{_layer(node)}: {target} draws numbers that recompute could not draw again")
+        op = operation_name(target)
+        if _is_random(op, target, args, kwargs):
+            raise UserError(_draws(node, op))
         if isinstance(fake, Tensor):
             self.derived.append(Derived(node.name, target, args, kwargs))
             self.known[node] = Weight(node.name, fake.shape)
@@ -252,8 +257,24 @@ def _is_view_of(value: Value, source: Any) -> bool:
     return any(result.alias_info is not None for result in returns.returns)
 
 
-def _is_random(target: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+def _is_random(op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation draws random numbers with these arguments."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    if op == "scaled_dot_product_attention":
+        probability = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        return bool(probability)
+    if op == "rrelu":
+        return len(args) > 3 and bool(args[3])
+    if op.endswith("dropout"):
+        return bool(args[1]) and bool(args[2])
+    return True
+
+
+def _draws(node: fx.Node, op: str) -> str:
+    """Return why an operation that draws random numbers cannot be made again."""
+    layer = _layer(node) or "the network"
+    return f"{layer}: {op} would draw other numbers when it is made again{_place(node)}; use dropout, or leave it out"
 
 
 def _layer(node: fx.Node) -> str:
@@ -286,7 +307,8 @@ def operation_name(target: Any, keeps_underscore: bool = False) -> str:
     """Return "leaky_relu" of aten::leaky_relu_.default."""
     packet = getattr(target, "overloadpacket", target)
     name = getattr(packet, "__name__", str(packet))
-    return name if keeps_underscore else name.rstrip("_")
+    is_operator = name.startswith("__")  # aten::__and__ is no and_
+    return name if keeps_underscore or is_operator else name.rstrip("_")
 
 
 def _nothing() -> None:

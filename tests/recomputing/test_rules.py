@@ -1,0 +1,312 @@
+"""Each operation between convolutions, at random sizes, along each axis, in small tiles: as torch computes it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equality import assert_equal
+from torch import Tensor, nn
+
+from unet3d.recomputing.maps import Maps
+from unet3d.recomputing.trace import trace
+
+SHAPES = ((13, 5, 4), (5, 11, 4), (3, 4, 9))  # rows lie along the longest axis
+TILES = (5, 1, 5)  # of the largest map: few rows at a time, or all at once
+CHANNELS = 4
+Operation = nn.Module | Callable[..., Tensor]
+
+
+class Between(nn.Module):
+    """An operation between convolutions; the first convolution's result may have another reader."""
+
+    def __init__(self, operation: Operation, inputs: int, outputs: int, is_read_again: bool) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Conv3d(2, CHANNELS, 3, padding=1) for _ in range(inputs))
+        self.operation = operation
+        self.last = nn.Conv3d(outputs, 3, 3, padding=1)
+        self.again = nn.Conv3d(CHANNELS, 2, 1) if is_read_again else None
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        """Return logits."""
+        maps = [layer(image) for layer in self.first]
+        logits = self.last(self.operation(*maps))
+        if self.again is None:
+            return (logits,)
+        return logits, self.again(maps[0])
+
+
+def check(operation: Operation, inputs: int = 1, outputs: int = CHANNELS) -> None:
+    """Compare the operation at some shapes, in tiles of a few rows and in one tile."""
+    for number, (shape, tiles) in enumerate(zip(SHAPES, TILES, strict=True)):
+        torch.manual_seed(number)
+        network = Between(operation, inputs, outputs, is_read_again=number % 2 == 0)
+        image = torch.randn(1 + number % 2, 2, *shape)
+        assert_equal(network, image, seeds=[number], tiles=tiles)
+
+
+def serves(operation: Operation, outputs: int = CHANNELS) -> bool:
+    """Return whether all of a network has rules."""
+    network = Between(operation, 1, outputs, is_read_again=False).train()
+    return not Maps(trace(network, torch.randn(1, 2, *SHAPES[0])), axis=2).whole
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation", "groups"),
+    [
+        (1, 1, 0, 1, 1),
+        (3, 1, 1, 1, 1),
+        (3, 2, 1, 1, 1),
+        (3, 1, 2, 2, 4),  # depthwise
+        (5, 2, 2, 1, 2),
+        (4, 3, 2, 1, 1),
+        ((1, 3, 2), (1, 2, 1), (0, 1, 1), 1, 4),
+        (1, 2, 0, 1, 2),  # rows that no kernel reads, also behind the last
+        (2, 2, 0, 1, 1),
+        (1, 1, 1, 1, 1),  # rows of bias alone
+        (1, 1, 2, 1, 1),
+        (2, 3, 3, 1, 1),
+    ],
+)
+def test_convolutions(kernel: int, stride: int, padding: int, dilation: int, groups: int) -> None:
+    check(nn.Conv3d(CHANNELS, CHANNELS, kernel, stride, padding, dilation, groups, bias=groups != 2))
+
+
+@pytest.mark.parametrize("mode", ["reflect", "circular", "replicate", "same", "valid"])
+def test_padding_of_convolutions(mode: str) -> None:
+    if mode in ("same", "valid"):
+        check(nn.Conv3d(CHANNELS, CHANNELS, 3, padding=mode))
+    else:
+        check(nn.Conv3d(CHANNELS, CHANNELS, 3, padding=1, padding_mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "output_padding", "dilation", "groups"),
+    [
+        (2, 2, 0, 0, 1, 1),
+        (3, 2, 1, 1, 1, 1),
+        (4, 2, 1, 0, 1, 2),
+        (3, 2, 1, 0, 2, 1),
+        (3, 3, 0, 0, 1, 4),
+        (5, 1, 2, 0, 1, 1),
+        ((1, 2, 2), (1, 2, 2), 0, 0, 1, 1),
+        (3, 2, 0, 1, 1, 1),  # a last row that no kernel reaches
+        (1, 2, 0, 1, 1, 1),  # rows between kernels
+        (2, 4, 1, 3, 1, 1),
+    ],
+)
+def test_transposed_convolutions(
+    kernel: int, stride: int, padding: int, output_padding: int, dilation: int, groups: int
+) -> None:
+    check(nn.ConvTranspose3d(CHANNELS, CHANNELS, kernel, stride, padding, output_padding, groups, True, dilation))
+
+
+NORMS = {
+    "instance": nn.InstanceNorm3d(CHANNELS),
+    "instance, affine, tracked": nn.InstanceNorm3d(CHANNELS, affine=True, track_running_stats=True),
+    "batch": nn.BatchNorm3d(CHANNELS),
+    "batch, slow": nn.BatchNorm3d(CHANNELS, momentum=0.01, affine=False),
+    "batch, not tracked": nn.BatchNorm3d(CHANNELS, track_running_stats=False),
+    "group": nn.GroupNorm(2, CHANNELS),
+    "layer": nn.GroupNorm(1, CHANNELS),
+    "each channel": nn.GroupNorm(CHANNELS, CHANNELS, affine=False),
+    "behind another": nn.Sequential(nn.InstanceNorm3d(CHANNELS, affine=True), nn.ReLU(), nn.BatchNorm3d(CHANNELS)),
+    "of rows that no tile reads": nn.Sequential(nn.InstanceNorm3d(CHANNELS), nn.ReLU(), nn.MaxPool3d(2)),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=[*NORMS])
+def test_normalisations(norm: nn.Module) -> None:
+    check(norm)
+
+
+@pytest.mark.parametrize("norm", [nn.InstanceNorm3d(2, affine=True), nn.BatchNorm3d(2), nn.GroupNorm(1, 2)])
+def test_a_normalisation_of_the_image(norm: nn.Module) -> None:
+    assert_equal(nn.Sequential(norm, nn.Conv3d(2, 3, 3, padding=1)), torch.randn(2, 2, 9, 5, 4), seeds=[0, 1])
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(CHANNELS), nn.InstanceNorm1d(CHANNELS, track_running_stats=True)])
+def test_normalisations_of_tokens(norm: nn.Module) -> None:
+    """Running statistics change once a pass, however often the map is made."""
+    check(Tokens(norm))
+
+
+class Tokens(nn.Module):
+    """A module of maps whose voxels lie in one dimension."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the map."""
+        return self.layer(x.flatten(2)).view(x.shape)
+
+
+ACTIVATIONS = [
+    *(nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(0.1), nn.LeakyReLU(-0.1), nn.PReLU(), nn.PReLU(CHANNELS), nn.ELU()),
+    *(nn.CELU(), nn.SELU(), nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.Mish(), nn.Sigmoid(), nn.Tanh()),
+    *(nn.Softplus(), nn.Softsign(), nn.Hardswish(), nn.Hardsigmoid(), nn.Hardtanh(), nn.LogSigmoid()),
+    *(nn.Softmax(1), nn.LogSoftmax(1), nn.Softmax(2), nn.Softmax(4), nn.Dropout(0.5), nn.Dropout3d(0.5)),
+]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_activations(activation: nn.Module) -> None:
+    check(activation)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [nn.ReLU(inplace=True), nn.LeakyReLU(0.1, inplace=True), nn.SiLU(inplace=True), nn.Hardswish(inplace=True)],
+    ids=str,
+)
+def test_activations_in_place(activation: nn.Module) -> None:
+    check(nn.Sequential(nn.InstanceNorm3d(CHANNELS), activation))
+
+
+RESAMPLINGS = {
+    "max": nn.MaxPool3d(2),
+    "max, ceil": nn.MaxPool3d(3, ceil_mode=True),
+    "max, overlapping": nn.MaxPool3d(3, 2, 1),
+    "max, of two axes": nn.MaxPool3d((1, 2, 2)),
+    "average": nn.AvgPool3d(2),
+    "average, ceil": nn.AvgPool3d(2, ceil_mode=True),
+    "average, padded": nn.AvgPool3d(2, 2, (0, 1, 1), count_include_pad=False),
+    "average, of all": nn.AdaptiveAvgPool3d(1),
+    "nearest": nn.Upsample(scale_factor=2),
+    "nearest, of two axes": nn.Upsample(scale_factor=(1, 3, 2)),
+    "nearest, 2.05": nn.Upsample(scale_factor=2.05),
+    "trilinear": nn.Upsample(scale_factor=2, mode="trilinear"),
+    "trilinear, 3": nn.Upsample(scale_factor=3, mode="trilinear"),
+    "trilinear, 1.5": nn.Upsample(scale_factor=1.5, mode="trilinear"),
+    "trilinear, 2.05": nn.Upsample(scale_factor=2.05, mode="trilinear"),
+    "trilinear, corners": nn.Upsample(scale_factor=2, mode="trilinear", align_corners=True),
+}
+
+
+@pytest.mark.parametrize("operation", RESAMPLINGS.values(), ids=[*RESAMPLINGS])
+def test_resampling(operation: nn.Module) -> None:
+    check(operation)
+
+
+OF_TWO = {
+    "sum": torch.add,
+    "difference": torch.sub,
+    "weighted sum": lambda x, y: torch.add(x, y, alpha=3),
+    "weighted difference": lambda x, y: torch.sub(x, y, alpha=0.5),
+    "product": torch.mul,
+    "quotient": lambda x, y: x / (y.abs() + 1),
+    "gate of each voxel": lambda x, y: x * y.mean(1, keepdim=True).sigmoid(),
+    "gate of each channel": lambda x, y: x * y.mean((2, 3, 4), keepdim=True).sigmoid(),
+    "gate of each row": lambda x, y: x * y.mean((3, 4), keepdim=True),
+    "gate of the batch": lambda x, y: x * y.mean(0, keepdim=True),
+    "sum over channels": lambda x, y: x + y.mean((2, 3, 4), keepdim=True),
+    "difference to one channel": lambda x, y: y[:, :1] - x,
+    "sum that is read twice": lambda x, y: (x + y) * (x - y),
+    "gradients that are one": lambda x, y: x * x.mean(1, keepdim=True) + F.relu(y),
+    "maximum": torch.maximum,
+    "behind one another along rows": lambda x, y: torch.cat([x, y], -1),
+    "in place": lambda x, y: (2 * x).add_(y),
+}
+
+
+@pytest.mark.parametrize("operation", OF_TWO.values(), ids=[*OF_TWO])
+def test_operations_of_two(operation: Operation) -> None:
+    check(operation, inputs=2)
+
+
+def test_maps_behind_one_another() -> None:
+    check(lambda x, y: torch.cat([F.relu(x), y], 1), inputs=2, outputs=2 * CHANNELS)
+    check(lambda x: torch.cat([x, x], 1), outputs=2 * CHANNELS)
+
+
+OF_ONE = {
+    "sum with itself": lambda x: x + x,
+    "difference to itself": lambda x: x - x,
+    "square": lambda x: x * x,
+    "numbers": lambda x: 1 - 2 * x + 3 / (x * x + 1),
+    "powers": lambda x: x**2 + 2**x,
+    "roots": lambda x: (x * x + 1).sqrt() * (x * x + 1).rsqrt(),
+    "rows": lambda x: F.relu(x[:, :, 1:-1, 1:, :-1]),
+    "last rows": lambda x: x[:, :, -2:, -2:, -3:-1],
+    "each second row": lambda x: x[:, :, ::2, :, ::2],
+    "narrowed": lambda x: F.relu(x.narrow(2, 1, 2)),
+    "identity": lambda x: F.relu(F.dropout(x, 0.5, training=False)),
+    "layout": lambda x: F.leaky_relu(x.contiguous()),
+    "turned": lambda x: x.transpose(2, 4).flip(2),
+    "padded": lambda x: F.pad(x, (1, 2, 0, 1, 2, 1), value=0.5),
+    "padded along one axis": lambda x: F.pad(x, (1, 2, 0, 0, 0, 0), mode="reflect"),
+    "cropped": lambda x: F.pad(x, (-1, 1, 1, -1, 0, -1)),
+    "repeated": lambda x: x[:, :1].repeat(1, CHANNELS, 1, 1, 1),
+    "repeated along rows": lambda x: x.repeat(2, 1, 1, 2, 1),
+    "spread": lambda x: x[:, :1].expand(-1, CHANNELS, -1, -1, -1),
+    "sum of channels": lambda x: x * x.sum((1,), keepdim=True),
+    "mean along rows": lambda x: x * x.mean(-1, keepdim=True),
+    "largest channel": lambda x: x * x.amax(1, keepdim=True),
+    "limited": lambda x: x.clamp(-0.5, 0.5) + x.clamp_min(0),
+    "masked": lambda x: x * ((x > 0) & (x < 1)).to(x.dtype),
+    "chosen": lambda x: torch.where(x > 0, x, 0.1 * x),
+    "tokens": lambda x: F.dropout(F.layer_norm(x.flatten(2).mT, (CHANNELS,)), 0.5).mT.reshape(x.shape),
+    "channels of tokens": lambda x: F.dropout1d(x.flatten(2), 0.5).view(x.shape),
+}
+
+
+@pytest.mark.parametrize("operation", OF_ONE.values(), ids=[*OF_ONE])
+def test_operations_of_one(operation: Operation) -> None:
+    check(operation)
+
+
+PARTS = {
+    "slice": lambda x: F.relu(x[:, :2]),
+    "chunk": lambda x: F.leaky_relu(x.chunk(2, 1)[0]),
+    "split": lambda x: F.relu(x.split(2, 1)[0]) * x.split(2, 1)[1].sigmoid(),
+    "gated linear unit": lambda x: F.glu(x, 1),
+    "overlapping slices": lambda x: F.relu(x[:, :2]) + F.relu(x[:, 1:3]),
+}
+
+
+@pytest.mark.parametrize("operation", PARTS.values(), ids=[*PARTS])
+def test_parts_of_channels(operation: Operation) -> None:
+    """What follows in place must not be written over the map that they are a part of."""
+    check(operation, outputs=2)
+
+
+class Embedding(nn.Module):
+    """A parameter of numbers for each voxel."""
+
+    def __init__(self, operation: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.operation = operation
+        self.of_shape = nn.ParameterList(torch.rand(1, CHANNELS, *shape) + 0.1 for shape in SHAPES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the map."""
+        weight = next(weight for weight in self.of_shape if weight.shape[2:] == x.shape[2:])
+        return self.operation(x, weight)
+
+
+@pytest.mark.parametrize("operation", [torch.add, torch.sub, torch.mul, torch.div])
+def test_parameters_of_each_voxel(operation: Callable[[Tensor, Tensor], Tensor]) -> None:
+    check(Embedding(operation))
+
+
+def test_constants_of_each_row() -> None:
+    check(lambda x: x * torch.arange(1, x.shape[4] + 1, dtype=x.dtype))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        nn.Conv3d(CHANNELS, CHANNELS, 3, 2, 1, groups=2),
+        nn.ConvTranspose3d(CHANNELS, CHANNELS, 3, 2, 1, 1),
+        nn.Sequential(nn.InstanceNorm3d(CHANNELS), nn.LeakyReLU(inplace=True), nn.Dropout3d(0.1)),
+        nn.Sequential(nn.BatchNorm3d(CHANNELS), nn.PReLU(), nn.MaxPool3d(2), nn.Upsample(scale_factor=2)),
+        nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.SiLU(), nn.AvgPool3d(2), nn.Softmax(1)),
+        nn.Upsample(scale_factor=2, mode="trilinear"),
+    ],
+    ids=str,
+)
+def test_what_networks_are_made_of_has_rules(operation: nn.Module) -> None:
+    """Else their maps would be whole: right, but without a gain."""
+    assert serves(operation)
