@@ -25,7 +25,8 @@ from unet3d.training.losses import CUDA_CHUNK, LossOptions, SegmentationLoss, di
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import Mark, ignore_mark, train_step
 
-LOADED = ["torch", "unet3d.build", "monai.networks.nets", "dynamic_network_architectures.architectures.unet", "steps"]
+LOADED = ["torch", "torch._dynamo", "sympy", "unet3d.build", "monai.networks.nets"]
+LOADED += ["dynamic_network_architectures.architectures.unet", "pytorch3dunet.unet3d.model", "steps"]
 
 
 class Steps:
@@ -87,11 +88,18 @@ def random_batch(task: Task) -> Batch:
     return Batch(image, label.short())
 
 
-def recomputed(network: nn.Module, plan: Any, policy: MemoryPolicy, task: Task) -> Recomputed:
+def recomputed(
+    network: nn.Module,
+    plan: Any,
+    policy: MemoryPolicy,
+    task: Task,
+    budget: str | None = None,
+    held: str | None = None,
+) -> Recomputed:
     """Return `unet3d.recompute` of a network for the task's images; its line goes to stderr."""
     example = torch.empty(task.batch, 1, *task.patch, device=task.device)
     with redirect_stdout(sys.stderr), torch.autocast(task.device, policy.dtype, enabled=policy.dtype is not None):
-        return unet3d.recompute(network.train(), example, plan)
+        return unet3d.recompute(network.train(), example, plan, budget, held)
 
 
 def resident_bytes(name: str = "VmRSS") -> int:
