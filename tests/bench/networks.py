@@ -175,13 +175,16 @@ NETWORKS = (OURS, *WAYS, MAX_POOLING, *THEIRS)
 
 
 def network_of(name: str, task: Task) -> nn.Module:
-    """Return a network, on the task's device; of other libraries' ones the last stage of two."""
+    """Return a network, on the task's device."""
     if name in THEIRS:
-        return FinestFirst(THEIRS[name](task)).to(task.device)
-    network = build.model(config_of(name, task).model, 0)
-    if name != MAX_POOLING and not task.deep_supervision:
-        _take_weights(network, plain_conv_unet(task))
-    return network.to(task.device)
+        network: nn.Module = FinestFirst(THEIRS[name](task))
+    else:
+        network = build.model(config_of(name, task).model, 0)
+        if name != MAX_POOLING and not task.deep_supervision:
+            _take_weights(network, plain_conv_unet(task))
+    if task.device != "cpu":  # a fake network cannot be moved
+        network = network.to(task.device)
+    return network
 
 
 def policy_of(name: str, task: Task) -> MemoryPolicy:
