@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peers import NETWORKS
+from networks import MAX_POOLING, OURS, PLAIN_CONV_UNET, WAYS
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -54,6 +54,8 @@ NNUNET = f"model=nnunet_hippocampus {BF16}"
 SWITCHES = ("", "channels_last=true", "compile=true", "channels_last=true compile=true")
 SWITCHES += ("cuda.benchmark=true", "optim.fused=true", "deterministic=true")
 WINDOWS = ("", "inference.batch=1", "inference.batch=4", "model.classes=40", "model.classes=40 inference.batch=1")
+NETWORKS = (PLAIN_CONV_UNET, OURS, *WAYS, MAX_POOLING)
+NETWORKS += ("MONAI DynUNet", "MONAI BasicUNet", "pytorch-3dunet UNet3D")
 TINY = "model=unet_tiny model.features=[4,8]"
 HEADS = {
     "memory": (
@@ -78,7 +80,7 @@ class Row(NamedTuple):
 
     section: str
     kind: str  # of HEADS, or "peer": timed as well
-    name: str  # words of a configuration, or a network of peers.py
+    name: str  # words of a configuration, or a network of networks.py
     patch: str  # 64,64,64
 
     def command(self, device: str) -> list[str]:
