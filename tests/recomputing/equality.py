@@ -14,6 +14,7 @@ from torch.utils import _pytree
 from unet3d.recomputing import module, search
 from unet3d.recomputing.module import Recomputed
 from unet3d.recomputing.schedule import Schedule, Sizes, compile_schedule, is_sound
+from unet3d.recomputing.scratch import Scratch
 
 CLOSE = 1e-12  # of float64, relative to the largest number of its kind
 
@@ -91,8 +92,8 @@ def drawn_schedules(seed: int, tiles: int) -> Iterator[None]:
         assert is_sound(sizes, schedule)
         return [schedule]
 
-    def nothing(program: Any, *_: object) -> list[tuple[int, int]]:
-        return [(0, 0)] * len(program.maps.maps)
+    def nothing(program: Any, *_: object) -> list[Scratch]:
+        return [Scratch(0, 0, 0, 0)] * len(program.maps.maps)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "front", front)
@@ -101,8 +102,8 @@ def drawn_schedules(seed: int, tiles: int) -> Iterator[None]:
         yield
 
 
-def drawn_table(count: int, seed: int) -> list[list[bool]]:
+def drawn_table(count: int, seed: int) -> list[set[int]]:
     """Return a random table of the maps that stay in each stage."""
     draw = random.Random(seed)
     share = draw.choice([0.0, 0.1, 0.3, 0.5, 0.8, 1.0])
-    return [[draw.random() < share for _ in range(count)] for _ in range(count + 1)]
+    return [{index for index in range(count) if draw.random() < share} for _ in range(count + 1)]
