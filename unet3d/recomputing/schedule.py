@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+TWICE = 0.02  # of a forward pass: less work than this may be done a second time to save a map
 Keep = Sequence[Set[int]]
 Place = Literal["new", "add", "map", "gradient"]
 
@@ -260,7 +261,7 @@ class _Compiler:
     def _twice(self, index: int, wanted: Sequence[int]) -> int | None:
         """Return the source whose gradient is written over its map, if a second pass over the tiles is little work."""
         sizes = self.sizes
-        if sizes.pull_work[index] > 0.02:
+        if sizes.pull_work[index] > TWICE:
             return None
         for source in wanted:
             is_first = source not in self.gradients and sizes.users[source][0] == index

@@ -18,7 +18,7 @@ from unet3d.recomputing.graph import DROPOUTS
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.rules import State, draw_mask
 from unet3d.recomputing.run import Pass, Program, derived_tensors
-from unet3d.recomputing.schedule import Sent
+from unet3d.recomputing.schedule import TWICE, Sent
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 
@@ -100,7 +100,7 @@ def scratch_bytes(
                     mask = draw_mask(value, state, device)
                     if mask is not None:
                         state.masks[value] = mask
-            meter = _Meter(run, dtype, device)
+            meter = _Meter(program, run, dtype, device)
             made = [meter.make(map_) for map_ in program.maps.maps]
             return [
                 Scratch(of_make, meter.send(map_), meter.send_twice(map_), meter.complete(map_))
@@ -124,8 +124,11 @@ def _shortened(program: Program) -> Program:
 class _Meter:
     """Carries out one instruction at a time and counts its bytes."""
 
-    def __init__(self, run: Pass, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, program: Program, run: Pass, dtype: torch.dtype, device: torch.device) -> None:
+        self.program = program
         self.run = run
+        self.short = run.program
+        self.operations = sum(map_.operations for map_ in program.maps.maps)
         self.dtype = dtype
         self.device = device
         self.count = PeakBytes()
@@ -153,9 +156,11 @@ class _Meter:
     def send_twice(self, map_: Map) -> int:
         """Return the same where the gradient of a normalised source is written over the source, at most."""
         most = 0
+        if map_.rule is None or map_.operations > TWICE * self.operations:
+            return most
+        self.run.program = self.program  # rows between the tiles would be completed at once
         for index in self._wanted(map_):
-            source = self.run.by_index[index]
-            if map_.rule is None or not source.norms:
+            if not self.run.by_index[index].norms:
                 continue
             self._provide(map_)
             self._provide_gradient(map_)
@@ -163,6 +168,7 @@ class _Meter:
             with self.count:
                 self.run._pull_twice(map_, [*others, Sent(index, "map")])
             most = max(most, self._rest())
+        self.run.program = self.short
         return most
 
     def complete(self, map_: Map) -> int:
