@@ -4,6 +4,7 @@ import io
 import logging
 import operator
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -42,7 +43,10 @@ def _silence() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # of lists that forward keeps in the module, which the schedule does not read
             yield
     finally:
         logging.disable(disabled)
@@ -80,6 +84,7 @@ class _Reader:
         self.values: list[Value] = []
         self.derived: list[Derived] = []
         self.counters: list[str] = []
+        self.fresh: set[str] = set()  # derived tensors that share no memory with parameters and buffers
         self.known: dict[fx.Node, Any] = {}  # what a node stands for: a Value, a Weight, or a tuple-valued call
         self.image: Value | None = None
 
@@ -134,7 +139,7 @@ class _Reader:
             return  # of types and sizes, which are those of the example
         if op != operation_name(target, keeps_underscore=True):
             if isinstance(args[0], Weight):
-                self._read_change_of_weight(node, op, args)
+                self._read_change_of_weight(node, op, args, kwargs)
                 return
             target = _functional(target, node)
         arguments = list(leaves((args, tuple(kwargs.values()))))
@@ -180,9 +185,12 @@ class _Reader:
         self.values.append(value)
         self.known[node] = value
 
-    def _read_change_of_weight(self, node: fx.Node, op: str, args: tuple[Any, ...]) -> None:
-        """Take note of a counter of passes; other changes of buffers are refused."""
+    def _read_change_of_weight(self, node: fx.Node, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take note of a counter of passes, or of numbers written into a new tensor; other changes are refused."""
         name = args[0].name
+        if name in self.fresh:
+            self._read_derived(node, node.target, args, kwargs)
+            return
         if op == "add" and args[1] == 1 and name.endswith("num_batches_tracked"):
             self.counters.append(name)
             self.known[node] = args[0]
@@ -197,6 +205,9 @@ class _Reader:
         if isinstance(fake, Tensor):
             self.derived.append(Derived(node.name, target, args, kwargs))
             self.known[node] = Weight(node.name, fake.shape)
+            sources = [leaf.name for leaf in leaves((args, tuple(kwargs.values()))) if isinstance(leaf, Weight)]
+            if not _gives_view(target) or all(name in self.fresh for name in sources):
+                self.fresh.add(node.name)
         elif fake is not None:
             raise UserError(f"{_layer(node) or 'the network'}: {target} has several results{_place(node)}")
 
@@ -249,12 +260,13 @@ def _is_in_place(node: fx.Node) -> bool:
 
 def _is_view_of(value: Value, source: Any) -> bool:
     """Return whether a value shares the memory of another."""
-    if source not in value.inputs:
-        return False
-    returns = getattr(value.target, "_schema", None)
-    if returns is None:
-        return True
-    return any(result.alias_info is not None for result in returns.returns)
+    return source in value.inputs and _gives_view(value.target)
+
+
+def _gives_view(target: Any) -> bool:
+    """Return whether the result of an operation may share the memory of an argument."""
+    schema = getattr(target, "_schema", None)
+    return schema is None or any(result.alias_info is not None for result in schema.returns)
 
 
 def _is_random(op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
