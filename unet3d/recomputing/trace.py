@@ -30,7 +30,7 @@ def trace(model: nn.Module, image: Tensor) -> Graph:
     """
     _refuse_hooks(model)
     try:
-        with _silence():
+        with _silence(), _attributes_stay(model):
             program = torch.export.export(model, (image.detach(),), strict=False)
     except Exception as error:  # torch.export has no common type of error
         raise UserError(_cannot_trace(model, error)) from error
@@ -44,12 +44,25 @@ def _silence() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of lists that forward keeps in the module, which the schedule does not read
+            warnings.simplefilter("ignore")  # of what forward keeps in the module
             yield
     finally:
         logging.disable(disabled)
+
+
+@contextmanager
+def _attributes_stay(model: nn.Module) -> Iterator[None]:
+    """Undo what tracing does to attributes that are no parameters: a list that two modules share becomes two."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    lists = [(value, list(value)) for _, known in before for value in known.values() if isinstance(value, list)]
+    try:
+        yield
+    finally:
+        for attributes, known in before:
+            attributes.clear()
+            attributes.update(known)
+        for value, items in lists:
+            value[:] = items
 
 
 def _refuse_hooks(model: nn.Module) -> None:
