@@ -106,6 +106,8 @@ class _Reader:
         outputs: tuple[Value, ...] = ()
         self._read_inputs(self.program.graph_signature)
         for node in self.program.graph.nodes:
+            if node.op == "get_attr":
+                raise UserError(_has_contexts(self.model, node))
             if node.op == "call_function":
                 self._read_call(node)
             elif node.op == "output":
@@ -235,6 +237,8 @@ class _Reader:
             if not isinstance(value, Value) or value is self.image:
                 raise UserError(f"{type(self.model).__name__} returns {argument}, which is not computed from the image")
             outputs.append(value)
+        if len(outputs) != len(node.args[0]):  # type: ignore[arg-type]
+            raise UserError(f"{type(self.model).__name__} returns something beside tensors; return tensors alone")
         return tuple(outputs)
 
     def _look_up(self, tree: Any) -> Any:
@@ -294,6 +298,15 @@ def _is_random(op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     if op.endswith("dropout"):
         return bool(args[1]) and bool(args[2])
     return True
+
+
+def _has_contexts(model: nn.Module, node: fx.Node) -> str:
+    """Return why operations within a context of their own, which torch.export makes a graph of, are refused."""
+    layers = [_layer(user) for user in node.users]
+    layer = next((layer for layer in layers if layer), type(model).__name__)
+    return (
+        f"{layer}: operations within torch.no_grad() or torch.autocast() in forward cannot be made again; leave it out"
+    )
 
 
 def _draws(node: fx.Node, op: str) -> str:
