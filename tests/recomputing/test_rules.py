@@ -295,6 +295,18 @@ def test_constants_of_each_row() -> None:
     check(lambda x: x * torch.arange(1, x.shape[4] + 1, dtype=x.dtype))
 
 
+def test_constants_that_are_written_into() -> None:
+    """As attention in windows makes its mask."""
+
+    def masked(x: Tensor) -> Tensor:
+        mask = torch.zeros(1, 1, 1, 1, x.shape[4], dtype=x.dtype)
+        mask[..., 1:3] = 2
+        mask[..., 2:] += 1
+        return x * mask
+
+    check(masked)
+
+
 @pytest.mark.parametrize(
     "operation",
     [

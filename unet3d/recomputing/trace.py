@@ -4,6 +4,7 @@ import io
 import logging
 import operator
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ def trace(model: nn.Module, image: Tensor) -> Graph:
     """
     _refuse_hooks(model)
     try:
-        with _silence():
+        with _silence(), _attributes_stay(model):
             program = torch.export.export(model, (image.detach(),), strict=False)
     except Exception as error:  # torch.export has no common type of error
         raise UserError(_cannot_trace(model, error)) from error
@@ -42,10 +43,26 @@ def _silence() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what forward keeps in the module
             yield
     finally:
         logging.disable(disabled)
+
+
+@contextmanager
+def _attributes_stay(model: nn.Module) -> Iterator[None]:
+    """Undo what tracing does to attributes that are no parameters: a list that two modules share becomes two."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    lists = [(value, list(value)) for _, known in before for value in known.values() if isinstance(value, list)]
+    try:
+        yield
+    finally:
+        for attributes, known in before:
+            attributes.clear()
+            attributes.update(known)
+        for value, items in lists:
+            value[:] = items
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -80,6 +97,7 @@ class _Reader:
         self.values: list[Value] = []
         self.derived: list[Derived] = []
         self.counters: list[str] = []
+        self.fresh: set[str] = set()  # derived tensors that share no memory with parameters and buffers
         self.known: dict[fx.Node, Any] = {}  # what a node stands for: a Value, a Weight, or a tuple-valued call
         self.image: Value | None = None
 
@@ -88,6 +106,8 @@ class _Reader:
         outputs: tuple[Value, ...] = ()
         self._read_inputs(self.program.graph_signature)
         for node in self.program.graph.nodes:
+            if node.op == "get_attr":
+                raise UserError(_has_contexts(self.model, node))
             if node.op == "call_function":
                 self._read_call(node)
             elif node.op == "output":
@@ -134,7 +154,7 @@ class _Reader:
             return  # of types and sizes, which are those of the example
         if op != operation_name(target, keeps_underscore=True):
             if isinstance(args[0], Weight):
-                self._read_change_of_weight(node, op, args)
+                self._read_change_of_weight(node, op, args, kwargs)
                 return
             target = _functional(target, node)
         arguments = list(leaves((args, tuple(kwargs.values()))))
@@ -180,9 +200,12 @@ class _Reader:
         self.values.append(value)
         self.known[node] = value
 
-    def _read_change_of_weight(self, node: fx.Node, op: str, args: tuple[Any, ...]) -> None:
-        """Take note of a counter of passes; other changes of buffers are refused."""
+    def _read_change_of_weight(self, node: fx.Node, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take note of a counter of passes, or of numbers written into a new tensor; other changes are refused."""
         name = args[0].name
+        if name in self.fresh:
+            self._read_derived(node, node.target, args, kwargs)
+            return
         if op == "add" and args[1] == 1 and name.endswith("num_batches_tracked"):
             self.counters.append(name)
             self.known[node] = args[0]
@@ -197,6 +220,9 @@ class _Reader:
         if isinstance(fake, Tensor):
             self.derived.append(Derived(node.name, target, args, kwargs))
             self.known[node] = Weight(node.name, fake.shape)
+            sources = [leaf.name for leaf in leaves((args, tuple(kwargs.values()))) if isinstance(leaf, Weight)]
+            if not _gives_view(target) or all(name in self.fresh for name in sources):
+                self.fresh.add(node.name)
         elif fake is not None:
             raise UserError(f"{_layer(node) or 'the network'}: {target} has several results{_place(node)}")
 
@@ -211,6 +237,8 @@ class _Reader:
             if not isinstance(value, Value) or value is self.image:
                 raise UserError(f"{type(self.model).__name__} returns {argument}, which is not computed from the image")
             outputs.append(value)
+        if len(outputs) != len(node.args[0]):  # type: ignore[arg-type]
+            raise UserError(f"{type(self.model).__name__} returns something beside tensors; return tensors alone")
         return tuple(outputs)
 
     def _look_up(self, tree: Any) -> Any:
@@ -249,12 +277,13 @@ def _is_in_place(node: fx.Node) -> bool:
 
 def _is_view_of(value: Value, source: Any) -> bool:
     """Return whether a value shares the memory of another."""
-    if source not in value.inputs:
-        return False
-    returns = getattr(value.target, "_schema", None)
-    if returns is None:
-        return True
-    return any(result.alias_info is not None for result in returns.returns)
+    return source in value.inputs and _gives_view(value.target)
+
+
+def _gives_view(target: Any) -> bool:
+    """Return whether the result of an operation may share the memory of an argument."""
+    schema = getattr(target, "_schema", None)
+    return schema is None or any(result.alias_info is not None for result in schema.returns)
 
 
 def _is_random(op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -269,6 +298,15 @@ def _is_random(op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     if op.endswith("dropout"):
         return bool(args[1]) and bool(args[2])
     return True
+
+
+def _has_contexts(model: nn.Module, node: fx.Node) -> str:
+    """Return why operations within a context of their own, which torch.export makes a graph of, are refused."""
+    layers = [_layer(user) for user in node.users]
+    layer = next((layer for layer in layers if layer), type(model).__name__)
+    return (
+        f"{layer}: operations within torch.no_grad() or torch.autocast() in forward cannot be made again; leave it out"
+    )
 
 
 def _draws(node: fx.Node, op: str) -> str:

@@ -1,0 +1,315 @@
+"""What a network that recomputes shares with plain ones: names, modes, copies, hooks, and what it refuses."""
+
+import copy
+import inspect
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equality import assert_same, drawn_schedules, run
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils._pytree import tree_structure
+
+from unet3d.base.errors import UserError
+from unet3d.recomputing.module import Recomputed
+
+IMAGE = (1, 1, 9, 6, 5)
+
+
+class Net(nn.Module):
+    """A small network with a norm, a skip and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm3d(4)
+        self.middle = nn.Conv3d(4, 4, 3, padding=1)
+        self.head = nn.Conv3d(4, 2, 1)
+        self.other_head = nn.Conv3d(4, 2, 1)
+
+    def forward(self, image: Tensor) -> Any:
+        """Return logits of both heads."""
+        x = F.leaky_relu_(self.norm(self.first(image)))
+        y = x + F.relu(self.middle(x))
+        return self.head(y), self.other_head(x)
+
+
+def make(kind: Callable[[], nn.Module] = Net, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind().double().train()
+
+
+def image(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape or IMAGE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def check(model: nn.Module, x: Tensor | None = None, seeds: tuple[int, ...] = (0, 3)) -> None:
+    """Compare passes of a model by random schedules with plain's."""
+    x = image() if x is None else x
+    plain = run(copy.deepcopy(model), x)
+    for seed in seeds:
+        with drawn_schedules(seed, tiles=5):
+            assert_same(run(Recomputed(copy.deepcopy(model)), x), plain)
+
+
+@pytest.fixture(autouse=True)
+def any_schedule() -> Any:
+    """Without a search: these tests hold for each schedule."""
+    with drawn_schedules(seed=2, tiles=5):
+        yield
+
+
+def test_state_has_the_names_of_the_network() -> None:
+    model = make()
+    network = Recomputed(model)
+    assert list(network.state_dict()) == list(model.state_dict())
+    assert [name for name, _ in network.named_parameters()] == [name for name, _ in model.named_parameters()]
+    network(image())[0].sum().backward()
+    other = make(seed=7)
+    other.load_state_dict(pickle.loads(pickle.dumps(network.state_dict())))
+    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_a_copy_is_a_network_of_its_own() -> None:
+    network = Recomputed(make())
+    network(image())
+    before = copy.deepcopy(network.state_dict())
+    other = copy.deepcopy(network)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other(image())
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+    assert_same(run(copy.deepcopy(network), image()), run(copy.deepcopy(network.network), image()))
+
+
+@pytest.mark.parametrize("frozen", ["first", "norm", "middle", "head"])
+def test_frozen_layers(frozen: str) -> None:
+    model = make()
+    model.get_submodule(frozen).requires_grad_(False)
+    check(model)
+
+
+def test_all_but_one_frozen() -> None:
+    model = make().requires_grad_(False)
+    model.get_submodule("middle").requires_grad_(True)
+    check(model)
+    plain = run(copy.deepcopy(model), image(), image_needs_gradient=False)
+    assert_same(run(Recomputed(model), image(), image_needs_gradient=False), plain)
+
+
+def test_thawed_after_a_pass() -> None:
+    model = make()
+    network = Recomputed(model)
+    model.get_submodule("first").requires_grad_(False)
+    network(image())[0].sum().backward()
+    model.get_submodule("first").requires_grad_(True)
+    model.zero_grad()
+    plain = run(copy.deepcopy(model), image())
+    assert_same(run(network, image()), plain)
+
+
+class Tied(Net):
+    """Two layers share weight and bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_head.weight = self.head.weight
+        self.other_head.bias = self.head.bias
+
+
+class Twice(Net):
+    """A block that is called twice, with its norm."""
+
+    def forward(self, image: Tensor) -> Any:
+        """Return logits."""
+        x = self.first(image)
+        for _ in range(2):
+            x = F.relu(self.norm(self.middle(x)))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", [Tied, Twice])
+def test_shared_parameters(kind: Callable[[], nn.Module]) -> None:
+    check(make(kind))
+
+
+def test_a_norm_in_evaluation_within_training() -> None:
+    model = make()
+    with torch.no_grad():
+        model.get_buffer("norm.running_mean").fill_(0.3)
+        model.get_buffer("norm.running_var").fill_(2)
+    model.get_submodule("norm").eval()
+    check(model)
+    network = Recomputed(model)
+    network(image())
+    assert torch.equal(model.get_buffer("norm.running_mean"), torch.full((4,), 0.3, dtype=torch.float64))
+
+
+def test_evaluation_and_passes_without_gradients_are_the_networks() -> None:
+    model = make()
+    network = Recomputed(model)
+    network.eval()
+    assert not any(module.training for module in model.modules())
+    x = image().requires_grad_()
+    for output, expected in zip(network(x), model(x), strict=True):
+        assert torch.equal(output, expected)
+        assert output.requires_grad
+    network.train()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(network(x), other(x), strict=True))
+    assert torch.equal(model.get_buffer("norm.running_mean"), other.get_buffer("norm.running_mean"))
+
+
+class Shapes(Net):
+    """Outputs in a structure."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, image: Tensor) -> Any:
+        """Return logits."""
+        y, x = super().forward(image)
+        structures: dict[str, Any] = {
+            "tensor": y,
+            "list": [y, x],
+            "tuple of one": (y,),
+            "dict": {"out": y, "aux": {"deep": [x]}},
+            "the same twice": (y, y),
+            "inner maps": {"out": y, "inner": x, "sum": x + y},
+            "None": {"out": y, "aux": None},
+            "number": (y, 3),
+        }
+        return structures[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list", "tuple of one", "dict", "the same twice", "inner maps"])
+def test_structures_of_outputs(kind: str) -> None:
+    model = make(lambda: Shapes(kind))
+    network = Recomputed(copy.deepcopy(model))
+    output = network(image())
+    expected = model(image())
+    assert type(output) is type(expected)
+    assert tree_structure(output) == tree_structure(expected)
+    check(model)
+
+
+@pytest.mark.parametrize("kind", ["None", "number"])
+def test_outputs_that_are_no_tensors_are_refused(kind: str) -> None:
+    with pytest.raises(UserError, match="tensors"):
+        Recomputed(make(lambda: Shapes(kind)))(image())
+
+
+class Weighted(Net):
+    """The middle layer has a parametrization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.middle)
+
+
+class Own(nn.Conv3d):
+    """A layer with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the map, by standardised weights."""
+        weight = self.weight - self.weight.mean((1, 2, 3, 4), keepdim=True)
+        return F.conv3d(x, weight * 2, self.bias, padding=1)
+
+
+class Subclassed(Net):
+    """The middle layer is of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = Own(4, 4, 3, padding=1)
+
+
+class Gate(nn.Module):
+    """A layer with a gate behind it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.gate = nn.Parameter(torch.full((1,), 0.5))
+        self.of_channels = nn.Parameter(torch.ones(4, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the map."""
+        return self.layer(x) * self.gate * self.of_channels + self.gate
+
+
+class Gated(Net):
+    """The middle layer has a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = Gate(self.middle)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Weighted, Subclassed, Gated])
+def test_changed_layers(kind: Callable[[], nn.Module]) -> None:
+    check(make(kind))
+
+
+def test_spectral_norm_is_equal_or_refused() -> None:
+    """Its power iteration changes buffers in each pass."""
+    model = make()
+    parametrizations.spectral_norm(model.get_submodule("middle"))
+    expected = run(copy.deepcopy(model), image())
+    try:
+        outcome = run(Recomputed(copy.deepcopy(model)), image())
+    except UserError as error:
+        assert "middle" in str(error)
+    else:
+        assert_same(outcome, expected)
+
+
+class Branching(Net):
+    """What forward does depends on numbers."""
+
+    def forward(self, image: Tensor) -> Any:
+        """Return logits."""
+        x = self.first(image)
+        if x.mean() > 0:
+            x = x * 2
+        return self.head(x)
+
+
+def test_a_forward_that_depends_on_numbers_is_refused_with_its_place() -> None:
+    lines, first = inspect.getsourcelines(Branching.forward)
+    place = next(first + number for number, line in enumerate(lines) if "if x.mean()" in line)
+    with pytest.raises(UserError, match=re.escape(f"{__file__}:{place}")):
+        Recomputed(make(Branching))(image())
+
+
+@pytest.mark.parametrize("name", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_hooks_of_modules_are_refused(name: str) -> None:
+    model = make()
+    getattr(model.get_submodule("middle"), f"register_{name}")(lambda *_: None)
+    with pytest.raises(UserError, match="middle"):
+        Recomputed(model)(image())
+
+
+@pytest.mark.parametrize("draw", [torch.randn_like, torch.bernoulli, F.alpha_dropout, F.rrelu])
+def test_numbers_that_would_be_drawn_again_are_refused(draw: Callable[..., Tensor]) -> None:
+    class Noisy(Net):
+        def forward(self, image: Tensor) -> Any:
+            x = self.first(image)
+            options: dict[str, Any] = {"training": True} if draw in (F.alpha_dropout, F.rrelu) else {}
+            return self.head(x * draw(x.sigmoid(), **options))
+
+    with pytest.raises(UserError, match=re.escape(__file__)):
+        Recomputed(make(Noisy))(image())
+
+
+def test_an_image_without_a_batch_is_refused() -> None:
+    with pytest.raises(UserError, match="N C D H W"):
+        Recomputed(make())(image(*IMAGE[1:]))
