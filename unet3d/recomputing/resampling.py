@@ -29,6 +29,24 @@ class Pool(Rule):
         return [(span[0] * factor, min(span[1] * factor, length))]
 
 
+class AveragePool(Pool):
+    """Average pooling; in float32 where maps are half precision, for which torch has no kernel on the CPU."""
+
+    def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
+        return self._pooled(work, inputs[0]).to(work.state.dtype)
+
+    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
+        rows = known.pop().detach().requires_grad_()
+        with torch.enable_grad():
+            result = self._pooled(work, rows)
+        return torch.autograd.grad(result, [rows], gradient.to(result.dtype))
+
+    def _pooled(self, work: Work, rows: Tensor) -> Tensor:
+        exact = rows.double() if rows.dtype == torch.float64 else rows.float()
+        result: Tensor = work.value.target(exact, *work.value.args[1:])
+        return result
+
+
 class Interpolation(Rule):
     """Nearest and trilinear interpolation by whole factors, without aligned corners."""
 
@@ -66,6 +84,6 @@ class Interpolation(Rule):
 
 
 RULES["max_pool3d"] = Pool()
-RULES["avg_pool3d"] = Pool()
+RULES["avg_pool3d"] = AveragePool()
 RULES["upsample_nearest3d"] = Interpolation()
 RULES["upsample_trilinear3d"] = Interpolation()
