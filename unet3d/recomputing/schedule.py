@@ -195,6 +195,8 @@ class _Compiler:
         sizes = self.sizes
         self.instructions.append(Turn())
         for index in sizes.outputs:
+            if not sizes.needs_gradient[index]:
+                continue
             self.gradients.add(index)
             if sizes.users[index]:
                 self._grow(sizes.bytes[index])
@@ -324,8 +326,8 @@ def is_sound(sizes: Sizes, schedule: Schedule) -> bool:
                     return False
                 maps.discard(index)
             case Turn():
-                gradients |= sizes.outputs
-                maps -= {index for index in sizes.outputs if not sizes.users[index]}
+                gradients |= {index for index in sizes.outputs if sizes.needs_gradient[index]}
+                maps -= {index for index in gradients if not sizes.users[index]}
             case Complete(index):
                 if index not in maps or index not in gradients:
                     return False

@@ -1,0 +1,229 @@
+"""Training with a network that recomputes: gradients arrive, accumulate, scale and synchronise as in plain."""
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from equality import assert_close, assert_same, drawn_schedules, run
+from test_face import Net, Shapes, image, make
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import forked
+
+from unet3d.recomputing.module import Recomputed
+from unet3d.training.losses import LossOptions, dice_ce
+
+WITHIN_ROUNDING = 0.03  # of the largest gradient, in bfloat16
+
+
+@pytest.fixture(autouse=True)
+def any_schedule() -> Iterator[None]:
+    """Without a search: these tests hold for each schedule."""
+    with drawn_schedules(seed=2, tiles=5):
+        yield
+
+
+def pair() -> tuple[nn.Module, nn.Module]:
+    """Return a network that recomputes and the plain one, with the same weights."""
+    return Recomputed(make()), make()
+
+
+def assert_same_gradients(network: nn.Module, plain: nn.Module) -> None:
+    for (name, parameter), expected in zip(network.named_parameters(), plain.parameters(), strict=True):
+        assert (parameter.grad is None) == (expected.grad is None), name
+        if parameter.grad is not None and expected.grad is not None:
+            assert_close(parameter.grad, expected.grad, 1e-12, name)
+
+
+def test_gradients_of_some_tensors() -> None:
+    gradients = []
+    for network in pair():
+        x = image().requires_grad_()
+        tensors = [network.get_parameter("middle.weight"), x]
+        gradients.append(torch.autograd.grad(network(x)[0].square().sum(), tensors))
+        assert all(parameter.grad is None for parameter in network.parameters())
+    for gradient, expected in zip(*gradients, strict=True):
+        assert_close(gradient, expected, 1e-12)
+
+
+def test_an_output_that_the_loss_does_not_use() -> None:
+    for place in (0, 1):
+        networks = pair()
+        for network in networks:
+            network(image())[place].square().sum().backward()
+        assert_same_gradients(*networks)
+        unused = ("other_head.weight", "head.weight")[place]
+        assert networks[0].get_parameter(unused).grad is None
+
+
+def test_accumulation_over_micro_batches_of_two_sizes() -> None:
+    networks = pair()
+    for network in networks:
+        for x in (image(seed=1), image(2, 1, 5, 12, 4, seed=2), image(seed=3)):
+            (network(x)[0].square().mean() / 3).backward()
+    assert_same_gradients(*networks)
+
+
+def test_two_passes_before_their_backward() -> None:
+    networks = pair()
+    for network in networks:
+        first = network(image(seed=1))[0]
+        second = network(image(seed=2))[0]
+        (first * second).sum().backward()
+    assert_same_gradients(*networks)
+
+
+def test_a_scaled_loss() -> None:
+    networks = pair()
+    for network in networks:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        optimizer = torch.optim.SGD(network.parameters(), 0.1)
+        scaler.scale(network(image())[0].square().mean()).backward()
+        scaler.unscale_(optimizer)
+    assert_same_gradients(*networks)
+    for network in networks:
+        torch.optim.SGD(network.parameters(), 0.1).step()
+    assert_same(run(networks[0], image()), run(networks[1], image()))
+
+
+def test_autocast_is_within_rounding() -> None:
+    exact = make().float()
+    plain = copy.deepcopy(exact)
+    network = Recomputed(copy.deepcopy(exact))
+    x = torch.randn(2, 1, 16, 12, 8)
+    exact(x)[0].square().mean().backward()
+    for half in (plain, network):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = half(x)[0]
+        assert output.dtype == torch.bfloat16
+        output.float().square().mean().backward()
+    for name, parameter in network.named_parameters():
+        expected = exact.get_parameter(name).grad
+        assert (parameter.grad is None) == (expected is None)
+        if parameter.grad is None or expected is None:
+            continue
+        assert parameter.grad.dtype == torch.float32
+        largest = max(float(p.grad.abs().max()) for p in exact.parameters() if p.grad is not None)
+        of_plain = plain.get_parameter(name).grad
+        assert of_plain is not None
+        allowed = WITHIN_ROUNDING * largest + 2 * float((of_plain - expected).abs().max())
+        assert float((parameter.grad - expected).abs().max()) <= allowed, name
+
+
+def test_hooks_of_parameters() -> None:
+    network = Recomputed(make())
+    seen: list[str] = []
+    for name, parameter in network.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    network.get_parameter("first.weight").register_hook(lambda gradient: 2 * gradient)
+    sum(output.square().sum() for output in network(image())).backward()
+    assert sorted(seen) == sorted(name for name, _ in network.named_parameters())
+    plain = make()
+    sum(output.square().sum() for output in plain(image())).backward()
+    assert_close(network.get_parameter("first.weight").grad / 2, plain.get_parameter("first.weight").grad, 1e-12)
+
+
+def test_a_second_backward_raises() -> None:
+    network = Recomputed(make())
+    loss = network(image())[0].sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["first.weight", "norm.bias", "head.weight", "image"])
+def test_what_changed_between_forward_and_backward_raises(name: str) -> None:
+    network = Recomputed(make())
+    x = image()
+    loss = network(x)[0].sum()
+    with torch.no_grad():
+        (x if name == "image" else network.get_parameter(name)).mul_(2)
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["tuple", "inner maps"])
+def test_outputs_and_image_stay_as_they_are(kind: str) -> None:
+    network = Recomputed(make(Net if kind == "tuple" else lambda: Shapes(kind)))
+    x = image()
+    before = x.clone()
+    outputs = torch.utils._pytree.tree_leaves(network(x))
+    copies = [output.detach().clone() for output in outputs]
+    sum(output.square().sum() for output in outputs).backward()
+    assert torch.equal(x, before)
+    for output, kept in zip(outputs, copies, strict=True):
+        assert torch.equal(output.detach(), kept)
+
+
+def test_logits_under_a_loss_that_may_write_over_them() -> None:
+    network = Recomputed(make())
+    label = torch.zeros(1, *image().shape[2:], dtype=torch.long)
+    logits = network(image())[0]
+    before = logits.detach().clone()
+    dice_ce(logits, label, LossOptions()).backward()
+    assert torch.equal(logits.detach(), before)
+    plain = make()
+    dice_ce(plain(image())[0], label, LossOptions()).backward()
+    assert_same_gradients(network, plain)
+    network.zero_grad()
+    dice_ce(network(image())[0], label, LossOptions()).backward()
+    assert_close(network.get_parameter("first.weight").grad, plain.get_parameter("first.weight").grad, 1e-10)
+
+
+def test_a_changed_output_raises_or_leaves_gradients_right() -> None:
+    """Of a map that backward reads, too."""
+    gradients: list[Any] = []
+    for kind in (lambda model: model, Recomputed):
+        network = kind(make(lambda: Shapes("inner maps")))
+        outputs = network(image())
+        try:
+            outputs["inner"].mul_(3)
+            sum(output.square().sum() for output in outputs.values()).backward()
+        except RuntimeError:
+            gradients.append(None)
+        else:
+            gradients.append(network.get_parameter("first.weight").grad)
+    if gradients[1] is not None and gradients[0] is not None:
+        assert_close(gradients[1], gradients[0], 1e-12)
+    assert gradients[0] is not None or gradients[1] is None
+
+
+def train_rank(rank: int, folder: Path) -> None:
+    """Become one of two ranks; leave the gradients of a step."""
+    torch.set_num_threads(1)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        with drawn_schedules(seed=2, tiles=5):
+            model = DistributedDataParallel(Recomputed(make(lambda: Shapes("tensor"))), find_unused_parameters=True)
+            for step in range(2):
+                model.zero_grad()
+                model(image(seed=10 * step + rank)).square().mean().backward()
+        torch.save({name: p.grad for name, p in model.module.named_parameters()}, folder / f"rank{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    ranks = [forked(train_rank, rank, tmp_path) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+        assert rank.exitcode == 0
+    gradients: list[dict[str, Tensor | None]] = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    plain = make(lambda: Shapes("tensor"))
+    for rank in range(2):
+        plain(image(seed=10 + rank)).square().mean().div(2).backward()
+    for name, parameter in plain.named_parameters():
+        for of_rank in gradients:
+            gradient = of_rank[name]
+            if parameter.grad is not None:
+                assert gradient is not None
+                assert_close(gradient, parameter.grad, 1e-12, name)
