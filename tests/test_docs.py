@@ -166,6 +166,14 @@ def test_the_python_of_the_page_runs(
     assert names["found"].peak_bytes > 0 and names["result"].loss > 0
 
 
+def test_the_python_of_recompute_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", TEXTS["docs/recompute.md"], re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
+    assert "MiB" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_figure_of_the_tutorial_is_drawn(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
