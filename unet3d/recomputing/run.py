@@ -157,16 +157,18 @@ class Pass:
             self.arrived.discard(map_.value)
         for norm in map_.norms:
             normalisation.close_sums(norm, self.state)
-        spans = [(0, raw.shape[self.state.axis])]
-        if map_.rule is not None:
-            spans = [tile.span for tile in self.program.plan(map_).tiles]
-        for first, end in spans:
-            rows = raw.narrow(self.state.axis, first, end - first)
-            self._complete_rows(map_, rows, gradient.narrow(self.state.axis, first, end - first))
+        self._complete_rows(map_, raw, gradient)
 
     def _complete_rows(self, map_: Map, raw: Tensor, gradient: Tensor) -> None:
-        for norm in map_.norms:
-            normalisation.complete(norm, raw, gradient, self.state)
+        """Add what the statistics give, to as few rows at a time as in a tile: each number is computed by itself."""
+        axis = self.state.axis
+        length = raw.shape[axis]
+        rows = max(1, self.program.numbers * length // max(raw.numel(), 1))
+        for first in range(0, length, rows):
+            count = min(rows, length - first)
+            for norm in map_.norms:
+                part = gradient.narrow(axis, first, count)
+                normalisation.complete(norm, raw.narrow(axis, first, count), part, self.state)
 
     def _pull(self, map_: Map, sinks: Sequence[Sent]) -> None:
         gradient = self.gradients.pop(map_.value)

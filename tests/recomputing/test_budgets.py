@@ -1,0 +1,141 @@
+"""The front of schedules, and what a budget chooses of it."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from equality import drawn_table
+from torch import Tensor, nn
+
+from unet3d.base.errors import UserError
+from unet3d.recomputing import search
+from unet3d.recomputing.module import Prediction, Recomputed, recompute
+from unet3d.recomputing.schedule import Sizes, compile_schedule, every_map, is_sound, measure
+
+MIB = 2**20
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    widths = [1, 8, 16, 32, 16, 8]
+    blocks: list[nn.Module] = []
+    for channels, width in itertools.pairwise(widths):
+        blocks += [nn.Conv3d(channels, width, 3, padding=1), nn.InstanceNorm3d(width, affine=True), nn.LeakyReLU()]
+    return nn.Sequential(*blocks, nn.Conv3d(8, 3, 1)).train()
+
+
+IMAGE = torch.randn(1, 1, 48, 32, 32)
+
+
+class Searched:
+    """A network's schedules, and the sizes from which they were found; the search runs once for all tests."""
+
+    def __init__(self) -> None:
+        self.sizes: list[Sizes] = []
+        front = search.front
+
+        def noted(sizes: Sizes) -> Any:
+            self.sizes.append(sizes)
+            return front(sizes)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(search, "front", noted)
+            self.prediction = prediction(Recomputed(network()))
+
+
+def prediction(recomputed: Recomputed, image: Tensor = IMAGE) -> Prediction:
+    return recomputed.prediction(recomputed.program(image, image.dtype))
+
+
+@pytest.fixture(scope="module")
+def searched() -> Searched:
+    return Searched()
+
+
+def test_the_front_falls_in_bytes_as_it_rises_in_work(searched: Searched) -> None:
+    schedules = searched.prediction.schedules
+    assert len(schedules) > 3
+    for before, after in itertools.pairwise(schedules):
+        assert after.peak_bytes < before.peak_bytes
+        assert after.work > before.work
+
+
+def test_the_search_is_deterministic(searched: Searched) -> None:
+    assert search.front(searched.sizes[0]) == list(searched.prediction.schedules)
+
+
+def test_schedules_are_sound_and_measured_as_compiled(searched: Searched) -> None:
+    sizes = searched.sizes[0]
+    assert all(is_sound(sizes, schedule) for schedule in searched.prediction.schedules)
+    for seed in range(50):
+        table = drawn_table(sizes.count, seed)
+        schedule = compile_schedule(sizes, table)
+        assert is_sound(sizes, schedule)
+        assert (schedule.peak_bytes, schedule.work) == measure(sizes, table)
+
+
+def test_no_schedule_needs_more_than_that_in_which_all_stays(searched: Searched) -> None:
+    most, least_work = measure(searched.sizes[0], every_map(searched.sizes[0]))
+    assert all(schedule.peak_bytes <= most for schedule in searched.prediction.schedules)
+    assert all(schedule.work >= least_work for schedule in searched.prediction.schedules)
+
+
+@pytest.fixture
+def known_front(searched: Searched, monkeypatch: pytest.MonkeyPatch) -> Prediction:
+    """The front without a search."""
+    monkeypatch.setattr(search, "front", lambda _: list(searched.prediction.schedules))
+    return searched.prediction
+
+
+def test_a_budget_is_kept_and_less_of_it_is_more_work(known_front: Prediction) -> None:
+    fixed = known_front.fixed_bytes
+    peaks = [fixed + schedule.peak_bytes for schedule in known_front.schedules]
+    most, least = max(peaks), min(peaks)
+    works = []
+    for share in range(8):
+        budget = most - (most - least) * share // 7
+        chosen = prediction(Recomputed(network(), "auto", f"{(budget + 1) / MIB:.9f}MiB"))
+        assert chosen.peak_bytes <= budget + 1
+        works.append(chosen.schedule.work)
+    assert works == sorted(works)
+    assert works[0] < works[-1]
+
+
+def test_what_is_held_counts(known_front: Prediction) -> None:
+    held = prediction(Recomputed(network(), "tiles", held="2MiB"))
+    assert held.peak_bytes == prediction(Recomputed(network(), "tiles")).peak_bytes + 2 * MIB
+
+
+def test_plans_order(known_front: Prediction) -> None:
+    lean = prediction(Recomputed(network(), "lean"))
+    tiles = prediction(Recomputed(network(), "tiles"))
+    assert tiles.peak_bytes < lean.peak_bytes
+    assert tiles.schedule.work > lean.schedule.work
+    assert lean.schedule.work < 1.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_larger_image_needs_more(known_front: Prediction, seed: int) -> None:
+    small = prediction(Recomputed(network()))
+    larger = prediction(Recomputed(network()), torch.randn(1 + seed, 1, 32, 32, 64))
+    assert larger.fixed_bytes > small.fixed_bytes
+
+
+def test_a_budget_that_is_too_small_says_what_would_do(known_front: Prediction) -> None:
+    with pytest.raises(UserError, match="at least"):
+        recompute(network(), IMAGE, "auto", "1MiB")
+
+
+@pytest.mark.parametrize("options", [("auto",), ("lean", "3GiB"), ("smallest",)])
+def test_plans_and_budgets_that_do_not_go_together(options: tuple[Any, ...]) -> None:
+    with pytest.raises(UserError, match="plan="):
+        Recomputed(network(), *options)
+
+
+def test_the_line_says_peak_and_work(known_front: Prediction, capsys: pytest.CaptureFixture[str]) -> None:
+    recompute(copy.deepcopy(network()), IMAGE, "tiles")
+    line = capsys.readouterr().out
+    least = known_front.fixed_bytes + min(schedule.peak_bytes for schedule in known_front.schedules)
+    assert f"{least / MIB:,.1f} MiB" in line
