@@ -4,7 +4,9 @@ In reading order:
 
     graph           a network as operations on maps
     trace           how it is read from torch.export
-    rules           an operation on a few rows: the interface, and operations that keep each row apart
+    rules           an operation on a few rows: the interface
+    pointwise       rules of operations on each number by itself, and of dropout
+    joining         rules of concatenation, slices, padding
     convolution     rules of convolutions
     normalisation   rules of normalisations, and their statistics
     resampling      rules of pooling and interpolation
@@ -12,6 +14,7 @@ In reading order:
     tiles           rows of one map: made, and their gradient sent to the maps before
     schedule        what a pass does, instruction by instruction, and its bytes
     run             a schedule, carried out
+    function        a pass as one autograd function
     scratch         what lies beside maps meanwhile, measured on tensors without data
     sizes           all that the search has to know
     search          the schedules that none beats in both bytes and work

@@ -92,3 +92,11 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(leaf)
         else:
             yield leaf
+
+
+def operation_name(target: Any, keeps_underscore: bool = False) -> str:
+    """Return "leaky_relu" of aten::leaky_relu_.default."""
+    packet = getattr(target, "overloadpacket", target)
+    name = getattr(packet, "__name__", str(packet))
+    is_operator = name.startswith("__")  # aten::__and__ is no and_
+    return name if keeps_underscore or is_operator else name.rstrip("_")

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from unet3d.recomputing import convolution, normalisation, resampling  # noqa: F401, they register their rules
+from unet3d.recomputing import convolution, joining, normalisation, pointwise, resampling  # noqa: F401, rules
 from unet3d.recomputing.convolution import Convolution, TransposedConvolution
 from unet3d.recomputing.graph import Graph, Value
 from unet3d.recomputing.normalisation import NORMALISATIONS

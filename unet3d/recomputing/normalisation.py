@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from unet3d.recomputing.graph import Value, Weight
-from unet3d.recomputing.rules import RULES, Gradients, Pointwise, State, Statistics, Work
+from unet3d.recomputing.pointwise import Pointwise
+from unet3d.recomputing.rules import RULES, Gradients, State, Statistics, Work
 
 
 class Settings(NamedTuple):

@@ -1,22 +1,20 @@
 """A schedule, carried out: one forward pass and its backward pass as a single autograd function."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from unet3d.recomputing import normalisation
-from unet3d.recomputing.graph import DROPOUTS, Value, Weight, leaves
+from unet3d.recomputing.graph import DROPOUTS, Value
 from unet3d.recomputing.maps import Map, Maps
-from unet3d.recomputing.rules import State, call, draw_mask, filled, gradients_by_autograd
+from unet3d.recomputing.rules import State, call, draw_mask, gradients_by_autograd
 from unet3d.recomputing.schedule import Complete, Free, Instruction, Make, Pull, PullTwice, Schedule, Sent, Turn
 from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, plan_map, send_gradient
-from unet3d.training import half_precision
 
 
 @dataclass(eq=False)
@@ -334,55 +332,3 @@ def _apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
     has_gaps = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize
     return tensor.clone(memory_format=torch.contiguous_format) if has_gaps else tensor.contiguous()
-
-
-class InTiles(torch.autograd.Function):
-    """A pass by a schedule. Weights are inputs, so that hooks, frozen weights and `torch.autograd.grad` work."""
-
-    @staticmethod
-    def forward(ctx: Any, state: Pass, names: Sequence[str], image: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.state = state
-        ctx.names = names
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(image, *weights)
-        with _quiet(state):
-            return state.forward(image)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        image, *_ = ctx.saved_tensors  # raises if a tensor was changed in between, or after a first backward pass
-        state = ctx.state
-        ctx.state = None
-        names = ctx.names
-        with _quiet(state):
-            of_image = state.backward(image, list(gradients))
-        of_weights = [state.state.gradients.pop(name, None) for name in names]
-        if of_image is not None:
-            of_image = of_image.to(image.dtype)
-        return None, None, of_image, *of_weights
-
-
-@contextmanager
-def _quiet(state: Pass) -> Any:
-    """Let rules say themselves in which precision they compute."""
-    with ExitStack() as contexts:
-        contexts.enter_context(torch.autocast(state.device.type, enabled=False))
-        is_half = state.state.dtype in half_precision.DTYPES
-        if is_half and state.device.type == "cpu":
-            contexts.enter_context(half_precision.convolutions())
-        yield
-
-
-def derived_tensors(maps: Maps, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters, buffers, constants and what is computed from them, which autograd follows."""
-    known = {**maps.graph.constants, **tensors}
-    for derived in maps.graph.derived:
-        arguments = (derived.args, tuple(derived.kwargs.values()))
-        weights: dict[Value | Weight, Tensor | None] = {}
-        for weight in leaves(arguments):
-            if isinstance(weight, Weight):
-                weights[weight] = known[weight.name]
-        kwargs = {name: filled(leaf, weights) for name, leaf in derived.kwargs.items()}
-        known[derived.name] = derived.target(*(filled(leaf, weights) for leaf in derived.args), **kwargs)
-    return known

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from unet3d.recomputing.function import derived_tensors
 from unet3d.recomputing.graph import DROPOUTS
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.rules import State, draw_mask
-from unet3d.recomputing.run import Pass, Program, derived_tensors
+from unet3d.recomputing.run import Pass, Program
 from unet3d.recomputing.schedule import TWICE, Sent
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from unet3d.base.errors import UserError
-from unet3d.recomputing.graph import DROPOUTS, Derived, Graph, Value, Weight, leaves
+from unet3d.recomputing.graph import DROPOUTS, Derived, Graph, Value, Weight, leaves, operation_name
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -339,14 +339,6 @@ def _needed(outputs: tuple[Value, ...]) -> set[Value]:
             needed.add(value)
             waiting.extend(value.inputs)
     return needed
-
-
-def operation_name(target: Any, keeps_underscore: bool = False) -> str:
-    """Return "leaky_relu" of aten::leaky_relu_.default."""
-    packet = getattr(target, "overloadpacket", target)
-    name = getattr(packet, "__name__", str(packet))
-    is_operator = name.startswith("__")  # aten::__and__ is no and_
-    return name if keeps_underscore or is_operator else name.rstrip("_")
 
 
 def _nothing() -> None:
