@@ -1,7 +1,7 @@
 """What lies beside maps and gradients while an instruction runs, measured on tensors without data.
 
-Each instruction is carried out once, as a pass would do it, on its first two tiles and its last: the others are like
-the second.
+Each instruction is carried out once, as a pass would do it, on its first two tiles and its last two: the others are
+like the second.
 """
 
 import weakref
@@ -99,14 +99,14 @@ def scratch_bytes(
 
 
 def _shortened(program: Program) -> Program:
-    """Return a program whose maps have their first two tiles and their last alone."""
+    """Return a program whose maps have their first two tiles and their last two alone."""
     short = replace(program, plans={})
     for map_ in program.maps.maps:
         if map_.rule is None:
             continue
         plan = program.plan(map_)
-        if len(plan.tiles) > 3:
-            plan = replace(plan, tiles=[*plan.tiles[:2], plan.tiles[-1]])
+        if len(plan.tiles) > 4:  # the last has what the tile before it has left open
+            plan = replace(plan, tiles=[*plan.tiles[:2], *plan.tiles[-2:]])
         short.plans[map_.index, (), None] = plan
     return short
 
