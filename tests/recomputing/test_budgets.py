@@ -116,10 +116,9 @@ def test_plans_order(known_front: Prediction) -> None:
     assert lean.schedule.work < 1.1
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_larger_image_needs_more(known_front: Prediction, seed: int) -> None:
+def test_a_larger_image_needs_more(known_front: Prediction) -> None:
     small = prediction(Recomputed(network()))
-    larger = prediction(Recomputed(network()), torch.randn(1 + seed, 1, 32, 32, 64))
+    larger = prediction(Recomputed(network()), torch.randn(1, 1, 32, 32, 64))
     assert larger.fixed_bytes > small.fixed_bytes
 
 

@@ -52,14 +52,13 @@ def test_our_network(overrides: str, network: Callable[..., UNet3D]) -> None:
         size = (44, 44, 44)
         words.append("data.patch=[44,44,44]")
     image = torch.randn(2, 1, *size)
-    check(network(*words), image, seeds=[1, 2])
+    check(network(*words), image, seeds=[2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["lean", "tiles"])
-def test_plans(plan: Plan, network: Callable[..., UNet3D]) -> None:
-    model = network("model=unet_tiny", "model.norm=batch", "model.deep_supervision=true", "model.features=[4,4,4]")
-    check(model, torch.randn(2, 1, 17, 8, 12), seeds=(), plans=[plan])
+def test_plans(network: Callable[..., UNet3D]) -> None:
+    model = network("model=unet_tiny", "model.norm=batch", "model.deep_supervision=true", "model.features=[2,2,2]")
+    check(model, torch.randn(2, 1, 16, 8, 8), seeds=(), plans=["lean", "tiles"])
 
 
 def _dyn(**options: Any) -> nn.Module:

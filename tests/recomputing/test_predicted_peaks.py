@@ -6,7 +6,6 @@ the caller's, and while the loss runs, what that makes of a chunk of logits.
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -102,8 +101,10 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["lean", "tiles"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("chain", "lean"), ("chain", "tiles"), ("DynUNet", "lean"), ("UNet", "tiles")],
+)
 def test_the_peak_is_as_predicted(name: str, plan: Plan) -> None:
     if name != "chain":
         pytest.importorskip("monai")
@@ -112,9 +113,8 @@ def test_the_peak_is_as_predicted(name: str, plan: Plan) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["lean", "tiles"])
-def test_the_peak_of_our_network(plan: Any, network: Callable[..., UNet3D]) -> None:
+def test_the_peak_of_our_network(network: Callable[..., UNet3D]) -> None:
     """Here some maps are one tile: the gradient of a source is not written over its map meanwhile, as is counted."""
     model = network("model=unet_tiny", "model.features=[8,16,32]", "model.activation=leaky_relu")
     half_map = 4 * 2 * SIZE[0] * SIZE[1] * SIZE[2]
-    check(model, plan, more=4 * half_map + half_map)
+    check(model, "tiles", more=4 * half_map + half_map)
