@@ -258,7 +258,7 @@ def _device(model: nn.Module) -> torch.device:
 def _batch(
     model: nn.Module, example: Example, label: Tensor | None, device: torch.device | None, is_volume: bool
 ) -> Batch:
-    """Return the example and its labels on a device; without one, tensors like them, within `fake_mode`.
+    """Return the example and its labels on a device; without a device, tensors like them, within `fake_mode`.
 
     An image of a shape is noise of the weights' type; `is_volume`: the loss is that of volumes.
     """

@@ -1,4 +1,4 @@
-"""Any network, trained in less memory: its training pass follows a schedule that keeps few maps.
+"""Train any network in less memory: its training pass follows a schedule that keeps few maps.
 
 In reading order:
 
@@ -15,7 +15,7 @@ In reading order:
     schedule        what a pass does, instruction by instruction, and its bytes
     run             a schedule, carried out
     function        a pass as one autograd function
-    scratch         what lies beside maps meanwhile, measured on tensors without data
+    scratch         the tensors beside maps meanwhile, measured on tensors without data
     sizes           all that the search has to know
     search          the schedules that none beats in both bytes and work
     module          `unet3d.recompute`

@@ -12,7 +12,7 @@ from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work
 
 
 class Cat(Pointwise):
-    """Maps one after the other along another dimension than that of the rows."""
+    """Concatenation along any dimension but the rows'."""
 
     reads = ""
 
@@ -66,7 +66,7 @@ class Slice(Rule):
 
 
 class Pad(Pointwise):
-    """Padding along other axes than that of the rows, in any mode."""
+    """Padding along any axes but the rows', in any mode."""
 
     def serves(self, value: Value, axis: int) -> bool:
         pads = value.argument(1)
@@ -75,7 +75,7 @@ class Pad(Pointwise):
 
 
 class Repeat(Pointwise):
-    """A map repeated along other dimensions than that of the rows."""
+    """Repetition of a map along any dimensions but the rows'."""
 
     def serves(self, value: Value, axis: int) -> bool:
         repeats = value.argument(1)

@@ -1,7 +1,7 @@
-"""Which values exist as whole maps, and how each follows from others that do.
+"""Maps: the values that exist as a whole, and how each follows from others.
 
 A convolution's result is a map, and so is what a normalisation takes its statistics of, what an operation without a
-rule reads or gives, and each output. All other values are rows in passing: they are made again wherever they are read.
+rule reads or gives, and each output. All other values are rows in passing: they are computed anew wherever they are read.
 """
 
 import math
@@ -91,7 +91,7 @@ class Maps:
     def _store_branches(self, stored: set[Value]) -> None:
         """Make maps of values that several read, where that is less than the maps from which they are made.
 
-        The gradient of such a value waits in one map, and not in those of a sum's terms.
+        The gradient of such a value waits in one map, and not in one for each of a sum's terms.
         """
         reached: dict[Value, set[Value]] = {self.graph.image: set()}
         for value in self.graph.values:
@@ -169,7 +169,7 @@ class Maps:
 
 
 def _rule_of(value: Value, axis: int) -> Rule | None:
-    """Return the rule of a value; None where there is none for its operation or its arguments."""
+    """Return the rule of a value; None where no rule serves its operation and arguments."""
     rule = RULES.get(value.op)
     if rule is None or not rule.serves(value, axis):
         return None

@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 class Prediction(NamedTuple):
-    """What a step with a schedule needs, as bytes of tensors."""
+    """A prediction of the memory that a step with a schedule needs, as bytes of tensors."""
 
     fixed_bytes: int  # weights, buffers, image, and what the caller says is held beside them
     schedule: Schedule

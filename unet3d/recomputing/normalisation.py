@@ -113,7 +113,10 @@ def take_statistics(value: Value, raw: Tensor, state: State) -> None:
 
 
 def complete(value: Value, raw: Tensor, gradient: Tensor, state: State) -> None:
-    """Add to gradients of rows of a normalisation's input, those of `raw`, what the statistics give."""
+    """Add the part that follows from mean and variance to the gradient of a normalisation's input.
+
+    `raw` and `gradient`: the same rows of the input and of its gradient.
+    """
     terms = state.prepare(("completion", value), lambda: _completion(value, state))
     if terms is None:
         return
@@ -219,7 +222,7 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 def _per_channel(values: Tensor, channels: int) -> Tensor:
-    """Return values of groups N G as those of their channels."""
+    """Return values of groups N G as values of channels N C."""
     groups = values.shape[1]
     return values if groups == channels else values.repeat_interleave(channels // groups, 1)
 

@@ -1,4 +1,4 @@
-"""Rules of operations on each number by itself, or along other dimensions than that of the rows; of dropout."""
+"""Rules of pointwise operations, of operations along any dimensions but the rows', and of dropout."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ POINTWISE = (
 
 
 class Pointwise(Rule):
-    """Each number from those of the same place; inputs of length 1 along an axis are spread over it."""
+    """An operation on each voxel alone; inputs of length 1 along an axis are spread over it."""
 
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis) or not value.inputs:
@@ -39,7 +39,7 @@ def _has_rows(weight: Weight, axis: int) -> bool:
 
 
 class Along(Pointwise):
-    """An operation along other dimensions than that of the rows: softmax over channels, a mean that stays a map."""
+    """An operation along any dimensions but the rows': softmax over channels, a mean that stays a map."""
 
     def __init__(self, position: int, default: Any = None, keepdim: int | None = None) -> None:
         self.position = position  # of the argument that names the dimensions
@@ -57,7 +57,7 @@ class Along(Pointwise):
 
 
 class Rectified(Pointwise):
-    """ReLU and leaky ReLU; the sign of the result is that of the input, so that either may be kept."""
+    """ReLU or leaky ReLU; the result has the sign of the input, so that either may be kept."""
 
     reads = "result"
 

@@ -33,7 +33,7 @@ class Statistics(NamedTuple):
 
 @dataclass
 class State:
-    """What a pass knows beside its maps."""
+    """The state of a pass beside its maps."""
 
     axis: int
     dtype: torch.dtype  # of maps
@@ -120,7 +120,7 @@ class Rule:
         return call(work.value, inputs, work.state)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
-        """Return the gradients of the inputs' rows and add those of weights to the state.
+        """Return the gradients of the inputs' rows; gradients of weights are added to the state.
 
         `known`: the inputs, or the result alone, as `reads` says; what is popped from it is released.
         """

@@ -74,7 +74,7 @@ class Pass:
         return outputs
 
     def backward(self, image: Tensor, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """Return the gradient of the image, if it is wanted; those of the weights are in the state."""
+        """Return the gradient of the image, if it is wanted; the weights' gradients are in the state."""
         graph = self.program.maps.graph
         self.maps[graph.image] = image.to(self.state.dtype)
         users = self.program.maps.users
@@ -158,7 +158,7 @@ class Pass:
         self._complete_rows(map_, raw, gradient)
 
     def _complete_rows(self, map_: Map, raw: Tensor, gradient: Tensor) -> None:
-        """Add what the statistics give, to as few rows at a time as in a tile: each number is computed by itself."""
+        """Add the part that follows from the statistics, to as few rows at a time as in a tile."""
         axis = self.state.axis
         length = raw.shape[axis]
         rows = max(1, self.program.numbers * length // max(raw.numel(), 1))

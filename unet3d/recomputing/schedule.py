@@ -1,4 +1,4 @@
-"""What a pass does, instruction by instruction, and how many bytes that takes.
+"""The schedule of a pass, instruction by instruction, and its bytes.
 
 Which maps stay is a table: `keep[stage]` are those that stay after a stage, where stage n is the forward pass and
 stage i the gradient of map i, from the last map to the first. A map that is needed and is not there is computed a
@@ -40,7 +40,7 @@ class Complete(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Where the gradient of a source goes: a new one, added to one, over the source's map, or over the gradient."""
+    """The place of a source's gradient: a new one, added to one, over the source's map, or over the gradient."""
 
     source: int
     place: Place
@@ -65,7 +65,7 @@ Instruction = Make | Free | Turn | Complete | Pull | PullTwice
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a schedule has to know of n maps: all but the tensors."""
+    """The sizes of n maps and how they depend on each other: all that a schedule is made from."""
 
     bytes: Sequence[int]
     work: Sequence[float]  # of making a map, in shares of a forward pass

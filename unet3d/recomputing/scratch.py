@@ -1,4 +1,4 @@
-"""What lies beside maps and gradients while an instruction runs, measured on tensors without data.
+"""Bytes beside maps and gradients while an instruction runs, measured on tensors without data.
 
 Each instruction is carried out once, as a pass would do it, on its first two tiles and its last two: the others are
 like the second.
@@ -72,7 +72,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 class Scratch(NamedTuple):
-    """Bytes beside maps, their gradients and those of weights, in the instructions of one map."""
+    """Bytes beside maps and all gradients, in the instructions of one map."""
 
     make: int
     send: int  # its gradient

@@ -58,7 +58,7 @@ def front(sizes: Sizes) -> list[Schedule]:
 
 
 def leanest(schedules: Sequence[Schedule]) -> Schedule:
-    """Return the schedule of least memory that makes no convolution a second time, but for those of little work."""
+    """Return the schedule of least memory that computes only convolutions of little work a second time."""
     least_work = min(schedule.work for schedule in schedules)
     return _least_memory(schedules, least_work + LITTLE_WORK)
 
@@ -69,7 +69,7 @@ def smallest(schedules: Sequence[Schedule]) -> Schedule:
 
 
 def within(schedules: Sequence[Schedule], room: int) -> Schedule | None:
-    """Return the schedule of least work that takes no more bytes; None if there is none."""
+    """Return the schedule of least work that needs at most `room` bytes; None without one."""
     fitting = [schedule for schedule in schedules if schedule.peak_bytes <= room]
     return min(fitting, key=_work, default=None)
 
