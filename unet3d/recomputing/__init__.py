@@ -5,7 +5,7 @@ In reading order:
     graph           a network as operations on maps
     trace           how it is read from torch.export
     rules           an operation on a few rows: the interface
-    pointwise       rules of operations on each number by itself, and of dropout
+    pointwise       rules of pointwise operations and of dropout
     joining         rules of concatenation, slices, padding
     convolution     rules of convolutions
     normalisation   rules of normalisations, and their statistics

@@ -1,7 +1,7 @@
 """Maps: the values that exist as a whole, and how each follows from others.
 
 A convolution's result is a map, and so is what a normalisation takes its statistics of, what an operation without a
-rule reads or gives, and each output. All other values are rows in passing: they are computed anew wherever they are read.
+rule reads or gives, and each output. All other values are rows in passing: each reader computes them anew.
 """
 
 import math
