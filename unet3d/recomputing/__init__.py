@@ -12,7 +12,8 @@ In reading order:
     resampling      rules of pooling and interpolation
     maps            which values exist as a whole, and how each follows from others
     tiles           rows of one map: made, and their gradient sent to the maps before
-    schedule        what a pass does, instruction by instruction, and its bytes
+    instructions    what a pass may do with a map or a gradient
+    schedule        the instructions of a pass, and its bytes
     run             a schedule, carried out
     function        a pass as one autograd function
     scratch         the tensors beside maps meanwhile, measured on tensors without data

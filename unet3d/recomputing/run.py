@@ -11,9 +11,10 @@ from torch import Tensor
 
 from unet3d.recomputing import normalisation
 from unet3d.recomputing.graph import DROPOUTS, Value
+from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Pull, PullTwice, Sent, Turn
 from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.rules import State, call, draw_mask, gradients_by_autograd
-from unet3d.recomputing.schedule import Complete, Free, Instruction, Make, Pull, PullTwice, Schedule, Sent, Turn
+from unet3d.recomputing.schedule import Schedule
 from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, plan_map, send_gradient
 
 

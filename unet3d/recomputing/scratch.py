@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.recomputing.function import derived_tensors
 from unet3d.recomputing.graph import DROPOUTS
+from unet3d.recomputing.instructions import Sent
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.rules import State, draw_mask
 from unet3d.recomputing.run import Pass, Program
-from unet3d.recomputing.schedule import TWICE, Sent
+from unet3d.recomputing.schedule import TWICE
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 
