@@ -14,6 +14,7 @@ In reading order:
     tiles           rows of one map: made, and their gradient sent to the maps before
     instructions    what a pass may do with a map or a gradient
     schedule        the instructions of a pass, and its bytes
+    program         maps, their tiles and a schedule, for images of one size
     run             a schedule, carried out
     function        a pass as one autograd function
     scratch         the tensors beside maps meanwhile, measured on tensors without data

@@ -13,8 +13,9 @@ from unet3d.base.types import budget_bytes
 from unet3d.recomputing import search
 from unet3d.recomputing.function import InTiles, derived_tensors
 from unet3d.recomputing.maps import Maps
+from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import State
-from unet3d.recomputing.run import Pass, Program
+from unet3d.recomputing.run import Pass
 from unet3d.recomputing.schedule import Schedule
 from unet3d.recomputing.scratch import scratch_bytes
 from unet3d.recomputing.sizes import sizes_of, wanted_values

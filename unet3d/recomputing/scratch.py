@@ -18,8 +18,9 @@ from unet3d.recomputing.function import derived_tensors
 from unet3d.recomputing.graph import DROPOUTS
 from unet3d.recomputing.instructions import Sent
 from unet3d.recomputing.maps import Map
+from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import State, draw_mask
-from unet3d.recomputing.run import Pass, Program
+from unet3d.recomputing.run import Pass
 from unet3d.recomputing.schedule import TWICE
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default

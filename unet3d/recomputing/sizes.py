@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map, Maps, bytes_of
-from unet3d.recomputing.run import Program
+from unet3d.recomputing.program import Program
 from unet3d.recomputing.schedule import Sizes
 from unet3d.recomputing.scratch import Scratch
 from unet3d.recomputing.tiles import TilePlan
