@@ -258,9 +258,9 @@ def _device(model: nn.Module) -> torch.device:
 def _batch(
     model: nn.Module, example: Example, label: Tensor | None, device: torch.device | None, is_volume: bool
 ) -> Batch:
-    """Return the example and its labels on a device; without one, tensors like them, within `fake_mode`.
+    """Return the example and its labels on a device; without a device, tensors like them, within `fake_mode`.
 
-    An image of a shape is noise of the weights' type; `is_volume`: the loss is that of volumes.
+    An image of a shape is noise of the weights' type; `is_volume`: the loss is for volumes.
     """
     shape = tuple(example.shape) if isinstance(example, Tensor) else tuple(example)
     if len(shape) < 3 or (is_volume and len(shape) != 5) or not all(isinstance(n, int) and n > 0 for n in shape):

@@ -1,21 +1,23 @@
-"""Any network, trained in less memory: its training pass follows a schedule that keeps few maps.
+"""Train any network in less memory: its training pass follows a schedule that keeps few maps.
 
 In reading order:
 
     graph           a network as operations on maps
     trace           how it is read from torch.export
     rules           an operation on a few rows: the interface
-    pointwise       rules of operations on each number by itself, and of dropout
+    pointwise       rules of pointwise operations and of dropout
     joining         rules of concatenation, slices, padding
     convolution     rules of convolutions
     normalisation   rules of normalisations, and their statistics
     resampling      rules of pooling and interpolation
     maps            which values exist as a whole, and how each follows from others
     tiles           rows of one map: made, and their gradient sent to the maps before
-    schedule        what a pass does, instruction by instruction, and its bytes
+    instructions    what a pass may do with a map or a gradient
+    schedule        the instructions of a pass, and its bytes
+    program         maps, their tiles and a schedule, for images of one size
     run             a schedule, carried out
     function        a pass as one autograd function
-    scratch         what lies beside maps meanwhile, measured on tensors without data
+    scratch         the tensors beside maps meanwhile, measured on tensors without data
     sizes           all that the search has to know
     search          the schedules that none beats in both bytes and work
     module          `unet3d.recompute`

@@ -9,13 +9,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.recomputing.graph import Value, Weight
-from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work
+from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work, pad_along
 from unet3d.training.half_precision import ONEDNN
 
 Three = tuple[int, int, int]
 
 
-class Settings(NamedTuple):
+class AxisSettings(NamedTuple):
+    """The arguments of a convolution along one axis."""
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    @property
+    def reach(self) -> int:
+        """Number of rows from the kernel's first to its last."""
+        return self.dilation * (self.kernel - 1) + 1
+
+
+class ConvolutionSettings(NamedTuple):
     """The arguments of a convolution, one number for each axis D H W."""
 
     weight: Weight
@@ -27,11 +41,21 @@ class Settings(NamedTuple):
     groups: int
     output_padding: Three = (0, 0, 0)
 
+    def along(self, axis: int) -> AxisSettings:
+        """Return the arguments along an axis of N C D H W."""
+        place = axis - 2
+        return AxisSettings(
+            kernel=self.kernel[place],
+            stride=self.stride[place],
+            padding=self.padding[place],
+            dilation=self.dilation[place],
+        )
 
-def convolution(value: Value) -> Settings:
+
+def convolution(value: Value) -> ConvolutionSettings:
     """Return the settings of a conv3d."""
     weight = value.args[1]
-    return Settings(
+    return ConvolutionSettings(
         weight=weight,
         bias=value.argument(2),
         kernel=three(weight.shape[2:]),
@@ -42,10 +66,10 @@ def convolution(value: Value) -> Settings:
     )
 
 
-def transposed(value: Value) -> Settings:
+def transposed(value: Value) -> ConvolutionSettings:
     """Return the settings of a conv_transpose3d."""
     weight = value.args[1]
-    return Settings(
+    return ConvolutionSettings(
         weight=weight,
         bias=value.argument(2),
         kernel=three(weight.shape[2:]),
@@ -68,9 +92,12 @@ def three(numbers: int | Sequence[int]) -> Three:
 
 def _is_plain_convolution(value: Value, axis: int) -> bool:
     """Return whether input and parameters are a map and weights, and the padding is given in numbers."""
-    if not isinstance(value.args[1], Weight) or not isinstance(value.argument(2), Weight | None):
+    weight = value.args[1]
+    bias = value.argument(2)
+    padding = value.argument(4, 0)
+    if not isinstance(weight, Weight) or not isinstance(bias, Weight | None):
         return False
-    return len(value.inputs) == 1 and not isinstance(value.argument(4, 0), str)
+    return len(value.inputs) == 1 and not isinstance(padding, str)
 
 
 class Convolution(Rule):
@@ -79,12 +106,13 @@ class Convolution(Rule):
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis) or not _is_plain_convolution(value, axis):
             return False
-        kernel, _, padding, dilation = (numbers[axis - 2] for numbers in convolution(value)[2:6])
-        return padding <= dilation * (kernel - 1) + 1  # else some rows are made from padding alone
+        along = convolution(value).along(axis)
+        return along.padding <= along.reach  # else some rows are made from padding alone
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
+        length = value.inputs[0].shape[axis]
         low, high = self._reach(value, axis, span)
-        return [(max(low, 0), min(high, value.inputs[0].shape[axis]))]
+        return [(max(low, 0), min(high, length))]
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
         settings = convolution(work.value)
@@ -92,7 +120,15 @@ class Convolution(Rule):
         bias = work.state.weight(settings.bias)
         assert weight is not None
         rows, padding = self._padded(work, inputs[0])
-        return F.conv3d(rows, weight, bias, settings.stride, padding, settings.dilation, settings.groups)
+        return F.conv3d(
+            rows,
+            weight,
+            bias,
+            settings.stride,
+            padding,
+            settings.dilation,
+            settings.groups,
+        )
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         value, tile, state, *_ = work
@@ -103,20 +139,21 @@ class Convolution(Rule):
             gradient.contiguous(),
             rows,
             state.weight(settings.weight),
-            None if settings.bias is None else [value.shape[1]],
+            _bias_size(value, settings),
             settings.stride,
             padding,
             settings.dilation,
-            False,
-            (0, 0, 0),
+            False,  # not transposed
+            settings.output_padding,
             settings.groups,
-            [work.wanted[0], state.wants(settings.weight), state.wants(settings.bias)],
+            _wanted(work, settings),
         )
         state.add_gradient(settings.weight, of_weight)
         state.add_gradient(settings.bias, of_bias)
         if of_input is not None and of_input.shape != size:
             low, _ = self._reach(value, state.axis, tile.span)
-            of_input = of_input.narrow(state.axis, max(-low, 0), size[state.axis])
+            before = max(-low, 0)
+            of_input = of_input.narrow(state.axis, before, size[state.axis])
         return [of_input]
 
     def operations(self, value: Value) -> int:
@@ -130,17 +167,20 @@ class Convolution(Rule):
         """
         if value.shape[0] > 1 or axis == 4:
             return 1
-        settings = convolution(value)
+        along = convolution(value).along(axis)
         source = value.inputs[0].shape
-        fewest = ONEDNN // (source[1] * source[5 - axis]) + 1
-        reach = settings.dilation[axis - 2] * (settings.kernel[axis - 2] - 1) + 1
-        return max(1, -(-(fewest - reach) // settings.stride[axis - 2]) + 1)
+        row = source[1] * source[5 - axis]
+        fewest = ONEDNN // row + 1  # rows of the input
+        steps = math.ceil((fewest - along.reach) / along.stride)
+        return max(1, steps + 1)
 
     def _reach(self, value: Value, axis: int, span: Span) -> Span:
         """Return the rows of the input under the kernel, also those outside of it."""
-        settings = convolution(value)
-        kernel, stride, padding, dilation = (numbers[axis - 2] for numbers in settings[2:6])
-        return span[0] * stride - padding, (span[1] - 1) * stride - padding + dilation * (kernel - 1) + 1
+        along = convolution(value).along(axis)
+        first, end = span
+        low = first * along.stride - along.padding
+        last = (end - 1) * along.stride - along.padding
+        return low, last + along.reach
 
     def _padded(self, work: Work, rows: Tensor) -> tuple[Tensor, list[int]]:
         """Return the input's rows with zeros for those outside of the map, and the padding that is left to do."""
@@ -154,7 +194,7 @@ class Convolution(Rule):
         before = max(-low, 0)
         behind = max(high - value.inputs[0].shape[axis], 0)
         if before or behind:
-            rows = F.pad(rows, [0, 0] * (4 - axis) + [before, behind])
+            rows = pad_along(rows, axis, before, behind)
         return rows.contiguous(), padding
 
 
@@ -164,18 +204,22 @@ class TransposedConvolution(Rule):
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis) or not _is_plain_convolution(value, axis):
             return False
-        kernel, stride, padding, dilation = (numbers[axis - 2] for numbers in transposed(value)[2:6])
-        reach = dilation * (kernel - 1) + 1
-        last = (value.inputs[0].shape[axis] - 1) * stride - padding + reach
-        return value.shape[axis] <= last and stride <= reach  # else there are rows that no kernel reaches
+        along = transposed(value).along(axis)
+        length = value.inputs[0].shape[axis]
+        end = (length - 1) * along.stride - along.padding + along.reach
+        # Else there are rows that no kernel reaches.
+        return value.shape[axis] <= end and along.stride <= along.reach
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
-        kernel, stride, padding, dilation = (numbers[axis - 2] for numbers in transposed(value)[2:6])
-        low = -(-(span[0] + padding - dilation * (kernel - 1)) // stride)
-        high = (span[1] - 1 + padding) // stride + 1
+        along = transposed(value).along(axis)
         length = value.inputs[0].shape[axis]
+        first, end = span
+        low = math.ceil((first + along.padding + 1 - along.reach) / along.stride)
+        high = (end - 1 + along.padding) // along.stride + 1
+        # One row at least, also for rows that are made from none.
         low = min(max(low, 0), length - 1)
-        return [(low, max(min(high, length), low + 1))]
+        high = max(min(high, length), low + 1)
+        return [(low, high)]
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
         settings = transposed(work.value)
@@ -197,25 +241,24 @@ class TransposedConvolution(Rule):
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         value, tile, state, *_ = work
-        axis = state.axis
         settings = transposed(value)
         padding, output_padding, offset = self._of_tile(work)
         rows = known.pop().contiguous()
         behind = self._length(work) - offset - tile.rows
         if offset or behind:
-            gradient = F.pad(gradient, [0, 0] * (4 - axis) + [offset, behind])
+            gradient = pad_along(gradient, state.axis, offset, behind)
         of_input, of_weight, of_bias = torch.ops.aten.convolution_backward(
             gradient.contiguous(),
             rows,
             state.weight(settings.weight),
-            None if settings.bias is None else [value.shape[1]],
+            _bias_size(value, settings),
             settings.stride,
             padding,
             settings.dilation,
-            True,
+            True,  # transposed
             output_padding,
             settings.groups,
-            [work.wanted[0], state.wants(settings.weight), state.wants(settings.bias)],
+            _wanted(work, settings),
         )
         state.add_gradient(settings.weight, of_weight)
         state.add_gradient(settings.bias, of_bias)
@@ -228,33 +271,54 @@ class TransposedConvolution(Rule):
     def is_spread_apart(self, value: Value) -> bool:
         """Return whether each number of the result is made from one voxel alone."""
         settings = transposed(value)
-        is_kernel_stride = all(k <= s for k, s in zip(settings.kernel, settings.stride, strict=True))
-        return is_kernel_stride and settings.dilation == (1, 1, 1)
+        if settings.dilation != (1, 1, 1):
+            return False
+        return all(k <= s for k, s in zip(settings.kernel, settings.stride, strict=True))
 
     def _of_tile(self, work: Work) -> tuple[list[int], list[int], int]:
         """Return padding and output padding of a tile, and how many of its rows come before those asked for."""
         value, tile, state, *_ = work
         settings = transposed(value)
         place = state.axis - 2
-        padding, output_padding = list(settings.padding), list(settings.output_padding)
+        padding = list(settings.padding)
+        output_padding = list(settings.output_padding)
         if self._is_whole(work):
             return padding, output_padding, 0
-        first_row = tile.inputs[0][0] * settings.stride[place] - padding[place]
+        low, _ = tile.inputs[0]
+        first, _ = tile.span
+        first_row = low * settings.stride[place] - padding[place]
         padding[place] = 0
         output_padding[place] = 0
-        return padding, output_padding, tile.span[0] - first_row
+        return padding, output_padding, first - first_row
 
     def _is_whole(self, work: Work) -> bool:
-        length = work.value.inputs[0].shape[work.state.axis]
-        return work.tile.inputs[0] == (0, length) and work.tile.span == (0, work.value.shape[work.state.axis])
+        axis = work.state.axis
+        value = work.value
+        has_all_inputs = work.tile.inputs[0] == (0, value.inputs[0].shape[axis])
+        return has_all_inputs and work.tile.span == (0, value.shape[axis])
 
     def _length(self, work: Work) -> int:
         """Return how many rows the tile's input makes."""
         if self._is_whole(work):
             return work.tile.rows
-        kernel, stride, _, dilation = (numbers[work.state.axis - 2] for numbers in transposed(work.value)[2:6])
+        along = transposed(work.value).along(work.state.axis)
         low, high = work.tile.inputs[0]
-        return (high - low - 1) * stride + dilation * (kernel - 1) + 1
+        return (high - low - 1) * along.stride + along.reach
+
+
+def _bias_size(value: Value, settings: ConvolutionSettings) -> list[int] | None:
+    if settings.bias is None:
+        return None
+    return [value.shape[1]]
+
+
+def _wanted(work: Work, settings: ConvolutionSettings) -> list[bool]:
+    """Return whether the gradients of input, weight and bias are wanted."""
+    return [
+        work.wanted[0],
+        work.state.wants(settings.weight),
+        work.state.wants(settings.bias),
+    ]
 
 
 RULES["conv3d"] = Convolution()

@@ -3,23 +3,26 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.pointwise import Along, Pointwise
-from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work
+from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work, pad_along
 
 
 class Cat(Pointwise):
-    """Maps one after the other along another dimension than that of the rows."""
+    """Concatenation along any dimension but the rows'."""
 
     reads = ""
 
     def serves(self, value: Value, axis: int) -> bool:
         parts = value.args[0]
-        is_of_maps = all(isinstance(part, Value) for part in parts) and len(set(parts)) == len(parts)
-        return is_of_maps and super().serves(value, axis) and value.argument(1, 0) % 5 != axis
+        if not all(isinstance(part, Value) for part in parts):
+            return False
+        if len(set(parts)) < len(parts):
+            return False  # a map that is joined with itself
+        dimension = value.argument(1, 0) % 5
+        return dimension != axis and super().serves(value, axis)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         dimension = work.value.argument(1, 0) % 5
@@ -33,12 +36,15 @@ class Slice(Rule):
     reads = ""
 
     def serves(self, value: Value, axis: int) -> bool:
-        return super().serves(value, axis) and value.argument(4, 1) == 1
+        step = value.argument(4, 1)
+        return step == 1 and super().serves(value, axis)
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         dimension, start = self._start(value)
-        offset = start if dimension == axis else 0
-        return [(span[0] + offset, span[1] + offset)]
+        if dimension != axis:
+            return [span]
+        first, end = span
+        return [(first + start, end + start)]
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
         dimension, start = self._start(work.value)
@@ -53,33 +59,40 @@ class Slice(Rule):
             return [gradient]
         length = value.inputs[0].shape[dimension]
         behind = length - start - value.shape[dimension]
-        padding = [0, 0] * (4 - dimension) + [start, behind]
-        return [F.pad(gradient, padding)]
+        return [pad_along(gradient, dimension, start, behind)]
 
     def _start(self, value: Value) -> tuple[int, int]:
+        """Return the dimension that is cut, and the place of the first part that stays."""
         dimension = value.argument(1, 0) % 5
         start = value.argument(2) or 0
         length = value.inputs[0].shape[dimension]
         if start < 0:
             start += length
-        return dimension, min(max(start, 0), length)
+        start = min(max(start, 0), length)
+        return dimension, start
 
 
 class Pad(Pointwise):
-    """Padding along other axes than that of the rows, in any mode."""
+    """Padding along any axes but the rows', in any mode."""
 
     def serves(self, value: Value, axis: int) -> bool:
         pads = value.argument(1)
-        of_rows = pads[2 * (4 - axis) : 2 * (4 - axis) + 2]
-        return super().serves(value, axis) and not any(of_rows)
+        # Two numbers for each dimension, from the last on.
+        place = 2 * (4 - axis)
+        pads_of_rows = pads[place : place + 2]
+        if any(pads_of_rows):
+            return False
+        return super().serves(value, axis)
 
 
 class Repeat(Pointwise):
-    """A map repeated along other dimensions than that of the rows."""
+    """Repetition of a map along any dimensions but the rows'."""
 
     def serves(self, value: Value, axis: int) -> bool:
         repeats = value.argument(1)
-        return super().serves(value, axis) and len(repeats) == 5 and repeats[axis] == 1
+        if len(repeats) != 5 or repeats[axis] != 1:
+            return False
+        return super().serves(value, axis)
 
 
 RULES |= {

@@ -1,7 +1,7 @@
-"""Which values exist as whole maps, and how each follows from others that do.
+"""Maps: the values that exist as a whole, and how each follows from others.
 
 A convolution's result is a map, and so is what a normalisation takes its statistics of, what an operation without a
-rule reads or gives, and each output. All other values are rows in passing: they are made again wherever they are read.
+rule reads or gives, and each output. All other values are rows in passing: each reader computes them anew.
 """
 
 import math
@@ -36,8 +36,11 @@ class Map:
     @property
     def weights(self) -> list[str]:
         """Names of the parameters and buffers that making it reads."""
-        names = [weight.name for value in self.passing for weight in value.weights()]
-        return list(dict.fromkeys(names))
+        names: dict[str, None] = {}  # in order, each once
+        for value in self.passing:
+            for weight in value.weights():
+                names[weight.name] = None
+        return list(names)
 
 
 @dataclass(eq=False)
@@ -91,16 +94,19 @@ class Maps:
     def _store_branches(self, stored: set[Value]) -> None:
         """Make maps of values that several read, where that is less than the maps from which they are made.
 
-        The gradient of such a value waits in one map, and not in those of a sum's terms.
+        The gradient of such a value waits in one map, and not in one for each of a sum's terms.
         """
         reached: dict[Value, set[Value]] = {self.graph.image: set()}
         for value in self.graph.values:
             sources: set[Value] = set()
             for source in value.inputs:
-                sources |= {source} if source in stored else reached[source]
-            bytes_of_sources = sum(source.shape.numel() for source in sources)
+                if source in stored:
+                    sources.add(source)
+                else:
+                    sources |= reached[source]
+            numbers_of_sources = sum(source.shape.numel() for source in sources)
             is_read_by_several = len(self.users[value]) > 1 and len(sources) > 1
-            if is_read_by_several and value.shape.numel() < bytes_of_sources:
+            if is_read_by_several and value.shape.numel() < numbers_of_sources:
                 stored.add(value)
             reached[value] = sources
 
@@ -117,9 +123,12 @@ class Maps:
     def _goes_into_one_sum(self, value: Value, stored: set[Value]) -> bool:
         """Return whether a value is read by a sum alone, which is a map: it need not be one itself."""
         users = self.users[value]
-        if len(users) != 1 or users[0].op not in SUMS or self.rules[users[0]] is None:
+        if len(users) != 1 or value in stored:
             return False
-        return value not in stored and users[0] in stored and users[0].shape == value.shape
+        user = users[0]
+        if user.op not in SUMS or self.rules[user] is None:
+            return False
+        return user in stored and user.shape == value.shape
 
     def _store_chains_of_sums(self, stored: set[Value]) -> None:
         """Make maps of sums that would be sums of sums, whose rows are made from ever more maps."""
@@ -164,12 +173,16 @@ class Maps:
         return tuple(order), tuple(of_maps)
 
     def _operations(self, passing: tuple[Value, ...]) -> int:
-        rules = [(self.rules[value], value) for value in passing]
-        return sum(rule.operations(value) for rule, value in rules if rule is not None)
+        total = 0
+        for value in passing:
+            rule = self.rules[value]
+            if rule is not None:
+                total += rule.operations(value)
+        return total
 
 
 def _rule_of(value: Value, axis: int) -> Rule | None:
-    """Return the rule of a value; None where there is none for its operation or its arguments."""
+    """Return the rule of a value; None where no rule serves its operation and arguments."""
     rule = RULES.get(value.op)
     if rule is None or not rule.serves(value, axis):
         return None
@@ -178,9 +191,9 @@ def _rule_of(value: Value, axis: int) -> Rule | None:
 
 def bytes_of(value: Value, dtype: torch.dtype) -> int:
     """Return the bytes of a map in a type."""
-    is_exact = not value.dtype.is_floating_point
-    size = value.dtype.itemsize if is_exact else dtype.itemsize
-    return math.prod(value.shape) * size
+    if not value.dtype.is_floating_point:
+        dtype = value.dtype
+    return math.prod(value.shape) * dtype.itemsize
 
 
 def all_sources(maps: list[Map]) -> Iterator[tuple[Map, Value]]:

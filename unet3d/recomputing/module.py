@@ -13,8 +13,9 @@ from unet3d.base.types import budget_bytes
 from unet3d.recomputing import search
 from unet3d.recomputing.function import InTiles, derived_tensors
 from unet3d.recomputing.maps import Maps
+from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import State
-from unet3d.recomputing.run import Pass, Program
+from unet3d.recomputing.run import Pass
 from unet3d.recomputing.schedule import Schedule
 from unet3d.recomputing.scratch import scratch_bytes
 from unet3d.recomputing.sizes import sizes_of, wanted_values
@@ -28,7 +29,7 @@ MIB = 2**20
 
 
 class Prediction(NamedTuple):
-    """What a step with a schedule needs, as bytes of tensors."""
+    """A prediction of the memory that a step with a schedule needs, as bytes of tensors."""
 
     fixed_bytes: int  # weights, buffers, image, and what the caller says is held beside them
     schedule: Schedule

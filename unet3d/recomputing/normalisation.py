@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from unet3d.recomputing.graph import Value, Weight
-from unet3d.recomputing.pointwise import Pointwise
+from unet3d.recomputing.pointwise import Pointwise, multiplied
 from unet3d.recomputing.rules import RULES, Gradients, State, Statistics, Work
 
 
-class Settings(NamedTuple):
+class NormalisationSettings(NamedTuple):
     """The arguments of a normalisation."""
 
     weight: Weight | None
@@ -29,13 +29,20 @@ class Settings(NamedTuple):
     groups: int | None = None  # of a group normalisation
 
 
-def settings_of(value: Value) -> Settings:
+def settings_of(value: Value) -> NormalisationSettings:
     """Return the settings of an instance_norm, batch_norm or group_norm."""
-    if value.op == "group_norm":
-        weight, bias, eps = value.argument(2), value.argument(3), value.argument(4, 1e-5)
-        return Settings(weight, bias, None, None, True, 0.0, eps, value.args[1])
-    weight, bias, mean, variance, uses_batch, momentum, eps = value.args[1:8]
-    return Settings(weight, bias, mean, variance, uses_batch, momentum, eps)
+    if value.op != "group_norm":
+        return NormalisationSettings(*value.args[1:8])
+    return NormalisationSettings(
+        weight=value.argument(2),
+        bias=value.argument(3),
+        running_mean=None,
+        running_var=None,
+        uses_batch=True,
+        momentum=0.0,
+        eps=value.argument(4, 1e-5),
+        groups=value.args[1],
+    )
 
 
 class Normalisation(Pointwise):
@@ -55,7 +62,16 @@ class Normalisation(Pointwise):
         mean, scale, bias, ones = state.prepare(value, lambda: _of_channels(value, state))
         rows = _as_one(inputs[0])
         # A batch normalisation of constant statistics: its kernels convert half precision as they go.
-        result: Tensor = torch.ops.aten.native_batch_norm(rows, scale, bias, mean, ones, False, 0.0, 0.0)[0]
+        result: Tensor = torch.ops.aten.native_batch_norm(
+            rows,
+            scale,
+            bias,
+            mean,
+            ones,
+            False,  # by these statistics
+            0.0,
+            0.0,
+        )[0]
         return result.view(inputs[0].shape)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
@@ -73,14 +89,15 @@ class Normalisation(Pointwise):
                 None,
                 False,
                 0.0,
-                [False, True, True],
+                [False, True, True],  # of scale and bias alone
             )
             shape = known[0].shape[:2]
             _add_sums(value, state, of_bias.view(shape), of_scale.view(shape))
         if not work.wanted[0]:
             return [None]
-        factor = scale.view(*known[0].shape[:2], 1, 1, 1).to(gradient.dtype)
-        return [gradient.mul_(factor) if work.may_overwrite else gradient * factor]
+        images, channels = known[0].shape[:2]
+        factor = scale.view(images, channels, 1, 1, 1).to(gradient.dtype)
+        return [multiplied(gradient, factor, work.may_overwrite)]
 
 
 def take_statistics(value: Value, raw: Tensor, state: State) -> None:
@@ -88,32 +105,54 @@ def take_statistics(value: Value, raw: Tensor, state: State) -> None:
     settings = settings_of(value)
     running = None
     if settings.running_mean is not None and settings.running_var is not None:
-        running = (state.weights[settings.running_mean.name], state.weights[settings.running_var.name])
+        running = (
+            state.weights[settings.running_mean.name],
+            state.weights[settings.running_var.name],
+        )
     if not settings.uses_batch:
         assert running is not None
-        inverse_std = (running[1].to(_exact(raw)) + settings.eps).rsqrt()
-        state.statistics[value] = Statistics(running[0].to(_exact(raw))[None], inverse_std[None], 0)
+        state.statistics[value] = _constant_statistics(running, settings.eps, _exact(raw))
         return
     images, channels = raw.shape[:2]
-    per_image = raw.reshape(1, -1, *raw.shape[2:])
     if value.op == "group_norm":
         assert settings.groups is not None
         per_image = raw.reshape(1, images * settings.groups, -1, *raw.shape[3:])
     elif value.op == "batch_norm":
         per_image = raw
-    count = per_image.numel() // per_image.shape[1]
-    if count == 1 and (value.op != "group_norm" or images * channels == settings.groups):
+    else:
+        per_image = raw.reshape(1, -1, *raw.shape[2:])
+    voxels = per_image.numel() // per_image.shape[1]
+    if voxels == 1 and (value.op != "group_norm" or images * channels == settings.groups):
         raise ValueError(f"{value.op}: expected more than 1 value per channel when training")
     mean, variance = _moments(per_image)
     if running is not None:
-        _update(running, mean, variance, count, settings.momentum, images if value.op == "instance_norm" else 1)
+        averaged = images if value.op == "instance_norm" else 1
+        _update(running, mean, variance, voxels, settings.momentum, averaged)
     inverse_std = (variance + settings.eps).rsqrt()
     rows = 1 if value.op == "batch_norm" else images
-    state.statistics[value] = Statistics(mean.view(rows, -1), inverse_std.view(rows, -1), count)
+    state.statistics[value] = Statistics(
+        mean=mean.view(rows, -1),
+        inverse_std=inverse_std.view(rows, -1),
+        voxels=voxels,
+    )
+
+
+def _constant_statistics(running: tuple[Tensor, Tensor], eps: float, dtype: torch.dtype) -> Statistics:
+    """Return running mean and variance as the statistics of one image, for all."""
+    mean, variance = running
+    inverse_std = (variance.to(dtype) + eps).rsqrt()
+    return Statistics(
+        mean=mean.to(dtype)[None],
+        inverse_std=inverse_std[None],
+        voxels=0,
+    )
 
 
 def complete(value: Value, raw: Tensor, gradient: Tensor, state: State) -> None:
-    """Add to gradients of rows of a normalisation's input, those of `raw`, what the statistics give."""
+    """Add the part that follows from mean and variance to the gradient of a normalisation's input.
+
+    `raw` and `gradient`: the same rows of the input and of its gradient.
+    """
     terms = state.prepare(("completion", value), lambda: _completion(value, state))
     if terms is None:
         return
@@ -133,9 +172,11 @@ def close_sums(value: Value, state: State) -> None:
         return
     settings = settings_of(value)
     of_bias, of_scale = sums
-    inverse_std = _per_channel(state.statistics[value].inverse_std, of_scale.shape[1])
+    channels = of_scale.shape[1]
+    inverse_std = _per_channel(state.statistics[value].inverse_std, channels)
+    of_weight = of_scale * inverse_std
     state.add_gradient(settings.bias, of_bias.sum(0))
-    state.add_gradient(settings.weight, (of_scale * inverse_std).sum(0))
+    state.add_gradient(settings.weight, of_weight.sum(0))
 
 
 def _completion(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -164,7 +205,11 @@ def _completion(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor] | N
     shift = -inverse_std * of_bias / known.voxels
     slope = -(inverse_std**2) * of_scale / known.voxels
     mean = _per_channel(known.mean, channels)
-    return tuple(t.reshape(*t.shape, 1, 1, 1) for t in (mean, slope, shift))  # type: ignore[return-value]
+    return (
+        mean[..., None, None, None],
+        slope[..., None, None, None],
+        shift[..., None, None, None],
+    )
 
 
 def _add_sums(value: Value, state: State, of_bias: Tensor, of_scale: Tensor) -> None:
@@ -185,18 +230,30 @@ def _of_channels(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor, Te
     scale = _per_channel(known.inverse_std, channels)
     bias = torch.zeros_like(scale)
     if settings.weight is not None:
-        scale = scale * state.weights[settings.weight.name].detach().to(scale.dtype)
+        weight = state.weights[settings.weight.name].detach()
+        scale = scale * weight.to(scale.dtype)
     if settings.bias is not None:
-        bias = bias + state.weights[settings.bias.name].detach().to(scale.dtype)
-    every = [t.expand(images, channels).reshape(-1) for t in (mean, scale, bias)]
-    return every[0], every[1], every[2], torch.ones_like(every[0])
+        shift = state.weights[settings.bias.name].detach()
+        bias = bias + shift.to(scale.dtype)
+    mean = mean.expand(images, channels).reshape(-1)
+    scale = scale.expand(images, channels).reshape(-1)
+    bias = bias.expand(images, channels).reshape(-1)
+    return mean, scale, bias, torch.ones_like(mean)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of each channel of N C D H W; of half precision, in float32."""
     exact = _exact(x)
-    running = [torch.zeros(x.shape[1], dtype=exact, device=x.device) for _ in range(2)]
-    mean, variance = torch.ops.aten.batch_norm_update_stats(x.contiguous(), *running, 1.0)
+    channels = x.shape[1]
+    # The kernel also updates running statistics, which nothing reads here.
+    running_mean = torch.zeros(channels, dtype=exact, device=x.device)
+    running_var = torch.zeros(channels, dtype=exact, device=x.device)
+    mean, variance = torch.ops.aten.batch_norm_update_stats(
+        x.contiguous(),
+        running_mean,
+        running_var,
+        1.0,
+    )
     return mean.to(exact), variance.to(exact)
 
 
@@ -211,17 +268,22 @@ def _update(
     """Update running mean and variance as the layer does it, of several images by their mean."""
     unbiased = variance * (count / max(count - 1, 1))
     for average, now in zip(running, (mean, unbiased), strict=True):
-        average.lerp_(now.view(images, -1).mean(0).to(average.dtype), momentum)
+        new = now.view(images, -1).mean(0)
+        average.lerp_(new.to(average.dtype), momentum)
 
 
 def _exact(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    if x.dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def _per_channel(values: Tensor, channels: int) -> Tensor:
-    """Return values of groups N G as those of their channels."""
+    """Return values of groups N G as values of channels N C."""
     groups = values.shape[1]
-    return values if groups == channels else values.repeat_interleave(channels // groups, 1)
+    if groups == channels:
+        return values
+    return values.repeat_interleave(channels // groups, 1)
 
 
 def _as_one(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rules of operations on each number by itself, or along other dimensions than that of the rows; of dropout."""
+"""Rules of pointwise operations, of operations along any dimensions but the rows', and of dropout."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,28 +18,29 @@ POINTWISE = (
 
 
 class Pointwise(Rule):
-    """Each number from those of the same place; inputs of length 1 along an axis are spread over it."""
+    """An operation on each voxel alone; inputs of length 1 along an axis are spread over it."""
 
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis) or not value.inputs:
             return False
-        if value.op in OF_TWO and any(_has_rows(weight, axis) for weight in value.weights()):
-            return False
-        return all(_fits_rows(source.shape, value.shape, axis) for source in value.inputs)
-
-
-def _fits_rows(shape: torch.Size, result: torch.Size, axis: int) -> bool:
-    return shape[axis] in (1, result[axis])
+        if value.op in OF_TWO:
+            for weight in value.weights():
+                if _has_rows(weight, axis):
+                    return False
+        lengths = (1, value.shape[axis])
+        return all(source.shape[axis] in lengths for source in value.inputs)
 
 
 def _has_rows(weight: Weight, axis: int) -> bool:
     """Return whether a weight has other numbers for each row, as a positional embedding has."""
     place = axis - 5  # from the last dimension on, by which shapes are matched
-    return len(weight.shape) >= -place and weight.shape[place] > 1
+    if len(weight.shape) < -place:
+        return False
+    return weight.shape[place] > 1
 
 
 class Along(Pointwise):
-    """An operation along other dimensions than that of the rows: softmax over channels, a mean that stays a map."""
+    """An operation along any dimensions but the rows': softmax over channels, a mean that stays a map."""
 
     def __init__(self, position: int, default: Any = None, keepdim: int | None = None) -> None:
         self.position = position  # of the argument that names the dimensions
@@ -47,17 +48,21 @@ class Along(Pointwise):
         self.keepdim = keepdim  # position of the argument that must be true
 
     def serves(self, value: Value, axis: int) -> bool:
-        dimensions = value.kwargs.get("dim", value.argument(self.position, self.default))
+        dimensions = value.argument(self.position, self.default)
+        dimensions = value.kwargs.get("dim", dimensions)
         if dimensions is None or not super().serves(value, axis):
             return False
-        if self.keepdim is not None and not value.argument(self.keepdim, value.kwargs.get("keepdim", False)):
-            return False
-        several = dimensions if isinstance(dimensions, tuple) else (dimensions,)
-        return all(dimension % 5 != axis for dimension in several)
+        if self.keepdim is not None:
+            keepdim = value.kwargs.get("keepdim", False)
+            if not value.argument(self.keepdim, keepdim):
+                return False
+        if not isinstance(dimensions, tuple):
+            dimensions = (dimensions,)
+        return all(dimension % 5 != axis for dimension in dimensions)
 
 
 class Rectified(Pointwise):
-    """ReLU and leaky ReLU; the sign of the result is that of the input, so that either may be kept."""
+    """ReLU or leaky ReLU; the result has the sign of the input, so that either may be kept."""
 
     reads = "result"
 
@@ -66,25 +71,29 @@ class Rectified(Pointwise):
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
         slope = _slope(work.value)
-        if work.may_overwrite:
-            return F.leaky_relu_(inputs[0], slope) if slope else F.relu_(inputs[0])
-        return F.leaky_relu(inputs[0], slope) if slope else F.relu(inputs[0])
+        rows = inputs[0]
+        if slope == 0:
+            return F.relu(rows, inplace=work.may_overwrite)
+        return F.leaky_relu(rows, slope, inplace=work.may_overwrite)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         slope = _slope(work.value)
         result = known[0]
-        aten = torch.ops.aten
-        if not slope:
-            if work.may_overwrite:
-                return [aten.threshold_backward.grad_input(gradient, result, 0, grad_input=gradient)]
-            return [aten.threshold_backward(gradient, result, 0)]
+        if slope == 0:
+            backward = torch.ops.aten.threshold_backward
+            settings: tuple[float, ...] = (0,)
+        else:
+            backward = torch.ops.aten.leaky_relu_backward
+            settings = (slope, True)  # `result` is the result, not the input
         if work.may_overwrite:
-            return [aten.leaky_relu_backward.grad_input(gradient, result, slope, True, grad_input=gradient)]
-        return [aten.leaky_relu_backward(gradient, result, slope, True)]
+            return [backward.grad_input(gradient, result, *settings, grad_input=gradient)]
+        return [backward(gradient, result, *settings)]
 
 
 def _slope(value: Value) -> float:
-    return 0.0 if value.op == "relu" else float(value.argument(1, 0.01))
+    if value.op == "relu":
+        return 0.0
+    return float(value.argument(1, 0.01))
 
 
 class Sum(Pointwise):
@@ -94,31 +103,41 @@ class Sum(Pointwise):
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
         value = work.value
-        is_of_two = len(inputs) == 2 and inputs[0].shape == inputs[1].shape
-        if work.may_overwrite and is_of_two and value.args[0] is value.inputs[0]:
-            alpha = value.kwargs.get("alpha", 1)
-            return inputs[0].add_(inputs[1], alpha=alpha if value.op == "add" else -alpha)
+        has_two_maps = len(inputs) == 2 and inputs[0].shape == inputs[1].shape
+        is_first = value.args[0] is value.inputs[0]
+        if work.may_overwrite and has_two_maps and is_first:
+            factor = self._factor_of_second(value)
+            return inputs[0].add_(inputs[1], alpha=factor)
         return super().run(work, inputs)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
-        value, state = work.value, work.state
+        value = work.value
+        state = work.state
         totals: dict[Value, Tensor] = {}
         for position, term in enumerate(value.args[:2]):
             if isinstance(term, int | float):
                 continue
-            factor = 1
+            of_term = gradient
             if position == 1:
-                factor = value.kwargs.get("alpha", 1) * (1 if value.op == "add" else -1)
-            of_term = gradient if factor == 1 else gradient * factor
+                factor = self._factor_of_second(value)
+                if factor != 1:
+                    of_term = gradient * factor
             if isinstance(term, Weight):
-                state.add_gradient(term, of_term.sum_to_size(state.weights[term.name].shape))
+                shape = state.weights[term.name].shape
+                state.add_gradient(term, of_term.sum_to_size(shape))
                 continue
-            rows = work.tile.inputs[value.inputs.index(term)]
+            low, high = work.tile.inputs[value.inputs.index(term)]
             size = list(term.shape)
-            size[state.axis] = rows[1] - rows[0]
+            size[state.axis] = high - low
             of_term = of_term.sum_to_size(size)
-            totals[term] = totals[term] + of_term if term in totals else of_term
+            if term in totals:
+                of_term = totals[term] + of_term
+            totals[term] = of_term
         return [totals.get(source) for source in value.inputs]
+
+    def _factor_of_second(self, value: Value) -> float:
+        alpha: float = value.kwargs.get("alpha", 1)
+        return alpha if value.op == "add" else -alpha
 
 
 class Dropout(Pointwise):
@@ -130,19 +149,27 @@ class Dropout(Pointwise):
         factor = self._factor(work)
         if factor is None:
             return inputs[0]
-        return inputs[0].mul_(factor) if work.may_overwrite else inputs[0] * factor
+        return multiplied(inputs[0], factor, work.may_overwrite)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         factor = self._factor(work)
         if factor is None:
             return [gradient]
-        return [gradient.mul_(factor) if work.may_overwrite else gradient * factor]
+        return [multiplied(gradient, factor, work.may_overwrite)]
 
     def _factor(self, work: Work) -> Tensor | None:
         return dropout_factor(work.value, work.state, work.state.dtype, work.tile)
 
 
-RULES |= {name: Pointwise() for name in POINTWISE.split()}
+def multiplied(rows: Tensor, factor: Tensor, may_overwrite: bool) -> Tensor:
+    """Return a product, in the memory of the rows where that may be written over."""
+    if may_overwrite:
+        return rows.mul_(factor)
+    return rows * factor
+
+
+for _name in POINTWISE.split():
+    RULES[_name] = Pointwise()
 RULES |= {
     "relu": Rectified(),
     "leaky_relu": Rectified(),

@@ -1,5 +1,6 @@
 """Pooling without overlap and interpolation by whole factors, on rows."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,22 +19,31 @@ class Pool(Rule):
         kernel = three(value.argument(1))
         stride = three(value.argument(2) or value.argument(1))
         padding = three(value.argument(3, 0))
-        has_dilation = value.op == "max_pool3d" and three(value.argument(4, 1)) != (1, 1, 1)
-        if kernel != stride or padding[axis - 2] or has_dilation or value.element not in (None, 0):
+        if kernel != stride or padding[axis - 2] > 0:
             return False
+        if value.op == "max_pool3d":
+            dilation = three(value.argument(4, 1))
+            if dilation != (1, 1, 1):
+                return False
+        if value.element not in (None, 0):
+            return False  # the indices of the largest numbers count voxels of the whole map
         return super().serves(value, axis)
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         factor = three(value.argument(1))[axis - 2]
         length = value.inputs[0].shape[axis]
-        return [(span[0] * factor, min(span[1] * factor, length))]
+        first, end = span
+        low = first * factor
+        high = min(end * factor, length)
+        return [(low, high)]
 
 
 class AveragePool(Pool):
     """Average pooling; in float32 where maps are half precision, for which torch has no kernel on the CPU."""
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
-        return self._pooled(work, inputs[0]).to(work.state.dtype)
+        result = self._pooled(work, inputs[0])
+        return result.to(work.state.dtype)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         rows = known.pop().detach().requires_grad_()
@@ -42,8 +52,11 @@ class AveragePool(Pool):
         return torch.autograd.grad(result, [rows], gradient.to(result.dtype))
 
     def _pooled(self, work: Work, rows: Tensor) -> Tensor:
-        exact = rows.double() if rows.dtype == torch.float64 else rows.float()
-        result: Tensor = work.value.target(exact, *work.value.args[1:])
+        value = work.value
+        if rows.dtype != torch.float64:
+            rows = rows.float()
+        settings = value.args[1:]
+        result: Tensor = value.target(rows, *settings)
         return result
 
 
@@ -54,27 +67,41 @@ class Interpolation(Rule):
         if not super().serves(value, axis):
             return False
         source = value.inputs[0].shape
-        if any(n % m for n, m in zip(value.shape[2:], source[2:], strict=True)):
-            return False
-        scales = [scale for scale in leaves(value.args[2:]) if isinstance(scale, float)]
-        if any(scale != round(scale) for scale in scales):
-            return False  # of 5 rows, 2.1 makes 10 at other places than 2 does
-        return value.op != "upsample_trilinear3d" or not value.argument(2, False)
+        for length, length_before in zip(value.shape[2:], source[2:], strict=True):
+            if length % length_before != 0:
+                return False
+        for scale in leaves(value.args[2:]):
+            if isinstance(scale, float) and scale != round(scale):
+                return False  # of 5 rows, 2.1 makes 10 at other places than 2 does
+        aligns_corners = value.op == "upsample_trilinear3d" and value.argument(2, False)
+        return not aligns_corners
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         length = value.inputs[0].shape[axis]
         factor = value.shape[axis] // length
-        margin = 0 if value.op == "upsample_nearest3d" else 1  # rows that a row reads beside its own
-        return [(max(span[0] // factor - margin, 0), min(-(-span[1] // factor) + margin, length))]
+        margin = 1  # rows that a row reads on each side of its own
+        if value.op == "upsample_nearest3d":
+            margin = 0
+        first, end = span
+        low = first // factor - margin
+        high = math.ceil(end / factor) + margin
+        return [(max(low, 0), min(high, length))]
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
-        value, tile, state, *_ = work
-        factors = [n // m for n, m in zip(value.shape[2:], value.inputs[0].shape[2:], strict=True)]
-        size = [n * factor for n, factor in zip(inputs[0].shape[2:], factors, strict=True)]
+        value = work.value
+        tile = work.tile
+        axis = work.state.axis
+        source = value.inputs[0].shape
+        size = []
+        for dimension in (2, 3, 4):
+            factor = value.shape[dimension] // source[dimension]
+            size.append(inputs[0].shape[dimension] * factor)
         mode = "nearest" if value.op == "upsample_nearest3d" else "trilinear"
         rows = F.interpolate(inputs[0], size, mode=mode)
-        first_row = tile.inputs[0][0] * factors[state.axis - 2]
-        return rows.narrow(state.axis, tile.span[0] - first_row, tile.rows)
+        low, _ = tile.inputs[0]
+        first, _ = tile.span
+        first_row = low * (value.shape[axis] // source[axis])
+        return rows.narrow(axis, first - first_row, tile.rows)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         rows = known[0].detach().requires_grad_()

@@ -33,7 +33,7 @@ class Statistics(NamedTuple):
 
 @dataclass
 class State:
-    """What a pass knows beside its maps."""
+    """The state of a pass beside its maps."""
 
     axis: int
     dtype: torch.dtype  # of maps
@@ -52,7 +52,9 @@ class State:
         if weight is None:
             return None
         tensor = self.weights[weight.name]
-        if tensor.dtype == self.dtype or not tensor.is_floating_point():
+        if not tensor.is_floating_point():
+            return tensor
+        if tensor.dtype == self.dtype:
             return tensor
         converted: Tensor = self.prepare(weight, lambda: tensor.detach().to(self.dtype))
         return converted
@@ -65,7 +67,9 @@ class State:
 
     def wants(self, weight: Weight | None) -> bool:
         """Return whether a gradient of the weight is to be added up."""
-        return self.takes_sums and weight is not None and self.weights[weight.name].requires_grad
+        if weight is None or not self.takes_sums:
+            return False
+        return self.weights[weight.name].requires_grad
 
     def add_gradient(self, weight: Weight | None, gradient: Tensor | None) -> None:
         """Add to the gradient of a weight."""
@@ -75,7 +79,8 @@ class State:
         total = self.gradients.get(weight.name)
         if total is None:
             tensor = self.weights[weight.name]
-            self.gradients[weight.name] = gradient.to(tensor.dtype).view(tensor.shape).contiguous()
+            total = gradient.to(tensor.dtype).view(tensor.shape)
+            self.gradients[weight.name] = total.contiguous()
         else:
             total.add_(gradient.view(total.shape))
 
@@ -89,7 +94,8 @@ class Tile(NamedTuple):
     @property
     def rows(self) -> int:
         """Number of rows."""
-        return self.span[1] - self.span[0]
+        first, end = self.span
+        return end - first
 
 
 class Work(NamedTuple):
@@ -113,14 +119,18 @@ class Rule:
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         """Return the rows of each input that these rows are made from."""
-        return [span if source.shape[axis] == value.shape[axis] else (0, 1) for source in value.inputs]
+        spans = []
+        for source in value.inputs:
+            is_spread = source.shape[axis] != value.shape[axis]
+            spans.append((0, 1) if is_spread else span)
+        return spans
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
         """Return these rows."""
         return call(work.value, inputs, work.state)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
-        """Return the gradients of the inputs' rows and add those of weights to the state.
+        """Return the gradients of the inputs' rows; gradients of weights are added to the state.
 
         `known`: the inputs, or the result alone, as `reads` says; what is popped from it is released.
         """
@@ -135,20 +145,26 @@ def call(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool
     """Return the operation's result for these inputs, on rows or whole maps; a dropout is of whole maps."""
     if value.op in DROPOUTS:
         factor = dropout_factor(value, state, inputs[0].dtype)
-        return inputs[0] if factor is None else inputs[0] * factor
+        if factor is None:
+            return inputs[0]
+        return inputs[0] * factor
     tensors: dict[Value | Weight, Tensor | None] = dict(zip(value.inputs, inputs, strict=True))
     for weight in value.weights():
-        tensors[weight] = state.weights[weight.name] if keeps_types else state.weight(weight)
+        if keeps_types:
+            tensors[weight] = state.weights[weight.name]
+        else:
+            tensors[weight] = state.weight(weight)
     if value.op in TRACKING:
         _keep_running_statistics(value, tensors, state)
     kwargs = {name: filled(leaf, tensors) for name, leaf in value.kwargs.items()}
-    result = value.target(*(filled(leaf, tensors) for leaf in value.args), **kwargs)
+    args = [filled(leaf, tensors) for leaf in value.args]
+    result = value.target(*args, **kwargs)
     if value.element is not None:
         result = result[value.element]
     assert isinstance(result, Tensor)
-    if not keeps_types and result.is_floating_point() and result.dtype != state.dtype:
-        result = result.to(state.dtype)
-    return result
+    if keeps_types or not result.is_floating_point():
+        return result
+    return result.to(state.dtype)
 
 
 def _keep_running_statistics(value: Value, tensors: dict[Value | Weight, Tensor | None], state: State) -> None:
@@ -156,7 +172,9 @@ def _keep_running_statistics(value: Value, tensors: dict[Value | Weight, Tensor 
     if value in state.updated:
         for weight in value.args[3:5]:
             running = tensors.get(weight)
-            tensors[weight] = None if running is None else running.clone()
+            if running is not None:
+                running = running.clone()
+            tensors[weight] = running
     state.updated.add(value)
 
 
@@ -178,28 +196,49 @@ def gradients_by_autograd(
 ) -> Gradients:
     """Return the inputs' gradients by running the operation again under autograd; weights' are added to the state."""
     weights = [weight for weight in value.weights() if state.wants(weight)]
-    leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+    leaves = []
+    for tensor in inputs:
+        leaf = tensor.detach()
+        leaves.append(leaf.requires_grad_(tensor.is_floating_point()))
+    parameters = {}
+    for weight in weights:
+        parameter = state.weights[weight.name].detach()
+        parameters[weight.name] = parameter.requires_grad_()
+    inner = State(
+        axis=state.axis,
+        dtype=state.dtype,
+        is_autocast=state.is_autocast,
+        weights={**state.weights, **parameters},
+        masks=state.masks,
+        updated={value},
+    )
     with torch.enable_grad():
-        parameters = {weight.name: state.weights[weight.name].detach().requires_grad_() for weight in weights}
-        known = {**state.weights, **parameters}
-        inner = State(state.axis, state.dtype, state.is_autocast, known, masks=state.masks, updated={value})
         result = _call_with_gradients(value, leaves, inner, keeps_types)
+    if not result.requires_grad:
+        return [None for _ in leaves]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     wanted += parameters.values()
-    if not result.requires_grad:
-        return [None] * len(leaves)
-    computed = torch.autograd.grad(result, wanted, gradient.to(result.dtype), allow_unused=True)
+    computed = torch.autograd.grad(
+        result,
+        wanted,
+        gradient.to(result.dtype),
+        allow_unused=True,
+    )
     gradient_of = dict(zip(map(id, wanted), computed, strict=True))
     for weight in weights:
-        state.add_gradient(weight, gradient_of[id(parameters[weight.name])])
+        parameter = parameters[weight.name]
+        state.add_gradient(weight, gradient_of[id(parameter)])
     return [gradient_of.get(id(leaf)) for leaf in leaves]
 
 
 def _call_with_gradients(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool) -> Tensor:
     """Return `call`, whose conversions of weights autograd follows."""
     if not keeps_types:
-        floating = {name: t for name, t in state.weights.items() if t.requires_grad and t.dtype != state.dtype}
-        state.weights = {**state.weights, **{name: t.to(state.dtype) for name, t in floating.items()}}
+        converted = dict(state.weights)
+        for name, tensor in state.weights.items():
+            if tensor.requires_grad:
+                converted[name] = tensor.to(state.dtype)
+        state.weights = converted
     return call(value, inputs, state, keeps_types)
 
 
@@ -209,21 +248,35 @@ def dropout_factor(value: Value, state: State, dtype: torch.dtype, tile: Tile | 
     if mask is None:
         return None
     if tile is not None and mask.shape[state.axis] > 1:
-        mask = mask.narrow(state.axis, tile.span[0], tile.rows)
-    if mask.dtype == torch.bool:
-        probability = float(value.argument(1))
-        return mask.to(dtype).mul_(1 / (1 - probability))
-    return mask.to(dtype)
+        first, _ = tile.span
+        mask = mask.narrow(state.axis, first, tile.rows)
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    probability = float(value.argument(1))
+    factor = 1 / (1 - probability)
+    return mask.to(dtype).mul_(factor)
+
+
+def pad_along(x: Tensor, dimension: int, before: int, behind: int) -> Tensor:
+    """Return N C D H W with zeros before and behind it along a dimension."""
+    pads = []  # two for each dimension, from the last on
+    for _ in range(dimension + 1, 5):
+        pads += [0, 0]
+    pads += [before, behind]
+    return F.pad(x, pads)
 
 
 def draw_mask(value: Value, state: State, device: torch.device) -> Tensor | None:
     """Return the numbers that a dropout draws: a factor of each channel, or one bit of each voxel. None: it is off."""
     probability = float(value.argument(1))
-    if not value.argument(2) or probability == 0:
+    is_training = value.argument(2)
+    if not is_training or probability == 0:
         return None
     if value.op == "feature_dropout":
-        each_channel = [*value.shape[:2], *(1 for _ in value.shape[2:])]
-        return torch.feature_dropout(torch.ones(each_channel, dtype=state.dtype, device=device), probability, True)
+        each_channel = list(value.shape[:2])
+        each_channel += [1 for _ in value.shape[2:]]
+        ones = torch.ones(each_channel, dtype=state.dtype, device=device)
+        return torch.feature_dropout(ones, probability, True)
     ones = torch.ones(value.shape, dtype=state.dtype, device=device)
     return F.dropout(ones, probability, inplace=True) != 0
 

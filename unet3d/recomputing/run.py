@@ -1,41 +1,19 @@
 """A schedule, carried out: one forward pass and its backward pass as a single autograd function."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from unet3d.recomputing import normalisation
 from unet3d.recomputing.graph import DROPOUTS, Value
-from unet3d.recomputing.maps import Map, Maps
+from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Pull, PullTwice, Sent, Turn
+from unet3d.recomputing.maps import Map
+from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import State, call, draw_mask, gradients_by_autograd
-from unet3d.recomputing.schedule import Complete, Free, Instruction, Make, Pull, PullTwice, Schedule, Sent, Turn
-from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, plan_map, send_gradient
-
-
-@dataclass(eq=False)
-class Program:
-    """What all passes over images of one size have in common."""
-
-    maps: Maps
-    numbers: int  # of a tile
-    on_cpu: bool
-    wanted: frozenset[Value]  # values of which a gradient is needed
-    schedule: Schedule
-    plans: dict[Any, MapPlan] = field(default_factory=dict)
-
-    def plan(self, map_: Map, through: tuple[Value, ...] = (), without: Value | None = None) -> MapPlan:
-        """Return the tiles of a map; `through`: sources that are in passing; `without`: one that gets no gradient."""
-        key = (map_.index, through, without)
-        if key not in self.plans:
-            made = self.maps.through(map_, frozenset(through)) if through else map_
-            wanted = self.wanted - {without}
-            self.plans[key] = plan_map(made, self.maps.axis, self.numbers, self.on_cpu, wanted)
-        return self.plans[key]
+from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, send_gradient
 
 
 class Pass:
@@ -74,7 +52,7 @@ class Pass:
         return outputs
 
     def backward(self, image: Tensor, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """Return the gradient of the image, if it is wanted; those of the weights are in the state."""
+        """Return the gradient of the image, if it is wanted; the weights' gradients are in the state."""
         graph = self.program.maps.graph
         self.maps[graph.image] = image.to(self.state.dtype)
         users = self.program.maps.users
@@ -96,7 +74,8 @@ class Pass:
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
             case Make(index, over, through):
-                self._make(self.by_index[index], over, tuple(self.by_index[i].value for i in through))
+                sources = tuple(self.by_index[source].value for source in through)
+                self._make(self.by_index[index], over, sources)
             case Free(index):
                 self.maps.pop(self.by_index[index].value, None)
             case Complete(index):
@@ -129,7 +108,8 @@ class Pass:
         value = map_.value
         if len(plan.tiles) == 1:
             rows = make_rows(plan, plan.tiles[0], self.maps, self.state)
-            self.maps[value] = _apart(rows, [self.maps[source] for source in plan.map.sources])
+            sources = [self.maps[source] for source in plan.map.sources]
+            self.maps[value] = _apart(rows, sources)
             return
         if over is None:
             target = torch.empty(value.shape, dtype=self.state.dtype, device=self.device)
@@ -137,7 +117,8 @@ class Pass:
             target = self.maps[self.by_index[over].value]
         for tile in plan.tiles:
             first, end = tile.span
-            target.narrow(self.state.axis, first, end - first).copy_(make_rows(plan, tile, self.maps, self.state))
+            part = target.narrow(self.state.axis, first, end - first)
+            part.copy_(make_rows(plan, tile, self.maps, self.state))
         if over is not None:
             del self.maps[self.by_index[over].value]
         self.maps[value] = target
@@ -158,15 +139,17 @@ class Pass:
         self._complete_rows(map_, raw, gradient)
 
     def _complete_rows(self, map_: Map, raw: Tensor, gradient: Tensor) -> None:
-        """Add what the statistics give, to as few rows at a time as in a tile: each number is computed by itself."""
+        """Add the part that follows from the statistics, to as few rows at a time as in a tile."""
         axis = self.state.axis
         length = raw.shape[axis]
-        rows = max(1, self.program.numbers * length // max(raw.numel(), 1))
+        rows = self.program.numbers * length // max(raw.numel(), 1)
+        rows = max(1, rows)
         for first in range(0, length, rows):
             count = min(rows, length - first)
+            part_of_raw = raw.narrow(axis, first, count)
+            part = gradient.narrow(axis, first, count)
             for norm in map_.norms:
-                part = gradient.narrow(axis, first, count)
-                normalisation.complete(norm, raw.narrow(axis, first, count), part, self.state)
+                normalisation.complete(norm, part_of_raw, part, self.state)
 
     def _pull(self, map_: Map, sinks: Sequence[Sent]) -> None:
         gradient = self.gradients.pop(map_.value)
@@ -176,7 +159,8 @@ class Pass:
             self._pull_whole(map_, gradient, sinks)
         else:
             may_overwrite = map_.value not in self.arrived
-            self._pull_by_tiles(map_, self.program.plan(map_), gradient, sinks, may_overwrite)
+            plan = self.program.plan(map_)
+            self._pull_by_tiles(plan, gradient, sinks, may_overwrite)
         if gradient is not None:
             self._give_up(map_.value, gradient)
 
@@ -200,99 +184,120 @@ class Pass:
         of_source = dict(zip(map_.value.inputs, gradients, strict=True))
         memory: list[Tensor] = [gradient]
         image = self.program.maps.graph.image
-        if image in self.program.wanted and of_source.get(image) is not None:
+        of_image = of_source.get(image)
+        if image in self.program.wanted and of_image is not None:
             known = self.gradients.get(image)
-            of_image = of_source[image]
-            self.gradients[image] = of_image if known is None or of_image is None else known + of_image
+            if known is not None:
+                of_image = known + of_image
+            self.gradients[image] = of_image
         for source, place in sinks:
             value = self.by_index[source].value
-            of_rows = of_source[value]
-            known = self.gradients.get(value) if place == "add" else None
-            if known is not None and of_rows is not None:
-                known.add_(of_rows)
-            elif of_rows is not None:
-                self.gradients[value] = _apart(of_rows.to(self.maps[value].dtype), memory)
-                memory.append(of_rows)
+            of_value = of_source[value]
+            known = None
+            if place == "add":
+                known = self.gradients.get(value)
+            if known is not None and of_value is not None:
+                known.add_(of_value)
+            elif of_value is not None:
+                of_value_in_type = of_value.to(self.maps[value].dtype)
+                self.gradients[value] = _apart(of_value_in_type, memory)
+                memory.append(of_value)
             elif place != "add":
                 self.gradients[value] = None
 
     def _pull_by_tiles(
         self,
-        map_: Map,
         plan: MapPlan,
         gradient: Tensor,
         sinks: Sequence[Sent],
         may_overwrite: bool,
         completed: Map | None = None,
     ) -> None:
-        """Send a gradient to the sources; that of `completed` also gets what its statistics give."""
-        axis = self.state.axis
+        """Send a gradient to the sources; `completed`: a source whose gradient also gets its statistics' part."""
+        places = {self.by_index[source].value: place for source, place in sinks}
         image = self.program.maps.graph.image
         if image in plan.wanted and image in plan.map.sources and completed is None:
-            sinks = (*sinks, Sent(-1, "add" if self.gradients.get(image) is not None else "new"))
-        # Of a sum, the gradients of all terms may be rows of the gradient: what is written over it comes last.
-        sinks = sorted(sinks, key=lambda sent: sent.place == "gradient")
-        values = [image if sent.source < 0 else self.by_index[sent.source].value for sent in sinks]
-        is_single = len(plan.tiles) == 1
-        targets: list[Sink | None] = []
-        for value, (_, place) in zip(values, sinks, strict=True):
-            is_whole = is_single and plan.tiles[0].spans[value] == (0, value.shape[axis])
-            target = self._sink(value, place, gradient, is_whole)
+            places[image] = "new" if self.gradients.get(image) is None else "add"
+        # The gradients of a sum's terms may all be rows of the gradient: what is written over it comes last.
+        values = sorted(places, key=lambda value: places[value] == "gradient")
+        targets: dict[Value, Sink | None] = {}
+        for value in values:
+            target = self._sink(plan, value, places[value], gradient)
             if target is not None and completed is not None:
                 target.complete = partial(self._complete_rows, completed)
-            targets.append(target)
-        for place_of_tile, tile in enumerate(plan.tiles):
-            first, end = tile.span
-            rows = gradient.narrow(axis, first, end - first) if not is_single else gradient
+            targets[value] = target
+        for number, tile in enumerate(plan.tiles):
+            rows = gradient
+            if len(plan.tiles) > 1:
+                first, end = tile.span
+                rows = gradient.narrow(self.state.axis, first, end - first)
             sent = send_gradient(plan, tile, self.maps, rows, may_overwrite, values, self.state)
             del rows
-            for value, target, of_rows in zip(values, targets, sent, strict=True):
-                low, high = tile.spans[value]
-                done = high
-                if not is_single and place_of_tile + 1 < len(plan.tiles):
-                    done = plan.tiles[place_of_tile + 1].spans[value][0]
-                if of_rows.rows is None:
-                    of_rows = self._zeros(value, low, high)
-                if completed is not None:
-                    of_rows = self._completed(completed, of_rows, low, target, done)
-                if target is None:
-                    assert of_rows.rows is not None
-                    memory = [] if of_rows.is_own else [of_rows.rows]
-                    self.gradients[value] = _apart(of_rows.rows, memory)
-                else:
-                    target.add(low, of_rows, done)
-            of_rows = RowGradient(None)
-            sent.clear()
-        for value, target, (_, place) in zip(values, targets, sinks, strict=True):
+            self._collect(plan, number, targets, sent, completed)
+            sent.clear()  # before the next tile's rows are made
+        for value, target in targets.items():
             if target is not None:
                 target.close()
                 self.gradients[value] = target.target
-            if place == "map":
+            if places[value] == "map":
                 self.maps.pop(value, None)
 
+    def _collect(
+        self,
+        plan: MapPlan,
+        number: int,
+        targets: Mapping[Value, Sink | None],
+        sent: Sequence[RowGradient],
+        completed: Map | None,
+    ) -> None:
+        """Write or keep the gradients that a tile sends to the rows of its sources."""
+        spans = plan.tiles[number].spans
+        is_last = number + 1 == len(plan.tiles)
+        for (value, target), of_rows in zip(targets.items(), sent, strict=True):
+            low, high = spans[value]
+            done = high  # no later tile adds to the rows before
+            if not is_last:
+                done, _ = plan.tiles[number + 1].spans[value]
+            if of_rows.rows is None:
+                of_rows = self._zeros(value, low, high)
+            if completed is not None:
+                of_rows = self._completed(completed, of_rows, low, target, done)
+            if target is not None:
+                target.add(low, of_rows, done)
+                continue
+            assert of_rows.rows is not None
+            others = [] if of_rows.is_own else [of_rows.rows]
+            self.gradients[value] = _apart(of_rows.rows, others)
+
     def _completed(self, map_: Map, gradient: RowGradient, low: int, target: Sink | None, done: int) -> RowGradient:
-        """Return a gradient whose final rows have what the statistics give; rows that the next tile adds to wait."""
+        """Return a gradient whose final rows have the statistics' part; rows that the next tile adds to wait."""
         assert gradient.rows is not None
         axis = self.state.axis
-        rows = gradient.rows if gradient.is_own else gradient.rows.clone()
+        rows = gradient.rows
+        if not gradient.is_own:
+            rows = rows.clone()
         if target is not None:
             rows = target.with_open(rows)
-            done = min(max(done, low), low + rows.shape[axis])
-        raw = self.maps[map_.value].narrow(axis, low, done - low)
-        self._complete_rows(map_, raw, rows.narrow(axis, 0, done - low))
+            high = low + rows.shape[axis]
+            done = min(max(done, low), high)
+        count = done - low
+        raw = self.maps[map_.value].narrow(axis, low, count)
+        self._complete_rows(map_, raw, rows.narrow(axis, 0, count))
         return RowGradient(rows, True)
 
     def _zeros(self, value: Value, low: int, high: int) -> RowGradient:
         shape = list(value.shape)
         shape[self.state.axis] = high - low
-        return RowGradient(torch.zeros(shape, dtype=self.state.dtype, device=self.device), True)
+        zeros = torch.zeros(shape, dtype=self.state.dtype, device=self.device)
+        return RowGradient(zeros, True)
 
-    def _sink(self, value: Value, place: str, gradient: Tensor, is_whole: bool) -> Sink | None:
+    def _sink(self, plan: MapPlan, value: Value, place: Place, gradient: Tensor) -> Sink | None:
         """Return where the gradient of a source is collected; None where one tile has all of it."""
         known = self.gradients.get(value)
         if place == "add" and known is not None:
             return Sink(known, self.state.axis, adds=True)
-        if is_whole:
+        whole = (0, value.shape[self.state.axis])
+        if len(plan.tiles) == 1 and plan.tiles[0].spans[value] == whole:
             return None
         if place == "map":
             return Sink(self.maps[value], self.state.axis, adds=False)
@@ -309,26 +314,30 @@ class Pass:
         if gradient is None:
             self._pull_nothing(sinks)
             return
-        self._pull_by_tiles(map_, self.program.plan(map_, without=source.value), gradient, others, False)
+        plan = self.program.plan(map_, without=source.value)
+        self._pull_by_tiles(plan, gradient, others, may_overwrite=False)
         self.state.prepared.clear()
         for norm in source.norms:
             normalisation.close_sums(norm, self.state)
         self.state.takes_sums = False
-        self._pull_by_tiles(map_, self.program.plan(map_), gradient, [last], False, completed=source)
+        plan = self.program.plan(map_)
+        self._pull_by_tiles(plan, gradient, [last], may_overwrite=False, completed=source)
         self.state.takes_sums = True
         self._give_up(map_.value, gradient)
 
     @contextmanager
-    def _types(self) -> Any:
+    def _types(self) -> Iterator[None]:
         """Run operations without a rule in the precision of the pass that began."""
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        is_autocast = self.autocast is not None
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=is_autocast):
             yield
 
 
 def _apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
     """Return a contiguous tensor that shares no memory with others."""
-    memory = tensor.untyped_storage()._cdata
-    if any(other.untyped_storage()._cdata == memory for other in others):
+    storage = tensor.untyped_storage()
+    is_shared = any(other.untyped_storage()._cdata == storage._cdata for other in others)
+    has_gaps = storage.nbytes() != tensor.numel() * tensor.itemsize
+    if is_shared or has_gaps:
         return tensor.clone(memory_format=torch.contiguous_format)
-    has_gaps = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize
-    return tensor.clone(memory_format=torch.contiguous_format) if has_gaps else tensor.contiguous()
+    return tensor.contiguous()

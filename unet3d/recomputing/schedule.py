@@ -1,4 +1,4 @@
-"""What a pass does, instruction by instruction, and how many bytes that takes.
+"""The schedule of a pass, instruction by instruction, and its bytes.
 
 Which maps stay is a table: `keep[stage]` are those that stay after a stage, where stage n is the forward pass and
 stage i the gradient of map i, from the last map to the first. A map that is needed and is not there is computed a
@@ -8,64 +8,16 @@ reads any more, or in memory of its own.
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+
+from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Pull, PullTwice, Sent, Turn
 
 TWICE = 0.02  # of a forward pass: less work than this may be done a second time to save a map
 Keep = Sequence[Set[int]]
-Place = Literal["new", "add", "map", "gradient"]
-
-
-class Make(NamedTuple):
-    """Make a map, in memory of its own or over another; `through` are sources that are only rows in passing."""
-
-    map: int
-    over: int | None
-    through: tuple[int, ...]
-
-
-class Free(NamedTuple):
-    """Forget a map."""
-
-    map: int
-
-
-class Turn(NamedTuple):
-    """The forward pass ends; gradients of the outputs arrive."""
-
-
-class Complete(NamedTuple):
-    """Add to the gradient of a map what the statistics of its normalisations give."""
-
-    map: int
-
-
-class Sent(NamedTuple):
-    """Where the gradient of a source goes: a new one, added to one, over the source's map, or over the gradient."""
-
-    source: int
-    place: Place
-
-
-class Pull(NamedTuple):
-    """Send the gradient of a map to its sources, and forget it."""
-
-    map: int
-    sinks: tuple[Sent, ...]
-
-
-class PullTwice(NamedTuple):
-    """`Pull`, the last source's gradient over its map and completed: a first pass over the tiles takes the sums."""
-
-    map: int
-    sinks: tuple[Sent, ...]
-
-
-Instruction = Make | Free | Turn | Complete | Pull | PullTwice
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a schedule has to know of n maps: all but the tensors."""
+    """The sizes of n maps and how they depend on each other: all that a schedule is made from."""
 
     bytes: Sequence[int]
     work: Sequence[float]  # of making a map, in shares of a forward pass
@@ -309,42 +261,67 @@ def every_map(sizes: Sizes) -> list[set[int]]:
 
 def is_sound(sizes: Sizes, schedule: Schedule) -> bool:
     """Return whether no instruction reads a map or a gradient that is not there, and all gradients are complete."""
-    maps: set[int] = set()
-    gradients: set[int] = set()
-    complete: set[int] = set()
+    alive = _Alive(sizes)
     for instruction in schedule.instructions:
+        if not alive.takes(instruction):
+            return False
+    return not alive.gradients
+
+
+class _Alive:
+    """The maps and gradients that are there between two instructions."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.maps: set[int] = set()
+        self.gradients: set[int] = set()
+        self.complete: set[int] = set()  # maps whose gradients have the statistics' part
+
+    def takes(self, instruction: Instruction) -> bool:
+        """Return whether all that an instruction reads is there, and follow it."""
+        sizes = self.sizes
         match instruction:
-            case Make(index, over, through):
-                sources = set(sizes.sources[index]) - set(through)
-                if not sources <= maps or index in maps:
-                    return False
-                if over is not None:
-                    maps.discard(over)
-                maps.add(index)
+            case Make():
+                return self._takes_make(instruction)
             case Free(index):
-                if index not in maps:
+                if index not in self.maps:
                     return False
-                maps.discard(index)
+                self.maps.discard(index)
             case Turn():
-                gradients |= {index for index in sizes.outputs if sizes.needs_gradient[index]}
-                maps -= {index for index in gradients if not sizes.users[index]}
+                self.gradients |= {index for index in sizes.outputs if sizes.needs_gradient[index]}
+                self.maps -= {index for index in self.gradients if not sizes.users[index]}
             case Complete(index):
-                if index not in maps or index not in gradients:
-                    return False
-                complete.add(index)
-            case Pull(index, sinks) | PullTwice(index, sinks):
-                is_ready = not sizes.is_normalised[index] or index in complete
-                if not is_ready or index not in gradients or not set(sizes.sources[index]) <= maps:
-                    return False
-                gradients.discard(index)
-                for source, place in sinks:
-                    if (place == "add") != (source in gradients):
-                        return False
-                    if place == "map":
-                        if isinstance(instruction, PullTwice) and source != sinks[-1].source:
-                            return False  # the second pass reads it
-                        maps.discard(source)
-                    gradients.add(source)
-                if isinstance(instruction, PullTwice):
-                    complete.add(sinks[-1].source)
-    return not gradients
+                self.complete.add(index)
+                return index in self.maps and index in self.gradients
+            case Pull() | PullTwice():
+                return self._takes_pull(instruction)
+        return True
+
+    def _takes_make(self, make: Make) -> bool:
+        read = set(self.sizes.sources[make.map]) - set(make.through)
+        if not read <= self.maps or make.map in self.maps:
+            return False
+        if make.over is not None:
+            self.maps.discard(make.over)
+        self.maps.add(make.map)
+        return True
+
+    def _takes_pull(self, pull: Pull | PullTwice) -> bool:
+        index = pull.map
+        is_complete = not self.sizes.is_normalised[index] or index in self.complete
+        has_sources = set(self.sizes.sources[index]) <= self.maps
+        if not is_complete or not has_sources or index not in self.gradients:
+            return False
+        self.gradients.discard(index)
+        is_twice = isinstance(pull, PullTwice)
+        for source, place in pull.sinks:
+            if (place == "add") != (source in self.gradients):
+                return False
+            if place == "map":
+                if is_twice and source != pull.sinks[-1].source:
+                    return False  # the second pass reads it
+                self.maps.discard(source)
+            self.gradients.add(source)
+        if is_twice:
+            self.complete.add(pull.sinks[-1].source)
+        return True

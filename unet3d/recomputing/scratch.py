@@ -1,4 +1,4 @@
-"""What lies beside maps and gradients while an instruction runs, measured on tensors without data.
+"""Bytes beside maps and gradients while an instruction runs, measured on tensors without data.
 
 Each instruction is carried out once, as a pass would do it, on its first two tiles and its last two: the others are
 like the second.
@@ -16,10 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.recomputing.function import derived_tensors
 from unet3d.recomputing.graph import DROPOUTS
+from unet3d.recomputing.instructions import Sent
 from unet3d.recomputing.maps import Map
+from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import State, draw_mask
-from unet3d.recomputing.run import Pass, Program
-from unet3d.recomputing.schedule import TWICE, Sent
+from unet3d.recomputing.run import Pass
+from unet3d.recomputing.schedule import TWICE
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 
@@ -72,7 +74,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 class Scratch(NamedTuple):
-    """Bytes beside maps, their gradients and those of weights, in the instructions of one map."""
+    """Bytes beside maps and all gradients, in the instructions of one map."""
 
     make: int
     send: int  # its gradient

@@ -23,6 +23,10 @@ HEAT = 0.01  # of the largest map: bytes for which a change for the worse is acc
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of the largest map, up to which maps stay in the first tables
 Table = list[set[int]]  # for each stage, the maps that stay after it
 Packed = tuple[frozenset[int], ...]
+Flip = tuple[int, int]  # a stage, and a map that stays after it from now on, or no longer does
+FIRST_GAP = slice(0, 1)  # after the forward pass
+LAST_GAP = slice(-1, None)
+ALL_GAPS = slice(None)
 
 
 class Front:
@@ -34,10 +38,16 @@ class Front:
 
     def add(self, peak: int, work: float, table: Table) -> None:
         """Add a schedule, if it is of the front, and drop those that it beats."""
-        if any(p <= peak and w <= work for p, w in self.points):
-            return
-        self.points = {(p, w): t for (p, w), t in self.points.items() if p < peak or w < work}
-        self.points[peak, work] = tuple(map(frozenset, table))
+        for other_peak, other_work in self.points:
+            if other_peak <= peak and other_work <= work:
+                return
+        points = {}
+        for point, other in self.points.items():
+            other_peak, other_work = point
+            if other_peak < peak or other_work < work:
+                points[point] = other
+        points[peak, work] = tuple(frozenset(stays) for stays in table)
+        self.points = points
 
     def schedules(self) -> list[Schedule]:
         """Return the schedules, from the most bytes to the least."""
@@ -49,16 +59,19 @@ def front(sizes: Sizes) -> list[Schedule]:
     """Return the schedules that none beats, from the least work to the least memory."""
     best = Front(sizes)
     for table in _starts(sizes):
-        best.add(*measure(sizes, table), table)
-    tries = min(TRIES, max(FEWEST_TRIES, LOOKS // sizes.count**2))
+        peak, work = measure(sizes, table)
+        best.add(peak, work, table)
+    tries = max(FEWEST_TRIES, LOOKS // sizes.count**2)
+    tries = min(TRIES, tries)
     draw = random.Random(0)
     for limit in LIMITS:
-        _improve(best, [set(stays) for stays in _nearest(best, limit)], limit, tries, draw)
+        table = [set(stays) for stays in _nearest(best, limit)]
+        _improve(best, table, limit, tries, draw)
     return best.schedules()
 
 
 def leanest(schedules: Sequence[Schedule]) -> Schedule:
-    """Return the schedule of least memory that makes no convolution a second time, but for those of little work."""
+    """Return the schedule of least memory that computes only convolutions of little work a second time."""
     least_work = min(schedule.work for schedule in schedules)
     return _least_memory(schedules, least_work + LITTLE_WORK)
 
@@ -69,7 +82,7 @@ def smallest(schedules: Sequence[Schedule]) -> Schedule:
 
 
 def within(schedules: Sequence[Schedule], room: int) -> Schedule | None:
-    """Return the schedule of least work that takes no more bytes; None if there is none."""
+    """Return the schedule of least work that needs at most `room` bytes; None without one."""
     fitting = [schedule for schedule in schedules if schedule.peak_bytes <= room]
     return min(fitting, key=_work, default=None)
 
@@ -93,8 +106,11 @@ def _starts(sizes: Sizes) -> Iterator[Table]:
     largest = max(sizes.bytes)
     for least_work in (0.0, 1e-9, 0.01, 0.05):
         for share in SHARES:
-            small = {index for index, size in enumerate(sizes.bytes) if size <= share * largest}
-            stays = {index for index in small if sizes.work[index] >= least_work}
+            stays = set()
+            for index in range(sizes.count):
+                is_small = sizes.bytes[index] <= share * largest
+                if is_small and sizes.work[index] >= least_work:
+                    stays.add(index)
             yield [set(stays) for _ in range(sizes.count + 1)]
 
 
@@ -113,27 +129,29 @@ def _improve(best: Front, table: Table, limit: float, tries: int, draw: random.R
     sizes = best.sizes
     changes = _Changes(sizes, draw)
     largest = max(sizes.bytes)
-    now = _score(measure(sizes, table), limit, largest)
+    peak, work = measure(sizes, table)
+    score = _score(peak, work, limit, largest)
     for number in range(tries):
         flips = changes.of(table)
         _flip(table, flips)
         peak, work = measure(sizes, table)
-        new = _score((peak, work), limit, largest)
+        new_score = _score(peak, work, limit, largest)
+        worse = new_score - score
         temperature = HEAT * largest * (1 - number / tries)
-        if new <= now or draw.random() < math.exp((now - new) / temperature):
-            now = new
+        if worse <= 0 or draw.random() < math.exp(-worse / temperature):
+            score = new_score
             best.add(peak, work, table)
         else:
             _flip(table, flips)
 
 
-def _score(measured: tuple[int, float], limit: float, largest: int) -> float:
+def _score(peak: int, work: float, limit: float, largest: int) -> float:
     """Return bytes, and many more for work beyond the limit."""
-    peak, work = measured
-    return peak + 10 * largest * max(0.0, work - limit - LITTLE_WORK)
+    excess = max(0.0, work - limit - LITTLE_WORK)
+    return peak + 10 * largest * excess
 
 
-def _flip(table: Table, flips: Sequence[tuple[int, int]]) -> None:
+def _flip(table: Table, flips: Sequence[Flip]) -> None:
     """Change whether maps stay, each after one stage."""
     for stage, index in flips:
         table[stage] ^= {index}
@@ -147,47 +165,60 @@ class _Changes:
         self.draw = draw
         self.gaps = [_gaps(sizes, index) for index in range(sizes.count)]
 
-    def of(self, table: Table) -> list[tuple[int, int]]:
+    def of(self, table: Table) -> list[Flip]:
         """Return the stages and maps of one change."""
         kind = self.draw.random()
         if kind < 0.45:
             return self._between_uses(table)
         if kind < 0.6:
-            both = {*self._between_uses(table), *self._between_uses(table)}
-            return sorted(both)
+            flips = {*self._between_uses(table), *self._between_uses(table)}
+            return sorted(flips)
         if kind < 0.75:
             return self._of_neighbours(table)
         if kind < 0.9:
             return self._over_stages(table)
-        return [(self.draw.randrange(self.count + 1), self.draw.randrange(self.count))]
+        stage = self.draw.randrange(self.count + 1)
+        index = self.draw.randrange(self.count)
+        return [(stage, index)]
 
-    def _between_uses(self, table: Table) -> list[tuple[int, int]]:
+    def _between_uses(self, table: Table) -> list[Flip]:
         """Let a map stay, or not, from one use of it to the next."""
         index = self.draw.randrange(self.count)
         gap = self.draw.choice(self.gaps[index])
         stays = index in table[gap[-1]]
-        return [(stage, index) for stage in gap if (index in table[stage]) == stays]
+        return _flips(table, index, gap, not stays)
 
-    def _of_neighbours(self, table: Table) -> list[tuple[int, int]]:
+    def _of_neighbours(self, table: Table) -> list[Flip]:
         """Let several maps in a row stay, or not, from the forward pass on, or until their last use, or throughout."""
         first = self.draw.randrange(self.count)
         most = max(2, self.count // 4)
-        end = min(self.count, first + 1 + self.draw.randrange(most))
+        number = 1 + self.draw.randrange(most)
+        end = min(self.count, first + number)
         stays = self.draw.random() < 0.5
-        which = self.draw.choice((slice(0, 1), slice(-1, None), slice(None)))
+        which = self.draw.choice((FIRST_GAP, LAST_GAP, ALL_GAPS))
         flips = []
         for index in range(first, end):
             for gap in self.gaps[index][which]:
-                flips += [(stage, index) for stage in gap if (index in table[stage]) != stays]
+                flips += _flips(table, index, gap, stays)
         return flips
 
-    def _over_stages(self, table: Table) -> list[tuple[int, int]]:
+    def _over_stages(self, table: Table) -> list[Flip]:
         """Let a map stay, or not, over some stages."""
         index = self.draw.randrange(self.count)
         first = self.draw.randrange(self.count + 1)
         last = self.draw.randrange(first, self.count + 1)
         stays = self.draw.random() < 0.5
-        return [(stage, index) for stage in range(first, last + 1) if (index in table[stage]) != stays]
+        stages = range(first, last + 1)
+        return _flips(table, index, stages, stays)
+
+
+def _flips(table: Table, index: int, stages: range, stays: bool) -> list[Flip]:
+    """Return the flips after which a map stays, or does not, after each of these stages."""
+    flips = []
+    for stage in stages:
+        if (index in table[stage]) != stays:
+            flips.append((stage, index))
+    return flips
 
 
 def _gaps(sizes: Sizes, index: int) -> list[range]:
@@ -195,5 +226,10 @@ def _gaps(sizes: Sizes, index: int) -> list[range]:
     uses = [sizes.count, *reversed(sizes.users[index])]
     if sizes.is_normalised[index]:
         uses.append(index)
-    gaps = [range(after + 1, before + 1) for before, after in pairwise(uses) if after < before]
-    return gaps or [range(index + 1, sizes.count + 1)]
+    gaps = []
+    for before, after in pairwise(uses):
+        if after < before:
+            gaps.append(range(after + 1, before + 1))
+    if not gaps:
+        gaps.append(range(index + 1, sizes.count + 1))
+    return gaps

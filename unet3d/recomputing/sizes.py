@@ -2,16 +2,17 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map, Maps, bytes_of
-from unet3d.recomputing.run import Program
+from unet3d.recomputing.program import Program
 from unet3d.recomputing.schedule import Sizes
 from unet3d.recomputing.scratch import Scratch
-from unet3d.recomputing.tiles import MapPlan
+from unet3d.recomputing.tiles import TilePlan
 
 THIN = 0.04  # of a forward pass: less work than this may be done again for each tile that reads a map
 
@@ -43,37 +44,43 @@ def sizes_of(
     operations = [_operations(map_) for map_ in maps]
     total = max(sum(operations), 1)
     work = [number / total for number in operations]
-    sources = []
-    for map_ in maps:
-        of_maps = [index_of[source] for source in map_.sources if source in index_of]
-        sources.append(tuple(of_maps))
-    plans = [None if map_.rule is None else program.plan(map_) for map_ in maps]
     outputs = frozenset(index_of[value] for value in program.maps.graph.outputs)
-    of_weights = [0] * len(maps)
-    seen: set[str] = set()
-    for map_ in reversed(maps):
-        fresh = [name for name in map_.weights if name in trained and name not in seen]
-        seen.update(fresh)
-        of_weights[map_.index] = sum(trained[name] for name in fresh)
-    over = [_over(program, plan, index_of, outputs) for plan in plans]
+    over = [_over(program, map_, index_of, outputs) for map_ in maps]
     return Sizes(
         bytes=[bytes_of(map_.value, dtype) for map_ in maps],
         work=work,
-        sources=sources,
+        sources=[_indices(map_.sources, index_of) for map_ in maps],
         needs_gradient=[map_.value in program.wanted for map_ in maps],
         is_normalised=[_is_normalised(program, map_) for map_ in maps],
         outputs=outputs,
-        over_map=[frozenset(over_map) for over_map, _, _ in over],
-        over_gradient=[frozenset(over_gradient) for _, over_gradient, _ in over],
-        over_source=[frozenset(over_source) for _, _, over_source in over],
+        over_map=[frozenset(places.map) for places in over],
+        over_gradient=[frozenset(places.gradient) for places in over],
+        over_source=[frozenset(places.source) for places in over],
         is_thin=[_is_thin(program, map_, share) for map_, share in zip(maps, work, strict=True)],
-        of_weights=of_weights,
+        of_weights=_bytes_of_weights(maps, trained),
         make_scratch=[beside.make for beside in scratch],
         pull_scratch=[beside.send for beside in scratch],
         twice_scratch=[beside.send_twice for beside in scratch],
         complete_scratch=[beside.complete for beside in scratch],
         pull_work=work,
     )
+
+
+def _indices(values: Sequence[Value], index_of: dict[Value, int]) -> tuple[int, ...]:
+    """Return the indices of maps, without the image."""
+    return tuple(index_of[value] for value in values if value in index_of)
+
+
+def _bytes_of_weights(maps: Sequence[Map], trained: dict[str, int]) -> list[int]:
+    """Return the bytes of the gradients of weights that appear first as each map's gradient is sent."""
+    of_weights = [0 for _ in maps]
+    seen: set[str] = set()
+    for map_ in reversed(maps):
+        for name in map_.weights:
+            if name in trained and name not in seen:
+                seen.add(name)
+                of_weights[map_.index] += trained[name]
+    return of_weights
 
 
 def _operations(map_: Map) -> int:
@@ -92,8 +99,10 @@ def _operations(map_: Map) -> int:
         return tree
 
     try:
+        args = [fill(leaf) for leaf in value.args]
+        kwargs = {name: fill(leaf) for name, leaf in value.kwargs.items()}
         with counter:
-            value.target(*map(fill, value.args), **{name: fill(leaf) for name, leaf in value.kwargs.items()})
+            value.target(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError):  # not on meta
         return value.shape.numel()
     return max(counter.get_total_flops() // 2, value.shape.numel())
@@ -106,37 +115,63 @@ def _is_normalised(program: Program, map_: Map) -> bool:
 
 def _is_thin(program: Program, map_: Map, work: float) -> bool:
     """Return whether a map is made from the image alone, by little work, and read by tiles alone."""
-    is_of_image = map_.sources == (program.maps.graph.image,) and map_.rule is not None
+    if map_.rule is None or map_.sources != (program.maps.graph.image,):
+        return False
     readers = [other for other in program.maps.maps if map_.value in other.sources]
-    return is_of_image and work < THIN and all(other.rule is not None for other in readers)
+    return work < THIN and all(reader.rule is not None for reader in readers)
+
+
+class _Over(NamedTuple):
+    """Sources over which a map may be made, whose gradient may lie over the map's gradient, or over themselves."""
+
+    map: set[int]
+    gradient: set[int]
+    source: set[int]
 
 
 def _over(
     program: Program,
-    plan: MapPlan | None,
+    map_: Map,
     index_of: dict[Value, int],
     outputs: frozenset[int],
-) -> tuple[set[int], set[int], set[int]]:
-    """Return sources over which the map may be made, whose gradient may lie over its gradient, and over themselves."""
-    over_map: set[int] = set()
-    over_gradient: set[int] = set()
-    over_source: set[int] = set()
-    if plan is None or len(plan.tiles) == 1:  # what one tile gives has memory of its own
-        return over_map, over_gradient, over_source
-    value = plan.map.value
-    for source in plan.map.sources:
+) -> _Over:
+    """Return the sources in whose memory a map or a gradient may be written."""
+    over = _Over(set(), set(), set())
+    if map_.rule is None:
+        return over
+    tiles = program.plan(map_).tiles
+    if len(tiles) == 1:  # the rows of one tile have memory of their own
+        return over
+    for source in map_.sources:
         if source not in index_of or not source.dtype.is_floating_point or len(source.shape) != 5:
             continue
         index = index_of[source]
-        has_shape = source.shape == value.shape
-        lows = [(tile.spans[source][0], tile.span[1]) for tile in plan.tiles]
         if index not in outputs:
-            over_source.add(index)
-            is_behind = all(after[0] >= before[1] for before, after in itertools.pairwise(lows))
-            if has_shape and is_behind:
-                over_map.add(index)
-        firsts = [(tile.spans[source][0], tile.span[0]) for tile in plan.tiles]
-        is_ours = index_of[value] not in outputs
-        if is_ours and has_shape and all(low <= first for low, first in firsts):
-            over_gradient.add(index)
-    return over_map, over_gradient, over_source
+            over.source.add(index)
+        if source.shape != map_.value.shape:
+            continue
+        if index not in outputs and _is_read_before(tiles, source):
+            over.map.add(index)
+        if map_.index not in outputs and _is_sent_behind(tiles, source):
+            over.gradient.add(index)
+    return over
+
+
+def _is_read_before(tiles: Sequence[TilePlan], source: Value) -> bool:
+    """Return whether no tile reads rows of a source that a tile before it has written over."""
+    for before, after in itertools.pairwise(tiles):
+        low, _ = after.spans[source]
+        _, end = before.span
+        if low < end:
+            return False
+    return True
+
+
+def _is_sent_behind(tiles: Sequence[TilePlan], source: Value) -> bool:
+    """Return whether each tile's gradient reaches back to the tile's own first row."""
+    for tile in tiles:
+        low, _ = tile.spans[source]
+        first, _ = tile.span
+        if low > first:
+            return False
+    return True

@@ -42,7 +42,7 @@ class MapPlan:
 
 
 def plan_map(map_: Map, axis: int, numbers: int, on_cpu: bool, wanted: frozenset[Value]) -> MapPlan:
-    """Return a map's tiles of about so many numbers."""
+    """Return a map's tiles, of about `numbers` numbers each."""
     spans = tile_spans(map_, axis, numbers, on_cpu)
     tiles = [plan_tile(map_, axis, span) for span in spans]
     return MapPlan(map_, tiles, wanted, _known_in_backward(map_, wanted))
@@ -62,7 +62,7 @@ def plan_tile(map_: Map, axis: int, span: Span) -> TilePlan:
 
 
 def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
-    """Return the rows of each tile of a map, so that the largest value in passing has about so many numbers."""
+    """Return the rows of each tile of a map: the largest value in passing has about `numbers` numbers."""
     length = map_.value.shape[axis]
     if length == 1:
         return [(0, 1)]
@@ -115,7 +115,7 @@ def send_gradient(
     targets: Sequence[Value],
     state: State,
 ) -> list["RowGradient"]:
-    """Return the gradients of the rows of some of the sources; those of weights and sums are added to the state."""
+    """Return the gradients of the targets' rows; gradients of weights and sums are added to the state."""
     forward = _Forward(plan, tile, maps, state, plan.known)
     for value in plan.map.passing:
         if value in plan.wanted:

@@ -24,7 +24,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def trace(model: nn.Module, image: Tensor) -> Graph:
-    """Return the graph of `model(image)` in its present mode; the sizes are those of this image.
+    """Return the graph of `model(image)` in its present mode, with the sizes of this image.
 
     Raises UserError where the network cannot be described so, and names the place.
     """
@@ -310,7 +310,7 @@ def _has_contexts(model: nn.Module, node: fx.Node) -> str:
 
 
 def _draws(node: fx.Node, op: str) -> str:
-    """Return why an operation that draws random numbers cannot be made again."""
+    """Return why an operation that draws random numbers is refused: a second run draws others."""
     layer = _layer(node) or "the network"
     return f"{layer}: {op} would draw other numbers when it is made again{_place(node)}; use dropout, or leave it out"
 
