@@ -29,25 +29,25 @@ class Complete(NamedTuple):
     map: int
 
 
-class Sent(NamedTuple):
+class Target(NamedTuple):
     """The place of a source's gradient: a new one, added to one, over the source's map, or over the gradient."""
 
     source: int
     place: Place
 
 
-class Pull(NamedTuple):
+class Send(NamedTuple):
     """Send the gradient of a map to its sources, and forget it."""
 
     map: int
-    sinks: tuple[Sent, ...]
+    targets: tuple[Target, ...]
 
 
-class PullTwice(NamedTuple):
-    """`Pull`, the last source's gradient over its map and completed: a first pass over the tiles takes the sums."""
+class SendTwice(NamedTuple):
+    """`Send`, the last source's gradient over its map and completed: a first pass over the tiles takes the sums."""
 
     map: int
-    sinks: tuple[Sent, ...]
+    targets: tuple[Target, ...]
 
 
-Instruction = Make | Free | Turn | Complete | Pull | PullTwice
+Instruction = Make | Free | Turn | Complete | Send | SendTwice

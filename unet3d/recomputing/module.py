@@ -146,14 +146,14 @@ class Recomputed(nn.Module):
         """Return a line: the predicted peak, the extra work, and what stays whole."""
         prediction = self.prediction(program)
         line = f"recompute={self.plan}: predicted peak {prediction.peak_bytes / MIB:,.1f} MiB of tensors (weights, "
-        line += f"gradients, maps), {prediction.schedule.work:.2f} forward passes"
+        line += f"gradients, maps), work of {prediction.schedule.work:.2f} forward passes (1.00: no convolution twice)"
         whole: dict[str, None] = {}
         for map_ in program.maps.whole:
             whole[f"{map_.value.op} in {map_.value.layer}" if map_.value.layer else map_.value.op] = None
         if whole:
             first = ", ".join(list(whole)[:3])
             more = f" and {len(whole) - 3} others" if len(whole) > 3 else ""
-            line += f"; computed as whole maps, without a rule for rows: {first}{more}"
+            line += f"; without a rule for rows, so run whole under autograd: {first}{more}"
         return line
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ Gradients = Sequence[Tensor | None]  # of each input, None where there is none
 
 
 class Statistics(NamedTuple):
-    """Mean and 1 / standard deviation by which a normalisation divides, N or 1, C or groups; `voxels` of each.
+    """The statistics of a normalisation (x - mean) * inverse_std, of shape (N or 1, C or groups), each of `voxels`.
 
     0 voxels say that they are constants, of evaluation.
     """

@@ -1,4 +1,4 @@
-"""A schedule, carried out: one forward pass and its backward pass as a single autograd function."""
+"""The executor: carries out a schedule's instructions, in a forward pass and its backward pass."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unet3d.recomputing import normalisation
 from unet3d.recomputing.graph import DROPOUTS, Value
-from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Pull, PullTwice, Sent, Turn
+from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import State, call, draw_mask, gradients_by_autograd
@@ -80,10 +80,10 @@ class Pass:
                 self.maps.pop(self.by_index[index].value, None)
             case Complete(index):
                 self._complete(self.by_index[index])
-            case Pull(index, sinks):
-                self._pull(self.by_index[index], sinks)
-            case PullTwice(index, sinks):
-                self._pull_twice(self.by_index[index], sinks)
+            case Send(index, targets):
+                self._send(self.by_index[index], targets)
+            case SendTwice(index, targets):
+                self._send_twice(self.by_index[index], targets)
         self.state.prepared.clear()
 
     # Maps
@@ -151,16 +151,16 @@ class Pass:
             for norm in map_.norms:
                 normalisation.complete(norm, part_of_raw, part, self.state)
 
-    def _pull(self, map_: Map, sinks: Sequence[Sent]) -> None:
+    def _send(self, map_: Map, targets: Sequence[Target]) -> None:
         gradient = self.gradients.pop(map_.value)
         if gradient is None:
-            self._pull_nothing(sinks)
+            self._send_nothing(targets)
         elif map_.rule is None:
-            self._pull_whole(map_, gradient, sinks)
+            self._send_whole(map_, gradient, targets)
         else:
             may_overwrite = map_.value not in self.arrived
             plan = self.program.plan(map_)
-            self._pull_by_tiles(plan, gradient, sinks, may_overwrite)
+            self._send_by_tiles(plan, gradient, targets, may_overwrite)
         if gradient is not None:
             self._give_up(map_.value, gradient)
 
@@ -169,15 +169,15 @@ class Pass:
         if self.memory_of_outputs.get(value) == gradient.untyped_storage()._cdata:
             gradient.data = gradient.new_empty(0)
 
-    def _pull_nothing(self, sinks: Sequence[Sent]) -> None:
-        for source, place in sinks:
+    def _send_nothing(self, targets: Sequence[Target]) -> None:
+        for source, place in targets:
             value = self.by_index[source].value
             if place == "map":
                 self.maps.pop(value, None)
             if place != "add":
                 self.gradients[value] = None
 
-    def _pull_whole(self, map_: Map, gradient: Tensor, sinks: Sequence[Sent]) -> None:
+    def _send_whole(self, map_: Map, gradient: Tensor, targets: Sequence[Target]) -> None:
         inputs = [self.maps[source] for source in map_.value.inputs]
         with self._types():
             gradients = gradients_by_autograd(map_.value, inputs, gradient, self.state, keeps_types=True)
@@ -190,7 +190,7 @@ class Pass:
             if known is not None:
                 of_image = known + of_image
             self.gradients[image] = of_image
-        for source, place in sinks:
+        for source, place in targets:
             value = self.by_index[source].value
             of_value = of_source[value]
             known = None
@@ -205,27 +205,27 @@ class Pass:
             elif place != "add":
                 self.gradients[value] = None
 
-    def _pull_by_tiles(
+    def _send_by_tiles(
         self,
         plan: MapPlan,
         gradient: Tensor,
-        sinks: Sequence[Sent],
+        targets: Sequence[Target],
         may_overwrite: bool,
         completed: Map | None = None,
     ) -> None:
         """Send a gradient to the sources; `completed`: a source whose gradient also gets its statistics' part."""
-        places = {self.by_index[source].value: place for source, place in sinks}
+        places = {self.by_index[source].value: place for source, place in targets}
         image = self.program.maps.graph.image
         if image in plan.wanted and image in plan.map.sources and completed is None:
             places[image] = "new" if self.gradients.get(image) is None else "add"
         # The gradients of a sum's terms may all be rows of the gradient: what is written over it comes last.
         values = sorted(places, key=lambda value: places[value] == "gradient")
-        targets: dict[Value, Sink | None] = {}
+        sinks: dict[Value, Sink | None] = {}
         for value in values:
-            target = self._sink(plan, value, places[value], gradient)
-            if target is not None and completed is not None:
-                target.complete = partial(self._complete_rows, completed)
-            targets[value] = target
+            sink = self._sink(plan, value, places[value], gradient)
+            if sink is not None and completed is not None:
+                sink.complete = partial(self._complete_rows, completed)
+            sinks[value] = sink
         for number, tile in enumerate(plan.tiles):
             rows = gradient
             if len(plan.tiles) > 1:
@@ -233,12 +233,12 @@ class Pass:
                 rows = gradient.narrow(self.state.axis, first, end - first)
             sent = send_gradient(plan, tile, self.maps, rows, may_overwrite, values, self.state)
             del rows
-            self._collect(plan, number, targets, sent, completed)
+            self._collect(plan, number, sinks, sent, completed)
             sent.clear()  # before the next tile's rows are made
-        for value, target in targets.items():
-            if target is not None:
-                target.close()
-                self.gradients[value] = target.target
+        for value, sink in sinks.items():
+            if sink is not None:
+                sink.close()
+                self.gradients[value] = sink.target
             if places[value] == "map":
                 self.maps.pop(value, None)
 
@@ -246,14 +246,14 @@ class Pass:
         self,
         plan: MapPlan,
         number: int,
-        targets: Mapping[Value, Sink | None],
+        sinks: Mapping[Value, Sink | None],
         sent: Sequence[RowGradient],
         completed: Map | None,
     ) -> None:
         """Write or keep the gradients that a tile sends to the rows of its sources."""
         spans = plan.tiles[number].spans
         is_last = number + 1 == len(plan.tiles)
-        for (value, target), of_rows in zip(targets.items(), sent, strict=True):
+        for (value, sink), of_rows in zip(sinks.items(), sent, strict=True):
             low, high = spans[value]
             done = high  # no later tile adds to the rows before
             if not is_last:
@@ -261,23 +261,23 @@ class Pass:
             if of_rows.rows is None:
                 of_rows = self._zeros(value, low, high)
             if completed is not None:
-                of_rows = self._completed(completed, of_rows, low, target, done)
-            if target is not None:
-                target.add(low, of_rows, done)
+                of_rows = self._completed(completed, of_rows, low, sink, done)
+            if sink is not None:
+                sink.add(low, of_rows, done)
                 continue
             assert of_rows.rows is not None
             others = [] if of_rows.is_own else [of_rows.rows]
             self.gradients[value] = _apart(of_rows.rows, others)
 
-    def _completed(self, map_: Map, gradient: RowGradient, low: int, target: Sink | None, done: int) -> RowGradient:
+    def _completed(self, map_: Map, gradient: RowGradient, low: int, sink: Sink | None, done: int) -> RowGradient:
         """Return a gradient whose final rows have the statistics' part; rows that the next tile adds to wait."""
         assert gradient.rows is not None
         axis = self.state.axis
         rows = gradient.rows
         if not gradient.is_own:
             rows = rows.clone()
-        if target is not None:
-            rows = target.with_open(rows)
+        if sink is not None:
+            rows = sink.with_open(rows)
             high = low + rows.shape[axis]
             done = min(max(done, low), high)
         count = done - low
@@ -306,22 +306,22 @@ class Pass:
         target = torch.empty(value.shape, dtype=self.state.dtype, device=self.device)
         return Sink(target, self.state.axis, adds=False)
 
-    def _pull_twice(self, map_: Map, sinks: Sequence[Sent]) -> None:
+    def _send_twice(self, map_: Map, targets: Sequence[Target]) -> None:
         """Take the sums in a first pass over the tiles; write the last source's gradient over its map in a second."""
-        *others, last = sinks
+        *others, last = targets
         source = self.by_index[last.source]
         gradient = self.gradients.pop(map_.value)
         if gradient is None:
-            self._pull_nothing(sinks)
+            self._send_nothing(targets)
             return
         plan = self.program.plan(map_, without=source.value)
-        self._pull_by_tiles(plan, gradient, others, may_overwrite=False)
+        self._send_by_tiles(plan, gradient, others, may_overwrite=False)
         self.state.prepared.clear()
         for norm in source.norms:
             normalisation.close_sums(norm, self.state)
         self.state.takes_sums = False
         plan = self.program.plan(map_)
-        self._pull_by_tiles(plan, gradient, [last], may_overwrite=False, completed=source)
+        self._send_by_tiles(plan, gradient, [last], may_overwrite=False, completed=source)
         self.state.takes_sums = True
         self._give_up(map_.value, gradient)
 

@@ -9,8 +9,9 @@ reads any more, or in memory of its own.
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
-from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Pull, PullTwice, Sent, Turn
+from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
 
+HALO = 1.3  # rows of a thin map that tiles of its reader make, to those that it has: tiles overlap
 TWICE = 0.02  # of a forward pass: less work than this may be done a second time to save a map
 Keep = Sequence[Set[int]]
 
@@ -31,10 +32,10 @@ class Sizes:
     is_thin: Sequence[bool]  # made from the image by little work: may be rows in passing where others are made again
     of_weights: Sequence[int]  # bytes of gradients of weights that appear as its gradient is sent
     make_scratch: Sequence[int]  # bytes beside maps while it is made
-    pull_scratch: Sequence[int]  # bytes beside maps and gradients while its gradient is sent
+    send_scratch: Sequence[int]  # bytes beside maps and gradients while its gradient is sent
     twice_scratch: Sequence[int]  # the same in two passes over the tiles
     complete_scratch: Sequence[int]  # bytes beside a map and its gradient while that is completed
-    pull_work: Sequence[float]  # of a second pass over the tiles of a gradient, in shares of a forward pass
+    send_work: Sequence[float]  # of a second pass over the tiles of a gradient, in shares of a forward pass
     users: Sequence[Sequence[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -167,16 +168,16 @@ class _Compiler:
         if index in self.alive:
             self._free(index)
         self._make_again(sizes.sources[index], stays)
-        self._pull(index, stays)
+        self._send(index, stays)
         for other in self.alive - stays:
             self._free(other)
 
-    def _pull(self, index: int, stays: Set[int]) -> None:
+    def _send(self, index: int, stays: Set[int]) -> None:
         sizes = self.sizes
         self.gradients.discard(index)
         wanted = [source for source in sizes.sources[index] if sizes.needs_gradient[source]]
         twice = self._twice(index, wanted)
-        sinks = []
+        targets = []
         is_reused = False
         before = self.bytes
         for source in wanted:
@@ -195,19 +196,19 @@ class _Compiler:
             elif place == "new":
                 self.bytes += sizes.bytes[source]
             self.gradients.add(source)
-            sinks.append(Sent(source, place))
+            targets.append(Target(source, place))
         self.bytes += sizes.of_weights[index]
         if twice is None:
             if self.writes:
-                self.instructions.append(Pull(index, tuple(sinks)))
+                self.instructions.append(Send(index, tuple(targets)))
         else:
             if self.writes:
-                self.instructions.append(PullTwice(index, (*sinks, Sent(twice, "map"))))
-            self.work += sizes.pull_work[index]
+                self.instructions.append(SendTwice(index, (*targets, Target(twice, "map"))))
+            self.work += sizes.send_work[index]
             self.alive.discard(twice)
             self.gradients.add(twice)
             self.completed.add(twice)
-        scratch = sizes.pull_scratch[index] if twice is None else sizes.twice_scratch[index]
+        scratch = sizes.send_scratch[index] if twice is None else sizes.twice_scratch[index]
         self.peak = max(self.peak, max(self.bytes, before) + scratch)
         if not is_reused:
             self.bytes -= sizes.bytes[index]
@@ -215,7 +216,7 @@ class _Compiler:
     def _twice(self, index: int, wanted: Sequence[int]) -> int | None:
         """Return the source whose gradient is written over its map, if a second pass over the tiles is little work."""
         sizes = self.sizes
-        if sizes.pull_work[index] > TWICE:
+        if sizes.send_work[index] > TWICE:
             return None
         for source in wanted:
             is_first = source not in self.gradients and sizes.users[source][0] == index
@@ -242,7 +243,7 @@ class _Compiler:
             if sizes.is_thin[index] and index not in wanted and index not in stays:
                 passing.add(index)
                 readers = sum(index in sizes.sources[later] for later in order[place + 1 :])
-                self.work += 1.3 * sizes.work[index] * readers
+                self.work += HALO * sizes.work[index] * readers
                 continue
             later_sources = {source for later in order[place + 1 :] for source in sizes.sources[later]}
             dying = []
@@ -293,8 +294,8 @@ class _Alive:
             case Complete(index):
                 self.complete.add(index)
                 return index in self.maps and index in self.gradients
-            case Pull() | PullTwice():
-                return self._takes_pull(instruction)
+            case Send() | SendTwice():
+                return self._takes_send(instruction)
         return True
 
     def _takes_make(self, make: Make) -> bool:
@@ -306,22 +307,22 @@ class _Alive:
         self.maps.add(make.map)
         return True
 
-    def _takes_pull(self, pull: Pull | PullTwice) -> bool:
-        index = pull.map
+    def _takes_send(self, send: Send | SendTwice) -> bool:
+        index = send.map
         is_complete = not self.sizes.is_normalised[index] or index in self.complete
         has_sources = set(self.sizes.sources[index]) <= self.maps
         if not is_complete or not has_sources or index not in self.gradients:
             return False
         self.gradients.discard(index)
-        is_twice = isinstance(pull, PullTwice)
-        for source, place in pull.sinks:
+        is_twice = isinstance(send, SendTwice)
+        for source, place in send.targets:
             if (place == "add") != (source in self.gradients):
                 return False
             if place == "map":
-                if is_twice and source != pull.sinks[-1].source:
+                if is_twice and source != send.targets[-1].source:
                     return False  # the second pass reads it
                 self.maps.discard(source)
             self.gradients.add(source)
         if is_twice:
-            self.complete.add(pull.sinks[-1].source)
+            self.complete.add(send.targets[-1].source)
         return True

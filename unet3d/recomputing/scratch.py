@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.recomputing.function import derived_tensors
 from unet3d.recomputing.graph import DROPOUTS
-from unet3d.recomputing.instructions import Sent
+from unet3d.recomputing.instructions import Target
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import State, draw_mask
@@ -153,7 +153,7 @@ class _Meter:
         self._provide(map_)
         self._provide_gradient(map_)
         with self.count:
-            self.run._pull(map_, [Sent(index, "new") for index in self._wanted(map_)])
+            self.run._send(map_, [Target(index, "new") for index in self._wanted(map_)])
         return self._rest()
 
     def send_twice(self, map_: Map) -> int:
@@ -167,9 +167,9 @@ class _Meter:
                 continue
             self._provide(map_)
             self._provide_gradient(map_)
-            others = [Sent(other, "new") for other in self._wanted(map_) if other != index]
+            others = [Target(other, "new") for other in self._wanted(map_) if other != index]
             with self.count:
-                self.run._pull_twice(map_, [*others, Sent(index, "map")])
+                self.run._send_twice(map_, [*others, Target(index, "map")])
             most = max(most, self._rest())
         self.run.program = self.short
         return most

@@ -14,8 +14,8 @@ from itertools import pairwise
 from unet3d.recomputing.schedule import Schedule, Sizes, compile_schedule, every_map, measure
 
 LIMITS = (1.0, 1.1, 1.3, 1.6, 2.0)  # of work, in forward passes
-LITTLE_WORK = 0.06  # that is no second convolution to speak of: first convolutions, sums
-MOST_WORK = 2.06  # a second forward pass; beyond, memory falls by little
+LITTLE_WORK = 0.06  # forward passes more than the least: first convolutions, sums
+MOST_WORK = 2.06  # forward passes in all, two; beyond, memory falls by little
 TRIES = 2000  # tables, for each limit
 FEWEST_TRIES = 50
 LOOKS = 3_000_000  # entries of all tables: of many maps fewer tables are tried

@@ -59,10 +59,10 @@ def sizes_of(
         is_thin=[_is_thin(program, map_, share) for map_, share in zip(maps, work, strict=True)],
         of_weights=_bytes_of_weights(maps, trained),
         make_scratch=[beside.make for beside in scratch],
-        pull_scratch=[beside.send for beside in scratch],
+        send_scratch=[beside.send for beside in scratch],
         twice_scratch=[beside.send_twice for beside in scratch],
         complete_scratch=[beside.complete for beside in scratch],
-        pull_work=work,
+        send_work=work,
     )
 
 
