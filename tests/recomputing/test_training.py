@@ -1,8 +1,8 @@
 """Training with a network that recomputes: gradients arrive, accumulate, scale and synchronise as in plain."""
 
 import copy
-import os
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from training import forked
 from unet3d.recomputing.module import Recomputed
 from unet3d.training.losses import LossOptions, dice_ce
 
+PATIENCE = timedelta(seconds=100)  # of a rank with the other
 WITHIN_ROUNDING = 0.03  # of the largest gradient, in bfloat16
 
 
@@ -193,11 +194,11 @@ def test_a_changed_output_raises_or_leaves_gradients_right() -> None:
     assert gradients[0] is not None or gradients[1] is None
 
 
-def train_rank(rank: int, folder: Path) -> None:
+def train_rank(rank: int, port: int, folder: Path) -> None:
     """Become one of two ranks; leave the gradients of a step."""
     torch.set_num_threads(1)
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    store = dist.TCPStore("127.0.0.1", port, timeout=PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     try:
         with drawn_schedules(seed=2, tiles=5):
             model = DistributedDataParallel(Recomputed(make(lambda: Shapes("tensor"))), find_unused_parameters=True)
@@ -211,7 +212,8 @@ def train_rank(rank: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_distributed_data_parallel(tmp_path: Path) -> None:
-    ranks = [forked(train_rank, rank, tmp_path) for rank in range(2)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [forked(train_rank, rank, store.port, tmp_path) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
