@@ -29,6 +29,7 @@ class Sizes:
     over_map: Sequence[frozenset[int]]  # sources over which a map may be made
     over_gradient: Sequence[frozenset[int]]  # sources whose gradient may be written over the map's
     over_source: Sequence[frozenset[int]]  # sources whose gradient may be written over their own map
+    is_one_tile: Sequence[bool]  # all rows of its sources' gradients are there before they are added to others
     is_thin: Sequence[bool]  # made from the image by little work: may be rows in passing where others are made again
     of_weights: Sequence[int]  # bytes of gradients of weights that appear as its gradient is sent
     make_scratch: Sequence[int]  # bytes beside maps while it is made
@@ -209,6 +210,8 @@ class _Compiler:
             self.gradients.add(twice)
             self.completed.add(twice)
         scratch = sizes.send_scratch[index] if twice is None else sizes.twice_scratch[index]
+        if sizes.is_one_tile[index]:
+            scratch += sum(sizes.bytes[source] for source, place in targets if place == "add")
         self.peak = max(self.peak, max(self.bytes, before) + scratch)
         if not is_reused:
             self.bytes -= sizes.bytes[index]

@@ -56,6 +56,7 @@ def sizes_of(
         over_map=[frozenset(places.map) for places in over],
         over_gradient=[frozenset(places.gradient) for places in over],
         over_source=[frozenset(places.source) for places in over],
+        is_one_tile=[map_.rule is None or len(program.plan(map_).tiles) == 1 for map_ in maps],
         is_thin=[_is_thin(program, map_, share) for map_, share in zip(maps, work, strict=True)],
         of_weights=_bytes_of_weights(maps, trained),
         make_scratch=[beside.make for beside in scratch],
