@@ -1,7 +1,7 @@
 """`unet3d.recompute`: any network, trained by a schedule of its own."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
 from unet3d.recomputing import search
 from unet3d.recomputing.function import InTiles, derived_tensors
-from unet3d.recomputing.maps import Maps
+from unet3d.recomputing.maps import Map, Maps, bytes_of
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import State
 from unet3d.recomputing.run import Pass
@@ -154,6 +154,8 @@ class Recomputed(nn.Module):
             first = ", ".join(list(whole)[:3])
             more = f" and {len(whole) - 3} others" if len(whole) > 3 else ""
             line += f"; without a rule for rows, so run whole under autograd: {first}{more}"
+        if _bytes(program.maps.whole) > _bytes(program.maps.maps) / 2:
+            line += "; they are most of its maps, and the network itself may need less: see unet3d.memory.predict"
         return line
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -199,6 +201,11 @@ class Recomputed(nn.Module):
                 "take a smaller patch or a smaller network"
             )
         return schedule
+
+
+def _bytes(maps: Sequence[Map]) -> int:
+    """Return the bytes of all maps, in the types in which they were traced."""
+    return sum(bytes_of(map_.value, map_.value.dtype) for map_ in maps)
 
 
 def _is_autocast(image: Tensor) -> bool:
