@@ -5,7 +5,6 @@ rule reads or gives, and each output. All other values are rows in passing: each
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,7 +16,6 @@ from unet3d.recomputing.graph import Graph, Value
 from unet3d.recomputing.normalisation import NORMALISATIONS
 from unet3d.recomputing.rules import RULES, Rule
 
-CONVOLUTIONS = ("conv3d", "conv_transpose3d")
 SUMS = ("add", "sub")
 
 
@@ -59,7 +57,6 @@ class Maps:
         for value in self.graph.values:
             if value in self.stored:
                 self.maps.append(self._map(len(self.maps), value))
-        self.of_value = {map_.value: map_ for map_ in self.maps}
         for map_ in self.maps:
             norms = [user for user in self.users[map_.value] if self._is_norm(user)]
             map_.norms = tuple(norms)
@@ -194,10 +191,3 @@ def bytes_of(value: Value, dtype: torch.dtype) -> int:
     if not value.dtype.is_floating_point:
         dtype = value.dtype
     return math.prod(value.shape) * dtype.itemsize
-
-
-def all_sources(maps: list[Map]) -> Iterator[tuple[Map, Value]]:
-    """Yield each map with each of its sources."""
-    for map_ in maps:
-        for source in map_.sources:
-            yield map_, source

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from unet3d.base.errors import UserError
-from unet3d.base.types import budget_bytes
+from unet3d.base.types import MIB, budget_bytes
 from unet3d.recomputing import search
 from unet3d.recomputing.function import InTiles, derived_tensors
 from unet3d.recomputing.maps import Map, Maps, bytes_of
@@ -25,7 +25,6 @@ Plan = Literal["lean", "tiles", "auto"]
 PLANS = ("lean", "tiles", "auto")
 TILES = 24  # of the largest value, on the CPU
 CUDA_TILE = 2**22  # numbers; with less, a GPU waits for launches
-MIB = 2**20
 
 
 class Prediction(NamedTuple):
@@ -57,8 +56,7 @@ def recompute(
     """
     recomputed = Recomputed(model, plan, budget, held)
     if model.training:
-        dtype = torch.get_autocast_dtype(example.device.type) if _is_autocast(example) else example.dtype
-        program = recomputed.program(example, dtype)
+        program = recomputed.program(example, _autocast_dtype(example) or example.dtype)
         print(recomputed.describe(program))
     return recomputed
 
@@ -112,15 +110,15 @@ class Recomputed(nn.Module):
         """Return what the network returns for an image N C D H W."""
         if not torch.is_grad_enabled() or not self.training:
             return self.network(image)
-        is_autocast = _is_autocast(image)
-        dtype = torch.get_autocast_dtype(image.device.type) if is_autocast else image.dtype
+        autocast = _autocast_dtype(image)
+        dtype = autocast or image.dtype
         program = self.program(image, dtype)
         graph = program.maps.graph
         tensors = self._tensors()
         weights = derived_tensors(program.maps, tensors)
         names = _trained(program.maps, weights)
-        state = State(program.maps.axis, dtype, is_autocast, weights)
-        run = Pass(program, state, dtype if is_autocast else None, image.device)
+        state = State(program.maps.axis, dtype, weights)
+        run = Pass(program, state, autocast, image.device)
         outputs = InTiles.apply(run, names, image, *(weights[name] for name in names))
         with torch.no_grad():
             for name in graph.counters:
@@ -177,8 +175,7 @@ class Recomputed(nn.Module):
         if not on_cpu:
             numbers = max(numbers, CUDA_TILE)
         program = Program(maps, numbers, on_cpu, wanted, Schedule((), 0, 0.0))
-        autocast = dtype if _is_autocast(image) else None
-        scratch = scratch_bytes(program, tensors, dtype, autocast, image.device)
+        scratch = scratch_bytes(program, tensors, dtype, _autocast_dtype(image), image.device)
         schedules = tuple(search.front(sizes_of(program, dtype, trained, scratch)))
         of_network = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors.values()}
         fixed = sum(of_network.values()) + image.nbytes + self.held
@@ -208,8 +205,10 @@ def _bytes(maps: Sequence[Map]) -> int:
     return sum(bytes_of(map_.value, map_.value.dtype) for map_ in maps)
 
 
-def _is_autocast(image: Tensor) -> bool:
-    return torch.is_autocast_enabled(image.device.type)
+def _autocast_dtype(image: Tensor) -> torch.dtype | None:
+    """Return the type of mixed precision on the image's device; None where it is off."""
+    device_type = image.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def _trained(maps: Maps, weights: Mapping[str, Tensor]) -> list[str]:

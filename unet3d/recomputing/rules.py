@@ -37,7 +37,6 @@ class State:
 
     axis: int
     dtype: torch.dtype  # of maps
-    is_autocast: bool
     weights: Mapping[str, Tensor]  # parameters, buffers, constants and derived tensors by name
     statistics: dict[Value, Statistics] = field(default_factory=dict)
     sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of normalisations' gradients, N C
@@ -207,8 +206,7 @@ def gradients_by_autograd(
     inner = State(
         axis=state.axis,
         dtype=state.dtype,
-        is_autocast=state.is_autocast,
-        weights={**state.weights, **parameters},
+        weights={weight.name: parameters.get(weight.name, state.weights[weight.name]) for weight in value.weights()},
         masks=state.masks,
         updated={value},
     )
@@ -234,7 +232,7 @@ def gradients_by_autograd(
 def _call_with_gradients(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool) -> Tensor:
     """Return `call`, whose conversions of weights autograd follows."""
     if not keeps_types:
-        converted = dict(state.weights)
+        converted = dict(state.weights)  # those of this operation
         for name, tensor in state.weights.items():
             if tensor.requires_grad:
                 converted[name] = tensor.to(state.dtype)
@@ -266,7 +264,16 @@ def pad_along(x: Tensor, dimension: int, before: int, behind: int) -> Tensor:
     return F.pad(x, pads)
 
 
-def draw_mask(value: Value, state: State, device: torch.device) -> Tensor | None:
+def draw_masks(values: Sequence[Value], state: State, device: torch.device) -> None:
+    """Add to the state the numbers that all dropouts draw, in the order in which the network calls them."""
+    for value in values:
+        if value.op in DROPOUTS:
+            mask = _draw_mask(value, state, device)
+            if mask is not None:
+                state.masks[value] = mask
+
+
+def _draw_mask(value: Value, state: State, device: torch.device) -> Tensor | None:
     """Return the numbers that a dropout draws: a factor of each channel, or one bit of each voxel. None: it is off."""
     probability = float(value.argument(1))
     is_training = value.argument(2)

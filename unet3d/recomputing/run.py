@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from unet3d.recomputing import normalisation
-from unet3d.recomputing.graph import DROPOUTS, Value
+from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import State, call, draw_mask, gradients_by_autograd
+from unet3d.recomputing.rules import State, call, draw_masks, gradients_by_autograd
 from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, send_gradient
 
 
@@ -35,11 +35,7 @@ class Pass:
         """Return the outputs."""
         graph = self.program.maps.graph
         self.maps[graph.image] = image.to(self.state.dtype)
-        for value in graph.values:
-            if value.op in DROPOUTS:
-                mask = draw_mask(value, self.state, self.device)
-                if mask is not None:
-                    self.state.masks[value] = mask
+        draw_masks(graph.values, self.state, self.device)
         turn = next(place for place, step in enumerate(self.instructions) if isinstance(step, Turn))
         for instruction in self.instructions[:turn]:
             self._carry_out(instruction)

@@ -15,11 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.recomputing.function import derived_tensors
-from unet3d.recomputing.graph import DROPOUTS
 from unet3d.recomputing.instructions import Target
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import State, draw_mask
+from unet3d.recomputing.rules import State, draw_masks
 from unet3d.recomputing.run import Pass
 from unet3d.recomputing.schedule import TWICE
 
@@ -95,14 +94,10 @@ def scratch_bytes(
         for name, tensor in weights.items():
             fake_weights[name] = fakes.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
         fake_weights = derived_tensors(program.maps, fake_weights)
-        state = State(program.maps.axis, dtype, autocast is not None, fake_weights)
+        state = State(program.maps.axis, dtype, fake_weights)
         run = Pass(_shortened(program), state, autocast, device)
         with torch.no_grad():
-            for value in program.maps.graph.values:
-                if value.op in DROPOUTS:
-                    mask = draw_mask(value, state, device)
-                    if mask is not None:
-                        state.masks[value] = mask
+            draw_masks(program.maps.graph.values, state, device)
             meter = _Meter(program, run, dtype, device)
             made = [meter.make(map_) for map_ in program.maps.maps]
             return [
