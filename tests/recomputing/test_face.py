@@ -313,3 +313,26 @@ def test_numbers_that_would_be_drawn_again_are_refused(draw: Callable[..., Tenso
 def test_an_image_without_a_batch_is_refused() -> None:
     with pytest.raises(UserError, match="N C D H W"):
         Recomputed(make())(image(*IMAGE[1:]))
+
+
+class Tokens(nn.Module):
+    """A network whose maps are nearly all of operations without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(1, 4, 1)
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.first(x)
+        tokens = maps.flatten(2).transpose(1, 2)
+        return self.mix(tokens).transpose(1, 2).reshape(maps.shape)
+
+
+def test_a_network_without_rules_is_told_to_compare() -> None:
+    lines = []
+    for network in (Tokens(), make()):
+        recomputed = Recomputed(network.double())
+        lines.append(recomputed.describe(recomputed.program(image().double(), torch.float64)))
+    assert "unet3d.memory.predict" in lines[0]
+    assert "unet3d.memory.predict" not in lines[1]
