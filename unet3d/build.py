@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,13 +23,8 @@ from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.training.inference import Predictor
 from unet3d.training.losses import CUDA_CHUNK, LOSSES, LossOptions, SegmentationLoss
-from unet3d.training.policy import MemoryPolicy, amp_dtype
-from unet3d.training.slab_run import SlabOptions
+from unet3d.training.policy import PLAIN, MemoryPolicy, Technique, amp_dtype
 
-MIN_ROWS = 8  # of a slab, unless asked for
-MAX_SLABS = 12  # along the longest axis, of slab=auto
-MAX_LEAN_SLABS = 8  # of lean=true
-CUDA_VOXELS = 5 * 2**15  # of a slab on a GPU, at least: a step of smaller ones waits for the launches of its kernels
 ARGUMENTS = {  # that the user's own parts are called with
     "model.path": ("in_channels", "classes"),
     "--model": ("in_channels", "classes"),
@@ -210,33 +204,17 @@ def patches_per_rank(config: Config) -> int:
     return config.batch // ranks.count()
 
 
-def policy(config: Config, device_type: str, segment_starts: tuple[int, ...]) -> MemoryPolicy:
-    """Return mixed precision, slabs, and checkpointing in segments that begin at these stages."""
+def policy(config: Config, device_type: str, technique: Technique = PLAIN) -> MemoryPolicy:
+    """Return mixed precision, and what backward computes a second time."""
     dtype = amp_dtype(config.amp_dtype, device_type) if config.amp else None
-    return MemoryPolicy(device_type, dtype, segment_starts, slabs(config), config.channels_last)
-
-
-def slabs(config: Config) -> SlabOptions | None:
-    """Return the slabs of `lean` and `slab`, along the patch's longest axis; None without them."""
-    if not config.lean and not config.slab:
-        return None
-    patch = config.data.patch
-    longest = max(patch)
-    most = MAX_LEAN_SLABS if config.lean else MAX_SLABS
-    if device_type(config) == "cuda":
-        most = min(most, patches_per_rank(config) * math.prod(patch) // CUDA_VOXELS)
-        most = max(1, most)
-    rows = config.slab
-    if config.lean or rows == "auto":
-        rows = max(MIN_ROWS, -(-longest // most))
-    return SlabOptions(rows, config.lean, 2 + patch.index(longest), device_type(config) == "cpu")
+    return MemoryPolicy(device_type, dtype, technique.segment_starts, technique.program, config.channels_last)
 
 
 def windows(config: Config, networks: Sequence[nn.Module]) -> int:
     """Return how many windows one forward pass of a prediction sees. Raises UserError where it must be one.
 
     `auto` is as many as a micro-batch has patches on CUDA, since a pass without gradients usually needs less than a
-    step. It is 1 with slabs, whose step may need less than whole maps.
+    step. It is 1 with recompute, whose step may need less than whole maps.
     """
     asked = config.inference.batch
     mixes = any(_takes_statistics(module) for network in networks for module in network.modules())
@@ -244,7 +222,7 @@ def windows(config: Config, networks: Sequence[nn.Module]) -> int:
         if asked > 1 and mixes:
             raise rules.mixed_windows(asked, "a batch normalisation without running statistics")
         return int(asked)
-    if mixes or device_type(config) == "cpu" or slabs(config) is not None:
+    if mixes or device_type(config) == "cpu" or config.recompute != "none":
         return 1
     return patches_per_rank(config)
 

@@ -102,7 +102,7 @@ def budget_points(most: int, name: str, task: Task, count: int) -> list[Point]:
     policy = policy_of(name, task)
     smallest = recomputed(network_of(name, task), "tiles", policy, task)
     momentum = sum(parameter.nbytes for parameter in smallest.parameters())
-    (prediction,) = smallest.predictions.values()
+    (prediction,) = smallest.programs.values()
     quickest = prediction.fixed_bytes + prediction.schedules[0].peak_bytes + momentum
     least = prediction.peak_bytes + momentum
     steps = [(quickest - least) * number / (BUDGETS - 2) for number in range(BUDGETS - 1)]
@@ -110,7 +110,7 @@ def budget_points(most: int, name: str, task: Task, count: int) -> list[Point]:
     for budget in [most, *(quickest - step for step in steps)]:
         words = f"{math.ceil(10 * budget / MIB) / 10}MiB"
         network = recomputed(network_of(name, task), "auto", policy, task, budget=words, held=f"{momentum / MIB}MiB")
-        (prediction,) = network.predictions.values()
+        (prediction,) = network.programs.values()
         point = Point("recompute", f"budget {words}", 0, None, prediction.peak_bytes, prediction.schedule.work)
         if points and points[-1][4:] == point[4:]:  # the same schedule
             points.append(point._replace(peak=points[-1].peak, seconds=points[-1].seconds))

@@ -27,7 +27,8 @@ from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory.checkpoint_plan import choose_segments, predict
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
-from unet3d.training import half_precision, optim
+from unet3d.model import half_precision
+from unet3d.training import optim
 from unet3d.training.step import Mark, ignore_mark, train_step
 
 ROUNDS = 12

@@ -106,7 +106,7 @@ def predict_theirs(name: str, task: Task) -> Numbers:
 
 def predicted_bytes(network: Any) -> int:
     """Return the peak that `recompute` predicts, without momentum."""
-    (prediction,) = network.predictions.values()
+    (prediction,) = network.programs.values()
     peak: int = prediction.peak_bytes
     return peak
 

@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.memory.tracker import ModuleEvent, ModuleScope, ModuleTracker
 from unet3d.model.unet import UNet3D
-from unet3d.training import slabs
+from unet3d.recomputing import observer
+from unet3d.recomputing.prepare import by_plan, prepare
 from unet3d.training.policy import MemoryPolicy
-from unet3d.training.slab_run import SlabOptions
 
 Network = Callable[..., UNet3D]
 
 
-class Log(slabs.Observer, TorchDispatchMode):
+class Log(observer.Observer, TorchDispatchMode):
     """(operation, scope) of all that is dispatched."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
@@ -69,16 +69,19 @@ def test_each_convolution_runs_forward_and_backward_in_its_own_module(network: N
     assert not any(scope.is_recomputed for scope in backward)
 
 
-@pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "slab"])
-def test_in_slabs_each_operation_belongs_to_the_layer_that_is_made(network: Network, is_lean: bool) -> None:
+@pytest.mark.parametrize("plan", ["lean", "tiles"])
+def test_in_tiles_each_operation_belongs_to_the_layer_that_is_made(network: Network, plan: str) -> None:
     """A map's layer, whatever its rows are made from again; in backward the layer whose gradient is used up."""
-    model, events = network("model=unet_tiny"), list[ModuleEvent]()
+    model = network("model=unet_tiny", "model.features=[4,8]").train()
+    image = torch.ones(1, 1, 16, 16, 16)
+    program = by_plan(prepare(model, image, None, on_cpu=True), plan)
+    events: list[ModuleEvent] = []
     tracker = ModuleTracker(model, events.append)
-    policy, log = MemoryPolicy(slabs=SlabOptions(4, is_lean, 2, True)), Log(tracker)
+    log = Log(tracker)
     tracker.open()
     with log:
         tracker.mark("forward")
-        logits = policy.forward(model, torch.ones(1, 1, 16, 16, 16))
+        logits = MemoryPolicy(program=program).forward(model, image)
         tracker.mark("loss")
         loss = logits.square().sum()
         tracker.mark("backward")
@@ -86,13 +89,15 @@ def test_in_slabs_each_operation_belongs_to_the_layer_that_is_made(network: Netw
     tracker.close()
     made = [path for path in convolutions(model) if not path.endswith(".up")]
     forward = [scope for scope in log.scopes("convolution") if not scope.is_recomputed]
-    assert {scope.module for scope in forward} == {*made} and all(scope.is_in_slabs for scope in forward)
+    assert {scope.module for scope in forward} == {*made}
+    assert all(scope.is_in_tiles for scope in forward)
     backward = [scope.module for scope in log.scopes("convolution_backward")]
-    assert {*backward} == {*made} and backward[0] == "outc.conv"
-    again = {scope.module for scope in log.scopes("convolution") if scope.is_recomputed}
-    assert ("inc.block.conv2.conv" in again) == (not is_lean)
-    assert {"pre", "fwd", "bwd"} == {c.hook for c in events if c.module == "up2.block.conv1.conv"}
-    assert tracker is not slabs.observer, "closed, it observes no more"
+    assert {*backward} == {*made}
+    assert backward[0] == "outc.conv"
+    again = [scope for scope in log.scopes("convolution") if scope.is_recomputed]
+    assert len({scope.module for scope in again}) >= (program.schedule.work > 1.5)
+    assert {"pre", "fwd", "bwd"} == {event.hook for event in events if event.module == "up1.block.conv1.conv"}
+    assert tracker is not observer.observer, "closed, it observes no more"
 
 
 def test_a_recomputed_operation_is_marked_as_such(network: Network) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from unet3d.recomputing import module, search
+from unet3d.recomputing import prepare, search
 from unet3d.recomputing.module import Recomputed
 from unet3d.recomputing.schedule import Schedule, Sizes, compile_schedule, is_sound
 from unet3d.recomputing.scratch import Scratch
@@ -97,8 +97,8 @@ def drawn_schedules(seed: int, tiles: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "front", front)
-        patch.setattr(module, "TILES", tiles)
-        patch.setattr(module, "scratch_bytes", nothing)  # it takes longer than the pass
+        patch.setattr(prepare, "TILES", tiles)
+        patch.setattr(prepare, "scratch_bytes", nothing)  # it takes longer than the pass
         yield
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
 from unet3d.recomputing import search
-from unet3d.recomputing.module import Prediction, Recomputed, recompute
+from unet3d.recomputing.module import Recomputed, recompute
+from unet3d.recomputing.program import Program
 from unet3d.recomputing.schedule import Sizes, compile_schedule, every_map, is_sound, measure
 
 MIB = 2**20
@@ -45,8 +46,8 @@ class Searched:
             self.prediction = prediction(Recomputed(network()))
 
 
-def prediction(recomputed: Recomputed, image: Tensor = IMAGE) -> Prediction:
-    return recomputed.prediction(recomputed.program(image, image.dtype))
+def prediction(recomputed: Recomputed, image: Tensor = IMAGE) -> Program:
+    return recomputed.program(image)
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +84,13 @@ def test_no_schedule_needs_more_than_that_in_which_all_stays(searched: Searched)
 
 
 @pytest.fixture
-def known_front(searched: Searched, monkeypatch: pytest.MonkeyPatch) -> Prediction:
+def known_front(searched: Searched, monkeypatch: pytest.MonkeyPatch) -> Program:
     """The front without a search."""
     monkeypatch.setattr(search, "front", lambda _: list(searched.prediction.schedules))
     return searched.prediction
 
 
-def test_a_budget_is_kept_and_less_of_it_is_more_work(known_front: Prediction) -> None:
+def test_a_budget_is_kept_and_less_of_it_is_more_work(known_front: Program) -> None:
     fixed = known_front.fixed_bytes
     peaks = [fixed + schedule.peak_bytes for schedule in known_front.schedules]
     most, least = max(peaks), min(peaks)
@@ -103,12 +104,12 @@ def test_a_budget_is_kept_and_less_of_it_is_more_work(known_front: Prediction) -
     assert works[0] < works[-1]
 
 
-def test_what_is_held_counts(known_front: Prediction) -> None:
+def test_what_is_held_counts(known_front: Program) -> None:
     held = prediction(Recomputed(network(), "tiles", held="2MiB"))
     assert held.peak_bytes == prediction(Recomputed(network(), "tiles")).peak_bytes + 2 * MIB
 
 
-def test_plans_order(known_front: Prediction) -> None:
+def test_plans_order(known_front: Program) -> None:
     lean = prediction(Recomputed(network(), "lean"))
     tiles = prediction(Recomputed(network(), "tiles"))
     assert tiles.peak_bytes < lean.peak_bytes
@@ -116,13 +117,13 @@ def test_plans_order(known_front: Prediction) -> None:
     assert lean.schedule.work < 1.1
 
 
-def test_a_larger_image_needs_more(known_front: Prediction) -> None:
+def test_a_larger_image_needs_more(known_front: Program) -> None:
     small = prediction(Recomputed(network()))
     larger = prediction(Recomputed(network()), torch.randn(1, 1, 32, 32, 64))
     assert larger.fixed_bytes > small.fixed_bytes
 
 
-def test_a_budget_that_is_too_small_says_what_would_do(known_front: Prediction) -> None:
+def test_a_budget_that_is_too_small_says_what_would_do(known_front: Program) -> None:
     with pytest.raises(UserError, match="at least"):
         recompute(network(), IMAGE, "auto", "1MiB")
 
@@ -133,7 +134,7 @@ def test_plans_and_budgets_that_do_not_go_together(options: tuple[Any, ...]) -> 
         Recomputed(network(), *options)
 
 
-def test_the_line_says_peak_and_work(known_front: Prediction, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_says_peak_and_work(known_front: Program, capsys: pytest.CaptureFixture[str]) -> None:
     recompute(copy.deepcopy(network()), IMAGE, "tiles")
     line = capsys.readouterr().out
     least = known_front.fixed_bytes + min(schedule.peak_bytes for schedule in known_front.schedules)

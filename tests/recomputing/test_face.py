@@ -333,6 +333,6 @@ def test_a_network_without_rules_is_told_to_compare() -> None:
     lines = []
     for network in (Tokens(), make()):
         recomputed = Recomputed(network.double())
-        lines.append(recomputed.describe(recomputed.program(image().double(), torch.float64)))
+        lines.append(recomputed.describe(recomputed.program(image().double())))
     assert "unet3d.memory.predict" in lines[0]
     assert "unet3d.memory.predict" not in lines[1]

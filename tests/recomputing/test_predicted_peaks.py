@@ -79,7 +79,7 @@ def check(model: nn.Module, plan: Plan, more: int = 0) -> None:
 
     step()
     recomputed.zero_grad(set_to_none=True)
-    prediction = recomputed.prediction(recomputed.program(image, image.dtype))
+    prediction = recomputed.program(image)
     ledger = Ledger()
     with ledger:
         ledger.count([*recomputed.parameters(), *recomputed.buffers(), image, label])

@@ -16,9 +16,10 @@ from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.memory.checkpoint_plan import choose_segments, predict
 from unet3d.memory.meter import open_meter
+from unet3d.model import half_precision
+from unet3d.model.half_precision import Options, computes_here, convolutions, slabs
 from unet3d.model.unet import UNet3D
-from unet3d.training import half_precision, optim
-from unet3d.training.half_precision import Options, computes_here, convolutions, slabs
+from unet3d.training import optim
 from unet3d.training.step import train_step
 
 aten = torch.ops.aten

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
     jobs = compose.sweep(overrides)
     _refuse_all(jobs)
     if is_fit and (arguments.curves or arguments.out or arguments.half or len(jobs) > 1):
-        reason = "it tries amp, batch, ckpt, lean and slab itself"
+        reason = "it tries amp, batch, ckpt and recompute itself"
         raise UserError(f"memory fit prints one command for train.py; remove -o, --curves, --half and commas: {reason}")
     if arguments.curves and arguments.out is None:
         raise UserError("--curves writes a picture and a table; add -o FOLDER")

@@ -18,7 +18,7 @@ from unet3d.config import compose
 from unet3d.memory import analysis, budget, tables
 from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.preflight import MemoryEstimate, estimate, slab_line
+from unet3d.memory.preflight import MemoryEstimate, estimate, recompute_line
 from unet3d.memory.usual_estimates import usual_estimates
 from unet3d.report import memory_plots, record, report
 from unet3d.run.pretrained import with_init_names
@@ -199,13 +199,15 @@ def _further(subject: MemoryEstimate) -> Table:
 def _summary(subject: MemoryEstimate) -> str:
     """Return the config in a line."""
     config = subject.config
-    autocast = build.policy(config, "cpu", ()).dtype
+    autocast = build.policy(config, "cpu").dtype
     precision = f"amp {_dtype(autocast)}" if autocast else _dtype(subject.dtype)
     if config.ckpt:
         number = "any number of" if config.ckpt == "auto" else f"at most {config.ckpt}"
         recompute = f"{number} checkpointed segments"
+    elif subject.technique.program is not None:
+        recompute = recompute_line(config, subject.technique.program)
     else:
-        recompute = slab_line(config) or "no checkpointing"
+        recompute = "no checkpointing"
     patch = "x".join(map(str, config.data.patch))
     return (
         f"{subject.name}: {subject.parameters:,} parameters; patch {patch}, batch {config.batch}, {precision}, "

@@ -23,7 +23,6 @@ Row = tuple[str, str, str, str, str]  # option, type, allowed values, default, m
 
 NAMED_TYPES = {  # of options that take several types
     "ckpt": "int or auto",
-    "slab": "int or auto",
     "batch": "int or auto",
     "workers": "int or auto",
     "label_map": "map or null",

@@ -79,7 +79,7 @@ def _train(
     start: PretrainedWeights | None,
 ) -> None:
     """Train to the last step, score, and write the report; a run that is done gets its report alone."""
-    with open_run(config, folder, data, model_config, predicted.segment_starts, stop, start) as run:
+    with open_run(config, folder, data, model_config, predicted.technique, stop, start) as run:
         if run.is_done:
             print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; to train longer, set steps=N")
             if (folder / "report.html").exists():  # else the run was killed as it wrote it

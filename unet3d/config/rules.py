@@ -18,7 +18,7 @@ from unet3d.config.schema import GENERATED, Config, Model
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
 IMPORTS = ("model.path", "loss.path", "data.transforms", "loggers")  # options that name code to import
-UNTYPED = ("model.kernels", "model.strides", "ckpt", "slab", "data.label_map")  # have rules of their own
+UNTYPED = ("model.kernels", "model.strides", "ckpt", "data.label_map")  # have rules of their own
 SWITCHES = ("cuda.benchmark", "cuda.tf32", "deterministic", "compile", "channels_last", "optim.fused")
 LARGEST_NUMBER = 2**32  # without an upper bound of its own: no arithmetic overflows, no float loses it
 SIZES = {2: "two", 3: "three"}
@@ -36,7 +36,7 @@ def check(config: Config, here: bool = True) -> None:
         check_model(config.model)
         check_patch(config)
     _check_segments(config)
-    _check_slabs(config)
+    _check_recompute(config)
     if config.optim.average is not None and config.model.norm == "batch":
         raise UserError("optim.average is of weights, not of model.norm=batch's statistics; use another norm, or null")
     if here:
@@ -148,8 +148,8 @@ def check_ranks(config: Config) -> None:
         return
     if config.batch % ranks.SIZE:
         raise UserError(f"batch={config.batch}: {ranks.SIZE} ranks share a batch; use a multiple of {ranks.SIZE}")
-    if (config.lean or config.slab) and config.model.norm.startswith("batch"):
-        way = "lean=true" if config.lean else f"slab={config.slab}"
+    if config.recompute != "none" and config.model.norm.startswith("batch"):
+        way = f"recompute={config.recompute}"
         raise UserError(f"{way} and model.norm={config.model.norm}: not over several ranks; use model.norm=instance")
     for name in ("compile", "channels_last"):
         if getattr(config, name):
@@ -188,24 +188,13 @@ def _check_segments(config: Config) -> None:
     raise UserError(f"ckpt={ckpt}: {reason}{advice}")
 
 
-def _check_slabs(config: Config) -> None:
-    """Raise UserError for a step by slabs that cannot be, or beside another way to save memory."""
-    slab = config.slab
-    way = "lean=true" if config.lean else f"slab={slab}"
-    if slab != "auto" and (not isinstance(slab, int) or isinstance(slab, bool) or slab < 0):
-        raise UserError(f"slab={slab}: use 0 (off), a number of rows, or auto")
-    if slab != "auto" and slab > max(config.data.patch):
-        raise UserError(f"slab={slab}: data.patch={config.data.patch} has {max(config.data.patch)} rows; use fewer")
-    if config.lean and slab:
-        raise UserError(f"lean=true and slab={slab}: slab does what lean does, and more; drop one")
-    if not config.lean and not slab:
-        return
-    if config.ckpt:
+def _check_recompute(config: Config) -> None:
+    """Raise UserError for recompute without its budget, or beside another way to save memory."""
+    if config.recompute == "auto" and config.budget is None:
+        raise UserError("recompute=auto: needs the memory to keep to; add budget=6GiB, or use recompute=lean or tiles")
+    if config.recompute != "none" and config.ckpt:
+        way = f"recompute={config.recompute}"
         raise UserError(f"{way} and ckpt={config.ckpt}: each decides what backward makes again; drop one")
-    if config.optim.init_lr == 0:
-        raise UserError(f"{way} and optim.init_lr=0: slabs take the gradients of all tensors; use ckpt=auto, or none")
-    if config.model.path is not None:
-        raise UserError(f"{way}: runs unet3d's own U-Net by its layers, not model.path={config.model.path}; drop one")
 
 
 def _check_windows(config: Config) -> None:
@@ -223,14 +212,18 @@ def _check_count(name: str, value: Any, things: str) -> None:
 def _check_switches(config: Config) -> None:
     if config.deterministic and config.cuda.benchmark:
         raise UserError("deterministic=true and cuda.benchmark=true: which kernel is fastest is chance; drop one")
-    others = (("ckpt", config.ckpt), ("lean", config.lean), ("slab", config.slab))
-    used = [f"{name}={value}".lower() for name, value in others if value]
+    is_recomputed = config.recompute != "none"
+    used = []
+    if config.ckpt:
+        used.append(f"ckpt={config.ckpt}")
+    if is_recomputed:
+        used.append(f"recompute={config.recompute}")
     if config.compile and used:
         raise UserError(f"compile=true and {used[0]}: each decides what backward makes again; drop one")
-    in_slabs = [word for word in used if not word.startswith("ckpt")]
-    if config.channels_last and in_slabs:
+    if config.channels_last and is_recomputed:
         raise UserError(
-            f"channels_last=true and {in_slabs[0]}: slabs are rows of maps whose channels lie apart; drop one"
+            f"channels_last=true and recompute={config.recompute}: tiles are rows of maps whose channels lie apart; "
+            "drop one"
         )
     if config.channels_last and config.model.path is None and config.model.norm == "group":
         problem = "a GPU copies each map within it, which no prediction sees"

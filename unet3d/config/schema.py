@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+PLANS = ("none", "lean", "tiles", "auto")  # of recompute
 ACTIVATIONS = ("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean")
 LOSSES = ("ce", "dice", "dice_ce")  # functions of training/losses.py, which would load torch
 INTENSITIES = ("auto", "zscore", "ct", "none")
@@ -321,13 +322,11 @@ class Config:
     compile: bool = option(False, "torch.compile of the network in training, once memory is measured; takes minutes")
     channels_last: bool = option(False, "weights and maps with a voxel's channels side by side, as tensor cores want")
     ckpt: Any = option(0, "gradient (activation) checkpointing in at most this many segments, or auto; 0: off")
-    lean: bool = option(
-        False,
-        "store only convolution outputs for backward; recompute norm, activation, pooling, upsampling, concatenation",
-    )
-    slab: Any = option(
-        0,
-        "as lean, and recompute convolutions level by level in slabs of this many rows, or auto; least memory; 0: off",
+    recompute: str = option(
+        "none",
+        "what backward computes again, of any network: lean: no convolution; tiles: what least memory needs; "
+        "auto: as little as budget allows",
+        among=PLANS,
     )
     seed: int = option(0, "of weights, batches and augmentation", low=0, high=2**32 - 1)
     deterministic: bool = option(False, "bit-identical repetition, also on a GPU; on the CPU it is so anyway")

@@ -13,10 +13,12 @@ from unet3d.base.errors import UserError
 from unet3d.base.progress import track
 from unet3d.base.types import mib
 from unet3d.config.schema import Config, Model
-from unet3d.memory.checkpoint_plan import SLACK, choose_segments
-from unet3d.memory.peak import estimated_in_slabs, forward_recompute_fraction_in_slabs, step_peak
-from unet3d.memory.simulate import SegmentStarts, memoized
+from unet3d.memory.checkpoint_plan import SLACK
+from unet3d.memory.peak import step_peak
+from unet3d.memory.recompute_plan import estimated_step
+from unet3d.memory.simulate import memoized
 from unet3d.memory.stage_profile import estimated_peak, forward_recompute_fraction, partitions, profile_stages
+from unet3d.memory.technique import choose_technique
 from unet3d.memory.variants import (
     cheaper_activation,
     depends_on_batch,
@@ -27,9 +29,10 @@ from unet3d.memory.variants import (
     resized,
     width_overrides,
 )
+from unet3d.training.policy import Technique
 
 PASSES = 3  # forward passes in a step's FLOPs: backward counts as two
-SLAB_TECHNIQUES: tuple[tuple[bool, Any], ...] = ((True, 0), (False, "auto"))  # lean, slab
+PLANS = ("lean", "tiles")  # of recompute, that are tried
 SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, that are still suggested
 CHANGES = {"nothing": 0, "rounding": 0, "statistics": 1, "the network": 2, "the patch": 3}  # in the result, by rank
 
@@ -68,49 +71,54 @@ class Candidate(NamedTuple):
 def simulated(candidate: Candidate) -> Candidate:
     """Return the candidate as a run takes it: with the segments that it chooses, and the peak of its second step."""
     config = candidate.config
-    if config.lean or config.slab:
-        segment_starts: SegmentStarts = ()
-        fraction = forward_recompute_fraction_in_slabs(config, candidate.model)
-    else:
-        segment_starts, fraction = choose_segments(config, candidate.model)
-    peak = step_peak(config, candidate.model, segment_starts)
+    technique = choose_technique(config, candidate.model)
+    peak = step_peak(config, candidate.model, technique)
     return candidate._replace(
         peak_bytes=peak.peak_bytes,
         reserved_bytes=peak.reserved_bytes,
-        step_recompute_fraction=fraction / PASSES,
-        segments=max(1, len(segment_starts)),
+        step_recompute_fraction=technique.forward_recompute_fraction / PASSES,
+        segments=max(1, len(technique.segment_starts)),
         is_simulated=True,
     )
 
 
-def peaks_without(config: Config, model_config: Model, segment_starts: SegmentStarts) -> dict[str, int]:
-    """Return the peak of the same step without each memory option that it uses, in bytes, by its override."""
-    plain = replace(config, lean=False, slab=0, ckpt=0)
-    parts = config.accumulate
+def peaks_without(config: Config, model_config: Model, technique: Technique) -> dict[str, int]:
+    """Return the peak of the same step without each memory option that it uses, in bytes, by its override.
+
+    With `recompute=auto` it is that option alone: another step would follow another schedule.
+    """
     peaks = {}
-    if config.amp:
-        without = replace(config, amp=False)
-        peaks["amp=true"] = step_peak(without, model_config, segment_starts).peak_bytes
-    if parts > 1:
-        without = replace(config, batch=config.batch * parts, accumulate=1)
-        peaks[f"accumulate={parts}"] = step_peak(without, model_config, segment_starts).peak_bytes
-    if segment_starts:
+    parts = config.accumulate
+    has_program = technique.program is not None
+    is_comparable = not has_program or config.recompute != "auto"
+    if config.amp and is_comparable:
+        peaks["amp=true"] = _peak_alike(technique, replace(config, amp=False), model_config)
+    if parts > 1 and is_comparable:
+        together = replace(config, batch=config.batch * parts, accumulate=1)
+        peaks[f"accumulate={parts}"] = _peak_alike(technique, together, model_config)
+    plain = replace(config, recompute="none", ckpt=0)
+    if technique.segment_starts:
         peaks[f"ckpt={config.ckpt}"] = step_peak(plain, model_config).peak_bytes
-    if config.lean:
-        peaks["lean=true"] = step_peak(plain, model_config).peak_bytes
-    if config.slab:
-        peaks[f"slab={config.slab}"] = step_peak(plain, model_config).peak_bytes
+    if has_program:
+        peaks[f"recompute={config.recompute}"] = step_peak(plain, model_config).peak_bytes
     return peaks
+
+
+def _peak_alike(technique: Technique, config: Config, model_config: Model) -> int:
+    """Return the peak of a config with the same segments, or a program of the same plan for its own maps."""
+    if technique.program is not None:
+        technique = choose_technique(config, model_config)
+    return step_peak(config, model_config, technique).peak_bytes
 
 
 def single_techniques(asked: Candidate) -> list[Candidate]:
     """Return the step with each further memory option alone, of those that change rounding at most."""
     config = asked.config
     changed = [("amp=true", replace(config, amp=True))]
-    if not (config.ckpt or config.lean or config.slab):
+    if not config.ckpt and config.recompute == "none":
         changed.append(("ckpt=2", replace(config, ckpt=2)))
-        changed.append(("lean=true", replace(config, lean=True)))
-        changed.append(("slab=auto", replace(config, slab="auto")))
+        for plan in PLANS:
+            changed.append((f"recompute={plan}", replace(config, recompute=plan)))
     new = [(word, way) for word, way in changed if way != config and is_allowed(way, asked.model)]
     candidates = []
     for word, way in track(new, "memory options", len(new)):
@@ -121,10 +129,11 @@ def single_techniques(asked: Candidate) -> list[Candidate]:
 
 
 def search(asked: Candidate, enough: int = 0, until: float = inf) -> list[Candidate]:
-    """Try mixed precision x batch in parts x (slabs, or thriftier operations x segments); return the cheapest first.
+    """Return ways to take the step, the cheapest first.
 
-    Peaks of slabs and segments are estimated. Once one is at most `enough` bytes, what can only cost more is left out;
-    so is what comes after the time `until`, of `time.monotonic`.
+    They are mixed precision x batch in parts x (recompute, or thriftier operations x segments). Peaks of recompute and
+    segments are estimated. Once one is at most `enough` bytes, what can only cost more is left out; so is what comes
+    after the time `until`, of `time.monotonic`.
     """
     candidates: list[Candidate] = []
     lowest_cost: tuple[int, float] | None = None  # of the candidates that are small enough
@@ -134,10 +143,8 @@ def search(asked: Candidate, enough: int = 0, until: float = inf) -> list[Candid
             break
         if time.monotonic() > until:
             break
-        if way.config.lean or way.config.slab:
-            added = list(_in_slabs(way))
-        else:
-            added = list(_in_segments(way, asked.config.ckpt))
+        is_by_program = way.config.recompute != "none"
+        added = list(_by_program(way) if is_by_program else _in_segments(way, asked.config.ckpt))
         candidates += added
         costs = [candidate.cost()[:2] for candidate in added if candidate.occupied_bytes <= enough]
         if lowest_cost is not None:
@@ -146,10 +153,10 @@ def search(asked: Candidate, enough: int = 0, until: float = inf) -> list[Candid
     return sorted(candidates, key=Candidate.cost)
 
 
-def _in_slabs(way: Candidate) -> Iterator[Candidate]:
-    """Yield the way with its estimated peak; nothing where slabs have no rule for a part of the user's own."""
+def _by_program(way: Candidate) -> Iterator[Candidate]:
+    """Yield the way with its estimated peak; nothing where the network cannot be traced."""
     with suppress(UserError):
-        peak, fraction = estimated_in_slabs(way.config, way.model)
+        peak, fraction = estimated_step(way.config, way.model)
         yield way._replace(peak_bytes=peak, step_recompute_fraction=fraction / PASSES, is_simulated=False)
 
 
@@ -178,14 +185,14 @@ def _in_segments(way: Candidate, asked_ckpt: Any) -> Iterator[Candidate]:
 def _least_cost(way: Candidate) -> tuple[int, float]:
     """Return the least that the first two parts of a way's `cost` can be.
 
-    In slabs, a network of several levels computes some of them again, which costs more than 0.
+    With least memory, convolutions are computed again, which costs more than 0.
     """
-    is_recomputed = way.config.slab and len(way.model.features) > 1
+    is_recomputed = way.config.recompute == "tiles"
     return CHANGES[way.changes], sys.float_info.min if is_recomputed else 0.0
 
 
 def _unsegmented(asked: Candidate) -> Iterator[Candidate]:
-    """Yield mixed precision x batch in parts x (slabs, or thriftier operations), without checkpointing."""
+    """Yield mixed precision x batch in parts x (recompute, or thriftier operations), without checkpointing."""
     config = asked.config
     precisions = sorted({config.amp, True})
     batches = [batch for batch in range(config.batch, 0, -1) if config.batch % batch == 0]
@@ -194,9 +201,9 @@ def _unsegmented(asked: Candidate) -> Iterator[Candidate]:
         parts = config.batch * config.accumulate // batch
         changed = replace(config, amp=amp, batch=batch, accumulate=parts, ckpt=0)
         for override, model in networks:
-            yield from _allowed(asked, replace(changed, lean=False, slab=0), model, override)
-        for is_lean, slab in SLAB_TECHNIQUES:
-            yield from _allowed(asked, replace(changed, lean=is_lean, slab=slab), asked.model, "")
+            yield from _allowed(asked, replace(changed, recompute="none"), model, override)
+        for plan in PLANS:
+            yield from _allowed(asked, replace(changed, recompute=plan), asked.model, "")
 
 
 def _allowed(asked: Candidate, changed: Config, model: Model, activation: str) -> Iterator[Candidate]:
@@ -209,16 +216,14 @@ def _allowed(asked: Candidate, changed: Config, model: Model, activation: str) -
         overrides.append("amp=true")
     if changed.batch != config.batch:
         overrides += [f"batch={changed.batch}", f"accumulate={changed.accumulate}"]
-    if changed.lean != config.lean:
-        overrides.append(f"lean={changed.lean}".lower())
-    if changed.slab != config.slab:
-        overrides.append(f"slab={changed.slab}")
-    if (changed.lean or changed.slab) and config.ckpt != 0:
+    if changed.recompute != config.recompute:
+        overrides.append(f"recompute={changed.recompute}")
+    if changed.recompute != "none" and config.ckpt != 0:
         overrides.append("ckpt=0")
     if activation:
         overrides.append(activation)
     changes = "nothing"
-    if (changed.amp, changed.lean, changed.slab) != (config.amp, config.lean, config.slab):
+    if (changed.amp, changed.recompute) != (config.amp, config.recompute):
         changes = "rounding"
     if changed.batch != config.batch and depends_on_batch(config, model):
         changes = "statistics"
@@ -226,11 +231,11 @@ def _allowed(asked: Candidate, changed: Config, model: Model, activation: str) -
 
 
 def untried(asked: Candidate) -> list[str]:
-    """Return why the search leaves out slabs, where a run of them would be refused."""
+    """Return why the search leaves out recompute, where a run of it would be refused."""
     reasons = []
-    for is_lean, slab in SLAB_TECHNIQUES:
+    for plan in PLANS:
         try:
-            refuse_step(replace(asked.config, model=asked.model, ckpt=0, lean=is_lean, slab=slab))
+            refuse_step(replace(asked.config, model=asked.model, ckpt=0, recompute=plan))
         except UserError as error:
             reasons.append(str(error))
     return reasons

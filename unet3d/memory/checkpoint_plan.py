@@ -7,25 +7,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice
-from typing import Any, NamedTuple
-
-import torch
 
 from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.base.progress import track
 from unet3d.base.types import budget_bytes
 from unet3d.config.schema import Config, Model
-from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
 from unet3d.memory.peak import PLAIN_SGD, step_peak
-from unet3d.memory.simulate import SegmentStarts, memoized, simulate, step_key
+from unet3d.memory.simulate import memoized, simulate, step_key
 from unet3d.memory.stage_profile import (
+    SegmentStarts,
     StageProfile,
     estimated_peak,
     forward_recompute_fraction,
     partitions,
     profile_stages,
 )
+from unet3d.training.policy import PLAIN, Technique
 
 SLACK = 1.11  # an estimated peak is at most this many times the simulated one
 TRIED = 3  # splits simulated for a budget, of those that recompute as much
@@ -33,21 +31,14 @@ TRIED = 3  # splits simulated for a budget, of those that recompute as much
 Measure = Callable[[SegmentStarts], int]
 
 
-class Segments(NamedTuple):
-    """The checkpointed segments of a network."""
-
-    segment_starts: SegmentStarts  # the first stage of each; () without checkpointing
-    forward_recompute_fraction: float  # convolution FLOPs computed twice, as a share of a forward pass
-
-
-def choose_segments(config: Config, model_config: Model) -> Segments:
+def choose_segments(config: Config, model_config: Model) -> Technique:
     """Return two to `ckpt` segments with the lowest peak.
 
     `ckpt=auto`: any number or none; with a `budget`, what fits and recomputes least. Raises UserError where the network
     has fewer stages.
     """
     if not config.ckpt:
-        return Segments((), 0)
+        return PLAIN
     profile = profile_stages(config, model_config)
     stages = len(profile.forward)
     is_auto = config.ckpt == "auto"
@@ -65,7 +56,7 @@ def choose_segments(config: Config, model_config: Model) -> Segments:
     if budget is not None and build.device_type(config) == "cuda":  # it is of what the allocator reserves
         measure = partial(_reserved, config, model_config)
     segment_starts = best_segment_starts(profile, least, most, measure, budget)
-    return Segments(segment_starts, forward_recompute_fraction(profile, segment_starts))
+    return Technique(segment_starts, forward_recompute_fraction=forward_recompute_fraction(profile, segment_starts))
 
 
 def best_segment_starts(
@@ -129,28 +120,10 @@ def simulated_steady_peak(
 @memoized
 def _first_step_peak(config: Config, model_config: Model, segment_starts: SegmentStarts) -> int:
     """Return the most bytes of a first step without its update."""
-    ledger = simulate(config, model_config, segment_starts, steps=1).ledger
+    ledger = simulate(config, model_config, Technique(segment_starts), steps=1).ledger
     peaks = [peak for phase, peak in ledger.phase_peaks() if phase in ("forward", "loss", "backward")]
     return max(peaks)
 
 
 def _reserved(config: Config, model_config: Model, segment_starts: SegmentStarts) -> int:
-    return step_peak(config, model_config, segment_starts).reserved_bytes
-
-
-def predict(config: Config, model_config: Model) -> dict[str, Any]:
-    """Return `peak_bytes`, `phases` and more in bytes, as `LedgerMeter.summary` gives them, and `parameters`."""
-    meter = predicted(config, model_config)
-    parameters = sum(p.numel() for p in meter.model.parameters())
-    return {**meter.summary(), "parameters": parameters}
-
-
-def predicted(
-    config: Config,
-    model_config: Model,
-    dtype: torch.dtype = torch.float32,
-    steps: int = MEASURED_STEPS,
-) -> LedgerMeter:
-    """Return the meter with the ledger of the simulated steps. `dtype` is the type of weights and images."""
-    segment_starts, _ = choose_segments(config, model_config)
-    return simulate(config, model_config, segment_starts, dtype, steps=steps)
+    return step_peak(config, model_config, Technique(segment_starts)).reserved_bytes

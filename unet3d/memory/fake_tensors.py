@@ -36,6 +36,7 @@ RANGES = (
     torch.ops.aten.arange.start_step,
 )
 LONGEST_RANGE = 64  # numbers
+BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 # What autocast computes in float32 on CUDA and not on the CPU, of the operations in this package's forward passes: the
 # loss runs outside of autocast. torch's documentation lists all (section "CUDA Ops that autocast to float32").
@@ -91,6 +92,10 @@ class _Corrections(TorchDispatchMode):
         if func in NORMALISATIONS and args[1] is not None:
             output, mean, inverse_std = result
             return output, mean.to(args[1].dtype), inverse_std.to(args[1].dtype)
+        if (
+            func is BATCH_NORM_BACKWARD and not args[-1][0]
+        ):  # a gradient that is not asked for, and that kernels do not make
+            return None, *result[1:]
         if func is GROUP_NORM_BACKWARD and result[0] is not None:
             return result[0].to(args[1].dtype), *result[1:]
         return result

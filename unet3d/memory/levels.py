@@ -108,8 +108,8 @@ class Levels:
         block_sizes: LevelSizes = defaultdict(set)
         for storage in ledger.storages:
             stage, _, name = short_name(storage.scope.module).partition(".")
-            if storage.operation != str(CONVOLUTION) or storage.scope.is_in_slabs:
-                continue  # in slabs a convolution makes a few rows of a map
+            if storage.operation != str(CONVOLUTION) or storage.scope.is_in_tiles:
+                continue  # a tile is a few rows of a map
             if not re.fullmatch(stages, stage):
                 continue
             level = self.of_module(stage)

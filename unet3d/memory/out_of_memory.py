@@ -24,7 +24,10 @@ from unet3d.memory.budget import (
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.tables import NAMES
 
-RESUMABLE = {"ckpt=auto", "ckpt=0", "lean=true", "lean=false", "slab=auto", "slab=0"}  # by a resumed run
+RESUMABLE = {  # by a resumed run
+    *("ckpt=auto", "ckpt=0"),
+    *("recompute=none", "recompute=lean", "recompute=tiles"),
+}
 GROUPS_SHOWN = 5  # of tensors shown after out of memory
 SUGGESTIONS_SHOWN = 4  # for a new run, shown after out of memory
 PATIENCE = 20.0  # seconds of search after out of memory
@@ -177,8 +180,6 @@ def oom_in_validation(config: Config, step: int, windows: int = 1) -> Iterator[s
     ways = ""
     if windows > 1:
         ways += "with inference.batch=1 (device), or "
-    if not on_cuda:  # where no slabs run
-        ways += "with lean=true or slab=auto (device), or "
     yield f"in the validation after step {step}, of windows of {window} voxels on the device, {times},"
     yield f"and of strips of windows {strips}, with 4 bytes for each class of each voxel;"
     yield "a new run needs less with a smaller data.patch (both), a wider data.spacing or smaller volumes (host);"

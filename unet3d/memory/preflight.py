@@ -18,12 +18,12 @@ from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.budget import PASSES, Candidate, peaks_without
-from unet3d.memory.checkpoint_plan import Segments, choose_segments
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.out_of_memory import refuse_over_budget, refuse_over_card, warn_over_card
-from unet3d.memory.simulate import SegmentStarts, fake_batch, fake_model, simulate, validation_peak
+from unet3d.memory.simulate import fake_batch, fake_model, simulate, validation_peak
+from unet3d.memory.stage_profile import SegmentStarts
 from unet3d.memory.tables import (
     cuda_sizes,
     guessed,
@@ -33,8 +33,12 @@ from unet3d.memory.tables import (
     sentence,
     workspace_bound,
 )
+from unet3d.memory.technique import choose_technique
 from unet3d.memory.usual_estimates import LayerCount, layer_counts
+from unet3d.recomputing.prepare import whole_line, work_of
+from unet3d.recomputing.program import Program
 from unet3d.training import known_bad
+from unet3d.training.policy import Technique
 
 
 @dataclass(frozen=True)
@@ -51,13 +55,12 @@ class MemoryEstimate:
     steps: int = MEASURED_STEPS
 
     @cached_property
-    def segments(self) -> Segments:
-        return choose_segments(self.config, self.options)
+    def technique(self) -> Technique:
+        return choose_technique(self.config, self.options, self.dtype)
 
     @cached_property
     def meter(self) -> LedgerMeter:
-        segment_starts = self.segments.segment_starts
-        return simulate(self.config, self.options, segment_starts, self.dtype, steps=self.steps)
+        return simulate(self.config, self.options, self.technique, self.dtype, steps=self.steps)
 
     @property
     def ledger(self) -> Ledger:
@@ -87,7 +90,7 @@ class MemoryEstimate:
         """Return the peak without each memory option that the step uses, in bytes."""
         if self.dtype is not torch.float32:
             return {}
-        return peaks_without(self.config, self.options, self.segments.segment_starts)
+        return peaks_without(self.config, self.options, self.technique)
 
     @property
     def stages(self) -> list[str]:
@@ -103,14 +106,14 @@ class MemoryEstimate:
             config=self.config,
             model=self.options,
             peak_bytes=self.peak,
-            step_recompute_fraction=self.segments.forward_recompute_fraction / PASSES,
+            step_recompute_fraction=self.technique.forward_recompute_fraction / PASSES,
             reserved_bytes=self.entry.get("reserved_bytes", 0),
         )
 
     def counts(self) -> list[LayerCount]:
         """Return every module's input and output in one forward pass without checkpointing."""
         with fake_mode(build.device_type(self.config)):
-            policy = replace(build.policy(self.config, "cpu", ()), slabs=None)  # the modules themselves run
+            policy = build.policy(self.config, "cpu")
             model = fake_model(self.config, self.options, self.dtype)
             image = fake_batch(self.config, self.options, self.dtype).image
             return layer_counts(model, lambda: policy.forward(model, image))
@@ -132,9 +135,9 @@ def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
 
 
 class Preflight(NamedTuple):
-    """The first stage of each checkpointed segment, and memory.json's first entries."""
+    """What backward of the run computes a second time, and memory.json's first entries."""
 
-    segment_starts: SegmentStarts
+    technique: Technique
     memory: dict[str, Any]
 
 
@@ -163,11 +166,10 @@ def preflight(config: Config, model_config: Model) -> Preflight:
         if not is_cuda and max(subject.peak, validation) > host_bytes():
             print(f"this machine has {mib(host_bytes())} MiB of memory, which is less", flush=True)
         counter.advance()
-    segment_starts = subject.segments.segment_starts
-    segments = [subject.stages[start] for start in segment_starts]
-    in_slabs = slab_line(config)
-    if in_slabs:
-        segments.append(in_slabs)
+    technique = subject.technique
+    segments = [subject.stages[start] for start in technique.segment_starts]
+    if technique.program is not None:
+        segments.append(recompute_line(config, technique.program))
     memory: dict[str, Any] = {
         "parameters": subject.parameters,
         "predicted": subject.entry,
@@ -176,12 +178,12 @@ def preflight(config: Config, model_config: Model) -> Preflight:
         "without": without,
         "segments": segments,
     }
-    return Preflight(segment_starts, memory)
+    return Preflight(technique, memory)
 
 
 def _warn_of_known_bad(config: Config, ledger: Ledger) -> None:
     """Warn of a fault of the installed libraries in what the step runs on CUDA."""
-    dtype = build.policy(config, "cuda", ()).dtype
+    dtype = build.policy(config, "cuda").dtype
     warning = known_bad.warning(dtype, ledger.largest_map)
     if warning is not None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
@@ -241,12 +243,11 @@ def _print_options(subject: MemoryEstimate, without: dict[str, int]) -> None:
     if without:
         peaks = [f"without {option}: {mib(size)}" for option, size in without.items()]
         print(f"{', '.join(peaks)} MiB (predicted)")
-    segment_starts = subject.segments.segment_starts
-    if segment_starts:
-        print(segment_line(subject.stages, segment_starts))
-    in_slabs = slab_line(subject.config)
-    if in_slabs:
-        print(in_slabs)
+    technique = subject.technique
+    if technique.segment_starts:
+        print(segment_line(subject.stages, technique.segment_starts))
+    if technique.program is not None:
+        print(recompute_line(subject.config, technique.program))
     sys.stdout.flush()
 
 
@@ -260,16 +261,13 @@ def _print_validation(subject: MemoryEstimate, validation: int, windows: int) ->
         print("the sums of its windows are kept on the GPU only where they fit, otherwise in host memory", flush=True)
 
 
-def slab_line(config: Config) -> str:
-    """Return what `lean` or `slab` recomputes, and how many rows at a time; "" without them."""
-    slabs = build.slabs(config)
-    if slabs is None:
-        return ""
-    rows = "1 row" if slabs.rows == 1 else f"{slabs.rows} rows"
-    rows_of_axis = f"{rows} along {'xyz'[slabs.axis - 2]}"
-    if slabs.is_lean:
-        return f"lean: backward recomputes {rows_of_axis} at a time; outputs of convolutions are kept"
-    return f"slab: backward recomputes {rows_of_axis} at a time, convolutions too"
+def recompute_line(config: Config, program: Program) -> str:
+    """Return what a step by a program computes a second time, and what runs whole."""
+    parts = [f"recompute={config.recompute}: {work_of(program.schedule)}"]
+    whole = whole_line(program)
+    if whole:
+        parts.append(whole)
+    return "; ".join(parts)
 
 
 def segment_line(names: list[str], segment_starts: SegmentStarts) -> str:

@@ -24,11 +24,11 @@ from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import COUNTED, MEASURED_STEPS, LedgerMeter
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
+from unet3d.training.policy import PLAIN, Technique
 from unet3d.training.step import train_step
 from unet3d.training.switches import switched
 from unet3d.training.trainer import Learner
 
-SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing
 Watch = Callable[[nn.Module, Ledger], None]  # may add hooks to a network before its first step
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +38,7 @@ memo: dict[tuple[Callable, str], Any] = {}  # results of all memoized functions
 def simulate(
     config: Config,
     model_config: Model,
-    segment_starts: SegmentStarts,
+    technique: Technique = PLAIN,
     dtype: torch.dtype = torch.float32,
     watch: Watch | None = None,
     steps: int = MEASURED_STEPS,
@@ -49,7 +49,7 @@ def simulate(
     """
     target = build.device_type(config)
     with torch.random.fork_rng([]), switched(config), fake_mode(target) as guesses:
-        learner = fake_learner(config, model_config, segment_starts, dtype)
+        learner = fake_learner(config, model_config, technique, dtype)
 
         def make() -> list[Batch]:
             return [fake_batch(config, model_config, dtype) for _ in range(config.accumulate)]
@@ -62,14 +62,14 @@ def simulate(
 def fake_learner(
     config: Config,
     model_config: Model,
-    segment_starts: SegmentStarts,
+    technique: Technique = PLAIN,
     dtype: torch.dtype = torch.float32,
 ) -> Learner:
     """Return what a step of the run needs, within `fake_mode`, with weights of a type."""
     assert model_config.classes is not None
     model = fake_model(config, model_config, dtype)
     loss = build.loss(config, model_config.classes)
-    policy = build.policy(config, "cpu", segment_starts)
+    policy = build.policy(config, "cpu", technique)
     optimizer = optim.optimizer(config.optim, model)
     return Learner(model, loss, optimizer, policy.scaler(), policy)
 
@@ -116,6 +116,7 @@ def step_key(config: Config) -> Config:
         config,
         model=Model(),
         ckpt=0,
+        recompute="none",
         budget=None,
         device=build.device_type(config),
     )
@@ -126,7 +127,7 @@ def fake_model(config: Config, model_config: Model, dtype: torch.dtype) -> nn.Mo
     torch.set_default_dtype(dtype)  # fake tensors cannot be converted in place, as `Module.to` does
     try:
         model = build.model(model_config, config.seed)
-        return build.policy(config, "cpu", ()).formatted(model)
+        return build.policy(config, "cpu").formatted(model)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -172,7 +173,7 @@ def validation_peak(config: Config, model_config: Model, optimizer_bytes: int) -
     device_type = build.device_type(config)
     with fake_mode(device_type), torch.no_grad():
         model = fake_model(config, model_config, torch.float32).eval()
-        policy = build.policy(config, "cpu", ())
+        policy = build.policy(config, "cpu")
         predictor = build.predictor(config, [model], model_config, policy)
         return _windows(predictor, device_type).peak_bytes() + optimizer_bytes
 
@@ -231,7 +232,7 @@ def _predicted(predictor: Predictor) -> Ledger:
     """Return the ledger of windows of fake networks in the place of the predictor's."""
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
-        policy = replace(predictor.policy, device_type="cpu", segment_starts=())
+        policy = replace(predictor.policy, device_type="cpu", segment_starts=(), program=None)
         models = []
         for _ in predictor.models:
             model = build.model(predictor.options, seed=0)

@@ -15,9 +15,10 @@ from unet3d.memory.analysis import last_step, phase_ends
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.levels import stage_of
 from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.simulate import SegmentStarts, memoized, reserved_bytes, simulate, step_key
+from unet3d.memory.simulate import memoized, reserved_bytes, simulate, step_key
 
 OUTSIDE = ""  # of all stages
+SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing
 StageInputs = dict[str, frozenset[int]]  # stage -> storages that enter it from another stage
 
 
@@ -60,7 +61,7 @@ def _profiled(config: Config, model_config: Model) -> StageProfile:
         maps = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
         inputs[name] = frozenset(map(ledger.index, maps))
 
-    meter = simulate(config, model_config, (), watch=watch, steps=STEPS_FOR_PEAK)
+    meter = simulate(config, model_config, watch=watch, steps=STEPS_FOR_PEAK)
     return _profile(meter.ledger, inputs, reserved_bytes(config, meter.ledger))
 
 

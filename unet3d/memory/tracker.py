@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from unet3d.training import slabs
-from unet3d.training.slabs import Observer
+from unet3d.recomputing import observer
+from unet3d.recomputing.observer import Observer
 
 WHOLE = "(forward)"  # the forward of the network itself, and the weights that are in no submodule
 ACCUMULATE_GRAD = 2**62  # its nodes have sequence numbers beyond; each stands for a parameter, not for an operation
@@ -20,8 +20,8 @@ class ModuleScope(NamedTuple):
     """The module or phase in which an operation runs."""
 
     module: str  # dotted path, WHOLE for the network itself; outside of it the phase: data, forward, loss ...
-    is_recomputed: bool = False  # by activation checkpointing or in slabs, within backward
-    is_in_slabs: bool = False
+    is_recomputed: bool = False  # within backward, by activation checkpointing or a schedule
+    is_in_tiles: bool = False  # results may be a few rows of a map
 
 
 class ModuleEvent(NamedTuple):
@@ -42,7 +42,10 @@ class ModuleTracker(Observer):
     def __init__(self, model: nn.Module, record: Callable[[ModuleEvent], None] = ignore_event) -> None:
         self.modules = {path or WHOLE: module for path, module in model.named_modules()}
         self._record_event = record
-        self._paths = {id(module): path for path, module in self.modules.items()}
+        paths = {id(module): path for path, module in self.modules.items()}
+        self._first_paths: dict[str, str] = {}  # a module's paths, of which it may have several -> the first of them
+        for path, module in model.named_modules(remove_duplicate=False):
+            self._first_paths[path] = paths[id(module)]
         self._owners: dict[int, str] = {}  # id of a parameter -> path of its module
         self._leaves: dict[str, str] = {}  # path of a leaf module -> its class
         for path, module in self.modules.items():
@@ -53,7 +56,7 @@ class ModuleTracker(Observer):
         self._phase = "forward"
         self._in_backward = ""  # the module whose backward runs
         self._stack: list[str] = []  # modules that were entered and not left
-        self._slab_scope: ModuleScope | None = None  # of the layer that runs in slabs
+        self._tile_scope: ModuleScope | None = None  # of the layer whose tiles are made, or their gradients
         self._hooks = ExitStack()
         self._first_numbers: list[int] = []  # from this sequence number on ...
         self._node_paths: list[str] = []  # ... autograd nodes belong to this module
@@ -63,8 +66,8 @@ class ModuleTracker(Observer):
         self._stack = []
         self._first_numbers = []
         self._node_paths = []
-        self._hooks.callback(setattr, slabs, "observer", slabs.observer)
-        slabs.observer = self
+        self._hooks.callback(setattr, observer, "observer", observer.observer)
+        observer.observer = self
         for path, module in self.modules.items():
             enter = module.register_forward_pre_hook(partial(self._enter, path))
             self._hooks.enter_context(enter)
@@ -84,8 +87,8 @@ class ModuleTracker(Observer):
 
     def scope(self) -> ModuleScope:
         """Return where the current operation runs."""
-        if self._slab_scope is not None:
-            return self._slab_scope
+        if self._tile_scope is not None:
+            return self._tile_scope
         node = torch._C._current_autograd_node()
         if node is None or self._stack:
             return ModuleScope(self._innermost(), is_recomputed=node is not None)
@@ -94,12 +97,12 @@ class ModuleTracker(Observer):
         return ModuleScope(path)
 
     @contextmanager
-    def works_on(self, layer: nn.Module | None, is_backward: bool) -> Iterator[None]:
-        """Attribute to a layer what runs within: its slabs."""
-        path = self._paths.get(id(layer), self._phase)
-        outer = self._slab_scope
+    def works_on(self, layer: str, is_backward: bool) -> Iterator[None]:
+        """Attribute to a layer what runs within: its tiles."""
+        path = self._first_paths.get(layer, WHOLE)
+        outer = self._tile_scope
         is_recomputed = not is_backward and torch._C._current_autograd_node() is not None
-        self._slab_scope = ModuleScope(path, is_recomputed, is_in_slabs=True)
+        self._tile_scope = ModuleScope(path, is_recomputed, is_in_tiles=True)
         if is_backward:
             self._set_backward(path)
         else:
@@ -107,7 +110,7 @@ class ModuleTracker(Observer):
         try:
             yield
         finally:
-            self._slab_scope = outer
+            self._tile_scope = outer
             if not is_backward:
                 self._record(path, "fwd")
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unet3d.model.half_precision import ONEDNN
 from unet3d.recomputing.graph import Value, Weight
 from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work, pad_along
-from unet3d.training.half_precision import ONEDNN
 
 Three = tuple[int, int, int]
 

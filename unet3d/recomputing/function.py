@@ -1,18 +1,41 @@
-"""A pass by a schedule as a single autograd function, and the weights that it takes."""
+"""A network's pass by its program, as a single autograd function, and the weights that it takes."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree
 
+from unet3d.model import half_precision
 from unet3d.recomputing.graph import Value, Weight, leaves
 from unet3d.recomputing.maps import Maps
-from unet3d.recomputing.rules import filled
+from unet3d.recomputing.program import Program
+from unet3d.recomputing.rules import State, filled
 from unet3d.recomputing.run import Pass
-from unet3d.training import half_precision
+
+
+def call_by_program(program: Program, network: nn.Module, image: Tensor) -> Any:
+    """Return what the network returns for an image N C D H W; backward follows the program's schedule.
+
+    The network's modules are not called.
+    """
+    graph = program.maps.graph
+    if image.shape != graph.image.shape:
+        raise ValueError(f"an image of {tuple(image.shape)}: the program is for {tuple(graph.image.shape)}")
+    autocast = autocast_dtype(image)
+    tensors = tensors_of(network)
+    weights = derived_tensors(program.maps, tensors)
+    names = _trained(program.maps, weights)
+    state = State(program.maps.axis, autocast or image.dtype, weights)
+    run = Pass(program, state, autocast, image.device)
+    outputs = InTiles.apply(run, names, image, *(weights[name] for name in names))
+    with torch.no_grad():
+        for name in graph.counters:
+            tensors[name].add_(1)
+    return outputs[0] if graph.out_spec is None else _pytree.tree_unflatten(outputs, graph.out_spec)
 
 
 class InTiles(torch.autograd.Function):
@@ -65,3 +88,21 @@ def derived_tensors(maps: Maps, tensors: Mapping[str, Tensor]) -> dict[str, Tens
         kwargs = {name: filled(leaf, weights) for name, leaf in derived.kwargs.items()}
         known[derived.name] = derived.target(*(filled(leaf, weights) for leaf in derived.args), **kwargs)
     return known
+
+
+def tensors_of(network: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by all their names."""
+    tensors: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
+    return tensors | dict(network.named_buffers(remove_duplicate=False))
+
+
+def autocast_dtype(image: Tensor) -> torch.dtype | None:
+    """Return the type of mixed precision on the image's device; None where it is off."""
+    device_type = image.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _trained(maps: Maps, weights: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the weights that the graph reads and that need a gradient."""
+    names = [weight.name for value in maps.graph.values for weight in value.weights()]
+    return [name for name in dict.fromkeys(names) if weights[name].requires_grad]

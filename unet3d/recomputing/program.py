@@ -1,15 +1,18 @@
-"""The program of all passes over images of one size: maps, their tiles, and a schedule."""
+"""The program of all passes over images of one size: maps, their tiles, and schedules."""
 
+import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from unet3d.recomputing import search
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map, Maps
-from unet3d.recomputing.schedule import Schedule
+from unet3d.recomputing.schedule import EMPTY, Schedule, Sizes
 from unet3d.recomputing.tiles import MapPlan, plan_map
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Program:
     """The program that all passes over images of one size share."""
 
@@ -17,8 +20,30 @@ class Program:
     numbers: int  # of a tile
     on_cpu: bool
     wanted: frozenset[Value]  # values of which a gradient is needed
-    schedule: Schedule
+    schedule: Schedule = EMPTY
+    sizes: Sizes | None = None  # by which schedules are chosen; None while they are measured
+    fixed_bytes: int = 0  # of weights, buffers and image, which are there before a pass and after it
     plans: dict[Any, MapPlan] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Program({self.schedule.work} forward passes, {self.peak_bytes} bytes)"
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted bytes of tensors that are alive at once in the forward and the backward pass, at most."""
+        return self.fixed_bytes + self.schedule.peak_bytes
+
+    @cached_property
+    def schedules(self) -> list[Schedule]:
+        """Schedules that could be taken, from the least work to the least memory."""
+        assert self.sizes is not None
+        return search.front(self.sizes)
+
+    def by(self, schedule: Schedule) -> "Program":
+        """Return the program that follows another schedule."""
+        program = copy.copy(self)
+        program.schedule = schedule
+        return program
 
     def plan(self, map_: Map, through: tuple[Value, ...] = (), without: Value | None = None) -> MapPlan:
         """Return the tiles of a map; `through`: sources that are in passing; `without`: one that gets no gradient."""

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unet3d.recomputing import normalisation
+from unet3d.recomputing import normalisation, observer
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
 from unet3d.recomputing.maps import Map
@@ -68,6 +68,15 @@ class Pass:
         return self.gradients.pop(graph.image, None)
 
     def _carry_out(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Free | Turn):
+            self._follow(instruction)
+            return
+        layer = self.by_index[instruction.map].value.layer
+        is_backward = not isinstance(instruction, Make)
+        with observer.observer.works_on(layer, is_backward):
+            self._follow(instruction)
+
+    def _follow(self, instruction: Instruction) -> None:
         match instruction:
             case Make(index, over, through):
                 sources = tuple(self.by_index[source].value for source in through)

@@ -59,13 +59,18 @@ class Schedule:
     instructions: tuple[Instruction, ...]
     peak_bytes: int  # of maps, gradients and what is beside them in an instruction
     work: float  # of all maps made, in forward passes
+    keep: Sequence[frozenset[int]] = ()  # the table
+
+
+EMPTY = Schedule((), 0, 0.0)
 
 
 def compile_schedule(sizes: Sizes, keep: Keep) -> Schedule:
     """Return the schedule in which these maps stay."""
     compiler = _Compiler(sizes, keep, writes=True)
     compiler.run()
-    return Schedule(tuple(compiler.instructions), compiler.peak, compiler.work)
+    table = tuple(frozenset(stays) for stays in keep)
+    return Schedule(tuple(compiler.instructions), compiler.peak, compiler.work, table)
 
 
 def measure(sizes: Sizes, keep: Keep) -> tuple[int, float]:

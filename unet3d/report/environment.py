@@ -44,7 +44,7 @@ def environment(device: "torch.device") -> dict[str, Any]:
 def _cpu() -> str:
     import torch
 
-    from unet3d.training.half_precision import emulates_bf16
+    from unet3d.model.half_precision import emulates_bf16
 
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{capability}, bf16 emulated" if emulates_bf16() else capability

@@ -23,8 +23,7 @@ def what_ran(run: RunRecord) -> str:
             f"{config['steps']} steps of {patches} patches of {patch} voxels",
             f"AMP {_way(config['amp'])}",
             f"checkpointing {_way(config['ckpt'])}",
-            f"lean {_way(config.get('lean'))}",
-            f"slab {_way(config.get('slab'))}",
+            f"recompute {_way(config.get('recompute'))}",
             f"seed {config['seed']}",
         ]
     except (AttributeError, KeyError, TypeError):  # not a whole config
@@ -34,6 +33,8 @@ def what_ran(run: RunRecord) -> str:
 
 def _way(value: object) -> str:
     """Return an option that saves memory as `on`, `off` or its value."""
+    if value in (None, "none"):
+        return "off"
     return "on" if value is True else str(value or "off")
 
 

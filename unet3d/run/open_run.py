@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,9 @@ from unet3d.config.schema import Config, Model
 from unet3d.data.prepare import PreparedData
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
 from unet3d.memory.simulate import fitted
+from unet3d.model.unet import UNet3D
+from unet3d.recomputing.prepare import retraced
+from unet3d.recomputing.program import Program
 from unet3d.report import run_folder
 from unet3d.report.loggers import Loggers, open_loggers
 from unet3d.report.memory_file import MemoryFile
@@ -29,6 +33,7 @@ from unet3d.run.training_state import TrainingState, seed_per_rank
 from unet3d.run.validation import has_own_grids
 from unet3d.training import optim, switches
 from unet3d.training.inference import Predictor
+from unet3d.training.policy import Technique
 from unet3d.training.trainer import Learner, Trainer
 from unet3d.training.window_sums import free_bytes
 
@@ -45,13 +50,13 @@ def open_run(
     folder: Path,
     data: PreparedData,
     model_config: Model,
-    segment_starts: tuple[int, ...],
+    technique: Technique,
     stop: Stop,
     pretrained: PretrainedWeights | None = None,
 ) -> Run:
     """Build a run that goes on from its last checkpoint with `config.resume`, or begins with `pretrained` weights."""
     device = build.device(config)
-    learner = _learner(config, data, model_config, segment_starts, pretrained, device)
+    learner = _learner(config, data, model_config, technique, pretrained, device)
     predictor = _predictor(config, model_config, learner, device)
     state = _training_state(config, model_config, data, learner)
     checkpoints = CheckpointManager(
@@ -85,7 +90,7 @@ def _learner(
     config: Config,
     data: PreparedData,
     model_config: Model,
-    segment_starts: tuple[int, ...],
+    technique: Technique,
     pretrained: PretrainedWeights | None,
     device: torch.device,
 ) -> Learner:
@@ -93,13 +98,29 @@ def _learner(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where page-locked memory and NCCL would else open a context on the first
     loss = build.loss(config, len(data.dataset.classes), device)
-    policy = build.policy(config, device.type, segment_starts)
+    policy = build.policy(config, device.type, technique)
     model = build.model(model_config, config.seed)
     if pretrained is not None:
         pretrained.load(model)
     model = build.prepare_for_ranks(policy.formatted(model.to(device)))
     optimizer = optim.optimizer(config.optim, model)
+    if technique.program is not None:
+        policy = replace(policy, program=_program_of(model, technique.program, config))
     return Learner(model, loss, optimizer, policy.scaler(), policy)
+
+
+def _program_of(model: nn.Module, program: Program, config: Config) -> Program:
+    """Return the program for the run's own network.
+
+    It was prepared for another object; of a user's network, another call may give other constants.
+    """
+    model.train()
+    is_known = isinstance(model, UNet3D) and all(parameter.requires_grad for parameter in model.parameters())
+    if is_known:
+        return program
+    shape = program.maps.graph.image.shape
+    image = torch.empty(shape, device=next(model.parameters()).device)
+    return retraced(program, model, image)
 
 
 def _predictor(config: Config, model_config: Model, learner: Learner, device: torch.device) -> Predictor:

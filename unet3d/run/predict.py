@@ -159,7 +159,7 @@ def _warn_of_idle_arguments(config: Config, given: dict[str, Any]) -> None:
 def _predictor(trained: TrainedNetworks, config: Config, given: Iterable[str]) -> Predictor:
     """Build the networks on the device of `config`. Raises CheckpointError, UserError."""
     device = build.device(config)
-    policy = build.policy(config, device.type, ())
+    policy = build.policy(config, device.type)
     networks = [policy.formatted(network) for network in trained.instantiate(device)]
     with _named_as(given):
         predictor = build.predictor(config, networks, config.model, policy)

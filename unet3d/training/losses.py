@@ -250,7 +250,7 @@ def _sum_over_ranks(sums: _Sums, batch_dice: bool) -> None:
 
 
 def _producer_keeps_no_output(logits: Tensor) -> bool:
-    """Return whether a convolution or the model in slabs made the logits: neither reads its output in backward."""
+    """Return whether a convolution or a network by a program made the logits: neither reads its output in backward."""
     return type(logits.grad_fn).__name__ in ("ConvolutionBackward0", "InSlabsBackward", "InTilesBackward")
 
 

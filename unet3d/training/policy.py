@@ -1,24 +1,26 @@
-"""Mixed precision, activation checkpointing and slabs, applied to a step from outside the model.
+"""Mixed precision, activation checkpointing and recomputation by a program, applied to a step from outside the model.
 
 Checkpointing changes no bit of loss, gradients, buffers or evaluation output, of stages that compute from their input,
 weights, buffers, attributes and global random numbers; other stages are refused where `stage_state` or `recomputation`
-sees it. Slabs change only the rounding.
+sees it. A program changes only the rounding.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
 
-from unet3d.training import half_precision, recomputation, slab_run
+from unet3d.model import half_precision
+from unet3d.recomputing.function import call_by_program
+from unet3d.recomputing.program import Program
+from unet3d.training import recomputation
 from unet3d.training.recomputation import FirstCall, SecondCall
-from unet3d.training.slab_run import SlabOptions
 from unet3d.training.stage_state import (
     RandomNumbers,
     StageState,
@@ -29,17 +31,28 @@ from unet3d.training.stage_state import (
 )
 
 
+class Technique(NamedTuple):
+    """What backward computes a second time, so that maps need not be kept."""
+
+    segment_starts: tuple[int, ...] = ()  # the first stage of each checkpointed segment; (): no checkpointing
+    program: Program | None = None  # of recomputation by a schedule
+    forward_recompute_fraction: float = 0.0  # convolution FLOPs computed twice, as a share of a forward pass
+
+
+PLAIN = Technique()
+
+
 @dataclass(frozen=True)
 class MemoryPolicy:
     """Settings by which a step saves memory.
 
-    With `segment_starts`, the model must be an nn.Sequential; with `slabs`, a UNet3D.
+    With `segment_starts`, the model must be an nn.Sequential; with a `program`, the network that it was prepared for.
     """
 
     device_type: str = "cpu"
     dtype: torch.dtype | None = None  # of mixed precision; None: float32
     segment_starts: tuple[int, ...] = ()  # the first stage of each checkpointed segment; (): no checkpointing
-    slabs: SlabOptions | None = None
+    program: Program | None = None  # that training passes follow
     channels_last: bool = False  # weights and maps in torch.channels_last_3d
 
     def formatted(self, model: nn.Module) -> nn.Module:
@@ -57,18 +70,16 @@ class MemoryPolicy:
         return half_precision.convolutions()
 
     def forward(self, model: nn.Module, image: Tensor) -> Any:
-        """Return the model's output for an image N C D H W; with gradients on, backward recomputes the segments.
-
-        Without gradients a GPU runs no slabs: a pass keeps nothing, and they would be ten times its launches.
-        """
+        """Return the model's output for an image N C D H W; with gradients on, backward recomputes what is not kept."""
         if self.channels_last:
             image = image.contiguous(memory_format=torch.channels_last_3d)
-        if self.slabs is not None and (torch.is_grad_enabled() or self.slabs.on_cpu):
-            with self.cpu_half_precision():
-                return slab_run.forward(model, image, self.slabs, self.dtype)
         autocast = torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)
         with autocast, self.cpu_half_precision():
-            if self.segment_starts and torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
+                return model(image)
+            if self.program is not None:
+                return call_by_program(self.program, model, image)
+            if self.segment_starts:
                 return self._checkpointed(model, image)
             return model(image)
 

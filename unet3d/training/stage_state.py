@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from unet3d.base.errors import UserError
-from unet3d.training import slabs
+from unet3d.recomputing.observer import only_watches
 
 OF_ALL_MODULES = vars(nn.Module()).keys() - {"training"}  # the mode counts as an attribute, all else is torch's own
 COLLECTIONS = (list, tuple, set, frozenset, deque)
@@ -53,7 +53,7 @@ def refuse_own_call(model: nn.Module) -> None:
         *model._forward_pre_hooks.values(),
         *model._backward_hooks.values(),
     ]
-    if not is_plain or has_own_forward or not all(map(slabs.only_watches, hooks)):
+    if not is_plain or has_own_forward or not all(map(only_watches, hooks)):
         fault = "has a forward or hooks of its own, or is no nn.Sequential"
         raise UserError(f"ckpt: the network {type(model).__name__} {fault}; put them into a stage, or set ckpt=0")
 

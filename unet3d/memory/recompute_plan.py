@@ -1,0 +1,102 @@
+"""The program of a config's network: its schedules, and which of them a run takes."""
+
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from unet3d import build
+from unet3d.base.errors import UserError
+from unet3d.base.types import budget_bytes
+from unet3d.config.schema import Config, Loss, Model, Optim
+from unet3d.memory.fake_tensors import fake_mode
+from unet3d.memory.peak import step_peak
+from unet3d.memory.simulate import fake_batch, fake_model, memoized, step_key
+from unet3d.memory.stage_profile import profile_stages
+from unet3d.recomputing import search
+from unet3d.recomputing.prepare import by_plan, prepare
+from unet3d.recomputing.program import Program
+from unet3d.training.policy import PLAIN, Technique
+
+
+def choose_program(config: Config, model_config: Model, dtype: torch.dtype = torch.float32) -> Technique:
+    """Return the program of `recompute`.
+
+    `auto`: no program where the plain step fits into the budget, else the schedule of least work with which it fits;
+    the one of least memory where none does. Raises UserError for a network that cannot be traced.
+    """
+    program = prepared(config, model_config, dtype)
+    if config.recompute != "auto":
+        return technique(by_plan(program, config.recompute))
+    assert config.budget is not None
+    budget = budget_bytes(config.budget)
+    if step_peak(replace(config, recompute="none"), model_config, PLAIN).occupied_bytes <= budget:
+        return PLAIN
+    return _within(config, model_config, program, budget)
+
+
+def technique(program: Program) -> Technique:
+    """Return what a step does that follows a program."""
+    return Technique(program=program, forward_recompute_fraction=max(0.0, program.schedule.work - 1))
+
+
+def estimated_step(config: Config, model_config: Model) -> tuple[int, float]:
+    """Return the estimated peak of a step with `recompute` (bytes), and the share of a forward pass that it recomputes.
+
+    The loss's own tensors are left out; a peak early in backward is overestimated by the gradients of micro-batches
+    before.
+    """
+    program = by_plan(prepared(config, model_config), config.recompute)
+    profile = profile_stages(replace(config, recompute="none"), model_config)
+    peak = program.peak_bytes + profile.optimizer_state
+    others = config.accumulate - 1
+    if others:
+        micro_batch = 0
+        if build.device_type(config) == "cpu":
+            voxels = build.patches_per_rank(config) * prod(config.data.patch)
+            micro_batch = voxels * (4 * (model_config.in_channels or 0) + 2)
+        assert program.sizes is not None
+        gradients = sum(program.sizes.of_weights)
+        peak += others * micro_batch + gradients
+    return max(profile.update, peak), max(0.0, program.schedule.work - 1)
+
+
+def prepared(config: Config, model_config: Model, dtype: torch.dtype = torch.float32) -> Program:
+    """Return the program of a config's network without a choice of its schedule. Equal networks are traced once."""
+    key = replace(step_key(config), optim=Optim(), loss=Loss(), accumulate=1, recompute="none")
+    try:
+        return _prepared(key, model_config, dtype)
+    except UserError as error:
+        raise UserError(f"recompute={config.recompute}: {error}") from error
+
+
+@memoized
+def _prepared(config: Config, model_config: Model, dtype: torch.dtype) -> Program:
+    target = build.device_type(config)
+    with torch.random.fork_rng([]), fake_mode(target):
+        model = fake_model(config, model_config, dtype).train()
+        image = fake_batch(config, model_config, dtype).image
+        autocast = build.policy(config, "cpu").dtype
+    return prepare(model, image, autocast, on_cpu=target == "cpu")
+
+
+def _within(config: Config, model_config: Model, program: Program, budget: int) -> Technique:
+    """Return the schedule of least work with which a simulated step is within the budget, else that of least memory."""
+    chosen = by_plan(program, "tiles")
+    excess = _occupied(config, model_config, chosen) - budget
+    room = chosen.schedule.peak_bytes - excess
+    while excess <= 0:
+        schedule = search.within(program.schedules, room)
+        assert schedule is not None
+        candidate = program.by(schedule)
+        excess_of_candidate = _occupied(config, model_config, candidate) - budget
+        if excess_of_candidate <= 0:
+            return technique(candidate)
+        room = min(room, schedule.peak_bytes) - max(1, excess_of_candidate)
+        room = max(room, chosen.schedule.peak_bytes)
+    return technique(chosen)
+
+
+def _occupied(config: Config, model_config: Model, program: Program) -> int:
+    """Return the bytes that a budget limits, of a step by a program."""
+    return step_peak(config, model_config, technique(program)).occupied_bytes

@@ -1,0 +1,134 @@
+"""Prepares the program of a network: traced, cut into tiles, measured on tensors without data, its schedules found."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from unet3d.base.errors import UserError
+from unet3d.base.types import mib
+from unet3d.recomputing import search
+from unet3d.recomputing.function import tensors_of
+from unet3d.recomputing.maps import Map, Maps, bytes_of
+from unet3d.recomputing.program import Program
+from unet3d.recomputing.schedule import Schedule
+from unet3d.recomputing.scratch import scratch_bytes
+from unet3d.recomputing.sizes import sizes_of, wanted_values
+from unet3d.recomputing.trace import trace
+
+PLANS = ("lean", "tiles", "auto")  # least work, least memory, what a budget allows
+TILES = 24  # of the largest value, on the CPU
+CUDA_TILE = 2**22  # numbers; with less, a GPU waits for launches
+
+
+def prepare(network: nn.Module, image: Tensor, autocast: torch.dtype | None, on_cpu: bool) -> Program:
+    """Return the program for images N C D H W of this size in the network's present mode; it has no schedule yet.
+
+    `autocast`: the type of mixed precision; `on_cpu`: passes run on the CPU. Neither tensors of the network nor the
+    image need to have data. Raises UserError for a network that cannot be traced.
+    """
+    if image.dim() != 5:
+        raise UserError(f"recompute: the image has {image.dim()} dimensions, not the 5 of N C D H W")
+    dtype = autocast or image.dtype
+    graph = trace(network, image)
+    size = list(image.shape[2:])
+    maps = Maps(graph, axis=2 + size.index(max(size)))
+    tensors = tensors_of(network)
+    trained = {name: t.nbytes for name, t in tensors.items() if t.requires_grad}
+    names = frozenset(trained) | {derived.name for derived in graph.derived}
+    wanted = wanted_values(maps, names, image.requires_grad)
+    numbers = max(value.shape.numel() for value in graph.values if len(value.shape) == 5) // TILES
+    if not on_cpu:
+        numbers = max(numbers, CUDA_TILE)
+    program = Program(maps, numbers, on_cpu, wanted)
+    scratch = scratch_bytes(program, tensors, dtype, autocast, image.device)
+    program.sizes = sizes_of(program, dtype, trained, scratch)
+    of_network = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors.values()}
+    program.fixed_bytes = sum(of_network.values()) + image.nbytes
+    if dtype != image.dtype:
+        program.fixed_bytes += image.numel() * dtype.itemsize
+    return program
+
+
+def by_plan(program: Program, plan: str, budget: int | None = None) -> Program:
+    """Return the program by the schedule of a plan, and for "auto" of a budget in bytes.
+
+    Raises UserError for a budget that no schedule keeps.
+    """
+    if plan == "lean":
+        return program.by(search.leanest(program.schedules))
+    if plan == "tiles":
+        return program.by(search.smallest(program.schedules))
+    assert budget is not None
+    schedule = search.within(program.schedules, budget - program.fixed_bytes)
+    if schedule is None:
+        raise UserError(
+            f"budget={mib(budget)}MiB: a step needs at least {mib(least_bytes(program))} MiB of "
+            "tensors; take a smaller patch or a smaller network"
+        )
+    return program.by(schedule)
+
+
+def least_bytes(program: Program) -> int:
+    """Return the least that a pass can need at once."""
+    return program.fixed_bytes + min(schedule.peak_bytes for schedule in program.schedules)
+
+
+def retraced(program: Program, network: nn.Module, image: Tensor) -> Program:
+    """Return the program for a network of the same graph: another object, perhaps on another device.
+
+    Raises UserError for another graph.
+    """
+    maps = Maps(trace(network, image), program.maps.axis)
+    if _signature(maps.maps) != _signature(program.maps.maps):
+        raise UserError(
+            f"recompute: {type(network).__name__} is not the network that its schedule was found for; "
+            "give it the same layers each time it is made"
+        )
+    trained = frozenset(name for name, tensor in tensors_of(network).items() if tensor.requires_grad)
+    names = trained | {derived.name for derived in maps.graph.derived}
+    wanted = wanted_values(maps, names, image.requires_grad)
+    return Program(
+        maps,
+        program.numbers,
+        program.on_cpu,
+        wanted,
+        program.schedule,
+        program.sizes,
+        program.fixed_bytes,
+    )
+
+
+def _signature(maps: Sequence[Map]) -> list[tuple[str, str, torch.Size, tuple[str, ...], tuple[str, ...]]]:
+    """Return what two networks share if the schedule of one serves the other."""
+    signature = []
+    for map_ in maps:
+        sources = tuple(source.name for source in map_.sources)
+        operations = tuple(value.op for value in map_.passing)
+        signature.append((map_.value.name, map_.value.op, map_.value.shape, sources, operations))
+    return signature
+
+
+def work_of(schedule: Schedule) -> str:
+    """Return the work of a schedule, in words."""
+    return f"work of {schedule.work:.2f} forward passes (1.00: no convolution twice)"
+
+
+def whole_line(program: Program) -> str:
+    """Return which operations run whole, and a warning where they are most of the maps; "" without any."""
+    whole: dict[str, None] = {}
+    for map_ in program.maps.whole:
+        whole[f"{map_.value.op} in {map_.value.layer}" if map_.value.layer else map_.value.op] = None
+    if not whole:
+        return ""
+    first = ", ".join(list(whole)[:3])
+    more = f" and {len(whole) - 3} others" if len(whole) > 3 else ""
+    line = f"without a rule for rows, so run whole under autograd: {first}{more}"
+    if _bytes(program.maps.whole) > _bytes(program.maps.maps) / 2:
+        line += "; they are most of its maps, and the network itself may need less: see unet3d.memory.predict"
+    return line
+
+
+def _bytes(maps: Sequence[Map]) -> int:
+    """Return the bytes of all maps, in the types in which they were traced."""
+    return sum(bytes_of(map_.value, map_.value.dtype) for map_ in maps)
