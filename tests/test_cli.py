@@ -337,7 +337,7 @@ def test_memory_that_runs_out_is_one_message_with_remedies_and_the_checkpoint_is
     folder = tmp_path / "run"
     done = fork(tmp_path, *TINY, *PLAIN, "model.features=[4]", "amp=true", "hydra.run.dir=run", hook=limit_memory)
     assert done.code == 5, done.err
-    for part in ("can't allocate memory", r"\bforward\b.*\b3\b", r"\bMiB\b", "slab=auto", "resume="):
+    for part in ("can't allocate memory", r"\bforward\b.*\b3\b", r"\bMiB\b", "recompute=tiles", "resume="):
         assert re.search(part, done.err), part
     assert (folder / "STATUS").read_text().endswith("\nexit code 5\n")
     assert torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["step"] == 2
@@ -553,7 +553,7 @@ def test_what_memory_prints_cannot_command_a_terminal(
     for words in (
         [f"{project},'b{FOREIGN}'", "-o", out],
         [project, "--curves", "-o", out],
-        ["fit", project, "lean=true"],
+        ["fit", project, "recompute=lean"],
     ):
         assert face("memory", *words, *TINY, *PLAIN, "model.features=[4]", "budget=1GiB") == 0
         printed = "".join(capsys.readouterr())

@@ -170,8 +170,8 @@ def read(overrides: Sequence[str]) -> Config:
 
 @pytest.mark.parametrize(("overrides", "advice"), ONE_VOXEL)
 def test_one_voxel_is_refused_with_advice_that_helps(overrides: tuple[str, ...], advice: list[str]) -> None:
-    """Plain, `lean` and `slab` alike: a step or a window would normalise one number at a time."""
-    for way in ("lean=false", "lean=true", "slab=4"):
+    """Plain and with recompute alike: a step or a window would normalise one number at a time."""
+    for way in ("recompute=none", "recompute=lean", "recompute=tiles"):
         with pytest.raises(UserError) as caught:
             read([*overrides, way])
         text = str(caught.value)
@@ -251,17 +251,17 @@ def test_options_at_odds_are_one_line(overrides: tuple[str, ...], words: list[st
 
 
 def test_a_resumed_run_names_no_option_that_was_never_given() -> None:
-    """`init_names` is what the run has noted of its start; `lean` is the run's own, and is called so."""
+    """`init_names` is what the run has noted of its start; `recompute` is the run's own, and is called so."""
     given = ["model=unet_tiny", f"init={__file__}", "optim.init_lr=0.1", "optim.init_names=[inc]"]
     begun = compose.to_plain(compose.compose(given))
     with pytest.raises(UserError, match=r"^resume: .*\binit: ") as caught:
         resume_rules.resumed(begun, "run", compose.compose_tree(["steps=999", "init=null"]))
     assert "init_names" not in str(caught.value)
-    lean = compose.to_plain(compose.compose(["model=unet_tiny", "lean=true"]))
-    with pytest.raises(UserError, match=r"^lean=true and ckpt=2: .*; the run that goes on has lean=True$"):
+    lean = compose.to_plain(compose.compose(["model=unet_tiny", "recompute=lean"]))
+    with pytest.raises(UserError, match=r"^recompute=lean and ckpt=2: .*; the run that goes on has recompute=lean$"):
         resume_rules.resumed(lean, "run", compose.compose_tree(["ckpt=2"]))
     with pytest.raises(UserError, match=r"^ckpt=99: [^;]*; [^;]*; [^;]*$"):
-        resume_rules.resumed(lean, "run", compose.compose_tree(["ckpt=99", "lean=false"]))
+        resume_rules.resumed(lean, "run", compose.compose_tree(["ckpt=99", "recompute=none"]))
 
 
 def configs(group: str) -> list[str]:

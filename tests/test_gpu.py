@@ -10,6 +10,7 @@ from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.memory.meter import MEASURED_STEPS
 from unet3d.memory.simulate import fitted, simulate
+from unet3d.memory.technique import choose_technique
 from unet3d.training import optim
 from unet3d.training.step import train_step
 
@@ -20,13 +21,13 @@ pytestmark = [
 WORDS = ("device=cuda", "model=unet_small", "data.patch=[32,32,32]", "batch=2", "amp=true", "amp_dtype=bf16")
 
 
-@pytest.mark.parametrize("word", ["ckpt=0", "ckpt=2", "lean=true", "slab=auto", "optim.fused=true"])
+@pytest.mark.parametrize("word", ["ckpt=0", "ckpt=2", "recompute=lean", "recompute=tiles", "optim.fused=true"])
 def test_a_step_requests_what_was_predicted_and_at_most_the_workspaces_more(word: str) -> None:
     config = compose.compose([*WORDS, word])
     config.model = build.model_config_from_headers(config)
-    segment_starts = tuple(range(config.ckpt))
-    ledger = simulate(config, config.model, segment_starts).ledger
-    policy = build.policy(config, "cuda", segment_starts)
+    technique = choose_technique(config, config.model)
+    ledger = simulate(config, config.model, technique).ledger
+    policy = build.policy(config, "cuda", technique)
     model = build.model(config.model, 0).cuda()
     optimizer = optim.optimizer(config.optim, model)
     loss = build.loss(config, config.model.classes or 0, "cuda")
@@ -44,7 +45,7 @@ def test_a_step_requests_what_was_predicted_and_at_most_the_workspaces_more(word
 def test_probabilities_are_those_of_single_windows_with_sums_on_the_host() -> None:
     config = compose.compose(["device=cuda", "model=unet_small", "data.patch=[32,32,32]", "inference.batch=3"])
     config.model = build.model_config_from_headers(config)
-    policy = build.policy(config, "cuda", ())
+    policy = build.policy(config, "cuda")
     predictor = fitted(build.predictor(config, [build.model(config.model, 0).cuda()], config.model, policy))
     image = torch.randn(1, 70, 50, 40)
     together = replace(predictor, sums_on_device=True).probabilities(image)

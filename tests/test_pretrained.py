@@ -23,10 +23,10 @@ from unet3d.cli import plan
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data.prepare import PreparedData, prepare_data
-from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.preflight import estimate
 from unet3d.memory.simulate import simulate
+from unet3d.memory.technique import choose_technique
 from unet3d.report.wandb_logger import without_paths
 from unet3d.run import publish
 from unet3d.run.pretrained import PretrainedWeights, class_sources, heads, load_pretrained, with_init_names
@@ -215,12 +215,6 @@ def test_files_that_are_no_checkpoint_of_this_network_are_refused(net: Path, tmp
         opened(net, f"init={tmp_path / 'nan.pt'}")
 
 
-@pytest.mark.parametrize("way", ["lean=true", "slab=auto"])
-def test_slabs_refuse_a_frozen_tensor(net: Path, way: str) -> None:
-    with pytest.raises(UserError, match=rf"^{way}.*optim\.init_lr=0: .*ckpt=auto"):
-        compose.compose(words(net, "optim.init_lr=0", way))
-
-
 FROZEN = ["optim.init_lr=0", "optim.init_names=[inc,down1,up1.block]"]
 
 
@@ -228,7 +222,7 @@ def stepped(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer, Led
     """A network after two steps, its optimizer, and what the steps held."""
     assert config.model.in_channels and config.model.classes
     model, loss = build.model(config.model, 0), build.loss(config, config.model.classes)
-    policy = build.policy(config, "cpu", choose_segments(config, config.model).segment_starts)
+    policy = build.policy(config, "cpu", choose_technique(config, config.model))
     optimizer = optim.optimizer(config.optim, model)
     meter, scaler = LedgerMeter(model, optimizer), policy.scaler()
     size = config.batch, config.model.in_channels, *config.data.patch
@@ -243,6 +237,7 @@ def stepped(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer, Led
     [
         [],
         ["ckpt=2", "amp=true"],
+        ["recompute=tiles"],
         ["model.deep_supervision=true", "model.features=[4,8,8]", "optim.average=0.5"],
         ["optim.init_lr=0.1"],
     ],
@@ -252,7 +247,7 @@ def test_the_ledger_of_frozen_tensors_is_predicted_to_the_byte_and_they_have_no_
     config = compose.compose([*TINY, *FROZEN, f"init={__file__}", "model.in_channels=1", "model.classes=3", *more])
     before = build.model(config.model, 0).state_dict()
     model, optimizer, meter = stepped(config)
-    starts = choose_segments(config, config.model).segment_starts
+    starts = choose_technique(config, config.model)
     predicted = simulate(config, config.model, starts, steps=STEPS_FOR_PEAK)
     assert predicted.ledger.phase_peaks() == meter.ledger.phase_peaks()
     assert predicted.summary()["state"] == meter.summary()["state"]
@@ -299,7 +294,7 @@ def test_a_run_records_its_start_and_measures_what_it_predicted(net: Path, trans
     assert {*record["loaded"], *HEAD} == state["model"].keys()
     values = yaml.safe_load((folder / "config.yaml").read_text())
     config = compose.from_plain(values | {"model": state["model_options"]})
-    assert memory["measured"]["peak_bytes"] == simulate(config, config.model, ()).ledger.peak_bytes()
+    assert memory["measured"]["peak_bytes"] == simulate(config, config.model).ledger.peak_bytes()
     assert all(torch.equal(state["model"][name], before["average"][name]) for name in record["loaded"])
     assert len(state["optimizer"]["state"]) == 2  # of the head's weight and bias
     assert values["optim"]["init_names"] == record["loaded"]

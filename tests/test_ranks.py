@@ -32,10 +32,16 @@ SGD = ("optim=sgd", "optim.lr=0.01")
 WAYS = {
     "plain": (),
     "segments": ("accumulate=2", "ckpt=2"),
-    "slab": ("slab=4", "accumulate=2", "model.features=[4,6,8]", "model.deep_supervision=true", "optim.average=0.9"),
+    "tiles": (
+        "recompute=tiles",
+        "accumulate=2",
+        "model.features=[4,6,8]",
+        "model.deep_supervision=true",
+        "optim.average=0.9",
+    ),
     "averaged": (f"loss.path={__name__}:squares", "loss.batch_dice=false"),
 }
-SLOW = ("segments", "slab")
+SLOW = ("segments", "tiles")
 RESUMED = [*PAIRED, *SGD, "steps=4", "eval_every=4"]
 
 
@@ -96,7 +102,7 @@ def test_adamw_makes_steps_of_rounding_where_a_gradient_is_next_to_nothing(tmp_p
 @pytest.mark.slow
 def test_what_is_predicted_is_what_each_rank_holds(tmp_path: Path) -> None:
     hooks = dict.fromkeys(range(2), predict_without_pictures)
-    done = train_ranks(tmp_path, *PAIRED, *SGD, "lean=true", hooks=hooks, frills=True)[0]
+    done = train_ranks(tmp_path, *PAIRED, *SGD, "recompute=lean", hooks=hooks, frills=True)[0]
     assert done.code == 0, done.err
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     peak = memory["predicted"]["peak_bytes"]
@@ -295,8 +301,8 @@ def test_what_ranks_cannot_share_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(ranks, "SIZE", 2)
     with pytest.raises(UserError, match=r"^batch=3: .*\b2 ranks"):
         rules.check(compose.compose(["batch=3"]))
-    with pytest.raises(UserError, match=r"^lean=true and model.norm=batch: .*model.norm=instance"):
-        rules.check(compose.compose(["lean=true", "model.norm=batch"]))
+    with pytest.raises(UserError, match=r"^recompute=lean and model.norm=batch: .*model.norm=instance"):
+        rules.check(compose.compose(["recompute=lean", "model.norm=batch"]))
 
 
 @pytest.mark.slow

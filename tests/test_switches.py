@@ -122,13 +122,13 @@ def test_workers_are_a_number_or_auto(value: str) -> None:
         compose.compose([f"workers={value}"])
 
 
-@pytest.mark.parametrize("word", ["ckpt=2", "ckpt=auto", "lean=true", "slab=auto", "slab=8"])
+@pytest.mark.parametrize("word", ["ckpt=2", "ckpt=auto", "recompute=lean", "recompute=tiles"])
 def test_the_compiler_is_refused_beside_what_makes_maps_again(word: str) -> None:
     with pytest.raises(UserError, match=f"^compile=true and {word}: "):
         compose.compose(["compile=true", word])
 
 
-@pytest.mark.parametrize("word", ["lean=true", "slab=auto", "slab=8", "model.norm=group"])
+@pytest.mark.parametrize("word", ["recompute=lean", "recompute=tiles", "model.norm=group"])
 def test_channels_last_is_refused_beside_what_needs_the_other_format(word: str) -> None:
     with pytest.raises(UserError, match=f"^channels_last=true and {word}: "):
         compose.compose(["channels_last=true", word])
@@ -244,7 +244,7 @@ def test_a_run_in_channels_last_has_the_losses_of_the_same_run(tmp_path: Path, o
 def test_channels_last_is_of_weights_and_maps() -> None:
     config = compose.compose(["model=unet_tiny", "channels_last=true"])
     config.model.in_channels, config.model.classes = 2, 3
-    policy, formats = build.policy(config, "cpu", ()), []
+    policy, formats = build.policy(config, "cpu"), []
     model = policy.formatted(build.model(config.model, 0))
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -33,7 +33,7 @@ OUTPUTS = (
     Output(
         "README.md",
         "Predicted peak of a step",
-        ["-m", "unet3d", "memory", "model=unet_small", "amp=false,true", "slab=0,auto"],
+        ["-m", "unet3d", "memory", "model=unet_small", "amp=false,true", "recompute=none,tiles"],
         shows_all=True,
     ),
     Output("README.md", "16 cases kept", ["train.py", "model=unet_small", "amp=true", "ckpt=2"], shows_all=False),

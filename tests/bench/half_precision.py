@@ -25,8 +25,8 @@ from unet3d.base.terminal import WIDE, paper, terminal_table
 from unet3d.base.types import Batch, Table, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory.checkpoint_plan import choose_segments, predict
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
+from unet3d.memory.technique import choose_technique, predict
 from unet3d.model import half_precision
 from unet3d.training import optim
 from unet3d.training.step import Mark, ignore_mark, train_step
@@ -47,7 +47,7 @@ class Training:
     def __init__(self, overrides: Sequence[str]) -> None:
         self.config = config = job(*overrides)
         self.model, self.loss = build.model(config.model, config.seed), build.loss(config, config.model.classes)
-        self.policy = build.policy(config, "cpu", choose_segments(config, config.model).segment_starts)
+        self.policy = build.policy(config, "cpu", choose_technique(config, config.model))
         self.optimizer, self.scaler = optim.optimizer(config.optim, self.model), self.policy.scaler()
 
     def step(self, mark: Mark = ignore_mark) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from unet3d import build
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory.checkpoint_plan import choose_segments
+from unet3d.memory.technique import choose_technique
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 
 WIDTHS = (32, 64, 128, 256)
@@ -169,7 +169,7 @@ THEIRS: dict[str, Callable[[Task], nn.Module]] = {
     "MONAI SwinUNETR": swin_unetr,
 }
 # nnU-Net's network as unet3d builds it, in words of a configuration.
-WAYS = [f"{OURS} {words}" for words in ("ckpt=2", "lean=true", "slab=auto")]
+WAYS = [f"{OURS} ckpt=2"]
 MAX_POOLING = "unet3d model=unet"  # our default network of these widths: max-pooling, ReLU
 NETWORKS = (OURS, *WAYS, MAX_POOLING, *THEIRS)
 
@@ -193,8 +193,8 @@ def policy_of(name: str, task: Task) -> MemoryPolicy:
         dtype = None if task.amp == "off" else amp_dtype(task.amp, task.device)
         return MemoryPolicy(task.device, dtype)
     config = config_of(name, task)
-    segments = choose_segments(config, config.model)
-    return build.policy(config, task.device, segments.segment_starts)
+    technique = choose_technique(config, config.model)
+    return build.policy(config, task.device, technique)
 
 
 def config_of(name: str, task: Task) -> Config:

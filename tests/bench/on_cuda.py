@@ -34,9 +34,9 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import MIB, Batch
 from unet3d.config import compose
 from unet3d.memory.allocator import read_settings, replay
-from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.meter import MEASURED_STEPS, open_meter
 from unet3d.memory.simulate import fitted, simulate
+from unet3d.memory.technique import choose_technique
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
 from unet3d.training.step import Mark, ignore_mark, train_step
@@ -49,7 +49,7 @@ NORM = ("model.norm=instance", "model.norm=batch", "model.norm=group")
 CKPT = ("ckpt=0", "ckpt=2", "ckpt=4", "ckpt=auto")
 WIDTHS = ("model.features=[16,32,64,128]", "model.features=[32,64,128,256]")
 BF16 = "amp=true amp_dtype=bf16"
-LEVERS = ("", "lean=true", "slab=auto", "ckpt=auto")
+LEVERS = ("", "recompute=lean", "recompute=tiles", "ckpt=auto")
 NNUNET = f"model=nnunet_hippocampus {BF16}"
 SWITCHES = ("", "channels_last=true", "compile=true", "channels_last=true compile=true")
 SWITCHES += ("cuda.benchmark=true", "optim.fused=true", "deterministic=true")
@@ -128,8 +128,8 @@ class Training:
         self.config.model.in_channels = 1
         self.config.model.classes = self.config.model.classes or 3
         self.device = device
-        self.starts = choose_segments(self.config, self.config.model).segment_starts
-        self.policy = build.policy(self.config, device, self.starts)
+        self.technique = choose_technique(self.config, self.config.model)
+        self.policy = build.policy(self.config, device, self.technique)
         self.model = self.policy.formatted(build.model(self.config.model, 0).to(device))
         self.optimizer = optim.optimizer(self.config.optim, self.model)
         self.loss = build.loss(self.config, self.config.model.classes, device)
@@ -151,7 +151,7 @@ class Training:
 
 def memory(training: Training) -> dict[str, int]:
     """Bytes, predicted and measured; on the CPU, for want of an allocator's counters, only by the ledger."""
-    ledger = simulate(training.config, training.config.model, training.starts).ledger
+    ledger = simulate(training.config, training.config.model, training.technique).ledger
     held = replay(ledger.events, read_settings(os.environ)[0])
     for _ in range(MEASURED_STEPS + 2):
         training.step()

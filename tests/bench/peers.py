@@ -25,10 +25,10 @@ from steps import RowError, Steps, forget_resident_peak, in_own_process, recompu
 from torch import nn
 
 from unet3d.base.types import MIB, mib
-from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.simulate import simulate
+from unet3d.memory.technique import choose_technique
 
 PLANS = ("plain", "lean", "tiles")
 DEFAULT = [OURS, *WAYS[1:], *THEIRS]
@@ -90,8 +90,8 @@ def predict(row: Row, task: Task, count: int) -> Numbers:
     if row.network in THEIRS:
         return predict_theirs(row.network, task)
     config = config_of(row.network, task)
-    segments = choose_segments(config, config.model)
-    meter = simulate(config, config.model, segments.segment_starts, steps=STEPS_FOR_PEAK)
+    technique = choose_technique(config, config.model)
+    meter = simulate(config, config.model, technique, steps=STEPS_FOR_PEAK)
     return {"parameters": parameters_of(meter.model), "peak": meter.ledger.peak_bytes()}
 
 

@@ -21,7 +21,7 @@ RUN = [*TINY, f"steps={STEPS}", f"eval_every={EVERY}", "amp=true", "amp_dtype=fp
 RUN += ["optim.average=0.9", "accumulate=2", "data.sparse=[4,4,4]", "data.root=../phantom", "hydra.run.dir=run"]
 
 
-WAYS = ([], ["lean=true"], ["slab=4"])
+WAYS = ([], ["recompute=lean"], ["recompute=tiles"])
 
 
 def digest(run: Path) -> str:

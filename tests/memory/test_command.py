@@ -127,9 +127,14 @@ def test_a_combination_that_makes_no_sense_is_skipped_and_the_others_go_on(
     assert re.search(r"ckpt=2 +skipped", said) and "skipped: ckpt=2: compile=true and ckpt=2: " in said
     with (tmp_path / "peaks.csv").open() as file:
         assert [bool(row["peak_bytes"]) for row in csv.DictReader(file)] == [True, False]
-    assert memory(*net, "lean=true", "slab=1,auto") == 2
+    assert memory(*net, "ckpt=2", "recompute=lean,tiles") == 2
     found = capsys.readouterr()
-    assert "slab=1: " in found.err and "slab=auto: " in found.err and found.err.count("\n") == 1 and not found.out
+    assert (
+        "recompute=lean: " in found.err
+        and "recompute=tiles: " in found.err
+        and found.err.count("\n") == 1
+        and not found.out
+    )
 
 
 def test_fit_says_which_combinations_it_does_not_try(
@@ -139,7 +144,7 @@ def test_fit_says_which_combinations_it_does_not_try(
     net = ("model=unet_tiny", "model.features=[4]", *NET, *PLAIN)
     assert memory("fit", *net, "channels_last=true", "budget=1GiB") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not tried: ")]
-    assert ["lean=true" in lines[0], "slab=auto" in lines[1]] == [True, True] and "channels_last" in lines[0]
+    assert ["recompute=lean" in lines[0], "recompute=tiles" in lines[1]] == [True, True] and "channels_last" in lines[0]
     assert memory("fit", *net, "budget=1GiB") == 0 and "not tried" not in capsys.readouterr().out
 
 

@@ -57,7 +57,7 @@ def tiny(*overrides: str) -> Config:
 
 
 def peak(options: Config) -> int:
-    return simulate(options, options.model, (), steps=STEPS_FOR_PEAK).ledger.peak_bytes()
+    return simulate(options, options.model, steps=STEPS_FOR_PEAK).ledger.peak_bytes()
 
 
 def saved(options: Config, dtype: torch.dtype | None) -> int:
@@ -123,7 +123,7 @@ def test_a_gpu_holds_one_micro_batch_at_a_time() -> None:
 def test_the_steps_that_adam_counts_lie_on_the_host() -> None:
     for device, numbers in (("cpu", 1), ("cuda", 0)):
         options = tiny(f"device={device}", "optim=adam")
-        meter = simulate(options, options.model, (), steps=STEPS_FOR_PEAK)
+        meter = simulate(options, options.model, steps=STEPS_FOR_PEAK)
         weights = [weight.numel() for weight in meter.model.parameters()]
         states = meter.ledger.categories_at(len(meter.ledger.events))["optimizer"]
         assert states == sum(4 * (2 * size + numbers) for size in weights)
@@ -182,7 +182,7 @@ def test_a_run_on_the_cpu_leaves_a_gpu_alone(network: Callable[..., UNet3D], mon
     for asked in ("get_rng_state_all", "get_rng_state"):
         monkeypatch.setattr(torch.cuda, asked, lambda *of: pytest.fail("asked of the GPU"))
     model, settings = network(), compose.compose(["device=cpu"])
-    optimizer, scaler = optim.optimizer(settings.optim, model), build.policy(settings, "cpu", ()).scaler()
+    optimizer, scaler = optim.optimizer(settings.optim, model), build.policy(settings, "cpu").scaler()
     rests_on = {"classes": [], "channels": [], "intensity": []}
     assert (
         TrainingState(settings, settings.model, rests_on, model, optimizer, scaler).state_dict(1, 0, None)["cuda_rng"]

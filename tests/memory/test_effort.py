@@ -132,7 +132,7 @@ LONG: dict[str, tuple[Callable[[], object], int]] = {  # and how many bars, at l
 def test_what_may_last_shows_a_bar_and_prints_the_same(
     name: str, terminal: io.StringIO, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search_of_ways, "SLAB_TECHNIQUES", ())  # slabs take most of the time
+    monkeypatch.setattr(search_of_ways, "PLANS", ())  # which take most of the time
     work, bars = LONG[name]
     work()
     printed, shown = capsys.readouterr().out, terminal.getvalue()

@@ -62,7 +62,7 @@ def test_a_simulation_that_fails_leaves_no_observer_on_and_random_numbers_as_the
 
     state = torch.get_rng_state()
     with pytest.raises(KeyError, match="in a step"):
-        simulate(options, options.model, (), watch=watch)
+        simulate(options, options.model, watch=watch)
     assert not dispatch_modes() and torch.equal(torch.get_rng_state(), state)
 
 

@@ -29,13 +29,13 @@ from unet3d.memory.budget import (
     single_techniques,
     smaller_networks,
 )
-from unet3d.memory.checkpoint_plan import choose_segments, predicted
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.out_of_memory import oom_in_validation, oom_suggestions
-from unet3d.memory.peak import estimated_in_slabs
 from unet3d.memory.preflight import preflight
+from unet3d.memory.recompute_plan import estimated_step
 from unet3d.memory.simulate import validation_peak
 from unet3d.memory.stage_profile import profile_stages
+from unet3d.memory.technique import choose_technique, predicted
 from unet3d.memory.variants import cheaper_activation, depends_on_batch, replaced
 
 WORDS = (
@@ -84,9 +84,9 @@ def words_in(row: str) -> list[str]:
 
 
 @pytest.fixture
-def without_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Search without them: they take most of its time."""
-    monkeypatch.setattr(search_of_ways, "SLAB_TECHNIQUES", ())
+def without_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search without it: it takes most of the time."""
+    monkeypatch.setattr(search_of_ways, "PLANS", ())
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_a_budget_that_nothing_meets_is_answered_with_the_smallest_peak() -> Non
 
 
 @pytest.mark.slow
-def test_fit_prints_a_command_that_fits(without_slabs: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_prints_a_command_that_fits(without_recompute: None, capsys: pytest.CaptureFixture[str]) -> None:
     budget = f"budget={0.8 * peak_of() / MIB:.3f}MiB"
     assert face("memory", "fit", *WORDS, budget) == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -136,14 +136,14 @@ def test_fit_prints_a_command_that_fits(without_slabs: None, capsys: pytest.Capt
     ],
 )
 def test_fit_says_when_nothing_does(
-    words: list[str], said: str, without_slabs: None, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, without_recompute: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert face("memory", "fit", *WORDS, "model.features=[8]", "batch=1", *words) == 2
     assert re.search(said, capsys.readouterr().err.splitlines()[-1])
 
 
 @pytest.mark.slow
-def test_the_cheapest_that_fits_is_found(without_slabs: None) -> None:
+def test_the_cheapest_that_fits_is_found(without_recompute: None) -> None:
     """Among all options that fit, the same result and the least recomputation."""
     asked = option("ckpt=3")
     found = search(asked)
@@ -154,9 +154,10 @@ def test_the_cheapest_that_fits_is_found(without_slabs: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["ckpt=3", *ONE_PATCH], ["model.features=[16]", "slab=8", "batch=1"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["ckpt=3", *ONE_PATCH], ["model.features=[16]", "recompute=lean", "batch=1"]], ids=" ".join
+)
 def test_a_refusal_is_the_one_of_a_search_of_all_ways(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one level, a pass in slabs computes nothing twice."""
     asked = simulated(option(*words))
     budgets = [f"budget={share * asked.peak_bytes / MIB:.4f}MiB" for share in (0.4, 0.8)]
     found = [refusal(*words, budget) for budget in budgets]
@@ -209,12 +210,12 @@ def test_smaller_networks_and_patches_stop_where_there_is_none(overrides: list[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [["lean=true", "amp=true", "accumulate=2", "optim=adam"], ["slab=auto"]], ids=" ".join
+    "words", [["recompute=lean", "amp=true", "accumulate=2", "optim=adam"], ["recompute=tiles"]], ids=" ".join
 )
-def test_the_peak_of_slabs_is_estimated_from_one_micro_batch(words: list[str]) -> None:
+def test_the_peak_with_recompute_is_estimated_without_a_simulation(words: list[str]) -> None:
     """Too high by the gradients at most, and its price is exact."""
     asked = option("batch=1", "data.patch=[4,16,24]", *words)
-    peak, price = estimated_in_slabs(asked.config, asked.model)
+    peak, price = estimated_step(asked.config, asked.model)
     true = simulated(asked)
     truth, again = true.peak_bytes, true.step_recompute_fraction * PASSES
     gradients = 4 * sum(p.numel() for p in build.model(asked.model, 0).parameters())
@@ -223,9 +224,9 @@ def test_the_peak_of_slabs_is_estimated_from_one_micro_batch(words: list[str]) -
 
 
 @pytest.mark.slow
-def test_slabs_cost_convolutions_and_lean_none() -> None:
+def test_tiles_cost_convolutions_and_lean_few() -> None:
     large = ("batch=1", "data.patch=[4,24,40]")
-    prices = [simulated(option(lever, *large)) for lever in ("lean=true", "slab=auto")]
+    prices = [simulated(option(lever, *large)) for lever in ("recompute=lean", "recompute=tiles")]
     assert prices[0].step_recompute_fraction < 0.03 < prices[1].step_recompute_fraction < 0.5
     assert prices[1].peak_bytes < prices[0].peak_bytes < profile_stages(*option(*large)[2:4]).peak
 
@@ -233,8 +234,11 @@ def test_slabs_cost_convolutions_and_lean_none() -> None:
 @pytest.mark.parametrize(
     ("words", "used"),
     [
-        (["slab=auto", "amp=true"], {"amp=true": ["slab=auto"], "slab=auto": ["amp=true"]}),
-        (["lean=true", "accumulate=2"], {"accumulate=2": ["lean=true", "batch=4"], "lean=true": ["accumulate=2"]}),
+        (["recompute=tiles", "amp=true"], {"amp=true": ["recompute=tiles"], "recompute=tiles": ["amp=true"]}),
+        (
+            ["recompute=lean", "accumulate=2"],
+            {"accumulate=2": ["recompute=lean", "batch=4"], "recompute=lean": ["accumulate=2"]},
+        ),
         (["ckpt=2"], {"ckpt=2": []}),
         ([], {}),
     ],
@@ -242,23 +246,23 @@ def test_slabs_cost_convolutions_and_lean_none() -> None:
 )
 def test_what_each_way_to_save_memory_takes_away(words: list[str], used: dict[str, list[str]]) -> None:
     asked = config(*words)
-    found = peaks_without(asked, asked.model, choose_segments(asked, asked.model).segment_starts)
+    found = peaks_without(asked, asked.model, choose_technique(asked, asked.model))
     assert found == {word: peak_of(*others) for word, others in used.items()}
 
 
 @pytest.mark.slow
 def test_further_ways_are_simulated_one_by_one() -> None:
     found = single_techniques(option())
-    ways = [("amp=true",), ("ckpt=2",), ("lean=true",), ("slab=auto",)]
+    ways = [("amp=true",), ("ckpt=2",), ("recompute=lean",), ("recompute=tiles",)]
     assert [row.overrides for row in found] == ways
     assert [row.peak_bytes for row in found] == [peak_of(*row.overrides) for row in found]
-    assert [row.overrides for row in single_techniques(option("amp=true", "slab=auto"))] == []
+    assert [row.overrides for row in single_techniques(option("amp=true", "recompute=tiles"))] == []
     assert [row.overrides for row in single_techniques(option("ckpt=2"))] == [("amp=true",)]
 
 
 @pytest.mark.parametrize("norm", ["instance", "group"])
-def test_what_saves_nothing_is_not_suggested(norm: str, without_slabs: None) -> None:
-    """Mixed precision makes group norm need more on CUDA. Slabs save by themselves."""
+def test_what_saves_nothing_is_not_suggested(norm: str, without_recompute: None) -> None:
+    """Mixed precision makes group norm need more on CUDA. Recompute saves by itself."""
     asked = option("device=cuda", f"model.norm={norm}", "model.features=[8,8]", "data.patch=[16,16,16]", "batch=1")
     assert any("amp=true" in row.overrides for row in pareto_front(search(asked))) == (norm == "instance")
 
@@ -272,7 +276,7 @@ def test_what_saves_nothing_is_not_suggested(norm: str, without_slabs: None) -> 
         (["model.activation=leaky_relu"], "model.inplace=true"),
     ],
 )
-def test_a_lean_operation_keeps_less(overrides: list[str], word: str, without_slabs: None) -> None:
+def test_a_lean_operation_keeps_less(overrides: list[str], word: str, without_recompute: None) -> None:
     asked = config(*overrides)
     ((found, lean),) = cheaper_activation(asked.model)
     assert found == word and not cheaper_activation(lean)
@@ -305,9 +309,9 @@ def test_after_out_of_memory_what_needs_less_is_named_whatever_the_budget() -> N
     assert peak_in(before) == mib(peak_of("batch=1"))
     for line in resumed:
         words = words_in(line)
-        assert words[0] == "budget=null" and {*words[1:]} <= {"ckpt=auto", "lean=true", "slab=auto"}
+        assert words[0] == "budget=null" and {*words[1:]} <= {"ckpt=auto", "recompute=lean", "recompute=tiles"}
         assert peak_in(line) == mib(peak_of("batch=1", *words[1:]))
-    assert resumed[-1].endswith(" budget=null slab=auto")
+    assert resumed[-1].endswith(" budget=null recompute=tiles")
     peaks = [number(peak_in(line)) for line in (before, *resumed, *rows)]
     assert rows and peaks[: at + 1] == sorted(peaks[: at + 1], reverse=True) and max(peaks[at + 1 :]) <= peaks[at]
     assert all("budget=null" in row for row in rows)
@@ -341,11 +345,6 @@ def test_on_cuda_ckpt_auto_splits_until_what_is_reserved_fits() -> None:
     budget = f"budget={lowest.reserved_bytes / MIB}MiB"
     assert simulated(option(*words, "ckpt=auto", budget)).reserved_bytes <= lowest.reserved_bytes
     assert simulated(option(*words, "ckpt=auto", f"budget={plain.reserved_bytes / MIB}MiB")).segments == 1
-
-
-def test_slabs_are_no_remedy_for_a_validation_on_a_gpu() -> None:
-    said = {device: " ".join(oom_in_validation(config(f"device={device}"), 2)) for device in ("cpu", "cuda")}
-    assert "slab=auto" in said["cpu"] and "slab" not in said["cuda"] and "lean" not in said["cuda"]
 
 
 @without("unet3d.memory.preflight.refuse_over_card", nothing)
@@ -427,7 +426,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return memory
 
 
-def test_a_budget_that_was_too_high_is_the_first_thing_to_go(without_slabs: None) -> None:
+def test_a_budget_that_was_too_high_is_the_first_thing_to_go(without_recompute: None) -> None:
     """For it, `ckpt=auto` may have kept all of a network."""
     words = ("ckpt=auto", "amp=true", "batch=1", "data.patch=[4,32,32]")
     asked = config(*words, "budget=8GiB")

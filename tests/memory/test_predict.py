@@ -1,6 +1,7 @@
 """What is predicted is what is measured, to the byte, without an allocation."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE, Batch
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory.checkpoint_plan import choose_segments, predict
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.preflight import preflight
-from unet3d.memory.simulate import SegmentStarts, simulate
+from unet3d.memory.simulate import simulate
+from unet3d.memory.technique import choose_technique, predict
 from unet3d.memory.variants import resized
 from unet3d.training import optim
+from unet3d.training.policy import Technique
 from unet3d.training.step import train_step
 
 VARIANTS = [
@@ -28,19 +30,19 @@ VARIANTS = [
     ("optim=adam", "optim.fused=true", "model.features=[4,64]", "data.patch=[8,4,4]"),
     ("channels_last=true", "model.norm=batch", "optim.fused=true"),
     ("channels_last=true", "model.norm=instance", "ckpt=3", "amp_dtype=bf16", "model.upsampling=trilinear"),
-    ("optim=sgd", "optim.fused=true", "optim.average=0.99", "amp_dtype=fp16", "slab=8"),
+    ("optim=sgd", "optim.fused=true", "optim.average=0.99", "amp_dtype=fp16", "recompute=tiles"),
     ("model.norm=group", "amp_dtype=fp16", "ckpt=4", "model.upsampling=trilinear", "model.activation=silu"),
     ("model.norm=none", "optim.clip=null", "loss=ce", "model.activation=swish_lean"),
     ("model.downsampling=strided_conv", "model.deep_supervision=true", "model.features=[4,8,8]", "amp_dtype=fp16"),
     ("model.norm=instance", "model.inplace=true", "optim=sgd", "accumulate=2", "model.residual=true"),
-    ("lean=true", "accumulate=2", "model.dropout=0.2"),
-    ("lean=true", "amp_dtype=bf16", "model.norm=batch", "model.upsampling=nearest"),
-    ("slab=8", "amp_dtype=fp16", "model.residual=true", "model.downsampling=strided_conv"),
+    ("recompute=lean", "accumulate=2", "model.dropout=0.2"),
+    ("recompute=lean", "amp_dtype=bf16", "model.norm=batch", "model.upsampling=nearest"),
+    ("recompute=tiles", "amp_dtype=fp16", "model.residual=true", "model.downsampling=strided_conv"),
 ]
 WAYS = {
     "plain": ("amp=false",),
     "checkpointed": ("amp=true", "ckpt=3", *PLAIN),
-    "slab": ("slab=16",),
+    "tiles": ("recompute=tiles",),
 }
 NAMED = {  # each network in one way; each way for each kind of network
     "cicek2016": "plain",
@@ -52,7 +54,7 @@ NAMED = {  # each network in one way; each way for each kind of network
     "forum_small": "plain",
     "nnunet_hippocampus": "checkpointed",
     "unet": "plain",
-    "unet_small": "slab",
+    "unet_small": "tiles",
     "unet_tiny": "plain",
 }
 PATCHES = {"cicek2016": "[92,92,92]", "cicek2016_no_bn": "[92,92,92]", "cicek2016_2d": "[92,92,4]"}
@@ -66,9 +68,9 @@ def config(*overrides: str) -> Config:
     return found
 
 
-def measure(options: Config, starts: SegmentStarts, steps: int) -> dict[str, Any]:
+def measure(options: Config, technique: Technique, steps: int) -> dict[str, Any]:
     """The summary of the same steps on real tensors."""
-    policy = build.policy(options, "cpu", starts)
+    policy = build.policy(options, "cpu", technique)
     model = policy.formatted(build.model(options.model, options.seed))
     optimizer = optim.optimizer(options.optim, model)
     meter, loss, scaler = LedgerMeter(model, optimizer), build.loss(options, 3), policy.scaler()
@@ -84,9 +86,11 @@ def measure(options: Config, starts: SegmentStarts, steps: int) -> dict[str, Any
 
 def assert_equal(options: Config) -> None:
     """Every entry of both summaries. Segments are of equal length here: choosing them takes many simulations."""
-    starts = evenly(len(build.model(options.model, 0)), int(options.ckpt))
-    predicted = simulate(options, options.model, starts, steps=STEPS_FOR_PEAK).summary()
-    measured = measure(options, starts, STEPS_FOR_PEAK)
+    technique = choose_technique(replace(options, ckpt=0), options.model)
+    if options.ckpt:
+        technique = Technique(evenly(len(build.model(options.model, 0)), int(options.ckpt)))
+    predicted = simulate(options, options.model, technique, steps=STEPS_FOR_PEAK).summary()
+    measured = measure(options, technique, STEPS_FOR_PEAK)
     if options.model.inplace:  # without data, autograd replays an in-place change of a view by other operations
         for summary in (predicted, measured):
             summary.pop("layers")
@@ -115,7 +119,7 @@ def test_every_named_network_is_predicted_to_the_byte(name: str) -> None:
 def test_a_prediction_chooses_segments_as_a_run_does() -> None:
     options = config("ckpt=3")
     predicted = predict(options, options.model)
-    measured = measure(options, choose_segments(options, options.model).segment_starts, MEASURED_STEPS)
+    measured = measure(options, choose_technique(options, options.model), MEASURED_STEPS)
     assert predicted.pop("parameters") == sum(p.numel() for p in build.model(options.model, 0).parameters())
     assert predicted == measured
 
@@ -125,13 +129,13 @@ def test_a_full_width_forum_net_is_predicted_without_its_gigabytes() -> None:
     """320 x 150 x 26 voxels, batch 2: the smaller net needs more, because it joins 192 channels at full resolution."""
     forum = ["data.patch=[320,150,26]", "batch=2", "amp=true"]
     large, mid = (compose.compose([f"model=forum_{name}", *forum]) for name in ("large", "mid"))
-    peaks = [simulate(c, c.model, (), steps=1).ledger.peak_bytes() for c in (large, mid)]
+    peaks = [simulate(c, c.model, steps=1).ledger.peak_bytes() for c in (large, mid)]
     assert peaks[1] > peaks[0] > 2**31
 
 
 @pytest.mark.slow
 def test_a_run_over_its_budget_stops_and_one_within_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unet3d.memory.budget.SLAB_TECHNIQUES", ())  # what would need less: no slabs, which take long
+    monkeypatch.setattr("unet3d.memory.budget.PLANS", ())  # what would need less: without recompute, which takes long
     options = config("batch=1", *PLAIN)
     peak = predict(options, options.model)["peak_bytes"]
     options.budget = f"{(peak - 4) / 2**20}MiB"
@@ -157,7 +161,7 @@ def test_a_step_that_the_machine_cannot_hold_is_said_so(
 
 def test_predicting_leaves_the_random_state_alone() -> None:
     before, options = torch.get_rng_state(), config()
-    simulate(options, options.model, (), steps=1)
+    simulate(options, options.model, steps=1)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -19,14 +19,16 @@ from unet3d.memory.checkpoint_plan import (
     choose_segments,
     simulated_steady_peak,
 )
-from unet3d.memory.simulate import SegmentStarts, simulate
+from unet3d.memory.simulate import simulate
 from unet3d.memory.stage_profile import (
+    SegmentStarts,
     StageProfile,
     estimated_peak,
     forward_recompute_fraction,
     partitions,
     profile_stages,
 )
+from unet3d.training.policy import Technique
 
 SMALL = ("model=unet_tiny", "model.features=[8,16]", *PLAIN)  # 4 stages
 DEEP = ("model=unet_tiny", "amp=true", "model.norm=batch", *PLAIN)  # 6 stages
@@ -56,7 +58,9 @@ def chosen(ckpt: int | str, *overrides: str, budget: str | None = None) -> Segme
 
 @cache
 def true_peak(segment_starts: SegmentStarts, *overrides: str) -> int:
-    return simulate(config(*overrides), config(*overrides).model, segment_starts, steps=2).ledger.peak_bytes()
+    return simulate(
+        config(*overrides), config(*overrides).model, Technique(segment_starts), steps=2
+    ).ledger.peak_bytes()
 
 
 @pytest.mark.slow

@@ -29,8 +29,8 @@ from unet3d import build
 from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.simulate import simulate
+from unet3d.memory.technique import choose_technique
 from unet3d.training import optim
 from unet3d.training.step import train_step
 
@@ -53,7 +53,7 @@ def config(*overrides: str) -> Config:
 @cache
 def ledger_peak(*overrides: str) -> int:
     found = config(*overrides)
-    starts = choose_segments(found, found.model).segment_starts
+    starts = choose_technique(found, found.model)
     return simulate(found, found.model, starts, steps=STEPS).ledger.peak_bytes()
 
 
@@ -75,7 +75,7 @@ def allocators_record(options: Config) -> list[Change]:
     """What the allocator did while a network was built and trained, in order."""
     size, channels, classes = (options.batch, *options.data.patch), options.model.in_channels, options.model.classes
     assert channels and classes
-    starts = choose_segments(options, options.model).segment_starts
+    starts = choose_technique(options, options.model)
 
     def steps() -> None:
         model = build.model(options.model, options.seed)
@@ -210,13 +210,14 @@ ODD = {
     "the peak in the update": "model.features=[16,256] optim.average=0.99 data.patch=[8,8,16] batch=1",
     "fp16, batch norm, checkpointed": "model.features=[8,16] model.classes=5 model.norm=batch optim=sgd "
     "data.patch=[12,14,10] ckpt=2 accumulate=2 amp=true amp_dtype=fp16",
-    "lean, batch norm, bf16": "model.features=[8,16] model.norm=batch optim=sgd data.patch=[24,32,24] lean=true "
+    "lean, batch norm, bf16": "model.features=[8,16] model.norm=batch optim=sgd data.patch=[24,32,24] recompute=lean "
     "amp=true",
-    "slab, group norm, residual, trilinear, forty classes": "model.features=[8,16] model.groups=4 model.norm=group "
-    "model.classes=40 model.residual=true model.upsampling=trilinear optim=sgd data.patch=[32,20,24] slab=16 batch=1 ",
-    "slab, batch norm, strided, fp16, dropout, deep supervision": "model.features=[8,16,24] model.norm=batch "
+    "tiles, group norm, residual, trilinear, forty classes": "model.features=[8,16] model.groups=4 model.norm=group "
+    "model.classes=40 model.residual=true model.upsampling=trilinear optim=sgd data.patch=[32,20,24] recompute=tiles "
+    "batch=1",
+    "tiles, batch norm, strided, fp16, dropout, deep supervision": "model.features=[8,16,24] model.norm=batch "
     "model.dropout=0.2 model.downsampling=strided_conv model.deep_supervision=true optim=sgd data.patch=[17,15,20] "
-    "slab=10 amp=true amp_dtype=fp16 accumulate=2 batch=1",
+    "recompute=tiles amp=true amp_dtype=fp16 accumulate=2 batch=1",
 }
 
 

@@ -5,10 +5,10 @@ import torch
 
 from unet3d import build
 from unet3d.config import compose
-from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.simulate import simulate, validation_peak
+from unet3d.memory.technique import choose_technique
 
 MIRRORED = ("inference.mirror=true", "data.augment.mirror=[0,2]")
 
@@ -20,7 +20,7 @@ def test_windows_are_predicted_to_the_byte(overrides: tuple[str, ...]) -> None:
     config = compose.compose(["model=unet_tiny", "data.patch=[24,16,16]", *overrides])
     config.model.in_channels, config.model.classes = 1, 3
     model = build.model(config.model, 0).eval()
-    predictor = build.predictor(config, [model], config.model, build.policy(config, "cpu", ()))
+    predictor = build.predictor(config, [model], config.model, build.policy(config, "cpu"))
     ledger = Ledger()
     for parameter in model.parameters():
         ledger.claim(parameter, "params", "")
@@ -33,8 +33,8 @@ def test_windows_are_predicted_to_the_byte(overrides: tuple[str, ...]) -> None:
 def test_the_windows_of_a_micro_batch_need_less_than_its_step(words: tuple[str, ...]) -> None:
     config = compose.compose(["model=unet_tiny", "data.patch=[24,16,16]", "batch=3", "device=cuda", *words])
     config.model.in_channels, config.model.classes = 1, 3
-    segment_starts, _ = choose_segments(config, config.model)
-    meter = simulate(config, config.model, segment_starts, steps=STEPS_FOR_PEAK)
+    technique = choose_technique(config, config.model)
+    meter = simulate(config, config.model, technique, steps=STEPS_FOR_PEAK)
     state = meter.summary()["state"]["optimizer"]
     assert validation_peak(config, config.model, state) < meter.ledger.peak_bytes()
 

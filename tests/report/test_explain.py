@@ -148,7 +148,7 @@ def test_of_the_packages_own_network_it_predicts_what_a_run_is_predicted_to_need
     config.model.in_channels, config.model.classes = 1, 3
     model, label = build.model(config.model, 0), torch.zeros(1, 16, 16, 16, dtype=torch.int16)
     found = unet3d.memory.predict(model, SHAPE, build.loss(config, 3), AdamW, "bf16", label, device).phases
-    wanted = simulate(config, config.model, ()).summary()["phases"]
+    wanted = simulate(config, config.model).summary()["phases"]
     image, label_map = 4 * 16**3, 2 * 16**3  # bytes
     kept = {"backward": image, "step": image + label_map} if device == "cuda" else {}  # the loss needs the labels
     for name, peaks in found.items():

@@ -14,12 +14,13 @@ from torch import Tensor
 from unet3d import build
 from unet3d.base.types import Batch
 from unet3d.config import compose
-from unet3d.memory.checkpoint_plan import choose_segments, predict
 from unet3d.memory.meter import open_meter
+from unet3d.memory.technique import choose_technique, predict
 from unet3d.model import half_precision
 from unet3d.model.half_precision import Options, computes_here, convolutions, slabs
 from unet3d.model.unet import UNet3D
 from unet3d.training import optim
+from unet3d.training.policy import Technique
 from unet3d.training.step import train_step
 
 aten = torch.ops.aten
@@ -185,7 +186,7 @@ def test_checkpointing_changes_no_bit_in_half_precision(force: Callable, dtype: 
     found = []
     for segment_starts in ((), (0, 1, 2)):
         config, model, batch = network("amp=true", f"amp_dtype={dtype}", "optim=sgd")
-        policy = build.policy(config, "cpu", segment_starts)
+        policy = build.policy(config, "cpu", Technique(segment_starts))
         result = train_step(
             model, build.loss(config, 3), optim.optimizer(config.optim, model), policy.scaler(), policy, [batch]
         )
@@ -199,7 +200,7 @@ def test_the_prediction_has_every_byte_of_the_measured_ledger(force: Callable) -
     force(has_kernels=False, slab_bytes=2**16)
     config, model, batch = network("amp=true", "ckpt=2")
     predicted = predict(config, config.model)
-    policy = build.policy(config, "cpu", choose_segments(config, config.model).segment_starts)
+    policy = build.policy(config, "cpu", choose_technique(config, config.model))
     optimizer = optim.optimizer(config.optim, model)
     meter = open_meter(model, optimizer)
     for _ in range(3):

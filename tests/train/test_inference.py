@@ -391,18 +391,6 @@ def test_several_windows_at_once_give_the_labels_of_single_ones(network: Network
         assert np.array_equal(*labels)
 
 
-def test_several_windows_at_once_of_two_networks_in_slabs(network: Network) -> None:
-    config = compose.compose([*TWO_LEVELS, "data.patch=[8,8,8]", "lean=true", "inference.batch=3"])
-    models = [network(*TWO_LEVELS), network(*TWO_LEVELS)]
-    for parameter in models[1].parameters():
-        nn.init.normal_(parameter, std=0.3)
-    several = build.predictor(config, models, models[0].options, build.policy(config, "cpu", ()))
-    assert several.batch == 3
-    image = torch.randn(1, 9, 13, 26)
-    single = replace(several, batch=1)
-    torch.testing.assert_close(several.probabilities(image), single.probabilities(image), atol=1e-5, rtol=0)
-
-
 class Statistics(nn.Module):
     """A network of a user, with a batch normalisation by the current batch."""
 
@@ -423,7 +411,7 @@ def test_windows_at_once_are_one_on_the_cpu_and_a_micro_batch_on_cuda(network: N
     model = network(*TWO_LEVELS)
     assert seen_at_once(model, "device=cpu") == 1
     assert seen_at_once(model, "device=cuda") == seen_at_once(model, "device=cuda", "ckpt=2") == 4
-    assert seen_at_once(model, "device=cuda", "lean=true") == seen_at_once(model, "device=cuda", "slab=auto") == 1
+    assert seen_at_once(model, "device=cuda", "recompute=lean") == 1
     assert seen_at_once(model, "device=cpu", "inference.batch=3") == 3
     assert seen_at_once(model, "device=cuda", "inference.batch=3") == 3
     assert seen_at_once(network("model.norm=batch", *TWO_LEVELS), "device=cuda") == 4

@@ -13,16 +13,13 @@ from guards import no, without
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.base.types import Batch
-from unet3d.config import compose
 from unet3d.memory.meter import open_meter
 from unet3d.model.unet import UNet3D
-from unet3d.training import policy, recomputation, slab_run
+from unet3d.training import policy, recomputation
 from unet3d.training.losses import SegmentationLoss, ce, dice_ce
 from unet3d.training.policy import MemoryPolicy
-from unet3d.training.slab_run import SlabOptions
 from unet3d.training.step import train_step
 
 Network = Callable[..., UNet3D]
@@ -348,41 +345,6 @@ def test_other_threads_change_rounding_alone(network: Network, request: pytest.F
         model(torch.ones(1, 1, 16, 16, 16)).square().mean().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert (gradients[0] - gradients[1]).norm() < 1e-4 * gradients[0].norm()
-
-
-def test_without_gradients_slabs_run_on_the_cpu_alone(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU they would launch ten times the kernels, and a pass that keeps nothing needs little."""
-    model, image, calls = network("model=unet_tiny"), torch.randn(1, 1, 16, 16, 16), list[bool]()
-    in_slabs = slab_run.forward
-
-    def noted(*arguments: Any) -> Any:
-        calls.append(torch.is_grad_enabled())
-        return in_slabs(*arguments)
-
-    monkeypatch.setattr(slab_run, "forward", noted)
-    on_cpu, on_gpu = (MemoryPolicy(slabs=SlabOptions(4, True, 2, place)) for place in (True, False))
-    with torch.no_grad():
-        assert torch.equal(on_gpu.forward(model, image), model(image)) and not calls
-        on_cpu.forward(model, image)
-    on_gpu.forward(model, image)
-    assert calls == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("words", "cpu", "cuda"),
-    [
-        (("lean=true", "data.patch=[64,64,64]"), 8, 22),
-        (("slab=auto", "data.patch=[64,64,64]"), 8, 22),
-        (("slab=auto", "data.patch=[32,32,32]"), 8, 32),
-        (("lean=true", "data.patch=[128,128,128]"), 16, 16),
-        (("slab=4", "data.patch=[64,64,64]"), 4, 4),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
-)
-def test_on_a_gpu_slabs_have_so_many_voxels_that_launches_are_few(words: tuple[str, ...], cpu: int, cuda: int) -> None:
-    for device, rows in (("cpu", cpu), ("cuda", cuda)):
-        found = build.slabs(compose.compose([*words, "batch=2", f"device={device}"]))
-        assert found is not None and found.rows == rows and found.on_cpu == (device == "cpu")
 
 
 def test_names_of_weights_do_not_depend_on_the_policy(network: Network) -> None:

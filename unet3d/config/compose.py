@@ -19,6 +19,7 @@ from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.base.errors import UserError
+from unet3d.config.earlier import of_today
 from unet3d.config.hydra_errors import ABOUT, in_one_line, nearest, quoted
 from unet3d.config.rules import check
 from unet3d.config.schema import Config, with_numbers
@@ -179,7 +180,7 @@ def from_plain(values: Mapping[Any, Any]) -> Config:
     if "${" in repr(values):  # it would be resolved, from the environment for example
         raise UserError("a config in a file holds plain values, no ${...}")
     with in_one_line():
-        options = OmegaConf.merge(OmegaConf.structured(Config), values)
+        options = OmegaConf.merge(OmegaConf.structured(Config), of_today(values))
     return load(options, here=False)  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ from unet3d.memory.stage_profile import profile_stages
 from unet3d.recomputing import search
 from unet3d.recomputing.prepare import by_plan, prepare
 from unet3d.recomputing.program import Program
+from unet3d.training import optim
 from unet3d.training.policy import PLAIN, Technique
 
 
@@ -63,7 +64,8 @@ def estimated_step(config: Config, model_config: Model) -> tuple[int, float]:
 
 def prepared(config: Config, model_config: Model, dtype: torch.dtype = torch.float32) -> Program:
     """Return the program of a config's network without a choice of its schedule. Equal networks are traced once."""
-    key = replace(step_key(config), optim=Optim(), loss=Loss(), accumulate=1, recompute="none")
+    frozen = config.optim.init_names if config.optim.init_lr == 0 else None
+    key = replace(step_key(config), optim=Optim(init_names=frozen), loss=Loss(), accumulate=1, recompute="none")
     try:
         return _prepared(key, model_config, dtype)
     except UserError as error:
@@ -75,6 +77,8 @@ def _prepared(config: Config, model_config: Model, dtype: torch.dtype) -> Progra
     target = build.device_type(config)
     with torch.random.fork_rng([]), fake_mode(target):
         model = fake_model(config, model_config, dtype).train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not optim.is_named(name, config.optim.init_names or ()))
         image = fake_batch(config, model_config, dtype).image
         autocast = build.policy(config, "cpu").dtype
     return prepare(model, image, autocast, on_cpu=target == "cpu")

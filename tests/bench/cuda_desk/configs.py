@@ -2,7 +2,12 @@
 
 from typing import NamedTuple
 
-SHORT = {"bf16": "amp=true amp_dtype=bf16", "fp16": "amp=true amp_dtype=fp16", "lean": "lean=true"}
+SHORT = {
+    "bf16": "amp=true amp_dtype=bf16",
+    "fp16": "amp=true amp_dtype=fp16",
+    "lean": "recompute=lean",
+    "tiles": "recompute=tiles",
+}
 
 
 class Row(NamedTuple):
@@ -38,8 +43,8 @@ LEVERS = rows(
     model.norm=none
     lean
     lean bf16
-    slab=auto
-    slab=auto bf16
+    tiles
+    tiles bf16
     ckpt=2
     ckpt=2 bf16
     ckpt=auto fp16
@@ -85,7 +90,7 @@ OPTIONS = rows(
     """
     model.deep_supervision=true bf16
     model.deep_supervision=true lean bf16
-    model.deep_supervision=true slab=auto
+    model.deep_supervision=true tiles
     model.downsampling=strided_conv model.residual=true
     """,
 )
@@ -96,12 +101,12 @@ MIXTURES = rows(
     """
     model.norm=instance model.activation=relu lean model.dropout=0.1
     model.norm=instance model.activation=relu lean accumulate=2
-    model.norm=instance model.activation=leaky_relu bf16 slab=2 batch=1
+    model.norm=instance model.activation=leaky_relu bf16 tiles batch=1
     model.norm=instance model.activation=prelu fp16 lean accumulate=2
-    model.norm=instance model.activation=silu slab=2 model.residual=true
+    model.norm=instance model.activation=silu tiles model.residual=true
     model.norm=instance model.activation=swish bf16 lean batch=1
-    model.norm=instance model.activation=swish_lean fp16 slab=2
-    model.norm=instance model.activation=swish_lean fp16 slab=2 model.upsampling=nearest
+    model.norm=instance model.activation=swish_lean fp16 tiles
+    model.norm=instance model.activation=swish_lean fp16 tiles model.upsampling=nearest
     model.norm=batch model.activation=relu ckpt=2 model.residual=true
     model.norm=batch model.activation=leaky_relu bf16 lean accumulate=2
     model.norm=batch model.activation=leaky_relu bf16 lean model.residual=true
@@ -109,26 +114,26 @@ MIXTURES = rows(
     model.norm=batch model.activation=silu lean model.widen=second
     model.norm=batch model.activation=swish bf16 ckpt=2 batch=1
     model.norm=batch model.activation=swish_lean fp16 lean model.conv_bias=false
-    model.norm=group model.activation=relu slab=auto model.downsampling=strided_conv
+    model.norm=group model.activation=relu tiles model.downsampling=strided_conv
     model.norm=group model.activation=leaky_relu bf16 ckpt=2 batch=1
-    model.norm=group model.activation=prelu fp16 slab=auto model.widen=second
-    model.norm=group model.activation=prelu fp16 slab=auto model.norm_affine=false
+    model.norm=group model.activation=prelu fp16 tiles model.widen=second
+    model.norm=group model.activation=prelu fp16 tiles model.norm_affine=false
     model.norm=group model.activation=silu ckpt=2 model.up_reduce=false
-    model.norm=group model.activation=swish bf16 slab=auto model.widen=second
+    model.norm=group model.activation=swish bf16 tiles model.widen=second
     model.norm=group model.activation=swish_lean fp16 ckpt=2
     model.norm=none model.activation=relu model.downsampling=strided_conv
-    model.norm=none model.activation=leaky_relu bf16 slab=auto model.widen=second
+    model.norm=none model.activation=leaky_relu bf16 tiles model.widen=second
     model.norm=none model.activation=prelu fp16 model.widen=second
-    model.norm=none model.activation=silu slab=auto
-    model.norm=none model.activation=silu slab=auto model.widen=second
+    model.norm=none model.activation=silu tiles
+    model.norm=none model.activation=silu tiles model.widen=second
     model.norm=none model.activation=swish bf16 model.widen=second
-    model.norm=none model.activation=swish_lean fp16 slab=auto
-    model.norm=batch_current model.activation=relu slab=2 model.up_reduce=false
+    model.norm=none model.activation=swish_lean fp16 tiles
+    model.norm=batch_current model.activation=relu tiles model.up_reduce=false
     model.norm=batch_current model.activation=leaky_relu bf16 model.downsampling=strided_conv
-    model.norm=batch_current model.activation=prelu fp16 slab=2 model.upsampling=trilinear
+    model.norm=batch_current model.activation=prelu fp16 tiles model.upsampling=trilinear
     model.norm=batch_current model.activation=silu batch=1
-    model.norm=batch_current model.activation=swish bf16 slab=2
-    model.norm=batch_current model.activation=swish bf16 slab=2 model.residual=true
+    model.norm=batch_current model.activation=swish bf16 tiles
+    model.norm=batch_current model.activation=swish bf16 tiles model.residual=true
     model.norm=batch_current model.activation=swish_lean fp16 model.upsampling=trilinear
     """,
 )
@@ -142,12 +147,12 @@ NETWORKS = (
         model=unet_small ckpt=2 fp16
         model=unet
         model=unet lean
-        model=unet slab=auto
+        model=unet tiles
         model=unet bf16
         model=unet bf16 ckpt=2
         model=unet bf16 ckpt=auto
         model=unet bf16 lean
-        model=unet bf16 slab=auto
+        model=unet bf16 tiles
         model=unet bf16 accumulate=4
         model=unet bf16 model.deep_supervision=true
         model=unet bf16 model.norm=batch
@@ -155,7 +160,7 @@ NETWORKS = (
         model=nnunet_hippocampus bf16
         model=nnunet_hippocampus fp16
         model=nnunet_hippocampus bf16 lean
-        model=nnunet_hippocampus bf16 slab=auto
+        model=nnunet_hippocampus bf16 tiles
         model=forum_32 bf16
         model=forum_small
         """,
@@ -167,7 +172,7 @@ NETWORKS = (
         """
         model.deep_supervision=true
         lean
-        slab=auto
+        tiles
         """,
         "96,96,96",
     )
@@ -187,10 +192,10 @@ COUNTED = rows(
     model=unet bf16 model.norm=batch
     model=unet bf16 ckpt=2
     model=unet bf16 lean
-    model=unet bf16 slab=auto
+    model=unet bf16 tiles
     model=nnunet_hippocampus bf16
     model=nnunet_hippocampus bf16 lean
-    model=nnunet_hippocampus bf16 slab=auto
+    model=nnunet_hippocampus bf16 tiles
     model=nnunet_hippocampus model.norm=batch
     model=unet bf16 model.norm=group model.activation=swish_lean model.upsampling=trilinear loss.weights=[1,2,3]
     model=unet_small bf16 model.norm=none model.activation=prelu model.upsampling=nearest optim=sgd model.dropout=0.2
@@ -203,7 +208,7 @@ COUNTED = rows(
     """
     batch=2
     lean
-    slab=auto
+    tiles
     """,
     "128,128,128",
 )

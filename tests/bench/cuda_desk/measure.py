@@ -44,7 +44,7 @@ def compare(training: Training) -> dict[str, Any]:
 
     More steps are taken than are predicted: what is cached can lie otherwise from one step to the next.
     """
-    ledger = simulate(training.config, training.config.model, training.starts).ledger
+    ledger = simulate(training.config, training.config.model, training.technique).ledger
     predicted = predicted_peaks(ledger)
     measured: list[Peaks] = []
     for step in range(MEASURED_STEPS + 2):
