@@ -19,6 +19,7 @@ from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, plan, sweep
 from unet3d.config.schema import Config, Model
 from unet3d.memory import preflight
+from unet3d.training.policy import Technique
 
 PREDICTED = [*TINY, "model.in_channels=1", "model.classes=3", "dry_run=true"]
 
@@ -55,7 +56,7 @@ def predict_as_before(memory: dict) -> None:
             raise UserError("budget=1MiB: too little")
         if config.ckpt == 2:
             raise RuntimeError("lost")
-        return preflight.Preflight((), smaller(memory, config.ckpt))
+        return preflight.Preflight(Technique(), smaller(memory, config.ckpt))
 
     preflight.preflight = predict
 

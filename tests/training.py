@@ -26,9 +26,12 @@ from PIL import Image
 from unet3d.base import progress
 from unet3d.cli import main
 from unet3d.config import compose
+from unet3d.config.schema import Config, Model
 from unet3d.memory import preflight
+from unet3d.memory.technique import choose_technique
 from unet3d.report import case_plots, memory_plots, plots, report, score_plots
 from unet3d.report.loggers import Loggers
+from unet3d.training.policy import Technique
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -145,9 +148,16 @@ def train_here(
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
+def _unpredicted(config: Config, options: Model) -> preflight.Preflight:
+    """Choose what backward computes a second time, and predict nothing."""
+    if config.recompute != "none":
+        return preflight.Preflight(choose_technique(config, options), {})
+    return preflight.Preflight(Technique((0, 2) if config.ckpt else ()), {})
+
+
 def without_frills() -> None:
     """No preflight, no report, pictures of one pixel: they take longer than the training, and no fault is in them."""
-    preflight.preflight = lambda config, options: preflight.Preflight((0, 2) if config.ckpt else (), {})
+    preflight.preflight = _unpredicted
     report.write_page = lambda run: run.path
     for module, name in FIGURES:
         setattr(module, name, _one_pixel)

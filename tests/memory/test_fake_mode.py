@@ -13,6 +13,7 @@ from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
 from unet3d.memory.simulate import simulate
 from unet3d.training import optim
+from unet3d.training.policy import Technique
 from unet3d.training.step import train_step
 
 
@@ -40,9 +41,9 @@ def test_kernels_behave_as_on_the_cpu() -> None:
     assert made[0] == [found for found in made[1] if "zero_" not in found[1]]
 
 
-def measured(options: Config, starts: tuple[int, ...]) -> Ledger:
+def measured(options: Config, technique: Technique) -> Ledger:
     """Of the same steps on real tensors."""
-    model, policy = build.model(options.model, 0), build.policy(options, "cpu", starts)
+    model, policy = build.model(options.model, 0), build.policy(options, "cpu", technique)
     optimizer, loss = optim.optimizer(options.optim, model), build.loss(options, 4)
     meter, size = LedgerMeter(model, optimizer), (options.batch, *options.data.patch)
     for _ in range(MEASURED_STEPS):
@@ -69,6 +70,6 @@ def test_a_simulation_that_fails_leaves_no_observer_on_and_random_numbers_as_the
 @pytest.mark.slow
 def test_modules_are_entered_and_left_in_the_order_of_a_real_step() -> None:
     words = ["model=unet_tiny", "model.in_channels=1", "model.classes=4", "data.patch=[16,16,8]"]
-    options, starts = compose.compose(words), (0, 2)
-    simulated = simulate(options, options.model, starts).ledger.module_events
-    assert [what for _, what in simulated] == [what for _, what in measured(options, starts).module_events]
+    options, technique = compose.compose(words), Technique((0, 2))
+    simulated = simulate(options, options.model, technique).ledger.module_events
+    assert [what for _, what in simulated] == [what for _, what in measured(options, technique).module_events]
