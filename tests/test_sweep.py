@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +20,6 @@ from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, plan, sweep
 from unet3d.config.schema import Config, Model
 from unet3d.memory import preflight
-from unet3d.training.policy import Technique
 
 PREDICTED = [*TINY, "model.in_channels=1", "model.classes=3", "dry_run=true"]
 
@@ -51,12 +51,12 @@ def memory_of(folder: Path) -> dict:
 def predict_as_before(memory: dict) -> None:
     """In the place of a simulation: this memory, less a byte for each segment. Too much for 1 MiB; lost with ckpt=2."""
 
-    def predict(config: Config, _: Model) -> preflight.Preflight:
+    def predict(config: Config, _: Model, before: Any = None) -> preflight.Preflight:
         if config.budget == "1MiB":
             raise UserError("budget=1MiB: too little")
         if config.ckpt == 2:
             raise RuntimeError("lost")
-        return preflight.Preflight(Technique(), smaller(memory, config.ckpt))
+        return preflight.Preflight((), None, smaller(memory, config.ckpt))
 
     preflight.preflight = predict
 

@@ -17,6 +17,7 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,11 +28,10 @@ from unet3d.base import progress
 from unet3d.cli import main
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
-from unet3d.memory import preflight
+from unet3d.memory import preflight, recompute_plan
 from unet3d.memory.technique import choose_technique
 from unet3d.report import case_plots, memory_plots, plots, report, score_plots
 from unet3d.report.loggers import Loggers
-from unet3d.training.policy import Technique
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -148,11 +148,13 @@ def train_here(
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
-def _unpredicted(config: Config, options: Model) -> preflight.Preflight:
+def _unpredicted(config: Config, options: Model, before: Any = None) -> preflight.Preflight:
     """Choose what backward computes a second time, and predict nothing."""
     if config.recompute != "none":
-        return preflight.Preflight(choose_technique(config, options), {})
-    return preflight.Preflight(Technique((0, 2) if config.ckpt else ()), {})
+        program = choose_technique(config, options).program
+        assert program is not None
+        return preflight.Preflight((), recompute_plan.saved(config, program), {})
+    return preflight.Preflight((0, 2) if config.ckpt else (), None, {})
 
 
 def without_frills() -> None:

@@ -17,7 +17,7 @@ from unet3d.data.planner import read_grids, unsuitable_patch
 from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.memory import preflight
 from unet3d.report import report, summary
-from unet3d.report.memory_file import MemoryFile
+from unet3d.report.memory_file import MemoryFile, saved_schedule
 from unet3d.report.record import read_run
 from unet3d.run.open_run import open_run
 from unet3d.run.pretrained import PretrainedWeights, load_pretrained
@@ -43,7 +43,8 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
         if config.init is not None and config.resume is None:
             start = ranks.on_rank0(lambda: load_pretrained(config, model_config, data))
             config = start.config
-        predicted = ranks.on_rank0(lambda: preflight.preflight(config, model_config))
+        before = saved_schedule(folder) if config.resume is not None else None
+        predicted = ranks.on_rank0(lambda: preflight.preflight(config, model_config, before))
         if data is None:
             ranks.on_rank0(lambda: MemoryFile(folder).update(predicted.memory))
             return
@@ -79,7 +80,8 @@ def _train(
     start: PretrainedWeights | None,
 ) -> None:
     """Train to the last step, score, and write the report; a run that is done gets its report alone."""
-    with open_run(config, folder, data, model_config, predicted.technique, stop, start) as run:
+    technique = predicted.technique(config, model_config)
+    with open_run(config, folder, data, model_config, technique, stop, start) as run:
         if run.is_done:
             print(f"nothing to do: step {run.trainer.step} of {config.steps} is done; to train longer, set steps=N")
             if (folder / "report.html").exists():  # else the run was killed as it wrote it

@@ -22,6 +22,7 @@ from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.out_of_memory import refuse_over_budget, refuse_over_card, warn_over_card
+from unet3d.memory.recompute_plan import SavedSchedule, saved
 from unet3d.memory.simulate import fake_batch, fake_model, simulate, validation_peak
 from unet3d.memory.stage_profile import SegmentStarts
 from unet3d.memory.tables import (
@@ -53,10 +54,11 @@ class MemoryEstimate:
     options: Model
     dtype: torch.dtype = torch.float32
     steps: int = MEASURED_STEPS
+    before: SavedSchedule | None = None  # of the run that is resumed
 
     @cached_property
     def technique(self) -> Technique:
-        return choose_technique(self.config, self.options, self.dtype)
+        return choose_technique(self.config, self.options, self.dtype, self.before)
 
     @cached_property
     def meter(self) -> LedgerMeter:
@@ -135,19 +137,29 @@ def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
 
 
 class Preflight(NamedTuple):
-    """What backward of the run computes a second time, and memory.json's first entries."""
+    """What backward of the run computes a second time, and memory.json's first entries. Ranks send it to each other."""
 
-    technique: Technique
+    segment_starts: SegmentStarts  # the first stage of each checkpointed segment
+    schedule: SavedSchedule | None  # of recompute
     memory: dict[str, Any]
 
+    def technique(self, config: Config, model_config: Model) -> Technique:
+        """Return what a rank's step does."""
+        if self.schedule is None:
+            return Technique(self.segment_starts)
+        return choose_technique(config, model_config, before=self.schedule)
 
-def preflight(config: Config, model_config: Model) -> Preflight:
-    """Simulate the step and a validation window, and print what they need. Raises UserError beyond `budget`."""
+
+def preflight(config: Config, model_config: Model, before: SavedSchedule | None = None) -> Preflight:
+    """Simulate the step and a validation window, and print what they need.
+
+    `before` is the schedule of the run that is resumed. Raises UserError beyond `budget`.
+    """
     if not config.dry_run:
         build.device(config)
     is_cuda = build.device_type(config) == "cuda"
     steps = MEASURED_STEPS if is_cuda else STEPS_FOR_PEAK  # an allocator settles later
-    subject = MemoryEstimate("run", config, model_config, steps=steps)
+    subject = MemoryEstimate("run", config, model_config, steps=steps, before=before)
     with counting("predicting memory", 2) as counter:
         ledger = subject.ledger
         counter.advance()
@@ -178,7 +190,11 @@ def preflight(config: Config, model_config: Model) -> Preflight:
         "without": without,
         "segments": segments,
     }
-    return Preflight(technique, memory)
+    schedule = None
+    if technique.program is not None:
+        schedule = saved(config, technique.program)
+        memory["schedule"] = schedule._asdict()
+    return Preflight(technique.segment_starts, schedule, memory)
 
 
 def _warn_of_known_bad(config: Config, ledger: Ledger) -> None:

@@ -1,7 +1,9 @@
 """The program of a config's network: its schedules, and which of them a run takes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -16,17 +18,42 @@ from unet3d.memory.stage_profile import profile_stages
 from unet3d.recomputing import search
 from unet3d.recomputing.prepare import by_plan, prepare
 from unet3d.recomputing.program import Program
+from unet3d.recomputing.schedule import compile_schedule, is_sound
 from unet3d.training import optim
 from unet3d.training.policy import PLAIN, Technique
 
 
-def choose_program(config: Config, model_config: Model, dtype: torch.dtype = torch.float32) -> Technique:
-    """Return the program of `recompute`.
+class SavedSchedule(NamedTuple):
+    """A schedule as memory.json has it, for a resumed run."""
+
+    recompute: str
+    budget: str | None
+    keep: Sequence[str]  # for each stage the maps that stay after it, as bits of a hexadecimal number
+
+
+def saved(config: Config, program: Program) -> SavedSchedule:
+    """Return the schedule of a program as memory.json has it."""
+    masks = []
+    for stays in program.schedule.keep:
+        masks.append(f"{sum(1 << index for index in stays):x}")
+    return SavedSchedule(config.recompute, config.budget, masks)
+
+
+def choose_program(
+    config: Config,
+    model_config: Model,
+    dtype: torch.dtype = torch.float32,
+    before: SavedSchedule | None = None,
+) -> Technique:
+    """Return the program of `recompute`; of a resumed run that it took `before`, if the options are the same.
 
     `auto`: no program where the plain step fits into the budget, else the schedule of least work with which it fits;
     the one of least memory where none does. Raises UserError for a network that cannot be traced.
     """
     program = prepared(config, model_config, dtype)
+    again = None if before is None else _as_before(config, program, before)
+    if again is not None:
+        return technique(again)
     if config.recompute != "auto":
         return technique(by_plan(program, config.recompute))
     assert config.budget is not None
@@ -34,6 +61,25 @@ def choose_program(config: Config, model_config: Model, dtype: torch.dtype = tor
     if step_peak(replace(config, recompute="none"), model_config, PLAIN).occupied_bytes <= budget:
         return PLAIN
     return _within(config, model_config, program, budget)
+
+
+def _as_before(config: Config, program: Program, before: SavedSchedule) -> Program | None:
+    """Return the program by a saved schedule; None for one of other options, or of another network."""
+    sizes = program.sizes
+    assert sizes is not None
+    if (before.recompute, before.budget) != (config.recompute, config.budget):
+        return None
+    if len(before.keep) != sizes.count + 1:
+        return None
+    table = []
+    for mask in before.keep:
+        try:
+            bits = int(mask, 16)
+        except ValueError:
+            return None
+        table.append({index for index in range(sizes.count) if bits >> index & 1})
+    schedule = compile_schedule(sizes, table)
+    return program.by(schedule) if is_sound(sizes, schedule) else None
 
 
 def technique(program: Program) -> Technique:

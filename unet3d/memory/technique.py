@@ -7,18 +7,23 @@ import torch
 from unet3d.config.schema import Config, Model
 from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
-from unet3d.memory.recompute_plan import choose_program
+from unet3d.memory.recompute_plan import SavedSchedule, choose_program
 from unet3d.memory.simulate import simulate
 from unet3d.training.policy import Technique
 
 
-def choose_technique(config: Config, model_config: Model, dtype: torch.dtype = torch.float32) -> Technique:
-    """Return the segments of `ckpt`, or the program of `recompute`. `dtype` is the type of weights and images.
+def choose_technique(
+    config: Config,
+    model_config: Model,
+    dtype: torch.dtype = torch.float32,
+    before: SavedSchedule | None = None,
+) -> Technique:
+    """Return the segments of `ckpt`, or the program of `recompute`.
 
-    Raises UserError where the network has neither.
+    `dtype` is the type of weights and images; `before` is the schedule of the run that is resumed. Raises UserError where the network has neither.
     """
     if config.recompute != "none":
-        return choose_program(config, model_config, dtype)
+        return choose_program(config, model_config, dtype, before)
     return choose_segments(config, model_config)
 
 

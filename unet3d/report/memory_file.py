@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.base.files import read_text, write_json
+from unet3d.memory.recompute_plan import SavedSchedule
 from unet3d.memory.tables import NAMES, folded
 from unet3d.report.shapes import MOST_ITEMS, fits, is_shallow
 
@@ -45,6 +46,7 @@ OTHERS = {
     "about": str,
     "advice": ADVICE,
     "without": {...: int},
+    "schedule": {"recompute": str, "budget": str | None, "keep": [str]},
 }
 
 
@@ -93,6 +95,12 @@ def _with_first_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
         elif isinstance(value, dict):
             merged[key] = _with_first_of(before.get(key, {}), value)
     return merged
+
+
+def saved_schedule(folder: Path) -> SavedSchedule | None:
+    """Return the schedule that the run in a folder took; None without one."""
+    schedule = read_memory(folder).get("schedule")
+    return None if schedule is None else SavedSchedule(**schedule)
 
 
 def read_memory(folder: Path) -> dict[str, Any]:
