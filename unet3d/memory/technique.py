@@ -20,7 +20,8 @@ def choose_technique(
 ) -> Technique:
     """Return the segments of `ckpt`, or the program of `recompute`.
 
-    `dtype` is the type of weights and images; `before` is the schedule of the run that is resumed. Raises UserError where the network has neither.
+    `dtype` is the type of weights and images; `before` is the schedule of the run that is resumed. Raises UserError
+    where the network has neither.
     """
     if config.recompute != "none":
         return choose_program(config, model_config, dtype, before)

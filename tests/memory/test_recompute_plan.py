@@ -1,0 +1,179 @@
+"""`recompute=` of a config: which schedule a run takes, what it needs, and that a resumed run takes the same."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from monai.networks.nets import DynUNet
+from torch import Tensor, nn
+from training import PLAIN, TINY, train
+
+from unet3d.base.errors import UserError
+from unet3d.base.types import MIB
+from unet3d.config import compose
+from unet3d.config.schema import Config
+from unet3d.memory.checkpoint_plan import choose_segments
+from unet3d.memory.peak import step_peak
+from unet3d.memory.preflight import preflight
+from unet3d.memory.recompute_plan import SavedSchedule, choose_program, prepared, saved
+from unet3d.memory.technique import choose_technique
+from unet3d.recomputing.prepare import retraced
+from unet3d.training.policy import PLAIN as NOTHING
+
+SMALL = ("model=unet_tiny", "model.features=[4,8]", "model.groups=4", "data.patch=[16,16,24]", "batch=1")
+
+
+def config(*overrides: str) -> Config:
+    composed = compose.compose([*SMALL, "model.in_channels=1", "model.classes=3", "dry_run=true", *PLAIN, *overrides])
+    composed.model.in_channels = 1
+    composed.model.classes = 3
+    return composed
+
+
+def peak_of(*overrides: str) -> int:
+    asked = config(*overrides)
+    return step_peak(asked, asked.model, choose_technique(asked, asked.model)).peak_bytes
+
+
+@pytest.mark.slow
+def test_a_budget_gets_the_least_work_with_which_the_simulated_step_fits() -> None:
+    plain = peak_of()
+    least = peak_of("recompute=tiles")
+    works = []
+    for share in (1.0, 0.7, 0.4, 0.1, 0.0):
+        budget = least + share * (plain - least)
+        asked = config("recompute=auto", f"budget={budget / MIB:.6f}MiB")
+        technique = choose_program(asked, asked.model)
+        assert step_peak(asked, asked.model, technique).peak_bytes <= budget + 1
+        works.append(technique.forward_recompute_fraction)
+        if share == 1.0:
+            assert technique == NOTHING
+    assert works == sorted(works)
+    assert works[0] < works[-1]
+
+
+def test_a_budget_below_the_least_is_refused_with_what_would_fit() -> None:
+    asked = config("recompute=auto", "budget=0.1MiB")
+    with pytest.raises(UserError, match=r"budget=0\.1MiB"):
+        preflight(asked, asked.model)
+
+
+def test_auto_without_a_budget_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"^recompute=auto: .*budget="):
+        compose.compose(["recompute=auto"])
+
+
+def test_a_saved_schedule_is_taken_again_and_one_of_other_options_is_not() -> None:
+    asked = config("recompute=tiles")
+    program = choose_program(asked, asked.model).program
+    assert program is not None
+    every_map_stays = prepared(asked, asked.model).by(program.schedules[0])
+    before = saved(asked, every_map_stays)
+    again = choose_program(asked, asked.model, before=SavedSchedule(**json.loads(json.dumps(before._asdict())))).program
+    assert again is not None
+    assert again.schedule == every_map_stays.schedule != program.schedule
+    for other in (before._replace(recompute="lean"), before._replace(keep=["7"]), before._replace(keep=["x"] * 99)):
+        chosen = choose_program(asked, asked.model, before=other).program
+        assert chosen is not None
+        assert chosen.schedule == program.schedule
+
+
+def test_equal_configs_share_a_program_and_what_changes_the_step_does_not() -> None:
+    asked = config("recompute=lean")
+    program = prepared(asked, asked.model)
+    assert prepared(replace(asked, accumulate=3, ckpt=0), asked.model) is program
+    assert prepared(replace(asked, amp=True), asked.model) is not program
+    assert prepared(replace(asked, batch=2), asked.model) is not program
+
+
+class Two(nn.Module):
+    """Two convolutions, or three: another network at each call."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv3d(1, 1, 3, padding=1) for _ in range(layers)))
+
+    def forward(self, image: Tensor) -> Tensor:
+        result: Tensor = self.layers(image)
+        return result
+
+
+def test_a_network_that_is_another_at_each_call_is_refused() -> None:
+    asked = config("recompute=lean", f"model.path={__name__}:varying")
+    asked.model.features = []
+    program = choose_program(asked, asked.model).program
+    assert program is not None
+    image = torch.zeros(1, 1, *asked.data.patch)
+    assert retraced(program, Two(2), image).schedule == program.schedule
+    with pytest.raises(UserError, match="not the network that its schedule was found for"):
+        retraced(program, Two(3), image)
+
+
+def varying(in_channels: int, classes: int) -> nn.Module:
+    return Two(2)
+
+
+def dyn_unet(in_channels: int, classes: int) -> nn.Module:
+    """A network of another library."""
+    sizes = ([3, 3, 3], [1, 2, 2], [2, 2])
+    network: nn.Module = DynUNet(3, in_channels, classes, *sizes, filters=[4, 6, 8], res_block=True)
+    return network
+
+
+def depends(in_channels: int, classes: int) -> nn.Module:
+    """A network that looks at numbers."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv3d(in_channels, classes, 1)
+
+        def forward(self, image: Tensor) -> Any:
+            return self.layer(image) if image.mean() > 0 else -self.layer(image)
+
+    return Looks()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["recompute=tiles", "recompute=lean amp=true accumulate=2"])
+def test_a_run_of_another_librarys_network_needs_what_was_predicted(tmp_path: Path, words: str) -> None:
+    path = f"model.path={__name__}:dyn_unet"
+    done = train(tmp_path, *TINY, path, "steps=2", "hydra.run.dir=run", *words.split(), hook=importable, frills=True)
+    assert done.code == 0, done.err
+    memory = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert memory["error_bytes"] == 0
+    assert memory["without"][words.split()[0]] > memory["predicted"]["peak_bytes"]
+    assert memory["schedule"]["recompute"] == words.split()[0].partition("=")[2]
+
+
+def test_a_network_that_cannot_be_traced_is_named_with_the_place() -> None:
+    asked = config("recompute=lean", f"model.path={__name__}:depends")
+    asked.model.features = []
+    with pytest.raises(UserError, match=r"^recompute=lean: Looks cannot be traced at .*test_recompute_plan\.py:\d+: "):
+        choose_program(asked, asked.model)
+
+
+def importable() -> None:
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parent))
+
+
+def test_segments_and_recompute_are_chosen_by_their_options() -> None:
+    asked = config("ckpt=2")
+    assert choose_technique(asked, asked.model) == choose_segments(asked, asked.model)
+    asked = config("recompute=lean")
+    assert choose_technique(asked, asked.model).program is not None
+
+
+def test_options_of_earlier_versions_are_read_from_files_of_their_runs() -> None:
+    values = compose.to_plain(compose.compose(["model=unet_tiny"]))
+    del values["recompute"]
+    assert compose.from_plain(values | {"lean": True, "slab": 0}).recompute == "lean"
+    assert compose.from_plain(values | {"lean": False, "slab": "auto"}).recompute == "tiles"
+    assert compose.from_plain(values | {"lean": False, "slab": 0}).recompute == "none"
+    with pytest.raises(UserError, match=r"^lean: .*use recompute=lean$"):
+        compose.compose(["lean=true"])
