@@ -17,6 +17,7 @@ from unet3d.base.types import Table, mib, percent
 from unet3d.config import compose
 from unet3d.memory import analysis, budget, tables
 from unet3d.memory.allocator import Settings, replay
+from unet3d.memory.levels import stage_of
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.preflight import MemoryEstimate, estimate, recompute_line
 from unet3d.memory.usual_estimates import usual_estimates
@@ -155,7 +156,7 @@ def _of_the_peak(subject: MemoryEstimate, sentence: str) -> Iterator[Section]:
         if line:
             yield line
     for storage in subject.ledger.storages:
-        if storage.operation == "aten.convolution.default":
+        if storage.operation == "aten.convolution.default" and not storage.scope.is_in_tiles:
             shape = " x ".join(map(str, storage.shape))
             yield f"the first convolution's output: {shape} {_dtype(storage.dtype)} = {storage.bytes:,} bytes"
             break
@@ -282,7 +283,7 @@ def _joined(subject: MemoryEstimate) -> str:
     stage = f"up{len(subject.options.features) - 1}"
     skip = subject.options.features[0]
     for storage in subject.ledger.storages:
-        if storage.operation == "aten.cat.default" and storage.scope.module == stage:
+        if storage.operation == "aten.cat.default" and stage_of(storage.scope.module) == stage:
             channels = storage.shape[1]
             return f"{skip} + {channels - skip} = {channels}"
     return ""

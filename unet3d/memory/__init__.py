@@ -5,8 +5,9 @@
 In reading order: `tracker` and `ledger` record each tensor storage and the module that made it; `copies` and
 `counters` add what happens within convolutions on a GPU; `levels` and `analysis` say who holds the bytes; `meter` reads
 the peaks of a step. `fake_tensors` and `simulate` take the step without its memory; `stage_profile`, `peak` and
-`checkpoint_plan` compare ways to take it; `variants`, `budget` and `out_of_memory` find what fits; `allocator` replays
-CUDA's allocator. `preflight` is what a run prints first; `profile` and `user_module` are for networks of others;
+`checkpoint_plan` compare ways to split it into segments; `recompute_plan` chooses the schedule of `recompute`, which
+memory.json keeps as a `saved_schedule`; `technique` is either. `variants`, `budget` and `out_of_memory` find what fits;
+`allocator` replays CUDA's allocator. `preflight` is what a run prints first; `profile` and `user_module` are for networks of others;
 `tables`, `export` and `usual_estimates` show the figures.
 """
 

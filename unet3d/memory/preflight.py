@@ -22,7 +22,8 @@ from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.out_of_memory import refuse_over_budget, refuse_over_card, warn_over_card
-from unet3d.memory.recompute_plan import SavedSchedule, saved
+from unet3d.memory.recompute_plan import saved, window_program
+from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.memory.simulate import fake_batch, fake_model, simulate, validation_peak
 from unet3d.memory.stage_profile import SegmentStarts
 from unet3d.memory.tables import (
@@ -136,6 +137,14 @@ def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
     return MemoryEstimate(name, config, model_config, dtype)
 
 
+class Validation(NamedTuple):
+    """What a validation will need."""
+
+    peak_bytes: int
+    windows: int  # that a pass sees at once
+    is_by_program: bool = False  # passes follow a program of their own
+
+
 class Preflight(NamedTuple):
     """What backward of the run computes a second time, and memory.json's first entries. Ranks send it to each other."""
 
@@ -147,7 +156,10 @@ class Preflight(NamedTuple):
         """Return what a rank's step does."""
         if self.schedule is None:
             return Technique(self.segment_starts)
-        return choose_technique(config, model_config, before=self.schedule)
+        technique = choose_technique(config, model_config, before=self.schedule)
+        if self.schedule.windows:
+            technique = technique._replace(window_program=window_program(config, model_config))
+        return technique
 
 
 def preflight(config: Config, model_config: Model, before: SavedSchedule | None = None) -> Preflight:
@@ -169,13 +181,13 @@ def preflight(config: Config, model_config: Model, before: SavedSchedule | None 
         if is_cuda:
             _replay_allocator(subject)
         refuse_over_budget(subject.candidate)
-        validation, windows = _fit_validation(subject)
+        validation = _fit_validation(subject)
         without = subject.without()
         location = peak_location(subject.entry)
         print(sentence(location, subject.peak))
         _print_options(subject, without)
-        _print_validation(subject, validation, windows)
-        if not is_cuda and max(subject.peak, validation) > host_bytes():
+        _print_validation(subject, validation)
+        if not is_cuda and max(subject.peak, validation.peak_bytes) > host_bytes():
             print(f"this machine has {mib(host_bytes())} MiB of memory, which is less", flush=True)
         counter.advance()
     technique = subject.technique
@@ -186,13 +198,13 @@ def preflight(config: Config, model_config: Model, before: SavedSchedule | None 
         "parameters": subject.parameters,
         "predicted": subject.entry,
         "advice": location,
-        "predicted_validation_bytes": validation,
+        "predicted_validation_bytes": validation.peak_bytes,
         "without": without,
         "segments": segments,
     }
     schedule = None
     if technique.program is not None:
-        schedule = saved(config, technique.program)
+        schedule = saved(config, technique.program, validation.is_by_program)
         memory["schedule"] = schedule._asdict()
     return Preflight(technique.segment_starts, schedule, memory)
 
@@ -233,25 +245,45 @@ def _replay_allocator(subject: MemoryEstimate) -> None:
     print(cuda_sizes(entry), *left_out, sep="\n", flush=True)
 
 
-def _fit_validation(subject: MemoryEstimate) -> tuple[int, int]:
-    """Return the bytes that a validation needs, and how many windows it sees at once.
+def _fit_validation(subject: MemoryEstimate) -> Validation:
+    """Return what a validation needs.
 
     Raises UserError where the step or the validation does not fit a GPU's free memory.
     """
     config = subject.config
-    optimizer = subject.entry["state"]["optimizer"]
-    validation = validation_peak(config, subject.options, optimizer)
-    windows = build.windows(config, [subject.meter.model])
+    validation = _smallest_validation(subject)
     if build.device_type(config) != "cuda" or config.dry_run:
-        return validation, windows
+        return validation
     free, total = torch.cuda.mem_get_info(build.device(config))
-    if validation > free and config.inference.batch == "auto" and windows > 1:  # a run then sees fewer at once
-        windows = 1
+    is_auto = config.inference.batch == "auto"
+    if validation.peak_bytes > free and is_auto and validation.windows > 1:  # a run then sees fewer at once
         single = replace(config, inference=replace(config.inference, batch=1))
-        validation = validation_peak(single, subject.options, optimizer)
-    refuse_over_card(subject.candidate, validation, windows, free, total)
+        validation = Validation(validation_peak(single, subject.options, _optimizer_bytes(subject)), 1)
+    refuse_over_card(subject.candidate, validation.peak_bytes, validation.windows, free, total)
     warn_over_card(subject.candidate, subject.entry["workspace_bound_bytes"], free)
-    return validation, windows
+    return validation
+
+
+def _smallest_validation(subject: MemoryEstimate) -> Validation:
+    """Return what a validation needs.
+
+    With recompute, its passes follow a program where they would need more than a step.
+    """
+    config = subject.config
+    optimizer = _optimizer_bytes(subject)
+    peak = validation_peak(config, subject.options, optimizer)
+    windows = build.windows(config, [subject.meter.model])
+    plain = Validation(peak, windows)
+    if subject.technique.program is None or windows > 1 or peak <= subject.peak:
+        return plain
+    technique = Technique(window_program=window_program(config, subject.options))
+    peak_by_program = validation_peak(config, subject.options, optimizer, technique)
+    return Validation(peak_by_program, windows, is_by_program=True) if peak_by_program < peak else plain
+
+
+def _optimizer_bytes(subject: MemoryEstimate) -> int:
+    size: int = subject.entry["state"]["optimizer"]
+    return size
 
 
 def _print_options(subject: MemoryEstimate, without: dict[str, int]) -> None:
@@ -267,12 +299,12 @@ def _print_options(subject: MemoryEstimate, without: dict[str, int]) -> None:
     sys.stdout.flush()
 
 
-def _print_validation(subject: MemoryEstimate, validation: int, windows: int) -> None:
+def _print_validation(subject: MemoryEstimate, validation: Validation) -> None:
     """Print what a validation needs, if that is more than the step."""
-    if validation <= subject.peak:
+    if validation.peak_bytes <= subject.peak:
         return
-    times = f", {windows} windows at once" if windows > 1 else ""
-    print(f"validation needs more than a step: {mib(validation)} MiB (predicted){times}", flush=True)
+    times = f", {validation.windows} windows at once" if validation.windows > 1 else ""
+    print(f"validation needs more than a step: {mib(validation.peak_bytes)} MiB (predicted){times}", flush=True)
     if build.device_type(subject.config) == "cuda":
         print("the sums of its windows are kept on the GPU only where they fit, otherwise in host memory", flush=True)
 

@@ -1,9 +1,7 @@
 """The program of a config's network: its schedules, and which of them a run takes."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
 
 import torch
 
@@ -13,30 +11,23 @@ from unet3d.base.types import budget_bytes
 from unet3d.config.schema import Config, Loss, Model, Optim
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.peak import step_peak
+from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.memory.simulate import fake_batch, fake_model, memoized, step_key
 from unet3d.memory.stage_profile import profile_stages
 from unet3d.recomputing import search
-from unet3d.recomputing.prepare import by_plan, prepare
+from unet3d.recomputing.prepare import by_plan, prepare, without_backward
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.schedule import compile_schedule, is_sound
 from unet3d.training import optim
 from unet3d.training.policy import PLAIN, Technique
 
 
-class SavedSchedule(NamedTuple):
-    """A schedule as memory.json has it, for a resumed run."""
-
-    recompute: str
-    budget: str | None
-    keep: Sequence[str]  # for each stage the maps that stay after it, as bits of a hexadecimal number
-
-
-def saved(config: Config, program: Program) -> SavedSchedule:
-    """Return the schedule of a program as memory.json has it."""
+def saved(config: Config, program: Program, by_windows: bool = False) -> SavedSchedule:
+    """Return the schedule of a program as memory.json has it; `by_windows`: validation follows a program, too."""
     masks = []
     for stays in program.schedule.keep:
         masks.append(f"{sum(1 << index for index in stays):x}")
-    return SavedSchedule(config.recompute, config.budget, masks)
+    return SavedSchedule(config.recompute, config.budget, masks, by_windows)
 
 
 def choose_program(
@@ -116,6 +107,17 @@ def prepared(config: Config, model_config: Model, dtype: torch.dtype = torch.flo
         return _prepared(key, model_config, dtype)
     except UserError as error:
         raise UserError(f"recompute={config.recompute}: {error}") from error
+
+
+@memoized
+def window_program(config: Config, model_config: Model) -> Program:
+    """Return the program of a validation's passes, each over one window."""
+    target = build.device_type(config)
+    with torch.random.fork_rng([]), fake_mode(target):
+        model = fake_model(config, model_config, torch.float32).eval().requires_grad_(False)
+        image = fake_batch(config, model_config, torch.float32).image[:1].clone()
+        autocast = build.policy(config, "cpu").dtype
+    return without_backward(prepare(model, image, autocast, on_cpu=target == "cpu"))
 
 
 @memoized

@@ -164,7 +164,12 @@ def memoized(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def validation_peak(config: Config, model_config: Model, optimizer_bytes: int) -> int:
+def validation_peak(
+    config: Config,
+    model_config: Model,
+    optimizer_bytes: int,
+    technique: Technique = PLAIN,
+) -> int:
     """Return the most bytes on the device in validation, but for the sums of windows.
 
     They are the weights, `optimizer_bytes` of state, and forward passes on one batch of windows, one for each
@@ -173,7 +178,7 @@ def validation_peak(config: Config, model_config: Model, optimizer_bytes: int) -
     device_type = build.device_type(config)
     with fake_mode(device_type), torch.no_grad():
         model = fake_model(config, model_config, torch.float32).eval()
-        policy = build.policy(config, "cpu")
+        policy = build.policy(config, "cpu", technique)
         predictor = build.predictor(config, [model], model_config, policy)
         return _windows(predictor, device_type).peak_bytes() + optimizer_bytes
 
@@ -232,7 +237,7 @@ def _predicted(predictor: Predictor) -> Ledger:
     """Return the ledger of windows of fake networks in the place of the predictor's."""
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
-        policy = replace(predictor.policy, device_type="cpu", segment_starts=(), program=None)
+        policy = replace(predictor.policy, device_type="cpu", segment_starts=(), program=None, window_program=None)
         models = []
         for _ in predictor.models:
             model = build.model(predictor.options, seed=0)

@@ -14,11 +14,13 @@ In reading order:
     tiles           rows of one map: made, and their gradient sent to the maps before
     instructions    what a pass may do with a map or a gradient
     schedule        the instructions of a pass, and its bytes
-    program         maps, their tiles and a schedule, for images of one size
+    search          the schedules that none beats in both bytes and work
+    program         maps, their tiles and schedules, for images of one size
+    observer        who watches which layer a pass works on
     run             a schedule, carried out
     function        a pass as one autograd function
     scratch         the tensors beside maps meanwhile, measured on tensors without data
     sizes           all that the search has to know
-    search          the schedules that none beats in both bytes and work
+    prepare         a network's program, from its trace to its sizes, and the choice of a schedule
     module          `unet3d.recompute`
 """

@@ -23,7 +23,7 @@ def call_by_program(program: Program, network: nn.Module, image: Tensor) -> Any:
     The network's modules are not called.
     """
     graph = program.maps.graph
-    if image.shape != graph.image.shape:
+    if not program.serves(image):
         raise ValueError(f"an image of {tuple(image.shape)}: the program is for {tuple(graph.image.shape)}")
     autocast = autocast_dtype(image)
     tensors = tensors_of(network)

@@ -11,7 +11,7 @@ from unet3d.recomputing import search
 from unet3d.recomputing.function import tensors_of
 from unet3d.recomputing.maps import Map, Maps, bytes_of
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Schedule
+from unet3d.recomputing.schedule import Schedule, compile_schedule
 from unet3d.recomputing.scratch import scratch_bytes
 from unet3d.recomputing.sizes import sizes_of, wanted_values
 from unet3d.recomputing.trace import trace
@@ -67,6 +67,13 @@ def by_plan(program: Program, plan: str, budget: int | None = None) -> Program:
             "tensors; take a smaller patch or a smaller network"
         )
     return program.by(schedule)
+
+
+def without_backward(program: Program) -> Program:
+    """Return the program whose pass keeps nothing for a backward pass."""
+    assert program.sizes is not None
+    nothing: list[set[int]] = [set() for _ in range(program.sizes.count + 1)]
+    return program.by(compile_schedule(program.sizes, nothing))
 
 
 def least_bytes(program: Program) -> int:

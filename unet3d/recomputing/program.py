@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from unet3d.recomputing import search
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map, Maps
@@ -32,6 +34,10 @@ class Program:
     def peak_bytes(self) -> int:
         """Predicted bytes of tensors that are alive at once in the forward and the backward pass, at most."""
         return self.fixed_bytes + self.schedule.peak_bytes
+
+    def serves(self, image: Tensor) -> bool:
+        """Return whether the program is for images of this size."""
+        return image.shape == self.maps.graph.image.shape
 
     @cached_property
     def schedules(self) -> list[Schedule]:

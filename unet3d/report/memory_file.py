@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.base.files import read_text, write_json
-from unet3d.memory.recompute_plan import SavedSchedule
+from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.memory.tables import NAMES, folded
 from unet3d.report.shapes import MOST_ITEMS, fits, is_shallow
 
@@ -46,7 +46,7 @@ OTHERS = {
     "about": str,
     "advice": ADVICE,
     "without": {...: int},
-    "schedule": {"recompute": str, "budget": str | None, "keep": [str]},
+    "schedule": {"recompute": str, "budget": str | None, "keep": [str], "windows": bool},
 }
 
 

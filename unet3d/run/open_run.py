@@ -105,16 +105,18 @@ def _learner(
     model = build.prepare_for_ranks(policy.formatted(model.to(device)))
     optimizer = optim.optimizer(config.optim, model)
     if technique.program is not None:
-        policy = replace(policy, program=_program_of(model, technique.program, config))
+        policy = replace(policy, program=_program_of(model.train(), technique.program))
+    if technique.window_program is not None:
+        policy = replace(policy, window_program=_program_of(model.eval(), technique.window_program))
+    model.train()
     return Learner(model, loss, optimizer, policy.scaler(), policy)
 
 
-def _program_of(model: nn.Module, program: Program, config: Config) -> Program:
-    """Return the program for the run's own network.
+def _program_of(model: nn.Module, program: Program) -> Program:
+    """Return the program for the run's own network, in its present mode.
 
     It was prepared for another object; of a user's network, another call may give other constants.
     """
-    model.train()
     is_known = isinstance(model, UNet3D) and all(parameter.requires_grad for parameter in model.parameters())
     if is_known:
         return program

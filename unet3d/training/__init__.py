@@ -3,9 +3,8 @@
 - `step` is the one training step, and `trainer` the loop around it.
 - `losses`, `optim` and `metrics` are what a run trains with and is scored by; `own_parts` checks a user's network and
   loss.
-- `policy` applies what saves memory to a step. `half_precision` computes convolutions on any CPU; `stage_state` and
-  `recomputation` let a checkpointed stage run twice; `slab_run`, `slabs` and `rows` take a step slab by slab, for
-  networks that `slab_rules` admits.
+- `policy` applies what saves memory to a step: segments, which `stage_state` and `recomputation` let run twice, or a
+  program of `unet3d.recomputing`.
 - `inference` slides a network over a volume, with `windows` and `window_sums`.
 - `checkpoint` is the file of a trained network.
 - `switches` sets what torch decides for the whole process, `known_bad` lists versions with faults.

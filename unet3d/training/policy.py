@@ -36,6 +36,7 @@ class Technique(NamedTuple):
 
     segment_starts: tuple[int, ...] = ()  # the first stage of each checkpointed segment; (): no checkpointing
     program: Program | None = None  # of recomputation by a schedule
+    window_program: Program | None = None  # that passes without gradients follow, too
     forward_recompute_fraction: float = 0.0  # convolution FLOPs computed twice, as a share of a forward pass
 
 
@@ -53,6 +54,7 @@ class MemoryPolicy:
     dtype: torch.dtype | None = None  # of mixed precision; None: float32
     segment_starts: tuple[int, ...] = ()  # the first stage of each checkpointed segment; (): no checkpointing
     program: Program | None = None  # that training passes follow
+    window_program: Program | None = None  # that passes without gradients follow, over images of its size
     channels_last: bool = False  # weights and maps in torch.channels_last_3d
 
     def formatted(self, model: nn.Module) -> nn.Module:
@@ -76,6 +78,8 @@ class MemoryPolicy:
         autocast = torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)
         with autocast, self.cpu_half_precision():
             if not torch.is_grad_enabled():
+                if self.window_program is not None and self.window_program.serves(image):
+                    return call_by_program(self.window_program, model, image)
                 return model(image)
             if self.program is not None:
                 return call_by_program(self.program, model, image)
