@@ -18,7 +18,7 @@ from unet3d.recomputing.rules import State
 from unet3d.recomputing.run import Pass
 from unet3d.recomputing.schedule import Schedule
 from unet3d.recomputing.scratch import scratch_bytes
-from unet3d.recomputing.sizes import sizes_of, wanted_values
+from unet3d.recomputing.sizes import converted_bytes, sizes_of, wanted_values
 from unet3d.recomputing.trace import trace
 
 Plan = Literal["lean", "tiles", "auto"]
@@ -68,8 +68,14 @@ class Recomputed(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan = "lean", budget: str | None = None, held: str | None = None
+        self,
+        model: nn.Module,
+        plan: Plan = "lean",
+        budget: str | None = None,
+        held: str | None = None,
+        device_type: str | None = None,
     ) -> None:
+        """`device_type`: of the device whose tiles are to be used, where tensors stand for those of another."""
         super().__init__()
         if plan not in PLANS:
             raise UserError(f"plan={plan}: choose {', '.join(PLANS)}")
@@ -83,6 +89,7 @@ class Recomputed(nn.Module):
         self.plan = plan
         self.budget = None if budget is None else budget_bytes(budget)
         self.held = 0 if held is None else budget_bytes(held)
+        self.device_type = device_type
         self.programs: dict[Any, Program] = {}
         self.predictions: dict[Any, Prediction] = {}
 
@@ -102,6 +109,7 @@ class Recomputed(nn.Module):
         other.plan = self.plan
         other.budget = self.budget
         other.held = self.held
+        other.device_type = self.device_type
         other.programs = dict(self.programs)
         other.predictions = dict(self.predictions)
         return other
@@ -117,7 +125,7 @@ class Recomputed(nn.Module):
         tensors = self._tensors()
         weights = derived_tensors(program.maps, tensors)
         names = _trained(program.maps, weights)
-        state = State(program.maps.axis, dtype, weights)
+        state = State(program.maps.axis, dtype, weights, program.on_cpu)
         run = Pass(program, state, autocast, image.device)
         outputs = InTiles.apply(run, names, image, *(weights[name] for name in names))
         with torch.no_grad():
@@ -170,7 +178,8 @@ class Recomputed(nn.Module):
         trained = {name: t.nbytes for name, t in tensors.items() if t.requires_grad}
         names = frozenset(trained) | {derived.name for derived in graph.derived}
         wanted = wanted_values(maps, names, image.requires_grad)
-        on_cpu = image.device.type == "cpu"
+        device_type = self.device_type or image.device.type
+        on_cpu = device_type == "cpu"
         numbers = max(value.shape.numel() for value in graph.values if len(value.shape) == 5) // TILES
         if not on_cpu:
             numbers = max(numbers, CUDA_TILE)
@@ -181,6 +190,8 @@ class Recomputed(nn.Module):
         fixed = sum(of_network.values()) + image.nbytes + self.held
         if dtype != image.dtype:
             fixed += image.numel() * dtype.itemsize
+        if not on_cpu:
+            fixed += converted_bytes(maps, tensors, dtype)
         program.schedule = self._choose(schedules, fixed)
         return program, Prediction(fixed, program.schedule, schedules)
 

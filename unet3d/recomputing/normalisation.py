@@ -60,7 +60,7 @@ class Normalisation(Pointwise):
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
         value, _, state, *_ = work
         mean, scale, bias, ones = state.prepare(value, lambda: _of_channels(value, state))
-        rows = _as_one(inputs[0])
+        rows = _as_one(inputs[0], state)
         # A batch normalisation of constant statistics: its kernels convert half precision as they go.
         result: Tensor = torch.ops.aten.native_batch_norm(
             rows,
@@ -77,25 +77,30 @@ class Normalisation(Pointwise):
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         value, _, state, *_ = work
         mean, scale, _, ones = state.prepare(value, lambda: _of_channels(value, state))
-        gradient = gradient.contiguous()
-        if state.takes_sums:
-            _, of_scale, of_bias = torch.ops.aten.native_batch_norm_backward(
-                _as_one(gradient),
-                _as_one(known[0]),
+        if state.on_cpu:
+            gradient = gradient.contiguous()
+        is_fused = work.wanted[0] and not state.on_cpu  # in a launch, and memory of its own
+        images, channels = known[0].shape[:2]
+        if state.takes_sums or is_fused:
+            of_rows, of_scale, of_bias = torch.ops.aten.native_batch_norm_backward(
+                _as_one(gradient, state),
+                _as_one(known[0], state),
                 scale,
                 mean,
                 ones,
-                None,
-                None,
+                mean,
+                ones,
                 False,
                 0.0,
-                [False, True, True],  # of scale and bias alone
+                [is_fused, state.takes_sums, state.takes_sums],
             )
-            shape = known[0].shape[:2]
-            _add_sums(value, state, of_bias.view(shape), of_scale.view(shape))
+            if state.takes_sums:
+                shape = (images, channels)
+                _add_sums(value, state, of_bias.view(shape), of_scale.view(shape))
+            if is_fused:
+                return [of_rows.view(known[0].shape)]
         if not work.wanted[0]:
             return [None]
-        images, channels = known[0].shape[:2]
         factor = scale.view(images, channels, 1, 1, 1).to(gradient.dtype)
         return [multiplied(gradient, factor, work.may_overwrite)]
 
@@ -124,7 +129,7 @@ def take_statistics(value: Value, raw: Tensor, state: State) -> None:
     voxels = per_image.numel() // per_image.shape[1]
     if voxels == 1 and (value.op != "group_norm" or images * channels == settings.groups):
         raise ValueError(f"{value.op}: expected more than 1 value per channel when training")
-    mean, variance = _moments(per_image)
+    mean, variance = _moments(per_image, state.on_cpu)
     if running is not None:
         averaged = images if value.op == "instance_norm" else 1
         _update(running, mean, variance, voxels, settings.momentum, averaged)
@@ -157,6 +162,10 @@ def complete(value: Value, raw: Tensor, gradient: Tensor, state: State) -> None:
     if terms is None:
         return
     mean, slope, shift = terms
+    if not state.on_cpu:  # kernels that convert as they go
+        part = raw - mean
+        gradient.add_(torch.addcmul(shift, part, slope, out=part))
+        return
     part = raw.to(mean.dtype) - mean
     part.mul_(slope).add_(shift)
     if gradient.dtype == part.dtype:
@@ -241,13 +250,15 @@ def _of_channels(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor, Te
     return mean, scale, bias, torch.ones_like(mean)
 
 
-def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, on_cpu: bool) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of each channel of N C D H W; of half precision, in float32."""
     exact = _exact(x)
     channels = x.shape[1]
-    # The kernel also updates running statistics, which nothing reads here.
-    running_mean = torch.zeros(channels, dtype=exact, device=x.device)
-    running_var = torch.zeros(channels, dtype=exact, device=x.device)
+    running_mean = running_var = None
+    if on_cpu:
+        # The kernel also updates running statistics, which nothing reads: without them it rounds to the type of x.
+        running_mean = torch.zeros(channels, dtype=exact, device=x.device)
+        running_var = torch.zeros(channels, dtype=exact, device=x.device)
     mean, variance = torch.ops.aten.batch_norm_update_stats(
         x.contiguous(),
         running_mean,
@@ -286,9 +297,11 @@ def _per_channel(values: Tensor, channels: int) -> Tensor:
     return values.repeat_interleave(channels // groups, 1)
 
 
-def _as_one(x: Tensor) -> Tensor:
-    """Return N C D H W as 1 NC D H W: torch's kernels are fast where it is contiguous."""
-    return x.contiguous().view(1, -1, *x.shape[2:])
+def _as_one(x: Tensor, state: State) -> Tensor:
+    """Return N C D H W as 1 NC D H W: on the CPU, torch's kernels are fast where it is contiguous."""
+    if state.on_cpu:
+        x = x.contiguous()
+    return x.reshape(1, -1, *x.shape[2:])
 
 
 NORMALISATIONS = ("instance_norm", "batch_norm", "group_norm")

@@ -5,7 +5,7 @@ computes them, and sends a gradient of these rows to the inputs' rows. An operat
 under autograd: that costs memory, never correctness.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ class State:
     axis: int
     dtype: torch.dtype  # of maps
     weights: Mapping[str, Tensor]  # parameters, buffers, constants and derived tensors by name
+    on_cpu: bool = True  # else each call costs a launch, and what is small stays for the whole pass
     statistics: dict[Value, Statistics] = field(default_factory=dict)
     sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of normalisations' gradients, N C
     masks: dict[Value, Tensor] = field(default_factory=dict)  # of dropout
@@ -45,11 +46,14 @@ class State:
     updated: set[Value] = field(default_factory=set)  # whole normalisations that have updated their running statistics
     takes_sums: bool = True  # False in the second of two passes over the same tiles
     prepared: dict[Any, Any] = field(default_factory=dict)  # by one instruction, for all of its tiles
+    converted: dict[str, Tensor] = field(default_factory=dict)  # weights in the type of maps, of the whole pass
 
     def weight(self, weight: Weight | None) -> Tensor | None:
-        """Return a weight in the type of maps; it is converted once for an instruction."""
+        """Return a weight in the type of maps; it is converted once for an instruction, if not for the pass."""
         if weight is None:
             return None
+        if weight.name in self.converted:
+            return self.converted[weight.name]
         tensor = self.weights[weight.name]
         if not tensor.is_floating_point():
             return tensor
@@ -64,6 +68,24 @@ class State:
             self.prepared[key] = make()
         return self.prepared[key]
 
+    def convert(self, weights: Iterable[Weight]) -> None:
+        """Convert weights to the type of maps for the whole pass, in one launch."""
+        names = []
+        for weight in weights:
+            tensor = self.weights[weight.name]
+            if tensor.is_floating_point() and tensor.dtype != self.dtype:
+                names.append(weight.name)
+        tensors = [self.weights[name].detach() for name in names]
+        converted = [torch.empty_like(tensor, dtype=self.dtype) for tensor in tensors]
+        if converted:
+            torch._foreach_copy_(converted, tensors)
+        self.converted = dict(zip(names, converted, strict=True))
+
+    def forget_prepared(self) -> None:
+        """Forget what an instruction has prepared; on a GPU it stays for the pass: a few numbers a channel."""
+        if self.on_cpu:
+            self.prepared.clear()
+
     def wants(self, weight: Weight | None) -> bool:
         """Return whether a gradient of the weight is to be added up."""
         if weight is None or not self.takes_sums:
@@ -76,12 +98,26 @@ class State:
             return
         assert weight is not None
         total = self.gradients.get(weight.name)
+        tensor = self.weights[weight.name]
         if total is None:
-            tensor = self.weights[weight.name]
-            total = gradient.to(tensor.dtype).view(tensor.shape)
+            dtype = tensor.dtype if self.on_cpu else gradient.dtype
+            total = gradient.to(dtype).view(tensor.shape)
             self.gradients[weight.name] = total.contiguous()
-        else:
+        elif total.dtype == tensor.dtype:
             total.add_(gradient.view(total.shape))
+        else:
+            self.gradients[weight.name] = total.to(tensor.dtype).add_(gradient.view(total.shape))
+
+    def close_gradients(self) -> None:
+        """Convert gradients that are in the type of maps to their weights' types, in one launch."""
+        names = []
+        for name, gradient in self.gradients.items():
+            if gradient.dtype != self.weights[name].dtype:
+                names.append(name)
+        converted = [torch.empty_like(self.weights[name]) for name in names]
+        if converted:
+            torch._foreach_copy_(converted, [self.gradients[name] for name in names])
+        self.gradients |= dict(zip(names, converted, strict=True))
 
 
 class Tile(NamedTuple):

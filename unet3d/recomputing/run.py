@@ -36,6 +36,8 @@ class Pass:
         graph = self.program.maps.graph
         self.maps[graph.image] = image.to(self.state.dtype)
         draw_masks(graph.values, self.state, self.device)
+        if not self.program.on_cpu:
+            self.state.convert(self.program.maps.converted_weights)
         turn = next(place for place, step in enumerate(self.instructions) if isinstance(step, Turn))
         for instruction in self.instructions[:turn]:
             self._carry_out(instruction)
@@ -65,6 +67,7 @@ class Pass:
         del gradients, gradient, known
         for instruction in self.instructions:
             self._carry_out(instruction)
+        self.state.close_gradients()
         return self.gradients.pop(graph.image, None)
 
     def _carry_out(self, instruction: Instruction) -> None:
@@ -80,7 +83,7 @@ class Pass:
                 self._send(self.by_index[index], targets)
             case SendTwice(index, targets):
                 self._send_twice(self.by_index[index], targets)
-        self.state.prepared.clear()
+        self.state.forget_prepared()
 
     # Maps
 
@@ -312,7 +315,7 @@ class Pass:
             return
         plan = self.program.plan(map_, without=source.value)
         self._send_by_tiles(plan, gradient, others, may_overwrite=False)
-        self.state.prepared.clear()
+        self.state.forget_prepared()
         for norm in source.norms:
             normalisation.close_sums(norm, self.state)
         self.state.takes_sums = False
