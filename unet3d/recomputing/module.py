@@ -1,6 +1,7 @@
 """`unet3d.recompute`: any network, trained by a schedule of its own."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +25,8 @@ from unet3d.recomputing.trace import trace
 Plan = Literal["lean", "tiles", "auto"]
 PLANS = ("lean", "tiles", "auto")
 TILES = 24  # of the largest value, on the CPU
-CUDA_TILE = 2**22  # numbers; with less, a GPU waits for launches
+CUDA_TILES = 3  # of it on a GPU, which waits for launches where there are more
+CUDA_TILE = 2**22  # numbers of a tile there, at least
 
 
 class Prediction(NamedTuple):
@@ -180,9 +182,10 @@ class Recomputed(nn.Module):
         wanted = wanted_values(maps, names, image.requires_grad)
         device_type = self.device_type or image.device.type
         on_cpu = device_type == "cpu"
-        numbers = max(value.shape.numel() for value in graph.values if len(value.shape) == 5) // TILES
+        largest = max(value.shape.numel() for value in graph.values if len(value.shape) == 5)
+        numbers = largest // TILES
         if not on_cpu:
-            numbers = max(numbers, CUDA_TILE)
+            numbers = max(math.ceil(largest / CUDA_TILES), CUDA_TILE)
         program = Program(maps, numbers, on_cpu, wanted, Schedule((), 0, 0.0))
         scratch = scratch_bytes(program, tensors, dtype, _autocast_dtype(image), image.device)
         schedules = tuple(search.front(sizes_of(program, dtype, trained, scratch)))

@@ -129,7 +129,7 @@ def take_statistics(value: Value, raw: Tensor, state: State) -> None:
     voxels = per_image.numel() // per_image.shape[1]
     if voxels == 1 and (value.op != "group_norm" or images * channels == settings.groups):
         raise ValueError(f"{value.op}: expected more than 1 value per channel when training")
-    mean, variance = _moments(per_image, state.on_cpu)
+    mean, variance = _moments(per_image)
     if running is not None:
         averaged = images if value.op == "instance_norm" else 1
         _update(running, mean, variance, voxels, settings.momentum, averaged)
@@ -184,6 +184,7 @@ def close_sums(value: Value, state: State) -> None:
     channels = of_scale.shape[1]
     inverse_std = _per_channel(state.statistics[value].inverse_std, channels)
     of_weight = of_scale * inverse_std
+    state.sums[value] = (of_bias, of_weight)
     state.add_gradient(settings.bias, of_bias.sum(0))
     state.add_gradient(settings.weight, of_weight.sum(0))
 
@@ -194,25 +195,26 @@ def _completion(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor] | N
     known = state.statistics[value]
     if sums is None or known.voxels == 0:
         return None
-    of_bias, of_scale = sums
+    of_bias, of_weight = sums
     images, channels = of_bias.shape
     settings = settings_of(value)
+    inverse_std = _per_channel(known.inverse_std, channels)
+    factor = inverse_std / -known.voxels
+    weight: Tensor | float = 1.0
     if settings.weight is not None:
         weight = state.weights[settings.weight.name].detach().to(of_bias.dtype)
-        of_bias = of_bias * weight
-        of_scale = of_scale * weight
-    inverse_std = _per_channel(known.inverse_std, channels)
-    of_scale = of_scale * inverse_std
-    if value.op == "batch_norm":
-        of_bias = of_bias.sum(0, keepdim=True)
-        of_scale = of_scale.sum(0, keepdim=True)
-    elif value.op == "group_norm":
+    if value.op == "group_norm":
         assert settings.groups is not None
         grouped = (images, settings.groups, -1)
-        of_bias = _per_channel(of_bias.view(grouped).sum(2), channels)
-        of_scale = _per_channel(of_scale.view(grouped).sum(2), channels)
-    shift = -inverse_std * of_bias / known.voxels
-    slope = -(inverse_std**2) * of_scale / known.voxels
+        of_bias = _per_channel((of_bias * weight).view(grouped).sum(2), channels)
+        of_weight = _per_channel((of_weight * weight).view(grouped).sum(2), channels)
+    elif settings.weight is not None:
+        factor = factor * weight
+    if value.op == "batch_norm":
+        of_bias = of_bias.sum(0, keepdim=True)
+        of_weight = of_weight.sum(0, keepdim=True)
+    shift = factor * of_bias
+    slope = factor * inverse_std * of_weight
     mean = _per_channel(known.mean, channels)
     return (
         mean[..., None, None, None],
@@ -223,9 +225,7 @@ def _completion(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor] | N
 
 def _add_sums(value: Value, state: State, of_bias: Tensor, of_scale: Tensor) -> None:
     if value in state.sums:
-        total_of_bias, total_of_scale = state.sums[value]
-        total_of_bias.add_(of_bias)
-        total_of_scale.add_(of_scale)
+        torch._foreach_add_(list(state.sums[value]), [of_bias, of_scale])
     else:
         state.sums[value] = (of_bias, of_scale)
 
@@ -237,28 +237,30 @@ def _of_channels(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor, Te
     images, channels = value.shape[:2]
     mean = _per_channel(known.mean, channels)
     scale = _per_channel(known.inverse_std, channels)
-    bias = torch.zeros_like(scale)
     if settings.weight is not None:
         weight = state.weights[settings.weight.name].detach()
         scale = scale * weight.to(scale.dtype)
-    if settings.bias is not None:
+    if settings.bias is None:
+        bias = torch.zeros_like(scale)
+    else:
         shift = state.weights[settings.bias.name].detach()
-        bias = bias + shift.to(scale.dtype)
+        bias = shift.to(scale.dtype).expand_as(scale).clone()
     mean = mean.expand(images, channels).reshape(-1)
     scale = scale.expand(images, channels).reshape(-1)
     bias = bias.expand(images, channels).reshape(-1)
-    return mean, scale, bias, torch.ones_like(mean)
+    if state.on_cpu:
+        return mean, scale, bias, torch.ones_like(mean)
+    ones = state.prepare(("ones", images * channels), lambda: torch.ones_like(mean))
+    return mean, scale, bias, ones
 
 
-def _moments(x: Tensor, on_cpu: bool) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of each channel of N C D H W; of half precision, in float32."""
     exact = _exact(x)
     channels = x.shape[1]
-    running_mean = running_var = None
-    if on_cpu:
-        # The kernel also updates running statistics, which nothing reads: without them it rounds to the type of x.
-        running_mean = torch.zeros(channels, dtype=exact, device=x.device)
-        running_var = torch.zeros(channels, dtype=exact, device=x.device)
+    # The kernel also updates running statistics, which nothing reads: without them it may round to the type of x.
+    running_mean = torch.empty(channels, dtype=exact, device=x.device)
+    running_var = torch.empty(channels, dtype=exact, device=x.device)
     mean, variance = torch.ops.aten.batch_norm_update_stats(
         x.contiguous(),
         running_mean,
