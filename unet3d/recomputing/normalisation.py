@@ -60,6 +60,8 @@ class Normalisation(Pointwise):
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
         value, _, state, *_ = work
         mean, scale, bias, ones = state.prepare(value, lambda: _of_channels(value, state))
+        if not state.on_cpu:
+            return _affine(inputs[0], scale, bias, state.dtype)
         rows = _as_one(inputs[0], state)
         # A batch normalisation of constant statistics: its kernels convert half precision as they go.
         result: Tensor = torch.ops.aten.native_batch_norm(
@@ -185,8 +187,8 @@ def close_sums(value: Value, state: State) -> None:
     inverse_std = _per_channel(state.statistics[value].inverse_std, channels)
     of_weight = of_scale * inverse_std
     state.sums[value] = (of_bias, of_weight)
-    state.add_gradient(settings.bias, of_bias.sum(0))
-    state.add_gradient(settings.weight, of_weight.sum(0))
+    state.add_gradient_of_images(settings.bias, of_bias)
+    state.add_gradient_of_images(settings.weight, of_weight)
 
 
 def _completion(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -199,20 +201,22 @@ def _completion(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor] | N
     images, channels = of_bias.shape
     settings = settings_of(value)
     inverse_std = _per_channel(known.inverse_std, channels)
-    factor = inverse_std / -known.voxels
-    weight: Tensor | float = 1.0
-    if settings.weight is not None:
-        weight = state.weights[settings.weight.name].detach().to(of_bias.dtype)
+    scale = inverse_std
     if value.op == "group_norm":
         assert settings.groups is not None
         grouped = (images, settings.groups, -1)
-        of_bias = _per_channel((of_bias * weight).view(grouped).sum(2), channels)
-        of_weight = _per_channel((of_weight * weight).view(grouped).sum(2), channels)
-    elif settings.weight is not None:
-        factor = factor * weight
+        if settings.weight is not None:
+            weight = state.weights[settings.weight.name].detach().to(of_bias.dtype)
+            of_bias = of_bias * weight
+            of_weight = of_weight * weight
+        of_bias = _per_channel(of_bias.view(grouped).sum(2), channels)
+        of_weight = _per_channel(of_weight.view(grouped).sum(2), channels)
+    else:
+        scale = _scale(value, state)
     if value.op == "batch_norm":
         of_bias = of_bias.sum(0, keepdim=True)
         of_weight = of_weight.sum(0, keepdim=True)
+    factor = scale / -known.voxels
     shift = factor * of_bias
     slope = factor * inverse_std * of_weight
     mean = _per_channel(known.mean, channels)
@@ -231,20 +235,18 @@ def _add_sums(value: Value, state: State, of_bias: Tensor, of_scale: Tensor) -> 
 
 
 def _of_channels(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return mean, scale, bias and ones of each of the N C channels."""
+    """Return mean, scale, bias and ones of each of the N C channels; on a GPU the bias of what the mean is still in."""
     settings = settings_of(value)
     known = state.statistics[value]
     images, channels = value.shape[:2]
     mean = _per_channel(known.mean, channels)
-    scale = _per_channel(known.inverse_std, channels)
-    if settings.weight is not None:
-        weight = state.weights[settings.weight.name].detach()
-        scale = scale * weight.to(scale.dtype)
-    if settings.bias is None:
-        bias = torch.zeros_like(scale)
-    else:
-        shift = state.weights[settings.bias.name].detach()
-        bias = shift.to(scale.dtype).expand_as(scale).clone()
+    scale = _scale(value, state)
+    bias = torch.zeros_like(scale) if settings.bias is None or state.on_cpu else None
+    if settings.bias is not None:
+        shift = state.weights[settings.bias.name].detach().to(scale.dtype)
+        bias = shift.expand_as(scale).clone() if state.on_cpu else shift
+    if not state.on_cpu:
+        bias = torch.addcmul(bias, mean, scale, value=-1)
     mean = mean.expand(images, channels).reshape(-1)
     scale = scale.expand(images, channels).reshape(-1)
     bias = bias.expand(images, channels).reshape(-1)
@@ -252,6 +254,26 @@ def _of_channels(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor, Te
         return mean, scale, bias, torch.ones_like(mean)
     ones = state.prepare(("ones", images * channels), lambda: torch.ones_like(mean))
     return mean, scale, bias, ones
+
+
+def _scale(value: Value, state: State) -> Tensor:
+    """Return the factor of each channel, (N or 1, C)."""
+    inverse_std = _per_channel(state.statistics[value].inverse_std, value.shape[1])
+    weight = settings_of(value).weight
+    if weight is None:
+        return inverse_std
+    if state.on_cpu:
+        return inverse_std * state.weights[weight.name].detach().to(inverse_std.dtype)
+    key = ("scale", value)
+    scale: Tensor = state.prepare(key, lambda: inverse_std * state.weights[weight.name].detach().to(inverse_std.dtype))
+    return scale
+
+
+def _affine(rows: Tensor, scale: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a normalisation in one launch, whatever the strides of the rows; kernels convert as they go."""
+    shape = (*rows.shape[:2], 1, 1, 1)
+    result = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    return torch.addcmul(bias.view(shape), rows, scale.view(shape), out=result)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

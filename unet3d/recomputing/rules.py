@@ -43,6 +43,7 @@ class State:
     sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of normalisations' gradients, N C
     masks: dict[Value, Tensor] = field(default_factory=dict)  # of dropout
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of weights
+    of_images: dict[int, list[tuple[Weight, Tensor]]] = field(default_factory=dict)  # the same, not yet summed
     updated: set[Value] = field(default_factory=set)  # whole normalisations that have updated their running statistics
     takes_sums: bool = True  # False in the second of two passes over the same tiles
     prepared: dict[Any, Any] = field(default_factory=dict)  # by one instruction, for all of its tiles
@@ -108,8 +109,22 @@ class State:
         else:
             self.gradients[weight.name] = total.to(tensor.dtype).add_(gradient.view(total.shape))
 
+    def add_gradient_of_images(self, weight: Weight | None, gradients: Tensor) -> None:
+        """Add to the gradient of a weight those of images, N C; on a GPU all are summed up together when a pass ends."""
+        if weight is None or not self.wants(weight):
+            return
+        if self.on_cpu:
+            self.add_gradient(weight, gradients.sum(0))
+        else:
+            self.of_images.setdefault(len(gradients), []).append((weight, gradients))
+
     def close_gradients(self) -> None:
-        """Convert gradients that are in the type of maps to their weights' types, in one launch."""
+        """Sum up those of images, and convert what is in the type of maps to the weights' types: a few launches."""
+        for of_weights in self.of_images.values():
+            sums = torch.cat([gradients for _, gradients in of_weights], 1).sum(0)
+            lengths = [gradients.shape[1] for _, gradients in of_weights]
+            for (weight, _), gradient in zip(of_weights, sums.split(lengths), strict=True):
+                self.add_gradient(weight, gradient)
         names = []
         for name, gradient in self.gradients.items():
             if gradient.dtype != self.weights[name].dtype:
