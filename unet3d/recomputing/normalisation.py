@@ -166,7 +166,8 @@ def complete(value: Value, raw: Tensor, gradient: Tensor, state: State) -> None:
     mean, slope, shift = terms
     if not state.on_cpu:  # kernels that convert as they go
         part = raw - mean
-        gradient.add_(torch.addcmul(shift, part, slope, out=part))
+        torch.addcmul(shift, part, slope, out=part)
+        gradient.add_(part, alpha=-1 / state.statistics[value].voxels)
         return
     part = raw.to(mean.dtype) - mean
     part.mul_(slope).add_(shift)
@@ -192,7 +193,10 @@ def close_sums(value: Value, state: State) -> None:
 
 
 def _completion(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return mean, slope and shift of each channel, N or 1, C 1 1 1; None where statistics are constants."""
+    """Return mean, slope and shift of each channel, N or 1, C 1 1 1; None where statistics are constants.
+
+    On a GPU slope and shift are still to be divided by -voxels.
+    """
     sums = state.sums.pop(value, None)
     known = state.statistics[value]
     if sums is None or known.voxels == 0:
@@ -216,9 +220,10 @@ def _completion(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor] | N
     if value.op == "batch_norm":
         of_bias = of_bias.sum(0, keepdim=True)
         of_weight = of_weight.sum(0, keepdim=True)
-    factor = scale / -known.voxels
-    shift = factor * of_bias
-    slope = factor * inverse_std * of_weight
+    if state.on_cpu:
+        scale = scale / -known.voxels
+    shift = scale * of_bias
+    slope = scale * inverse_std * of_weight
     mean = _per_channel(known.mean, channels)
     return (
         mean[..., None, None, None],

@@ -43,6 +43,7 @@ class State:
     sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of normalisations' gradients, N C
     masks: dict[Value, Tensor] = field(default_factory=dict)  # of dropout
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of weights
+    of_tile: dict[str, Tensor] = field(default_factory=dict)  # the same, not yet added
     of_images: dict[int, list[tuple[Weight, Tensor]]] = field(default_factory=dict)  # the same, not yet summed
     updated: set[Value] = field(default_factory=set)  # whole normalisations that have updated their running statistics
     takes_sums: bool = True  # False in the second of two passes over the same tiles
@@ -94,20 +95,39 @@ class State:
         return self.weights[weight.name].requires_grad
 
     def add_gradient(self, weight: Weight | None, gradient: Tensor | None) -> None:
-        """Add to the gradient of a weight."""
+        """Add to the gradient of a weight; on a GPU `close_tile` does, to those of all weights together."""
         if gradient is None or not self.wants(weight):
             return
         assert weight is not None
-        total = self.gradients.get(weight.name)
         tensor = self.weights[weight.name]
+        if not self.on_cpu:
+            if weight.name in self.of_tile:
+                self.close_tile()
+            self.of_tile[weight.name] = gradient.view(tensor.shape)
+            return
+        total = self.gradients.get(weight.name)
         if total is None:
-            dtype = tensor.dtype if self.on_cpu else gradient.dtype
-            total = gradient.to(dtype).view(tensor.shape)
+            total = gradient.to(tensor.dtype).view(tensor.shape)
             self.gradients[weight.name] = total.contiguous()
-        elif total.dtype == tensor.dtype:
-            total.add_(gradient.view(total.shape))
         else:
-            self.gradients[weight.name] = total.to(tensor.dtype).add_(gradient.view(total.shape))
+            total.add_(gradient.view(total.shape))
+
+    def close_tile(self) -> None:
+        """Add a tile's gradients to those of weights: at most two launches for all of them."""
+        converted = {}
+        for name, gradient in self.of_tile.items():
+            if gradient.dtype != self.weights[name].dtype:
+                converted[name] = torch.empty_like(self.weights[name])
+        if converted:
+            torch._foreach_copy_(list(converted.values()), [self.of_tile[name] for name in converted])
+        of_tile = self.of_tile | converted
+        self.of_tile = {}
+        known = [name for name in of_tile if name in self.gradients]
+        if known:
+            torch._foreach_add_([self.gradients[name] for name in known], [of_tile[name] for name in known])
+        for name, gradient in of_tile.items():
+            if name not in known:
+                self.gradients[name] = gradient.contiguous()
 
     def add_gradient_of_images(self, weight: Weight | None, gradients: Tensor) -> None:
         """Add to the gradient of a weight those of images, N C; on a GPU all are summed up together when a pass ends."""
@@ -119,20 +139,13 @@ class State:
             self.of_images.setdefault(len(gradients), []).append((weight, gradients))
 
     def close_gradients(self) -> None:
-        """Sum up those of images, and convert what is in the type of maps to the weights' types: a few launches."""
+        """Add those of images, of all weights together."""
         for of_weights in self.of_images.values():
             sums = torch.cat([gradients for _, gradients in of_weights], 1).sum(0)
             lengths = [gradients.shape[1] for _, gradients in of_weights]
             for (weight, _), gradient in zip(of_weights, sums.split(lengths), strict=True):
                 self.add_gradient(weight, gradient)
-        names = []
-        for name, gradient in self.gradients.items():
-            if gradient.dtype != self.weights[name].dtype:
-                names.append(name)
-        converted = [torch.empty_like(self.weights[name]) for name in names]
-        if converted:
-            torch._foreach_copy_(converted, [self.gradients[name] for name in names])
-        self.gradients |= dict(zip(names, converted, strict=True))
+        self.close_tile()
 
 
 class Tile(NamedTuple):

@@ -180,6 +180,7 @@ class Pass:
         inputs = [self.maps[source] for source in map_.value.inputs]
         with self._types():
             gradients = gradients_by_autograd(map_.value, inputs, gradient, self.state, keeps_types=True)
+        self.state.close_tile()
         of_source = dict(zip(map_.value.inputs, gradients, strict=True))
         memory: list[Tensor] = [gradient]
         image = self.program.maps.graph.image
@@ -231,6 +232,7 @@ class Pass:
                 first, end = tile.span
                 rows = gradient.narrow(self.state.axis, first, end - first)
             sent = send_gradient(plan, tile, self.maps, rows, may_overwrite, values, self.state)
+            self.state.close_tile()
             del rows
             self._collect(plan, number, sinks, sent, completed)
             sent.clear()  # before the next tile's rows are made
