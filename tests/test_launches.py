@@ -16,6 +16,7 @@ from unet3d import build
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory.fake_tensors import fake_mode
+from unet3d.recomputing import module
 
 SCRIPT = Path(__file__).parent / "bench" / "launches.py"
 AT_64 = ("device=cuda", "data.patch=[64,64,64]", "batch=2", "amp=true")
@@ -45,6 +46,32 @@ def config_of(*words: str) -> Config:
 )
 def test_a_step_launches_few_kernels(script: ModuleType, words: tuple[str, ...], most: int) -> None:
     assert 200 < script.counted(config_of(*words)).launches <= most
+
+
+@slow
+@pytest.mark.parametrize(
+    ("plan", "size", "most", "of_plain"),
+    [("lean", 64, 700, 0.45), ("tiles", 64, 785, 0.39), ("lean", 128, 835, 0.38), ("tiles", 128, 910, 0.31)],
+)
+def test_a_step_that_recomputes_launches_few_kernels_in_less_memory(
+    script: ModuleType, plan: str, size: int, most: int, of_plain: float
+) -> None:
+    """Of twice and three and a half times plain's 420, and of 0.55 and 0.40 of its peak, most is not needed."""
+    config = config_of("model=unet", "amp_dtype=bf16", f"data.patch=[{size},{size},{size}]")
+    assert 200 < script.counted(config, plan).launches <= most
+    assert script.peak_bytes(config, plan) <= of_plain * script.peak_bytes(config)
+
+
+@slow
+def test_each_tile_of_a_gpu_is_more_launches(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("model=unet_tiny")
+    monkeypatch.setattr(module, "CUDA_TILE", 1)
+    launches = []
+    for tiles in (1, 3, 12):
+        monkeypatch.setattr(module, "CUDA_TILES", tiles)
+        launches.append(script.counted(config, "lean").launches)
+    assert sorted(launches) == launches
+    assert 2 * launches[0] < launches[2]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
     python tests/bench/launches.py model=unet amp=true amp_dtype=bf16 "data.patch=[64,64,64]"
 
-Prints one JSON line: `launches` of torch's kernels, `convolutions` and `normalisations` of cuDNN, `synchronisations`,
+With `--plan=lean` or `--plan=tiles` the network is one of `unet3d.recompute`. Prints one JSON line: `launches` of torch's kernels, `convolutions` and `normalisations` of cuDNN, `synchronisations`,
 of the third step, whose optimizer has its state. The step runs on fake tensors. Each operation then counts by the rules
 of torch's CUDA backend, read from its source; `cuda_desk.py` compares them with what torch's CUDA build does. Kernels
 of cuDNN, copies and memsets are not in `launches`. A CPU build of torch counts as one for CUDA 13.
@@ -22,16 +22,21 @@ from torch.utils._pytree import tree_leaves
 
 from unet3d import build
 from unet3d.base.errors import UserError
+from unet3d.base.types import Batch
 from unet3d.config import compose, rules
 from unet3d.config.schema import Config
 from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.fake_tensors import fake_mode
-from unet3d.memory.simulate import BatchInTransit, fake_batch, fake_learner, take_weights_together
+from unet3d.memory.meter import STEPS_FOR_PEAK
+from unet3d.memory.simulate import BatchInTransit, fake_batch, fake_learner, fake_steps, take_weights_together
+from unet3d.recomputing.module import Plan, Recomputed
 from unet3d.training.slabs import Observer
 from unet3d.training.step import train_step
+from unet3d.training.trainer import Learner
 
 aten = torch.ops.aten
 STEPS = 3
+PLANS: tuple[Plan, ...] = ("lean", "tiles")
 CHUNK = 65_536  # numbers that a block of a `_foreach_` kernel takes; MultiTensorApply.cuh of torch 2.13
 BATCHED = 4  # dimensions of tensors that `cat` joins in one launch
 CUDNN_NORMALISES = (torch.float32, torch.float16)  # torch itself bfloat16
@@ -259,11 +264,19 @@ RULES: dict[Any, Rule] = {
 }
 
 
-def counted(config: Config) -> Counts:
-    """Return what the third step of a run on CUDA asks of the device. The model's options leave nothing open."""
+def learner_of(config: Config, plan: Plan | None) -> Learner:
+    """Return what a step of the run needs, within `fake_mode`; with a plan, the network recomputes by it."""
     starts = choose_segments(config, config.model).segment_starts
+    learner = fake_learner(config, config.model, starts)
+    if plan is None:
+        return learner
+    return learner._replace(model=Recomputed(learner.model, plan, device_type="cuda"))
+
+
+def counted(config: Config, plan: Plan | None = None) -> Counts:
+    """Return what the third step of a run on CUDA asks of the device. The model's options leave nothing open."""
     with torch.random.fork_rng([]), fake_mode("cuda"):
-        learner = fake_learner(config, config.model, starts)
+        learner = learner_of(config, plan)
         take_weights_together(learner.optimizer)
         for _ in range(STEPS):
             micro_batches = [fake_batch(config, config.model, torch.float32) for _ in range(config.accumulate)]
@@ -275,13 +288,32 @@ def counted(config: Config) -> Counts:
     return launches.counts
 
 
+def peak_bytes(config: Config, plan: Plan | None = None) -> int:
+    """Return the most bytes of tensors alive in a step of a run on CUDA, with the optimizer's state."""
+    with torch.random.fork_rng([]), fake_mode("cuda"):
+        learner = learner_of(config, plan)
+
+        def make() -> list[Batch]:
+            return [fake_batch(config, config.model, torch.float32) for _ in range(config.accumulate)]
+
+        meter = fake_steps(learner, make, "cuda", config.optim.clip, steps=STEPS_FOR_PEAK)
+    peak: int = meter.summary()["peak_bytes"]
+    return peak
+
+
 def main() -> int:
     """Print the counts of the config on the command line. Return 2 where that cannot be counted."""
     if {"-h", "--help"} & {*sys.argv[1:]}:
         print(__doc__)
         return 0
+    words = sys.argv[1:]
+    plan: Plan | None = None
+    for known in PLANS:
+        if f"--plan={known}" in words:
+            words.remove(f"--plan={known}")
+            plan = known
     try:
-        config = compose.compose([*sys.argv[1:], "device=cuda"])
+        config = compose.compose([*words, "device=cuda"])
         config.model = build.model_config_from_headers(config)
         switches = rules.switches_of(config)
         if switches:
@@ -289,7 +321,7 @@ def main() -> int:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    print(json.dumps(asdict(counted(config))))
+    print(json.dumps(asdict(counted(config, plan))))
     return 0
 
 

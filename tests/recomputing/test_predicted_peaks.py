@@ -107,9 +107,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     ("name", "plan"),
     [("chain", "lean"), ("chain", "tiles"), ("DynUNet", "lean"), ("UNet", "tiles")],
 )
-def test_the_peak_is_as_predicted(
-    name: str, plan: Plan, device_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_is_as_predicted(name: str, plan: Plan, device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a program for a GPU, carried out on the CPU."""
     if name != "chain":
         pytest.importorskip("monai")

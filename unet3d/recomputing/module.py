@@ -15,11 +15,11 @@ from unet3d.recomputing import search
 from unet3d.recomputing.function import InTiles, derived_tensors
 from unet3d.recomputing.maps import Map, Maps, bytes_of
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import State
 from unet3d.recomputing.run import Pass
 from unet3d.recomputing.schedule import Schedule
 from unet3d.recomputing.scratch import scratch_bytes
 from unet3d.recomputing.sizes import converted_bytes, sizes_of, wanted_values
+from unet3d.recomputing.state import State
 from unet3d.recomputing.trace import trace
 
 Plan = Literal["lean", "tiles", "auto"]

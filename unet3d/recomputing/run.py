@@ -12,7 +12,9 @@ from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import State, call, draw_masks, gradients_by_autograd
+from unet3d.recomputing.rules import call, draw_masks, gradients_by_autograd
+from unet3d.recomputing.state import State
+from unet3d.recomputing.statistics import take_statistics
 from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, send_gradient
 
 
@@ -94,7 +96,7 @@ class Pass:
             self._make_by_tiles(map_, over, through)
         for norm in map_.norms:
             if norm not in self.state.statistics:
-                normalisation.take_statistics(norm, self.maps[map_.value], self.state)
+                take_statistics(norm, self.maps[map_.value], self.state)
 
     def _make_whole(self, map_: Map) -> Tensor:
         inputs = [self.maps[source] for source in map_.value.inputs]

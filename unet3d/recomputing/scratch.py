@@ -18,9 +18,10 @@ from unet3d.recomputing.function import derived_tensors
 from unet3d.recomputing.instructions import Target
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import State, draw_masks
+from unet3d.recomputing.rules import draw_masks
 from unet3d.recomputing.run import Pass
 from unet3d.recomputing.schedule import TWICE
+from unet3d.recomputing.state import State
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 

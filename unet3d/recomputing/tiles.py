@@ -13,7 +13,8 @@ from torch import Tensor
 from unet3d.recomputing.convolution import Convolution
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map
-from unet3d.recomputing.rules import RULES, Span, State, Tile, Work
+from unet3d.recomputing.rules import RULES, Span, Tile, Work
+from unet3d.recomputing.state import State
 
 
 @dataclass(frozen=True, eq=False)
