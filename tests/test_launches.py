@@ -56,10 +56,23 @@ def test_a_step_launches_few_kernels(script: ModuleType, words: tuple[str, ...],
 def test_a_step_that_recomputes_launches_few_kernels_in_less_memory(
     script: ModuleType, plan: str, size: int, most: int, of_plain: float
 ) -> None:
-    """Of twice and three and a half times plain's 420, and of 0.55 and 0.40 of its peak, most is not needed."""
+    """Well within twice and three and a half times plain's 420, and within 0.55 and 0.40 of its peak."""
     config = config_of("model=unet", "amp_dtype=bf16", f"data.patch=[{size},{size},{size}]")
     assert 200 < script.counted(config, plan).launches <= most
     assert script.peak_bytes(config, plan) <= of_plain * script.peak_bytes(config)
+
+
+@slow
+def test_the_peak_in_half_precision_is_as_predicted(script: ModuleType) -> None:
+    """Beside the prediction are the optimizer's two maps of each weight, and a few numbers a channel."""
+    config = config_of("model=unet", "amp_dtype=bf16")
+    with fake_mode("cuda"):
+        learner = script.learner_of(config, "lean")
+        learner.policy.forward(learner.model, torch.empty(2, 1, *config.data.patch))
+        (program,) = learner.model.programs.values()
+        predicted = learner.model.prediction(program).peak_bytes
+        of_optimizer = 2 * sum(parameter.nbytes for parameter in learner.model.parameters())
+    assert abs(script.peak_bytes(config, "lean") - predicted - of_optimizer) <= 64 * 2**10
 
 
 @slow
