@@ -6,6 +6,7 @@ That these counts are those of torch's CUDA build is shown by `tests/bench/cuda_
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +17,8 @@ from unet3d import build
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory.fake_tensors import fake_mode
+from unet3d.memory.peak import step_peak
+from unet3d.memory.technique import choose_technique
 
 SCRIPT = Path(__file__).parent / "bench" / "launches.py"
 AT_64 = ("device=cuda", "data.patch=[64,64,64]", "batch=2", "amp=true")
@@ -39,12 +42,31 @@ def config_of(*words: str) -> Config:
     [
         (("model=unet",), 420),
         (("model=nnunet_hippocampus",), 600),
-        pytest.param(("model=unet", "lean=true"), 2_050, marks=slow),
-        pytest.param(("model=unet", "slab=auto"), 2_250, marks=slow),
     ],
 )
 def test_a_step_launches_few_kernels(script: ModuleType, words: tuple[str, ...], most: int) -> None:
     assert 200 < script.counted(config_of(*words)).launches <= most
+
+
+@slow
+@pytest.mark.parametrize(
+    ("plan", "size", "most", "of_plain"),
+    [("lean", 64, 700, 0.45), ("tiles", 64, 785, 0.39), ("lean", 128, 835, 0.38), ("tiles", 128, 910, 0.31)],
+)
+def test_a_step_that_recomputes_launches_few_kernels_in_less_memory(
+    script: ModuleType, plan: str, size: int, most: int, of_plain: float
+) -> None:
+    """Well within twice and three and a half times plain's 420, and within 0.55 and 0.40 of its peak."""
+    plain = config_of("model=unet", "amp_dtype=bf16", f"data.patch=[{size},{size},{size}]")
+    config = replace(plain, recompute=plan)
+    technique = choose_technique(config, config.model)
+    assert 200 < script.counted(config).launches <= most
+    peak = step_peak(config, config.model, technique).peak_bytes
+    assert peak <= of_plain * step_peak(plain, plain.model).peak_bytes
+    assert technique.program is not None
+    weights = sum(p.nbytes for p in build.model(plain.model, 0).parameters())
+    of_optimizer = 2 * weights
+    assert abs(peak - technique.program.peak_bytes - of_optimizer) <= 64 * 2**10, "and a few numbers a channel"
 
 
 @pytest.mark.parametrize(

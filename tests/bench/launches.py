@@ -2,10 +2,11 @@
 
     python tests/bench/launches.py model=unet amp=true amp_dtype=bf16 "data.patch=[64,64,64]"
 
-Prints one JSON line: `launches` of torch's kernels, `convolutions` and `normalisations` of cuDNN, `synchronisations`,
-of the third step, whose optimizer has its state. The step runs on fake tensors. Each operation then counts by the rules
-of torch's CUDA backend, read from its source; `cuda_desk.py` compares them with what torch's CUDA build does. Kernels
-of cuDNN, copies and memsets are not in `launches`. A CPU build of torch counts as one for CUDA 13.
+With `--plan=lean` or `--plan=tiles` the network is one of `unet3d.recompute`. Prints one JSON line: `launches` of
+torch's kernels, `convolutions` and `normalisations` of cuDNN, `synchronisations`, of the third step, whose optimizer
+has its state. The step runs on fake tensors. Each operation then counts by the rules of torch's CUDA backend, read from
+its source; `cuda_desk.py` compares them with what torch's CUDA build does, but for steps that recompute. Kernels of
+cuDNN, copies and memsets are not in `launches`. A CPU build of torch counts as one for CUDA 13.
 """
 
 import json
@@ -192,9 +193,23 @@ def is_of_cudnn(func: Any, args: Any) -> bool:
 
 
 def normalised(args: Any, result: Any) -> int:
-    """Return the launches of a batch normalisation: statistics and what follows from them, then the map."""
+    """Return the launches of a batch normalisation: statistics and what follows from them, then the map.
+
+    By known statistics, maps with gaps are read as they are.
+    """
     is_training = args[5]
-    return to_contiguous(args[0]) + (3 if is_training else 2)
+    return to_contiguous(args[0]) + 3 if is_training else 2
+
+
+def normalised_backward(args: Any, result: Any) -> int:
+    """Return the launches of a batch normalisation's gradient: sums and the map's in one kernel, of gapless planes."""
+    gradient, x = args[:2]
+    return 1 + _reshaped(gradient) + _reshaped(x)
+
+
+def _reshaped(x: Tensor) -> int:
+    """Return the launches by which all voxels of a channel come to lie in one dimension: none if that is a view."""
+    return int(x.flatten(2).untyped_storage()._cdata != x.untyped_storage()._cdata)
 
 
 def in_place(args: Any, result: Any) -> int:
@@ -233,6 +248,8 @@ RULES: dict[Any, Rule] = {
     aten.convolution.default: convolved,
     aten.convolution_backward.default: convolved_backward,
     aten.native_batch_norm.default: normalised,
+    aten.native_batch_norm_backward.default: normalised_backward,
+    aten.batch_norm_update_stats.default: lambda args, result: 1 + (args[1] is not None),
     aten.native_group_norm.default: lambda args, result: 3 + to_contiguous(args[0]),
     aten.native_group_norm_backward.default: lambda args, result: 5 + to_contiguous(args[0], args[1]),
     aten.max_pool3d_with_indices.default: lambda args, result: 1 + to_contiguous(args[0]),

@@ -74,13 +74,18 @@ def _largest(tensors: Mapping[str, Tensor | None]) -> float:
 
 
 def assert_equal(model: nn.Module, image: Tensor, seeds: Sequence[int], tiles: int = 8) -> None:
-    """Assert that a pass in float64 is plain's by schedules that are drawn at random, also where maps are tiles."""
+    """Assert that a pass in float64 is plain's by schedules that are drawn at random, also where maps are tiles.
+
+    By programs for the CPU and for a GPU: both are carried out here.
+    """
     image = image.double()
     model = model.double().train()
     plain = run(copy.deepcopy(model), image)
     for seed in seeds:
         with drawn_schedules(seed, tiles):
-            assert_same(run(Recomputed(copy.deepcopy(model)), image), plain)
+            for device_type in ("cpu", "cuda"):
+                recomputed = Recomputed(copy.deepcopy(model), device_type=device_type)
+                assert_same(run(recomputed, image), plain)
 
 
 @contextmanager
@@ -98,6 +103,8 @@ def drawn_schedules(seed: int, tiles: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "front", front)
         patch.setattr(prepare, "TILES", tiles)
+        patch.setattr(prepare, "CUDA_TILES", tiles)
+        patch.setattr(prepare, "CUDA_TILE", 1)
         patch.setattr(prepare, "scratch_bytes", nothing)  # it takes longer than the pass
         yield
 

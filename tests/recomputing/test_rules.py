@@ -297,6 +297,23 @@ def test_parameters_of_each_voxel(operation: Callable[[Tensor, Tensor], Tensor])
     check(Embedding(operation))
 
 
+class PooledEmbedding(nn.Module):
+    """A parameter of numbers for each channel of a map that is one voxel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.rand(1, CHANNELS, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the map."""
+        return F.relu(F.adaptive_avg_pool3d(x, 1)) + self.numbers
+
+
+def test_a_parameter_of_the_shape_of_its_map() -> None:
+    """Its gradient must not lie in the memory of the map's, which is written over."""
+    check(PooledEmbedding(), axes=[0])
+
+
 def test_constants_of_each_row() -> None:
     check(lambda x: x * torch.arange(1, x.shape[4] + 1, dtype=x.dtype))
 

@@ -7,9 +7,8 @@ In reading order: `tracker` and `ledger` record each tensor storage and the modu
 the peaks of a step. `fake_tensors` and `simulate` take the step without its memory; `stage_profile`, `peak` and
 `checkpoint_plan` compare ways to split it into segments; `recompute_plan` chooses the schedule of `recompute`, which
 memory.json keeps as a `saved_schedule`; `technique` is either. `variants`, `budget` and `out_of_memory` find what fits;
-`allocator` replays CUDA's allocator. `preflight` is what a run prints first; `profile` and `user_module` are for networks
-of others;
-`tables`, `export` and `usual_estimates` show the figures.
+`allocator` replays CUDA's allocator. `preflight` is what a run prints first; `profile` and `user_module` are for
+networks of others; `tables`, `export` and `usual_estimates` show the figures.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -4,11 +4,13 @@ In reading order:
 
     graph           a network as operations on maps
     trace           how it is read from torch.export
+    state           what a pass has beside its maps
     rules           an operation on a few rows: the interface
     pointwise       rules of pointwise operations and of dropout
     joining         rules of concatenation, slices, padding
     convolution     rules of convolutions
-    normalisation   rules of normalisations, and their statistics
+    statistics      statistics of normalisations
+    normalisation   rules of normalisations
     resampling      rules of pooling and interpolation
     maps            which values exist as a whole, and how each follows from others
     tiles           rows of one map: made, and their gradient sent to the maps before

@@ -119,8 +119,8 @@ class Convolution(Rule):
         weight = work.state.weight(settings.weight)
         bias = work.state.weight(settings.bias)
         assert weight is not None
-        rows, padding = self._padded(work, inputs[0])
-        return F.conv3d(
+        rows, padding, surplus = self._padded(work, inputs[0])
+        result = F.conv3d(
             rows,
             weight,
             bias,
@@ -129,12 +129,17 @@ class Convolution(Rule):
             settings.dilation,
             settings.groups,
         )
+        if surplus == (0, 0):
+            return result
+        return result.narrow(work.state.axis, surplus[0], work.tile.rows)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         value, tile, state, *_ = work
         settings = convolution(value)
         size = known[0].shape
-        rows, padding = self._padded(work, known.pop())  # the copy with padding alone is alive
+        rows, padding, surplus = self._padded(work, known.pop())  # the copy with padding alone is alive
+        if surplus != (0, 0):
+            gradient = pad_along(gradient, state.axis, *surplus)
         of_input, of_weight, of_bias = torch.ops.aten.convolution_backward(
             gradient.contiguous(),
             rows,
@@ -182,20 +187,28 @@ class Convolution(Rule):
         last = (end - 1) * along.stride - along.padding
         return low, last + along.reach
 
-    def _padded(self, work: Work, rows: Tensor) -> tuple[Tensor, list[int]]:
-        """Return the input's rows with zeros for those outside of the map, and the padding that is left to do."""
+    def _padded(self, work: Work, rows: Tensor) -> tuple[Tensor, list[int], Span]:
+        """Return the input's rows with zeros for those outside of the map, and the padding that is left to do.
+
+        On a GPU, where each copy is a launch, torch pads both sides of a tile at an end of the map: the last numbers
+        say how many rows of its result come before the tile's, and behind them.
+        """
         value, tile, state, *_ = work
         axis = state.axis
         padding = list(convolution(value).padding)
         if tile.span == (0, value.shape[axis]):
-            return rows.contiguous(), padding
-        padding[axis - 2] = 0
+            return rows.contiguous(), padding, (0, 0)
         low, high = self._reach(value, axis, tile.span)
         before = max(-low, 0)
         behind = max(high - value.inputs[0].shape[axis], 0)
-        if before or behind:
+        along = convolution(value).along(axis)
+        is_at_end = before > 0 or behind > 0
+        if is_at_end and not state.on_cpu and along.stride == 1 and {before, behind} <= {0, along.padding}:
+            return rows.contiguous(), padding, (along.padding - before, along.padding - behind)
+        padding[axis - 2] = 0
+        if is_at_end:
             rows = pad_along(rows, axis, before, behind)
-        return rows.contiguous(), padding
+        return rows.contiguous(), padding, (0, 0)
 
 
 class TransposedConvolution(Rule):

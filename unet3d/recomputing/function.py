@@ -13,8 +13,9 @@ from unet3d.model import half_precision
 from unet3d.recomputing.graph import Value, Weight, leaves
 from unet3d.recomputing.maps import Maps
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import State, filled
+from unet3d.recomputing.rules import filled
 from unet3d.recomputing.run import Pass
+from unet3d.recomputing.state import State
 
 
 def call_by_program(program: Program, network: nn.Module, image: Tensor) -> Any:
@@ -29,7 +30,7 @@ def call_by_program(program: Program, network: nn.Module, image: Tensor) -> Any:
     tensors = tensors_of(network)
     weights = derived_tensors(program.maps, tensors)
     names = _trained(program.maps, weights)
-    state = State(program.maps.axis, autocast or image.dtype, weights)
+    state = State(program.maps.axis, autocast or image.dtype, weights, program.on_cpu)
     run = Pass(program, state, autocast, image.device)
     outputs = InTiles.apply(run, names, image, *(weights[name] for name in names))
     with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 
 from unet3d.recomputing import convolution, joining, normalisation, pointwise, resampling  # noqa: F401, rules
 from unet3d.recomputing.convolution import Convolution, TransposedConvolution
-from unet3d.recomputing.graph import Graph, Value
+from unet3d.recomputing.graph import Graph, Value, Weight
 from unet3d.recomputing.normalisation import NORMALISATIONS
 from unet3d.recomputing.rules import RULES, Rule
 
@@ -65,6 +65,15 @@ class Maps:
     def whole(self) -> list[Map]:
         """Maps of operations without a rule."""
         return [map_ for map_ in self.maps if map_.rule is None]
+
+    @cached_property
+    def converted_weights(self) -> list[Weight]:
+        """Weights that are read in the type of maps; those of normalisations are read as they are."""
+        weights: dict[Weight, None] = {}
+        for value in self.graph.values:
+            if self.rules[value] is not None and value.op not in NORMALISATIONS:
+                weights |= dict.fromkeys(value.weights())
+        return list(weights)
 
     def through(self, map_: Map, also_passing: frozenset[Value]) -> Map:
         """Return how a map is made where some of its sources are in passing, too."""

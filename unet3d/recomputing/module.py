@@ -42,8 +42,14 @@ class Recomputed(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan = "lean", budget: str | None = None, held: str | None = None
+        self,
+        model: nn.Module,
+        plan: Plan = "lean",
+        budget: str | None = None,
+        held: str | None = None,
+        device_type: str | None = None,
     ) -> None:
+        """`device_type`: of the device whose tiles are to be used, where tensors stand for those of another."""
         super().__init__()
         if plan not in PLANS:
             raise UserError(f"plan={plan}: choose {', '.join(PLANS)}")
@@ -57,6 +63,7 @@ class Recomputed(nn.Module):
         self.plan = plan
         self.budget = None if budget is None else budget_bytes(budget)
         self.held = 0 if held is None else budget_bytes(held)
+        self.device_type = device_type
         self.programs: dict[Any, Program] = {}
 
     @property
@@ -75,6 +82,7 @@ class Recomputed(nn.Module):
         other.plan = self.plan
         other.budget = self.budget
         other.held = self.held
+        other.device_type = self.device_type
         other.programs = dict(self.programs)
         return other
 
@@ -91,7 +99,7 @@ class Recomputed(nn.Module):
         trained = tuple(parameter.requires_grad for parameter in self.network.parameters())
         key = (image.shape, image.requires_grad, autocast, image.dtype, image.device, modes, trained)
         if key not in self.programs:
-            program = prepare(self.network, image, autocast, on_cpu=image.device.type == "cpu")
+            program = prepare(self.network, image, autocast, on_cpu=(self.device_type or image.device.type) == "cpu")
             program.fixed_bytes += self.held
             self.programs[key] = by_plan(program, self.plan, self.budget)
         return self.programs[key]

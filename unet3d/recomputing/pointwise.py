@@ -124,7 +124,10 @@ class Sum(Pointwise):
                     of_term = gradient * factor
             if isinstance(term, Weight):
                 shape = state.weights[term.name].shape
-                state.add_gradient(term, of_term.sum_to_size(shape))
+                of_weight = of_term.sum_to_size(shape)
+                if of_weight.numel() == of_term.numel():  # the gradient's memory, which may be written over
+                    of_weight = of_weight.clone()
+                state.add_gradient(term, of_weight)
                 continue
             low, high = work.tile.inputs[value.inputs.index(term)]
             size = list(term.shape)

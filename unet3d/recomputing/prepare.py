@@ -1,5 +1,6 @@
 """Prepares the program of a network: traced, cut into tiles, measured on tensors without data, its schedules found."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,12 +14,13 @@ from unet3d.recomputing.maps import Map, Maps, bytes_of
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.schedule import Schedule, compile_schedule
 from unet3d.recomputing.scratch import scratch_bytes
-from unet3d.recomputing.sizes import sizes_of, wanted_values
+from unet3d.recomputing.sizes import converted_bytes, sizes_of, wanted_values
 from unet3d.recomputing.trace import trace
 
 PLANS = ("lean", "tiles", "auto")  # least work, least memory, what a budget allows
 TILES = 24  # of the largest value, on the CPU
-CUDA_TILE = 2**22  # numbers; with less, a GPU waits for launches
+CUDA_TILES = 3  # of it on a GPU, which waits for launches where there are more
+CUDA_TILE = 2**22  # numbers of a tile there, at least
 
 
 def prepare(network: nn.Module, image: Tensor, autocast: torch.dtype | None, on_cpu: bool) -> Program:
@@ -37,9 +39,10 @@ def prepare(network: nn.Module, image: Tensor, autocast: torch.dtype | None, on_
     trained = {name: t.nbytes for name, t in tensors.items() if t.requires_grad}
     names = frozenset(trained) | {derived.name for derived in graph.derived}
     wanted = wanted_values(maps, names, image.requires_grad)
-    numbers = max(value.shape.numel() for value in graph.values if len(value.shape) == 5) // TILES
+    largest = max(value.shape.numel() for value in graph.values if len(value.shape) == 5)
+    numbers = largest // TILES
     if not on_cpu:
-        numbers = max(numbers, CUDA_TILE)
+        numbers = max(math.ceil(largest / CUDA_TILES), CUDA_TILE)
     program = Program(maps, numbers, on_cpu, wanted)
     scratch = scratch_bytes(program, tensors, dtype, autocast, image.device)
     program.sizes = sizes_of(program, dtype, trained, scratch)
@@ -47,6 +50,8 @@ def prepare(network: nn.Module, image: Tensor, autocast: torch.dtype | None, on_
     program.fixed_bytes = sum(of_network.values()) + image.nbytes
     if dtype != image.dtype:
         program.fixed_bytes += image.numel() * dtype.itemsize
+    if not on_cpu:
+        program.fixed_bytes += converted_bytes(maps, tensors, dtype)
     return program
 
 

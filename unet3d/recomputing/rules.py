@@ -5,8 +5,7 @@ computes them, and sends a gradient of these rows to the inputs' rows. An operat
 under autograd: that costs memory, never correctness.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,74 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.recomputing.graph import DROPOUTS, Value, Weight
+from unet3d.recomputing.state import State
 
 TRACKING = ("batch_norm", "instance_norm")  # their fourth and fifth arguments are running statistics, or None
 Span = tuple[int, int]  # rows from the first to before the second
 Gradients = Sequence[Tensor | None]  # of each input, None where there is none
-
-
-class Statistics(NamedTuple):
-    """The statistics of a normalisation (x - mean) * inverse_std, of shape (N or 1, C or groups), each of `voxels`.
-
-    0 voxels say that they are constants, of evaluation.
-    """
-
-    mean: Tensor
-    inverse_std: Tensor
-    voxels: int
-
-
-@dataclass
-class State:
-    """The state of a pass beside its maps."""
-
-    axis: int
-    dtype: torch.dtype  # of maps
-    weights: Mapping[str, Tensor]  # parameters, buffers, constants and derived tensors by name
-    statistics: dict[Value, Statistics] = field(default_factory=dict)
-    sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of normalisations' gradients, N C
-    masks: dict[Value, Tensor] = field(default_factory=dict)  # of dropout
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # of weights
-    updated: set[Value] = field(default_factory=set)  # whole normalisations that have updated their running statistics
-    takes_sums: bool = True  # False in the second of two passes over the same tiles
-    prepared: dict[Any, Any] = field(default_factory=dict)  # by one instruction, for all of its tiles
-
-    def weight(self, weight: Weight | None) -> Tensor | None:
-        """Return a weight in the type of maps; it is converted once for an instruction."""
-        if weight is None:
-            return None
-        tensor = self.weights[weight.name]
-        if not tensor.is_floating_point():
-            return tensor
-        if tensor.dtype == self.dtype:
-            return tensor
-        converted: Tensor = self.prepare(weight, lambda: tensor.detach().to(self.dtype))
-        return converted
-
-    def prepare(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what `make` returns, called once for an instruction."""
-        if key not in self.prepared:
-            self.prepared[key] = make()
-        return self.prepared[key]
-
-    def wants(self, weight: Weight | None) -> bool:
-        """Return whether a gradient of the weight is to be added up."""
-        if weight is None or not self.takes_sums:
-            return False
-        return self.weights[weight.name].requires_grad
-
-    def add_gradient(self, weight: Weight | None, gradient: Tensor | None) -> None:
-        """Add to the gradient of a weight."""
-        if gradient is None or not self.wants(weight):
-            return
-        assert weight is not None
-        total = self.gradients.get(weight.name)
-        if total is None:
-            tensor = self.weights[weight.name]
-            total = gradient.to(tensor.dtype).view(tensor.shape)
-            self.gradients[weight.name] = total.contiguous()
-        else:
-            total.add_(gradient.view(total.shape))
 
 
 class Tile(NamedTuple):

@@ -12,7 +12,9 @@ from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import State, call, draw_masks, gradients_by_autograd
+from unet3d.recomputing.rules import call, draw_masks, gradients_by_autograd
+from unet3d.recomputing.state import State
+from unet3d.recomputing.statistics import take_statistics
 from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, send_gradient
 
 
@@ -36,6 +38,8 @@ class Pass:
         graph = self.program.maps.graph
         self.maps[graph.image] = image.to(self.state.dtype)
         draw_masks(graph.values, self.state, self.device)
+        if not self.program.on_cpu:
+            self.state.convert(self.program.maps.converted_weights)
         turn = next(place for place, step in enumerate(self.instructions) if isinstance(step, Turn))
         for instruction in self.instructions[:turn]:
             self._carry_out(instruction)
@@ -65,6 +69,7 @@ class Pass:
         del gradients, gradient, known
         for instruction in self.instructions:
             self._carry_out(instruction)
+        self.state.close_gradients()
         return self.gradients.pop(graph.image, None)
 
     def _carry_out(self, instruction: Instruction) -> None:
@@ -89,7 +94,7 @@ class Pass:
                 self._send(self.by_index[index], targets)
             case SendTwice(index, targets):
                 self._send_twice(self.by_index[index], targets)
-        self.state.prepared.clear()
+        self.state.forget_prepared()
 
     # Maps
 
@@ -100,7 +105,7 @@ class Pass:
             self._make_by_tiles(map_, over, through)
         for norm in map_.norms:
             if norm not in self.state.statistics:
-                normalisation.take_statistics(norm, self.maps[map_.value], self.state)
+                take_statistics(norm, self.maps[map_.value], self.state)
 
     def _make_whole(self, map_: Map) -> Tensor:
         inputs = [self.maps[source] for source in map_.value.inputs]
@@ -186,6 +191,7 @@ class Pass:
         inputs = [self.maps[source] for source in map_.value.inputs]
         with self._types():
             gradients = gradients_by_autograd(map_.value, inputs, gradient, self.state, keeps_types=True)
+        self.state.close_tile()
         of_source = dict(zip(map_.value.inputs, gradients, strict=True))
         memory: list[Tensor] = [gradient]
         image = self.program.maps.graph.image
@@ -237,6 +243,7 @@ class Pass:
                 first, end = tile.span
                 rows = gradient.narrow(self.state.axis, first, end - first)
             sent = send_gradient(plan, tile, self.maps, rows, may_overwrite, values, self.state)
+            self.state.close_tile()
             del rows
             self._collect(plan, number, sinks, sent, completed)
             sent.clear()  # before the next tile's rows are made
@@ -321,7 +328,7 @@ class Pass:
             return
         plan = self.program.plan(map_, without=source.value)
         self._send_by_tiles(plan, gradient, others, may_overwrite=False)
-        self.state.prepared.clear()
+        self.state.forget_prepared()
         for norm in source.norms:
             normalisation.close_sums(norm, self.state)
         self.state.takes_sums = False

@@ -18,9 +18,10 @@ from unet3d.recomputing.function import derived_tensors
 from unet3d.recomputing.instructions import Target
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import State, draw_masks
+from unet3d.recomputing.rules import draw_masks
 from unet3d.recomputing.run import Pass
 from unet3d.recomputing.schedule import TWICE
+from unet3d.recomputing.state import State
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 
@@ -94,10 +95,12 @@ def scratch_bytes(
         for name, tensor in weights.items():
             fake_weights[name] = fakes.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
         fake_weights = derived_tensors(program.maps, fake_weights)
-        state = State(program.maps.axis, dtype, fake_weights)
+        state = State(program.maps.axis, dtype, fake_weights, program.on_cpu)
         run = Pass(_shortened(program), state, autocast, device)
         with torch.no_grad():
             draw_masks(program.maps.graph.values, state, device)
+            if not program.on_cpu:
+                state.convert(program.maps.converted_weights)
             meter = _Meter(program, run, dtype, device)
             made = [meter.make(map_) for map_ in program.maps.maps]
             return [

@@ -1,10 +1,11 @@
 """The sizes by which a schedule is chosen: bytes of maps, work of making them, what lies beside them meanwhile."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from unet3d.recomputing.graph import Value
@@ -176,3 +177,14 @@ def _is_sent_behind(tiles: Sequence[TilePlan], source: Value) -> bool:
         if low > first:
             return False
     return True
+
+
+def converted_bytes(maps: Maps, weights: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+    """Return the bytes of weights in the type of maps, which a pass on a GPU keeps."""
+    total = 0
+    for weight in maps.converted_weights:
+        tensor = weights.get(weight.name)
+        known = torch.float32 if tensor is None else tensor.dtype  # of derived ones
+        if known.is_floating_point and known != dtype:
+            total += weight.shape.numel() * dtype.itemsize
+    return total

@@ -13,7 +13,8 @@ from torch import Tensor
 from unet3d.recomputing.convolution import Convolution
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map
-from unet3d.recomputing.rules import RULES, Span, State, Tile, Work
+from unet3d.recomputing.rules import RULES, Span, Tile, Work
+from unet3d.recomputing.state import State
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +68,11 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
     if length == 1:
         return [(0, 1)]
     largest = max(value.shape.numel() for value in (*map_.passing, *map_.sources) if len(value.shape) == 5)
-    rows = max(1, round(numbers * length / largest))
-    count = math.ceil(length / rows)
-    if on_cpu:
+    if not on_cpu:
+        count = min(length, math.ceil(largest / numbers))
+    else:
+        rows = max(1, round(numbers * length / largest))
+        count = math.ceil(length / rows)
         for value in map_.passing:
             rule = RULES[value.op]
             if isinstance(rule, Convolution):

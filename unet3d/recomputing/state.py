@@ -1,0 +1,146 @@
+"""The state of a pass beside its maps: statistics, what is prepared for several tiles, gradients of weights.
+
+On the CPU a gradient of a weight is added as soon as it is there. On a GPU each call is a launch, for which it waits:
+there a tile's gradients are added together, and what is small is made once in a pass.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unet3d.recomputing.graph import Value, Weight
+
+
+class Statistics(NamedTuple):
+    """The statistics of a normalisation (x - mean) * inverse_std, of shape (N or 1, C or groups), each of `voxels`.
+
+    0 voxels say that they are constants, of evaluation.
+    """
+
+    mean: Tensor
+    inverse_std: Tensor
+    voxels: int
+
+
+@dataclass
+class State:
+    """The state of a pass beside its maps."""
+
+    axis: int
+    dtype: torch.dtype  # of maps
+    weights: Mapping[str, Tensor]  # parameters, buffers, constants and derived tensors by name
+    on_cpu: bool = True  # else each call costs a launch, and what is small stays for the whole pass
+    statistics: dict[Value, Statistics] = field(default_factory=dict)
+    sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of normalisations' gradients, N C
+    masks: dict[Value, Tensor] = field(default_factory=dict)  # of dropout
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of weights
+    of_tile: dict[str, Tensor] = field(default_factory=dict)  # the same, not yet added
+    of_images: dict[int, list[tuple[Weight, Tensor]]] = field(default_factory=dict)  # the same, not yet summed
+    updated: set[Value] = field(default_factory=set)  # whole normalisations that have updated their running statistics
+    takes_sums: bool = True  # False in the second of two passes over the same tiles
+    prepared: dict[Any, Any] = field(default_factory=dict)  # by one instruction, for all of its tiles
+    converted: dict[str, Tensor] = field(default_factory=dict)  # weights in the type of maps, of the whole pass
+
+    def weight(self, weight: Weight | None) -> Tensor | None:
+        """Return a weight in the type of maps; it is converted once for an instruction, if not for the pass."""
+        if weight is None:
+            return None
+        if weight.name in self.converted:
+            return self.converted[weight.name]
+        tensor = self.weights[weight.name]
+        if not tensor.is_floating_point():
+            return tensor
+        if tensor.dtype == self.dtype:
+            return tensor
+        converted: Tensor = self.prepare(weight, lambda: tensor.detach().to(self.dtype))
+        return converted
+
+    def prepare(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns, called once for an instruction."""
+        if key not in self.prepared:
+            self.prepared[key] = make()
+        return self.prepared[key]
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns, called once in a pass on a GPU: a few numbers a channel, and a launch."""
+        return make() if self.on_cpu else self.prepare(key, make)
+
+    def convert(self, weights: Iterable[Weight]) -> None:
+        """Convert weights to the type of maps for the whole pass, in one launch."""
+        names = []
+        for weight in weights:
+            tensor = self.weights[weight.name]
+            if tensor.is_floating_point() and tensor.dtype != self.dtype:
+                names.append(weight.name)
+        tensors = [self.weights[name].detach() for name in names]
+        converted = [torch.empty_like(tensor, dtype=self.dtype) for tensor in tensors]
+        if converted:
+            torch._foreach_copy_(converted, tensors)
+        self.converted = dict(zip(names, converted, strict=True))
+
+    def forget_prepared(self) -> None:
+        """Forget what an instruction has prepared; on a GPU it stays for the pass."""
+        if self.on_cpu:
+            self.prepared.clear()
+
+    def wants(self, weight: Weight | None) -> bool:
+        """Return whether a gradient of the weight is to be added up."""
+        if weight is None or not self.takes_sums:
+            return False
+        return self.weights[weight.name].requires_grad
+
+    def add_gradient(self, weight: Weight | None, gradient: Tensor | None) -> None:
+        """Add to the gradient of a weight; on a GPU `close_tile` does, to those of all weights together."""
+        if gradient is None or not self.wants(weight):
+            return
+        assert weight is not None
+        tensor = self.weights[weight.name]
+        if not self.on_cpu:
+            if weight.name in self.of_tile:
+                self.close_tile()
+            self.of_tile[weight.name] = gradient.view(tensor.shape)
+            return
+        total = self.gradients.get(weight.name)
+        if total is None:
+            total = gradient.to(tensor.dtype).view(tensor.shape)
+            self.gradients[weight.name] = total.contiguous()
+        else:
+            total.add_(gradient.view(total.shape))
+
+    def close_tile(self) -> None:
+        """Add a tile's gradients to those of weights: at most two launches for all of them."""
+        converted = {}
+        for name, gradient in self.of_tile.items():
+            if gradient.dtype != self.weights[name].dtype:
+                converted[name] = torch.empty_like(self.weights[name])
+        if converted:
+            torch._foreach_copy_(list(converted.values()), [self.of_tile[name] for name in converted])
+        of_tile = self.of_tile | converted
+        self.of_tile = {}
+        known = [name for name in of_tile if name in self.gradients]
+        if known:
+            torch._foreach_add_([self.gradients[name] for name in known], [of_tile[name] for name in known])
+        for name, gradient in of_tile.items():
+            if name not in known:
+                self.gradients[name] = gradient.contiguous()
+
+    def add_gradient_of_images(self, weight: Weight | None, gradients: Tensor) -> None:
+        """Add to the gradient of a weight those of images, N C; on a GPU all are summed up when a pass ends."""
+        if weight is None or not self.wants(weight):
+            return
+        if self.on_cpu:
+            self.add_gradient(weight, gradients.sum(0))
+        else:
+            self.of_images.setdefault(len(gradients), []).append((weight, gradients))
+
+    def close_gradients(self) -> None:
+        """Add those of images, of all weights together."""
+        for of_weights in self.of_images.values():
+            sums = torch.cat([gradients for _, gradients in of_weights], 1).sum(0)
+            lengths = [gradients.shape[1] for _, gradients in of_weights]
+            for (weight, _), gradient in zip(of_weights, sums.split(lengths), strict=True):
+                self.add_gradient(weight, gradient)
+        self.close_tile()

@@ -1,0 +1,131 @@
+"""Statistics of instance, batch and group normalisation, taken of a whole map once it is made."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unet3d.recomputing.graph import Value, Weight
+from unet3d.recomputing.state import State, Statistics
+
+
+class NormalisationSettings(NamedTuple):
+    """The arguments of a normalisation."""
+
+    weight: Weight | None
+    bias: Weight | None
+    running_mean: Weight | None
+    running_var: Weight | None
+    uses_batch: bool  # and not the running statistics
+    momentum: float
+    eps: float
+    groups: int | None = None  # of a group normalisation
+
+
+def settings_of(value: Value) -> NormalisationSettings:
+    """Return the settings of an instance_norm, batch_norm or group_norm."""
+    if value.op != "group_norm":
+        return NormalisationSettings(*value.args[1:8])
+    return NormalisationSettings(
+        weight=value.argument(2),
+        bias=value.argument(3),
+        running_mean=None,
+        running_var=None,
+        uses_batch=True,
+        momentum=0.0,
+        eps=value.argument(4, 1e-5),
+        groups=value.args[1],
+    )
+
+
+def take_statistics(value: Value, raw: Tensor, state: State) -> None:
+    """Add to the state the statistics of a normalisation's input N C D H W; running ones are updated."""
+    settings = settings_of(value)
+    running = None
+    if settings.running_mean is not None and settings.running_var is not None:
+        running = (
+            state.weights[settings.running_mean.name],
+            state.weights[settings.running_var.name],
+        )
+    if not settings.uses_batch:
+        assert running is not None
+        state.statistics[value] = _constant_statistics(running, settings.eps, _exact(raw))
+        return
+    images, channels = raw.shape[:2]
+    if value.op == "group_norm":
+        assert settings.groups is not None
+        per_image = raw.reshape(1, images * settings.groups, -1, *raw.shape[3:])
+    elif value.op == "batch_norm":
+        per_image = raw
+    else:
+        per_image = raw.reshape(1, -1, *raw.shape[2:])
+    voxels = per_image.numel() // per_image.shape[1]
+    if voxels == 1 and (value.op != "group_norm" or images * channels == settings.groups):
+        raise ValueError(f"{value.op}: expected more than 1 value per channel when training")
+    mean, variance = _moments(per_image)
+    if running is not None:
+        averaged = images if value.op == "instance_norm" else 1
+        _update(running, mean, variance, voxels, settings.momentum, averaged)
+    inverse_std = (variance + settings.eps).rsqrt()
+    rows = 1 if value.op == "batch_norm" else images
+    state.statistics[value] = Statistics(
+        mean=mean.view(rows, -1),
+        inverse_std=inverse_std.view(rows, -1),
+        voxels=voxels,
+    )
+
+
+def _constant_statistics(running: tuple[Tensor, Tensor], eps: float, dtype: torch.dtype) -> Statistics:
+    """Return running mean and variance as the statistics of one image, for all."""
+    mean, variance = running
+    inverse_std = (variance.to(dtype) + eps).rsqrt()
+    return Statistics(
+        mean=mean.to(dtype)[None],
+        inverse_std=inverse_std[None],
+        voxels=0,
+    )
+
+
+def per_channel(values: Tensor, channels: int) -> Tensor:
+    """Return values of groups N G as values of channels N C."""
+    groups = values.shape[1]
+    if groups == channels:
+        return values
+    return values.repeat_interleave(channels // groups, 1)
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of each channel of N C D H W; of half precision, in float32."""
+    exact = _exact(x)
+    channels = x.shape[1]
+    # The kernel also updates running statistics, which nothing reads: without them it may round to the type of x.
+    running_mean = torch.empty(channels, dtype=exact, device=x.device)
+    running_var = torch.empty(channels, dtype=exact, device=x.device)
+    mean, variance = torch.ops.aten.batch_norm_update_stats(
+        x.contiguous(),
+        running_mean,
+        running_var,
+        1.0,
+    )
+    return mean.to(exact), variance.to(exact)
+
+
+def _update(
+    running: tuple[Tensor, Tensor],
+    mean: Tensor,
+    variance: Tensor,
+    count: int,
+    momentum: float,
+    images: int,
+) -> None:
+    """Update running mean and variance as the layer does it, of several images by their mean."""
+    unbiased = variance * (count / max(count - 1, 1))
+    for average, now in zip(running, (mean, unbiased), strict=True):
+        new = now.view(images, -1).mean(0)
+        average.lerp_(new.to(average.dtype), momentum)
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    if x.dtype == torch.float64:
+        return torch.float64
+    return torch.float32
