@@ -2,11 +2,11 @@
 
     python tests/bench/launches.py model=unet amp=true amp_dtype=bf16 "data.patch=[64,64,64]"
 
-With `--plan=lean` or `--plan=tiles` the network is one of `unet3d.recompute`. Prints one JSON line: `launches` of
-torch's kernels, `convolutions` and `normalisations` of cuDNN, `synchronisations`, of the third step, whose optimizer
-has its state. The step runs on fake tensors. Each operation then counts by the rules of torch's CUDA backend, read from
-its source; `cuda_desk.py` compares them with what torch's CUDA build does, but for steps that recompute. Kernels of
-cuDNN, copies and memsets are not in `launches`. A CPU build of torch counts as one for CUDA 13.
+Prints one JSON line: `launches` of torch's kernels, `convolutions` and `normalisations` of cuDNN, `synchronisations`,
+of the third step, whose optimizer has its state. The step runs on fake tensors. Each operation then counts by the rules
+of torch's CUDA backend, read from its source; `cuda_desk.py` compares them with what torch's CUDA build does, but for
+steps that recompute. Kernels of cuDNN, copies and memsets are not in `launches`. A CPU build of torch counts as one for
+CUDA 13.
 """
 
 import json

@@ -168,7 +168,7 @@ def importable() -> None:
 
 @pytest.mark.slow
 def test_windows_follow_a_program_where_they_would_need_more_than_a_step() -> None:
-    asked = config("recompute=tiles", "model.features=[8,16]", "data.patch=[48,48,48]", "model.norm=batch")
+    asked = config("recompute=tiles", "model.features=[16,32]", "data.patch=[32,32,48]", "model.norm=batch")
     found = preflight(asked, asked.model)
     plain = validation_peak(asked, asked.model, found.memory["predicted"]["state"]["optimizer"])
     assert found.memory["predicted_validation_bytes"] < plain

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from unet3d.memory.ledger import Ledger
 from unet3d.model.unet import UNet3D
-from unet3d.recomputing import module
+from unet3d.recomputing import prepare
 from unet3d.recomputing.module import Plan, Recomputed
 from unet3d.training.losses import SegmentationLoss, dice_ce
 
@@ -111,7 +111,7 @@ def test_the_peak_is_as_predicted(name: str, plan: Plan, device_type: str, monke
     """Also that of a program for a GPU, carried out on the CPU."""
     if name != "chain":
         pytest.importorskip("monai")
-    monkeypatch.setattr(module, "CUDA_TILE", 1)  # else each map is one tile
+    monkeypatch.setattr(prepare, "CUDA_TILE", 1)  # else each map is one tile
     torch.manual_seed(0)
     check(NETWORKS[name](), plan, device_type)
 
