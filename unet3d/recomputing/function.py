@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unet3d.recomputing.graph import Value, Weight, leaves
+from unet3d.recomputing.derived import derive
 from unet3d.recomputing.maps import Maps
-from unet3d.recomputing.rules import filled
 from unet3d.recomputing.run import Pass
 from unet3d.training import half_precision
 
@@ -54,14 +53,6 @@ def _quiet(run: Pass) -> Any:
 
 
 def derived_tensors(maps: Maps, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters, buffers, constants and what is computed from them, which autograd follows."""
+    """Return parameters, buffers, constants and what is computed from them before the pass, which autograd follows."""
     known = {**maps.graph.constants, **tensors}
-    for derived in maps.graph.derived:
-        arguments = (derived.args, tuple(derived.kwargs.values()))
-        weights: dict[Value | Weight, Tensor | None] = {}
-        for weight in leaves(arguments):
-            if isinstance(weight, Weight):
-                weights[weight] = known[weight.name]
-        kwargs = {name: filled(leaf, weights) for name, leaf in derived.kwargs.items()}
-        known[derived.name] = derived.target(*(filled(leaf, weights) for leaf in derived.args), **kwargs)
-    return known
+    return known | derive(maps.derived_before, known, maps.weights)

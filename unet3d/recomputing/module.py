@@ -12,6 +12,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import MIB, budget_bytes
 from unet3d.recomputing import search
 from unet3d.recomputing.function import InTiles, derived_tensors
+from unet3d.recomputing.groups import first_of_group
 from unet3d.recomputing.maps import Map, Maps, bytes_of
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import State
@@ -147,7 +148,8 @@ class Recomputed(nn.Module):
         line += f"gradients, maps), work of {prediction.schedule.work:.2f} forward passes (1.00: no convolution twice)"
         whole: dict[str, None] = {}
         for map_ in program.maps.whole:
-            whole[f"{map_.value.op} in {map_.value.layer}" if map_.value.layer else map_.value.op] = None
+            value = first_of_group(map_.passing)
+            whole[f"{value.op} in {value.layer}" if value.layer else value.op] = None
         if whole:
             first = ", ".join(list(whole)[:3])
             more = f" and {len(whole) - 3} others" if len(whole) > 3 else ""
@@ -213,5 +215,4 @@ def _autocast_dtype(image: Tensor) -> torch.dtype | None:
 
 def _trained(maps: Maps, weights: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the weights that the graph reads and that need a gradient."""
-    names = [weight.name for value in maps.graph.values for weight in value.weights()]
-    return [name for name in dict.fromkeys(names) if weights[name].requires_grad]
+    return [name for name in maps.weights if weights[name].requires_grad]

@@ -12,8 +12,9 @@ from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import State, call, draw_masks, gradients_by_autograd
+from unet3d.recomputing.rules import State, draw_masks
 from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, send_gradient
+from unet3d.recomputing.whole import gradients_of_whole, make_whole
 
 
 class Pass:
@@ -94,10 +95,10 @@ class Pass:
                 normalisation.take_statistics(norm, self.maps[map_.value], self.state)
 
     def _make_whole(self, map_: Map) -> Tensor:
-        inputs = [self.maps[source] for source in map_.value.inputs]
+        sources = [self.maps[source] for source in map_.sources]
         with self._types():
-            result = call(map_.value, inputs, self.state, keeps_types=True)
-        return _apart(result, inputs)
+            result = make_whole(map_, sources, self.state)
+        return _apart(result, sources)
 
     def _make_by_tiles(self, map_: Map, over: int | None, through: tuple[Value, ...]) -> None:
         plan = self.program.plan(map_, through)
@@ -174,10 +175,11 @@ class Pass:
                 self.gradients[value] = None
 
     def _send_whole(self, map_: Map, gradient: Tensor, targets: Sequence[Target]) -> None:
-        inputs = [self.maps[source] for source in map_.value.inputs]
+        sources = [self.maps[source] for source in map_.sources]
+        wanted = [source in self.program.wanted for source in map_.sources]
         with self._types():
-            gradients = gradients_by_autograd(map_.value, inputs, gradient, self.state, keeps_types=True)
-        of_source = dict(zip(map_.value.inputs, gradients, strict=True))
+            gradients = gradients_of_whole(map_, sources, gradient, self.state, wanted)
+        of_source = dict(zip(map_.sources, gradients, strict=True))
         memory: list[Tensor] = [gradient]
         image = self.program.maps.graph.image
         of_image = of_source.get(image)
