@@ -2,12 +2,14 @@
 
 A group has one result, which is a map, and reads maps. Within it views are views, and nothing stays: backward runs the
 group again, under autograd, and frees each value as it goes. So a group is cut where a map costs little and saves much:
-at the sums of residual branches, and where a value is small beside what is computed before and behind it.
+at the sums of residual branches, and where a value is small beside what is computed before and behind it. What can be
+carried out in parts along a dimension, as an attention along its windows, is a group of its own.
 """
 
 from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 
+from unet3d.recomputing.along import follow
 from unet3d.recomputing.convolution import Convolution, TransposedConvolution
 from unet3d.recomputing.graph import Graph, Value, gives_view
 from unet3d.recomputing.normalisation import NORMALISATIONS
@@ -60,6 +62,8 @@ def results_of_groups(graph: Graph, grouped: Set[Value], users: Users) -> set[Va
         results_from[value] = reached
     for result in tuple(results):
         results.update(_cuts(_group(graph, result, grouped, results)))
+    for result in tuple(results):
+        results.update(_part(_group(graph, result, grouped, results), results, users))
     return results
 
 
@@ -120,6 +124,51 @@ def _waists(group: Sequence[Value]) -> list[int]:
         if is_waist:
             waists.append(place)
     return waists
+
+
+def _part(group: Sequence[Value], results: Set[Value], users: Users) -> Set[Value]:
+    """Return the results at which a group is cut so that most of it can be carried out in parts along a dimension."""
+    cut: Set[Value] = set()
+    most = 0
+    for place, last in enumerate(group):
+        if gives_view(last.target):
+            continue
+        for dimension, length in enumerate(last.shape):
+            if length == 1:
+                continue
+            part, before = _part_before(group[: place + 1], dimension, users)
+            saved = sum(_bytes(value) for value in part) - _bytes(last)
+            edges = ({last} | before) - results
+            cost = sum(value.shape.numel() * value.dtype.itemsize for value in edges)
+            if saved >= SMALL * cost and saved - cost > most:
+                most = saved - cost
+                cut = edges
+    return cut
+
+
+def _part_before(group: Sequence[Value], dimension: int, users: Users) -> tuple[set[Value], set[Value]]:
+    """Return the values that a dimension of a group's last is followed through, and those of the group before them."""
+    places = {group[-1]: dimension}
+    part: set[Value] = set()
+    before: set[Value] = set()
+    read_elsewhere: set[Value] = set()  # also through views, which are taken anew
+    for value in reversed(group):
+        if value not in places:
+            continue
+        if value is not group[-1] and any(reader not in part for reader in users[value]):
+            read_elsewhere.add(value)
+        of_arguments = follow(value, places[value])
+        is_view = gives_view(value.target)
+        if of_arguments is None or (value in read_elsewhere and not is_view):
+            before.add(value)
+            continue
+        part.add(value)
+        if value in read_elsewhere:
+            read_elsewhere.update(value.inputs)
+        for source, place in of_arguments.items():
+            if isinstance(source, Value) and places.setdefault(source, place) != place:
+                return set(), set()
+    return part, before
 
 
 def _is_sum_of_maps(value: Value) -> bool:

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from unet3d.recomputing import convolution, joining, normalisation, pointwise, resampling  # noqa: F401, rules
+from unet3d.recomputing.along import Along, longest
 from unet3d.recomputing.convolution import Convolution, TransposedConvolution
 from unet3d.recomputing.derived import Steps, names_read, within
 from unet3d.recomputing.graph import Graph, Value, Weight
@@ -33,6 +34,7 @@ class Map:
     operations: int  # multiplications and additions of its convolutions
     norms: tuple[Value, ...] = ()  # normalisations that take their statistics of it
     derived: tuple[Steps, ...] = ()  # tensors of weights that are computed within the group
+    along: Along | None = None  # the dimension along which a group can be carried out in parts
 
     @cached_property
     def weights(self) -> list[str]:
@@ -188,6 +190,7 @@ class Maps:
         for steps in self.derived_within:
             if any(step.name in map_.names_read for step in steps):
                 map_.derived += (steps,)
+        map_.along = longest(value, passing)
         return map_
 
     def _expression(self, root: Value, also_passing: frozenset[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:

@@ -97,7 +97,7 @@ class Pass:
     def _make_whole(self, map_: Map) -> Tensor:
         sources = [self.maps[source] for source in map_.sources]
         with self._types():
-            result = make_whole(map_, sources, self.state)
+            result = make_whole(map_, sources, self.state, self.program.parts(map_))
         return _apart(result, sources)
 
     def _make_by_tiles(self, map_: Map, over: int | None, through: tuple[Value, ...]) -> None:
@@ -178,7 +178,7 @@ class Pass:
         sources = [self.maps[source] for source in map_.sources]
         wanted = [source in self.program.wanted for source in map_.sources]
         with self._types():
-            gradients = gradients_of_whole(map_, sources, gradient, self.state, wanted)
+            gradients = gradients_of_whole(map_, sources, gradient, self.state, wanted, self.program.parts(map_))
         of_source = dict(zip(map_.sources, gradients, strict=True))
         memory: list[Tensor] = [gradient]
         image = self.program.maps.graph.image

@@ -110,10 +110,12 @@ def scratch_bytes(
 
 
 def _shortened(program: Program) -> Program:
-    """Return a program whose maps have their first two tiles and their last two alone."""
-    short = replace(program, plans={})
+    """Return a program whose maps have their first two tiles, or parts, and their last two alone."""
+    short = replace(program, plans={}, spans={})
     for map_ in program.maps.maps:
         if map_.rule is None:
+            parts = program.parts(map_)
+            short.spans[map_.index] = [*parts[:2], *parts[-2:]] if len(parts) > 4 else parts
             continue
         plan = program.plan(map_)
         if len(plan.tiles) > 4:
