@@ -1,7 +1,7 @@
 """`unet3d.recompute`: any network, trained by a schedule of its own."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from unet3d.base.types import MIB, budget_bytes
 from unet3d.recomputing import search
 from unet3d.recomputing.function import InTiles, derived_tensors
 from unet3d.recomputing.groups import first_of_group
-from unet3d.recomputing.maps import Map, Maps, bytes_of
+from unet3d.recomputing.maps import Maps
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import State
 from unet3d.recomputing.run import Pass
@@ -153,9 +153,7 @@ class Recomputed(nn.Module):
         if whole:
             first = ", ".join(list(whole)[:3])
             more = f" and {len(whole) - 3} others" if len(whole) > 3 else ""
-            line += f"; without a rule for rows, so run whole under autograd: {first}{more}"
-        if _bytes(program.maps.whole) > _bytes(program.maps.maps) / 2:
-            line += "; they are most of its maps, and the network itself may need less: see unet3d.memory.predict"
+            line += f"; without a rule for rows, so run again in backward, under autograd: {first}{more}"
         return line
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -200,11 +198,6 @@ class Recomputed(nn.Module):
                 "take a smaller patch or a smaller network"
             )
         return schedule
-
-
-def _bytes(maps: Sequence[Map]) -> int:
-    """Return the bytes of all maps, in the types in which they were traced."""
-    return sum(bytes_of(map_.value, map_.value.dtype) for map_ in maps)
 
 
 def _autocast_dtype(image: Tensor) -> torch.dtype | None:
