@@ -56,11 +56,16 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the tokens."""
-        q, k, v = self.qkv(x).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        if self.way == "einsum":
+        if self.way == "chunk":
+            q, k, v = (part.unflatten(2, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        elif self.way == "unbind":
+            q, k, v = self.qkv(x).view(len(x), -1, 3, 4, 2).permute(0, 3, 2, 1, 4).unbind(2)
+        else:
+            q, k, v = self.qkv(x).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        if self.way in ("einsum", "unbind"):
             scores = torch.einsum("nhid,nhjd->nhij", q, k) + self.bias
             mixed = torch.einsum("nhij,nhjd->nhid", scores.softmax(dim=-1), v)
-        elif self.way == "matmul":
+        elif self.way in ("matmul", "chunk"):
             mixed = (torch.matmul(q, k.transpose(2, 3)) * self.bias).softmax(3).matmul(v)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v + self.bias)
@@ -120,6 +125,8 @@ OPERATIONS: dict[str, Callable[[], nn.Module]] = {
     "einsum": lambda: Tokens(Heads("einsum")),
     "matmul": lambda: Tokens(Heads("matmul")),
     "one call": lambda: Tokens(Heads("call")),
+    "chunks": lambda: Tokens(Heads("chunk")),
+    "one of several": lambda: Tokens(Heads("unbind")),
     "two exits": Exits,
 }
 

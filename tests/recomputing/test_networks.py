@@ -98,7 +98,7 @@ MONAI: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
             window_size=4,
             attn_drop_rate=0.2,
         ),
-        (32, 32, 32),
+        (64, 32, 32),
     ),
 }
 

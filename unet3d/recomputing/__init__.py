@@ -10,11 +10,15 @@ In reading order:
     convolution     rules of convolutions
     normalisation   rules of normalisations, and their statistics
     resampling      rules of pooling and interpolation
+    derived         tensors computed from weights alone
+    along           operations that can be carried out in parts, along windows or tokens
+    groups          operations without a rule that are carried out at once
     maps            which values exist as a whole, and how each follows from others
     tiles           rows of one map: made, and their gradient sent to the maps before
     instructions    what a pass may do with a map or a gradient
     schedule        the instructions of a pass, and its bytes
     program         maps, their tiles and a schedule, for images of one size
+    whole           a group, carried out
     run             a schedule, carried out
     function        a pass as one autograd function
     scratch         the tensors beside maps meanwhile, measured on tensors without data

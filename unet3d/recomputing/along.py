@@ -59,7 +59,7 @@ def along(result: Value, dimension: int, group: Sequence[Value]) -> Along | None
 def follow(value: Value, dimension: int) -> Places | None:
     """Return the place of a dimension of a result in the arguments; None where it is not in each map, or is mixed."""
     rule = FOLLOW.get(value.op)
-    places = None if rule is None or value.element is not None else rule(value, dimension)
+    places = None if rule is None else rule(value, dimension)
     if places is None:
         return None
     length = value.shape[dimension]
@@ -170,6 +170,17 @@ def _of_view(value: Value, dimension: int) -> Places | None:
     return None
 
 
+def _of_unflatten(value: Value, dimension: int) -> Places | None:
+    split = value.args[1] % len(value.inputs[0].shape)
+    is_split = split <= dimension < split + len(value.args[2])
+    return None if is_split else _of_view(value, dimension)
+
+
+def _of_chunk(value: Value, dimension: int) -> Places | None:
+    cut = value.argument(2, value.kwargs.get("dim", 0)) % len(value.shape)
+    return None if dimension == cut else {value.inputs[0]: dimension}
+
+
 def _of_transpose(value: Value, dimension: int) -> Places | None:
     count = len(value.shape)
     first, second = (place % count for place in value.args[1:3])
@@ -201,6 +212,9 @@ FOLLOW: Mapping[str, Follow] = {
     **dict.fromkeys(POINTWISE.split(), _matched),
     **dict.fromkeys(SIZED, _of_view),
     "flatten": _of_view,
+    "unflatten": _of_unflatten,
+    "chunk": _of_chunk,
+    "split": _of_chunk,
     "softmax": _of_softmax,
     "log_softmax": _of_softmax,
     "linear": _before_last,
@@ -212,6 +226,7 @@ FOLLOW: Mapping[str, Follow] = {
     "transpose": _of_transpose,
     "permute": _of_permute,
     "select": _of_select,
+    "unbind": _of_select,
     "unsqueeze": _of_unsqueeze,
     "slice": _of_slice,
 }

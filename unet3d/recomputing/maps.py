@@ -55,8 +55,8 @@ class Map:
         """What is read no more, within a group, behind each of its values."""
         last_reader: dict[Value | Weight, Value] = {}
         for value in self.passing:
-            for leaf in (*value.inputs, *value.weights()):
-                last_reader[leaf] = value
+            last_reader |= dict.fromkeys(value.inputs, value)
+            last_reader |= dict.fromkeys(value.weights(), value)
         forgotten: dict[Value, list[Value | Weight]] = {value: [] for value in self.passing}
         for leaf, reader in last_reader.items():
             forgotten[reader].append(leaf)

@@ -14,7 +14,7 @@ from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import State, draw_masks
 from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, send_gradient
-from unet3d.recomputing.whole import gradients_of_whole, make_whole
+from unet3d.recomputing.whole import apart, gradients_of_whole, make_whole
 
 
 class Pass:
@@ -98,7 +98,7 @@ class Pass:
         sources = [self.maps[source] for source in map_.sources]
         with self._types():
             result = make_whole(map_, sources, self.state, self.program.parts(map_))
-        return _apart(result, sources)
+        return apart(result, sources)
 
     def _make_by_tiles(self, map_: Map, over: int | None, through: tuple[Value, ...]) -> None:
         plan = self.program.plan(map_, through)
@@ -106,7 +106,7 @@ class Pass:
         if len(plan.tiles) == 1:
             rows = make_rows(plan, plan.tiles[0], self.maps, self.state)
             sources = [self.maps[source] for source in plan.map.sources]
-            self.maps[value] = _apart(rows, sources)
+            self.maps[value] = apart(rows, sources)
             return
         if over is None:
             target = torch.empty(value.shape, dtype=self.state.dtype, device=self.device)
@@ -198,7 +198,7 @@ class Pass:
                 known.add_(of_value)
             elif of_value is not None:
                 of_value_in_type = of_value.to(self.maps[value].dtype)
-                self.gradients[value] = _apart(of_value_in_type, memory)
+                self.gradients[value] = apart(of_value_in_type, memory)
                 memory.append(of_value)
             elif place != "add":
                 self.gradients[value] = None
@@ -265,7 +265,7 @@ class Pass:
                 continue
             assert of_rows.rows is not None
             others = [] if of_rows.is_own else [of_rows.rows]
-            self.gradients[value] = _apart(of_rows.rows, others)
+            self.gradients[value] = apart(of_rows.rows, others)
 
     def _completed(self, map_: Map, gradient: RowGradient, low: int, sink: Sink | None, done: int) -> RowGradient:
         """Return a gradient whose final rows have the statistics' part; rows that the next tile adds to wait."""
@@ -325,17 +325,10 @@ class Pass:
 
     @contextmanager
     def _types(self) -> Iterator[None]:
-        """Run operations without a rule in the precision of the pass that began."""
+        """Run operations without a rule in the precision of the pass that began.
+
+        Converted weights are forgotten: autocast would hold them until the outermost context ends.
+        """
         is_autocast = self.autocast is not None
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=is_autocast):
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=is_autocast, cache_enabled=False):
             yield
-
-
-def _apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return a contiguous tensor that shares no memory with others."""
-    storage = tensor.untyped_storage()
-    is_shared = any(other.untyped_storage()._cdata == storage._cdata for other in others)
-    has_gaps = storage.nbytes() != tensor.numel() * tensor.itemsize
-    if is_shared or has_gaps:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.contiguous()

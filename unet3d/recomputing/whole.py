@@ -66,6 +66,16 @@ def gradients_of_whole(
     return totals
 
 
+def apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Return a contiguous tensor that shares no memory with others."""
+    storage = tensor.untyped_storage()
+    is_shared = any(other.untyped_storage()._cdata == storage._cdata for other in others)
+    has_gaps = storage.nbytes() != tensor.numel() * tensor.itemsize
+    if is_shared or has_gaps:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
+
+
 def _gradients(
     map_: Map,
     sources: Sequence[Tensor],
@@ -89,7 +99,7 @@ def _gradients(
     del result  # backward reads its gradient, and itself only where autograd saved it
     trained = [name for name in map_.weights if inner.weights[name].requires_grad]
     leaves = [leaf for leaf in inputs if leaf.requires_grad]
-    computed = list(
+    computed: list[Tensor | None] = list(
         torch.autograd.grad(
             edge,
             [*leaves, *(inner.weights[name] for name in trained)],
@@ -183,4 +193,5 @@ def _narrow(tensor: Tensor, place: int, span: Span) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
