@@ -44,7 +44,18 @@ def grouped_values(graph: Graph, rules: Mapping[Value, Rule | None], users: User
 
 def results_of_groups(graph: Graph, grouped: Set[Value], users: Users) -> set[Value]:
     """Return the values that are the results of groups."""
-    results: set[Value] = set()
+    results = {value for value in graph.outputs if value in grouped}
+    _add_shared(graph, grouped, users, results)
+    for result in tuple(results):
+        results.update(_cuts(_group(graph, result, grouped, results)))
+    for result in tuple(results):
+        results.update(_part(_group(graph, result, grouped, results), results, users))
+    _add_shared(graph, grouped, users, results)
+    return results
+
+
+def _add_shared(graph: Graph, grouped: Set[Value], users: Users, results: set[Value]) -> None:
+    """Add the values that are read outside of groups, and those that several groups would compute."""
     results_from: dict[Value, set[Value]] = {}
     for value in reversed(graph.values):
         if value not in grouped:
@@ -54,17 +65,11 @@ def results_of_groups(graph: Graph, grouped: Set[Value], users: Users) -> set[Va
         for reader in readers:
             if reader in grouped:
                 reached |= results_from[reader]
-        is_read_elsewhere = value in graph.outputs or any(reader not in grouped for reader in readers)
+        is_read_elsewhere = any(reader not in grouped for reader in readers)
         is_of_several = len(reached) > 1 and not gives_view(value.target)  # a view is taken anew in each
         if is_read_elsewhere or is_of_several:
             results.add(value)
-            reached = {value}
-        results_from[value] = reached
-    for result in tuple(results):
-        results.update(_cuts(_group(graph, result, grouped, results)))
-    for result in tuple(results):
-        results.update(_part(_group(graph, result, grouped, results), results, users))
-    return results
+        results_from[value] = {value} if value in results else reached
 
 
 def first_of_group(group: Sequence[Value]) -> Value:
