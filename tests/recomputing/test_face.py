@@ -316,7 +316,7 @@ def test_an_image_without_a_batch_is_refused() -> None:
 
 
 class Tokens(nn.Module):
-    """A network whose maps are nearly all of operations without a rule."""
+    """A network whose tokens have no rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,15 +324,16 @@ class Tokens(nn.Module):
         self.mix = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return tokens as a map."""
         maps = self.first(x)
         tokens = maps.flatten(2).transpose(1, 2)
         return self.mix(tokens).transpose(1, 2).reshape(maps.shape)
 
 
-def test_a_network_without_rules_is_told_to_compare() -> None:
+def test_operations_without_a_rule_are_named() -> None:
     lines = []
     for network in (Tokens(), make()):
         recomputed = Recomputed(network.double())
         lines.append(recomputed.describe(recomputed.program(image().double())))
-    assert "unet3d.memory.predict" in lines[0]
-    assert "unet3d.memory.predict" not in lines[1]
+    assert "linear in mix" in lines[0]
+    assert "without a rule" not in lines[1]

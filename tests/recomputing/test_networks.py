@@ -126,6 +126,17 @@ MONAI: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
         lambda: _monai("UNETR", 1, 3, (16, 16, 16), 4, 8, 8, 2, dropout_rate=0.2),
         (16, 16, 16),
     ),
+    "SwinUNETR": (
+        lambda: _monai(
+            *("SwinUNETR", 1, 3),
+            feature_size=12,
+            depths=(2, 1, 1, 1),
+            num_heads=(1, 2, 3, 4),
+            window_size=4,
+            attn_drop_rate=0.2,
+        ),
+        (64, 32, 32),
+    ),
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from allocator import Events, recorded
+from attention import Windows
 from test_budgets import network as chain
 from test_networks import _dyn, _monai
 from torch import Tensor, nn
@@ -98,6 +99,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "chain": chain,
     "DynUNet": _dyn,
     "UNet": lambda: _monai("UNet", 3, 1, 3, (8, 16), (2,), num_res_units=2),
+    "attention": lambda: Windows(16),
 }
 
 
@@ -105,11 +107,18 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("chain", "lean"), ("chain", "tiles"), ("DynUNet", "lean"), ("UNet", "tiles")],
+    [
+        ("chain", "lean"),
+        ("chain", "tiles"),
+        ("DynUNet", "lean"),
+        ("UNet", "tiles"),
+        ("attention", "lean"),
+        ("attention", "tiles"),
+    ],
 )
 def test_the_peak_is_as_predicted(name: str, plan: Plan, device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a program for a GPU, carried out on the CPU."""
-    if name != "chain":
+    if name not in ("chain", "attention"):
         pytest.importorskip("monai")
     monkeypatch.setattr(prepare, "CUDA_TILE", 1)  # else each map is one tile
     torch.manual_seed(0)

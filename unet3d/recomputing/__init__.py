@@ -12,6 +12,9 @@ In reading order:
     statistics      statistics of normalisations
     normalisation   rules of normalisations
     resampling      rules of pooling and interpolation
+    derived         tensors computed from weights alone
+    along           operations that can be carried out in parts, along windows or tokens
+    groups          operations without a rule that are carried out at once
     maps            which values exist as a whole, and how each follows from others
     tiles           rows of one map: made, and their gradient sent to the maps before
     instructions    what a pass may do with a map or a gradient
@@ -19,6 +22,7 @@ In reading order:
     search          the schedules that none beats in both bytes and work
     program         maps, their tiles and schedules, for images of one size
     observer        who watches which layer a pass works on
+    whole           a group, carried out
     run             a schedule, carried out
     function        a pass as one autograd function
     scratch         the tensors beside maps meanwhile, measured on tensors without data

@@ -10,10 +10,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree
 
 from unet3d.model import half_precision
-from unet3d.recomputing.graph import Value, Weight, leaves
+from unet3d.recomputing.derived import derive
 from unet3d.recomputing.maps import Maps
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import filled
 from unet3d.recomputing.run import Pass
 from unet3d.recomputing.state import State
 
@@ -78,17 +77,9 @@ def _quiet(run: Pass) -> Any:
 
 
 def derived_tensors(maps: Maps, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters, buffers, constants and what is computed from them, which autograd follows."""
+    """Return parameters, buffers, constants and what is computed from them before the pass, which autograd follows."""
     known = {**maps.graph.constants, **tensors}
-    for derived in maps.graph.derived:
-        arguments = (derived.args, tuple(derived.kwargs.values()))
-        weights: dict[Value | Weight, Tensor | None] = {}
-        for weight in leaves(arguments):
-            if isinstance(weight, Weight):
-                weights[weight] = known[weight.name]
-        kwargs = {name: filled(leaf, weights) for name, leaf in derived.kwargs.items()}
-        known[derived.name] = derived.target(*(filled(leaf, weights) for leaf in derived.args), **kwargs)
-    return known
+    return known | derive(maps.derived_before, known, maps.weights)
 
 
 def tensors_of(network: nn.Module) -> dict[str, Tensor]:
@@ -105,5 +96,4 @@ def autocast_dtype(image: Tensor) -> torch.dtype | None:
 
 def _trained(maps: Maps, weights: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the weights that the graph reads and that need a gradient."""
-    names = [weight.name for value in maps.graph.values for weight in value.weights()]
-    return [name for name in dict.fromkeys(names) if weights[name].requires_grad]
+    return [name for name in maps.weights if weights[name].requires_grad]

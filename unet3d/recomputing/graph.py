@@ -100,3 +100,9 @@ def operation_name(target: Any, keeps_underscore: bool = False) -> str:
     name = getattr(packet, "__name__", str(packet))
     is_operator = name.startswith("__")  # aten::__and__ is no and_
     return name if keeps_underscore or is_operator else name.rstrip("_")
+
+
+def gives_view(target: Any) -> bool:
+    """Return whether the result of an operation may share the memory of an argument."""
+    schema = getattr(target, "_schema", None)
+    return schema is None or any(result.alias_info is not None for result in schema.returns)

@@ -1,22 +1,25 @@
 """Maps: the values that exist as a whole, and how each follows from others.
 
-A convolution's result is a map, and so is what a normalisation takes its statistics of, what an operation without a
-rule reads or gives, and each output. All other values are rows in passing: each reader computes them anew.
+A convolution's result is a map, and so is what a normalisation takes its statistics of, what a group of operations
+without a rule reads or gives, and each output. All other values are rows in passing, or within a group: each reader
+computes them anew.
 """
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from unet3d.recomputing import convolution, joining, normalisation, pointwise, resampling  # noqa: F401, rules
+from unet3d.recomputing.along import Along, longest
 from unet3d.recomputing.convolution import Convolution, TransposedConvolution
+from unet3d.recomputing.derived import Steps, names_read, within
 from unet3d.recomputing.graph import Graph, Value, Weight
+from unet3d.recomputing.groups import SUMS, grouped_values, results_of_groups
 from unet3d.recomputing.normalisation import NORMALISATIONS
 from unet3d.recomputing.rules import RULES, Rule
-
-SUMS = ("add", "sub")
 
 
 @dataclass(eq=False, repr=False)
@@ -25,20 +28,39 @@ class Map:
 
     index: int
     value: Value
-    rule: Rule | None  # None: made at once, of whole maps, by the operation itself
-    passing: tuple[Value, ...]  # values in passing, and last the map's own, in the order in which they are made
+    rule: Rule | None  # None: made at once, of whole maps, by the operations of a group
+    passing: tuple[Value, ...]  # values in passing or of the group, last the map's own, in the order of their making
     sources: tuple[Value, ...]  # of maps, and the image
     operations: int  # multiplications and additions of its convolutions
     norms: tuple[Value, ...] = ()  # normalisations that take their statistics of it
+    derived: tuple[Steps, ...] = ()  # tensors of weights that are computed within the group
+    along: Along | None = None  # the dimension along which a group can be carried out in parts
 
-    @property
+    @cached_property
     def weights(self) -> list[str]:
-        """Names of the parameters and buffers that making it reads."""
-        names: dict[str, None] = {}  # in order, each once
-        for value in self.passing:
-            for weight in value.weights():
-                names[weight.name] = None
+        """Names of the weights that making it reads, without those that it derives from them."""
+        steps = [derived for steps in self.derived for derived in steps]
+        names = dict.fromkeys((*self.names_read, *names_read(steps)))
+        for derived in steps:
+            names.pop(derived.name, None)
         return list(names)
+
+    @cached_property
+    def names_read(self) -> Set[str]:
+        """Names of the weights that its operations read, in order."""
+        return dict.fromkeys(weight.name for value in self.passing for weight in value.weights()).keys()
+
+    @cached_property
+    def forgotten(self) -> dict[Value, list[Value | Weight]]:
+        """What is read no more, within a group, behind each of its values."""
+        last_reader: dict[Value | Weight, Value] = {}
+        for value in self.passing:
+            last_reader |= dict.fromkeys(value.inputs, value)
+            last_reader |= dict.fromkeys(value.weights(), value)
+        forgotten: dict[Value, list[Value | Weight]] = {value: [] for value in self.passing}
+        for leaf, reader in last_reader.items():
+            forgotten[reader].append(leaf)
+        return forgotten
 
 
 @dataclass(eq=False)
@@ -52,7 +74,12 @@ class Maps:
     def __post_init__(self) -> None:
         self.users = self.graph.users()
         self.rules = {value: _rule_of(value, self.axis) for value in self.graph.values}
-        self.stored = self._stored()
+        grouped = grouped_values(self.graph, self.rules, self.users)
+        self.rules |= dict.fromkeys(grouped)
+        self.derived_within = within(self.graph, grouped)
+        steps_within = {step for steps in self.derived_within for step in steps}
+        self.derived_before = [step for step in self.graph.derived if step not in steps_within]
+        self.stored = self._stored(grouped)
         self.maps = []
         for value in self.graph.values:
             if value in self.stored:
@@ -63,7 +90,7 @@ class Maps:
 
     @cached_property
     def whole(self) -> list[Map]:
-        """Maps of operations without a rule."""
+        """Maps of groups of operations without a rule."""
         return [map_ for map_ in self.maps if map_.rule is None]
 
     @cached_property
@@ -75,18 +102,23 @@ class Maps:
                 weights |= dict.fromkeys(value.weights())
         return list(weights)
 
+    @cached_property
+    def weights(self) -> Set[str]:
+        """Names of the weights that all maps read, in order."""
+        return dict.fromkeys(name for map_ in self.maps for name in map_.weights).keys()
+
     def through(self, map_: Map, also_passing: frozenset[Value]) -> Map:
         """Return how a map is made where some of its sources are in passing, too."""
         passing, sources = self._expression(map_.value, also_passing)
         operations = self._operations(passing)
         return Map(map_.index, map_.value, map_.rule, passing, sources, operations, map_.norms)
 
-    def _stored(self) -> set[Value]:
+    def _stored(self, grouped: set[Value]) -> set[Value]:
         stored = set(self.graph.outputs)
+        stored |= results_of_groups(self.graph, grouped, self.users)
         for value in self.graph.values:
-            if self.rules[value] is None:
-                stored.add(value)
-                stored.update(value.inputs)
+            if value in grouped:
+                stored.update(source for source in value.inputs if source not in grouped)
             elif self._is_norm(value):
                 stored.update(value.inputs)
         for value in self.graph.values:
@@ -104,6 +136,8 @@ class Maps:
         """
         reached: dict[Value, set[Value]] = {self.graph.image: set()}
         for value in self.graph.values:
+            if self.rules[value] is None:
+                continue
             sources: set[Value] = set()
             for source in value.inputs:
                 if source in stored:
@@ -138,9 +172,11 @@ class Maps:
 
     def _store_chains_of_sums(self, stored: set[Value]) -> None:
         """Make maps of sums that would be sums of sums, whose rows are made from ever more maps."""
-        has_sum: dict[Value, bool] = {self.graph.image: False}
+        has_sum: dict[Value, bool] = {}
         for value in self.graph.values:
-            inner = any(has_sum[source] for source in value.inputs)
+            if self.rules[value] is None:
+                continue
+            inner = any(has_sum.get(source, False) for source in value.inputs)
             if value.op in SUMS and len(value.inputs) > 1:
                 if inner:
                     for source in value.inputs:
@@ -156,10 +192,15 @@ class Maps:
 
     def _map(self, index: int, value: Value) -> Map:
         rule = self.rules[value]
-        if rule is None:
-            return Map(index, value, None, (value,), value.inputs, value.shape.numel())
         passing, sources = self._expression(value, frozenset())
-        return Map(index, value, rule, passing, sources, self._operations(passing))
+        if rule is not None:
+            return Map(index, value, rule, passing, sources, self._operations(passing))
+        map_ = Map(index, value, None, passing, sources, value.shape.numel())
+        for steps in self.derived_within:
+            if any(step.name in map_.names_read for step in steps):
+                map_.derived += (steps,)
+        map_.along = longest(value, passing)
+        return map_
 
     def _expression(self, root: Value, also_passing: frozenset[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
         """Return the values in passing from which a map is made, and the maps, each in the graph's order."""

@@ -10,7 +10,8 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import mib
 from unet3d.recomputing import search
 from unet3d.recomputing.function import tensors_of
-from unet3d.recomputing.maps import Map, Maps, bytes_of
+from unet3d.recomputing.groups import first_of_group
+from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.schedule import Schedule, compile_schedule
 from unet3d.recomputing.scratch import scratch_bytes
@@ -127,20 +128,13 @@ def work_of(schedule: Schedule) -> str:
 
 
 def whole_line(program: Program) -> str:
-    """Return which operations run whole, and a warning where they are most of the maps; "" without any."""
+    """Return which operations have no rule; "" without any."""
     whole: dict[str, None] = {}
     for map_ in program.maps.whole:
-        whole[f"{map_.value.op} in {map_.value.layer}" if map_.value.layer else map_.value.op] = None
+        value = first_of_group(map_.passing)
+        whole[f"{value.op} in {value.layer}" if value.layer else value.op] = None
     if not whole:
         return ""
     first = ", ".join(list(whole)[:3])
     more = f" and {len(whole) - 3} others" if len(whole) > 3 else ""
-    line = f"without a rule for rows, so run whole under autograd: {first}{more}"
-    if _bytes(program.maps.whole) > _bytes(program.maps.maps) / 2:
-        line += "; they are most of its maps, and the network itself may need less: see unet3d.memory.predict"
-    return line
-
-
-def _bytes(maps: Sequence[Map]) -> int:
-    """Return the bytes of all maps, in the types in which they were traced."""
-    return sum(bytes_of(map_.value, map_.value.dtype) for map_ in maps)
+    return f"without a rule for rows, so run again in backward, under autograd: {first}{more}"

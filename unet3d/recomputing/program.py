@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from unet3d.recomputing import search
+from unet3d.recomputing.along import spans
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map, Maps
+from unet3d.recomputing.rules import Span
 from unet3d.recomputing.schedule import EMPTY, Schedule, Sizes
 from unet3d.recomputing.tiles import MapPlan, plan_map
 
@@ -26,6 +28,7 @@ class Program:
     sizes: Sizes | None = None  # by which schedules are chosen; None while they are measured
     fixed_bytes: int = 0  # of weights, buffers and image, which are there before a pass and after it
     plans: dict[Any, MapPlan] = field(default_factory=dict)
+    spans: dict[int, list[Span]] = field(default_factory=dict)  # the parts of groups, by the index of their maps
 
     def __repr__(self) -> str:
         return f"Program({self.schedule.work} forward passes, {self.peak_bytes} bytes)"
@@ -65,3 +68,9 @@ class Program:
                 wanted=self.wanted - {without},
             )
         return self.plans[key]
+
+    def parts(self, map_: Map) -> list[Span]:
+        """Return the parts in which a group is carried out; none where it is run at once."""
+        if map_.index not in self.spans:
+            self.spans[map_.index] = spans(map_.along, map_.passing, self.numbers)
+        return self.spans[map_.index]

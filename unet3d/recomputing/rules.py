@@ -2,7 +2,7 @@
 
 Rows are counted along one axis of N C D H W. A rule says which rows of its inputs rows of a result are made from,
 computes them, and sends a gradient of these rows to the inputs' rows. An operation without a rule runs on whole maps
-under autograd: that costs memory, never correctness.
+under autograd, in a group with those beside it: that costs memory, never correctness.
 """
 
 from collections.abc import Mapping, Sequence
@@ -127,7 +127,6 @@ def gradients_by_autograd(
     inputs: Sequence[Tensor],
     gradient: Tensor,
     state: State,
-    keeps_types: bool = False,
 ) -> Gradients:
     """Return the inputs' gradients by running the operation again under autograd; weights' are added to the state."""
     weights = [weight for weight in value.weights() if state.wants(weight)]
@@ -147,7 +146,7 @@ def gradients_by_autograd(
         updated={value},
     )
     with torch.enable_grad():
-        result = _call_with_gradients(value, leaves, inner, keeps_types)
+        result = _call_with_gradients(value, leaves, inner)
     if not result.requires_grad:
         return [None for _ in leaves]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -165,15 +164,14 @@ def gradients_by_autograd(
     return [gradient_of.get(id(leaf)) for leaf in leaves]
 
 
-def _call_with_gradients(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool) -> Tensor:
+def _call_with_gradients(value: Value, inputs: Sequence[Tensor], state: State) -> Tensor:
     """Return `call`, whose conversions of weights autograd follows."""
-    if not keeps_types:
-        converted = dict(state.weights)  # those of this operation
-        for name, tensor in state.weights.items():
-            if tensor.requires_grad:
-                converted[name] = tensor.to(state.dtype)
-        state.weights = converted
-    return call(value, inputs, state, keeps_types)
+    converted = dict(state.weights)  # those of this operation
+    for name, tensor in state.weights.items():
+        if tensor.requires_grad:
+            converted[name] = tensor.to(state.dtype)
+    state.weights = converted
+    return call(value, inputs, state)
 
 
 def dropout_factor(value: Value, state: State, dtype: torch.dtype, tile: Tile | None = None) -> Tensor | None:

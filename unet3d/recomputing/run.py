@@ -12,10 +12,11 @@ from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import call, draw_masks, gradients_by_autograd
+from unet3d.recomputing.rules import draw_masks
 from unet3d.recomputing.state import State
 from unet3d.recomputing.statistics import take_statistics
 from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, send_gradient
+from unet3d.recomputing.whole import apart, gradients_of_whole, make_whole
 
 
 class Pass:
@@ -108,10 +109,10 @@ class Pass:
                 take_statistics(norm, self.maps[map_.value], self.state)
 
     def _make_whole(self, map_: Map) -> Tensor:
-        inputs = [self.maps[source] for source in map_.value.inputs]
+        sources = [self.maps[source] for source in map_.sources]
         with self._types():
-            result = call(map_.value, inputs, self.state, keeps_types=True)
-        return _apart(result, inputs)
+            result = make_whole(map_, sources, self.state, self.program.parts(map_))
+        return apart(result, sources)
 
     def _make_by_tiles(self, map_: Map, over: int | None, through: tuple[Value, ...]) -> None:
         plan = self.program.plan(map_, through)
@@ -119,7 +120,7 @@ class Pass:
         if len(plan.tiles) == 1:
             rows = make_rows(plan, plan.tiles[0], self.maps, self.state)
             sources = [self.maps[source] for source in plan.map.sources]
-            self.maps[value] = _apart(rows, sources)
+            self.maps[value] = apart(rows, sources)
             return
         if over is None:
             target = torch.empty(value.shape, dtype=self.state.dtype, device=self.device)
@@ -188,11 +189,12 @@ class Pass:
                 self.gradients[value] = None
 
     def _send_whole(self, map_: Map, gradient: Tensor, targets: Sequence[Target]) -> None:
-        inputs = [self.maps[source] for source in map_.value.inputs]
+        sources = [self.maps[source] for source in map_.sources]
+        wanted = [source in self.program.wanted for source in map_.sources]
         with self._types():
-            gradients = gradients_by_autograd(map_.value, inputs, gradient, self.state, keeps_types=True)
+            gradients = gradients_of_whole(map_, sources, gradient, self.state, wanted, self.program.parts(map_))
         self.state.close_tile()
-        of_source = dict(zip(map_.value.inputs, gradients, strict=True))
+        of_source = dict(zip(map_.sources, gradients, strict=True))
         memory: list[Tensor] = [gradient]
         image = self.program.maps.graph.image
         of_image = of_source.get(image)
@@ -211,7 +213,7 @@ class Pass:
                 known.add_(of_value)
             elif of_value is not None:
                 of_value_in_type = of_value.to(self.maps[value].dtype)
-                self.gradients[value] = _apart(of_value_in_type, memory)
+                self.gradients[value] = apart(of_value_in_type, memory)
                 memory.append(of_value)
             elif place != "add":
                 self.gradients[value] = None
@@ -279,7 +281,7 @@ class Pass:
                 continue
             assert of_rows.rows is not None
             others = [] if of_rows.is_own else [of_rows.rows]
-            self.gradients[value] = _apart(of_rows.rows, others)
+            self.gradients[value] = apart(of_rows.rows, others)
 
     def _completed(self, map_: Map, gradient: RowGradient, low: int, sink: Sink | None, done: int) -> RowGradient:
         """Return a gradient whose final rows have the statistics' part; rows that the next tile adds to wait."""
@@ -339,17 +341,10 @@ class Pass:
 
     @contextmanager
     def _types(self) -> Iterator[None]:
-        """Run operations without a rule in the precision of the pass that began."""
+        """Run operations without a rule in the precision of the pass that began.
+
+        Converted weights are forgotten: autocast would hold them until the outermost context ends.
+        """
         is_autocast = self.autocast is not None
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=is_autocast):
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=is_autocast, cache_enabled=False):
             yield
-
-
-def _apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return a contiguous tensor that shares no memory with others."""
-    storage = tensor.untyped_storage()
-    is_shared = any(other.untyped_storage()._cdata == storage._cdata for other in others)
-    has_gaps = storage.nbytes() != tensor.numel() * tensor.itemsize
-    if is_shared or has_gaps:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.contiguous()

@@ -24,6 +24,7 @@ from unet3d.recomputing.schedule import TWICE
 from unet3d.recomputing.state import State
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 
 class PeakBytes(TorchDispatchMode):
@@ -54,6 +55,8 @@ class PeakBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is BATCH_NORM_BACKWARD and not args[-1][0]:
             result = (None, *result[1:])  # a fake one is made, a real one is not
+        if func is LAYER_NORM_BACKWARD and result[0] is not None:
+            result = (result[0].contiguous(), *result[1:])  # a fake one has the strides of the input
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._watch(tensor, tensor.untyped_storage().nbytes())
@@ -110,10 +113,12 @@ def scratch_bytes(
 
 
 def _shortened(program: Program) -> Program:
-    """Return a program whose maps have their first two tiles and their last two alone."""
-    short = replace(program, plans={})
+    """Return a program whose maps have their first two tiles, or parts, and their last two alone."""
+    short = replace(program, plans={}, spans={})
     for map_ in program.maps.maps:
         if map_.rule is None:
+            parts = program.parts(map_)
+            short.spans[map_.index] = [*parts[:2], *parts[-2:]] if len(parts) > 4 else parts
             continue
         plan = program.plan(map_)
         if len(plan.tiles) > 4:
@@ -218,8 +223,9 @@ class _Meter:
         return max(0, self.count.peak - own)
 
     def _provide(self, map_: Map) -> None:
-        """Put the sources there."""
+        """Put the sources there, and let views of weights be no tensors of their own."""
         self.count.reset()
+        self.count.adopt(*(self.run.state.weights[name] for name in map_.weights))
         known = {other.value: other for other in self.run.by_index}
         for source in map_.sources:
             dtype = self._dtype(known[source]) if source in known else self.dtype

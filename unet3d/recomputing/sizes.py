@@ -86,11 +86,15 @@ def _bytes_of_weights(maps: Sequence[Map], trained: dict[str, int]) -> list[int]
 
 
 def _operations(map_: Map) -> int:
-    """Return the multiplications and additions of a map; of an operation without a rule they are counted."""
+    """Return the multiplications and additions of a map; those of a group are counted."""
     if map_.rule is not None:
         return map_.operations
+    return sum(_operations_of(value) for value in map_.passing)
+
+
+def _operations_of(value: Value) -> int:
+    """Return the multiplications and additions of an operation without a rule, by tensors without data."""
     counter = FlopCounterMode(display=False)
-    value = map_.value
 
     def fill(tree: object) -> object:
         if isinstance(tree, tuple):

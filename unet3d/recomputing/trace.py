@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from unet3d.base.errors import UserError
-from unet3d.recomputing.graph import DROPOUTS, Derived, Graph, Value, Weight, leaves, operation_name
+from unet3d.recomputing.graph import DROPOUTS, Derived, Graph, Value, Weight, gives_view, leaves, operation_name
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -221,7 +221,7 @@ class _Reader:
             self.derived.append(Derived(node.name, target, args, kwargs))
             self.known[node] = Weight(node.name, fake.shape)
             sources = [leaf.name for leaf in leaves((args, tuple(kwargs.values()))) if isinstance(leaf, Weight)]
-            if not _gives_view(target) or all(name in self.fresh for name in sources):
+            if not gives_view(target) or all(name in self.fresh for name in sources):
                 self.fresh.add(node.name)
         elif fake is not None:
             raise UserError(f"{_layer(node) or 'the network'}: {target} has several results{_place(node)}")
@@ -277,13 +277,7 @@ def _is_in_place(node: fx.Node) -> bool:
 
 def _is_view_of(value: Value, source: Any) -> bool:
     """Return whether a value shares the memory of another."""
-    return source in value.inputs and _gives_view(value.target)
-
-
-def _gives_view(target: Any) -> bool:
-    """Return whether the result of an operation may share the memory of an argument."""
-    schema = getattr(target, "_schema", None)
-    return schema is None or any(result.alias_info is not None for result in schema.returns)
+    return source in value.inputs and gives_view(value.target)
 
 
 def _is_random(op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
