@@ -149,7 +149,7 @@ def test_windows_are_plain(tiles: int) -> None:
         with drawn_schedules(seed, tiles):
             recomputed = Recomputed(copy.deepcopy(network))
             assert_same(run(recomputed, image), plain)
-            program = recomputed.program(image.requires_grad_(), image.dtype)
+            program = recomputed.program(image.requires_grad_())
             image.requires_grad_(False)
         most = max(len(program.parts(map_)) for map_ in program.maps.whole)
         assert most > 4 if tiles > 1 else most == 0
