@@ -350,7 +350,7 @@ def limit_memory() -> None:
         is_fake = type(image) is not torch.Tensor  # in a prediction of what would fit
         if model.training and not is_fake and Path("run/checkpoints/last.pt").exists():
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, resource.RLIM_INFINITY))
             torch.empty(2**28)
         return forward(policy, model, image)
 

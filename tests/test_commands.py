@@ -62,6 +62,12 @@ def small(words: list[str]) -> list[str]:
     return kept + [word for name, word in added if not (own and name in FREE)]
 
 
+MODULES = (  # that pages show, by name
+    (("docs/extending.md", "docs/recompute.md"), "mine.py"),
+    (("docs/coming-from-monai.md",), "monai_parts.py"),
+)
+
+
 @pytest.fixture
 def place(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Data in the layouts that pages name, the files that they show, and a finished run."""
@@ -73,8 +79,9 @@ def place(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     shutil.copytree(made, tmp_path / "data")
     shutil.copytree(made / "imagesTr", tmp_path / "data" / "imagesTs")
     shutil.copy(finished / "checkpoints" / "best.pt", "net.pt")
-    for page, name in (("docs/extending.md", "mine.py"), ("docs/coming-from-monai.md", "monai_parts.py")):
-        blocks = re.findall(rf"```python\n# {name}\n(.*?)```", TEXTS[page], re.DOTALL)
+    for pages, name in MODULES:
+        texts = "".join(TEXTS[page] for page in pages)
+        blocks = re.findall(rf"```py(?:thon)?\n# {name}\n(.*?)```", texts, re.DOTALL)
         (tmp_path / name).write_text("\n".join(blocks))
     (tmp_path / "my_configs" / "loss").mkdir(parents=True)
     (tmp_path / "my_configs" / "loss" / "mine.yaml").write_text("path: mine:focal\n")

@@ -152,8 +152,8 @@ def _unpredicted(config: Config, options: Model, before: Any = None) -> prefligh
     """Choose what backward computes a second time, and predict nothing."""
     if config.recompute != "none":
         program = choose_technique(config, options).program
-        assert program is not None
-        return preflight.Preflight((), recompute_plan.saved(config, program), {})
+        schedule = None if program is None else recompute_plan.saved(config, program)
+        return preflight.Preflight((), schedule, {})
     return preflight.Preflight((0, 2) if config.ckpt else (), None, {})
 
 

@@ -14,6 +14,7 @@ from unet3d.base.types import MIB
 from unet3d.config import compose
 from unet3d.memory.allocator import Allocator, Pool, Reserved, Settings, read_settings, replay
 from unet3d.memory.simulate import simulate
+from unet3d.training.policy import Technique
 
 DEFAULT, EXPANDABLE = Settings(), Settings(expandable=True)
 KINDS = {
@@ -362,7 +363,7 @@ NETWORKS = [("model.activation=leaky_relu",), ("model.norm=group", "amp=true"), 
 def test_what_networks_add_at_64_cubed(overrides: tuple[str, ...]) -> None:
     config = compose.compose(["model=unet_small", "data.patch=[64,64,64]", "optim=adam", *overrides])
     config.model.in_channels, config.model.classes = 1, 3
-    ledger = simulate(config, config.model, evenly(8, int(config.ckpt))).ledger
+    ledger = simulate(config, config.model, Technique(evenly(8, int(config.ckpt)))).ledger
     peak = ledger.peak_bytes()
     native, expandable = replay(ledger.events), replay(ledger.events, EXPANDABLE)
     most_native, most_expandable = (1.40, 1.20) if config.ckpt else (1.26, 1.10)  # less to hold, in as many pieces

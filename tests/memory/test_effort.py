@@ -106,7 +106,7 @@ def test_fit_simulates_each_way_once(steps: dict[str, list[int]]) -> None:
 
 def test_the_memory_command_simulates_each_network_and_way_once(steps: dict[str, list[int]]) -> None:
     memory_of_config.print_explanation(WORDS, half=False, out=None)
-    assert sorted(steps.values()) == [*[[2]] * 5, [3, 2]], "one of half the width, four ways; for prices, what is asked"
+    assert sorted(steps.values()) == [*[[2]] * 4, [3, 2]], "one of half the width, three ways; for prices, what is asked"
 
 
 def out_of_memory() -> None:
@@ -132,6 +132,7 @@ LONG: dict[str, tuple[Callable[[], object], int]] = {  # and how many bars, at l
 def test_what_may_last_shows_a_bar_and_prints_the_same(
     name: str, terminal: io.StringIO, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(search_of_ways, "WITH_BUDGET", ())
     monkeypatch.setattr(search_of_ways, "PLANS", ())  # which take most of the time
     work, bars = LONG[name]
     work()

@@ -14,10 +14,10 @@ from torch.cuda import _memory_viz
 
 from unet3d.config import compose
 from unet3d.memory import analysis, export
-from unet3d.memory.checkpoint_plan import predicted
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import CATEGORIES, Ledger
 from unet3d.memory.meter import MEASURED_STEPS
+from unet3d.memory.technique import predicted
 from unet3d.memory.tracker import ModuleEvent
 from unet3d.report import memory_plots
 

@@ -86,6 +86,7 @@ def words_in(row: str) -> list[str]:
 @pytest.fixture
 def without_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Search without it: it takes most of the time."""
+    monkeypatch.setattr(search_of_ways, "WITH_BUDGET", ())
     monkeypatch.setattr(search_of_ways, "PLANS", ())
 
 

@@ -135,6 +135,7 @@ def test_a_full_width_forum_net_is_predicted_without_its_gigabytes() -> None:
 
 @pytest.mark.slow
 def test_a_run_over_its_budget_stops_and_one_within_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unet3d.memory.budget.WITH_BUDGET", ())
     monkeypatch.setattr("unet3d.memory.budget.PLANS", ())  # what would need less: without recompute, which takes long
     options = config("batch=1", *PLAIN)
     peak = predict(options, options.model)["peak_bytes"]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import MIB
 from unet3d.config import compose
 from unet3d.config.schema import Config
+from unet3d.memory.budget import Candidate, find_fit
 from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.peak import step_peak
 from unet3d.memory.preflight import preflight
-from unet3d.memory.recompute_plan import choose_program, prepared, saved
+from unet3d.memory.recompute_plan import choose_program, curve, prepared, saved
 from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.memory.simulate import validation_peak
 from unet3d.memory.technique import choose_technique
@@ -205,3 +207,32 @@ def test_options_of_earlier_versions_are_read_from_files_of_their_runs() -> None
     assert compose.from_plain(values | {"lean": False, "slab": 0}).recompute == "none"
     with pytest.raises(UserError, match=r"^lean: .*use recompute=lean$"):
         compose.compose(["lean=true"])
+
+
+@pytest.mark.slow
+def test_the_curve_falls_in_memory_as_it_rises_in_work() -> None:
+    asked = config("recompute=tiles", "data.patch=[24,24,32]")
+    points = curve(asked, asked.model)
+    assert len(points) > 3
+    for before, after in pairwise(points):
+        assert after.work > before.work
+        assert after.peak_bytes <= before.peak_bytes
+    plain = replace(asked, recompute="none")
+    assert points[0].peak_bytes < step_peak(plain, asked.model).peak_bytes
+    assert (
+        points[-1].peak_bytes <= 1.01 * step_peak(asked, asked.model, choose_technique(asked, asked.model)).peak_bytes
+    )
+
+
+@pytest.mark.slow
+def test_what_fits_a_budget_may_be_a_schedule_for_it() -> None:
+    lean = peak_of("recompute=lean")
+    tiles = peak_of("recompute=tiles")
+    budget = (lean + tiles) // 2
+    asked = config(f"budget={budget / MIB:.6f}MiB", "amp_dtype=bf16")
+    front, _ = find_fit(Candidate((), "nothing", asked, asked.model), budget)
+    ways = {row.overrides: row for row in front}
+    assert any("recompute=auto" in words for words in ways)
+    for words, row in ways.items():
+        if "recompute=auto" in words:
+            assert row.occupied_bytes <= budget

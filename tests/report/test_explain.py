@@ -23,10 +23,10 @@ import unet3d.memory
 from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.config import compose
-from unet3d.memory.checkpoint_plan import predict
 from unet3d.memory.meter import COUNTED
 from unet3d.memory.profile import Explanation
 from unet3d.memory.simulate import simulate
+from unet3d.memory.technique import predict
 from unet3d.report import explained, shapes
 from unet3d.training import optim
 

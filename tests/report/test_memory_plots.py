@@ -15,9 +15,9 @@ from matplotlib.colors import to_hex
 from unet3d.base.types import MIB
 from unet3d.config import compose
 from unet3d.memory import analysis
-from unet3d.memory.checkpoint_plan import predicted
 from unet3d.memory.ledger import CATEGORIES
 from unet3d.memory.meter import LedgerMeter
+from unet3d.memory.technique import predicted
 from unet3d.report import memory_curves, memory_plots
 
 Draw = Callable[..., Axes]

@@ -19,7 +19,9 @@ from unet3d.memory import analysis, budget, tables
 from unet3d.memory.allocator import Settings, replay
 from unet3d.memory.levels import stage_of
 from unet3d.memory.meter import STEPS_FOR_PEAK
+from unet3d.memory.peak import step_peak
 from unet3d.memory.preflight import MemoryEstimate, estimate, recompute_line
+from unet3d.memory.recompute_plan import curve
 from unet3d.memory.usual_estimates import usual_estimates
 from unet3d.report import memory_plots, record, report
 from unet3d.run.pretrained import with_init_names
@@ -132,6 +134,8 @@ def _sections(explanation: ConfigExplanation) -> Iterator[Section]:
         yield "Peak without each option (predicted)", table
     if subject.dtype is torch.float32:
         yield "Peak with each further option alone (predicted)", _further(subject)
+    if subject.technique.program is not None:
+        yield "Less memory for more work (recompute=auto with a budget, predicted)", _schedules(subject)
     yield "What parameters cost", tables.state(subject.entry, subject.parameters)
     weights = sum(parameter.nbytes for parameter in subject.meter.model.parameters())
     usual = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
@@ -195,6 +199,16 @@ def _further(subject: MemoryEstimate) -> Table:
             ]
         )
     return Table(["option", "peak with it (MiB)", "saved (MiB)", "share", "FLOPs", "changes"], rows)
+
+
+def _schedules(subject: MemoryEstimate) -> Table:
+    """Return what the plain step needs and, with recompute, steps of ever more work."""
+    plain = step_peak(replace(subject.config, recompute="none"), subject.options).peak_bytes
+    rows = [["recompute=none", "1.00", mib(plain), ""]]
+    for point in curve(subject.config, subject.options, subject.dtype):
+        saved = percent(plain - point.peak_bytes, plain)
+        rows.append(["recompute=auto", f"{point.work:.2f}", mib(point.peak_bytes), saved])
+    return Table(["option", "forward passes in a step", "peak (MiB)", "saved"], rows)
 
 
 def _summary(subject: MemoryEstimate) -> str:

@@ -13,17 +13,20 @@ from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_csv
 from unet3d.base.progress import track
 from unet3d.base.terminal import WIDE, paper, terminal_table
-from unet3d.base.types import Table, budget_bytes, mib
+from unet3d.base.types import MIB, Table, budget_bytes, mib
 from unet3d.cli.memory_of_config import scaled_width
 from unet3d.memory import budget, export, tables
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK
+from unet3d.memory.peak import step_peak
 from unet3d.memory.preflight import MemoryEstimate, estimate
+from unet3d.memory.recompute_plan import curve
 from unet3d.report import memory_curves
 from unet3d.run.pretrained import with_init_names
 
 ROWS_SHOWN = 24  # of the table of what fits
 BATCHES = (1, 2, 4, 8)
 SCALES = (0.25, 0.5, 1, 1.5, 2)  # of widths
+WORK = "recompute: forward passes in a step"
 SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # of the patch's sides
 Estimates = dict[str, MemoryEstimate | UserError]  # of each config, or why it makes no sense
 
@@ -144,6 +147,11 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     at_most = len(jobs) * len(BATCHES + SCALES + SIZES)
     rows = []
     panels: dict[str, dict[str, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
+    for name, subject in series.items():
+        for work, peak in _of_schedules(subject):
+            words = f"recompute=auto budget={peak / MIB:.1f}MiB"
+            rows.append((WORK, work, name, words, subject.parameters, peak))
+            panels[WORK][name].append((work, peak))
     for name, point in track(points, "points, at most", at_most):
         subject = point.estimate
         if not budget.is_allowed(subject.config, subject.options):
@@ -158,6 +166,16 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     _print_skipped(estimates)
     print(escaped(table))
     print(escaped(picture))
+
+
+def _of_schedules(subject: MemoryEstimate) -> list[tuple[float, int]]:
+    """Return work and peak of schedules of `recompute`, after the plain step; [] without that option."""
+    if subject.technique.program is None:
+        return []
+    plain = replace(subject.config, recompute="none")
+    points = [(1.0, step_peak(plain, subject.options).peak_bytes)]
+    points += curve(subject.config, subject.options, subject.dtype)
+    return points
 
 
 def _points(subject: MemoryEstimate) -> Iterator[Point]:

@@ -43,7 +43,8 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
         if config.init is not None and config.resume is None:
             start = ranks.on_rank0(lambda: load_pretrained(config, model_config, data))
             config = start.config
-        before = saved_schedule(folder) if config.resume is not None else None
+        goes_on = config.resume is not None and config.recompute != "none"
+        before = saved_schedule(folder) if goes_on else None
         predicted = ranks.on_rank0(lambda: preflight.preflight(config, model_config, before))
         if data is None:
             ranks.on_rank0(lambda: MemoryFile(folder).update(predicted.memory))

@@ -33,6 +33,7 @@ from unet3d.training.policy import Technique
 
 PASSES = 3  # forward passes in a step's FLOPs: backward counts as two
 PLANS = ("lean", "tiles")  # of recompute, that are tried
+WITH_BUDGET = ("auto",)  # the same, where a schedule may be chosen for a budget
 SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, that are still suggested
 CHANGES = {"nothing": 0, "rounding": 0, "statistics": 1, "the network": 2, "the patch": 3}  # in the result, by rank
 
@@ -187,7 +188,7 @@ def _least_cost(way: Candidate) -> tuple[int, float]:
 
     With least memory, convolutions are computed again, which costs more than 0.
     """
-    is_recomputed = way.config.recompute == "tiles"
+    is_recomputed = way.config.recompute in ("tiles", "auto")
     return CHANGES[way.changes], sys.float_info.min if is_recomputed else 0.0
 
 
@@ -202,7 +203,8 @@ def _unsegmented(asked: Candidate) -> Iterator[Candidate]:
         changed = replace(config, amp=amp, batch=batch, accumulate=parts, ckpt=0)
         for override, model in networks:
             yield from _allowed(asked, replace(changed, recompute="none"), model, override)
-        for plan in PLANS:
+        plans = PLANS if config.budget is None else (*PLANS, *WITH_BUDGET)
+        for plan in plans:
             yield from _allowed(asked, replace(changed, recompute=plan), asked.model, "")
 
 

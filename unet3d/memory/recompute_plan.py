@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 from unet3d import build
 from unet3d.base.errors import UserError
+from unet3d.base.progress import track
 from unet3d.base.types import budget_bytes
 from unet3d.config.schema import Config, Loss, Model, Optim
 from unet3d.memory.fake_tensors import fake_mode
@@ -20,6 +22,8 @@ from unet3d.recomputing.program import Program
 from unet3d.recomputing.schedule import compile_schedule, is_sound
 from unet3d.training import optim
 from unet3d.training.policy import PLAIN, Technique
+
+CURVE_POINTS = 8
 
 
 def saved(config: Config, program: Program, by_windows: bool = False) -> SavedSchedule:
@@ -78,15 +82,41 @@ def technique(program: Program) -> Technique:
     return Technique(program=program, forward_recompute_fraction=max(0.0, program.schedule.work - 1))
 
 
+class CurvePoint(NamedTuple):
+    """A schedule that could be taken."""
+
+    work: float  # forward passes in a step; 1: no convolution twice
+    peak_bytes: int  # of the simulated step
+
+
+def curve(config: Config, model_config: Model, dtype: torch.dtype = torch.float32) -> list[CurvePoint]:
+    """Return some of the schedules of a config's network, evenly spaced in bytes, from the least work on."""
+    program = prepared(config, model_config, dtype)
+    bearable = [schedule for schedule in program.schedules if schedule.work <= search.MOST_WORK]
+    most = bearable[0].peak_bytes
+    least = bearable[-1].peak_bytes
+    chosen = []
+    for number in range(CURVE_POINTS):
+        room = most - (most - least) * number // (CURVE_POINTS - 1)
+        schedule = search.within(bearable, room)
+        if schedule is not None and schedule not in chosen:
+            chosen.append(schedule)
+    points = []
+    for schedule in track(chosen, "schedules", len(chosen)):
+        peak = step_peak(config, model_config, technique(program.by(schedule)))
+        points.append(CurvePoint(schedule.work, peak.peak_bytes))
+    return points
+
+
 def estimated_step(config: Config, model_config: Model) -> tuple[int, float]:
     """Return the estimated peak of a step with `recompute` (bytes), and the share of a forward pass that it recomputes.
 
     The loss's own tensors are left out; a peak early in backward is overestimated by the gradients of micro-batches
-    before.
+    before. Raises UserError where no schedule keeps the budget of `auto`.
     """
-    program = by_plan(prepared(config, model_config), config.recompute)
+    program = prepared(config, model_config)
     profile = profile_stages(replace(config, recompute="none"), model_config)
-    peak = program.peak_bytes + profile.optimizer_state
+    beside = profile.optimizer_state
     others = config.accumulate - 1
     if others:
         micro_batch = 0
@@ -95,8 +125,10 @@ def estimated_step(config: Config, model_config: Model) -> tuple[int, float]:
             micro_batch = voxels * (4 * (model_config.in_channels or 0) + 2)
         assert program.sizes is not None
         gradients = sum(program.sizes.of_weights)
-        peak += others * micro_batch + gradients
-    return max(profile.update, peak), max(0.0, program.schedule.work - 1)
+        beside += others * micro_batch + gradients
+    budget = None if config.budget is None else budget_bytes(config.budget) - beside
+    program = by_plan(program, config.recompute, budget)
+    return max(profile.update, program.peak_bytes + beside), max(0.0, program.schedule.work - 1)
 
 
 def prepared(config: Config, model_config: Model, dtype: torch.dtype = torch.float32) -> Program:

@@ -113,7 +113,12 @@ class Run:
             traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
         self.meter.close()
         self._free_memory()  # outside of the except block
-        raise OutOfMemory("\n".join([*lines, *out_of_memory.oom_suggestions(self.config, self.model_config)]))
+        try:
+            for line in out_of_memory.oom_suggestions(self.config, self.model_config):
+                lines.append(line)
+        except MemoryError:  # in the search
+            lines.append("there is no memory left to search for what would need less: see unet3d memory fit")
+        raise OutOfMemory("\n".join(lines))
 
     def _log_labelled_share(self) -> None:
         """Log which share of the training voxels sparse labels cover."""
