@@ -106,7 +106,7 @@ def test_fit_simulates_each_way_once(steps: dict[str, list[int]]) -> None:
 
 def test_the_memory_command_simulates_each_network_and_way_once(steps: dict[str, list[int]]) -> None:
     memory_of_config.print_explanation(WORDS, half=False, out=None)
-    assert sorted(steps.values()) == [*[[2]] * 4, [3, 2]], "one of half the width, three ways; for prices, what is asked"
+    assert sorted(steps.values()) == [*[[2]] * 4, [3, 2]], "of half the width, three ways; for prices, what is asked"
 
 
 def out_of_memory() -> None:

@@ -149,7 +149,7 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     panels: dict[str, dict[str, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
     for name, subject in series.items():
         for work, peak in _of_schedules(subject):
-            words = f"recompute=auto budget={peak / MIB:.1f}MiB"
+            words = f"recompute=auto budget={math.ceil(10 * peak / MIB) / 10}MiB"
             rows.append((WORK, work, name, words, subject.parameters, peak))
             panels[WORK][name].append((work, peak))
     for name, point in track(points, "points, at most", at_most):
