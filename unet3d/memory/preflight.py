@@ -138,7 +138,7 @@ def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
 
 
 class Validation(NamedTuple):
-    """What a validation will need."""
+    """A prediction of what a validation needs."""
 
     peak_bytes: int
     windows: int  # that a pass sees at once
@@ -146,7 +146,10 @@ class Validation(NamedTuple):
 
 
 class Preflight(NamedTuple):
-    """What backward of the run computes a second time, and memory.json's first entries. Ranks send it to each other."""
+    """The result of `preflight`: how the step saves memory, and memory.json's first entries.
+
+    Ranks send it to each other.
+    """
 
     segment_starts: SegmentStarts  # the first stage of each checkpointed segment
     schedule: SavedSchedule | None  # of recompute

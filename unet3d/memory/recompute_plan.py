@@ -165,7 +165,7 @@ def _prepared(config: Config, model_config: Model, dtype: torch.dtype) -> Progra
 
 
 def _within(config: Config, model_config: Model, program: Program, budget: int) -> Technique:
-    """Return the schedule of least work with which a simulated step is within the budget, else that of least memory."""
+    """Return the schedule of least work whose simulated step is within the budget, or that of least memory."""
     chosen = by_plan(program, "tiles")
     excess = _occupied(config, model_config, chosen) - budget
     room = chosen.schedule.peak_bytes - excess

@@ -1,4 +1,4 @@
-"""What backward computes a second time in a config's step, and the prediction of that step."""
+"""The choice of a config's technique, segments or a program, and the prediction of its step."""
 
 from typing import Any
 

@@ -70,7 +70,7 @@ def follow(value: Value, dimension: int) -> Places | None:
 
 
 def spans(parts: Along | None, group: Sequence[Value], numbers: int) -> list[Span]:
-    """Return the parts of a group, in which the largest value has about `numbers` numbers; none if run at once.
+    """Return the parts of a group, in which the largest value has about `numbers` numbers; [] to run it at once.
 
     The gradients of weights are added to those of the parts before: where weights are larger, nothing would be saved.
     """

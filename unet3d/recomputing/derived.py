@@ -1,7 +1,7 @@
-"""What is computed from weights alone: `weight_norm`'s weights, masks and tables of positions of an attention.
+"""Derived tensors, computed from weights alone: `weight_norm`'s weights, masks and position tables of an attention.
 
-What only groups read is computed within each of them, just before it is read, and forgotten behind it: it may be as
-large as a map. All else is computed before the pass, and autograd follows it from there to the weights.
+Those that only groups read are computed within each group, just before they are read, and forgotten behind it: they may
+be as large as a map. All others are computed before the pass, and autograd follows them from there to the weights.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -21,9 +21,12 @@ def connected(graph: Graph) -> list[Steps]:
         together = [derived]
         for name in names_read([derived]):
             before = set_of.get(name)
-            if before is not None and before is not together:
-                before += [other for other in together if other not in before]
-                together = before
+            if before is None or before is together:
+                continue
+            for other in together:
+                if other not in before:
+                    before.append(other)
+            together = before
         for other in together:
             set_of[other.name] = together
     place = {derived: index for index, derived in enumerate(graph.derived)}
@@ -33,8 +36,15 @@ def connected(graph: Graph) -> list[Steps]:
 
 def within(graph: Graph, grouped: Set[Value]) -> list[Steps]:
     """Return the connected derived tensors that groups alone read."""
-    read_elsewhere = {weight.name for value in graph.values if value not in grouped for weight in value.weights()}
-    return [steps for steps in connected(graph) if not any(derived.name in read_elsewhere for derived in steps)]
+    read_elsewhere: set[str] = set()
+    for value in graph.values:
+        if value not in grouped:
+            read_elsewhere.update(weight.name for weight in value.weights())
+    return [steps for steps in connected(graph) if read_elsewhere.isdisjoint(_names(steps))]
+
+
+def _names(steps: Steps) -> list[str]:
+    return [derived.name for derived in steps]
 
 
 def names_read(steps: Iterable[Derived]) -> list[str]:
@@ -61,8 +71,9 @@ def derive(steps: Sequence[Derived], known: Mapping[str, Tensor], wanted: Set[st
         names = names_read([derived])
         weights: dict[Value | Weight, Tensor | None] = {}
         for leaf in leaves((derived.args, tuple(derived.kwargs.values()))):
-            if isinstance(leaf, Weight):
-                weights[leaf] = results[leaf.name] if leaf.name in results else known[leaf.name]
+            if not isinstance(leaf, Weight):
+                continue
+            weights[leaf] = results[leaf.name] if leaf.name in results else known[leaf.name]
         args = [filled(leaf, weights) for leaf in derived.args]
         kwargs = {name: filled(leaf, weights) for name, leaf in derived.kwargs.items()}
         results[derived.name] = derived.target(*args, **kwargs)

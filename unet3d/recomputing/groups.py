@@ -152,7 +152,7 @@ def _part(group: Sequence[Value], results: Set[Value], users: Users) -> Set[Valu
 
 
 def _part_before(group: Sequence[Value], dimension: int, users: Users) -> tuple[set[Value], set[Value]]:
-    """Return the values that a dimension of a group's last is followed through, and those of the group before them."""
+    """Return the values through which a dimension of a group's result is followed, and the values before them."""
     places = {group[-1]: dimension}
     part: set[Value] = set()
     before: set[Value] = set()

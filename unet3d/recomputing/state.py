@@ -93,7 +93,7 @@ class State:
         return self.weights[weight.name].requires_grad
 
     def add_gradient(self, weight: Weight | None, gradient: Tensor | None) -> None:
-        """Add to the gradient of a weight; on a GPU `close_tile` does, to those of all weights together."""
+        """Add to the gradient of a weight; on a GPU `close_tile` does so for all weights together."""
         if gradient is None or not self.wants(weight):
             return
         assert weight is not None
@@ -112,7 +112,7 @@ class State:
             total.add_(gradient.view(total.shape))
 
     def close_tile(self) -> None:
-        """Add a tile's gradients to those of weights: at most two launches for all of them."""
+        """Add a tile's gradients to the weights' gradients, in at most two launches."""
         converted = {}
         for name, gradient in self.of_tile.items():
             if gradient.dtype != self.weights[name].dtype:
@@ -129,7 +129,7 @@ class State:
                 self.gradients[name] = gradient.contiguous()
 
     def add_gradient_of_images(self, weight: Weight | None, gradients: Tensor) -> None:
-        """Add to the gradient of a weight those of images, N C; on a GPU all are summed up when a pass ends."""
+        """Add gradients N C of images to the gradient of a weight; on a GPU they are summed up when the pass ends."""
         if weight is None or not self.wants(weight):
             return
         if self.on_cpu:
@@ -138,7 +138,7 @@ class State:
             self.of_images.setdefault(len(gradients), []).append((weight, gradients))
 
     def close_gradients(self) -> None:
-        """Add those of images, of all weights together."""
+        """Sum up the gradients of images, for all weights together."""
         for of_weights in self.of_images.values():
             sums = torch.cat([gradients for _, gradients in of_weights], 1).sum(0)
             lengths = [gradients.shape[1] for _, gradients in of_weights]

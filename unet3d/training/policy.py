@@ -32,7 +32,7 @@ from unet3d.training.stage_state import (
 
 
 class Technique(NamedTuple):
-    """What backward computes a second time, so that maps need not be kept."""
+    """A way to save the memory of maps: backward computes them a second time."""
 
     segment_starts: tuple[int, ...] = ()  # the first stage of each checkpointed segment; (): no checkpointing
     program: Program | None = None  # of recomputation by a schedule
