@@ -124,10 +124,9 @@ class Pass:
             self.maps[value] = apart(rows, sources)
             return
         source = None if over is None else self.by_index[over].value
-        if source is None:
+        target = None if source is None else self.maps[source]
+        if target is None:
             target = torch.empty(value.shape, dtype=self.state.dtype, device=self.device)
-        else:
-            target = self.maps[source]
         make_into(plan, target, self.maps, self.state, source)
         if source is not None:
             del self.maps[source]

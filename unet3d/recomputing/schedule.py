@@ -8,6 +8,7 @@ reads any more, or in memory of its own.
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
 
@@ -75,11 +76,28 @@ def compile_schedule(sizes: Sizes, keep: Keep) -> Schedule:
     return Schedule(tuple(compiler.instructions), compiler.peak, compiler.work, table)
 
 
-def measure(sizes: Sizes, keep: Keep) -> tuple[int, float]:
-    """Return peak and work of that schedule."""
+class Peak(NamedTuple):
+    """The most bytes of a schedule, and where that is."""
+
+    bytes: int
+    work: float  # of the whole schedule
+    stage: int
+    maps: tuple[int, ...]  # that are there
+    mean: float  # of the most bytes of each stage
+
+
+def locate_peak(sizes: Sizes, keep: Keep) -> Peak:
+    """Return the peak of that schedule."""
     compiler = _Compiler(sizes, keep, writes=False)
     compiler.run()
-    return compiler.peak, compiler.work
+    mean = sum(compiler.of_stages) / len(compiler.of_stages)
+    return Peak(compiler.peak, compiler.work, compiler.peak_stage, compiler.peak_maps, mean)
+
+
+def measure(sizes: Sizes, keep: Keep) -> tuple[int, float]:
+    """Return peak and work of that schedule."""
+    peak = locate_peak(sizes, keep)
+    return peak.bytes, peak.work
 
 
 class _Compiler:
@@ -95,7 +113,11 @@ class _Compiler:
         self.completed: set[int] = set()
         self.sent: set[int] = set()  # maps whose weights have gradients
         self.bytes = 0
+        self.stage = sizes.count
+        self.of_stages = [0] * (sizes.count + 1)  # the most bytes of each
         self.peak = 0
+        self.peak_stage = sizes.count
+        self.peak_maps: tuple[int, ...] = ()
         self.work = 0.0
 
     def run(self) -> None:
@@ -141,7 +163,16 @@ class _Compiler:
 
     def _grow(self, more: int, scratch: int = 0) -> None:
         self.bytes += more
-        self.peak = max(self.peak, self.bytes + scratch)
+        self._note(self.bytes + scratch)
+
+    def _note(self, most: int) -> None:
+        """Take note of bytes that are there at once."""
+        if most > self.of_stages[self.stage]:
+            self.of_stages[self.stage] = most
+        if most > self.peak:
+            self.peak = most
+            self.peak_stage = self.stage
+            self.peak_maps = tuple(self.alive)
 
     def _free(self, index: int) -> None:
         if self.writes:
@@ -168,6 +199,7 @@ class _Compiler:
         """Complete the gradient of a map and send it to its sources."""
         sizes = self.sizes
         stays = self.keep[index]
+        self.stage = index
         if sizes.is_normalised[index] and index not in self.completed:
             self._make_again([index], stays)
             if self.writes:
@@ -224,7 +256,7 @@ class _Compiler:
         scratch = sizes.send_scratch[index] if twice is None else sizes.twice_scratch[index]
         if sizes.is_one_tile[index]:
             scratch += sum(sizes.bytes[source] for source, place in targets if place == "add")
-        self.peak = max(self.peak, max(self.bytes, before) + scratch)
+        self._note(max(self.bytes, before) + scratch)
         if not is_reused:
             self.bytes -= sizes.bytes[index]
 
