@@ -211,7 +211,7 @@ class _Compiler:
         self._send(index, stays)
         for source in sizes.sources[index]:
             if source in self.gradients and self._goes_in_parts(source, index):
-                self._send_part(source)
+                self._send_part(source, stays)
         for other in self.alive - stays:
             self._free(other)
 
@@ -272,12 +272,14 @@ class _Compiler:
         is_little = sizes.is_thin[source] and sizes.send_work[source] <= TWICE
         return is_little and source not in sizes.outputs and sizes.users[source][0] < index
 
-    def _send_part(self, index: int) -> None:
+    def _send_part(self, index: int, stays: Set[int]) -> None:
         sizes = self.sizes
         if sizes.is_normalised[index]:
             if self.writes:
                 self.instructions.append(Complete(index))
             self._grow(0, sizes.complete_scratch[index])
+        if index in self.alive and index not in stays:
+            self._free(index)
         self.work += sizes.send_work[index]
         self._send(index, frozenset())
 
@@ -308,9 +310,9 @@ class _Compiler:
         order = sorted(missing)
         passing: set[int] = set()
         for place, index in enumerate(order):
-            if sizes.is_thin[index] and index not in wanted and index not in stays:
+            readers = sum(index in sizes.sources[later] for later in order[place + 1 :])
+            if sizes.is_thin[index] and index not in stays and (readers > 0 or index not in wanted):
                 passing.add(index)
-                readers = sum(index in sizes.sources[later] for later in order[place + 1 :])
                 self.work += HALO * sizes.work[index] * readers
                 continue
             later_sources = {source for later in order[place + 1 :] for source in sizes.sources[later]}
@@ -321,6 +323,8 @@ class _Compiler:
                     dying.append(source)
             through = tuple(source for source in sizes.sources[index] if source in passing)
             self._make(index, dying, through)
+        for index in sorted(passing & wanted):  # last, so that they are not there beside what is made through them
+            self._make(index, (), ())
 
 
 def every_map(sizes: Sizes) -> list[set[int]]:

@@ -17,7 +17,7 @@ from unet3d.recomputing.schedule import Peak, Schedule, Sizes, compile_schedule,
 LIMITS = (1.0, 1.1, 1.3, 1.6, 2.0)  # of work, in forward passes
 LITTLE_WORK = 0.06  # forward passes more than the least: first convolutions, sums
 MOST_WORK = 2.06  # forward passes in all, two; beyond, memory falls by little
-TRIES = 2000  # tables, for each limit
+TRIES = 3000  # tables, for each limit
 FEWEST_TRIES = 50
 LOOKS = 3_000_000  # entries of all tables: of many maps fewer tables are tried
 ROUNDS = 3  # of these tries: from the limit's best table, from one of more work, and from the best of both
@@ -26,7 +26,7 @@ STEP = 0.15  # before, the best of a limit so much higher
 HEAT = 0.03  # of the largest map: bytes for which a change for the worse is accepted at first, one time in e
 PRICE = 0.05  # of the largest map, in bytes, for a forward pass of work: else work up to the limit is done in vain
 MEAN = 0.02  # of the bytes of a stage, on average: else nothing tells a change for the better beside the peak
-AT_PEAK = 0.3  # of the changes: less stays where the peak is
+AT_PEAK = 0.5  # of the changes: less stays where the peak is
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of the largest map, up to which maps stay in the first tables
 Table = list[set[int]]  # for each stage, the maps that stay after it
 Packed = tuple[frozenset[int], ...]
@@ -206,6 +206,7 @@ class _Changes:
         self.count = sizes.count
         self.draw = draw
         self.gaps = [_gaps(sizes, index) for index in range(sizes.count)]
+        self.neighbours = [(*sizes.sources[index], *sizes.users[index]) for index in range(sizes.count)]
 
     def of(self, table: Table, peak: Peak) -> list[Flip]:
         """Return the stages and maps of one change."""
@@ -233,14 +234,18 @@ class _Changes:
         return _flips(table, index, gap, not stays)
 
     def _at_peak(self, table: Table, peak: Peak) -> list[Flip]:
-        """Let a map that is there at the peak stay no longer, and perhaps another one in its place."""
+        """Let a map that is there at the peak stay no longer, and perhaps one that it is made from or that is made from it."""
         index = self.draw.choice(sorted(peak.maps))
         stages = range(peak.stage, peak.stage + 1)
         if self.draw.random() < 0.8:
             stages = next((gap for gap in self.gaps[index] if peak.stage in gap), stages)
         flips = set(_flips(table, index, stages, False))
-        if self.draw.random() < 0.3:
+        kind = self.draw.random()
+        if kind < 0.3:
             flips ^= set(self._between_uses(table))
+        elif kind < 0.7 and self.neighbours[index]:
+            other = self.draw.choice(self.neighbours[index])
+            flips |= set(_flips(table, other, stages, True))
         return sorted(flips)
 
     def _of_neighbours(self, table: Table) -> list[Flip]:
