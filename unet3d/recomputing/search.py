@@ -234,7 +234,7 @@ class _Changes:
         return _flips(table, index, gap, not stays)
 
     def _at_peak(self, table: Table, peak: Peak) -> list[Flip]:
-        """Let a map that is there at the peak stay no longer, and perhaps one that it is made from or that is made from it."""
+        """Let a map that is there at the peak stay no longer, and perhaps one that it is made from, or a reader."""
         index = self.draw.choice(sorted(peak.maps))
         stages = range(peak.stage, peak.stage + 1)
         if self.draw.random() < 0.8:
