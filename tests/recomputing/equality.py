@@ -13,8 +13,9 @@ from torch.utils import _pytree
 
 from unet3d.recomputing import prepare, search
 from unet3d.recomputing.module import Recomputed
-from unet3d.recomputing.schedule import Schedule, Sizes, compile_schedule, is_sound
+from unet3d.recomputing.schedule import Schedule, Sizes, compile_schedule
 from unet3d.recomputing.scratch import Scratch
+from unet3d.recomputing.soundness import is_sound
 
 CLOSE = 1e-12  # of float64, relative to the largest number of its kind
 
@@ -98,7 +99,7 @@ def drawn_schedules(seed: int, tiles: int) -> Iterator[None]:
         return [schedule]
 
     def nothing(program: Any, *_: object) -> list[Scratch]:
-        return [Scratch(0, 0, 0, 0)] * len(program.maps.maps)
+        return [Scratch(0, 0, 0, 0, 0)] * len(program.maps.maps)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "front", front)

@@ -13,7 +13,8 @@ from unet3d.base.errors import UserError
 from unet3d.recomputing import search
 from unet3d.recomputing.module import Recomputed, recompute
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Sizes, compile_schedule, every_map, is_sound, measure
+from unet3d.recomputing.schedule import Sizes, compile_schedule, every_map, measure
+from unet3d.recomputing.soundness import is_sound
 
 MIB = 2**20
 

@@ -19,7 +19,8 @@ from unet3d.memory.stage_profile import profile_stages
 from unet3d.recomputing import search
 from unet3d.recomputing.prepare import by_plan, prepare, without_backward
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import compile_schedule, is_sound
+from unet3d.recomputing.schedule import compile_schedule
+from unet3d.recomputing.soundness import is_sound
 from unet3d.training import optim
 from unet3d.training.policy import PLAIN, Technique
 

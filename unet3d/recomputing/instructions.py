@@ -44,7 +44,10 @@ class Send(NamedTuple):
 
 
 class SendTwice(NamedTuple):
-    """`Send`, the last source's gradient over its map and completed: a first pass over the tiles takes the sums."""
+    """`Send`, the last source's gradient over its map and completed: a first pass over the tiles takes the sums.
+
+    What is written over the gradient is written in the second pass, too.
+    """
 
     map: int
     targets: tuple[Target, ...]

@@ -104,6 +104,8 @@ def complete(value: Value, raw: Tensor, gradient: Tensor, state: State) -> None:
 
 def close_sums(value: Value, state: State) -> None:
     """Add to the gradients of weight and bias what has been summed up, when all rows have gone by."""
+    state.forget("completion", value)  # of another part of the gradient
+    state.forget("of weight", value)
     sums = state.sums.get(value)
     if sums is None:
         return

@@ -10,6 +10,7 @@ from torch import Tensor
 from unet3d.recomputing import normalisation, observer
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
+from unet3d.recomputing.making import make_into
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import draw_masks
@@ -122,16 +123,13 @@ class Pass:
             sources = [self.maps[source] for source in plan.map.sources]
             self.maps[value] = apart(rows, sources)
             return
-        if over is None:
+        source = None if over is None else self.by_index[over].value
+        target = None if source is None else self.maps[source]
+        if target is None:
             target = torch.empty(value.shape, dtype=self.state.dtype, device=self.device)
-        else:
-            target = self.maps[self.by_index[over].value]
-        for tile in plan.tiles:
-            first, end = tile.span
-            part = target.narrow(self.state.axis, first, end - first)
-            part.copy_(make_rows(plan, tile, self.maps, self.state))
-        if over is not None:
-            del self.maps[self.by_index[over].value]
+        make_into(plan, target, self.maps, self.state, source)
+        if source is not None:
+            del self.maps[source]
         self.maps[value] = target
 
     # Gradients
@@ -153,7 +151,7 @@ class Pass:
         """Add the part that follows from the statistics, to as few rows at a time as in a tile."""
         axis = self.state.axis
         length = raw.shape[axis]
-        rows = self.program.numbers * length // max(raw.numel(), 1)
+        rows = self.program.pointwise_numbers * length // max(raw.numel(), 1)
         rows = max(1, rows)
         for first in range(0, length, rows):
             count = min(rows, length - first)
@@ -236,7 +234,7 @@ class Pass:
         sinks: dict[Value, Sink | None] = {}
         for value in values:
             sink = self._sink(plan, value, places[value], gradient)
-            if sink is not None and completed is not None:
+            if sink is not None and completed is not None and value is completed.value:
                 sink.complete = partial(self._complete_rows, completed)
             sinks[value] = sink
         for number, tile in enumerate(plan.tiles):
@@ -274,7 +272,7 @@ class Pass:
                 done, _ = plan.tiles[number + 1].spans[value]
             if of_rows.rows is None:
                 of_rows = self._zeros(value, low, high)
-            if completed is not None:
+            if completed is not None and value is completed.value:
                 of_rows = self._completed(completed, of_rows, low, sink, done)
             if sink is not None:
                 sink.add(low, of_rows, done)
@@ -329,13 +327,15 @@ class Pass:
             self._send_nothing(targets)
             return
         plan = self.program.plan(map_, without=source.value)
-        self._send_by_tiles(plan, gradient, others, may_overwrite=False)
+        now = [target for target in others if target.place != "gradient"]
+        self._send_by_tiles(plan, gradient, now, may_overwrite=False)
         self.state.forget_prepared()
         for norm in source.norms:
             normalisation.close_sums(norm, self.state)
         self.state.takes_sums = False
         plan = self.program.plan(map_)
-        self._send_by_tiles(plan, gradient, [last], may_overwrite=False, completed=source)
+        then = [target for target in targets if target not in now]
+        self._send_by_tiles(plan, gradient, then, map_.value not in self.arrived, completed=source)
         self.state.takes_sums = True
         self._give_up(map_.value, gradient)
 

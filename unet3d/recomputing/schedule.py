@@ -8,6 +8,7 @@ reads any more, or in memory of its own.
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
 
@@ -33,6 +34,8 @@ class Sizes:
     is_thin: Sequence[bool]  # made from the image by little work: may be rows in passing where others are made again
     of_weights: Sequence[int]  # bytes of gradients of weights that appear as its gradient is sent
     make_scratch: Sequence[int]  # bytes beside maps while it is made
+    through_scratch: Sequence[int]  # the same where thin maps are in passing
+    over_scratch: Sequence[int]  # more of it where it is made over another map
     send_scratch: Sequence[int]  # bytes beside maps and gradients while its gradient is sent
     twice_scratch: Sequence[int]  # the same in two passes over the tiles
     complete_scratch: Sequence[int]  # bytes beside a map and its gradient while that is completed
@@ -73,11 +76,28 @@ def compile_schedule(sizes: Sizes, keep: Keep) -> Schedule:
     return Schedule(tuple(compiler.instructions), compiler.peak, compiler.work, table)
 
 
-def measure(sizes: Sizes, keep: Keep) -> tuple[int, float]:
-    """Return peak and work of that schedule."""
+class Peak(NamedTuple):
+    """The most bytes of a schedule, and where that is."""
+
+    bytes: int
+    work: float  # of the whole schedule
+    stage: int
+    maps: tuple[int, ...]  # that are there
+    mean: float  # of the most bytes of each stage
+
+
+def locate_peak(sizes: Sizes, keep: Keep) -> Peak:
+    """Return the peak of that schedule."""
     compiler = _Compiler(sizes, keep, writes=False)
     compiler.run()
-    return compiler.peak, compiler.work
+    mean = sum(compiler.of_stages) / len(compiler.of_stages)
+    return Peak(compiler.peak, compiler.work, compiler.peak_stage, compiler.peak_maps, mean)
+
+
+def measure(sizes: Sizes, keep: Keep) -> tuple[int, float]:
+    """Return peak and work of that schedule."""
+    peak = locate_peak(sizes, keep)
+    return peak.bytes, peak.work
 
 
 class _Compiler:
@@ -91,8 +111,13 @@ class _Compiler:
         self.alive: set[int] = set()
         self.gradients: set[int] = set()
         self.completed: set[int] = set()
+        self.sent: set[int] = set()  # maps whose weights have gradients
         self.bytes = 0
+        self.stage = sizes.count
+        self.of_stages = [0] * (sizes.count + 1)  # the most bytes of each
         self.peak = 0
+        self.peak_stage = sizes.count
+        self.peak_maps: tuple[int, ...] = ()
         self.work = 0.0
 
     def run(self) -> None:
@@ -121,16 +146,15 @@ class _Compiler:
     def _make(self, index: int, dying: Iterable[int], through: tuple[int, ...]) -> None:
         """Make a map and forget those that are not read after it."""
         sizes = self.sizes
-        over = None
-        if not through:
-            over = next((source for source in dying if source in sizes.over_map[index]), None)
+        over = next((source for source in dying if source in sizes.over_map[index]), None)
         if self.writes:
             self.instructions.append(Make(index, over, through))
         self.work += sizes.work[index]
+        scratch = sizes.through_scratch[index] if through else sizes.make_scratch[index]
         if over is None:
-            self._grow(sizes.bytes[index], sizes.make_scratch[index])
+            self._grow(sizes.bytes[index], scratch)
         else:
-            self._grow(0, sizes.make_scratch[index])
+            self._grow(0, scratch + sizes.over_scratch[index])
             self.alive.discard(over)
         self.alive.add(index)
         for source in dying:
@@ -139,7 +163,16 @@ class _Compiler:
 
     def _grow(self, more: int, scratch: int = 0) -> None:
         self.bytes += more
-        self.peak = max(self.peak, self.bytes + scratch)
+        self._note(self.bytes + scratch)
+
+    def _note(self, most: int) -> None:
+        """Take note of bytes that are there at once."""
+        if most > self.of_stages[self.stage]:
+            self.of_stages[self.stage] = most
+        if most > self.peak:
+            self.peak = most
+            self.peak_stage = self.stage
+            self.peak_maps = tuple(self.alive)
 
     def _free(self, index: int) -> None:
         if self.writes:
@@ -166,6 +199,7 @@ class _Compiler:
         """Complete the gradient of a map and send it to its sources."""
         sizes = self.sizes
         stays = self.keep[index]
+        self.stage = index
         if sizes.is_normalised[index] and index not in self.completed:
             self._make_again([index], stays)
             if self.writes:
@@ -175,6 +209,9 @@ class _Compiler:
             self._free(index)
         self._make_again(sizes.sources[index], stays)
         self._send(index, stays)
+        for source in sizes.sources[index]:
+            if source in self.gradients and self._goes_in_parts(source, index):
+                self._send_part(source, stays)
         for other in self.alive - stays:
             self._free(other)
 
@@ -192,9 +229,9 @@ class _Compiler:
                 continue
             if source in self.gradients:
                 place = "add"
-            elif twice is None and source not in stays and source in sizes.over_source[index]:
+            elif twice is None and source not in stays and self._may_lie_over_map(source, index):
                 place = "map"
-            elif twice is None and not is_reused and source in sizes.over_gradient[index]:
+            elif not is_reused and source in sizes.over_gradient[index]:
                 place = "gradient"
                 is_reused = True
             if place == "map":
@@ -203,7 +240,9 @@ class _Compiler:
                 self.bytes += sizes.bytes[source]
             self.gradients.add(source)
             targets.append(Target(source, place))
-        self.bytes += sizes.of_weights[index]
+        if index not in self.sent:
+            self.sent.add(index)
+            self.bytes += sizes.of_weights[index]
         if twice is None:
             if self.writes:
                 self.instructions.append(Send(index, tuple(targets)))
@@ -217,9 +256,32 @@ class _Compiler:
         scratch = sizes.send_scratch[index] if twice is None else sizes.twice_scratch[index]
         if sizes.is_one_tile[index]:
             scratch += sum(sizes.bytes[source] for source, place in targets if place == "add")
-        self.peak = max(self.peak, max(self.bytes, before) + scratch)
+        self._note(max(self.bytes, before) + scratch)
         if not is_reused:
             self.bytes -= sizes.bytes[index]
+
+    def _may_lie_over_map(self, source: int, index: int) -> bool:
+        return source in self.sizes.over_source[index] and not self._goes_in_parts(source, index)
+
+    def _goes_in_parts(self, source: int, index: int) -> bool:
+        """Return whether what a map sends to a source goes on at once, and does not wait for the source's other users.
+
+        To weights alone, as the source is made from the image: their gradients add up.
+        """
+        sizes = self.sizes
+        is_little = sizes.is_thin[source] and sizes.send_work[source] <= TWICE
+        return is_little and source not in sizes.outputs and sizes.users[source][0] < index
+
+    def _send_part(self, index: int, stays: Set[int]) -> None:
+        sizes = self.sizes
+        if sizes.is_normalised[index]:
+            if self.writes:
+                self.instructions.append(Complete(index))
+            self._grow(0, sizes.complete_scratch[index])
+        if index in self.alive and index not in stays:
+            self._free(index)
+        self.work += sizes.send_work[index]
+        self._send(index, frozenset())
 
     def _twice(self, index: int, wanted: Sequence[int]) -> int | None:
         """Return the source whose gradient is written over its map, if a second pass over the tiles is little work."""
@@ -248,9 +310,9 @@ class _Compiler:
         order = sorted(missing)
         passing: set[int] = set()
         for place, index in enumerate(order):
-            if sizes.is_thin[index] and index not in wanted and index not in stays:
+            readers = sum(index in sizes.sources[later] for later in order[place + 1 :])
+            if sizes.is_thin[index] and index not in stays and (readers > 0 or index not in wanted):
                 passing.add(index)
-                readers = sum(index in sizes.sources[later] for later in order[place + 1 :])
                 self.work += HALO * sizes.work[index] * readers
                 continue
             later_sources = {source for later in order[place + 1 :] for source in sizes.sources[later]}
@@ -261,76 +323,10 @@ class _Compiler:
                     dying.append(source)
             through = tuple(source for source in sizes.sources[index] if source in passing)
             self._make(index, dying, through)
+        for index in sorted(passing & wanted):  # last, so that they are not there beside what is made through them
+            self._make(index, (), ())
 
 
 def every_map(sizes: Sizes) -> list[set[int]]:
     """Return the table in which all maps stay."""
     return [set(range(sizes.count)) for _ in range(sizes.count + 1)]
-
-
-def is_sound(sizes: Sizes, schedule: Schedule) -> bool:
-    """Return whether no instruction reads a map or a gradient that is not there, and all gradients are complete."""
-    alive = _Alive(sizes)
-    for instruction in schedule.instructions:
-        if not alive.takes(instruction):
-            return False
-    return not alive.gradients
-
-
-class _Alive:
-    """The maps and gradients that are there between two instructions."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes = sizes
-        self.maps: set[int] = set()
-        self.gradients: set[int] = set()
-        self.complete: set[int] = set()  # maps whose gradients have the statistics' part
-
-    def takes(self, instruction: Instruction) -> bool:
-        """Return whether all that an instruction reads is there, and follow it."""
-        sizes = self.sizes
-        match instruction:
-            case Make():
-                return self._takes_make(instruction)
-            case Free(index):
-                if index not in self.maps:
-                    return False
-                self.maps.discard(index)
-            case Turn():
-                self.gradients |= {index for index in sizes.outputs if sizes.needs_gradient[index]}
-                self.maps -= {index for index in self.gradients if not sizes.users[index]}
-            case Complete(index):
-                self.complete.add(index)
-                return index in self.maps and index in self.gradients
-            case Send() | SendTwice():
-                return self._takes_send(instruction)
-        return True
-
-    def _takes_make(self, make: Make) -> bool:
-        read = set(self.sizes.sources[make.map]) - set(make.through)
-        if not read <= self.maps or make.map in self.maps:
-            return False
-        if make.over is not None:
-            self.maps.discard(make.over)
-        self.maps.add(make.map)
-        return True
-
-    def _takes_send(self, send: Send | SendTwice) -> bool:
-        index = send.map
-        is_complete = not self.sizes.is_normalised[index] or index in self.complete
-        has_sources = set(self.sizes.sources[index]) <= self.maps
-        if not is_complete or not has_sources or index not in self.gradients:
-            return False
-        self.gradients.discard(index)
-        is_twice = isinstance(send, SendTwice)
-        for source, place in send.targets:
-            if (place == "add") != (source in self.gradients):
-                return False
-            if place == "map":
-                if is_twice and source != send.targets[-1].source:
-                    return False  # the second pass reads it
-                self.maps.discard(source)
-            self.gradients.add(source)
-        if is_twice:
-            self.complete.add(send.targets[-1].source)
-        return True

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.recomputing.function import derived_tensors
-from unet3d.recomputing.instructions import Target
+from unet3d.recomputing.instructions import Place, Target
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import draw_masks
@@ -80,6 +80,7 @@ class Scratch(NamedTuple):
     """Bytes beside maps and all gradients, in the instructions of one map."""
 
     make: int
+    through: int  # the same, of rows in passing in place of maps that are made from the image
     send: int  # its gradient
     send_twice: int  # its gradient, in two passes over the tiles
     complete: int  # its gradient, by what its statistics give
@@ -106,10 +107,13 @@ def scratch_bytes(
                 state.convert(program.maps.converted_weights)
             meter = _Meter(program, run, dtype, device)
             made = [meter.make(map_) for map_ in program.maps.maps]
-            return [
-                Scratch(of_make, meter.send(map_), meter.send_twice(map_), meter.complete(map_))
-                for map_, of_make in zip(program.maps.maps, made, strict=True)
-            ]
+            scratch = []
+            for map_, of_make in zip(program.maps.maps, made, strict=True):
+                of_through = max(of_make, meter.make_through(map_))
+                scratch.append(
+                    Scratch(of_make, of_through, meter.send(map_), meter.send_twice(map_), meter.complete(map_))
+                )
+            return scratch
 
 
 def _shortened(program: Program) -> Program:
@@ -149,6 +153,24 @@ class _Meter:
         self._forget()
         return max(0, self.count.peak - own)
 
+    def make_through(self, map_: Map) -> int:
+        """Return the same where sources that are made from the image are rows in passing; 0 without any."""
+        through = []
+        for other in self.run.by_index:
+            if other.value in map_.sources and other.sources == (self.program.maps.graph.image,):
+                through.append(other)
+        if not through or any(other.rule is None for other in (map_, *through)):
+            return 0
+        values = tuple(other.value for other in through)
+        self._provide(self.program.maps.through(map_, frozenset(values)))
+        self.run.program = self.program
+        with self.count:
+            self.run._make(map_, None, values)
+        self.run.program = self.short
+        own = self.run.maps[map_.value].untyped_storage().nbytes()
+        self._forget()
+        return max(0, self.count.peak - own)
+
     def send(self, map_: Map) -> int:
         """Return the bytes beside maps and gradients while the gradient of a map is sent."""
         if map_.value not in self.run.program.wanted:
@@ -170,12 +192,26 @@ class _Meter:
                 continue
             self._provide(map_)
             self._provide_gradient(map_)
-            others = [Target(other, "new") for other in self._wanted(map_) if other != index]
+            others = self._others(map_, index)
             with self.count:
                 self.run._send_twice(map_, [*others, Target(index, "map")])
             most = max(most, self._rest())
         self.run.program = self.short
         return most
+
+    def _others(self, map_: Map, index: int) -> list[Target]:
+        """Return the targets beside one: the first that is as large as the map over its gradient."""
+        others: list[Target] = []
+        place: Place = "gradient"
+        for other in self._wanted(map_):
+            if other == index:
+                continue
+            if place == "gradient" and self.run.by_index[other].value.shape == map_.value.shape:
+                others.append(Target(other, place))
+                place = "new"
+            else:
+                others.append(Target(other, "new"))
+        return others
 
     def complete(self, map_: Map) -> int:
         """Return the bytes beside the map and its gradient while what statistics give is added to it."""

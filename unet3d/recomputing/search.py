@@ -1,25 +1,32 @@
 """The search for schedules: for each amount of work, the one that needs least memory.
 
 It begins with the tables that keep the smaller maps, and changes them at random: most often, whether a map stays from
-one use of it to the next. The number of tries is fixed and the random numbers are seeded, so that a network's schedules
-are always the same. All schedules that were met and that no other beats in both bytes and work are the front; a budget
-takes the one of least work that fits. So less budget never needs more memory.
+one use of it to the next, or whether one is there at the peak. The number of tries is fixed and the random numbers are
+seeded, so that a network's schedules are always the same. All schedules that were met and that no other beats in both
+bytes and work are the front; a budget takes the one of least work that fits. So less budget never needs more memory.
 """
 
 import math
 import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
-from unet3d.recomputing.schedule import Schedule, Sizes, compile_schedule, every_map, measure
+from unet3d.recomputing.schedule import Peak, Schedule, Sizes, compile_schedule, every_map, locate_peak, measure
 
 LIMITS = (1.0, 1.1, 1.3, 1.6, 2.0)  # of work, in forward passes
 LITTLE_WORK = 0.06  # forward passes more than the least: first convolutions, sums
 MOST_WORK = 2.06  # forward passes in all, two; beyond, memory falls by little
-TRIES = 2000  # tables, for each limit
+TRIES = 3000  # tables, for each limit
 FEWEST_TRIES = 50
 LOOKS = 3_000_000  # entries of all tables: of many maps fewer tables are tried
-HEAT = 0.01  # of the largest map: bytes for which a change for the worse is accepted at first, one time in e
+ROUNDS = 3  # of these tries: from the limit's best table, from one of more work, and from the best of both
+MUCH_WORK = 1.3  # from this limit on the other table is that of the least memory
+STEP = 0.15  # before, the best of a limit so much higher
+HEAT = 0.03  # of the largest map: bytes for which a change for the worse is accepted at first, one time in e
+PRICE = 0.05  # of the largest map, in bytes, for a forward pass of work: else work up to the limit is done in vain
+MEAN = 0.02  # of the bytes of a stage, on average: else nothing tells a change for the better beside the peak
+AT_PEAK = 0.5  # of the changes: less stays where the peak is
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of the largest map, up to which maps stay in the first tables
 Table = list[set[int]]  # for each stage, the maps that stay after it
 Packed = tuple[frozenset[int], ...]
@@ -65,8 +72,9 @@ def front(sizes: Sizes) -> list[Schedule]:
     tries = min(TRIES, tries)
     draw = random.Random(0)
     for limit in LIMITS:
-        table = [set(stays) for stays in _nearest(best, limit)]
-        _improve(best, table, limit, tries, draw)
+        least = _improve(best, _nearest(best, limit), limit, tries // ROUNDS, draw)
+        other = _improve(best, _elsewhere(best, limit), limit, tries // ROUNDS, draw)
+        _improve(best, min(least, other, key=_scored).table, limit, tries // ROUNDS, draw)
     return best.schedules()
 
 
@@ -101,7 +109,9 @@ def _memory(schedule: Schedule) -> int:
 
 
 def _starts(sizes: Sizes) -> Iterator[Table]:
-    """Yield tables in which the smaller maps stay, all others or only those that are little work to make again."""
+    """Yield tables in which the smaller maps stay that are much work, and tables in which all small ones stay or all
+    that are much work.
+    """
     yield every_map(sizes)
     largest = max(sizes.bytes)
     for least_work in (0.0, 1e-9, 0.01, 0.05):
@@ -112,6 +122,21 @@ def _starts(sizes: Sizes) -> Iterator[Table]:
                 if is_small and sizes.work[index] >= least_work:
                     stays.add(index)
             yield [set(stays) for _ in range(sizes.count + 1)]
+    for most_work in (1e-9, 0.002, 0.01, 0.05):
+        for share in SHARES:
+            stays = set()
+            for index in range(sizes.count):
+                is_small = sizes.bytes[index] <= share * largest
+                if is_small or sizes.work[index] >= most_work:
+                    stays.add(index)
+            yield [set(stays) for _ in range(sizes.count + 1)]
+
+
+def _elsewhere(best: Front, limit: float) -> Packed:
+    """Return a table of less memory and more work than the limit, from which the search comes down."""
+    if limit >= MUCH_WORK:
+        return best.points[min(best.points)]
+    return _nearest(best, limit + STEP)
 
 
 def _nearest(best: Front, limit: float) -> Packed:
@@ -121,7 +146,18 @@ def _nearest(best: Front, limit: float) -> Packed:
     return best.points[point]
 
 
-def _improve(best: Front, table: Table, limit: float, tries: int, draw: random.Random) -> None:
+class _Scored(NamedTuple):
+    """The table of the least score of some tries."""
+
+    score: float
+    table: Packed
+
+
+def _scored(scored: _Scored) -> float:
+    return scored.score
+
+
+def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.Random) -> _Scored:
     """Change a table at random, as long as that needs less memory within the limit of work.
 
     At first, changes for the worse are accepted too, rarely and the less the worse: simulated annealing.
@@ -129,26 +165,32 @@ def _improve(best: Front, table: Table, limit: float, tries: int, draw: random.R
     sizes = best.sizes
     changes = _Changes(sizes, draw)
     largest = max(sizes.bytes)
-    peak, work = measure(sizes, table)
-    score = _score(peak, work, limit, largest)
+    table = [set(stays) for stays in first]
+    peak = locate_peak(sizes, table)
+    score = _score(peak, limit, largest)
+    least = _Scored(score, first)
     for number in range(tries):
-        flips = changes.of(table)
+        flips = changes.of(table, peak)
         _flip(table, flips)
-        peak, work = measure(sizes, table)
-        new_score = _score(peak, work, limit, largest)
+        new_peak = locate_peak(sizes, table)
+        new_score = _score(new_peak, limit, largest)
         worse = new_score - score
         temperature = HEAT * largest * (1 - number / tries)
         if worse <= 0 or draw.random() < math.exp(-worse / temperature):
             score = new_score
-            best.add(peak, work, table)
+            peak = new_peak
+            best.add(peak.bytes, peak.work, table)
+            if score < least.score:
+                least = _Scored(score, tuple(frozenset(stays) for stays in table))
         else:
             _flip(table, flips)
+    return least
 
 
-def _score(peak: int, work: float, limit: float, largest: int) -> float:
+def _score(peak: Peak, limit: float, largest: int) -> float:
     """Return bytes, and many more for work beyond the limit."""
-    excess = max(0.0, work - limit - LITTLE_WORK)
-    return peak + 10 * largest * excess
+    excess = max(0.0, peak.work - limit - LITTLE_WORK)
+    return peak.bytes + MEAN * peak.mean + largest * (PRICE * peak.work + 10 * excess)
 
 
 def _flip(table: Table, flips: Sequence[Flip]) -> None:
@@ -164,9 +206,12 @@ class _Changes:
         self.count = sizes.count
         self.draw = draw
         self.gaps = [_gaps(sizes, index) for index in range(sizes.count)]
+        self.neighbours = [(*sizes.sources[index], *sizes.users[index]) for index in range(sizes.count)]
 
-    def of(self, table: Table) -> list[Flip]:
+    def of(self, table: Table, peak: Peak) -> list[Flip]:
         """Return the stages and maps of one change."""
+        if peak.maps and self.draw.random() < AT_PEAK:
+            return self._at_peak(table, peak)
         kind = self.draw.random()
         if kind < 0.45:
             return self._between_uses(table)
@@ -187,6 +232,21 @@ class _Changes:
         gap = self.draw.choice(self.gaps[index])
         stays = index in table[gap[-1]]
         return _flips(table, index, gap, not stays)
+
+    def _at_peak(self, table: Table, peak: Peak) -> list[Flip]:
+        """Let a map that is there at the peak stay no longer, and perhaps one that it is made from, or a reader."""
+        index = self.draw.choice(sorted(peak.maps))
+        stages = range(peak.stage, peak.stage + 1)
+        if self.draw.random() < 0.8:
+            stages = next((gap for gap in self.gaps[index] if peak.stage in gap), stages)
+        flips = set(_flips(table, index, stages, False))
+        kind = self.draw.random()
+        if kind < 0.3:
+            flips ^= set(self._between_uses(table))
+        elif kind < 0.7 and self.neighbours[index]:
+            other = self.draw.choice(self.neighbours[index])
+            flips |= set(_flips(table, other, stages, True))
+        return sorted(flips)
 
     def _of_neighbours(self, table: Table) -> list[Flip]:
         """Let several maps in a row stay, or not, from the forward pass on, or until their last use, or throughout."""

@@ -1,6 +1,5 @@
 """The sizes by which a schedule is chosen: bytes of maps, work of making them, what lies beside them meanwhile."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from unet3d.recomputing.graph import Value
+from unet3d.recomputing.making import reads_back, reads_far_back, waiting_numbers
 from unet3d.recomputing.maps import Map, Maps, bytes_of
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.schedule import Sizes
@@ -61,6 +61,8 @@ def sizes_of(
         is_thin=[_is_thin(program, map_, share) for map_, share in zip(maps, work, strict=True)],
         of_weights=_bytes_of_weights(maps, trained),
         make_scratch=[beside.make for beside in scratch],
+        through_scratch=[beside.through for beside in scratch],
+        over_scratch=[_over_scratch(program, map_, places.map, dtype) for map_, places in zip(maps, over, strict=True)],
         send_scratch=[beside.send for beside in scratch],
         twice_scratch=[beside.send_twice for beside in scratch],
         complete_scratch=[beside.complete for beside in scratch],
@@ -156,21 +158,22 @@ def _over(
             over.source.add(index)
         if source.shape != map_.value.shape:
             continue
-        if index not in outputs and _is_read_before(tiles, source):
+        if index not in outputs and not reads_far_back(tiles, source):
             over.map.add(index)
         if map_.index not in outputs and _is_sent_behind(tiles, source):
             over.gradient.add(index)
     return over
 
 
-def _is_read_before(tiles: Sequence[TilePlan], source: Value) -> bool:
-    """Return whether no tile reads rows of a source that a tile before it has written over."""
-    for before, after in itertools.pairwise(tiles):
-        low, _ = after.spans[source]
-        _, end = before.span
-        if low < end:
-            return False
-    return True
+def _over_scratch(program: Program, map_: Map, over: set[int], dtype: torch.dtype) -> int:
+    """Return the bytes of the rows of a map that wait where it is made over a source."""
+    if not over:
+        return 0
+    tiles = program.plan(map_).tiles
+    sources = [program.maps.maps[index].value for index in over]
+    if not any(reads_back(tiles, source) for source in sources):
+        return 0
+    return waiting_numbers(tiles, map_.value, program.maps.axis) * dtype.itemsize
 
 
 def _is_sent_behind(tiles: Sequence[TilePlan], source: Value) -> bool:

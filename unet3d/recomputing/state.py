@@ -64,6 +64,10 @@ class State:
             self.prepared[key] = make()
         return self.prepared[key]
 
+    def forget(self, *key: Any) -> None:
+        """Let what was prepared under a key be made anew."""
+        self.prepared.pop(key, None)
+
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what `make` returns, called once in a pass on a GPU: a few numbers a channel, and a launch."""
         return make() if self.on_cpu else self.prepare(key, make)

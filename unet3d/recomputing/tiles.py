@@ -10,11 +10,14 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from unet3d.recomputing.convolution import Convolution
+from unet3d.recomputing.convolution import Convolution, TransposedConvolution
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.rules import RULES, Span, Tile, Work
 from unet3d.recomputing.state import State
+
+CONVOLUTIONS = (Convolution, TransposedConvolution)
+POINTWISE_TILES = 4  # on the CPU, in place of one of a convolution, whose kernel is slow with few rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +74,8 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
     if not on_cpu:
         count = min(length, math.ceil(largest / numbers))
     else:
+        if not any(isinstance(RULES[value.op], CONVOLUTIONS) for value in map_.passing):
+            numbers = math.ceil(numbers / POINTWISE_TILES)
         rows = max(1, round(numbers * length / largest))
         count = math.ceil(length / rows)
         for value in map_.passing:
