@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unet3d.model.half_precision import ONEDNN
 from unet3d.recomputing.graph import Value, Weight
+from unet3d.recomputing.halves import Halves, is_slow
 from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work, pad_along
 
 Three = tuple[int, int, int]
@@ -119,7 +120,8 @@ class Convolution(Rule):
         weight = work.state.weight(settings.weight)
         bias = work.state.weight(settings.bias)
         assert weight is not None
-        rows, padding, surplus = self._padded(work, inputs[0])
+        halves = self._halves(work, inputs[0])
+        rows, padding, surplus = self._padded(work, inputs[0], halves)
         result = F.conv3d(
             rows,
             weight,
@@ -129,6 +131,8 @@ class Convolution(Rule):
             settings.dilation,
             settings.groups,
         )
+        if halves is not None:
+            return halves.result(result)
         if surplus == (0, 0):
             return result
         return result.narrow(work.state.axis, surplus[0], work.tile.rows)
@@ -137,7 +141,10 @@ class Convolution(Rule):
         value, tile, state, *_ = work
         settings = convolution(value)
         size = known[0].shape
-        rows, padding, surplus = self._padded(work, known.pop())  # the copy with padding alone is alive
+        halves = self._halves(work, known[0])
+        rows, padding, surplus = self._padded(work, known.pop(), halves)  # the copy with padding alone is alive
+        if halves is not None:
+            gradient = halves.result_images(gradient)
         if surplus != (0, 0):
             gradient = pad_along(gradient, state.axis, *surplus)
         of_input, of_weight, of_bias = torch.ops.aten.convolution_backward(
@@ -155,6 +162,8 @@ class Convolution(Rule):
         )
         state.add_gradient(settings.weight, of_weight)
         state.add_gradient(settings.bias, of_bias)
+        if of_input is not None and halves is not None:
+            of_input = halves.input_gradient(of_input)
         if of_input is not None and of_input.shape != size:
             low, _ = self._reach(value, state.axis, tile.span)
             before = max(-low, 0)
@@ -187,7 +196,19 @@ class Convolution(Rule):
         last = (end - 1) * along.stride - along.padding
         return low, last + along.reach
 
-    def _padded(self, work: Work, rows: Tensor) -> tuple[Tensor, list[int], Span]:
+    def _halves(self, work: Work, rows: Tensor) -> Halves | None:
+        """Return how a tile is cut into two images; None where torch's kernel is fast for one."""
+        value, tile, state, *_ = work
+        settings = convolution(value)
+        if not state.on_cpu or tile.rows == 1 or max(settings.kernel) == 1 or settings.groups > 1:
+            return None
+        low, high = self._reach(value, state.axis, tile.span)
+        if not is_slow(rows, high - low - rows.shape[state.axis], state.axis):
+            return None
+        along = settings.along(state.axis)
+        return Halves(state.axis, tile.rows, along.stride, along.reach)
+
+    def _padded(self, work: Work, rows: Tensor, halves: Halves | None) -> tuple[Tensor, list[int], Span]:
         """Return the input's rows with zeros for those outside of the map, and the padding that is left to do.
 
         On a GPU, where each copy is a launch, torch pads both sides of a tile at an end of the map: the last numbers
@@ -196,7 +217,7 @@ class Convolution(Rule):
         value, tile, state, *_ = work
         axis = state.axis
         padding = list(convolution(value).padding)
-        if tile.span == (0, value.shape[axis]):
+        if tile.span == (0, value.shape[axis]) and halves is None:
             return rows.contiguous(), padding, (0, 0)
         low, high = self._reach(value, axis, tile.span)
         before = max(-low, 0)
@@ -208,6 +229,8 @@ class Convolution(Rule):
         padding[axis - 2] = 0
         if is_at_end:
             rows = pad_along(rows, axis, before, behind)
+        if halves is not None:
+            rows = halves.input_images(rows)
         return rows.contiguous(), padding, (0, 0)
 
 
@@ -257,7 +280,7 @@ class TransposedConvolution(Rule):
         settings = transposed(value)
         padding, output_padding, offset = self._of_tile(work)
         rows = known.pop().contiguous()
-        behind = self._length(work) - offset - tile.rows
+        behind = self._length(work, padding) - offset - tile.rows
         if offset or behind:
             gradient = pad_along(gradient, state.axis, offset, behind)
         of_input, of_weight, of_bias = torch.ops.aten.convolution_backward(
@@ -297,12 +320,15 @@ class TransposedConvolution(Rule):
         output_padding = list(settings.output_padding)
         if self._is_whole(work):
             return padding, output_padding, 0
-        low, _ = tile.inputs[0]
+        low, high = tile.inputs[0]
         first, _ = tile.span
         first_row = low * settings.stride[place] - padding[place]
-        padding[place] = 0
+        length = (high - low - 1) * settings.stride[place] + settings.along(state.axis).reach
+        before = first - first_row
+        behind = length - before - tile.rows
+        padding[place] = min(before, behind)  # of rows that are not asked for, torch leaves out as many at both ends
         output_padding[place] = 0
-        return padding, output_padding, first - first_row
+        return padding, output_padding, before - padding[place]
 
     def _is_whole(self, work: Work) -> bool:
         axis = work.state.axis
@@ -310,13 +336,14 @@ class TransposedConvolution(Rule):
         has_all_inputs = work.tile.inputs[0] == (0, value.inputs[0].shape[axis])
         return has_all_inputs and work.tile.span == (0, value.shape[axis])
 
-    def _length(self, work: Work) -> int:
-        """Return how many rows the tile's input makes."""
+    def _length(self, work: Work, padding: Sequence[int]) -> int:
+        """Return how many rows the tile's input makes with this padding."""
         if self._is_whole(work):
             return work.tile.rows
-        along = transposed(work.value).along(work.state.axis)
+        axis = work.state.axis
+        along = transposed(work.value).along(axis)
         low, high = work.tile.inputs[0]
-        return (high - low - 1) * along.stride + along.reach
+        return (high - low - 1) * along.stride + along.reach - 2 * padding[axis - 2]
 
 
 def _bias_size(value: Value, settings: ConvolutionSettings) -> list[int] | None:
