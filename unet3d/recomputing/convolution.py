@@ -2,92 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.model.half_precision import ONEDNN
+from unet3d.recomputing.convolution_settings import ConvolutionSettings, convolution, transposed
 from unet3d.recomputing.graph import Value, Weight
+from unet3d.recomputing.halves import Halves, is_slow
 from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work, pad_along
-
-Three = tuple[int, int, int]
-
-
-class AxisSettings(NamedTuple):
-    """The arguments of a convolution along one axis."""
-
-    kernel: int
-    stride: int
-    padding: int
-    dilation: int
-
-    @property
-    def reach(self) -> int:
-        """Number of rows from the kernel's first to its last."""
-        return self.dilation * (self.kernel - 1) + 1
-
-
-class ConvolutionSettings(NamedTuple):
-    """The arguments of a convolution, one number for each axis D H W."""
-
-    weight: Weight
-    bias: Weight | None
-    kernel: Three
-    stride: Three
-    padding: Three
-    dilation: Three
-    groups: int
-    output_padding: Three = (0, 0, 0)
-
-    def along(self, axis: int) -> AxisSettings:
-        """Return the arguments along an axis of N C D H W."""
-        place = axis - 2
-        return AxisSettings(
-            kernel=self.kernel[place],
-            stride=self.stride[place],
-            padding=self.padding[place],
-            dilation=self.dilation[place],
-        )
-
-
-def convolution(value: Value) -> ConvolutionSettings:
-    """Return the settings of a conv3d."""
-    weight = value.args[1]
-    return ConvolutionSettings(
-        weight=weight,
-        bias=value.argument(2),
-        kernel=three(weight.shape[2:]),
-        stride=three(value.argument(3, 1)),
-        padding=three(value.argument(4, 0)),
-        dilation=three(value.argument(5, 1)),
-        groups=value.argument(6, 1),
-    )
-
-
-def transposed(value: Value) -> ConvolutionSettings:
-    """Return the settings of a conv_transpose3d."""
-    weight = value.args[1]
-    return ConvolutionSettings(
-        weight=weight,
-        bias=value.argument(2),
-        kernel=three(weight.shape[2:]),
-        stride=three(value.argument(3, 1)),
-        padding=three(value.argument(4, 0)),
-        output_padding=three(value.argument(5, 0)),
-        groups=value.argument(6, 1),
-        dilation=three(value.argument(7, 1)),
-    )
-
-
-def three(numbers: int | Sequence[int]) -> Three:
-    """Return one number for each axis D H W."""
-    if isinstance(numbers, int):
-        return (numbers, numbers, numbers)
-    if len(numbers) == 1:
-        return (numbers[0], numbers[0], numbers[0])
-    return (numbers[0], numbers[1], numbers[2])
 
 
 def _is_plain_convolution(value: Value, axis: int) -> bool:
@@ -119,7 +43,8 @@ class Convolution(Rule):
         weight = work.state.weight(settings.weight)
         bias = work.state.weight(settings.bias)
         assert weight is not None
-        rows, padding, surplus = self._padded(work, inputs[0])
+        halves = self._halves(work, inputs[0])
+        rows, padding, surplus = self._padded(work, inputs[0], halves)
         result = F.conv3d(
             rows,
             weight,
@@ -129,6 +54,8 @@ class Convolution(Rule):
             settings.dilation,
             settings.groups,
         )
+        if halves is not None:
+            return halves.result(result)
         if surplus == (0, 0):
             return result
         return result.narrow(work.state.axis, surplus[0], work.tile.rows)
@@ -137,7 +64,10 @@ class Convolution(Rule):
         value, tile, state, *_ = work
         settings = convolution(value)
         size = known[0].shape
-        rows, padding, surplus = self._padded(work, known.pop())  # the copy with padding alone is alive
+        halves = self._halves(work, known[0])
+        rows, padding, surplus = self._padded(work, known.pop(), halves)  # the copy with padding alone is alive
+        if halves is not None:
+            gradient = halves.result_images(gradient)
         if surplus != (0, 0):
             gradient = pad_along(gradient, state.axis, *surplus)
         of_input, of_weight, of_bias = torch.ops.aten.convolution_backward(
@@ -155,6 +85,8 @@ class Convolution(Rule):
         )
         state.add_gradient(settings.weight, of_weight)
         state.add_gradient(settings.bias, of_bias)
+        if of_input is not None and halves is not None:
+            of_input = halves.input_gradient(of_input)
         if of_input is not None and of_input.shape != size:
             low, _ = self._reach(value, state.axis, tile.span)
             before = max(-low, 0)
@@ -187,7 +119,19 @@ class Convolution(Rule):
         last = (end - 1) * along.stride - along.padding
         return low, last + along.reach
 
-    def _padded(self, work: Work, rows: Tensor) -> tuple[Tensor, list[int], Span]:
+    def _halves(self, work: Work, rows: Tensor) -> Halves | None:
+        """Return how a tile is cut into two images; None where torch's kernel is fast for one."""
+        value, tile, state, *_ = work
+        settings = convolution(value)
+        if not state.on_cpu or tile.rows == 1 or max(settings.kernel) == 1 or settings.groups > 1:
+            return None
+        low, high = self._reach(value, state.axis, tile.span)
+        if not is_slow(rows, high - low - rows.shape[state.axis], state.axis):
+            return None
+        along = settings.along(state.axis)
+        return Halves(state.axis, tile.rows, along.stride, along.reach)
+
+    def _padded(self, work: Work, rows: Tensor, halves: Halves | None) -> tuple[Tensor, list[int], Span]:
         """Return the input's rows with zeros for those outside of the map, and the padding that is left to do.
 
         On a GPU, where each copy is a launch, torch pads both sides of a tile at an end of the map: the last numbers
@@ -196,7 +140,7 @@ class Convolution(Rule):
         value, tile, state, *_ = work
         axis = state.axis
         padding = list(convolution(value).padding)
-        if tile.span == (0, value.shape[axis]):
+        if tile.span == (0, value.shape[axis]) and halves is None:
             return rows.contiguous(), padding, (0, 0)
         low, high = self._reach(value, axis, tile.span)
         before = max(-low, 0)
@@ -208,6 +152,8 @@ class Convolution(Rule):
         padding[axis - 2] = 0
         if is_at_end:
             rows = pad_along(rows, axis, before, behind)
+        if halves is not None:
+            rows = halves.input_images(rows)
         return rows.contiguous(), padding, (0, 0)
 
 
@@ -257,7 +203,7 @@ class TransposedConvolution(Rule):
         settings = transposed(value)
         padding, output_padding, offset = self._of_tile(work)
         rows = known.pop().contiguous()
-        behind = self._length(work) - offset - tile.rows
+        behind = self._length(work, padding) - offset - tile.rows
         if offset or behind:
             gradient = pad_along(gradient, state.axis, offset, behind)
         of_input, of_weight, of_bias = torch.ops.aten.convolution_backward(
@@ -297,12 +243,15 @@ class TransposedConvolution(Rule):
         output_padding = list(settings.output_padding)
         if self._is_whole(work):
             return padding, output_padding, 0
-        low, _ = tile.inputs[0]
+        low, high = tile.inputs[0]
         first, _ = tile.span
         first_row = low * settings.stride[place] - padding[place]
-        padding[place] = 0
+        length = (high - low - 1) * settings.stride[place] + settings.along(state.axis).reach
+        before = first - first_row
+        behind = length - before - tile.rows
+        padding[place] = min(before, behind)  # of rows that are not asked for, torch leaves out as many at both ends
         output_padding[place] = 0
-        return padding, output_padding, first - first_row
+        return padding, output_padding, before - padding[place]
 
     def _is_whole(self, work: Work) -> bool:
         axis = work.state.axis
@@ -310,13 +259,14 @@ class TransposedConvolution(Rule):
         has_all_inputs = work.tile.inputs[0] == (0, value.inputs[0].shape[axis])
         return has_all_inputs and work.tile.span == (0, value.shape[axis])
 
-    def _length(self, work: Work) -> int:
-        """Return how many rows the tile's input makes."""
+    def _length(self, work: Work, padding: Sequence[int]) -> int:
+        """Return how many rows the tile's input makes with this padding."""
         if self._is_whole(work):
             return work.tile.rows
-        along = transposed(work.value).along(work.state.axis)
+        axis = work.state.axis
+        along = transposed(work.value).along(axis)
         low, high = work.tile.inputs[0]
-        return (high - low - 1) * along.stride + along.reach
+        return (high - low - 1) * along.stride + along.reach - 2 * padding[axis - 2]
 
 
 def _bias_size(value: Value, settings: ConvolutionSettings) -> list[int] | None:

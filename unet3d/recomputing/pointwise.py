@@ -9,11 +9,12 @@ from torch import Tensor
 
 from unet3d.recomputing.graph import Value, Weight
 from unet3d.recomputing.rules import RULES, Gradients, Rule, Work, dropout_factor
+from unet3d.recomputing.state import State
 
 OF_TWO = ("add", "div", "mul", "pow", "sub")  # operations that match the shapes of two arguments
 POINTWISE = (
     "abs celu clamp clone contiguous div elu exp gelu hardsigmoid hardswish hardtanh leaky_relu log_sigmoid mish mul "
-    "neg pow prelu relu6 rsqrt selu sigmoid silu softplus sqrt square tanh"
+    "neg pow relu6 rsqrt selu sigmoid silu softplus sqrt square tanh"
 )
 
 
@@ -96,6 +97,34 @@ def _slope(value: Value) -> float:
     return float(value.argument(1, 0.01))
 
 
+class PReLU(Pointwise):
+    """ReLU with a slope that is learnt, of all channels or of each."""
+
+    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
+        value, _, state, *_ = work
+        rows = known[0]
+        weight: Weight = value.args[1]
+        slope = state.weight(weight)
+        assert slope is not None
+        slope = slope.view(-1, 1, 1, 1)
+        if not state.on_cpu:
+            of_rows, of_slope = torch.ops.aten._prelu_kernel_backward(gradient, rows, slope.unsqueeze(0))
+            self._add_gradient(weight, of_slope, state)
+            return [of_rows]
+        # Not by torch's kernel, which computes one number at a time.
+        positive = torch.ops.aten.threshold_backward(gradient, rows, 0)
+        negative = gradient.sub_(positive) if work.may_overwrite else gradient - positive
+        if state.wants(weight):
+            self._add_gradient(weight, negative * rows, state)
+        return [negative.mul_(slope).add_(positive)]
+
+    def _add_gradient(self, weight: Weight, of_slope: Tensor, state: State) -> None:
+        if weight.shape.numel() == 1:
+            state.add_gradient(weight, of_slope.sum())
+        else:
+            state.add_gradient(weight, of_slope.sum((0, 2, 3, 4)))
+
+
 class Sum(Pointwise):
     """A sum or difference of two maps, or of a map and a number; its gradient needs no map."""
 
@@ -176,6 +205,7 @@ for _name in POINTWISE.split():
 RULES |= {
     "relu": Rectified(),
     "leaky_relu": Rectified(),
+    "prelu": PReLU(),
     "add": Sum(),
     "sub": Sum(),
     "dropout": Dropout(),

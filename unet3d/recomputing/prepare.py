@@ -20,6 +20,8 @@ from unet3d.recomputing.trace import trace
 
 PLANS = ("lean", "tiles", "auto")  # least work, least memory, what a budget allows
 TILES = 24  # of the largest value, on the CPU
+FEWEST_TILES = 12  # the same where tiles are small, and calls take longer than what they compute
+SMALL_TILE = 2**18  # numbers
 CUDA_TILES = 3  # of it on a GPU, which waits for launches where there are more
 CUDA_TILE = 2**22  # numbers of a tile there, at least
 
@@ -41,8 +43,9 @@ def prepare(network: nn.Module, image: Tensor, autocast: torch.dtype | None, on_
     names = frozenset(trained) | {derived.name for derived in graph.derived}
     wanted = wanted_values(maps, names, image.requires_grad)
     largest = max(value.shape.numel() for value in graph.values if len(value.shape) == 5)
-    numbers = largest // TILES
-    if not on_cpu:
+    if on_cpu:
+        numbers = max(largest // TILES, min(largest // FEWEST_TILES, SMALL_TILE))
+    else:
         numbers = max(math.ceil(largest / CUDA_TILES), CUDA_TILE)
     program = Program(maps, numbers, on_cpu, wanted)
     scratch = scratch_bytes(program, tensors, dtype, autocast, image.device)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.recomputing.convolution import three
+from unet3d.recomputing.convolution_settings import three
 from unet3d.recomputing.graph import Value, leaves
 from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work
 

@@ -18,6 +18,7 @@ from unet3d.recomputing.state import State
 
 CONVOLUTIONS = (Convolution, TransposedConvolution)
 POINTWISE_TILES = 4  # on the CPU, in place of one of a convolution, whose kernel is slow with few rows
+MOST = 2  # times the rows asked for: tiles are as much larger, so that torch convolves them by oneDNN
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +77,17 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
     else:
         if not any(isinstance(RULES[value.op], CONVOLUTIONS) for value in map_.passing):
             numbers = math.ceil(numbers / POINTWISE_TILES)
+        for value in map_.passing:
+            if value.weights():  # whose gradients, as large as a tile, lie beside each tile but the first
+                numbers = max(numbers, max(weight.shape.numel() for weight in value.weights()))
         rows = max(1, round(numbers * length / largest))
         count = math.ceil(length / rows)
         for value in map_.passing:
             rule = RULES[value.op]
             if isinstance(rule, Convolution):
                 fewest = math.ceil(rule.fewest_rows(value, axis) * length / value.shape[axis])
-                if fewest <= length:  # else torch's kernel is slow however many rows there are
-                    count = min(count, length // fewest)
+                if fewest <= MOST * rows:  # else a tile is convolved as two images
+                    count = min(count, max(1, length // fewest))
     return list(pairwise(length * index // count for index in range(count + 1)))
 
 
