@@ -77,9 +77,9 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
     else:
         if not any(isinstance(RULES[value.op], CONVOLUTIONS) for value in map_.passing):
             numbers = math.ceil(numbers / POINTWISE_TILES)
-        for value in map_.passing:
-            if value.weights():  # whose gradients, as large as a tile, lie beside each tile but the first
-                numbers = max(numbers, max(weight.shape.numel() for weight in value.weights()))
+        weights = [weight.shape.numel() for value in map_.passing for weight in value.weights()]
+        if largest <= max(weights, default=0):  # whose gradient would lie beside each tile but the first
+            numbers = largest
         rows = max(1, round(numbers * length / largest))
         count = math.ceil(length / rows)
         for value in map_.passing:
