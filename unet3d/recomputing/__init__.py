@@ -8,7 +8,8 @@ In reading order:
     rules           an operation on a few rows: the interface
     pointwise       rules of pointwise operations and of dropout
     joining         rules of concatenation, slices, padding
-    convolution     rules of convolutions
+    convolution     rules of convolutions, with their `convolution_settings`
+    halves          few rows of one image, convolved as two images: quicker on the CPU
     statistics      statistics of normalisations
     normalisation   rules of normalisations
     resampling      rules of pooling and interpolation
@@ -17,8 +18,10 @@ In reading order:
     groups          operations without a rule that are carried out at once
     maps            which values exist as a whole, and how each follows from others
     tiles           rows of one map: made, and their gradient sent to the maps before
+    making          a map written tile by tile, also over a source
     instructions    what a pass may do with a map or a gradient
     schedule        the instructions of a pass, and its bytes
+    soundness       whether no instruction reads what is not there
     search          the schedules that none beats in both bytes and work
     program         maps, their tiles and schedules, for images of one size
     observer        who watches which layer a pass works on

@@ -1,7 +1,6 @@
 """The program of all passes over images of one size: maps, their tiles, and schedules."""
 
 import copy
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,7 +13,7 @@ from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.rules import Span
 from unet3d.recomputing.schedule import EMPTY, Schedule, Sizes
-from unet3d.recomputing.tiles import POINTWISE_TILES, MapPlan, plan_map
+from unet3d.recomputing.tiles import MapPlan, plan_map
 
 
 @dataclass(eq=False, repr=False)
@@ -38,11 +37,6 @@ class Program:
     def peak_bytes(self) -> int:
         """Predicted bytes of tensors that are alive at once in the forward and the backward pass, at most."""
         return self.fixed_bytes + self.schedule.peak_bytes
-
-    @property
-    def pointwise_numbers(self) -> int:
-        """Numbers of a tile of operations without a convolution."""
-        return math.ceil(self.numbers / POINTWISE_TILES) if self.on_cpu else self.numbers
 
     def serves(self, image: Tensor) -> bool:
         """Return whether the program is for images of this size."""

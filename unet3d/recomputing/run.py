@@ -151,7 +151,7 @@ class Pass:
         """Add the part that follows from the statistics, to as few rows at a time as in a tile."""
         axis = self.state.axis
         length = raw.shape[axis]
-        rows = self.program.pointwise_numbers * length // max(raw.numel(), 1)
+        rows = self.program.numbers * length // max(raw.numel(), 1)
         rows = max(1, rows)
         for first in range(0, length, rows):
             count = min(rows, length - first)

@@ -10,14 +10,12 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from unet3d.recomputing.convolution import Convolution, TransposedConvolution
+from unet3d.recomputing.convolution import Convolution
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.rules import RULES, Span, Tile, Work
 from unet3d.recomputing.state import State
 
-CONVOLUTIONS = (Convolution, TransposedConvolution)
-POINTWISE_TILES = 4  # on the CPU, in place of one of a convolution, whose kernel is slow with few rows
 MOST = 2  # times the rows asked for: tiles are as much larger, so that torch convolves them by oneDNN
 
 
@@ -75,8 +73,6 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
     if not on_cpu:
         count = min(length, math.ceil(largest / numbers))
     else:
-        if not any(isinstance(RULES[value.op], CONVOLUTIONS) for value in map_.passing):
-            numbers = math.ceil(numbers / POINTWISE_TILES)
         weights = [weight.shape.numel() for value in map_.passing for weight in value.weights()]
         if largest <= max(weights, default=0):  # whose gradient would lie beside each tile but the first
             numbers = largest
