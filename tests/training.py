@@ -150,7 +150,7 @@ def train_here(
 
 
 def _make_media_folder() -> None:
-    """Make the folder of wandb's tables again: it was made in the server, and a child that ended may have removed it."""
+    """Make the folder of wandb's tables, which the server had made, again: a child that ended may have removed it."""
     private: Any = sys.modules.get("wandb.sdk.data_types._private")
     if private is not None:
         os.makedirs(private.MEDIA_TMP.name, exist_ok=True)
