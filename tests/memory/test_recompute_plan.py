@@ -28,6 +28,7 @@ from unet3d.memory.simulate import validation_peak
 from unet3d.memory.technique import choose_technique
 from unet3d.recomputing.prepare import retraced
 from unet3d.training.policy import PLAIN as NOTHING
+from unet3d.training.policy import MemoryPolicy
 
 SMALL = ("model=unet_tiny", "model.features=[4,8]", "model.groups=4", "data.patch=[16,16,24]", "batch=1")
 
@@ -236,3 +237,30 @@ def test_what_fits_a_budget_may_be_a_schedule_for_it() -> None:
     for words, row in ways.items():
         if "recompute=auto" in words:
             assert row.occupied_bytes <= budget
+
+
+def with_frozen_parts(in_channels: int, classes: int) -> nn.Module:
+    """A network that has a frozen layer, and numbers that cannot be trained."""
+    network = nn.Sequential(nn.Conv3d(in_channels, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, classes, 1))
+    network[0].requires_grad_(False)
+    network.register_parameter("seen", nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False))
+    return network
+
+
+def test_what_a_users_network_froze_stays_so() -> None:
+    asked = config("recompute=tiles", f"model.path={__name__}:with_frozen_parts")
+    asked.model.features = []
+    program = prepared(asked, asked.model)
+    network = with_frozen_parts(1, 3).train()
+    assert program.sizes is not None
+    trained = sum(parameter.nbytes for parameter in network.parameters() if parameter.requires_grad)
+    assert sum(program.sizes.of_weights) == trained
+    chosen = choose_technique(asked, asked.model).program
+    assert chosen is not None
+    image = torch.randn(1, 1, *asked.data.patch)
+    policy = MemoryPolicy(program=retraced(chosen, network, image))
+    policy.forward(network, image).square().mean().backward()
+    assert [name for name, parameter in network.named_parameters() if parameter.grad is not None] == [
+        "2.weight",
+        "2.bias",
+    ]

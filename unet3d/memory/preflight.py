@@ -37,7 +37,7 @@ from unet3d.memory.tables import (
 )
 from unet3d.memory.technique import choose_technique
 from unet3d.memory.usual_estimates import LayerCount, layer_counts
-from unet3d.recomputing.prepare import whole_line, work_of
+from unet3d.recomputing.prepare import work_line
 from unet3d.recomputing.program import Program
 from unet3d.training import known_bad
 from unet3d.training.policy import Technique
@@ -314,11 +314,7 @@ def _print_validation(subject: MemoryEstimate, validation: Validation) -> None:
 
 def recompute_line(config: Config, program: Program) -> str:
     """Return what a step by a program computes a second time, and what runs whole."""
-    parts = [f"recompute={config.recompute}: {work_of(program.schedule)}"]
-    whole = whole_line(program)
-    if whole:
-        parts.append(whole)
-    return "; ".join(parts)
+    return f"recompute={config.recompute}: {work_line(program)}"
 
 
 def segment_line(names: list[str], segment_starts: SegmentStarts) -> str:

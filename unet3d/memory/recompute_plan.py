@@ -5,6 +5,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from unet3d import build
 from unet3d.base.errors import UserError
@@ -145,24 +146,29 @@ def prepared(config: Config, model_config: Model, dtype: torch.dtype = torch.flo
 @memoized
 def window_program(config: Config, model_config: Model) -> Program:
     """Return the program of a validation's passes, each over one window."""
-    target = build.device_type(config)
-    with torch.random.fork_rng([]), fake_mode(target):
-        model = fake_model(config, model_config, torch.float32).eval().requires_grad_(False)
-        image = fake_batch(config, model_config, torch.float32).image[:1].clone()
-        autocast = build.policy(config, "cpu").dtype
-    return without_backward(prepare(model, image, autocast, on_cpu=target == "cpu"))
+    model, image = _fakes(config, model_config, torch.float32)
+    model.eval().requires_grad_(False)
+    return without_backward(_prepare(config, model, image[:1]))
 
 
 @memoized
 def _prepared(config: Config, model_config: Model, dtype: torch.dtype) -> Program:
-    target = build.device_type(config)
-    with torch.random.fork_rng([]), fake_mode(target):
-        model = fake_model(config, model_config, dtype).train()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not optim.is_named(name, config.optim.init_names or ()))
-        image = fake_batch(config, model_config, dtype).image
-        autocast = build.policy(config, "cpu").dtype
-    return prepare(model, image, autocast, on_cpu=target == "cpu")
+    model, image = _fakes(config, model_config, dtype)
+    for name, parameter in model.train().named_parameters():
+        if optim.is_named(name, config.optim.init_names or ()):
+            parameter.requires_grad_(False)
+    return _prepare(config, model, image)
+
+
+def _fakes(config: Config, model_config: Model, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    """Return the network and a micro-batch's image N C D H W, without data."""
+    with torch.random.fork_rng([]), fake_mode(build.device_type(config)):
+        return fake_model(config, model_config, dtype), fake_batch(config, model_config, dtype).image
+
+
+def _prepare(config: Config, model: nn.Module, image: Tensor) -> Program:
+    """Return the program of a network in its present mode, with the config's precision and device."""
+    return prepare(model, image, build.policy(config, "cpu").dtype, on_cpu=build.device_type(config) == "cpu")
 
 
 def _within(config: Config, model_config: Model, program: Program, budget: int) -> Technique:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes, mib
 from unet3d.recomputing.function import autocast_dtype, call_by_program
-from unet3d.recomputing.prepare import PLANS, by_plan, prepare, whole_line, work_of
+from unet3d.recomputing.prepare import PLANS, by_plan, prepare, work_line
 from unet3d.recomputing.program import Program
 
 Plan = Literal["lean", "tiles", "auto"]
@@ -107,8 +107,4 @@ class Recomputed(nn.Module):
     def describe(self, program: Program) -> str:
         """Return a line: the predicted peak, the extra work, and what stays whole."""
         peak = f"predicted peak {mib(program.peak_bytes)} MiB of tensors (weights, gradients, maps)"
-        parts = [f"recompute={self.plan}: {peak}, {work_of(program.schedule)}"]
-        whole = whole_line(program)
-        if whole:
-            parts.append(whole)
-        return "; ".join(parts)
+        return f"recompute={self.plan}: {peak}, {work_line(program)}"

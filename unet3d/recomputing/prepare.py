@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from unet3d.recomputing.function import tensors_of
 from unet3d.recomputing.groups import first_of_group
 from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Schedule, compile_schedule
+from unet3d.recomputing.schedule import compile_schedule
 from unet3d.recomputing.scratch import scratch_bytes
 from unet3d.recomputing.sizes import converted_bytes, sizes_of, wanted_values
 from unet3d.recomputing.trace import trace
@@ -104,15 +105,7 @@ def retraced(program: Program, network: nn.Module, image: Tensor) -> Program:
     trained = frozenset(name for name, tensor in tensors_of(network).items() if tensor.requires_grad)
     names = trained | {derived.name for derived in maps.graph.derived}
     wanted = wanted_values(maps, names, image.requires_grad)
-    return Program(
-        maps,
-        program.numbers,
-        program.on_cpu,
-        wanted,
-        program.schedule,
-        program.sizes,
-        program.fixed_bytes,
-    )
+    return replace(program, maps=maps, wanted=wanted, plans={}, spans={})
 
 
 def _signature(maps: Sequence[Map]) -> list[tuple[str, str, torch.Size, tuple[str, ...], tuple[str, ...]]]:
@@ -125,19 +118,15 @@ def _signature(maps: Sequence[Map]) -> list[tuple[str, str, torch.Size, tuple[st
     return signature
 
 
-def work_of(schedule: Schedule) -> str:
-    """Return the work of a schedule, in words."""
-    return f"work of {schedule.work:.2f} forward passes (1.00: no convolution twice)"
-
-
-def whole_line(program: Program) -> str:
-    """Return which operations have no rule; "" without any."""
+def work_line(program: Program) -> str:
+    """Return the work of a program, and which operations have no rule."""
+    work = f"work of {program.schedule.work:.2f} forward passes (1.00: no convolution twice)"
     whole: dict[str, None] = {}
     for map_ in program.maps.whole:
         value = first_of_group(map_.passing)
         whole[f"{value.op} in {value.layer}" if value.layer else value.op] = None
     if not whole:
-        return ""
+        return work
     first = ", ".join(list(whole)[:3])
     more = f" and {len(whole) - 3} others" if len(whole) > 3 else ""
-    return f"without a rule for rows, so run again in backward, under autograd: {first}{more}"
+    return f"{work}; without a rule for rows, so run again in backward, under autograd: {first}{more}"
