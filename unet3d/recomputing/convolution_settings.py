@@ -47,20 +47,17 @@ class ConvolutionSettings(NamedTuple):
 
 def convolution(value: Value) -> ConvolutionSettings:
     """Return the settings of a conv3d."""
-    weight = value.args[1]
-    return ConvolutionSettings(
-        weight=weight,
-        bias=value.argument(2),
-        kernel=three(weight.shape[2:]),
-        stride=three(value.argument(3, 1)),
-        padding=three(value.argument(4, 0)),
-        dilation=three(value.argument(5, 1)),
-        groups=value.argument(6, 1),
-    )
+    return _settings(value, dilation=value.argument(5, 1), groups=value.argument(6, 1))
 
 
 def transposed(value: Value) -> ConvolutionSettings:
     """Return the settings of a conv_transpose3d."""
+    settings = _settings(value, dilation=value.argument(7, 1), groups=value.argument(6, 1))
+    return settings._replace(output_padding=three(value.argument(5, 0)))
+
+
+def _settings(value: Value, dilation: int | Sequence[int], groups: int) -> ConvolutionSettings:
+    """Return the settings whose arguments have the same places in both operations, with the others."""
     weight = value.args[1]
     return ConvolutionSettings(
         weight=weight,
@@ -68,9 +65,8 @@ def transposed(value: Value) -> ConvolutionSettings:
         kernel=three(weight.shape[2:]),
         stride=three(value.argument(3, 1)),
         padding=three(value.argument(4, 0)),
-        output_padding=three(value.argument(5, 0)),
-        groups=value.argument(6, 1),
-        dilation=three(value.argument(7, 1)),
+        dilation=three(dilation),
+        groups=groups,
     )
 
 

@@ -56,7 +56,7 @@ class Halves(NamedTuple):
         return rows.narrow(self.axis, 0, self.rows)
 
     def input_gradient(self, images: Tensor) -> Tensor:
-        """Return the gradient of the input from those of the two images."""
+        """Return the gradient of the input from the gradients of the two images."""
         first, second = images.split(1)
         start = self.half * self.stride
         length = first.shape[self.axis] - self.surplus * self.stride
@@ -66,7 +66,7 @@ class Halves(NamedTuple):
 
 
 def is_slow(rows: Tensor, more: int, axis: int) -> bool:
-    """Return whether torch convolves these rows of an input, and so many of padding, by its slow kernel."""
+    """Return whether torch has a slow kernel for these rows of an input and `more` rows of padding."""
     images, channels, *size = rows.shape
     size[axis - 2] += more
     is_small = channels * size[0] * size[1] <= ONEDNN

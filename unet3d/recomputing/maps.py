@@ -52,7 +52,7 @@ class Map:
 
     @cached_property
     def forgotten(self) -> dict[Value, list[Value | Weight]]:
-        """What is read no more, within a group, behind each of its values."""
+        """Values and weights of a group that nothing reads any more, by the value that reads them last."""
         last_reader: dict[Value | Weight, Value] = {}
         for value in self.passing:
             last_reader |= dict.fromkeys(value.inputs, value)
@@ -95,7 +95,7 @@ class Maps:
 
     @cached_property
     def converted_weights(self) -> list[Weight]:
-        """Weights that are read in the type of maps; those of normalisations are read as they are."""
+        """Weights that are read in the type of maps: all but the weights of normalisations."""
         weights: dict[Weight, None] = {}
         for value in self.graph.values:
             if self.rules[value] is not None and value.op not in NORMALISATIONS:

@@ -49,7 +49,7 @@ class Recomputed(nn.Module):
         held: str | None = None,
         device_type: str | None = None,
     ) -> None:
-        """Keep the network; `device_type` is the device whose tiles are used, if tensors stand for those of another."""
+        """Keep the network. `device_type`: with "cuda", tiles are those of a GPU; None: of where the image is."""
         super().__init__()
         if plan not in PLANS:
             raise UserError(f"plan={plan}: choose {', '.join(PLANS)}")

@@ -109,9 +109,7 @@ def _memory(schedule: Schedule) -> int:
 
 
 def _starts(sizes: Sizes) -> Iterator[Table]:
-    """Yield tables in which the smaller maps stay that are much work, and tables in which all small ones stay or all
-    that are much work.
-    """
+    """Yield tables in which maps stay that are small and much work, and tables of maps that are small or much work."""
     yield every_map(sizes)
     largest = max(sizes.bytes)
     for least_work in (0.0, 1e-9, 0.01, 0.05):

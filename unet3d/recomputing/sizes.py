@@ -88,7 +88,7 @@ def _bytes_of_weights(maps: Sequence[Map], trained: dict[str, int]) -> list[int]
 
 
 def _operations(map_: Map) -> int:
-    """Return the multiplications and additions of a map; those of a group are counted."""
+    """Return the multiplications and additions of a map; for a group, torch counts them."""
     if map_.rule is not None:
         return map_.operations
     return sum(_operations_of(value) for value in map_.passing)

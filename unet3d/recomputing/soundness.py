@@ -1,4 +1,4 @@
-"""Whether a schedule can be carried out: followed with the maps and gradients that are there."""
+"""A check that a schedule can be carried out: it follows the maps and gradients that are there."""
 
 from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Send, SendTwice, Turn
 from unet3d.recomputing.schedule import Schedule, Sizes
