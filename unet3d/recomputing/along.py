@@ -72,7 +72,8 @@ def follow(value: Value, dimension: int) -> Places | None:
 def spans(parts: Along | None, group: Sequence[Value], numbers: int) -> list[Span]:
     """Return the parts of a group, in which the largest value has about `numbers` numbers.
 
-    [] for a group that is run at once. The gradients of weights are added to those of the parts before: where weights are larger, nothing would be saved.
+    [] for a group that is run at once. The gradients of weights are added to those of the parts before: where weights
+    are larger, nothing would be saved.
     """
     if parts is None:
         return []
