@@ -26,6 +26,7 @@ SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # ranks of the run
 LOCAL_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks on this machine
 BUCKET = 2**23  # bytes that are summed at once, at least
 PAUSE = 0.0002  # seconds between two looks at whether the GPU is done
+RELEASE = 1.0  # seconds that gloo has to release a tensor
 LOOK = 1.0  # seconds between two looks at whether the others are there
 GRACE = 10.0  # seconds within which each rank that still answers does so, once one does not
 T = TypeVar("T")
@@ -142,10 +143,25 @@ def all_reduce_sum(tensors: "Iterable[Tensor]") -> None:
     for bucket in _buckets(tensors):
         flat = torch.cat([tensor.flatten() for tensor in bucket])  # gloo and NCCL take long for many small ones
         if not isinstance(flat, FakeTensor):
+            references = flat._use_count()  # type: ignore[attr-defined]
             with _answered():
                 dist.all_reduce(flat)
+            _wait_until_released(flat, references)
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
+
+
+def _wait_until_released(tensor: "Tensor", references: int) -> None:
+    """Wait until a CPU tensor has no more references than before its collective, for a second at most.
+
+    gloo's thread releases a tensor a moment after the collective has returned: until then the memory is taken, and a
+    measured peak would depend on the moment.
+    """
+    if tensor.device.type != "cpu":
+        return
+    deadline = time.monotonic() + RELEASE
+    while tensor._use_count() > references and time.monotonic() < deadline:  # type: ignore[attr-defined]
+        time.sleep(0)
 
 
 def _buckets(tensors: "Iterable[Tensor]") -> "Iterator[list[Tensor]]":
