@@ -115,7 +115,7 @@ def test_plans_order(known_front: Program) -> None:
     tiles = prediction(Recomputed(network(), "tiles"))
     assert tiles.peak_bytes < lean.peak_bytes
     assert tiles.schedule.work > lean.schedule.work
-    assert lean.schedule.work < 1.1
+    assert lean.schedule.work < 1.2
 
 
 def test_a_larger_image_needs_more(known_front: Program) -> None:

@@ -21,6 +21,8 @@ from unet3d.recomputing.groups import SUMS, grouped_values, results_of_groups
 from unet3d.recomputing.normalisation import NORMALISATIONS
 from unet3d.recomputing.rules import RULES, Rule
 
+TRAFFIC = 40  # multiplications of a convolution in the time in which an operation reads and writes a number
+
 
 @dataclass(eq=False, repr=False)
 class Map:
@@ -224,7 +226,7 @@ class Maps:
         for value in passing:
             rule = self.rules[value]
             if rule is not None:
-                total += rule.operations(value)
+                total += rule.operations(value) + TRAFFIC * value.shape.numel()
         return total
 
 

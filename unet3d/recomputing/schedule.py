@@ -13,7 +13,7 @@ from typing import NamedTuple
 from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
 
 HALO = 1.3  # rows of a thin map that tiles of its reader make, to those that it has: tiles overlap
-TWICE = 0.02  # of a forward pass: less work than this may be done a second time to save a map
+TWICE = 0.03  # of a forward pass: less work than this may be done a second time to save a map
 Keep = Sequence[Set[int]]
 
 

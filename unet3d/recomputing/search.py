@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from unet3d.recomputing.schedule import Peak, Schedule, Sizes, compile_schedule, every_map, locate_peak, measure
 
-LIMITS = (1.0, 1.1, 1.3, 1.6, 2.0)  # of work, in forward passes
-LITTLE_WORK = 0.06  # forward passes more than the least: first convolutions, sums
-MOST_WORK = 2.06  # forward passes in all, two; beyond, memory falls by little
+LIMITS = (1.0, 1.1, 1.25, 1.45, 1.65)  # of work, in forward passes
+LITTLE_WORK = 0.14  # forward passes more than the least: first convolutions, sums
+MOST_WORK = 1.80  # forward passes in all, two; beyond, memory falls by little
 TRIES = 3000  # tables, for each limit
 FEWEST_TRIES = 50
 LOOKS = 3_000_000  # entries of all tables: of many maps fewer tables are tried

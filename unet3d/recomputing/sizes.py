@@ -15,7 +15,7 @@ from unet3d.recomputing.schedule import Sizes
 from unet3d.recomputing.scratch import Scratch
 from unet3d.recomputing.tiles import TilePlan
 
-THIN = 0.04  # of a forward pass: less work than this may be done again for each tile that reads a map
+THIN = 0.05  # of a forward pass: less work than this may be done again for each tile that reads a map
 
 
 def wanted_values(maps: Maps, trained: frozenset[str], image_needs_gradient: bool) -> frozenset[Value]:
