@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from unet3d.recomputing import prepare, search
+from unet3d.recomputing.costs import Beside, Sizes
 from unet3d.recomputing.module import Recomputed
-from unet3d.recomputing.schedule import Schedule, Sizes, compile_schedule
+from unet3d.recomputing.schedule import Schedule, compile_schedule
 from unet3d.recomputing.scratch import Scratch
 from unet3d.recomputing.soundness import is_sound
 
@@ -99,7 +100,7 @@ def drawn_schedules(seed: int, tiles: int) -> Iterator[None]:
         return [schedule]
 
     def nothing(program: Any, *_: object) -> list[Scratch]:
-        return [Scratch(0, 0, 0, 0, 0)] * len(program.maps.maps)
+        return [Scratch(Beside(0, 0, 0, 0), Beside(0, 0, 0, 0), 0)] * len(program.maps.maps)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "front", front)

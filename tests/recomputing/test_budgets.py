@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
 from unet3d.recomputing import search
+from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.module import Recomputed, recompute
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Sizes, compile_schedule, every_map, measure
+from unet3d.recomputing.schedule import compile_schedule, every_map, measure
 from unet3d.recomputing.soundness import is_sound
 
 MIB = 2**20

@@ -7,52 +7,26 @@ reads any more, or in memory of its own.
 """
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
+from unet3d.recomputing.costs import Beside, Sizes
+from unet3d.recomputing.instructions import (
+    Complete,
+    CompleteRows,
+    Free,
+    Instruction,
+    Make,
+    Place,
+    Send,
+    SendTwice,
+    Target,
+    Turn,
+)
 
 HALO = 1.3  # rows of a thin map that tiles of its reader make, to those that it has: tiles overlap
 TWICE = 0.02  # of a forward pass: less work than this may be done a second time to save a map
 Keep = Sequence[Set[int]]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of n maps and how they depend on each other: all that a schedule is made from."""
-
-    bytes: Sequence[int]
-    work: Sequence[float]  # of making a map, in shares of a forward pass
-    sources: Sequence[Sequence[int]]  # without the image
-    needs_gradient: Sequence[bool]
-    is_normalised: Sequence[bool]  # its gradient is complete only with its map
-    outputs: frozenset[int]
-    over_map: Sequence[frozenset[int]]  # sources over which a map may be made
-    over_gradient: Sequence[frozenset[int]]  # sources whose gradient may be written over the map's
-    over_source: Sequence[frozenset[int]]  # sources whose gradient may be written over their own map
-    is_one_tile: Sequence[bool]  # all rows of its sources' gradients are there before they are added to others
-    is_thin: Sequence[bool]  # made from the image by little work: may be rows in passing where others are made again
-    of_weights: Sequence[int]  # bytes of gradients of weights that appear as its gradient is sent
-    make_scratch: Sequence[int]  # bytes beside maps while it is made
-    through_scratch: Sequence[int]  # the same where thin maps are in passing
-    over_scratch: Sequence[int]  # more of it where it is made over another map
-    send_scratch: Sequence[int]  # bytes beside maps and gradients while its gradient is sent
-    twice_scratch: Sequence[int]  # the same in two passes over the tiles
-    complete_scratch: Sequence[int]  # bytes beside a map and its gradient while that is completed
-    send_work: Sequence[float]  # of a second pass over the tiles of a gradient, in shares of a forward pass
-    users: Sequence[Sequence[int]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        users: list[list[int]] = [[] for _ in self.bytes]
-        for index, sources in enumerate(self.sources):
-            for source in sources:
-                users[source].append(index)
-        object.__setattr__(self, "users", users)
-
-    @property
-    def count(self) -> int:
-        """Number of maps."""
-        return len(self.bytes)
 
 
 @dataclass(frozen=True)
@@ -150,7 +124,7 @@ class _Compiler:
         if self.writes:
             self.instructions.append(Make(index, over, through))
         self.work += sizes.work[index]
-        scratch = sizes.through_scratch[index] if through else sizes.make_scratch[index]
+        scratch = self._beside(index, through).make
         if over is None:
             self._grow(sizes.bytes[index], scratch)
         else:
@@ -201,21 +175,62 @@ class _Compiler:
         stays = self.keep[index]
         self.stage = index
         if sizes.is_normalised[index] and index not in self.completed:
-            self._make_again([index], stays)
-            if self.writes:
-                self.instructions.append(Complete(index))
-            self._grow(0, sizes.complete_scratch[index])
+            self._complete(index, stays)
         if index in self.alive:
             self._free(index)
-        self._make_again(sizes.sources[index], stays)
-        self._send(index, stays)
+        reads = sizes.reads[index]
+        through = self._through(index, stays)
+        self._make_again(reads - set(through), stays)
+        for other in self.alive - stays - reads:
+            self._free(other)
+        self._send(index, stays, through)
         for source in sizes.sources[index]:
-            if source in self.gradients and self._goes_in_parts(source, index):
-                self._send_part(source, stays)
+            if source in self.gradients and self._goes_on(source, index):
+                self._send_on(source, index, stays)
         for other in self.alive - stays:
             self._free(other)
 
-    def _send(self, index: int, stays: Set[int]) -> None:
+    def _complete(self, index: int, stays: Set[int]) -> None:
+        """Complete the gradient of a map: where that is not there, by rows that are made of its sources."""
+        sizes = self.sizes
+        if index in self.alive or not sizes.has_rows[index]:
+            self._make_again([index], stays)
+            if self.writes:
+                self.instructions.append(Complete(index))
+            self._note(self.bytes + sizes.complete_scratch[index])
+            return
+        through = tuple(source for source in sizes.sources[index] if self._may_pass(source, stays))
+        self._make_again([source for source in sizes.sources[index] if source not in through], stays)
+        if self.writes:
+            self.instructions.append(CompleteRows(index, through))
+        self.work += sizes.work[index] + self._passing_work(through)
+        self._note(self.bytes + self._beside(index, through).complete_rows)
+
+    def _may_pass(self, source: int, stays: Set[int]) -> bool:
+        """Return whether a thin map need not be there: its rows are made where they are read."""
+        return self.sizes.is_thin[source] and source not in self.alive and source not in stays
+
+    def _through(self, index: int, stays: Set[int]) -> tuple[int, ...]:
+        """Return the sources that are in passing as a gradient is sent.
+
+        Not those over which the gradient would be written: it would need memory of its own.
+        """
+        sizes = self.sizes
+        through = []
+        for source in sizes.sources[index]:
+            if source in sizes.reads[index] and self._may_pass(source, stays):
+                has_place = source in self.gradients or source in sizes.over_gradient[index]
+                if has_place or self._goes_in_parts(source, index) or not sizes.needs_gradient[source]:
+                    through.append(source)
+        return tuple(through)
+
+    def _passing_work(self, through: Sequence[int]) -> float:
+        return HALO * sum(self.sizes.work[source] for source in through)
+
+    def _beside(self, index: int, through: Sequence[int]) -> Beside:
+        return self.sizes.beside_through[index] if through else self.sizes.beside[index]
+
+    def _send(self, index: int, stays: Set[int], through: tuple[int, ...]) -> None:
         sizes = self.sizes
         self.gradients.discard(index)
         wanted = [source for source in sizes.sources[index] if sizes.needs_gradient[source]]
@@ -229,7 +244,7 @@ class _Compiler:
                 continue
             if source in self.gradients:
                 place = "add"
-            elif twice is None and source not in stays and self._may_lie_over_map(source, index):
+            elif twice is None and self._lies_over_map(source, index, stays):
                 place = "map"
             elif not is_reused and source in sizes.over_gradient[index]:
                 place = "gradient"
@@ -245,22 +260,27 @@ class _Compiler:
             self.bytes += sizes.of_weights[index]
         if twice is None:
             if self.writes:
-                self.instructions.append(Send(index, tuple(targets)))
+                self.instructions.append(Send(index, tuple(targets), through))
         else:
             if self.writes:
-                self.instructions.append(SendTwice(index, (*targets, Target(twice, "map"))))
-            self.work += sizes.send_work[index]
+                self.instructions.append(SendTwice(index, (*targets, Target(twice, "map")), through))
+            self.work += sizes.send_work[index] + self._passing_work(through)
             self.alive.discard(twice)
             self.gradients.add(twice)
             self.completed.add(twice)
-        scratch = sizes.send_scratch[index] if twice is None else sizes.twice_scratch[index]
+        self.work += self._passing_work(through)
+        beside = self._beside(index, through)
+        scratch = beside.send if twice is None else beside.send_twice
         if sizes.is_one_tile[index]:
             scratch += sum(sizes.bytes[source] for source, place in targets if place == "add")
         self._note(max(self.bytes, before) + scratch)
         if not is_reused:
             self.bytes -= sizes.bytes[index]
 
-    def _may_lie_over_map(self, source: int, index: int) -> bool:
+    def _lies_over_map(self, source: int, index: int, stays: Set[int]) -> bool:
+        """Return whether the gradient of a source is written over its map."""
+        if source not in self.alive or source in stays:
+            return False
         return source in self.sizes.over_source[index] and not self._goes_in_parts(source, index)
 
     def _goes_in_parts(self, source: int, index: int) -> bool:
@@ -272,16 +292,22 @@ class _Compiler:
         is_little = sizes.is_thin[source] and sizes.send_work[source] <= TWICE
         return is_little and source not in sizes.outputs and sizes.users[source][0] < index
 
-    def _send_part(self, index: int, stays: Set[int]) -> None:
+    def _goes_on(self, source: int, index: int) -> bool:
+        """Return whether the gradient of a source goes on at once: it is complete, or one of several parts."""
         sizes = self.sizes
-        if sizes.is_normalised[index]:
-            if self.writes:
-                self.instructions.append(Complete(index))
-            self._grow(0, sizes.complete_scratch[index])
+        is_last = sizes.is_thin[source] and source not in sizes.outputs and sizes.users[source][0] == index
+        return is_last or self._goes_in_parts(source, index)
+
+    def _send_on(self, index: int, reader: int, stays: Set[int]) -> None:
+        """Send on what a reader has sent to a thin map."""
+        sizes = self.sizes
+        if sizes.is_normalised[index] and index not in self.completed:
+            self._complete(index, stays)
         if index in self.alive and index not in stays:
             self._free(index)
-        self.work += sizes.send_work[index]
-        self._send(index, frozenset())
+        if sizes.users[index][0] != reader:
+            self.work += sizes.send_work[index]
+        self._send(index, frozenset(), ())
 
     def _twice(self, index: int, wanted: Sequence[int]) -> int | None:
         """Return the source whose gradient is written over its map, if a second pass over the tiles is little work."""
@@ -290,7 +316,8 @@ class _Compiler:
             return None
         for source in wanted:
             is_first = source not in self.gradients and sizes.users[source][0] == index
-            if is_first and sizes.is_normalised[source] and source in sizes.over_source[index]:
+            is_there = source in self.alive and source in sizes.over_source[index]
+            if is_first and is_there and sizes.is_normalised[source]:
                 return source
         return None
 

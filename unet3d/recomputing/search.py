@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from unet3d.recomputing.schedule import Peak, Schedule, Sizes, compile_schedule, every_map, locate_peak, measure
+from unet3d.recomputing.costs import Sizes
+from unet3d.recomputing.schedule import Peak, Schedule, compile_schedule, every_map, locate_peak, measure
 
 LIMITS = (1.0, 1.1, 1.3, 1.6, 2.0)  # of work, in forward passes
 LITTLE_WORK = 0.06  # forward passes more than the least: first convolutions, sums
