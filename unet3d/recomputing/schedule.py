@@ -180,7 +180,7 @@ class _Compiler:
             self._free(index)
         reads = sizes.reads[index]
         through = self._through(index, stays)
-        self._make_again(reads - set(through), stays)
+        self._make_again(reads.difference(through), stays)
         for other in self.alive - stays - reads:
             self._free(other)
         self._send(index, stays, through)
@@ -324,9 +324,9 @@ class _Compiler:
     def _make_again(self, targets: Iterable[int], stays: Set[int]) -> None:
         """Make maps that are not there, from those that are."""
         sizes = self.sizes
-        wanted = set(targets)
-        if wanted <= self.alive:
+        if self.alive.issuperset(targets):
             return
+        wanted = set(targets)
         missing: set[int] = set()
         waiting = [index for index in wanted if index not in self.alive]
         while waiting:
