@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from unet3d.recomputing.compiler import TWICE
 from unet3d.recomputing.costs import Beside
 from unet3d.recomputing.function import derived_tensors
 from unet3d.recomputing.graph import Value
@@ -22,7 +23,6 @@ from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import draw_masks
 from unet3d.recomputing.run import Pass
-from unet3d.recomputing.schedule import TWICE
 from unet3d.recomputing.state import State
 from unet3d.recomputing.tiles import MapPlan
 

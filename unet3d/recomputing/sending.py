@@ -1,6 +1,6 @@
-"""Gradients of maps, tile by tile: what each tile sends to the sources is collected and completed."""
+"""Gradients of maps, tile by tile: what each tile sends to the sources is completed, and written where it belongs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,9 +11,75 @@ from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import Place, Target
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
+from unet3d.recomputing.rules import Span
 from unet3d.recomputing.state import State
-from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, send_gradient
+from unet3d.recomputing.tiles import MapPlan, RowGradient, make_rows, send_gradient
 from unet3d.recomputing.whole import apart
+
+
+class Sink:
+    """Collects gradients of a map's rows, tile by tile, and writes those to which no later tile adds.
+
+    `complete` adds to the gradient of rows that no tile reads what statistics of the map, over which it is written,
+    give; without it they are zeros.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        axis: int,
+        adds: bool,
+        complete: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
+        self.target = target
+        self.axis = axis
+        self.adds = adds
+        self.complete = complete
+        self.written = 0
+        self.open: Tensor | None = None  # rows that the next tile adds to
+
+    def add(self, first: int, gradient: RowGradient, done: int) -> Span:
+        """Add rows from `first` on; no later tile adds to those before `done`. Return the rows that are final."""
+        rows = gradient.rows
+        assert rows is not None
+        end = first + rows.shape[self.axis]
+        done = min(max(done, first), end)
+        if self.open is not None:
+            rows = self.with_open(rows if gradient.is_own else rows.clone())
+        finished = rows.narrow(self.axis, 0, done - first)
+        target = self.target.narrow(self.axis, first, done - first)
+        if self.adds:
+            target.add_(finished)
+        else:
+            self._clear(first)
+            target.copy_(finished)
+        self.written = done
+        self.open = None
+        if done < end:
+            self.open = rows.narrow(self.axis, done - first, end - done).clone()
+        return first, done
+
+    def with_open(self, rows: Tensor) -> Tensor:
+        """Return rows with what the tile before has left for them, added in place."""
+        if self.open is not None:
+            rows.narrow(self.axis, 0, self.open.shape[self.axis]).add_(self.open)
+            self.open = None
+        return rows
+
+    def close(self) -> None:
+        """Write zeros where nothing was added."""
+        if not self.adds:
+            self._clear(self.target.shape[self.axis])
+
+    def _clear(self, until: int) -> None:
+        if until <= self.written:
+            return
+        rows = self.target.narrow(self.axis, self.written, until - self.written)
+        if self.complete is None:
+            rows.zero_()
+        else:
+            raw = rows.clone()
+            self.complete(raw, rows.zero_())
 
 
 class TileSender:

@@ -4,7 +4,7 @@ All rows that a tile needs are known before the first step: `TilePlan` has them 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -99,7 +99,7 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
 
 
 def _read_in_backward(map_: Map, wanted: frozenset[Value], ends: frozenset[Value]) -> frozenset[Value]:
-    """Return the values that gradients are computed from, and those from which values in passing among them are made."""
+    """Return the values that gradients are computed from, and those from which rows among them are made."""
     read: set[Value] = set()
     for value in map_.passing:
         if value in wanted and value not in ends:
@@ -288,68 +288,3 @@ class _Backward:
         assert known.rows is not None
         known.rows.narrow(axis, span[0] - first, span[1] - span[0]).add_(rows)
         self.gradients[value] = known
-
-
-class Sink:
-    """Collects gradients of a map's rows, tile by tile, and writes those to which no later tile adds.
-
-    `complete` adds to the gradient of rows that no tile reads what statistics of the map, over which it is written,
-    give; without it they are zeros.
-    """
-
-    def __init__(
-        self,
-        target: Tensor,
-        axis: int,
-        adds: bool,
-        complete: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> None:
-        self.target = target
-        self.axis = axis
-        self.adds = adds
-        self.complete = complete
-        self.written = 0
-        self.open: Tensor | None = None  # rows that the next tile adds to
-
-    def add(self, first: int, gradient: RowGradient, done: int) -> Span:
-        """Add rows from `first` on; no later tile adds to those before `done`. Return the rows that are final."""
-        rows = gradient.rows
-        assert rows is not None
-        end = first + rows.shape[self.axis]
-        done = min(max(done, first), end)
-        if self.open is not None:
-            rows = self.with_open(rows if gradient.is_own else rows.clone())
-        finished = rows.narrow(self.axis, 0, done - first)
-        target = self.target.narrow(self.axis, first, done - first)
-        if self.adds:
-            target.add_(finished)
-        else:
-            self._clear(first)
-            target.copy_(finished)
-        self.written = done
-        self.open = None
-        if done < end:
-            self.open = rows.narrow(self.axis, done - first, end - done).clone()
-        return first, done
-
-    def with_open(self, rows: Tensor) -> Tensor:
-        """Return rows with what the tile before has left for them, added in place."""
-        if self.open is not None:
-            rows.narrow(self.axis, 0, self.open.shape[self.axis]).add_(self.open)
-            self.open = None
-        return rows
-
-    def close(self) -> None:
-        """Write zeros where nothing was added."""
-        if not self.adds:
-            self._clear(self.target.shape[self.axis])
-
-    def _clear(self, until: int) -> None:
-        if until <= self.written:
-            return
-        rows = self.target.narrow(self.axis, self.written, until - self.written)
-        if self.complete is None:
-            rows.zero_()
-        else:
-            raw = rows.clone()
-            self.complete(raw, rows.zero_())
