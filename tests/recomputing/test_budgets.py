@@ -139,5 +139,5 @@ def test_plans_and_budgets_that_do_not_go_together(options: tuple[Any, ...]) -> 
 def test_the_line_says_peak_and_work(known_front: Program, capsys: pytest.CaptureFixture[str]) -> None:
     recompute(copy.deepcopy(network()), IMAGE, "tiles")
     line = capsys.readouterr().out
-    least = known_front.fixed_bytes + min(schedule.peak_bytes for schedule in known_front.schedules)
+    least = known_front.fixed_bytes + search.smallest(known_front.schedules).peak_bytes
     assert f"{least / MIB:,.1f} MiB" in line
