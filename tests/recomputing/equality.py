@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from unet3d.recomputing import prepare, search
+from unet3d.recomputing.costs import Beside, Sizes
 from unet3d.recomputing.module import Recomputed
-from unet3d.recomputing.schedule import Schedule, Sizes, compile_schedule
+from unet3d.recomputing.schedule import Schedule, compile_schedule
 from unet3d.recomputing.scratch import Scratch
 from unet3d.recomputing.soundness import is_sound
 
@@ -90,8 +91,11 @@ def assert_equal(model: nn.Module, image: Tensor, seeds: Sequence[int], tiles: i
 
 
 @contextmanager
-def drawn_schedules(seed: int, tiles: int) -> Iterator[None]:
-    """Let networks follow a schedule whose maps stay at random, in so many tiles of the largest map."""
+def drawn_schedules(seed: int, tiles: int, measures: bool = False) -> Iterator[None]:
+    """Let networks follow a schedule whose maps stay at random, in so many tiles of the largest map.
+
+    `measures`: what lies beside the maps, too, without which no peak is known.
+    """
 
     def front(sizes: Sizes) -> list[Schedule]:
         schedule = compile_schedule(sizes, drawn_table(sizes.count, seed))
@@ -99,14 +103,15 @@ def drawn_schedules(seed: int, tiles: int) -> Iterator[None]:
         return [schedule]
 
     def nothing(program: Any, *_: object) -> list[Scratch]:
-        return [Scratch(0, 0, 0, 0, 0)] * len(program.maps.maps)
+        return [Scratch(Beside(0, 0, 0, 0), Beside(0, 0, 0, 0), 0)] * len(program.maps.maps)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "front", front)
         patch.setattr(prepare, "TILES", tiles)
         patch.setattr(prepare, "CUDA_TILES", tiles)
         patch.setattr(prepare, "CUDA_TILE", 1)
-        patch.setattr(prepare, "scratch_bytes", nothing)  # it takes longer than the pass
+        if not measures:
+            patch.setattr(prepare, "scratch_bytes", nothing)  # it takes longer than the pass
         yield
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
 from unet3d.recomputing import search
+from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.module import Recomputed, recompute
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Sizes, compile_schedule, every_map, measure
+from unet3d.recomputing.schedule import compile_schedule, every_map, measure
 from unet3d.recomputing.soundness import is_sound
 
 MIB = 2**20
@@ -138,5 +139,5 @@ def test_plans_and_budgets_that_do_not_go_together(options: tuple[Any, ...]) -> 
 def test_the_line_says_peak_and_work(known_front: Program, capsys: pytest.CaptureFixture[str]) -> None:
     recompute(copy.deepcopy(network()), IMAGE, "tiles")
     line = capsys.readouterr().out
-    least = known_front.fixed_bytes + min(schedule.peak_bytes for schedule in known_front.schedules)
+    least = known_front.fixed_bytes + search.smallest(known_front.schedules).peak_bytes
     assert f"{least / MIB:,.1f} MiB" in line

@@ -56,7 +56,7 @@ def kinds_of(seed: int, image: Tensor) -> Counter[str]:
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the stem and the sum count as little work, as in a network of usual size."""
     monkeypatch.setattr("unet3d.recomputing.sizes.THIN", 0.3)
-    monkeypatch.setattr("unet3d.recomputing.schedule.TWICE", 0.3)
+    monkeypatch.setattr("unet3d.recomputing.compiler.TWICE", 0.3)
 
 
 @pytest.mark.usefixtures("little_work")

@@ -29,6 +29,13 @@ class Complete(NamedTuple):
     map: int
 
 
+class CompleteRows(NamedTuple):
+    """`Complete`, of a map that is not there: its rows are made, a tile at a time, from its sources."""
+
+    map: int
+    through: tuple[int, ...]  # sources that are only rows in passing
+
+
 class Target(NamedTuple):
     """The place of a source's gradient: a new one, added to one, over the source's map, or over the gradient."""
 
@@ -37,10 +44,11 @@ class Target(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send the gradient of a map to its sources, and forget it."""
+    """Send the gradient of a map to its sources, and forget it; `through` are sources that are only rows in passing."""
 
     map: int
     targets: tuple[Target, ...]
+    through: tuple[int, ...] = ()
 
 
 class SendTwice(NamedTuple):
@@ -51,6 +59,7 @@ class SendTwice(NamedTuple):
 
     map: int
     targets: tuple[Target, ...]
+    through: tuple[int, ...] = ()
 
 
-Instruction = Make | Free | Turn | Complete | Send | SendTwice
+Instruction = Make | Free | Turn | Complete | CompleteRows | Send | SendTwice

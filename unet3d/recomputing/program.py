@@ -9,11 +9,12 @@ from torch import Tensor
 
 from unet3d.recomputing import search
 from unet3d.recomputing.along import spans
+from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.rules import Span
-from unet3d.recomputing.schedule import EMPTY, Schedule, Sizes
-from unet3d.recomputing.tiles import MapPlan, plan_map
+from unet3d.recomputing.schedule import EMPTY, Schedule
+from unet3d.recomputing.tiles import MapPlan, plan_map, tile_spans
 
 
 @dataclass(eq=False, repr=False)
@@ -58,15 +59,11 @@ class Program:
         """Return the tiles of a map; `through`: sources that are in passing; `without`: one that gets no gradient."""
         key = (map_.index, through, without)
         if key not in self.plans:
+            spans = tile_spans(map_, self.maps.axis, self.numbers, self.on_cpu)
             if through:
                 map_ = self.maps.through(map_, frozenset(through))
-            self.plans[key] = plan_map(
-                map_,
-                axis=self.maps.axis,
-                numbers=self.numbers,
-                on_cpu=self.on_cpu,
-                wanted=self.wanted - {without},
-            )
+            wanted = self.wanted - {without}
+            self.plans[key] = plan_map(map_, self.maps.axis, spans, wanted, frozenset(through))
         return self.plans[key]
 
     def parts(self, map_: Map) -> list[Span]:

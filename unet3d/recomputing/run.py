@@ -1,22 +1,32 @@
 """The executor: carries out a schedule's instructions, in a forward pass and its backward pass."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from unet3d.recomputing import normalisation, observer
 from unet3d.recomputing.graph import Value
-from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
+from unet3d.recomputing.instructions import (
+    Complete,
+    CompleteRows,
+    Free,
+    Instruction,
+    Make,
+    Send,
+    SendTwice,
+    Target,
+    Turn,
+)
 from unet3d.recomputing.making import make_into
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import draw_masks
+from unet3d.recomputing.sending import TileSender
 from unet3d.recomputing.state import State
 from unet3d.recomputing.statistics import take_statistics
-from unet3d.recomputing.tiles import MapPlan, RowGradient, Sink, make_rows, send_gradient
+from unet3d.recomputing.tiles import make_rows
 from unet3d.recomputing.whole import apart, gradients_of_whole, make_whole
 
 
@@ -32,6 +42,7 @@ class Pass:
         self.gradients: dict[Value, Tensor | None] = {}  # None: of an output that the loss does not use
         self.arrived: set[Value] = set()  # outputs, whose gradients are not ours to write over
         self.memory_of_outputs: dict[Value, int] = {}
+        self.sender = TileSender(program, state, device, self.maps, self.gradients)
         self.by_index = program.maps.maps
         self.instructions = list(program.schedule.instructions)
 
@@ -86,17 +97,21 @@ class Pass:
     def _follow(self, instruction: Instruction) -> None:
         match instruction:
             case Make(index, over, through):
-                sources = tuple(self.by_index[source].value for source in through)
-                self._make(self.by_index[index], over, sources)
+                self._make(self.by_index[index], over, self._values(through))
             case Free(index):
                 self.maps.pop(self.by_index[index].value, None)
             case Complete(index):
                 self._complete(self.by_index[index])
-            case Send(index, targets):
-                self._send(self.by_index[index], targets)
-            case SendTwice(index, targets):
-                self._send_twice(self.by_index[index], targets)
+            case CompleteRows(index, through):
+                self._complete_made(self.by_index[index], self._values(through))
+            case Send(index, targets, through):
+                self._send(self.by_index[index], targets, self._values(through))
+            case SendTwice(index, targets, through):
+                self._send_twice(self.by_index[index], targets, self._values(through))
         self.state.forget_prepared()
+
+    def _values(self, indices: Sequence[int]) -> tuple[Value, ...]:
+        return tuple(self.by_index[index].value for index in indices)
 
     # Maps
 
@@ -135,32 +150,29 @@ class Pass:
     # Gradients
 
     def _complete(self, map_: Map) -> None:
-        raw = self.maps[map_.value]
+        gradient = self._incomplete_gradient(map_)
+        if gradient is not None:
+            self.sender.complete_rows(map_, self.maps[map_.value], gradient)
+
+    def _complete_made(self, map_: Map, through: tuple[Value, ...]) -> None:
+        gradient = self._incomplete_gradient(map_)
+        if gradient is not None:
+            self.sender.complete_made(self.program.plan(map_, through), gradient)
+
+    def _incomplete_gradient(self, map_: Map) -> Tensor | None:
+        """Return the gradient that is to be completed, when all sums are there."""
         gradient = self.gradients[map_.value]
         if gradient is None:
-            return
+            return None
         if map_.value in self.arrived:
             gradient = gradient.clone()
             self.gradients[map_.value] = gradient
             self.arrived.discard(map_.value)
         for norm in map_.norms:
             normalisation.close_sums(norm, self.state)
-        self._complete_rows(map_, raw, gradient)
+        return gradient
 
-    def _complete_rows(self, map_: Map, raw: Tensor, gradient: Tensor) -> None:
-        """Add the part that follows from the statistics, to as few rows at a time as in a tile."""
-        axis = self.state.axis
-        length = raw.shape[axis]
-        rows = self.program.numbers * length // max(raw.numel(), 1)
-        rows = max(1, rows)
-        for first in range(0, length, rows):
-            count = min(rows, length - first)
-            part_of_raw = raw.narrow(axis, first, count)
-            part = gradient.narrow(axis, first, count)
-            for norm in map_.norms:
-                normalisation.complete(norm, part_of_raw, part, self.state)
-
-    def _send(self, map_: Map, targets: Sequence[Target]) -> None:
+    def _send(self, map_: Map, targets: Sequence[Target], through: tuple[Value, ...] = ()) -> None:
         gradient = self.gradients.pop(map_.value)
         if gradient is None:
             self._send_nothing(targets)
@@ -168,8 +180,8 @@ class Pass:
             self._send_whole(map_, gradient, targets)
         else:
             may_overwrite = map_.value not in self.arrived
-            plan = self.program.plan(map_)
-            self._send_by_tiles(plan, gradient, targets, may_overwrite)
+            plan = self.program.plan(map_, through)
+            self.sender.send(plan, gradient, targets, may_overwrite)
         if gradient is not None:
             self._give_up(map_.value, gradient)
 
@@ -216,109 +228,7 @@ class Pass:
             elif place != "add":
                 self.gradients[value] = None
 
-    def _send_by_tiles(
-        self,
-        plan: MapPlan,
-        gradient: Tensor,
-        targets: Sequence[Target],
-        may_overwrite: bool,
-        completed: Map | None = None,
-    ) -> None:
-        """Send a gradient to the sources; `completed`: a source whose gradient also gets its statistics' part."""
-        places = {self.by_index[source].value: place for source, place in targets}
-        image = self.program.maps.graph.image
-        if image in plan.wanted and image in plan.map.sources and completed is None:
-            places[image] = "new" if self.gradients.get(image) is None else "add"
-        # The gradients of a sum's terms may all be rows of the gradient: what is written over it comes last.
-        values = sorted(places, key=lambda value: places[value] == "gradient")
-        sinks: dict[Value, Sink | None] = {}
-        for value in values:
-            sink = self._sink(plan, value, places[value], gradient)
-            if sink is not None and completed is not None and value is completed.value:
-                sink.complete = partial(self._complete_rows, completed)
-            sinks[value] = sink
-        for number, tile in enumerate(plan.tiles):
-            rows = gradient
-            if len(plan.tiles) > 1:
-                first, end = tile.span
-                rows = gradient.narrow(self.state.axis, first, end - first)
-            sent = send_gradient(plan, tile, self.maps, rows, may_overwrite, values, self.state)
-            self.state.close_tile()
-            del rows
-            self._collect(plan, number, sinks, sent, completed)
-            sent.clear()  # before the next tile's rows are made
-        for value, sink in sinks.items():
-            if sink is not None:
-                sink.close()
-                self.gradients[value] = sink.target
-            if places[value] == "map":
-                self.maps.pop(value, None)
-
-    def _collect(
-        self,
-        plan: MapPlan,
-        number: int,
-        sinks: Mapping[Value, Sink | None],
-        sent: Sequence[RowGradient],
-        completed: Map | None,
-    ) -> None:
-        """Write or keep the gradients that a tile sends to the rows of its sources."""
-        spans = plan.tiles[number].spans
-        is_last = number + 1 == len(plan.tiles)
-        for (value, sink), of_rows in zip(sinks.items(), sent, strict=True):
-            low, high = spans[value]
-            done = high  # no later tile adds to the rows before
-            if not is_last:
-                done, _ = plan.tiles[number + 1].spans[value]
-            if of_rows.rows is None:
-                of_rows = self._zeros(value, low, high)
-            if completed is not None and value is completed.value:
-                of_rows = self._completed(completed, of_rows, low, sink, done)
-            if sink is not None:
-                sink.add(low, of_rows, done)
-                continue
-            assert of_rows.rows is not None
-            others = [] if of_rows.is_own else [of_rows.rows]
-            self.gradients[value] = apart(of_rows.rows, others)
-
-    def _completed(self, map_: Map, gradient: RowGradient, low: int, sink: Sink | None, done: int) -> RowGradient:
-        """Return a gradient whose final rows have the statistics' part; rows that the next tile adds to wait."""
-        assert gradient.rows is not None
-        axis = self.state.axis
-        rows = gradient.rows
-        if not gradient.is_own:
-            rows = rows.clone()
-        if sink is not None:
-            rows = sink.with_open(rows)
-            high = low + rows.shape[axis]
-            done = min(max(done, low), high)
-        count = done - low
-        raw = self.maps[map_.value].narrow(axis, low, count)
-        self._complete_rows(map_, raw, rows.narrow(axis, 0, count))
-        return RowGradient(rows, True)
-
-    def _zeros(self, value: Value, low: int, high: int) -> RowGradient:
-        shape = list(value.shape)
-        shape[self.state.axis] = high - low
-        zeros = torch.zeros(shape, dtype=self.state.dtype, device=self.device)
-        return RowGradient(zeros, True)
-
-    def _sink(self, plan: MapPlan, value: Value, place: Place, gradient: Tensor) -> Sink | None:
-        """Return where the gradient of a source is collected; None where one tile has all of it."""
-        known = self.gradients.get(value)
-        if place == "add" and known is not None:
-            return Sink(known, self.state.axis, adds=True)
-        whole = (0, value.shape[self.state.axis])
-        if len(plan.tiles) == 1 and plan.tiles[0].spans[value] == whole:
-            return None
-        if place == "map":
-            return Sink(self.maps[value], self.state.axis, adds=False)
-        if place == "gradient":
-            return Sink(gradient, self.state.axis, adds=False)
-        target = torch.empty(value.shape, dtype=self.state.dtype, device=self.device)
-        return Sink(target, self.state.axis, adds=False)
-
-    def _send_twice(self, map_: Map, targets: Sequence[Target]) -> None:
+    def _send_twice(self, map_: Map, targets: Sequence[Target], through: tuple[Value, ...] = ()) -> None:
         """Take the sums in a first pass over the tiles; write the last source's gradient over its map in a second."""
         *others, last = targets
         source = self.by_index[last.source]
@@ -326,16 +236,16 @@ class Pass:
         if gradient is None:
             self._send_nothing(targets)
             return
-        plan = self.program.plan(map_, without=source.value)
+        plan = self.program.plan(map_, through, source.value)
         now = [target for target in others if target.place != "gradient"]
-        self._send_by_tiles(plan, gradient, now, may_overwrite=False)
+        self.sender.send(plan, gradient, now, may_overwrite=False)
         self.state.forget_prepared()
         for norm in source.norms:
             normalisation.close_sums(norm, self.state)
         self.state.takes_sums = False
-        plan = self.program.plan(map_)
+        plan = self.program.plan(map_, through)
         then = [target for target in targets if target not in now]
-        self._send_by_tiles(plan, gradient, then, map_.value not in self.arrived, completed=source)
+        self.sender.send(plan, gradient, then, map_.value not in self.arrived, completed=source)
         self.state.takes_sums = True
         self._give_up(map_.value, gradient)
 

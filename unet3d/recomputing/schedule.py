@@ -1,58 +1,16 @@
-"""The schedule of a pass, instruction by instruction, and its bytes.
+"""The schedule of a pass, and its bytes.
 
 Which maps stay is a table: `keep[stage]` are those that stay after a stage, where stage n is the forward pass and
-stage i the gradient of map i, from the last map to the first. A map that is needed and is not there is computed a
-second time, from those that are. Where a map or a gradient lies is decided here, once: over another one that nothing
-reads any more, or in memory of its own.
+stage i the gradient of map i, from the last map to the first. From it follow the instructions, by `Compiler`.
 """
 
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Place, Send, SendTwice, Target, Turn
-
-HALO = 1.3  # rows of a thin map that tiles of its reader make, to those that it has: tiles overlap
-TWICE = 0.03  # of a forward pass: less work than this may be done a second time to save a map
-Keep = Sequence[Set[int]]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of n maps and how they depend on each other: all that a schedule is made from."""
-
-    bytes: Sequence[int]
-    work: Sequence[float]  # of making a map, in shares of a forward pass
-    sources: Sequence[Sequence[int]]  # without the image
-    needs_gradient: Sequence[bool]
-    is_normalised: Sequence[bool]  # its gradient is complete only with its map
-    outputs: frozenset[int]
-    over_map: Sequence[frozenset[int]]  # sources over which a map may be made
-    over_gradient: Sequence[frozenset[int]]  # sources whose gradient may be written over the map's
-    over_source: Sequence[frozenset[int]]  # sources whose gradient may be written over their own map
-    is_one_tile: Sequence[bool]  # all rows of its sources' gradients are there before they are added to others
-    is_thin: Sequence[bool]  # made from the image by little work: may be rows in passing where others are made again
-    of_weights: Sequence[int]  # bytes of gradients of weights that appear as its gradient is sent
-    make_scratch: Sequence[int]  # bytes beside maps while it is made
-    through_scratch: Sequence[int]  # the same where thin maps are in passing
-    over_scratch: Sequence[int]  # more of it where it is made over another map
-    send_scratch: Sequence[int]  # bytes beside maps and gradients while its gradient is sent
-    twice_scratch: Sequence[int]  # the same in two passes over the tiles
-    complete_scratch: Sequence[int]  # bytes beside a map and its gradient while that is completed
-    send_work: Sequence[float]  # of a second pass over the tiles of a gradient, in shares of a forward pass
-    users: Sequence[Sequence[int]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        users: list[list[int]] = [[] for _ in self.bytes]
-        for index, sources in enumerate(self.sources):
-            for source in sources:
-                users[source].append(index)
-        object.__setattr__(self, "users", users)
-
-    @property
-    def count(self) -> int:
-        """Number of maps."""
-        return len(self.bytes)
+from unet3d.recomputing.compiler import Compiler, Keep
+from unet3d.recomputing.costs import Sizes
+from unet3d.recomputing.instructions import Instruction
 
 
 @dataclass(frozen=True)
@@ -70,7 +28,7 @@ EMPTY = Schedule((), 0, 0.0)
 
 def compile_schedule(sizes: Sizes, keep: Keep) -> Schedule:
     """Return the schedule in which these maps stay."""
-    compiler = _Compiler(sizes, keep, writes=True)
+    compiler = Compiler(sizes, keep, writes=True)
     compiler.run()
     table = tuple(frozenset(stays) for stays in keep)
     return Schedule(tuple(compiler.instructions), compiler.peak, compiler.work, table)
@@ -88,7 +46,7 @@ class Peak(NamedTuple):
 
 def locate_peak(sizes: Sizes, keep: Keep) -> Peak:
     """Return the peak of that schedule."""
-    compiler = _Compiler(sizes, keep, writes=False)
+    compiler = Compiler(sizes, keep, writes=False)
     compiler.run()
     mean = sum(compiler.of_stages) / len(compiler.of_stages)
     return Peak(compiler.peak, compiler.work, compiler.peak_stage, compiler.peak_maps, mean)
@@ -98,233 +56,6 @@ def measure(sizes: Sizes, keep: Keep) -> tuple[int, float]:
     """Return peak and work of that schedule."""
     peak = locate_peak(sizes, keep)
     return peak.bytes, peak.work
-
-
-class _Compiler:
-    """Walks through a pass and takes note of what is alive."""
-
-    def __init__(self, sizes: Sizes, keep: Keep, writes: bool) -> None:
-        self.sizes = sizes
-        self.keep = keep
-        self.writes = writes  # instructions, too
-        self.instructions: list[Instruction] = []
-        self.alive: set[int] = set()
-        self.gradients: set[int] = set()
-        self.completed: set[int] = set()
-        self.sent: set[int] = set()  # maps whose weights have gradients
-        self.bytes = 0
-        self.stage = sizes.count
-        self.of_stages = [0] * (sizes.count + 1)  # the most bytes of each
-        self.peak = 0
-        self.peak_stage = sizes.count
-        self.peak_maps: tuple[int, ...] = ()
-        self.work = 0.0
-
-    def run(self) -> None:
-        """Compile the whole pass."""
-        self._forward()
-        self._turn()
-        for index in reversed(range(self.sizes.count)):
-            if self.sizes.needs_gradient[index] and index in self.gradients:
-                self._backward(index)
-            elif index in self.alive:
-                self._free(index)
-
-    # Forward
-
-    def _forward(self) -> None:
-        sizes = self.sizes
-        stays = self.keep[sizes.count]
-        for index in range(sizes.count):
-            dying = []
-            for source in sizes.sources[index]:
-                is_read_later = sizes.users[source][-1] > index
-                if not is_read_later and source not in stays and source not in sizes.outputs:
-                    dying.append(source)
-            self._make(index, dying, ())
-
-    def _make(self, index: int, dying: Iterable[int], through: tuple[int, ...]) -> None:
-        """Make a map and forget those that are not read after it."""
-        sizes = self.sizes
-        over = next((source for source in dying if source in sizes.over_map[index]), None)
-        if self.writes:
-            self.instructions.append(Make(index, over, through))
-        self.work += sizes.work[index]
-        scratch = sizes.through_scratch[index] if through else sizes.make_scratch[index]
-        if over is None:
-            self._grow(sizes.bytes[index], scratch)
-        else:
-            self._grow(0, scratch + sizes.over_scratch[index])
-            self.alive.discard(over)
-        self.alive.add(index)
-        for source in dying:
-            if source != over:
-                self._free(source)
-
-    def _grow(self, more: int, scratch: int = 0) -> None:
-        self.bytes += more
-        self._note(self.bytes + scratch)
-
-    def _note(self, most: int) -> None:
-        """Take note of bytes that are there at once."""
-        if most > self.of_stages[self.stage]:
-            self.of_stages[self.stage] = most
-        if most > self.peak:
-            self.peak = most
-            self.peak_stage = self.stage
-            self.peak_maps = tuple(self.alive)
-
-    def _free(self, index: int) -> None:
-        if self.writes:
-            self.instructions.append(Free(index))
-        self.alive.discard(index)
-        self.bytes -= self.sizes.bytes[index]
-
-    # Backward
-
-    def _turn(self) -> None:
-        """Count the gradients of the outputs, which are written over them where nothing reads these."""
-        sizes = self.sizes
-        self.instructions.append(Turn())
-        for index in sizes.outputs:
-            if not sizes.needs_gradient[index]:
-                continue
-            self.gradients.add(index)
-            if sizes.users[index]:
-                self._grow(sizes.bytes[index])
-            else:
-                self.alive.discard(index)
-
-    def _backward(self, index: int) -> None:
-        """Complete the gradient of a map and send it to its sources."""
-        sizes = self.sizes
-        stays = self.keep[index]
-        self.stage = index
-        if sizes.is_normalised[index] and index not in self.completed:
-            self._make_again([index], stays)
-            if self.writes:
-                self.instructions.append(Complete(index))
-            self._grow(0, sizes.complete_scratch[index])
-        if index in self.alive:
-            self._free(index)
-        self._make_again(sizes.sources[index], stays)
-        self._send(index, stays)
-        for source in sizes.sources[index]:
-            if source in self.gradients and self._goes_in_parts(source, index):
-                self._send_part(source, stays)
-        for other in self.alive - stays:
-            self._free(other)
-
-    def _send(self, index: int, stays: Set[int]) -> None:
-        sizes = self.sizes
-        self.gradients.discard(index)
-        wanted = [source for source in sizes.sources[index] if sizes.needs_gradient[source]]
-        twice = self._twice(index, wanted)
-        targets = []
-        is_reused = False
-        before = self.bytes
-        for source in wanted:
-            place: Place = "new"
-            if source == twice:
-                continue
-            if source in self.gradients:
-                place = "add"
-            elif twice is None and source not in stays and self._may_lie_over_map(source, index):
-                place = "map"
-            elif not is_reused and source in sizes.over_gradient[index]:
-                place = "gradient"
-                is_reused = True
-            if place == "map":
-                self.alive.discard(source)
-            elif place == "new":
-                self.bytes += sizes.bytes[source]
-            self.gradients.add(source)
-            targets.append(Target(source, place))
-        if index not in self.sent:
-            self.sent.add(index)
-            self.bytes += sizes.of_weights[index]
-        if twice is None:
-            if self.writes:
-                self.instructions.append(Send(index, tuple(targets)))
-        else:
-            if self.writes:
-                self.instructions.append(SendTwice(index, (*targets, Target(twice, "map"))))
-            self.work += sizes.send_work[index]
-            self.alive.discard(twice)
-            self.gradients.add(twice)
-            self.completed.add(twice)
-        scratch = sizes.send_scratch[index] if twice is None else sizes.twice_scratch[index]
-        if sizes.is_one_tile[index]:
-            scratch += sum(sizes.bytes[source] for source, place in targets if place == "add")
-        self._note(max(self.bytes, before) + scratch)
-        if not is_reused:
-            self.bytes -= sizes.bytes[index]
-
-    def _may_lie_over_map(self, source: int, index: int) -> bool:
-        return source in self.sizes.over_source[index] and not self._goes_in_parts(source, index)
-
-    def _goes_in_parts(self, source: int, index: int) -> bool:
-        """Return whether what a map sends to a source goes on at once, and does not wait for the source's other users.
-
-        To weights alone, as the source is made from the image: their gradients add up.
-        """
-        sizes = self.sizes
-        is_little = sizes.is_thin[source] and sizes.send_work[source] <= TWICE
-        return is_little and source not in sizes.outputs and sizes.users[source][0] < index
-
-    def _send_part(self, index: int, stays: Set[int]) -> None:
-        sizes = self.sizes
-        if sizes.is_normalised[index]:
-            if self.writes:
-                self.instructions.append(Complete(index))
-            self._grow(0, sizes.complete_scratch[index])
-        if index in self.alive and index not in stays:
-            self._free(index)
-        self.work += sizes.send_work[index]
-        self._send(index, frozenset())
-
-    def _twice(self, index: int, wanted: Sequence[int]) -> int | None:
-        """Return the source whose gradient is written over its map, if a second pass over the tiles is little work."""
-        sizes = self.sizes
-        if sizes.send_work[index] > TWICE:
-            return None
-        for source in wanted:
-            is_first = source not in self.gradients and sizes.users[source][0] == index
-            if is_first and sizes.is_normalised[source] and source in sizes.over_source[index]:
-                return source
-        return None
-
-    def _make_again(self, targets: Iterable[int], stays: Set[int]) -> None:
-        """Make maps that are not there, from those that are."""
-        sizes = self.sizes
-        wanted = set(targets)
-        if wanted <= self.alive:
-            return
-        missing: set[int] = set()
-        waiting = [index for index in wanted if index not in self.alive]
-        while waiting:
-            index = waiting.pop()
-            if index not in missing:
-                missing.add(index)
-                waiting.extend(source for source in sizes.sources[index] if source not in self.alive)
-        order = sorted(missing)
-        passing: set[int] = set()
-        for place, index in enumerate(order):
-            readers = sum(index in sizes.sources[later] for later in order[place + 1 :])
-            if sizes.is_thin[index] and index not in stays and (readers > 0 or index not in wanted):
-                passing.add(index)
-                self.work += HALO * sizes.work[index] * readers
-                continue
-            later_sources = {source for later in order[place + 1 :] for source in sizes.sources[later]}
-            dying = []
-            for source in sizes.sources[index]:
-                is_needed = source in later_sources or source in wanted or source in stays
-                if source in missing and source not in passing and not is_needed:
-                    dying.append(source)
-            through = tuple(source for source in sizes.sources[index] if source in passing)
-            self._make(index, dying, through)
-        for index in sorted(passing & wanted):  # last, so that they are not there beside what is made through them
-            self._make(index, (), ())
 
 
 def every_map(sizes: Sizes) -> list[set[int]]:

@@ -14,14 +14,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from unet3d.recomputing.compiler import TWICE
+from unet3d.recomputing.costs import Beside
 from unet3d.recomputing.function import derived_tensors
+from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import Place, Target
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import draw_masks
 from unet3d.recomputing.run import Pass
-from unet3d.recomputing.schedule import TWICE
 from unet3d.recomputing.state import State
+from unet3d.recomputing.tiles import MapPlan
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
@@ -79,10 +82,8 @@ class PeakBytes(TorchDispatchMode):
 class Scratch(NamedTuple):
     """Bytes beside maps and all gradients, in the instructions of one map."""
 
-    make: int
-    through: int  # the same, of rows in passing in place of maps that are made from the image
-    send: int  # its gradient
-    send_twice: int  # its gradient, in two passes over the tiles
+    beside: Beside
+    through: Beside  # the same, of rows in passing in place of maps that are made from the image
     complete: int  # its gradient, by what its statistics give
 
 
@@ -107,13 +108,7 @@ def scratch_bytes(
                 state.convert(program.maps.converted_weights)
             meter = _Meter(program, run, dtype, device)
             made = [meter.make(map_) for map_ in program.maps.maps]
-            scratch = []
-            for map_, of_make in zip(program.maps.maps, made, strict=True):
-                of_through = max(of_make, meter.make_through(map_))
-                scratch.append(
-                    Scratch(of_make, of_through, meter.send(map_), meter.send_twice(map_), meter.complete(map_))
-                )
-            return scratch
+            return [meter.scratch(map_, of_make) for map_, of_make in zip(program.maps.maps, made, strict=True)]
 
 
 def _shortened(program: Program) -> Program:
@@ -124,11 +119,28 @@ def _shortened(program: Program) -> Program:
             parts = program.parts(map_)
             short.spans[map_.index] = [*parts[:2], *parts[-2:]] if len(parts) > 4 else parts
             continue
-        plan = program.plan(map_)
-        if len(plan.tiles) > 4:
-            plan = replace(plan, tiles=[*plan.tiles[:2], *plan.tiles[-2:]])
-        short.plans[map_.index, (), None] = plan
+        short.plans[map_.index, (), None] = _shortened_plan(program.plan(map_))
+        passing = passing_sources(program, map_)
+        if passing:
+            short.plans[map_.index, passing, None] = _shortened_plan(program.plan(map_, passing))
     return short
+
+
+def _shortened_plan(plan: MapPlan) -> MapPlan:
+    if len(plan.tiles) <= 4:
+        return plan
+    return replace(plan, tiles=[*plan.tiles[:2], *plan.tiles[-2:]])
+
+
+def passing_sources(program: Program, map_: Map) -> tuple[Value, ...]:
+    """Return the sources of a map that are made from the image, and can be in passing."""
+    passing = []
+    for other in program.maps.maps:
+        if other.value in map_.sources and other.sources == (program.maps.graph.image,):
+            passing.append(other)
+    if any(other.rule is None for other in (map_, *passing)):
+        return ()
+    return tuple(other.value for other in passing)
 
 
 class _Meter:
@@ -144,57 +156,56 @@ class _Meter:
         self.count = PeakBytes()
         self.given: set[int] = set()  # storages that are not counted
 
-    def make(self, map_: Map) -> int:
-        """Return the bytes beside the map while it is made."""
-        self._provide(map_)
+    def scratch(self, map_: Map, of_make: int) -> Scratch:
+        """Return the bytes of all instructions of a map; those of `make` are known."""
+        beside = Beside(of_make, self.send(map_), self.send_twice(map_), self.complete_rows(map_))
+        passing = passing_sources(self.program, map_)
+        through = beside
+        if passing:
+            reads = self.program.plan(map_).reads
+            read = tuple(value for value in passing if value in reads)
+            through = Beside(
+                make=max(of_make, self.make(map_, passing)),
+                send=self.send(map_, read),
+                send_twice=self.send_twice(map_, read),
+                complete_rows=self.complete_rows(map_, passing),
+            )
+        return Scratch(beside, through, self.complete(map_))
+
+    def make(self, map_: Map, through: tuple[Value, ...] = ()) -> int:
+        """Return the bytes beside the map while it is made; `through`: sources that are in passing."""
+        self._provide(map_, through)
         with self.count:
-            self.run._make(map_, None, ())
+            self.run._make(map_, None, through)
         own = self.run.maps[map_.value].untyped_storage().nbytes()
         self._forget()
         return max(0, self.count.peak - own)
 
-    def make_through(self, map_: Map) -> int:
-        """Return the same where sources that are made from the image are rows in passing; 0 without any."""
-        through = []
-        for other in self.run.by_index:
-            if other.value in map_.sources and other.sources == (self.program.maps.graph.image,):
-                through.append(other)
-        if not through or any(other.rule is None for other in (map_, *through)):
-            return 0
-        values = tuple(other.value for other in through)
-        self._provide(self.program.maps.through(map_, frozenset(values)))
-        self.run.program = self.program
-        with self.count:
-            self.run._make(map_, None, values)
-        self.run.program = self.short
-        own = self.run.maps[map_.value].untyped_storage().nbytes()
-        self._forget()
-        return max(0, self.count.peak - own)
-
-    def send(self, map_: Map) -> int:
+    def send(self, map_: Map, through: tuple[Value, ...] = ()) -> int:
         """Return the bytes beside maps and gradients while the gradient of a map is sent."""
         if map_.value not in self.run.program.wanted:
             return 0
-        self._provide(map_)
+        self._provide(map_, through)
         self._provide_gradient(map_)
         with self.count:
-            self.run._send(map_, [Target(index, "new") for index in self._wanted(map_)])
+            self.run._send(map_, [Target(index, "new") for index in self._wanted(map_)], through)
         return self._rest()
 
-    def send_twice(self, map_: Map) -> int:
+    def send_twice(self, map_: Map, through: tuple[Value, ...] = ()) -> int:
         """Return the same where the gradient of a normalised source is written over the source, at most."""
         most = 0
         if map_.rule is None or map_.operations > TWICE * self.operations:
             return most
         self.run.program = self.program  # rows between the tiles would be completed at once
         for index in self._wanted(map_):
-            if not self.run.by_index[index].norms:
+            source = self.run.by_index[index]
+            if not source.norms or source.value in through:
                 continue
-            self._provide(map_)
+            self._provide(map_, through)
             self._provide_gradient(map_)
             others = self._others(map_, index)
             with self.count:
-                self.run._send_twice(map_, [*others, Target(index, "map")])
+                self.run._send_twice(map_, [*others, Target(index, "map")], through)
             most = max(most, self._rest())
         self.run.program = self.short
         return most
@@ -215,21 +226,39 @@ class _Meter:
 
     def complete(self, map_: Map) -> int:
         """Return the bytes beside the map and its gradient while what statistics give is added to it."""
-        if not any(norm in self.run.program.wanted for norm in map_.norms):
+        if not self._is_completed(map_):
             return 0
         self.count.reset()
         self.run.maps[map_.value] = torch.empty(map_.value.shape, dtype=self._dtype(map_), device=self.device)
         self._give(self.run.maps[map_.value])
+        self._provide_sums(map_)
+        with self.count:
+            self.run._complete(map_)
+        self.run.gradients.clear()
+        return self._rest()
+
+    def complete_rows(self, map_: Map, through: tuple[Value, ...] = ()) -> int:
+        """Return the same where rows of the map are made meanwhile."""
+        if map_.rule is None or not self._is_completed(map_):
+            return 0
+        self._provide(map_, through)
+        self._provide_sums(map_)
+        with self.count:
+            self.run._complete_made(map_, through)
+        self.run.gradients.clear()
+        return self._rest()
+
+    def _is_completed(self, map_: Map) -> bool:
+        return any(norm in self.run.program.wanted for norm in map_.norms)
+
+    def _provide_sums(self, map_: Map) -> None:
+        """Put the gradient of a map there, and the sums from which it is completed."""
         self._provide_gradient(map_)
         for norm in map_.norms:
             shape = map_.value.shape[:2]
             exact = self.run.state.statistics[norm].mean.dtype
             sums = [torch.empty(shape, dtype=exact, device=self.device) for _ in range(2)]
             self.run.state.sums[norm] = (sums[0], sums[1])
-        with self.count:
-            self.run._complete(map_)
-        self.run.gradients.clear()
-        return self._rest()
 
     def _wanted(self, map_: Map) -> list[int]:
         """Return the sources of a map that need a gradient."""
@@ -258,9 +287,11 @@ class _Meter:
         self._forget()
         return max(0, self.count.peak - own)
 
-    def _provide(self, map_: Map) -> None:
+    def _provide(self, map_: Map, through: tuple[Value, ...] = ()) -> None:
         """Put the sources there, and let views of weights be no tensors of their own."""
         self.count.reset()
+        if through:
+            map_ = self.program.maps.through(map_, frozenset(through))
         self.count.adopt(*(self.run.state.weights[name] for name in map_.weights))
         known = {other.value: other for other in self.run.by_index}
         for source in map_.sources:

@@ -4,6 +4,10 @@ It begins with the tables that keep the smaller maps, and changes them at random
 one use of it to the next, or whether one is there at the peak. The number of tries is fixed and the random numbers are
 seeded, so that a network's schedules are always the same. All schedules that were met and that no other beats in both
 bytes and work are the front; a budget takes the one of least work that fits. So less budget never needs more memory.
+
+Changes at random seldom leave a table in which a large map stays while all that is small is made again. So a few of
+the first tables are also followed down: each time, of all maps that are there at the peak that one is given up which
+helps most.
 """
 
 import math
@@ -12,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from unet3d.recomputing.schedule import Peak, Schedule, Sizes, compile_schedule, every_map, locate_peak, measure
+from unet3d.recomputing.costs import Sizes
+from unet3d.recomputing.schedule import Peak, Schedule, compile_schedule, every_map, locate_peak
 
 LIMITS = (1.0, 1.1, 1.25, 1.45, 1.65)  # of work, in forward passes
 LITTLE_WORK = 0.14  # forward passes more than the least: first convolutions, sums
@@ -21,6 +26,8 @@ TRIES = 3000  # tables, for each limit
 FEWEST_TRIES = 50
 LOOKS = 3_000_000  # entries of all tables: of many maps fewer tables are tried
 ROUNDS = 3  # of these tries: from the limit's best table, from one of more work, and from the best of both
+DESCENTS = 3  # of the first tables, the best of the last limit
+SHARE_OF_DESCENT = 1 / 6  # of the tries of a limit
 MUCH_WORK = 1.3  # from this limit on the other table is that of the least memory
 STEP = 0.15  # before, the best of a limit so much higher
 HEAT = 0.03  # of the largest map: bytes for which a change for the worse is accepted at first, one time in e
@@ -65,11 +72,15 @@ class Front:
 def front(sizes: Sizes) -> list[Schedule]:
     """Return the schedules that none beats, from the least work to the least memory."""
     best = Front(sizes)
-    for table in _starts(sizes):
-        peak, work = measure(sizes, table)
-        best.add(peak, work, table)
     tries = max(FEWEST_TRIES, LOOKS // sizes.count**2)
     tries = min(TRIES, tries)
+    starts: dict[float, Table] = {}  # by their scores
+    for table in _starts(sizes):
+        peak = locate_peak(sizes, table)
+        best.add(peak.bytes, peak.work, table)
+        starts.setdefault(_score(peak, LIMITS[-1], max(sizes.bytes)), table)
+    for score in sorted(starts)[:DESCENTS]:
+        _descend(best, starts[score], LIMITS[-1], round(tries * SHARE_OF_DESCENT))
     draw = random.Random(0)
     for limit in LIMITS:
         least = _improve(best, _nearest(best, limit), limit, tries // ROUNDS, draw)
@@ -185,6 +196,31 @@ def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.
     return least
 
 
+def _descend(best: Front, table: Table, limit: float, tries: int) -> None:
+    """Change a table as long as giving up a map at the peak helps, each time by the change that helps most."""
+    sizes = best.sizes
+    changes = _Changes(sizes, random.Random(0))
+    largest = max(sizes.bytes)
+    peak = locate_peak(sizes, table)
+    least = _score(peak, limit, largest)
+    while tries > 0:
+        best_flips: Sequence[Flip] = ()
+        for flips in changes.all_at_peak(table, peak):
+            _flip(table, flips)
+            new_peak = locate_peak(sizes, table)
+            best.add(new_peak.bytes, new_peak.work, table)
+            score = _score(new_peak, limit, largest)
+            _flip(table, flips)
+            tries -= 1
+            if score < least:
+                least = score
+                best_flips = flips
+        if not best_flips:
+            return
+        _flip(table, best_flips)
+        peak = locate_peak(sizes, table)
+
+
 def _score(peak: Peak, limit: float, largest: int) -> float:
     """Return bytes, and many more for work beyond the limit."""
     excess = max(0.0, peak.work - limit - LITTLE_WORK)
@@ -245,6 +281,19 @@ class _Changes:
             other = self.draw.choice(self.neighbours[index])
             flips |= set(_flips(table, other, stages, True))
         return sorted(flips)
+
+    def all_at_peak(self, table: Table, peak: Peak) -> Iterator[list[Flip]]:
+        """Yield the changes that give up a map that is there at the peak, also for one beside it."""
+        for index in sorted(peak.maps):
+            for gap in self.gaps[index]:
+                if peak.stage not in gap:
+                    continue
+                for stages in (gap, range(peak.stage, peak.stage + 1)):
+                    flips = _flips(table, index, stages, False)
+                    if flips:
+                        yield flips
+                for other in self.neighbours[index]:
+                    yield sorted({*_flips(table, index, gap, False), *_flips(table, other, gap, True)})
 
     def _of_neighbours(self, table: Table) -> list[Flip]:
         """Let several maps in a row stay, or not, from the forward pass on, or until their last use, or throughout."""

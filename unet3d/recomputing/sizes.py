@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.making import reads_back, reads_far_back, waiting_numbers
 from unet3d.recomputing.maps import Map, Maps, bytes_of
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Sizes
 from unet3d.recomputing.scratch import Scratch
 from unet3d.recomputing.tiles import TilePlan
 
@@ -51,6 +51,7 @@ def sizes_of(
         bytes=[bytes_of(map_.value, dtype) for map_ in maps],
         work=work,
         sources=[_indices(map_.sources, index_of) for map_ in maps],
+        reads=[frozenset(_indices(_reads(program, map_), index_of)) for map_ in maps],
         needs_gradient=[map_.value in program.wanted for map_ in maps],
         is_normalised=[_is_normalised(program, map_) for map_ in maps],
         outputs=outputs,
@@ -58,14 +59,13 @@ def sizes_of(
         over_gradient=[frozenset(places.gradient) for places in over],
         over_source=[frozenset(places.source) for places in over],
         is_one_tile=[map_.rule is None or len(program.plan(map_).tiles) == 1 for map_ in maps],
+        has_rows=[map_.rule is not None for map_ in maps],
         is_thin=[_is_thin(program, map_, share) for map_, share in zip(maps, work, strict=True)],
         of_weights=_bytes_of_weights(maps, trained),
-        make_scratch=[beside.make for beside in scratch],
-        through_scratch=[beside.through for beside in scratch],
+        beside=[of_map.beside for of_map in scratch],
+        beside_through=[of_map.through for of_map in scratch],
         over_scratch=[_over_scratch(program, map_, places.map, dtype) for map_, places in zip(maps, over, strict=True)],
-        send_scratch=[beside.send for beside in scratch],
-        twice_scratch=[beside.send_twice for beside in scratch],
-        complete_scratch=[beside.complete for beside in scratch],
+        complete_scratch=[of_map.complete for of_map in scratch],
         send_work=work,
     )
 
@@ -73,6 +73,13 @@ def sizes_of(
 def _indices(values: Sequence[Value], index_of: dict[Value, int]) -> tuple[int, ...]:
     """Return the indices of maps, without the image."""
     return tuple(index_of[value] for value in values if value in index_of)
+
+
+def _reads(program: Program, map_: Map) -> Sequence[Value]:
+    """Return the sources from which the gradient of a map is computed."""
+    if map_.rule is None:
+        return map_.sources
+    return list(program.plan(map_).reads)
 
 
 def _bytes_of_weights(maps: Sequence[Map], trained: dict[str, int]) -> list[int]:

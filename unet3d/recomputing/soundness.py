@@ -1,7 +1,10 @@
 """A check that a schedule can be carried out: it follows the maps and gradients that are there."""
 
-from unet3d.recomputing.instructions import Complete, Free, Instruction, Make, Send, SendTwice, Turn
-from unet3d.recomputing.schedule import Schedule, Sizes
+from collections.abc import Iterable, Sequence
+
+from unet3d.recomputing.costs import Sizes
+from unet3d.recomputing.instructions import Complete, CompleteRows, Free, Instruction, Make, Send, SendTwice, Turn
+from unet3d.recomputing.schedule import Schedule
 
 
 def is_sound(sizes: Sizes, schedule: Schedule) -> bool:
@@ -38,13 +41,20 @@ class _Alive:
             case Complete(index):
                 self.complete.add(index)
                 return index in self.maps and index in self.gradients
+            case CompleteRows(index, through):
+                self.complete.add(index)
+                return self._has(sizes.sources[index], through) and index in self.gradients
             case Send() | SendTwice():
                 return self._takes_send(instruction)
         return True
 
+    def _has(self, sources: Iterable[int], through: Sequence[int]) -> bool:
+        """Return whether sources are there, or thin ones that are in passing."""
+        is_thin = all(self.sizes.is_thin[source] for source in through)
+        return is_thin and set(sources) - set(through) <= self.maps
+
     def _takes_make(self, make: Make) -> bool:
-        read = set(self.sizes.sources[make.map]) - set(make.through)
-        if not read <= self.maps or make.map in self.maps:
+        if not self._has(self.sizes.sources[make.map], make.through) or make.map in self.maps:
             return False
         if make.over is not None:
             self.maps.discard(make.over)
@@ -54,7 +64,7 @@ class _Alive:
     def _takes_send(self, send: Send | SendTwice) -> bool:
         index = send.map
         is_complete = not self.sizes.is_normalised[index] or index in self.complete
-        has_sources = set(self.sizes.sources[index]) <= self.maps
+        has_sources = self._has(self.sizes.reads[index], send.through)
         if not is_complete or not has_sources or index not in self.gradients:
             return False
         self.gradients.discard(index)
@@ -64,6 +74,8 @@ class _Alive:
             if (place == "add") != (source in self.gradients):
                 return False
             if place == "map":
+                if source not in self.maps:
+                    return False
                 if is_twice and source != send.targets[-1].source:
                     return False  # the second pass reads it
                 self.maps.discard(source)

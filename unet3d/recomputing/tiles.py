@@ -4,7 +4,7 @@ All rows that a tile needs are known before the first step: `TilePlan` has them 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -42,13 +42,24 @@ class MapPlan:
     tiles: Sequence[TilePlan]
     wanted: frozenset[Value]  # values of which a gradient is needed
     known: frozenset[Value]  # values in passing that backward has to make again
+    reads: frozenset[Value]  # sources that backward reads
+    ends: frozenset[Value]  # values in passing whose gradients go no further: they are maps elsewhere
 
 
-def plan_map(map_: Map, axis: int, numbers: int, on_cpu: bool, wanted: frozenset[Value]) -> MapPlan:
-    """Return a map's tiles, of about `numbers` numbers each."""
-    spans = tile_spans(map_, axis, numbers, on_cpu)
+def plan_map(
+    map_: Map, axis: int, spans: Sequence[Span], wanted: frozenset[Value], ends: frozenset[Value] = frozenset()
+) -> MapPlan:
+    """Return a map's tiles of these rows."""
     tiles = [plan_tile(map_, axis, span) for span in spans]
-    return MapPlan(map_, tiles, wanted, _known_in_backward(map_, wanted))
+    read = _read_in_backward(map_, wanted, ends)
+    return MapPlan(
+        map=map_,
+        tiles=tiles,
+        wanted=wanted,
+        known=read.intersection(map_.passing),
+        reads=read.intersection(map_.sources),
+        ends=ends,
+    )
 
 
 def plan_tile(map_: Map, axis: int, span: Span) -> TilePlan:
@@ -87,16 +98,16 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
     return list(pairwise(length * index // count for index in range(count + 1)))
 
 
-def _known_in_backward(map_: Map, wanted: frozenset[Value]) -> frozenset[Value]:
-    """Return the values in passing that gradients are computed from, or that those are made from."""
-    known: set[Value] = set()
+def _read_in_backward(map_: Map, wanted: frozenset[Value], ends: frozenset[Value]) -> frozenset[Value]:
+    """Return the values that gradients are computed from, and those from which rows among them are made."""
+    read: set[Value] = set()
     for value in map_.passing:
-        if value in wanted:
-            known.update(_read_by_gradient(value))
+        if value in wanted and value not in ends:
+            read.update(_read_by_gradient(value))
     for value in reversed(map_.passing):
-        if value in known:
-            known.update(value.inputs)
-    return frozenset(known.intersection(map_.passing))
+        if value in read:
+            read.update(value.inputs)
+    return frozenset(read)
 
 
 def _read_by_gradient(value: Value) -> Sequence[Value]:
@@ -126,7 +137,7 @@ def send_gradient(
     """Return the gradients of the targets' rows; gradients of weights and sums are added to the state."""
     forward = _Forward(plan, tile, maps, state, plan.known)
     for value in plan.map.passing:
-        if value in plan.wanted:
+        if value in plan.wanted and value not in plan.ends:
             for known in _read_by_gradient(value):
                 forward.keep(known)
     forward.run()
@@ -150,7 +161,7 @@ class _Forward:
         self.maps = maps
         self.state = state
         self.values = [value for value in plan.map.passing if value in set(values)]
-        self.sources = [maps[source] for source in plan.map.sources]
+        self.sources = [maps[source] for source in plan.map.sources if source in maps]
         self.rows: dict[Value, Tensor] = {}
         self.readers: dict[Value, int] = {}
         for value in self.values:
@@ -222,7 +233,7 @@ class _Backward:
         """Send a gradient of the map's rows down to the sources."""
         self.gradients[self.plan.map.value] = RowGradient(gradient, may_overwrite)
         for value in reversed(self.plan.map.passing):
-            if value in self.plan.wanted:
+            if value in self.plan.wanted and value not in self.plan.ends:
                 self._send(value)
 
     def take(self, value: Value) -> RowGradient:
@@ -277,68 +288,3 @@ class _Backward:
         assert known.rows is not None
         known.rows.narrow(axis, span[0] - first, span[1] - span[0]).add_(rows)
         self.gradients[value] = known
-
-
-class Sink:
-    """Collects gradients of a map's rows, tile by tile, and writes those to which no later tile adds.
-
-    `complete` adds to the gradient of rows that no tile reads what statistics of the map, over which it is written,
-    give; without it they are zeros.
-    """
-
-    def __init__(
-        self,
-        target: Tensor,
-        axis: int,
-        adds: bool,
-        complete: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> None:
-        self.target = target
-        self.axis = axis
-        self.adds = adds
-        self.complete = complete
-        self.written = 0
-        self.open: Tensor | None = None  # rows that the next tile adds to
-
-    def add(self, first: int, gradient: RowGradient, done: int) -> Span:
-        """Add rows from `first` on; no later tile adds to those before `done`. Return the rows that are final."""
-        rows = gradient.rows
-        assert rows is not None
-        end = first + rows.shape[self.axis]
-        done = min(max(done, first), end)
-        if self.open is not None:
-            rows = self.with_open(rows if gradient.is_own else rows.clone())
-        finished = rows.narrow(self.axis, 0, done - first)
-        target = self.target.narrow(self.axis, first, done - first)
-        if self.adds:
-            target.add_(finished)
-        else:
-            self._clear(first)
-            target.copy_(finished)
-        self.written = done
-        self.open = None
-        if done < end:
-            self.open = rows.narrow(self.axis, done - first, end - done).clone()
-        return first, done
-
-    def with_open(self, rows: Tensor) -> Tensor:
-        """Return rows with what the tile before has left for them, added in place."""
-        if self.open is not None:
-            rows.narrow(self.axis, 0, self.open.shape[self.axis]).add_(self.open)
-            self.open = None
-        return rows
-
-    def close(self) -> None:
-        """Write zeros where nothing was added."""
-        if not self.adds:
-            self._clear(self.target.shape[self.axis])
-
-    def _clear(self, until: int) -> None:
-        if until <= self.written:
-            return
-        rows = self.target.narrow(self.axis, self.written, until - self.written)
-        if self.complete is None:
-            rows.zero_()
-        else:
-            raw = rows.clone()
-            self.complete(raw, rows.zero_())

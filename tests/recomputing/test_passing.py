@@ -1,0 +1,136 @@
+"""Maps that backward reads and that are not there: their rows are made where they are read, or nothing reads them."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from equality import assert_equal, drawn_schedules
+from torch import Tensor, nn
+
+from unet3d.memory.ledger import Ledger
+from unet3d.recomputing.instructions import CompleteRows, Free, Make, Send, SendTwice
+from unet3d.recomputing.module import Recomputed
+from unet3d.recomputing.program import Program
+
+SEEDS = range(12)
+SIZE = (48, 32, 24)
+CLOSE = 16 * 2**10  # bytes: statistics, weights of norms
+
+
+class Branches(nn.Module):
+    """Two convolutions of the image, of which one is only added; the sum is joined with what follows, and normalised.
+
+    Statistics of what is joined make it a map, though its rows are copies of others' rows.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shortcut = nn.Conv3d(1, width, 3, padding=1)
+        self.stem = nn.Conv3d(1, width, 3, padding=1)
+        self.first = nn.Conv3d(width, width, 3, padding=1)
+        self.second = nn.Conv3d(width, width, 3, padding=1)
+        self.down = nn.Conv3d(width, 2 * width, 3, 2, 1)
+        self.last = nn.Conv3d(3 * width, width, 3, padding=1)
+        self.head = nn.Conv3d(width, 2, 1)
+        self.of_stem = nn.InstanceNorm3d(width, affine=True)
+        self.of_first = nn.BatchNorm3d(width)
+        self.of_second = nn.InstanceNorm3d(width)
+        self.of_joined = nn.GroupNorm(2, 3 * width)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return logits N 2 D H W."""
+        shortcut = self.shortcut(image)
+        inner = torch.relu(self.of_stem(self.stem(image)))
+        inner = torch.relu(self.of_first(self.first(inner)))
+        total = torch.relu(self.of_second(self.second(inner))) + shortcut
+        low = torch.relu(self.down(total))
+        up = nn.functional.interpolate(low, scale_factor=2)
+        joined = torch.cat([total, up], 1)
+        logits: Tensor = self.head(torch.relu(self.last(self.of_joined(joined))))
+        return logits
+
+
+def kinds_of(program: Program) -> Counter[str]:
+    """Return how often a schedule takes each of the ways in which a map is not there, or its gradient does not wait."""
+    kinds: Counter[str] = Counter()
+    maps: set[int] = set()
+    gradients: set[int] = set()
+    for step in program.schedule.instructions:
+        match step:
+            case Make(index, over, _):
+                maps.discard(-1 if over is None else over)
+                maps.add(index)
+            case Free(index):
+                maps.discard(index)
+            case CompleteRows(_, through):
+                kinds["completed by rows"] += 1
+                kinds["completed by rows through rows"] += bool(through)
+            case Send(index, targets, through) | SendTwice(index, targets, through):
+                sources = {target.source for target in targets}
+                kinds["sent through rows"] += bool(through)
+                kinds["not read"] += bool(sources - maps - set(through))
+                kinds["sent on at once"] += any(other > index for other in gradients)
+                maps -= {target.source for target in targets if target.place == "map"}
+                gradients.discard(index)
+                gradients |= sources
+    return +kinds
+
+
+@pytest.fixture
+def thin_stem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the convolutions of the image count as little work, as in a network of usual width."""
+    monkeypatch.setattr("unet3d.recomputing.sizes.THIN", 0.3)
+
+
+KINDS = {
+    "completed by rows",
+    "completed by rows through rows",
+    "sent through rows",
+    "not read",
+    "sent on at once",
+}
+
+
+@pytest.mark.usefixtures("thin_stem")
+def test_maps_that_are_not_there_are_plain() -> None:
+    image = torch.randn(2, 1, 16, 6, 4)
+    kinds: Counter[str] = Counter()
+    for seed in SEEDS:
+        with drawn_schedules(seed, tiles=8):
+            kinds += kinds_of(Recomputed(Branches(4).double().train()).program(image.double()))
+    assert set(kinds) == KINDS
+    assert_equal(Branches(4), image, seeds=SEEDS)
+
+
+class _OverLogits(torch.autograd.Function):
+    """A loss whose gradient is written over the logits, as that of a training step is."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.logits = logits.detach()
+        return logits.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        gradient: Tensor = ctx.logits
+        ctx.logits = None
+        return gradient
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("thin_stem")
+@pytest.mark.parametrize("seed", SEEDS[:6])
+def test_the_bytes_are_as_counted(seed: int) -> None:
+    torch.manual_seed(0)
+    image = torch.randn(1, 1, *SIZE)
+    with drawn_schedules(seed, tiles=12, measures=True):
+        network = Recomputed(Branches(8).train())
+        program = network.program(image)
+        _OverLogits.apply(network(image)).backward()
+        network.zero_grad(set_to_none=True)
+        ledger = Ledger()
+        with ledger:
+            ledger.count([*network.parameters(), *network.buffers(), image])
+            _OverLogits.apply(network(image)).backward()
+    assert abs(ledger.peak_bytes() - program.peak_bytes) <= CLOSE

@@ -1,0 +1,305 @@
+"""A pass, instruction by instruction, as a table of the maps that stay asks for it, and the bytes that are there.
+
+A map that is needed and is not there is computed a second time, from those that are. Where a map or a gradient lies is
+decided here, once: over another one that nothing reads any more, or in memory of its own.
+"""
+
+from collections.abc import Iterable, Sequence, Set
+
+from unet3d.recomputing.costs import Beside, Sizes
+from unet3d.recomputing.instructions import (
+    Complete,
+    CompleteRows,
+    Free,
+    Instruction,
+    Make,
+    Place,
+    Send,
+    SendTwice,
+    Target,
+    Turn,
+)
+
+HALO = 1.3  # rows of a thin map that tiles of its reader make, to those that it has: tiles overlap
+TWICE = 0.03  # of a forward pass: less work than this may be done a second time to save a map
+Keep = Sequence[Set[int]]
+
+
+class Compiler:
+    """Walks through a pass and takes note of what is alive."""
+
+    def __init__(self, sizes: Sizes, keep: Keep, writes: bool) -> None:
+        self.sizes = sizes
+        self.keep = keep
+        self.writes = writes  # instructions, too
+        self.instructions: list[Instruction] = []
+        self.alive: set[int] = set()
+        self.gradients: set[int] = set()
+        self.completed: set[int] = set()
+        self.sent: set[int] = set()  # maps whose weights have gradients
+        self.bytes = 0
+        self.stage = sizes.count
+        self.of_stages = [0] * (sizes.count + 1)  # the most bytes of each
+        self.peak = 0
+        self.peak_stage = sizes.count
+        self.peak_maps: tuple[int, ...] = ()
+        self.work = 0.0
+
+    def run(self) -> None:
+        """Compile the whole pass."""
+        self._forward()
+        self._turn()
+        for index in reversed(range(self.sizes.count)):
+            if self.sizes.needs_gradient[index] and index in self.gradients:
+                self._backward(index)
+            elif index in self.alive:
+                self._free(index)
+
+    # Forward
+
+    def _forward(self) -> None:
+        sizes = self.sizes
+        stays = self.keep[sizes.count]
+        for index in range(sizes.count):
+            dying = []
+            for source in sizes.sources[index]:
+                is_read_later = sizes.users[source][-1] > index
+                if not is_read_later and source not in stays and source not in sizes.outputs:
+                    dying.append(source)
+            self._make(index, dying, ())
+
+    def _make(self, index: int, dying: Iterable[int], through: tuple[int, ...]) -> None:
+        """Make a map and forget those that are not read after it."""
+        sizes = self.sizes
+        over = next((source for source in dying if source in sizes.over_map[index]), None)
+        if self.writes:
+            self.instructions.append(Make(index, over, through))
+        self.work += sizes.work[index]
+        scratch = self._beside(index, through).make
+        if over is None:
+            self._grow(sizes.bytes[index], scratch)
+        else:
+            self._grow(0, scratch + sizes.over_scratch[index])
+            self.alive.discard(over)
+        self.alive.add(index)
+        for source in dying:
+            if source != over:
+                self._free(source)
+
+    def _grow(self, more: int, scratch: int = 0) -> None:
+        self.bytes += more
+        self._note(self.bytes + scratch)
+
+    def _note(self, most: int) -> None:
+        """Take note of bytes that are there at once."""
+        if most > self.of_stages[self.stage]:
+            self.of_stages[self.stage] = most
+        if most > self.peak:
+            self.peak = most
+            self.peak_stage = self.stage
+            self.peak_maps = tuple(self.alive)
+
+    def _free(self, index: int) -> None:
+        if self.writes:
+            self.instructions.append(Free(index))
+        self.alive.discard(index)
+        self.bytes -= self.sizes.bytes[index]
+
+    # Backward
+
+    def _turn(self) -> None:
+        """Count the gradients of the outputs, which are written over them where nothing reads these."""
+        sizes = self.sizes
+        self.instructions.append(Turn())
+        for index in sizes.outputs:
+            if not sizes.needs_gradient[index]:
+                continue
+            self.gradients.add(index)
+            if sizes.users[index]:
+                self._grow(sizes.bytes[index])
+            else:
+                self.alive.discard(index)
+
+    def _backward(self, index: int) -> None:
+        """Complete the gradient of a map and send it to its sources."""
+        sizes = self.sizes
+        stays = self.keep[index]
+        self.stage = index
+        if sizes.is_normalised[index] and index not in self.completed:
+            self._complete(index, stays)
+        if index in self.alive:
+            self._free(index)
+        reads = sizes.reads[index]
+        through = self._through(index, stays)
+        self._make_again(reads.difference(through), stays)
+        for other in self.alive - stays - reads:
+            self._free(other)
+        self._send(index, stays, through)
+        for source in sizes.sources[index]:
+            if source in self.gradients and self._goes_on(source, index):
+                self._send_on(source, index, stays)
+        for other in self.alive - stays:
+            self._free(other)
+
+    def _complete(self, index: int, stays: Set[int]) -> None:
+        """Complete the gradient of a map: where that is not there, by rows that are made of its sources."""
+        sizes = self.sizes
+        if index in self.alive or not sizes.has_rows[index]:
+            self._make_again([index], stays)
+            if self.writes:
+                self.instructions.append(Complete(index))
+            self._note(self.bytes + sizes.complete_scratch[index])
+            return
+        through = tuple(source for source in sizes.sources[index] if self._may_pass(source, stays))
+        self._make_again([source for source in sizes.sources[index] if source not in through], stays)
+        if self.writes:
+            self.instructions.append(CompleteRows(index, through))
+        self.work += sizes.work[index] + self._passing_work(through)
+        self._note(self.bytes + self._beside(index, through).complete_rows)
+
+    def _may_pass(self, source: int, stays: Set[int]) -> bool:
+        """Return whether a thin map need not be there: its rows are made where they are read."""
+        return self.sizes.is_thin[source] and source not in self.alive and source not in stays
+
+    def _through(self, index: int, stays: Set[int]) -> tuple[int, ...]:
+        """Return the sources that are in passing as a gradient is sent.
+
+        Not those over which the gradient would be written: it would need memory of its own.
+        """
+        sizes = self.sizes
+        through = []
+        for source in sizes.sources[index]:
+            if source in sizes.reads[index] and self._may_pass(source, stays):
+                has_place = source in self.gradients or source in sizes.over_gradient[index]
+                if has_place or self._goes_in_parts(source, index) or not sizes.needs_gradient[source]:
+                    through.append(source)
+        return tuple(through)
+
+    def _passing_work(self, through: Sequence[int]) -> float:
+        return HALO * sum(self.sizes.work[source] for source in through)
+
+    def _beside(self, index: int, through: Sequence[int]) -> Beside:
+        return self.sizes.beside_through[index] if through else self.sizes.beside[index]
+
+    def _send(self, index: int, stays: Set[int], through: tuple[int, ...]) -> None:
+        sizes = self.sizes
+        self.gradients.discard(index)
+        wanted = [source for source in sizes.sources[index] if sizes.needs_gradient[source]]
+        twice = self._twice(index, wanted)
+        targets = []
+        is_reused = False
+        before = self.bytes
+        for source in wanted:
+            place: Place = "new"
+            if source == twice:
+                continue
+            if source in self.gradients:
+                place = "add"
+            elif twice is None and self._lies_over_map(source, index, stays):
+                place = "map"
+            elif not is_reused and source in sizes.over_gradient[index]:
+                place = "gradient"
+                is_reused = True
+            if place == "map":
+                self.alive.discard(source)
+            elif place == "new":
+                self.bytes += sizes.bytes[source]
+            self.gradients.add(source)
+            targets.append(Target(source, place))
+        if index not in self.sent:
+            self.sent.add(index)
+            self.bytes += sizes.of_weights[index]
+        if twice is None:
+            if self.writes:
+                self.instructions.append(Send(index, tuple(targets), through))
+        else:
+            if self.writes:
+                self.instructions.append(SendTwice(index, (*targets, Target(twice, "map")), through))
+            self.work += sizes.send_work[index] + self._passing_work(through)
+            self.alive.discard(twice)
+            self.gradients.add(twice)
+            self.completed.add(twice)
+        self.work += self._passing_work(through)
+        beside = self._beside(index, through)
+        scratch = beside.send if twice is None else beside.send_twice
+        if sizes.is_one_tile[index]:
+            scratch += sum(sizes.bytes[source] for source, place in targets if place == "add")
+        self._note(max(self.bytes, before) + scratch)
+        if not is_reused:
+            self.bytes -= sizes.bytes[index]
+
+    def _lies_over_map(self, source: int, index: int, stays: Set[int]) -> bool:
+        """Return whether the gradient of a source is written over its map."""
+        if source not in self.alive or source in stays:
+            return False
+        return source in self.sizes.over_source[index] and not self._goes_in_parts(source, index)
+
+    def _goes_in_parts(self, source: int, index: int) -> bool:
+        """Return whether what a map sends to a source goes on at once, and does not wait for the source's other users.
+
+        To weights alone, as the source is made from the image: their gradients add up.
+        """
+        sizes = self.sizes
+        is_little = sizes.is_thin[source] and sizes.send_work[source] <= TWICE
+        return is_little and source not in sizes.outputs and sizes.users[source][0] < index
+
+    def _goes_on(self, source: int, index: int) -> bool:
+        """Return whether the gradient of a source goes on at once: it is complete, or one of several parts."""
+        sizes = self.sizes
+        is_last = sizes.is_thin[source] and source not in sizes.outputs and sizes.users[source][0] == index
+        return is_last or self._goes_in_parts(source, index)
+
+    def _send_on(self, index: int, reader: int, stays: Set[int]) -> None:
+        """Send on what a reader has sent to a thin map."""
+        sizes = self.sizes
+        if sizes.is_normalised[index] and index not in self.completed:
+            self._complete(index, stays)
+        if index in self.alive and index not in stays:
+            self._free(index)
+        if sizes.users[index][0] != reader:
+            self.work += sizes.send_work[index]
+        self._send(index, frozenset(), ())
+
+    def _twice(self, index: int, wanted: Sequence[int]) -> int | None:
+        """Return the source whose gradient is written over its map, if a second pass over the tiles is little work."""
+        sizes = self.sizes
+        if sizes.send_work[index] > TWICE:
+            return None
+        for source in wanted:
+            is_first = source not in self.gradients and sizes.users[source][0] == index
+            is_there = source in self.alive and source in sizes.over_source[index]
+            if is_first and is_there and sizes.is_normalised[source]:
+                return source
+        return None
+
+    def _make_again(self, targets: Iterable[int], stays: Set[int]) -> None:
+        """Make maps that are not there, from those that are."""
+        sizes = self.sizes
+        if self.alive.issuperset(targets):
+            return
+        wanted = set(targets)
+        missing: set[int] = set()
+        waiting = [index for index in wanted if index not in self.alive]
+        while waiting:
+            index = waiting.pop()
+            if index not in missing:
+                missing.add(index)
+                waiting.extend(source for source in sizes.sources[index] if source not in self.alive)
+        order = sorted(missing)
+        passing: set[int] = set()
+        for place, index in enumerate(order):
+            readers = sum(index in sizes.sources[later] for later in order[place + 1 :])
+            if sizes.is_thin[index] and index not in stays and (readers > 0 or index not in wanted):
+                passing.add(index)
+                self.work += HALO * sizes.work[index] * readers
+                continue
+            later_sources = {source for later in order[place + 1 :] for source in sizes.sources[later]}
+            dying = []
+            for source in sizes.sources[index]:
+                is_needed = source in later_sources or source in wanted or source in stays
+                if source in missing and source not in passing and not is_needed:
+                    dying.append(source)
+            through = tuple(source for source in sizes.sources[index] if source in passing)
+            self._make(index, dying, through)
+        for index in sorted(passing & wanted):  # last, so that they are not there beside what is made through them
+            self._make(index, (), ())
