@@ -19,9 +19,10 @@ from typing import NamedTuple
 from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.schedule import Peak, Schedule, compile_schedule, every_map, locate_peak
 
-LIMITS = (1.0, 1.1, 1.25, 1.45, 1.65)  # of work, in forward passes
+LIMITS = (1.0, 1.1, 1.3, 1.6, 1.9)  # of work, in forward passes
 LITTLE_WORK = 0.14  # forward passes more than the least: first convolutions, sums
-MOST_WORK = 1.80  # forward passes in all, two; beyond, memory falls by little
+MOST_WORK = 2.11  # forward passes in all; beyond, memory falls by little
+WORTH = 0.12  # of the bytes: so much more memory is as good as a forward pass less
 TRIES = 3000  # tables, for each limit
 FEWEST_TRIES = 50
 LOOKS = 3_000_000  # entries of all tables: of many maps fewer tables are tried
@@ -92,12 +93,12 @@ def front(sizes: Sizes) -> list[Schedule]:
 def leanest(schedules: Sequence[Schedule]) -> Schedule:
     """Return the schedule of least memory that computes only convolutions of little work a second time."""
     least_work = min(schedule.work for schedule in schedules)
-    return _least_memory(schedules, least_work + LITTLE_WORK)
+    return min(_bearable(schedules, least_work + LITTLE_WORK), key=_memory)
 
 
 def smallest(schedules: Sequence[Schedule]) -> Schedule:
-    """Return the schedule of least memory whose work is bearable."""
-    return _least_memory(schedules, MOST_WORK)
+    """Return the schedule of bearable work that needs least memory, or hardly more by much less work."""
+    return min(_bearable(schedules, MOST_WORK), key=_memory_and_work)
 
 
 def within(schedules: Sequence[Schedule], room: int) -> Schedule | None:
@@ -106,9 +107,9 @@ def within(schedules: Sequence[Schedule], room: int) -> Schedule | None:
     return min(fitting, key=_work, default=None)
 
 
-def _least_memory(schedules: Sequence[Schedule], most_work: float) -> Schedule:
-    bearable = [schedule for schedule in schedules if schedule.work <= most_work]
-    return min(bearable or schedules, key=_memory)
+def _bearable(schedules: Sequence[Schedule], most_work: float) -> Sequence[Schedule]:
+    """Return the schedules of at most that work; all of them if there are none."""
+    return [schedule for schedule in schedules if schedule.work <= most_work] or schedules
 
 
 def _work(schedule: Schedule) -> float:
@@ -117,6 +118,10 @@ def _work(schedule: Schedule) -> float:
 
 def _memory(schedule: Schedule) -> int:
     return schedule.peak_bytes
+
+
+def _memory_and_work(schedule: Schedule) -> float:
+    return schedule.peak_bytes * (1 + WORTH * schedule.work)
 
 
 def _starts(sizes: Sizes) -> Iterator[Table]:
