@@ -87,7 +87,7 @@ def technique(program: Program) -> Technique:
 class CurvePoint(NamedTuple):
     """A schedule that could be taken."""
 
-    work: float  # forward passes in a step; 1: no convolution twice
+    work: float  # forward passes in a step; 1: nothing is computed twice
     peak_bytes: int  # of the simulated step
 
 

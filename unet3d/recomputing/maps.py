@@ -21,7 +21,7 @@ from unet3d.recomputing.groups import SUMS, grouped_values, results_of_groups
 from unet3d.recomputing.normalisation import NORMALISATIONS
 from unet3d.recomputing.rules import RULES, Rule
 
-TRAFFIC = 40  # multiplications of a convolution in the time in which an operation reads and writes a number
+TRAFFIC = 40  # multiplications and additions that take as long as to read and write one number
 
 
 @dataclass(eq=False, repr=False)
@@ -33,7 +33,7 @@ class Map:
     rule: Rule | None  # None: made at once, of whole maps, by the operations of a group
     passing: tuple[Value, ...]  # values in passing or of the group, last the map's own, in the order of their making
     sources: tuple[Value, ...]  # of maps, and the image
-    operations: int  # multiplications and additions of its convolutions
+    operations: int  # work of making it, in multiplications and additions of a convolution
     norms: tuple[Value, ...] = ()  # normalisations that take their statistics of it
     derived: tuple[Steps, ...] = ()  # tensors of weights that are computed within the group
     along: Along | None = None  # the dimension along which a group can be carried out in parts

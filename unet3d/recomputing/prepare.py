@@ -120,7 +120,7 @@ def _signature(maps: Sequence[Map]) -> list[tuple[str, str, torch.Size, tuple[st
 
 def work_line(program: Program) -> str:
     """Return the work of a program, and which operations have no rule."""
-    work = f"work of {program.schedule.work:.2f} forward passes (1.00: no convolution twice)"
+    work = f"work of {program.schedule.work:.2f} forward passes (1.00: nothing twice)"
     whole: dict[str, None] = {}
     for map_ in program.maps.whole:
         value = first_of_group(map_.passing)

@@ -59,7 +59,7 @@ class AveragePool(Pool):
         return result
 
 
-TRILINEAR = 300  # multiplications and additions of a convolution in the time of one interpolated number, on a CPU
+TRILINEAR = 300  # multiplications and additions of a convolution that take as long as one interpolated number
 
 
 class Interpolation(Rule):

@@ -72,7 +72,7 @@ class Rule:
         return gradients_by_autograd(work.value, known, gradient, work.state)
 
     def operations(self, value: Value) -> int:
-        """Return the multiplications and additions of the whole map, 0 where they are few."""
+        """Return the multiplications and additions of the whole map; 0 where they take no longer than its memory."""
         return 0
 
 

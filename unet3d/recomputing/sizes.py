@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.making import reads_back, reads_far_back, waiting_numbers
-from unet3d.recomputing.maps import Map, Maps, bytes_of
+from unet3d.recomputing.maps import TRAFFIC, Map, Maps, bytes_of
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.scratch import Scratch
 from unet3d.recomputing.tiles import TilePlan
@@ -95,7 +95,7 @@ def _bytes_of_weights(maps: Sequence[Map], trained: dict[str, int]) -> list[int]
 
 
 def _operations(map_: Map) -> int:
-    """Return the multiplications and additions of a map; for a group, torch counts them."""
+    """Return the work of making a map, in multiplications and additions; for a group, torch counts them."""
     if map_.rule is not None:
         return map_.operations
     return sum(_operations_of(value) for value in map_.passing)
@@ -119,8 +119,8 @@ def _operations_of(value: Value) -> int:
         with counter:
             value.target(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError):  # not on meta
-        return value.shape.numel()
-    return max(counter.get_total_flops() // 2, value.shape.numel())
+        return TRAFFIC * value.shape.numel()
+    return counter.get_total_flops() // 2 + TRAFFIC * value.shape.numel()
 
 
 def _is_normalised(program: Program, map_: Map) -> bool:
