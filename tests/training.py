@@ -30,6 +30,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory import preflight, recompute_plan
 from unet3d.memory.technique import choose_technique
+from unet3d.recomputing import prepare, search
 from unet3d.report import case_plots, memory_plots, plots, report, score_plots
 from unet3d.report.loggers import Loggers
 
@@ -39,6 +40,10 @@ TINY = [
     *("data.phantom.cases=4", "batch=1", "steps=4", "eval_every=2", "device=cpu", "workers=0"),
 ]
 PLAIN = ("optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=null")  # quick to simulate
+# What tests assert holds for any schedule and any tiles: with few of both, programs take a third of the time.
+search.TRIES = 150
+prepare.TILES = 6
+prepare.FEWEST_TILES = 4
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["served"])
 FIGURES = [
