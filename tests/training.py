@@ -174,6 +174,11 @@ def _unpredicted(config: Config, options: Model, before: Any = None) -> prefligh
 def without_frills() -> None:
     """No preflight, no report, pictures of one pixel: they take longer than the training, and no fault is in them."""
     preflight.preflight = _unpredicted
+    pixels_alone()
+
+
+def pixels_alone() -> None:
+    """No report, pictures of one pixel."""
     report.write_page = lambda run: run.path
     for module, name in FIGURES:
         setattr(module, name, _one_pixel)
