@@ -104,6 +104,7 @@ def drawn_schedules(seed: int, tiles: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "front", front)
         patch.setattr(prepare, "TILES", tiles)
+        patch.setattr(prepare, "FEWEST_TILES", tiles)
         patch.setattr(prepare, "CUDA_TILES", tiles)
         patch.setattr(prepare, "CUDA_TILE", 1)
         patch.setattr(prepare, "scratch_bytes", nothing)  # it takes longer than the pass
