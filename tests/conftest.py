@@ -16,11 +16,12 @@ import torch
 from allocator import dispatch_modes
 from guards import Guard, taken_out
 from rich.console import Console as Terminal
-from training import TINY, train
+from training import AS_IN_RUNS, TINY, train
 
 from unet3d.base import progress
 from unet3d.config import compose
 from unet3d.config.schema import Model
+from unet3d.memory import simulate
 from unet3d.model.unet import UNet3D
 
 # Tests send signals; those that whoever started pytest ignores (nohup, `&` in a script) would stay ignored in each run.
@@ -144,6 +145,17 @@ def network(options: Callable[..., Model]) -> Callable[..., UNet3D]:
         return UNet3D(options(*overrides, in_channels=in_channels, classes=classes))
 
     return make
+
+
+FOUND_AS_IN_RUNS: dict = {}  # what was simulated with them, by all tests of this process
+
+
+@pytest.fixture
+def programs_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find programs as runs do, with all their tiles and by the whole search."""
+    for module, name, number in AS_IN_RUNS:
+        monkeypatch.setattr(module, name, number)
+    monkeypatch.setattr(simulate, "memo", FOUND_AS_IN_RUNS)
 
 
 @pytest.fixture(autouse=True)

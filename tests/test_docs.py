@@ -160,7 +160,8 @@ def test_the_python_of_the_page_runs(
     shutil.copy(next(tmp_path.glob("data/phantom/*/imagesTr/*.nii.gz")), "case.nii.gz")
     for block in blocks:
         if block != training:
-            exec(block.replace("(1, 1, 32, 32, 32)", "(1, 1, 8, 8, 8)"), names)
+            smaller = block.replace("(1, 1, 32, 32, 32)", "(1, 1, 8, 8, 8)")
+            exec(smaller.replace("2, 1, 32, 32, 32", "2, 1, 32, 16, 16"), names)
             assert capsys.readouterr().out or "print(" not in block
     assert names["labels"].shape == names["image"].shape == names["probabilities"].shape[1:] == (20, 20, 16)
     assert names["found"].peak_bytes > 0 and names["result"].loss > 0
@@ -169,7 +170,7 @@ def test_the_python_of_the_page_runs(
 def test_the_python_of_recompute_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", TEXTS["docs/recompute.md"], re.DOTALL)
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(block.replace("32, 32, 32", "16, 8, 8"), names)
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
     assert "MiB" in capsys.readouterr().out
 

@@ -49,6 +49,7 @@ def test_a_step_launches_few_kernels(script: ModuleType, words: tuple[str, ...],
 
 
 @slow
+@pytest.mark.usefixtures("programs_of_runs")
 @pytest.mark.parametrize(
     ("plan", "size", "most", "of_plain"),
     [("lean", 64, 700, 0.45), ("tiles", 64, 785, 0.39), ("tiles", 128, 910, 0.31)],

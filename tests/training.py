@@ -30,6 +30,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory import preflight, recompute_plan
 from unet3d.memory.technique import choose_technique
+from unet3d.recomputing import prepare, search
 from unet3d.report import case_plots, memory_plots, plots, report, score_plots
 from unet3d.report.loggers import Loggers
 
@@ -39,6 +40,11 @@ TINY = [
     *("data.phantom.cases=4", "batch=1", "steps=4", "eval_every=2", "device=cpu", "workers=0"),
 ]
 PLAIN = ("optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=null")  # quick to simulate
+# What most tests assert holds for any schedule and any tiles: with few of both, programs take half of the time.
+FEW = ((search, "TRIES", 150), (prepare, "TILES", 6), (prepare, "FEWEST_TILES", 4))
+AS_IN_RUNS = [(module, name, getattr(module, name)) for module, name, _ in FEW]
+for module, name, number in FEW:
+    setattr(module, name, number)
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["served"])
 FIGURES = [
@@ -168,6 +174,11 @@ def _unpredicted(config: Config, options: Model, before: Any = None) -> prefligh
 def without_frills() -> None:
     """No preflight, no report, pictures of one pixel: they take longer than the training, and no fault is in them."""
     preflight.preflight = _unpredicted
+    pixels_alone()
+
+
+def pixels_alone() -> None:
+    """No report, pictures of one pixel."""
     report.write_page = lambda run: run.path
     for module, name in FIGURES:
         setattr(module, name, _one_pixel)

@@ -301,6 +301,7 @@ def test_what_sees_the_batch_is_another_step_in_parts(overrides: list[str], sees
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs_of_runs")
 def test_after_out_of_memory_what_needs_less_is_named_whatever_the_budget() -> None:
     """The budget was too high, or memory would not have run out. First what a resumed run may change."""
     asked = config("batch=1", "budget=8GiB")

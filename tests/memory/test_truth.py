@@ -218,6 +218,15 @@ ODD = {
     "tiles, batch norm, strided, fp16, dropout, deep supervision": "model.features=[8,16,24] model.norm=batch "
     "model.dropout=0.2 model.downsampling=strided_conv model.deep_supervision=true optim=sgd data.patch=[17,15,20] "
     "recompute=tiles amp=true amp_dtype=fp16 accumulate=2 batch=1",
+    "lean, two input channels, one flat level, residual, leaky ReLU, accumulated": "model.features=[6,10] "
+    "model.in_channels=2 model.kernels=[[1,3,3],3] model.strides=[[1,2,2]] model.residual=true "
+    "model.activation=leaky_relu optim=adamw optim.average=0.9 data.patch=[7,22,18] recompute=lean accumulate=2",
+    "auto with a budget, instance norm in place, strides of three, bf16, five classes": "model.features=[8,12] "
+    "model.inplace=true model.activation=leaky_relu model.strides=[[3,2,1]] model.kernels=[[5,3,1],3] "
+    "model.classes=5 data.patch=[27,14,11] recompute=auto budget=0.9MiB amp=true",
+    "tiles, no norm, nearest, swish, dropout, deep supervision, cross-entropy": "model.features=[5,9,12] "
+    "model.norm=none model.activation=swish model.upsampling=nearest model.conv_bias=false model.dropout=0.3 "
+    "model.deep_supervision=true loss=ce optim=sgd data.patch=[13,24,17] recompute=tiles batch=3",
 }
 
 

@@ -108,6 +108,7 @@ def drawn_schedules(seed: int, tiles: int, measures: bool = False) -> Iterator[N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "front", front)
         patch.setattr(prepare, "TILES", tiles)
+        patch.setattr(prepare, "FEWEST_TILES", tiles)
         patch.setattr(prepare, "CUDA_TILES", tiles)
         patch.setattr(prepare, "CUDA_TILE", 1)
         if not measures:

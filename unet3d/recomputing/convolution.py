@@ -31,7 +31,7 @@ class Convolution(Rule):
         if not super().serves(value, axis) or not _is_plain_convolution(value, axis):
             return False
         along = convolution(value).along(axis)
-        return along.padding <= along.reach  # else some rows are made from padding alone
+        return along.padding < along.reach  # else some rows are made from padding alone
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         length = value.inputs[0].shape[axis]
