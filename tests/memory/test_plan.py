@@ -228,7 +228,7 @@ def test_the_peak_with_recompute_is_estimated_without_a_simulation(words: list[s
 def test_tiles_cost_convolutions_and_lean_few() -> None:
     large = ("batch=1", "data.patch=[4,24,40]")
     prices = [simulated(option(lever, *large)) for lever in ("recompute=lean", "recompute=tiles")]
-    assert prices[0].step_recompute_fraction < 0.03 < prices[1].step_recompute_fraction < 0.5
+    assert prices[0].step_recompute_fraction < 0.05 < prices[1].step_recompute_fraction < 0.5
     assert prices[1].peak_bytes < prices[0].peak_bytes < profile_stages(*option(*large)[2:4]).peak
 
 
