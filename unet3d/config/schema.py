@@ -324,7 +324,7 @@ class Config:
     ckpt: Any = option(0, "gradient (activation) checkpointing in at most this many segments, or auto; 0: off")
     recompute: str = option(
         "none",
-        "what backward computes again, of any network: lean: no convolution; tiles: what least memory needs; "
+        "what backward computes again, of any network: lean: little; tiles: what the least memory needs, or nearly; "
         "auto: as little as budget allows",
         among=PLANS,
     )

@@ -42,7 +42,7 @@ def choose_program(
     dtype: torch.dtype = torch.float32,
     before: SavedSchedule | None = None,
 ) -> Technique:
-    """Return the program of `recompute`; of a resumed run that it took `before`, if the options are the same.
+    """Return the program of `recompute`; a resumed run with the same options gets the schedule `before` again.
 
     `auto`: no program where the plain step fits into the budget, else the schedule of least work with which it fits;
     the one of least memory where none does. Raises UserError for a network that cannot be traced.
@@ -87,7 +87,7 @@ def technique(program: Program) -> Technique:
 class CurvePoint(NamedTuple):
     """A schedule that could be taken."""
 
-    work: float  # forward passes in a step; 1: nothing is computed twice
+    work: float  # forward passes in a step; 1: no map is made twice
     peak_bytes: int  # of the simulated step
 
 
@@ -173,7 +173,7 @@ def _prepare(config: Config, model: nn.Module, image: Tensor) -> Program:
 
 def _within(config: Config, model_config: Model, program: Program, budget: int) -> Technique:
     """Return the schedule of least work whose simulated step is within the budget, or that of least memory."""
-    chosen = by_plan(program, "tiles")
+    chosen = program.by(search.least_memory(program.schedules))
     excess = _occupied(config, model_config, chosen) - budget
     room = chosen.schedule.peak_bytes - excess
     while excess <= 0:

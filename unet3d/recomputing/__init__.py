@@ -16,11 +16,15 @@ In reading order:
     derived         tensors computed from weights alone
     along           operations that can be carried out in parts, along windows or tokens
     groups          operations without a rule that are carried out at once
+    operations      their work
     maps            which values exist as a whole, and how each follows from others
     tiles           rows of one map: made, and their gradient sent to the maps before
     making          a map written tile by tile, also over a source
+    sending         a map's gradient, sent to its sources tile by tile
     instructions    what a pass may do with a map or a gradient
-    schedule        the instructions of a pass, and its bytes
+    costs           the sizes of maps, from which schedules are made
+    compiler        a table of the maps that stay, compiled into instructions and bytes
+    schedule        what the compiler gives
     soundness       whether no instruction reads what is not there
     search          the schedules that none beats in both bytes and work
     program         maps, their tiles and schedules, for images of one size

@@ -1,4 +1,4 @@
-"""A pass, instruction by instruction, as a table of the maps that stay asks for it, and the bytes that are there.
+"""Compiles a table of the maps that stay into the instructions of a pass, and counts the bytes that are alive at each.
 
 A map that is needed and is not there is computed a second time, from those that are. Where a map or a gradient lies is
 decided here, once: over another one that nothing reads any more, or in memory of its own.
@@ -26,7 +26,7 @@ Keep = Sequence[Set[int]]
 
 
 class Compiler:
-    """Walks through a pass and takes note of what is alive."""
+    """A walk through a pass: what is alive, and the most bytes so far."""
 
     def __init__(self, sizes: Sizes, keep: Keep, writes: bool) -> None:
         self.sizes = sizes
@@ -110,7 +110,8 @@ class Compiler:
     def _turn(self) -> None:
         """Count the gradients of the outputs, which are written over them where nothing reads these."""
         sizes = self.sizes
-        self.instructions.append(Turn())
+        if self.writes:
+            self.instructions.append(Turn())
         for index in sizes.outputs:
             if not sizes.needs_gradient[index]:
                 continue
@@ -235,9 +236,9 @@ class Compiler:
         return source in self.sizes.over_source[index] and not self._goes_in_parts(source, index)
 
     def _goes_in_parts(self, source: int, index: int) -> bool:
-        """Return whether what a map sends to a source goes on at once, and does not wait for the source's other users.
+        """Return whether a thin source's gradient is sent on after each of its users, part by part.
 
-        To weights alone, as the source is made from the image: their gradients add up.
+        A thin map has no source but the image, so that the parts add up in its weights' gradients.
         """
         sizes = self.sizes
         is_little = sizes.is_thin[source] and sizes.send_work[source] <= TWICE
@@ -258,7 +259,7 @@ class Compiler:
             self._free(index)
         if sizes.users[index][0] != reader:
             self.work += sizes.send_work[index]
-        self._send(index, frozenset(), ())
+        self._send(index, frozenset(), ())  # a thin map has no source but the image
 
     def _twice(self, index: int, wanted: Sequence[int]) -> int | None:
         """Return the source whose gradient is written over its map, if a second pass over the tiles is little work."""

@@ -14,7 +14,7 @@ from unet3d.recomputing.halves import Halves, is_slow
 from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work, pad_along
 
 
-def _is_plain_convolution(value: Value, axis: int) -> bool:
+def _is_plain_convolution(value: Value) -> bool:
     """Return whether input and parameters are a map and weights, and the padding is given in numbers."""
     weight = value.args[1]
     bias = value.argument(2)
@@ -28,7 +28,7 @@ class Convolution(Rule):
     """A convolution; its gradients need its input and not its result."""
 
     def serves(self, value: Value, axis: int) -> bool:
-        if not super().serves(value, axis) or not _is_plain_convolution(value, axis):
+        if not super().serves(value, axis) or not _is_plain_convolution(value):
             return False
         along = convolution(value).along(axis)
         return along.padding < along.reach  # else some rows are made from padding alone
@@ -161,7 +161,7 @@ class TransposedConvolution(Rule):
     """A transposed convolution; its gradients need its input and not its result."""
 
     def serves(self, value: Value, axis: int) -> bool:
-        if not super().serves(value, axis) or not _is_plain_convolution(value, axis):
+        if not super().serves(value, axis) or not _is_plain_convolution(value):
             return False
         along = transposed(value).along(axis)
         length = value.inputs[0].shape[axis]

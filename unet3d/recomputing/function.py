@@ -47,7 +47,7 @@ class InTiles(torch.autograd.Function):
         ctx.names = names
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(image, *weights)
-        with _quiet(run):
+        with _without_autocast(run):
             return run.forward(image)
 
     @staticmethod
@@ -57,7 +57,7 @@ class InTiles(torch.autograd.Function):
         run = ctx.run
         ctx.run = None
         names = ctx.names
-        with _quiet(run):
+        with _without_autocast(run):
             of_image = run.backward(image, list(gradients))
         of_weights = [run.state.gradients.pop(name, None) for name in names]
         if of_image is not None:
@@ -66,8 +66,8 @@ class InTiles(torch.autograd.Function):
 
 
 @contextmanager
-def _quiet(run: Pass) -> Any:
-    """Let rules say themselves in which precision they compute."""
+def _without_autocast(run: Pass) -> Any:
+    """Turn autocast off: rules convert by themselves."""
     with ExitStack() as contexts:
         contexts.enter_context(torch.autocast(run.device.type, enabled=False))
         is_half = run.state.dtype in half_precision.DTYPES

@@ -1,7 +1,8 @@
 """A network as a graph of operations on maps, traced by torch.export.
 
 A `Value` is the result of one operation that depends on the image. Parameters and buffers are `Weight`s; what is
-computed from them alone, as `weight_norm` does, is `Derived` and runs under plain autograd before each pass.
+computed from them alone, as `weight_norm` does, is `Derived` and runs under plain autograd before each pass or, where
+groups alone read it, within the group.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ DROPOUTS = ("dropout", "feature_dropout")  # their numbers are drawn when a pass
 
 @dataclass(eq=False, repr=False)
 class Value:
-    """The result of one operation; in-place variants are described as the operation that returns a new map."""
+    """The result of one operation; in-place variants are described as the operation that returns a new tensor."""
 
     name: str
     op: str  # "conv3d", "leaky_relu"

@@ -1,8 +1,9 @@
 """Maps: the values that exist as a whole, and how each follows from others.
 
-A convolution's result is a map, and so is what a normalisation takes its statistics of, what a group of operations
-without a rule reads or gives, and each output. All other values are rows in passing, or within a group: each reader
-computes them anew.
+A map is what is dear to compute again, or has to be whole: the result of a convolution (not of a transposed one without
+overlap, nor of one that only a sum reads), what a normalisation takes its statistics of, chained sums, what a group of
+operations without a rule reads or gives, and each output. All other values are rows in passing, or within a group: each
+reader computes them anew.
 """
 
 import math
@@ -19,9 +20,8 @@ from unet3d.recomputing.derived import Steps, names_read, within
 from unet3d.recomputing.graph import Graph, Value, Weight
 from unet3d.recomputing.groups import SUMS, grouped_values, results_of_groups
 from unet3d.recomputing.normalisation import NORMALISATIONS
+from unet3d.recomputing.operations import operations_by_rule, operations_without_rule
 from unet3d.recomputing.rules import RULES, Rule
-
-TRAFFIC = 40  # multiplications and additions that take as long as to read and write one number
 
 
 @dataclass(eq=False, repr=False)
@@ -32,11 +32,16 @@ class Map:
     value: Value
     rule: Rule | None  # None: made at once, of whole maps, by the operations of a group
     passing: tuple[Value, ...]  # values in passing or of the group, last the map's own, in the order of their making
-    sources: tuple[Value, ...]  # of maps, and the image
-    operations: int  # work of making it, in multiplications and additions of a convolution
+    sources: tuple[Value, ...]  # the maps, or the image, that it is made from
     norms: tuple[Value, ...] = ()  # normalisations that take their statistics of it
     derived: tuple[Steps, ...] = ()  # tensors of weights that are computed within the group
     along: Along | None = None  # the dimension along which a group can be carried out in parts
+
+    @cached_property
+    def operations(self) -> int:
+        """Work of making it, in multiplications and additions of a convolution."""
+        of_value = operations_without_rule if self.rule is None else operations_by_rule
+        return sum(of_value(value) for value in self.passing)
 
     @cached_property
     def weights(self) -> list[str]:
@@ -112,8 +117,7 @@ class Maps:
     def through(self, map_: Map, also_passing: frozenset[Value]) -> Map:
         """Return how a map is made where some of its sources are in passing, too."""
         passing, sources = self._expression(map_.value, also_passing)
-        operations = self._operations(passing)
-        return Map(map_.index, map_.value, map_.rule, passing, sources, operations, map_.norms)
+        return Map(map_.index, map_.value, map_.rule, passing, sources, map_.norms)
 
     def _stored(self, grouped: set[Value]) -> set[Value]:
         stored = set(self.graph.outputs)
@@ -182,12 +186,12 @@ class Maps:
             if value.op in SUMS and len(value.inputs) > 1:
                 if inner:
                     for source in value.inputs:
-                        self._store_nearest_sum(source, has_sum, stored)
+                        self._store_if_sum(source, has_sum, stored)
                 inner = True
             has_sum[value] = inner and value not in stored
 
-    def _store_nearest_sum(self, value: Value, has_sum: dict[Value, bool], stored: set[Value]) -> None:
-        """Make a map of what the sums below a value give: of the activation that follows, where there is one."""
+    def _store_if_sum(self, value: Value, has_sum: dict[Value, bool], stored: set[Value]) -> None:
+        """Make a map of a value that has a sum in passing below it, or is one."""
         if value not in stored and has_sum.get(value, False):
             stored.add(value)
             has_sum[value] = False
@@ -196,8 +200,8 @@ class Maps:
         rule = self.rules[value]
         passing, sources = self._expression(value, frozenset())
         if rule is not None:
-            return Map(index, value, rule, passing, sources, self._operations(passing))
-        map_ = Map(index, value, None, passing, sources, value.shape.numel())
+            return Map(index, value, rule, passing, sources)
+        map_ = Map(index, value, None, passing, sources)
         for steps in self.derived_within:
             if any(step.name in map_.names_read for step in steps):
                 map_.derived += (steps,)
@@ -220,14 +224,6 @@ class Maps:
         order = [value for value in self.graph.values if value in passing]
         of_maps = [value for value in (self.graph.image, *self.graph.values) if value in sources]
         return tuple(order), tuple(of_maps)
-
-    def _operations(self, passing: tuple[Value, ...]) -> int:
-        total = 0
-        for value in passing:
-            rule = self.rules[value]
-            if rule is not None:
-                total += rule.operations(value) + TRAFFIC * value.shape.numel()
-        return total
 
 
 def _rule_of(value: Value, axis: int) -> Rule | None:

@@ -25,9 +25,9 @@ def recompute(
     """Return a network that trains as `model` does, with the same parameters, in less memory.
 
     `example` is an image N C D H W as the network will get it; the schedule is found for its size, and for each other
-    size when the first such image comes. `plan`: "lean" makes no convolution a second time, "tiles" needs least memory,
-    "auto" takes the least work with which weights, gradients, maps and what is `held` beside them (the optimizer's
-    state, say) fit into the `budget`, as "6GiB". Prints a line that says what to expect.
+    size when the first such image comes. `plan`: "lean" makes sums and small convolutions again, "tiles" all that saves
+    memory, "auto" takes the least work with which weights, gradients, maps and what is `held` beside them (the
+    optimizer's state, say) fit into the `budget`, as "6GiB". Prints a line that says what to expect.
     """
     recomputed = Recomputed(model, plan, budget, held)
     if model.training:

@@ -19,7 +19,7 @@ from unet3d.recomputing.scratch import scratch_bytes
 from unet3d.recomputing.sizes import converted_bytes, sizes_of, wanted_values
 from unet3d.recomputing.trace import trace
 
-PLANS = ("lean", "tiles", "auto")  # least work, least memory, what a budget allows
+PLANS = ("lean", "tiles", "auto")  # little work, little memory, what a budget allows
 TILES = 24  # of the largest value, on the CPU
 FEWEST_TILES = 12  # the same where tiles are small, and calls take longer than what they compute
 SMALL_TILE = 2**18  # numbers
@@ -120,7 +120,7 @@ def _signature(maps: Sequence[Map]) -> list[tuple[str, str, torch.Size, tuple[st
 
 def work_line(program: Program) -> str:
     """Return the work of a program, and which operations have no rule."""
-    work = f"work of {program.schedule.work:.2f} forward passes (1.00: nothing twice)"
+    work = f"work of {program.schedule.work:.2f} forward passes (1.00: no map is made twice)"
     whole: dict[str, None] = {}
     for map_ in program.maps.whole:
         value = first_of_group(map_.passing)

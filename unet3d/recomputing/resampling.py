@@ -24,8 +24,6 @@ class Pool(Rule):
             dilation = three(value.argument(4, 1))
             if dilation != (1, 1, 1):
                 return False
-        if value.element not in (None, 0):
-            return False  # the indices of the largest numbers count voxels of the whole map
         return super().serves(value, axis)
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:

@@ -55,7 +55,7 @@ class Pass:
             self.state.convert(self.program.maps.converted_weights)
         turn = next(place for place, step in enumerate(self.instructions) if isinstance(step, Turn))
         for instruction in self.instructions[:turn]:
-            self._carry_out(instruction)
+            self._execute_observed(instruction)
         outputs = tuple(self.maps[value] for value in graph.outputs)
         users = self.program.maps.users
         for value in set(graph.outputs):
@@ -78,23 +78,23 @@ class Pass:
             elif users[value]:
                 gradient = gradient.clone()
             self.gradients[value] = gradient
-        self.arrived = set(graph.outputs)
+        self.arrived = {value for value in graph.outputs if not users[value]}
         del gradients, gradient, known
         for instruction in self.instructions:
-            self._carry_out(instruction)
+            self._execute_observed(instruction)
         self.state.close_gradients()
         return self.gradients.pop(graph.image, None)
 
-    def _carry_out(self, instruction: Instruction) -> None:
+    def _execute_observed(self, instruction: Instruction) -> None:
         if isinstance(instruction, Free | Turn):
-            self._follow(instruction)
+            self._execute(instruction)
             return
         layer = self.by_index[instruction.map].value.layer
         is_backward = not isinstance(instruction, Make)
         with observer.observer.works_on(layer, is_backward):
-            self._follow(instruction)
+            self._execute(instruction)
 
-    def _follow(self, instruction: Instruction) -> None:
+    def _execute(self, instruction: Instruction) -> None:
         match instruction:
             case Make(index, over, through):
                 self._make(self.by_index[index], over, self._values(through))
@@ -103,7 +103,7 @@ class Pass:
             case Complete(index):
                 self._complete(self.by_index[index])
             case CompleteRows(index, through):
-                self._complete_made(self.by_index[index], self._values(through))
+                self._complete_rows(self.by_index[index], self._values(through))
             case Send(index, targets, through):
                 self._send(self.by_index[index], targets, self._values(through))
             case SendTwice(index, targets, through):
@@ -152,22 +152,18 @@ class Pass:
     def _complete(self, map_: Map) -> None:
         gradient = self._incomplete_gradient(map_)
         if gradient is not None:
-            self.sender.complete_rows(map_, self.maps[map_.value], gradient)
+            self.sender.complete(map_, self.maps[map_.value], gradient)
 
-    def _complete_made(self, map_: Map, through: tuple[Value, ...]) -> None:
+    def _complete_rows(self, map_: Map, through: tuple[Value, ...]) -> None:
         gradient = self._incomplete_gradient(map_)
         if gradient is not None:
-            self.sender.complete_made(self.program.plan(map_, through), gradient)
+            self.sender.complete_rows(self.program.plan(map_, through), gradient)
 
     def _incomplete_gradient(self, map_: Map) -> Tensor | None:
         """Return the gradient that is to be completed, when all sums are there."""
         gradient = self.gradients[map_.value]
         if gradient is None:
             return None
-        if map_.value in self.arrived:
-            gradient = gradient.clone()
-            self.gradients[map_.value] = gradient
-            self.arrived.discard(map_.value)
         for norm in map_.norms:
             normalisation.close_sums(norm, self.state)
         return gradient

@@ -1,7 +1,7 @@
 """Bytes beside maps and gradients while an instruction runs, measured on tensors without data.
 
 Each instruction is carried out once, as a pass would do it, on its first two tiles and its last two: the others are
-like the second.
+like the second. Only `SendTwice` runs all tiles.
 """
 
 import weakref
@@ -196,7 +196,8 @@ class _Meter:
         most = 0
         if map_.rule is None or map_.operations > TWICE * self.operations:
             return most
-        self.run.program = self.program  # rows between the tiles would be completed at once
+        # With tiles left out, the rows between them would count as rows that no tile reads, and be completed at once.
+        self.run.program = self.program
         for index in self._wanted(map_):
             source = self.run.by_index[index]
             if not source.norms or source.value in through:
@@ -244,7 +245,7 @@ class _Meter:
         self._provide(map_, through)
         self._provide_sums(map_)
         with self.count:
-            self.run._complete_made(map_, through)
+            self.run._complete_rows(map_, through)
         self.run.gradients.clear()
         return self._rest()
 

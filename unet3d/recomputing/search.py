@@ -19,10 +19,11 @@ from typing import NamedTuple
 from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.schedule import Peak, Schedule, compile_schedule, every_map, locate_peak
 
-LIMITS = (1.0, 1.1, 1.3, 1.6, 1.9)  # of work, in forward passes
-LITTLE_WORK = 0.14  # forward passes more than the least: first convolutions, sums
-MOST_WORK = 2.11  # forward passes in all; beyond, memory falls by little
-WORTH = 0.12  # of the bytes: so much more memory is as good as a forward pass less
+LIMITS = (1.0, 1.1, 1.3, 1.6, 1.9)  # of work, in forward passes, exceeded by LITTLE_WORK
+LITTLE_WORK = 0.14  # forward passes: small convolutions, sums
+MOST_WORK = 2.2  # forward passes in all; beyond, memory falls by little
+WORTH_FOR_LEAN = 1.4  # 1 % of a forward pass less is as good as so many % of memory less
+WORTH_FOR_TILES = 0.1
 TRIES = 3000  # tables, for each limit
 FEWEST_TRIES = 50
 LOOKS = 3_000_000  # entries of all tables: of many maps fewer tables are tried
@@ -84,21 +85,26 @@ def front(sizes: Sizes) -> list[Schedule]:
         _descend(best, starts[score], LIMITS[-1], round(tries * SHARE_OF_DESCENT))
     draw = random.Random(0)
     for limit in LIMITS:
-        least = _improve(best, _nearest(best, limit), limit, tries // ROUNDS, draw)
+        least = _improve(best, _least_within(best, limit), limit, tries // ROUNDS, draw)
         other = _improve(best, _elsewhere(best, limit), limit, tries // ROUNDS, draw)
         _improve(best, min(least, other, key=_scored).table, limit, tries // ROUNDS, draw)
     return best.schedules()
 
 
 def leanest(schedules: Sequence[Schedule]) -> Schedule:
-    """Return the schedule of least memory that computes only convolutions of little work a second time."""
+    """Return the schedule, among those of little more than the least work, that has the best of memory and work."""
     least_work = min(schedule.work for schedule in schedules)
-    return min(_bearable(schedules, least_work + LITTLE_WORK), key=_memory)
+    return _best(schedules, least_work + LITTLE_WORK, WORTH_FOR_LEAN)
 
 
 def smallest(schedules: Sequence[Schedule]) -> Schedule:
-    """Return the schedule of bearable work that needs least memory, or hardly more by much less work."""
-    return min(_bearable(schedules, MOST_WORK), key=_memory_and_work)
+    """Return the schedule of bearable work that needs least memory, or hardly more at much less work."""
+    return _best(schedules, MOST_WORK, WORTH_FOR_TILES)
+
+
+def least_memory(schedules: Sequence[Schedule]) -> Schedule:
+    """Return the schedule of least memory, whatever its work."""
+    return min(schedules, key=_memory)
 
 
 def within(schedules: Sequence[Schedule], room: int) -> Schedule | None:
@@ -107,9 +113,14 @@ def within(schedules: Sequence[Schedule], room: int) -> Schedule | None:
     return min(fitting, key=_work, default=None)
 
 
-def _bearable(schedules: Sequence[Schedule], most_work: float) -> Sequence[Schedule]:
-    """Return the schedules of at most that work; all of them if there are none."""
-    return [schedule for schedule in schedules if schedule.work <= most_work] or schedules
+def _best(schedules: Sequence[Schedule], most_work: float, worth: float) -> Schedule:
+    """Return the best schedule of at most that work, or of all if there is none; `worth`: of work, beside memory."""
+
+    def cost(schedule: Schedule) -> float:
+        return math.log(schedule.peak_bytes) + worth * schedule.work
+
+    bearable = [schedule for schedule in schedules if schedule.work <= most_work]
+    return min(bearable or schedules, key=cost)
 
 
 def _work(schedule: Schedule) -> float:
@@ -118,10 +129,6 @@ def _work(schedule: Schedule) -> float:
 
 def _memory(schedule: Schedule) -> int:
     return schedule.peak_bytes
-
-
-def _memory_and_work(schedule: Schedule) -> float:
-    return schedule.peak_bytes * (1 + WORTH * schedule.work)
 
 
 def _starts(sizes: Sizes) -> Iterator[Table]:
@@ -150,10 +157,10 @@ def _elsewhere(best: Front, limit: float) -> Packed:
     """Return a table of less memory and more work than the limit, from which the search comes down."""
     if limit >= MUCH_WORK:
         return best.points[min(best.points)]
-    return _nearest(best, limit + STEP)
+    return _least_within(best, limit + STEP)
 
 
-def _nearest(best: Front, limit: float) -> Packed:
+def _least_within(best: Front, limit: float) -> Packed:
     """Return the table of least memory whose work is within the limit."""
     within = [point for point in best.points if point[1] <= limit + LITTLE_WORK]
     point = min(within or best.points)

@@ -20,8 +20,8 @@ from unet3d.recomputing.whole import apart
 class Sink:
     """Collects gradients of a map's rows, tile by tile, and writes those to which no later tile adds.
 
-    `complete` adds to the gradient of rows that no tile reads what statistics of the map, over which it is written,
-    give; without it they are zeros.
+    Rows that no tile reads get a gradient of zero, or, where the target lies over a normalised map, what
+    `complete(raw, gradient)` adds to it: the part that the statistics give.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Sink:
         self.adds = adds
         self.complete = complete
         self.written = 0
-        self.open: Tensor | None = None  # rows that the next tile adds to
+        self.carried: Tensor | None = None  # rows that the next tile adds to
 
     def add(self, first: int, gradient: RowGradient, done: int) -> Span:
         """Add rows from `first` on; no later tile adds to those before `done`. Return the rows that are final."""
@@ -44,8 +44,8 @@ class Sink:
         assert rows is not None
         end = first + rows.shape[self.axis]
         done = min(max(done, first), end)
-        if self.open is not None:
-            rows = self.with_open(rows if gradient.is_own else rows.clone())
+        if self.carried is not None:
+            rows = self.with_carried(rows if gradient.is_own else rows.clone())
         finished = rows.narrow(self.axis, 0, done - first)
         target = self.target.narrow(self.axis, first, done - first)
         if self.adds:
@@ -54,16 +54,16 @@ class Sink:
             self._clear(first)
             target.copy_(finished)
         self.written = done
-        self.open = None
+        self.carried = None
         if done < end:
-            self.open = rows.narrow(self.axis, done - first, end - done).clone()
+            self.carried = rows.narrow(self.axis, done - first, end - done).clone()
         return first, done
 
-    def with_open(self, rows: Tensor) -> Tensor:
+    def with_carried(self, rows: Tensor) -> Tensor:
         """Return rows with what the tile before has left for them, added in place."""
-        if self.open is not None:
-            rows.narrow(self.axis, 0, self.open.shape[self.axis]).add_(self.open)
-            self.open = None
+        if self.carried is not None:
+            rows.narrow(self.axis, 0, self.carried.shape[self.axis]).add_(self.carried)
+            self.carried = None
         return rows
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class TileSender:
         self.gradients = gradients
         self.by_index = program.maps.maps
 
-    def complete_rows(self, map_: Map, raw: Tensor, gradient: Tensor) -> None:
+    def complete(self, map_: Map, raw: Tensor, gradient: Tensor) -> None:
         """Add the part that follows from the statistics, to as few rows at a time as in a tile."""
         axis = self.state.axis
         length = raw.shape[axis]
@@ -113,12 +113,12 @@ class TileSender:
             for norm in map_.norms:
                 normalisation.complete(norm, part_of_raw, part, self.state)
 
-    def complete_made(self, plan: MapPlan, gradient: Tensor) -> None:
-        """Do so for all rows of a map that is not there: each tile's rows are made first."""
+    def complete_rows(self, plan: MapPlan, gradient: Tensor) -> None:
+        """Complete the gradient of a map that is not there: each tile's rows are made first."""
         for tile in plan.tiles:
             first, end = tile.span
             raw = make_rows(plan, tile, self.maps, self.state)
-            self.complete_rows(plan.map, raw, gradient.narrow(self.state.axis, first, end - first))
+            self.complete(plan.map, raw, gradient.narrow(self.state.axis, first, end - first))
             del raw
 
     def send(
@@ -133,7 +133,7 @@ class TileSender:
         places = {self.by_index[source].value: place for source, place in targets}
         image = self.program.maps.graph.image
         sources = self.by_index[plan.map.index].sources
-        if image in plan.wanted and image in sources and completed is None:
+        if image in plan.wanted and image in sources and completed is None:  # else the first of two passes has sent it
             places[image] = "new" if self.gradients.get(image) is None else "add"
         # The gradients of a sum's terms may all be rows of the gradient: what is written over it comes last.
         values = sorted(places, key=lambda value: places[value] == "gradient")
@@ -141,7 +141,7 @@ class TileSender:
         for value in values:
             sink = self._sink(plan, value, places[value], gradient)
             if sink is not None and completed is not None and value is completed.value:
-                sink.complete = partial(self.complete_rows, completed)
+                sink.complete = partial(self.complete, completed)
             sinks[value] = sink
         for number, tile in enumerate(plan.tiles):
             rows = gradient
@@ -195,12 +195,12 @@ class TileSender:
         if not gradient.is_own:
             rows = rows.clone()
         if sink is not None:
-            rows = sink.with_open(rows)
+            rows = sink.with_carried(rows)
             high = low + rows.shape[axis]
             done = min(max(done, low), high)
         count = done - low
         raw = self.maps[map_.value].narrow(axis, low, count)
-        self.complete_rows(map_, raw, rows.narrow(axis, 0, count))
+        self.complete(map_, raw, rows.narrow(axis, 0, count))
         return RowGradient(rows, True)
 
     def _zeros(self, value: Value, low: int, high: int) -> RowGradient:

@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.making import reads_back, reads_far_back, waiting_numbers
-from unet3d.recomputing.maps import TRAFFIC, Map, Maps, bytes_of
+from unet3d.recomputing.maps import Map, Maps, bytes_of
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.scratch import Scratch
 from unet3d.recomputing.tiles import TilePlan
@@ -42,9 +41,8 @@ def sizes_of(
     """
     maps = program.maps.maps
     index_of = {map_.value: map_.index for map_ in maps}
-    operations = [_operations(map_) for map_ in maps]
-    total = max(sum(operations), 1)
-    work = [number / total for number in operations]
+    total = max(sum(map_.operations for map_ in maps), 1)
+    work = [map_.operations / total for map_ in maps]
     outputs = frozenset(index_of[value] for value in program.maps.graph.outputs)
     over = [_over(program, map_, index_of, outputs) for map_ in maps]
     return Sizes(
@@ -92,35 +90,6 @@ def _bytes_of_weights(maps: Sequence[Map], trained: dict[str, int]) -> list[int]
                 seen.add(name)
                 of_weights[map_.index] += trained[name]
     return of_weights
-
-
-def _operations(map_: Map) -> int:
-    """Return the work of making a map, in multiplications and additions; for a group, torch counts them."""
-    if map_.rule is not None:
-        return map_.operations
-    return sum(_operations_of(value) for value in map_.passing)
-
-
-def _operations_of(value: Value) -> int:
-    """Return the multiplications and additions of an operation without a rule, by tensors without data."""
-    counter = FlopCounterMode(display=False)
-
-    def fill(tree: object) -> object:
-        if isinstance(tree, tuple):
-            return [fill(leaf) for leaf in tree]
-        if hasattr(tree, "shape"):
-            dtype = tree.dtype if isinstance(tree, Value) else torch.float32
-            return torch.empty(tree.shape, dtype=dtype, device="meta")
-        return tree
-
-    try:
-        args = [fill(leaf) for leaf in value.args]
-        kwargs = {name: fill(leaf) for name, leaf in value.kwargs.items()}
-        with counter:
-            value.target(*args, **kwargs)
-    except (RuntimeError, NotImplementedError, TypeError):  # not on meta
-        return TRAFFIC * value.shape.numel()
-    return counter.get_total_flops() // 2 + TRAFFIC * value.shape.numel()
 
 
 def _is_normalised(program: Program, map_: Map) -> bool:
