@@ -22,7 +22,7 @@ from unet3d.recomputing.schedule import Peak, Schedule, compile_schedule, every_
 LIMITS = (1.0, 1.1, 1.3, 1.6, 1.9)  # of work, in forward passes, exceeded by LITTLE_WORK
 LITTLE_WORK = 0.14  # forward passes: small convolutions, sums
 MOST_WORK = 2.2  # forward passes in all; beyond, memory falls by little
-WORTH_FOR_LEAN = 1.4  # 1 % of a forward pass less is as good as so many % of memory less
+WORTH_FOR_LEAN = 1.3  # 1 % of a forward pass less is as good as so many % of memory less
 WORTH_FOR_TILES = 0.1
 TRIES = 3000  # tables, for each limit
 FEWEST_TRIES = 50
