@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.recomputing.convolution_settings import three
 from unet3d.recomputing.graph import Value, leaves
-from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work, pad_along
+from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work
 
 
 class Pool(Rule):
@@ -24,6 +25,8 @@ class Pool(Rule):
             dilation = three(value.argument(4, 1))
             if dilation != (1, 1, 1):
                 return False
+        if value.element not in (None, 0):
+            return False  # the indices of the largest numbers count voxels of the whole map
         return super().serves(value, axis)
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
@@ -63,8 +66,6 @@ TRILINEAR = 300  # multiplications and additions of a convolution that take as l
 class Interpolation(Rule):
     """Nearest and trilinear interpolation by whole factors, without aligned corners."""
 
-    reads = ""
-
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis):
             return False
@@ -93,45 +94,26 @@ class Interpolation(Rule):
         return TRILINEAR * value.shape.numel() if value.op == "upsample_trilinear3d" else 0
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
-        before, size, factors = self._of_tile(work)
-        rows: Tensor
-        if work.value.op == "upsample_nearest3d":
-            rows = torch.ops.aten.upsample_nearest3d(inputs[0], size, *factors)
-        else:
-            rows = torch.ops.aten.upsample_trilinear3d(inputs[0], size, False, *factors)
-        return rows.narrow(work.state.axis, before, work.tile.rows)
+        value = work.value
+        tile = work.tile
+        axis = work.state.axis
+        source = value.inputs[0].shape
+        size = []
+        for dimension in (2, 3, 4):
+            factor = value.shape[dimension] // source[dimension]
+            size.append(inputs[0].shape[dimension] * factor)
+        mode = "nearest" if value.op == "upsample_nearest3d" else "trilinear"
+        rows = F.interpolate(inputs[0], size, mode=mode)
+        low, _ = tile.inputs[0]
+        first, _ = tile.span
+        first_row = low * (value.shape[axis] // source[axis])
+        return rows.narrow(axis, first - first_row, tile.rows)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
-        axis = work.state.axis
-        before, size, factors = self._of_tile(work)
-        behind = size[axis - 2] - before - work.tile.rows
-        if before or behind:
-            gradient = pad_along(gradient, axis, before, behind)
-        source = list(work.value.inputs[0].shape)
-        low, high = work.tile.inputs[0]
-        source[axis] = high - low
-        if work.value.op == "upsample_nearest3d":
-            return [torch.ops.aten.upsample_nearest3d_backward(gradient, size, source, *factors)]
-        return [torch.ops.aten.upsample_trilinear3d_backward(gradient, size, source, False, *factors)]
-
-    def _of_tile(self, work: Work) -> tuple[int, list[int], list[float]]:
-        """Return how many rows come before a tile's, the size that its input grows to, and by which factors.
-
-        Rows behind the tile's are not computed.
-        """
-        axis = work.state.axis
-        size = list(work.value.shape[2:])
-        source = work.value.inputs[0].shape[2:]
-        factors = [length // length_before for length, length_before in zip(size, source, strict=True)]
-        low, high = work.tile.inputs[0]
-        first, _ = work.tile.span
-        factor = factors[axis - 2]
-        before = first - low * factor
-        count = before + work.tile.rows
-        if count == high - low and factor > 1:
-            count += 1  # of as many rows as there are, torch makes a copy, whatever the factor
-        size[axis - 2] = count
-        return before, size, [float(factor) for factor in factors]
+        rows = known[0].detach().requires_grad_()
+        with torch.enable_grad():
+            result = self.run(work, [rows])
+        return torch.autograd.grad(result, [rows], gradient)
 
 
 RULES["max_pool3d"] = Pool()
