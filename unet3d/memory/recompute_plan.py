@@ -172,7 +172,7 @@ def _prepare(config: Config, model: nn.Module, image: Tensor) -> Program:
 
 
 def _within(config: Config, model_config: Model, program: Program, budget: int) -> Technique:
-    """Return the schedule of least work whose simulated step is within the budget, or that of least memory."""
+    """Return a step by the schedule of least work that keeps the budget, or by that of least memory where none does."""
     chosen = program.by(search.least_memory(program.schedules))
     excess = _occupied(config, model_config, chosen) - budget
     room = chosen.schedule.peak_bytes - excess

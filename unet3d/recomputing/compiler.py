@@ -216,7 +216,7 @@ class Compiler:
         else:
             if self.writes:
                 self.instructions.append(SendTwice(index, (*targets, Target(twice, "map")), through))
-            self.work += sizes.send_work[index] + self._passing_work(through)
+            self.work += sizes.work[index] + self._passing_work(through)
             self.alive.discard(twice)
             self.gradients.add(twice)
             self.completed.add(twice)
@@ -241,7 +241,7 @@ class Compiler:
         A thin map has no source but the image, so that the parts add up in its weights' gradients.
         """
         sizes = self.sizes
-        is_little = sizes.is_thin[source] and sizes.send_work[source] <= TWICE
+        is_little = sizes.is_thin[source] and sizes.work[source] <= TWICE
         return is_little and source not in sizes.outputs and sizes.users[source][0] < index
 
     def _goes_on(self, source: int, index: int) -> bool:
@@ -258,13 +258,13 @@ class Compiler:
         if index in self.alive and index not in stays:
             self._free(index)
         if sizes.users[index][0] != reader:
-            self.work += sizes.send_work[index]
+            self.work += sizes.work[index]
         self._send(index, frozenset(), ())  # a thin map has no source but the image
 
     def _twice(self, index: int, wanted: Sequence[int]) -> int | None:
         """Return the source whose gradient is written over its map, if a second pass over the tiles is little work."""
         sizes = self.sizes
-        if sizes.send_work[index] > TWICE:
+        if sizes.work[index] > TWICE:
             return None
         for source in wanted:
             is_first = source not in self.gradients and sizes.users[source][0] == index

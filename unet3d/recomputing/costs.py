@@ -19,7 +19,7 @@ class Sizes:
     """The sizes of n maps and how they depend on each other: all that a schedule is made from."""
 
     bytes: Sequence[int]
-    work: Sequence[float]  # of making a map, in shares of a forward pass
+    work: Sequence[float]  # of making a map, or of sending its gradient a second time, in shares of a forward pass
     sources: Sequence[Sequence[int]]  # without the image
     reads: Sequence[frozenset[int]]  # sources from which its gradient is computed
     needs_gradient: Sequence[bool]
@@ -36,7 +36,6 @@ class Sizes:
     beside_through: Sequence[Beside]  # the same where thin maps are in passing
     over_scratch: Sequence[int]  # bytes more while it is made over another map
     complete_scratch: Sequence[int]  # bytes beside a map and its gradient while that is completed
-    send_work: Sequence[float]  # of a second pass over the tiles of a gradient, in shares of a forward pass
     users: Sequence[Sequence[int]] = field(init=False)
 
     def __post_init__(self) -> None:

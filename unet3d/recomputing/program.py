@@ -59,11 +59,11 @@ class Program:
         """Return the tiles of a map; `through`: sources that are in passing; `without`: one that gets no gradient."""
         key = (map_.index, through, without)
         if key not in self.plans:
-            spans = tile_spans(map_, self.maps.axis, self.numbers, self.on_cpu)
+            rows = tile_spans(map_, self.maps.axis, self.numbers, self.on_cpu)
             if through:
                 map_ = self.maps.through(map_, frozenset(through))
             wanted = self.wanted - {without}
-            self.plans[key] = plan_map(map_, self.maps.axis, spans, wanted, frozenset(through))
+            self.plans[key] = plan_map(map_, self.maps.axis, rows, wanted, frozenset(through))
         return self.plans[key]
 
     def parts(self, map_: Map) -> list[Span]:

@@ -52,12 +52,6 @@ def locate_peak(sizes: Sizes, keep: Keep) -> Peak:
     return Peak(compiler.peak, compiler.work, compiler.peak_stage, compiler.peak_maps, mean)
 
 
-def measure(sizes: Sizes, keep: Keep) -> tuple[int, float]:
-    """Return peak and work of that schedule."""
-    peak = locate_peak(sizes, keep)
-    return peak.bytes, peak.work
-
-
 def every_map(sizes: Sizes) -> list[set[int]]:
     """Return the table in which all maps stay."""
     return [set(range(sizes.count)) for _ in range(sizes.count + 1)]

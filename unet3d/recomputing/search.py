@@ -92,7 +92,7 @@ def front(sizes: Sizes) -> list[Schedule]:
 
 
 def leanest(schedules: Sequence[Schedule]) -> Schedule:
-    """Return the schedule, among those of little more than the least work, that has the best of memory and work."""
+    """Return the schedule that weighs memory and work best, of those with little more than the least work."""
     least_work = min(schedule.work for schedule in schedules)
     return _best(schedules, least_work + LITTLE_WORK, WORTH_FOR_LEAN)
 
@@ -114,7 +114,7 @@ def within(schedules: Sequence[Schedule], room: int) -> Schedule | None:
 
 
 def _best(schedules: Sequence[Schedule], most_work: float, worth: float) -> Schedule:
-    """Return the best schedule of at most that work, or of all if there is none; `worth`: of work, beside memory."""
+    """Return the schedule that weighs memory and work best, of those of at most that work if there are any."""
 
     def cost(schedule: Schedule) -> float:
         return math.log(schedule.peak_bytes) + worth * schedule.work

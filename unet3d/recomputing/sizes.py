@@ -64,7 +64,6 @@ def sizes_of(
         beside_through=[of_map.through for of_map in scratch],
         over_scratch=[_over_scratch(program, map_, places.map, dtype) for map_, places in zip(maps, over, strict=True)],
         complete_scratch=[of_map.complete for of_map in scratch],
-        send_work=work,
     )
 
 
