@@ -4,12 +4,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.recomputing.convolution_settings import three
 from unet3d.recomputing.graph import Value, leaves
-from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work
+from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work, pad_along
 
 
 class Pool(Rule):
@@ -66,6 +65,8 @@ TRILINEAR = 300  # multiplications and additions of a convolution that take as l
 class Interpolation(Rule):
     """Nearest and trilinear interpolation by whole factors, without aligned corners."""
 
+    reads = ""
+
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis):
             return False
@@ -94,26 +95,49 @@ class Interpolation(Rule):
         return TRILINEAR * value.shape.numel() if value.op == "upsample_trilinear3d" else 0
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
-        value = work.value
-        tile = work.tile
-        axis = work.state.axis
-        source = value.inputs[0].shape
-        size = []
-        for dimension in (2, 3, 4):
-            factor = value.shape[dimension] // source[dimension]
-            size.append(inputs[0].shape[dimension] * factor)
-        mode = "nearest" if value.op == "upsample_nearest3d" else "trilinear"
-        rows = F.interpolate(inputs[0], size, mode=mode)
-        low, _ = tile.inputs[0]
-        first, _ = tile.span
-        first_row = low * (value.shape[axis] // source[axis])
-        return rows.narrow(axis, first - first_row, tile.rows)
+        before, size, factors = self._of_tile(work)
+        rows: Tensor
+        if work.value.op == "upsample_nearest3d":
+            rows = torch.ops.aten.upsample_nearest3d(inputs[0], size)
+        else:
+            rows = torch.ops.aten.upsample_trilinear3d(inputs[0], size, False, *factors)
+        return rows.narrow(work.state.axis, before, work.tile.rows)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
-        rows = known[0].detach().requires_grad_()
-        with torch.enable_grad():
-            result = self.run(work, [rows])
-        return torch.autograd.grad(result, [rows], gradient)
+        axis = work.state.axis
+        before, size, factors = self._of_tile(work)
+        behind = size[axis - 2] - before - work.tile.rows
+        if before or behind:
+            gradient = pad_along(gradient, axis, before, behind)
+        source = list(work.value.inputs[0].shape)
+        low, high = work.tile.inputs[0]
+        source[axis] = high - low
+        if work.value.op == "upsample_nearest3d":
+            return [torch.ops.aten.upsample_nearest3d_backward(gradient, size, source)]
+        return [torch.ops.aten.upsample_trilinear3d_backward(gradient, size, source, False, *factors)]
+
+    def _of_tile(self, work: Work) -> tuple[int, list[int], list[float]]:
+        """Return how many rows come before a tile's, the size that its input is interpolated to, and the factors.
+
+        Trilinear interpolation does not compute rows behind the tile's. Nearest neighbours do: where their result
+        is cut, torch's gradient takes the factor from the sizes, whatever factor it is given.
+        """
+        value = work.value
+        axis = work.state.axis
+        size = list(value.shape[2:])
+        source = value.inputs[0].shape[2:]
+        factors = [length // length_before for length, length_before in zip(size, source, strict=True)]
+        low, high = work.tile.inputs[0]
+        first, _ = work.tile.span
+        factor = factors[axis - 2]
+        before = first - low * factor
+        count = before + work.tile.rows
+        if value.op == "upsample_nearest3d":
+            count = (high - low) * factor
+        elif count == high - low and factor > 1:
+            count += 1  # of as many rows as there are, torch makes a copy, whatever the factor
+        size[axis - 2] = count
+        return before, size, [float(factor) for factor in factors]
 
 
 RULES["max_pool3d"] = Pool()
