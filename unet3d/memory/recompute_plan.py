@@ -18,7 +18,7 @@ from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.memory.simulate import fake_batch, fake_model, memoized, step_key
 from unet3d.memory.stage_profile import profile_stages
 from unet3d.recomputing import search
-from unet3d.recomputing.prepare import by_plan, prepare, without_backward
+from unet3d.recomputing.prepare import by_plan, has_larger_tiles, prepare, without_backward
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.schedule import compile_schedule
 from unet3d.recomputing.soundness import is_sound
@@ -136,7 +136,10 @@ def estimated_step(config: Config, model_config: Model) -> tuple[int, float]:
 def prepared(config: Config, model_config: Model, dtype: torch.dtype = torch.float32) -> Program:
     """Return the program of a config's network without a choice of its schedule. Equal networks are traced once."""
     frozen = config.optim.init_names if config.optim.init_lr == 0 else None
-    key = replace(step_key(config), optim=Optim(init_names=frozen), loss=Loss(), accumulate=1, recompute="none")
+    plan = config.recompute
+    if not has_larger_tiles(plan, build.policy(config, "cpu").dtype or dtype):
+        plan = "tiles"
+    key = replace(step_key(config), optim=Optim(init_names=frozen), loss=Loss(), accumulate=1, recompute=plan)
     try:
         return _prepared(key, model_config, dtype)
     except UserError as error:
@@ -168,7 +171,8 @@ def _fakes(config: Config, model_config: Model, dtype: torch.dtype) -> tuple[nn.
 
 def _prepare(config: Config, model: nn.Module, image: Tensor) -> Program:
     """Return the program of a network in its present mode, with the config's precision and device."""
-    return prepare(model, image, build.policy(config, "cpu").dtype, on_cpu=build.device_type(config) == "cpu")
+    on_cpu = build.device_type(config) == "cpu"
+    return prepare(model, image, build.policy(config, "cpu").dtype, on_cpu, config.recompute)
 
 
 def _within(config: Config, model_config: Model, program: Program, budget: int) -> Technique:

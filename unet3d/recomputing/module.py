@@ -99,7 +99,8 @@ class Recomputed(nn.Module):
         trained = tuple(parameter.requires_grad for parameter in self.network.parameters())
         key = (image.shape, image.requires_grad, autocast, image.dtype, image.device, modes, trained)
         if key not in self.programs:
-            program = prepare(self.network, image, autocast, on_cpu=(self.device_type or image.device.type) == "cpu")
+            on_cpu = (self.device_type or image.device.type) == "cpu"
+            program = prepare(self.network, image, autocast, on_cpu, self.plan)
             program.fixed_bytes += self.held
             self.programs[key] = by_plan(program, self.plan, self.budget)
         return self.programs[key]

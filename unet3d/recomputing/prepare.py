@@ -23,15 +23,19 @@ PLANS = ("lean", "tiles", "auto")  # little work, little memory, what a budget a
 TILES = 24  # of the largest value, on the CPU
 FEWEST_TILES = 12  # the same where tiles are small, and calls take longer than what they compute
 SMALL_TILE = 2**18  # numbers
+LEAN_TILES_IN_HALF = 8  # for "lean" in half precision, where copies and calls take longer than in float32 beside
+LEAN_FEWEST_IN_HALF = 4  # convolutions, and a tile takes half of the bytes
 CUDA_TILES = 3  # of it on a GPU, which waits for launches where there are more
 CUDA_TILE = 2**22  # numbers of a tile there, at least
 
 
-def prepare(network: nn.Module, image: Tensor, autocast: torch.dtype | None, on_cpu: bool) -> Program:
+def prepare(
+    network: nn.Module, image: Tensor, autocast: torch.dtype | None, on_cpu: bool, plan: str = "tiles"
+) -> Program:
     """Return the program for images N C D H W of this size in the network's present mode; it has no schedule yet.
 
-    `autocast`: the type of mixed precision; `on_cpu`: passes run on the CPU. Neither tensors of the network nor the
-    image need to have data. Raises UserError for a network that cannot be traced.
+    `autocast`: the type of mixed precision; `on_cpu`: passes run on the CPU; `plan`: what its tiles are for. Neither
+    tensors of the network nor the image need to have data. Raises UserError for a network that cannot be traced.
     """
     if image.dim() != 5:
         raise UserError(f"recompute: the image has {image.dim()} dimensions, not the 5 of N C D H W")
@@ -44,7 +48,9 @@ def prepare(network: nn.Module, image: Tensor, autocast: torch.dtype | None, on_
     names = frozenset(trained) | {derived.name for derived in graph.derived}
     wanted = wanted_values(maps, names, image.requires_grad)
     largest = max(value.shape.numel() for value in graph.values if len(value.shape) == 5)
-    if on_cpu:
+    if on_cpu and has_larger_tiles(plan, dtype):
+        numbers = max(largest // LEAN_TILES_IN_HALF, min(largest // LEAN_FEWEST_IN_HALF, SMALL_TILE))
+    elif on_cpu:
         numbers = max(largest // TILES, min(largest // FEWEST_TILES, SMALL_TILE))
     else:
         numbers = max(math.ceil(largest / CUDA_TILES), CUDA_TILE)
@@ -58,6 +64,11 @@ def prepare(network: nn.Module, image: Tensor, autocast: torch.dtype | None, on_
     if not on_cpu:
         program.fixed_bytes += converted_bytes(maps, tensors, dtype)
     return program
+
+
+def has_larger_tiles(plan: str, dtype: torch.dtype) -> bool:
+    """Return whether a plan's tiles on the CPU are larger than others' in this precision."""
+    return plan == "lean" and dtype.itemsize == 2
 
 
 def by_plan(program: Program, plan: str, budget: int | None = None) -> Program:
