@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -195,9 +196,10 @@ def test_the_memory_check_of_the_page_runs(
 ) -> None:
     """The workflow's last line, in a shell, and the test for pytest, of a network that is too wide or not."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     Path("mine.py").write_text(MINE.replace("WIDTH", width))
+    mine = ModuleType("mine")
+    exec(MINE.replace("WIDTH", width), mine.__dict__)
+    monkeypatch.setitem(sys.modules, "mine", mine)
     (workflow,) = re.findall(r"```yaml\n(.*?)```", TEXTS["docs/memory.md"], re.DOTALL)
     steps = yaml.safe_load(workflow)["jobs"]["memory"]["steps"]
     line = steps[-1]["run"].replace("python", shlex.quote(sys.executable), 1)
