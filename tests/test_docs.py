@@ -1,15 +1,21 @@
 """README and docs: commands and code that are shown run, links lead somewhere, tests that are named exist."""
 
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import yaml
 from bench import docs_outputs
 from guards import no, without
 from pages import check_named_tests, named_tests
@@ -173,6 +179,37 @@ def test_the_python_of_recompute_runs(capsys: pytest.CaptureFixture[str]) -> Non
     exec(block.replace("32, 32, 32", "16, 8, 8"), names)
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
     assert "MiB" in capsys.readouterr().out
+
+
+MINE = """from torch import nn
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Conv3d(1, WIDTH, 3, padding=1), nn.Conv3d(WIDTH, 3, 1))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "code"), [("64", 0), ("1280", 1)])
+def test_the_memory_check_of_the_page_runs(
+    width: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workflow's last line, in a shell, and the test for pytest, of a network that is too wide or not."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MINE.replace("WIDTH", width))
+    mine = ModuleType("mine")
+    exec(MINE.replace("WIDTH", width), mine.__dict__)
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    (workflow,) = re.findall(r"```yaml\n(.*?)```", TEXTS["docs/memory.md"], re.DOTALL)
+    steps = yaml.safe_load(workflow)["jobs"]["memory"]["steps"]
+    line = steps[-1]["run"].replace("python", shlex.quote(sys.executable), 1)
+    done = subprocess.run(line, shell=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == code and done.stdout.count("\n") == 1, done.stderr
+    (block,) = re.findall(r"```python\n(.*?)```", TEXTS["docs/memory.md"], re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    with pytest.raises(AssertionError, match="Sequential") if code else nullcontext():
+        names["test_the_network_fits_its_card"]()
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """unet3d: train 3D U-Nets and know where the memory goes.
 
 From Python: `unet3d.load` opens a trained network, `unet3d.train` trains one, `unet3d.memory.explain` and
-`unet3d.memory.predict` say where the memory of a step of any network goes, and `unet3d.recompute` lets any network
-train in less. Each loads what it needs when it is used.
+`unet3d.memory.predict` say where the memory of a step of any network goes, `unet3d.memory.assert_below` makes a test of
+it, and `unet3d.recompute` lets any network train in less. Each loads what it needs when it is used.
 """
 
 TYPE_CHECKING = False  # type checkers take it for true; typing is not loaded for it

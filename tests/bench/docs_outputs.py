@@ -50,6 +50,13 @@ OUTPUTS = (
         shows_all=True,
         code=2,
     ),
+    Output(
+        "docs/memory.md",
+        "unet_small: ",
+        ["-m", "unet3d", "memory", "model=unet_small", "device=cpu", "--below", "250MiB"],
+        shows_all=True,
+        code=1,
+    ),
 )
 
 

@@ -13,12 +13,12 @@ IGNORE = -100  # a voxel without label, in label tensors: torch's own default fo
 MIB = 2**20
 
 
-def budget_bytes(text: str) -> int:
-    """Return the bytes of `8GiB`, `900 MiB`, `1.5GB`. Raises UserError."""
+def budget_bytes(text: str, option: str = "budget=") -> int:
+    """Return the bytes of `8GiB`, `900 MiB`, `1.5GB`, given by `option`. Raises UserError."""
     units = {"MIB": MIB, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,20})?)\s*([MG]i?B)", text.strip(), re.IGNORECASE)
     if not match or not float(match[1]):
-        raise UserError(f"budget={text}: give an amount and a unit, MiB or GiB, e.g. budget=8GiB")
+        raise UserError(f"{option}{text}: give an amount and a unit, MiB or GiB, e.g. {option}8GiB")
     amount = float(match[1])
     return int(amount * units[match[2].upper()])
 

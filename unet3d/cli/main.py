@@ -18,6 +18,7 @@ EXAMPLES = """examples:
   python -m unet3d train model=unet_small amp=true
   python -m unet3d check-data data=nnunet data.root=PATH
   python -m unet3d memory model=forum_mid amp=true
+  python -m unet3d memory model=forum_mid --below 8GiB
   python -m unet3d memory fit model=forum_mid budget=8GiB
   python -m unet3d predict outputs/DATE/TIME-ID/checkpoints/best.pt IMAGES -o LABELS
 """
@@ -119,7 +120,10 @@ def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--args", default="{}", metavar="JSON", help="of --module: keywords that make the network")
     parser.add_argument("--input", metavar="SHAPE", help="of --module: N, C, D, H, W of its input, 1x1x96x96x96")
     parser.add_argument("--measure", action="store_true", help="of --module: run the step, too")
-    parser.add_argument("--depth", type=int, metavar="N", help="of --module: cut layers' names to N parts")
+    parser.add_argument("--depth", type=int, metavar="N", help="sum layers up by N parts of their names")
+    over = "check one config or --module: one line, exit code 1 where the predicted peak is more than 8GiB, say"
+    parser.add_argument("--below", metavar="SIZE", help=over)
+    parser.add_argument("--json", action="store_true", help="of --below: a JSON object instead of the line")
 
 
 def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:

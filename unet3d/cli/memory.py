@@ -8,22 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.base.errors import UserError
+from unet3d.base.types import budget_bytes
 from unet3d.cli.commands import config_with_warnings
 from unet3d.config import compose
 
 MODULE_OPTIONS = ("amp", "amp_dtype", "device")  # of a run's options, those that count for any network
 SHAPE = re.compile(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){2,4}")  # N, C, and one to three lengths
+BELOW = "--below "
 EXAMPLE = "such as '{\"in_channels\": 1}'"
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Explain one config; set several, as `batch=1,2,4`, side by side; or find what fits. Raises UserError."""
+def run(arguments: argparse.Namespace) -> int:
+    """Explain one config; set several, as `batch=1,2,4`, side by side; find what fits; or check a limit.
+
+    Return the exit code. Raises UserError.
+    """
     _refuse_run_folder(arguments.out)
+    _refuse_flags(arguments)
     if arguments.module is not None:
-        _explain_module(arguments)
-        return
-    if arguments.input or arguments.measure or arguments.depth is not None or arguments.args != "{}":
-        raise UserError("--args, --input, --measure and --depth are of --module; name it")
+        return _explain_module(arguments)
+    if arguments.input or arguments.measure or arguments.args != "{}":
+        raise UserError("--args, --input and --measure are of --module; name it")
     overrides = list(arguments.overrides)
     is_fit = overrides[:1] == ["fit"]
     if is_fit:
@@ -35,6 +40,20 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"memory fit prints one command for train.py; remove -o, --curves, --half and commas: {reason}")
     if arguments.curves and arguments.out is None:
         raise UserError("--curves writes a picture and a table; add -o FOLDER")
+    if arguments.depth is not None and (is_fit or arguments.curves or len(jobs) > 1):
+        raise UserError("--depth is of the layers of one config; remove it, or fit, --curves and commas")
+    if arguments.below is not None:
+        if is_fit or len(jobs) > 1:
+            raise UserError("--below checks one config; remove fit and commas")
+        from unet3d.cli import memory_below
+
+        return memory_below.check_config(
+            jobs[0],
+            arguments.half,
+            budget_bytes(arguments.below, BELOW),
+            arguments.depth,
+            as_json=arguments.json,
+        )
     from unet3d.cli import memory_of_config, memory_of_several
 
     if is_fit:
@@ -44,7 +63,21 @@ def run(arguments: argparse.Namespace) -> None:
     elif len(jobs) > 1:
         memory_of_several.print_peaks(jobs, arguments.half, arguments.out)
     else:
-        memory_of_config.print_explanation(jobs[0], arguments.half, arguments.out)
+        memory_of_config.print_explanation(jobs[0], arguments.half, arguments.out, arguments.depth)
+    return 0
+
+
+def _refuse_flags(arguments: argparse.Namespace) -> None:
+    """Raise UserError for a limit or depth that is none, and for flags that do not go together."""
+    if arguments.depth is not None and arguments.depth < 1:
+        raise UserError(f"--depth {arguments.depth}: give the number of parts of layers' names, from 1 on")
+    if arguments.below is None:
+        if arguments.json:
+            raise UserError("--json is of --below; name a limit, such as --below 8GiB")
+        return
+    budget_bytes(arguments.below, BELOW)
+    if arguments.out or arguments.curves or arguments.measure:
+        raise UserError("--below prints one line; remove -o, --curves and --measure")
 
 
 def _refuse_run_folder(out: Path | None) -> None:
@@ -67,8 +100,8 @@ def _refuse_all(jobs: Sequence[Sequence[str]]) -> None:
         raise UserError("; ".join(dict.fromkeys(reasons)))
 
 
-def _explain_module(arguments: argparse.Namespace) -> None:
-    """Explain any network that can be imported. Raises UserError."""
+def _explain_module(arguments: argparse.Namespace) -> int:
+    """Explain or check any network that can be imported. Return the exit code. Raises UserError."""
     for word in arguments.overrides:
         if word.partition("=")[0] not in MODULE_OPTIONS:
             raise UserError(f"{word}: with --module only amp, amp_dtype and device count")
@@ -80,6 +113,18 @@ def _explain_module(arguments: argparse.Namespace) -> None:
         raise UserError(f"--input {arguments.input}: {example}")
     shape = [int(size) for size in arguments.input.split("x")]
     keywords = _keywords(arguments.args)
+    if arguments.below is not None:
+        from unet3d.cli import memory_below
+
+        return memory_below.check_module(
+            arguments.module,
+            keywords,
+            shape,
+            config,
+            budget_bytes(arguments.below, BELOW),
+            arguments.depth,
+            as_json=arguments.json,
+        )
     from unet3d.cli import memory_of_module
 
     memory_of_module.print_module(
@@ -91,6 +136,7 @@ def _explain_module(arguments: argparse.Namespace) -> None:
         out=arguments.out,
         depth=arguments.depth,
     )
+    return 0
 
 
 def _keywords(text: str) -> dict[str, Any]:

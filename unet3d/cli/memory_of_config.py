@@ -17,7 +17,7 @@ from unet3d.base.types import Table, mib, percent
 from unet3d.config import compose
 from unet3d.memory import analysis, budget, tables
 from unet3d.memory.allocator import Settings, replay
-from unet3d.memory.levels import stage_of
+from unet3d.memory.levels import layer_names, stage_of
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.peak import step_peak
 from unet3d.memory.preflight import MemoryEstimate, estimate, recompute_line
@@ -42,10 +42,15 @@ class ConfigExplanation:
     sentence: str  # where the peak is
 
 
-def print_explanation(overrides: Sequence[str], half: bool, out: Path | None) -> None:
-    """Print where the memory of a step goes; with `out`, also write it there, with report, figures and tables."""
+def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, depth: int | None = None) -> None:
+    """Print where the memory of a step goes; with `out`, also write it there, with report, figures and tables.
+
+    Layers have their names' first `depth` parts; None: short names, or the full ones in a network of the user's.
+    """
     overrides = with_init_names(overrides)
     subject = estimate(overrides, half)
+    if depth is not None:
+        subject.ledger.layer = layer_names(subject.meter.model, depth)
     narrower = narrowed(subject)
     relatives = family(subject, overrides)
     _simulate([subject, *narrower.values(), *relatives])

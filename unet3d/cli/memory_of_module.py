@@ -2,7 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +30,49 @@ def print_module(
 
     Raises UserError for a network that cannot be made or run.
     """
-    network = _made(path, keywords)
-    amp: bool | str = config.amp
-    if config.amp and config.amp_dtype != "auto":
-        amp = config.amp_dtype
-    try:
-        with warnings.catch_warnings(action="ignore"):  # what is printed says it, too
-            predicted = profile.predict(network, shape, amp=amp, device=build.device_type(config), depth=depth)
-        explanations = [predicted]
-        if measures:
-            device = build.device(config)
-            explanations.append(profile.explain(network.to(device), shape, amp=amp, depth=depth))
-    except (RuntimeError, ValueError, TypeError, ImportError) as error:
-        if isinstance(error, UserError) or is_out_of_memory(error):
-            raise
-        problem = f"a step with --input {'x'.join(map(str, shape))} fails"
-        raise _refusal(path, problem, error) from error
+    network = made(path, keywords)
+    explanations = [prediction(path, network, shape, config, depth)]
+    if measures:
+        device = build.device(config)
+        with _failures_refused(path, shape):
+            explanations.append(profile.explain(network.to(device), shape, amp=_amp(config), depth=depth))
     print(*explanations, sep="\n\n")
     if out is not None:
         print(escaped(explained.write_page(explanations[-1], out)))
 
 
-def _made(path: str, keywords: Mapping[str, Any]) -> nn.Module:
+def prediction(
+    path: str,
+    network: nn.Module,
+    shape: Sequence[int],
+    config: Config,
+    depth: int | None = None,
+) -> profile.Explanation:
+    """Return the prediction of a step; its `guesses` are no warnings. Raises UserError where the step fails."""
+    with _failures_refused(path, shape), warnings.catch_warnings(action="ignore"):
+        return profile.predict(network, shape, amp=_amp(config), device=build.device_type(config), depth=depth)
+
+
+def _amp(config: Config) -> bool | str:
+    """Return mixed precision as `unet3d.memory.predict` takes it."""
+    if config.amp and config.amp_dtype != "auto":
+        return config.amp_dtype
+    return config.amp
+
+
+@contextmanager
+def _failures_refused(path: str, shape: Sequence[int]) -> Iterator[None]:
+    """Raise UserError for a step that fails within, unless memory ran out."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, ImportError) as error:
+        if isinstance(error, UserError) or is_out_of_memory(error):
+            raise
+        problem = f"a step with --input {'x'.join(map(str, shape))} fails"
+        raise _refusal(path, problem, error) from error
+
+
+def made(path: str, keywords: Mapping[str, Any]) -> nn.Module:
     """Return the network that a name such as package.module:name makes. Raises UserError."""
     make = build.import_object("--module", path)
     try:

@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from math import log, prod
 from typing import Any
 
@@ -21,8 +22,13 @@ def layer_names(model: nn.Module, depth: int | None = None) -> Callable[[str], s
     Without `depth`, names of the package's own network are short: `up1.block.conv2.norm` is `up1.conv2`.
     """
     if depth is not None:
-        return lambda path: ".".join(path.split(".")[:depth])
+        return partial(cut_name, depth)
     return short_name if isinstance(model, UNet3D) else str
+
+
+def cut_name(depth: int, path: str) -> str:
+    """Return the first `depth` parts of a module's path."""
+    return ".".join(path.split(".")[:depth])
 
 
 def short_name(path: str) -> str:

@@ -32,7 +32,7 @@ class LedgerMeter:
         """`for_gpu`: the model stands for one on a GPU, so what only the host would hold does not count."""
         self.model = model
         self.optimizer = optimizer
-        self._for_gpu = for_gpu
+        self.for_gpu = for_gpu
         self._hooks = ExitStack()
         self.tracker = ModuleTracker(model, self._record)
         self.device = next(model.parameters()).device
@@ -83,7 +83,7 @@ class LedgerMeter:
         if self.guesses:
             summary["kind"] = "count of tensor bytes, GUESSED"
             summary["guesses"] = list(self.guesses)
-        if self._for_gpu:
+        if self.for_gpu:
             summary["workspace_bound_bytes"] = self.ledger.workspace_bound()
         return summary | summarise_ledger(self.ledger)
 
@@ -91,13 +91,13 @@ class LedgerMeter:
         self.ledger.record(event)
 
     def _new_ledger(self) -> Ledger:
-        ledger = GpuLedger if self._for_gpu else Ledger
+        ledger = GpuLedger if self.for_gpu else Ledger
         return ledger(self.tracker.scope, self.device.type)
 
     def _open(self) -> None:
         self.tracker.open()
         self._hooks.enter_context(self.ledger)
-        if not self._for_gpu:
+        if not self.for_gpu:
             self._hooks.callback(setattr, torch, "get_rng_state", torch.get_rng_state)
             torch.get_rng_state = self._random_state
         self.is_open = True
@@ -120,7 +120,7 @@ class LedgerMeter:
     def _claim_state(self, state: Tensor, name: str, path: str) -> None:
         self.ledger.claim(state, "optimizer", path)
         is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
-        if self._for_gpu and name == "step" and not is_fused:
+        if self.for_gpu and name == "step" and not is_fused:
             self.ledger.uncount(state)  # Adam counts its steps on the host, unless one kernel updates all weights
 
 

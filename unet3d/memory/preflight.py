@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -228,12 +228,18 @@ def _print_step(subject: MemoryEstimate) -> None:
     print(f"{subject.parameters:,} parameters; {peak}", flush=True)
     if entry.get("guesses"):
         print(guessed(entry), flush=True)
+    for line in left_out(config):
+        print(line, flush=True)
+
+
+def left_out(config: Config) -> Iterator[str]:
+    """Yield what a prediction for the config leaves out, a line each."""
     if config.compile:
-        print("predicted without compile=true: compiled steps need more or less, which is not known", flush=True)
+        yield "predicted without compile=true: compiled steps need more or less, which is not known"
     is_cuda = build.device_type(config) == "cuda"
     has_batch_norm = config.model.path or config.model.norm.startswith("batch")
     if config.channels_last and is_cuda and has_batch_norm:
-        print("predicted without the scratch memory that batch norm takes in channels last", flush=True)
+        yield "predicted without the scratch memory that batch norm takes in channels last"
 
 
 def _replay_allocator(subject: MemoryEstimate) -> None:

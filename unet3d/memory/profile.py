@@ -130,6 +130,8 @@ def explain(
     that nothing observes. Raises UserError, and what the model raises.
     """
     device = _device(model)
+    if device.type == "meta":
+        raise UserError(f"{type(model).__name__}: weights on meta have no data to measure; use unet3d.memory.predict")
     _refuse_depth(depth)
     on_gpu = device.type == "cuda"
     policy = _policy(amp, device.type, device.type)
@@ -159,8 +161,8 @@ def predict(
 ) -> Explanation:
     """Predict what `explain` would measure, without data; arguments are its own. Allocates no map.
 
-    `device`: "cpu" or "cuda", also where there is no GPU; None: where the weights are. On CUDA the prediction is of
-    tensors, without workspaces of convolutions, for which `entry` has a bound.
+    `device`: "cpu" or "cuda", also where there is no GPU; None: where the weights are, "cpu" for weights on meta. On
+    CUDA the prediction is of tensors, without workspaces of convolutions, for which `entry` has a bound.
 
     Where the network or the loss reads a value, as in `if x.mean() > 0`, it is taken as 0: a guess, which is a warning
     and in `guesses`. So is the workspace of an LSTM, whose size is not known. Raises UserError where sizes depend on
@@ -168,7 +170,7 @@ def predict(
     """
     _refuse_depth(depth)
     model_device = _device(model).type
-    target = device or model_device
+    target = device or ("cpu" if model_device == "meta" else model_device)
     if target not in ("cpu", "cuda"):
         raise UserError(f"device={device}: give cpu or cuda")
     policy = _policy(amp, "cpu", target)

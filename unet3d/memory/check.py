@@ -1,0 +1,155 @@
+"""A predicted peak of a training step beside a limit: `unet3d.memory.assert_below`, and `unet3d memory --below`."""
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from unet3d.base.types import MIB, budget_bytes, mib
+from unet3d.memory.allocator import read_settings, replay
+from unet3d.memory.analysis import describe
+from unet3d.memory.levels import by_layer, cut_name
+from unet3d.memory.meter import LedgerMeter
+from unet3d.memory.profile import Example, MakeOptimizer, predict
+from unet3d.training.step import LossFunction
+
+VERSION = 1  # of `Check.as_json`
+
+
+@dataclass(frozen=True)
+class Check:
+    """A predicted peak of a training step beside a limit. Sizes are bytes, layers have their full names."""
+
+    name: str  # of the network
+    device: str  # cpu or cuda
+    limit: int
+    parameters: int
+    peaks: Mapping[str, int]  # of "tensors"; for cuda also "allocated" and "reserved", by a replay of the allocator
+    moment: Mapping[str, Any]  # when most tensors are held, as `describe` says it
+    layers: Mapping[str, int]  # what each layer holds then, the largest first
+    workspace_bound: int | None = None  # what convolutions' workspaces may add on CUDA, see `Ledger.workspace_bound`
+    guesses: Sequence[str] = ()  # where values were taken as 0
+    notes: Sequence[str] = ()  # what the replay leaves out
+
+    @property
+    def compared(self) -> str:
+        """Return the kind of peak that the limit is for, as that of `budget=`."""
+        return "reserved" if self.device == "cuda" else "tensors"
+
+    @property
+    def margin(self) -> int:
+        """Return the limit minus the peak; negative where the peak is more."""
+        return self.limit - self.peaks[self.compared]
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the peak is at most the limit."""
+        return self.margin >= 0
+
+    @property
+    def line(self) -> str:
+        """Return the peak, the limit, the difference and the largest layer, in one line."""
+        kind = self.compared
+        if self.guesses:
+            kind = f"{kind}, GUESSED"
+        side = "below" if self.fits else "above"
+        layer, size = next(iter(self.layers.items()))
+        return (
+            f"{self.name}: predicted peak of a step {mib(self.peaks[self.compared])} MiB ({kind}, {self.device}), "
+            f"{_size(abs(self.margin))} {side} the limit of {mib(self.limit)} MiB; "
+            f"most at the peak: {layer}, {_size(size)}"
+        )
+
+    def as_json(self, depth: int | None = None) -> dict[str, Any]:
+        """Return the object of `--json`, whose names stay as long as its version.
+
+        Its `layers` are summed up by the first `depth` parts of their names; None: by all.
+        """
+        totals = Counter[str]()
+        for name, size in self.layers.items():
+            totals[name if depth is None else cut_name(depth, name)] += size
+        largest, most = next(iter(self.layers.items()))
+        return {
+            "version": VERSION,
+            "kind": "predicted",
+            "network": self.name,
+            "parameters": self.parameters,
+            "device": self.device,
+            "fits": self.fits,
+            "compared": self.compared,
+            "limit_bytes": self.limit,
+            "peak_bytes": dict(self.peaks),
+            "margin_bytes": self.margin,
+            "workspace_bound_bytes": self.workspace_bound,
+            "reached_in": {name: self.moment[name] for name in ("phase", "module", "operation", "is_recomputed")},
+            "layer": {"name": largest, "bytes": most},
+            "layers": [{"name": name, "bytes": size} for name, size in totals.most_common()],
+            "guesses": list(self.guesses),
+        }
+
+
+def check_step(meter: LedgerMeter, name: str, limit: int) -> Check:
+    """Return a check of predicted steps, which a meter has recorded, against a limit in bytes."""
+    ledger = meter.ledger
+    ledger.layer = str
+    moment = ledger.peak_moment()
+    sizes = Counter[str]()
+    for row in by_layer(ledger, moment):
+        sizes[row["module"]] = row["bytes"]
+    peaks = {"tensors": ledger.peak_bytes()}
+    notes: list[str] = []
+    workspace_bound = None
+    if meter.for_gpu:
+        settings, notes = read_settings(os.environ)
+        allocated, reserved = replay(ledger.events, settings)
+        peaks |= {"allocated": allocated, "reserved": reserved}
+        workspace_bound = ledger.workspace_bound()
+    return Check(
+        name=name,
+        device="cuda" if meter.for_gpu else "cpu",
+        limit=limit,
+        parameters=sum(parameter.numel() for parameter in meter.model.parameters()),
+        peaks=peaks,
+        moment=describe(ledger, moment),
+        layers=dict(sizes.most_common()),
+        workspace_bound=workspace_bound,
+        guesses=meter.guesses,
+        notes=notes,
+    )
+
+
+def assert_below(
+    model: nn.Module,
+    example: Example,
+    limit: str,
+    *,
+    loss: LossFunction | None = None,
+    optimizer: MakeOptimizer = AdamW,
+    amp: bool | str = False,
+    label: Tensor | None = None,
+    device: str | None = None,
+) -> None:
+    """Raise AssertionError where the predicted peak of a training step of `model` is more than `limit`, as "8GiB".
+
+    The other arguments are those of `unet3d.memory.predict`: `example` is an image N C D H W, or its shape. The limit
+    is for tensors on the CPU, and with device="cuda" for what the allocator reserves. `model` may be on meta. Its
+    error is the line of `unet3d memory --below`. Raises UserError.
+    """
+    __tracebackhide__ = True  # pytest then shows the line of the test
+    limit_bytes = budget_bytes(limit, "limit=")
+    explanation = predict(model, example, loss, optimizer, amp, label, device)
+    check = check_step(explanation.meter, explanation.name, limit_bytes)
+    for note in check.notes:
+        warnings.warn(note, stacklevel=2)
+    if not check.fits:
+        raise AssertionError(check.line)
+
+
+def _size(size: int) -> str:
+    """Return bytes as MiB, or as bytes where that would be 0.0."""
+    return f"{mib(size)} MiB" if size >= MIB / 10 else f"{size} bytes"
