@@ -98,6 +98,16 @@ CONFLICTS = {
     ("model=cicek2016", "data.patch=[130,132,116]"): ["data.patch=[132, 132, 116]"],
     ("model.deep_supervision=true", "model.padding=valid"): ["model.deep_supervision=true", "model.padding=same"],
     ("model.deep_supervision=true", "model.features=[8,8]"): ["model.deep_supervision=true", "3", "2"],
+    ("model=unet_tiny", "model.blocks=[1,2]"): ["model.blocks", "2", "3", "3"],
+    ("model=unet_tiny", "model.blocks=[1,0,1]"): ["model.blocks=[1, 0, 1]", ">= 1", "<= 64"],
+    ("model=unet_tiny", "model.blocks=[1,2,2]", "model.padding=valid"): ["model.blocks", "model.padding=same"],
+    ("model=unet_tiny", "model.blocks=[1,2,2]", "model.widen=second"): ["model.blocks", "model.widen=first"],
+    ("model=unet_tiny", "model.blocks=[1,2,2]", "model.downsampling=strided_conv", "data.patch=[16,1,16]"): [
+        *("model.blocks", "data.patch=[16, 1, 16]", "[2, 2, 2]"),
+    ],
+    ("model=unet_tiny", "model.blocks=[1,2,2]", "device=cuda", "deterministic=true"): [
+        *("deterministic=true", "model.blocks=[1, 2, 2]"),
+    ],
     ("data=nnunet", "data.root=/no/such"): ["data.root=/no/such"],
     ("data=folders", "data.root=."): ["data.classes", "[background,organ]"],
     (
@@ -118,6 +128,7 @@ ONE_VOXEL = [  # in a map that is normalised; how to mend it
     (("model.features=[8,8,8]", "data.patch=[4,4,4]"), ["model.norm=group", "model.groups=4"]),
     (("model.features=[8,8,8]", "data.patch=[4,4,3]", "model.norm=batch", "batch=1"), ["data.patch=[8,8,4]"]),
     (("model.features=[8,8,8]", "data.patch=[4,4,4]", "model.norm=group", "model.groups=8"), ["model.groups=4"]),
+    (("model.features=[8,8,8]", "model.blocks=[1,1,1]", "data.patch=[4,4,4]"), ["data.patch=[8,8,8]"]),
     (("model.features=[8,8]", *ONE_LEVEL_OF_3), ["data.patch=[12,12,12]"]),
     (("model.features=[8,8]", *ONE_LEVEL_OF_3, "model.norm=batch_current"), ["model.norm=group", "model.groups=4"]),
     (("model.features=[8,8]", *ONE_LEVEL_OF_3, "model.norm=group", "model.groups=8"), ["data.patch=[12,12,12]"]),
@@ -132,6 +143,7 @@ SEMI = ("data.semi=true", "data.sparse=[3,3,3]")
 IDLE = {
     ("model.activation=prelu", "model.inplace=true"): ["model.inplace=True", "model.activation"],
     ("model.activation=silu", "model.inplace=true"): ["model.inplace=True", "model.activation"],
+    ("model=unet_tiny", "model.blocks=[1,2,2]", "model.residual=true"): ["model.residual=True", "model.blocks"],
     ("data.classes=[a,b]",): ["data.classes=['a', 'b']", "data.format", "dataset.json"],
     ("data.fold=1", "data.split=x.json"): ["data.fold=1", "data.split"],
     ("data.fold=1", "data.val_fraction=0.3"): ["data.val_fraction=0.3", "data.fold", "data.split"],

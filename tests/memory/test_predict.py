@@ -53,11 +53,19 @@ NAMED = {  # each network in one way; each way for each kind of network
     "forum_mid": "plain",
     "forum_small": "plain",
     "nnunet_hippocampus": "checkpointed",
+    "nnunet_resenc_l": "checkpointed",
+    "nnunet_resenc_m": "tiles",
     "unet": "plain",
     "unet_small": "tiles",
     "unet_tiny": "plain",
 }
-PATCHES = {"cicek2016": "[92,92,92]", "cicek2016_no_bn": "[92,92,92]", "cicek2016_2d": "[92,92,4]"}
+PATCHES = {
+    "cicek2016": "[92,92,92]",
+    "cicek2016_no_bn": "[92,92,92]",
+    "cicek2016_2d": "[92,92,4]",
+    "nnunet_resenc_l": "[64,32,32]",
+    "nnunet_resenc_m": "[64,32,32]",
+}
 NET = ["model=unet_tiny", "model.features=[4,8]", "model.groups=4", "data.patch=[16,8,8]"]
 
 

@@ -67,6 +67,7 @@ def test_strides_and_kernels_per_axis(network: Callable[..., UNet3D]) -> None:
         *(f"model.upsampling={u}" for u in ("transposed", "trilinear", "nearest")),
         *("model.up_reduce=false", "model.up_bias=false", "model.conv_bias=false", "model.norm_affine=false"),
         *("model.residual=true", "model.dropout=0.2", "model.widen=second", "model.inplace=true"),
+        "model.blocks=[1,2]",
         *("model.decoder=[4]", "model.features=[8]", "model.features=[4,8,8,16,16]"),
     ],
 )
@@ -106,6 +107,7 @@ def test_stage_count_is_what_checkpointing_is_checked_against(options: Callable[
     with torch.device("meta"):
         models = [UNet3D(options(f"model={name}")) for name in ("unet_tiny", "unet", "forum_large")]
         models += [UNet3D(options(*words)) for words in switched]
+        models.append(UNet3D(options("model=unet", "model.blocks=[1,2,1,3]")))
     for model in models:
         assert len(model) == rules.stages(model.options), model.options
     assert [name for name, _ in models[0].named_children()] == [*("inc", "down1", "down2", "up1", "up2", "outc")]

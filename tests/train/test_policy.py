@@ -81,8 +81,15 @@ def test_checkpointing_changes_no_bit(network: Network, norm: str, dropout: floa
         assert max(calls) > 2, "nothing was recomputed"
 
 
-def test_checkpointing_changes_no_bit_with_deep_supervision(network: Network) -> None:
-    overrides = ("model=nnunet_hippocampus", "model.features=[4,8,8,8]", "model.norm=batch")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model=nnunet_hippocampus", "model.features=[4,8,8,8]", "model.norm=batch"),
+        ("model=nnunet_resenc_m", "model.features=[4,8,8,8]", "model.blocks=[1,2,1,2]"),
+    ],
+    ids=" ".join,
+)
+def test_checkpointing_changes_no_bit_with_deep_supervision(network: Network, overrides: tuple[str, ...]) -> None:
     expected, _ = outcome(network(*overrides), MemoryPolicy())
     found, _ = outcome(network(*overrides), MemoryPolicy(segment_starts=evenly(8, 8)))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

@@ -26,6 +26,7 @@ def _names_classes(config: Config) -> bool:
 
 IDLE = (
     Idle("model.inplace", lambda c: c.model.activation not in ("relu", "leaky_relu"), "for this model.activation"),
+    Idle("model.residual", lambda c: c.model.blocks is not None, "beside model.blocks, which are residual"),
     Idle("inference.mirror", lambda c: not c.data.augment.mirror, "with data.augment.mirror=[]"),
     Idle(
         "inference.overlap",

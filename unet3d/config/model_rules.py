@@ -16,6 +16,8 @@ def check_model(model: Model) -> None:
         raise UserError(f"model.features has {levels} levels; use at most {MOST_LEVELS}, which halve 2048 voxels to 1")
     if model.decoder is not None and len(model.decoder) != levels - 1:
         raise UserError(f"model.decoder has {len(model.decoder)} widths; {levels} levels need {levels - 1}")
+    if model.blocks is not None:
+        _check_blocks(model, model.blocks)
     if model.kernels != "auto":
         geometry.kernels(model)
     if model.strides != "auto":
@@ -26,6 +28,17 @@ def check_model(model: Model) -> None:
         raise UserError("model.deep_supervision=true needs model.padding=same: the levels' crops would not align")
     if model.deep_supervision and levels < 3:
         raise UserError(f"model.deep_supervision=true needs 3 levels or more; model.features has {levels}")
+
+
+def _check_blocks(model: Model, blocks: list[int]) -> None:
+    """Raise UserError for numbers of residual blocks that do not suit the levels, or their convolutions."""
+    levels = len(model.features)
+    if len(blocks) != levels:
+        raise UserError(f"model.blocks has {len(blocks)} numbers; {levels} levels need {levels}, as model.features")
+    if model.padding == "valid":
+        raise UserError("model.blocks needs model.padding=same: each block adds its input, which must be as large")
+    if model.widen == "second":
+        raise UserError("model.blocks needs model.widen=first: the first convolution of a level increases the channels")
 
 
 def _check_groups(model: Model) -> None:
@@ -51,6 +64,8 @@ def check_patch(config: Config) -> None:
         raise UserError(f"inference.mirror=true: {problem}: mirrored views would lie a voxel apart; set it to false")
     if model.deep_supervision:
         _check_supervised_sizes(patch, model)
+    if model.blocks is not None and model.downsampling == "strided_conv":
+        _check_averaged_sizes(patch, model)
     _check_lone_voxels(config)
 
 
@@ -63,6 +78,15 @@ def _check_supervised_sizes(patch: list[int], model: Model) -> None:
             problem = f"strides of {list(stride)} do not divide maps of {list(above)} voxels"
             advice = "labels would not align; give another data.patch"
             raise UserError(f"model.deep_supervision=true: {problem}; {advice}")
+
+
+def _check_averaged_sizes(patch: list[int], model: Model) -> None:
+    """Raise UserError where a map is shorter than the stride that a block's shortcut takes the mean over."""
+    sizes = geometry.level_sizes(patch, model)
+    for size, stride in zip(sizes, geometry.strides(model), strict=False):
+        if any(length < step for length, step in zip(size, stride, strict=True)):
+            problem = f"a map of {list(size)} voxels is shorter than the stride {list(stride)} that follows"
+            raise UserError(f"data.patch={patch} with model.blocks: {problem}; give a larger patch, or fewer levels")
 
 
 def _check_lone_voxels(config: Config) -> None:

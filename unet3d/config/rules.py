@@ -240,6 +240,9 @@ def refuse_indeterminate(config: Config) -> None:
     model = config.model
     if not config.deterministic or model.path is not None or len(model.features) < 2:
         return
+    if model.blocks is not None:
+        problem = "PyTorch's backward of pooling, in each block with a stride, is not deterministic on a GPU"
+        raise UserError(f"deterministic=true and model.blocks={model.blocks}: {problem}; drop one")
     for name, layer, instead in (("downsampling", "max_pool", "strided_conv"), ("upsampling", "trilinear", "nearest")):
         if getattr(model, name) == layer:
             problem = f"PyTorch's backward of it on a GPU is not deterministic; use model.{name}={instead}"

@@ -33,6 +33,13 @@ class Model:
     path: str | None = option(None, "your own network, package.module:name, called as name(in_channels, classes)")
     features: list[int] = option([16, 32, 64, 128], "channels of each level's encoder; its length is the depth", low=1)
     decoder: list[int] | None = option(None, "channels of each decoder level; null: the encoder's", low=1)
+    blocks: list[int] | None = option(
+        None,
+        "residual blocks of each encoder level, after a stem, and one convolution a decoder level, as in nnU-Net's "
+        "ResEnc; null: two convolutions a level",
+        low=1,
+        high=64,
+    )
     in_channels: int | None = option(None, "image channels; null: the data's", low=1)
     classes: int | None = option(None, "classes with background; null: the data's", low=2, high=32767)
     kernels: Any = option(

@@ -105,19 +105,20 @@ class FeatureState(NamedTuple):
 
 
 class DoubleConv(nn.Module):
-    """Two convolution units; with `options.residual`, plus the input. N C D H W -> N C' D' H' W'."""
+    """Two convolution units, in a residual network plus the input. N C D H W -> N C' D' H' W'."""
 
     def __init__(self, inputs: int, middle: int, channels: int, options: Model, kernel: Triple, stride: Triple) -> None:
         super().__init__()
+        is_residual = options.residual or options.blocks is not None
         self.conv1 = conv_unit(inputs, middle, options, kernel, stride, last=False)
-        self.conv2 = conv_unit(middle, channels, options, kernel, ONES, last=options.residual)
+        self.conv2 = conv_unit(middle, channels, options, kernel, ONES, last=is_residual)
         self.act: nn.Module | None = None
         self.project: nn.Module | None = None
-        if not options.residual:
+        if not is_residual:
             return
         self.act = activation(options)
         if inputs != channels or stride != ONES:
-            self.project = nn.Conv3d(inputs, channels, 1, stride, bias=options.conv_bias)
+            self.project = projection(inputs, channels, options, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv2(self.conv1(x))
@@ -126,6 +127,25 @@ class DoubleConv(nn.Module):
         shortcut = x if self.project is None else self.project(x)
         result: Tensor = self.act(y + crop(shortcut, y.shape[2:]))
         return result
+
+
+def projection(inputs: int, channels: int, options: Model, stride: Triple) -> nn.Module:
+    """Return what gives a residual block's input the channels and the size of its output.
+
+    With `options.blocks`, the mean over each stride comes before the convolution, after He et al. 2019
+    (arXiv:1812.01187, ResNet-D), so that no voxel is left out.
+    """
+    if options.blocks is None:
+        return nn.Conv3d(inputs, channels, 1, stride, bias=options.conv_bias)
+    layers: dict[str, nn.Module] = {}
+    if stride != ONES:
+        layers["pool"] = nn.AvgPool3d(stride, stride, ceil_mode=True)  # as large as a padded convolution's map
+    if inputs != channels:
+        layers["conv"] = nn.Conv3d(inputs, channels, 1, bias=False)
+        normalisation = norm(channels, options)
+        if normalisation is not None:
+            layers["norm"] = normalisation
+    return nn.Sequential(OrderedDict(layers))
 
 
 class Inc(nn.Module):

@@ -150,8 +150,16 @@ def _nearest(length: int, model: Model, axis: int) -> int:
 
 
 def normalised_maps(size: Sequence[int], model: Model) -> list[tuple[int, Triple]]:
-    """Return channels and size (voxels) of every map that a normalisation sees, for a patch that fits."""
+    """Return channels and size (voxels) of every map that a normalisation sees, for a patch that fits.
+
+    All maps of a level are alike with residual blocks: there is one entry for them.
+    """
     decoder = model.decoder or model.features[:-1]
+    if model.blocks is not None:
+        level_maps = level_sizes(size, model)
+        encoder_maps = zip(model.features, level_maps, strict=True)
+        decoder_maps = zip(decoder, level_maps[:-1], strict=True)
+        return [*encoder_maps, *decoder_maps]
     widths = []
     for width in model.features:
         first = width if model.widen == "first" else max(1, width // 2)

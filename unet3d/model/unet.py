@@ -1,10 +1,12 @@
 """The 3D U-Net: a plain sequence of stages, so activation checkpointing may start a segment at any of them."""
 
+from collections import OrderedDict
+
 from torch import nn
 
 from unet3d.config.schema import Model
 from unet3d.model import geometry
-from unet3d.model.blocks import DoubleConv, Down, Inc, OutConv, Up, upsampler
+from unet3d.model.blocks import DoubleConv, Down, Inc, OutConv, Up, conv_unit, upsampler
 from unet3d.model.geometry import ONES, Triple
 
 KAIMING_SLOPE = 0.01  # of the leaky ReLU that the initial weights assume
@@ -32,10 +34,14 @@ class UNet3D(nn.Sequential):
         width = _decoder_widths(options)[0]
         self.add_module("outc", OutConv(width, options.classes))
         _initialise(self)
+        if options.blocks is not None:
+            _begin_with_shortcuts(self)
 
 
-def _encoder_block(in_channels: int, level: int, options: Model, kernel: Triple, stride: Triple) -> DoubleConv:
-    """Return the two convolution units of an encoder level."""
+def _encoder_block(in_channels: int, level: int, options: Model, kernel: Triple, stride: Triple) -> nn.Module:
+    """Return the two convolution units of an encoder level, or its residual blocks."""
+    if options.blocks is not None:
+        return _residual_blocks(in_channels, level, options.blocks[level], options, kernel, stride)
     width = options.features[level]
     middle = width
     if options.widen == "second":
@@ -49,6 +55,27 @@ def _encoder_block(in_channels: int, level: int, options: Model, kernel: Triple,
         kernel,
         stride,
     )
+
+
+def _residual_blocks(
+    in_channels: int,
+    level: int,
+    count: int,
+    options: Model,
+    kernel: Triple,
+    stride: Triple,
+) -> nn.Module:
+    """Return an encoder level of nnU-Net's ResEnc (arXiv:2404.09556); the stem is before the first."""
+    width = options.features[level]
+    layers: dict[str, nn.Module] = {}
+    if level == 0:
+        layers["stem"] = conv_unit(in_channels, width, options, kernel, ONES, last=False)
+        in_channels = width
+    for number in range(1, count + 1):
+        layers[f"block{number}"] = DoubleConv(in_channels, width, width, options, kernel, stride)
+        in_channels = width
+        stride = ONES
+    return nn.Sequential(OrderedDict(layers))
 
 
 def _down(level: int, options: Model, kernel: Triple, stride: Triple) -> Down:
@@ -72,15 +99,16 @@ def _up(level: int, options: Model, kernel: Triple, stride: Triple) -> Up:
     head = None
     if options.deep_supervision and level > 0:
         head = nn.Conv3d(width, options.classes, 1)
-    block = DoubleConv(
-        skip + raised,
-        width,
-        width,
-        options,
-        kernel,
-        ONES,
-    )
+    block = _decoder_block(skip + raised, width, options, kernel)
     return Up(upsampler(below, raised, options, stride), block, head)
+
+
+def _decoder_block(in_channels: int, width: int, options: Model, kernel: Triple) -> nn.Module:
+    """Return the two convolution units of a decoder level; one beside an encoder of residual blocks."""
+    if options.blocks is None:
+        return DoubleConv(in_channels, width, width, options, kernel, ONES)
+    unit = conv_unit(in_channels, width, options, kernel, ONES, last=False)
+    return nn.Sequential(OrderedDict(conv1=unit))
 
 
 def _decoder_widths(options: Model) -> list[int]:
@@ -97,3 +125,13 @@ def _initialise(network: nn.Module) -> None:
         nn.init.kaiming_normal_(module.weight, a=KAIMING_SLOPE)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def _begin_with_shortcuts(network: nn.Module) -> None:
+    """Let residual blocks begin as their shortcuts: the last norm's scale is 0 (arXiv:1706.02677), as in nnU-Net."""
+    for module in network.modules():
+        if not isinstance(module, DoubleConv):
+            continue
+        for name, parameter in module.conv2.named_parameters():
+            if name.startswith("norm."):
+                nn.init.zeros_(parameter)
