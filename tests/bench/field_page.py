@@ -1,5 +1,6 @@
 """What `field.py` predicts, as Markdown and as a picture."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ MARKERS = {"plain": "o", "lean": "s", "tiles": "v"}
 COLOURS = {"plain": "C3", "lean": "C0", "tiles": "C2"}
 DRAWN = "cuda bf16"  # the figures of the picture
 PHASES = ("forward", "loss", "backward", "step")
+LINE = 1.12  # from the height of a name to that of the next below, as a ratio
 NARROW = 12e6  # parameters; labels of smaller networks are at the left
 DASH = "-"
 Numbers = Mapping[str, Any]
@@ -158,10 +160,10 @@ def draw(entries: Sequence[Entry], results: Results, path: Path) -> None:
         name = plan if plan == "plain" else f"recompute={plan}"
         axis.plot([], [], MARKERS[plan], color=COLOURS[plan], label=name)
     lowest, highest = axis.get_ylim()
-    axis.set_xlim(0.55, 1400)
+    axis.set_xlim(0.7, 900)
     for is_left in (True, False):
         side = [anchor for anchor in anchors if (anchor[1] < NARROW / 1e6) == is_left]
-        _name(axis, sorted(side, key=lambda anchor: anchor[2]), is_left, lowest, highest)
+        _name(axis, sorted(side, key=lambda anchor: -anchor[2]), is_left)
     ticks = [0.5, 1, 2, 5, 10, 20]
     axis.set_yticks([tick for tick in ticks if lowest <= tick <= highest], minor=False)
     axis.set_yticklabels([f"{tick:g}" for tick in ticks if lowest <= tick <= highest])
@@ -170,21 +172,22 @@ def draw(entries: Sequence[Entry], results: Results, path: Path) -> None:
     axis.set_xlabel("parameters, millions")
     axis.set_ylabel("peak of a training step, GiB of tensors (predicted: bf16, as on CUDA)")
     axis.grid(alpha=0.3)
-    axis.legend(loc="lower center", ncols=3)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def _name(axis: Any, anchors: Sequence[tuple[str, float, float]], is_left: bool, lowest: float, highest: float) -> None:
-    """Write names in a column beside the points, evenly spaced from the lowest peak up, with lines to the points."""
-    for number, (title, x, peak) in enumerate(anchors):
-        share = (number + 1.5) / (len(anchors) + 1)
-        height = lowest * (highest / lowest) ** share
+def _name(axis: Any, anchors: Sequence[tuple[str, float, float]], is_left: bool) -> None:
+    """Write names in a column beside the points, the highest first, with lines to the points; none overlap."""
+    above = math.inf
+    for title, x, peak in anchors:
+        height = min(peak, above / LINE)
+        above = height
         axis.annotate(
             title,
             xy=(x, peak),
-            xytext=(0.6 if is_left else 260, height),
+            xytext=(0.75 if is_left else 210, height),
             va="center",
             fontsize=9,
             arrowprops={"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "shrinkB": 4},
