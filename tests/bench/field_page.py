@@ -32,10 +32,13 @@ def gib(size: float) -> str:
 def tables(entries: Sequence[Entry], results: Results) -> str:
     """Return all tables; what has not been predicted is a dash."""
     parts = [f"torch {torch.__version__.partition('+')[0]}, AdamW; all sizes are predicted, in GiB (2^30 bytes)."]
-    parts.append("\n".join(tensors_table(entries, results)))
     for setting in ("cuda bf16", "cuda float32"):
-        parts.append(f"On CUDA, {setting.split()[1]}: tensors / allocated / reserved.")
-        parts.append("\n".join(cuda_table(entries, results, setting)))
+        if any(setting in settings for settings in results.values()):
+            parts.append(f"On CUDA, {setting.split()[1]}: tensors / allocated / reserved.")
+            parts.append("\n".join(cuda_table(entries, results, setting)))
+    if any("cpu float32" in settings for settings in results.values()):
+        parts.append("On the CPU, tensors:")
+        parts.append("\n".join(tensors_table(entries, results)))
     parts.append("What is held at the peak (bf16, as on CUDA, tensors), and the layer that holds most of it:")
     parts.append("\n".join(kinds_table(entries, results)))
     parts.append("The peak of each phase of a step (bf16, as on CUDA, tensors):")
@@ -52,18 +55,17 @@ def plan_of(entry: Entry, results: Results, setting: str, plan: str) -> Numbers 
 
 
 def tensors_table(entries: Sequence[Entry], results: Results) -> Iterator[str]:
-    """Yield the lines of parameters and peaks of tensors, as on the CPU."""
+    """Yield the lines of peaks of tensors, as on the CPU."""
     heads = [f"{precision} {plan}" for precision in ("float32", "bf16") for plan in PLANS]
-    yield f"| network | parameters | input N C D H W | {' | '.join(heads)} |"
-    yield f"|---|---:|---|{'---:|' * len(heads)}"
+    yield f"| network | {' | '.join(heads)} |"
+    yield f"|---|{'---:|' * len(heads)}"
     for entry in entries:
         sizes = []
         for precision in ("float32", "bf16"):
             for plan in PLANS:
                 figures = plan_of(entry, results, f"cpu {precision}", plan)
                 sizes.append(DASH if figures is None else gib(figures["tensors"]))
-        shape = "x".join(map(str, entry.shape))
-        yield f"| {entry.title} | {parameters_of(entry, results)} | {shape} | {' | '.join(sizes)} |"
+        yield f"| {entry.title} | {' | '.join(sizes)} |"
 
 
 def parameters_of(entry: Entry, results: Results) -> str:
@@ -74,11 +76,11 @@ def parameters_of(entry: Entry, results: Results) -> str:
 
 
 def cuda_table(entries: Sequence[Entry], results: Results, setting: str) -> Iterator[str]:
-    """Yield the lines of the three sizes on CUDA."""
-    yield f"| network | {' | '.join(PLANS)} |"
-    yield f"|---|{'---:|' * len(PLANS)}"
+    """Yield the lines of parameters and the three sizes on CUDA."""
+    yield f"| network | parameters | input N C D H W | {' | '.join(PLANS)} |"
+    yield f"|---|---:|---|{'---:|' * len(PLANS)}"
     for entry in entries:
-        cells = []
+        cells = [parameters_of(entry, results), "x".join(map(str, entry.shape))]
         for plan in PLANS:
             figures = plan_of(entry, results, setting, plan)
             if figures is None:
