@@ -239,8 +239,8 @@ def _softmax_in_float32(x: Tensor, dim: int, dtype: torch.dtype | None = None) -
     """Return softmax, in float32 unless another type is asked for. CUDA reads float16 without a copy in float32."""
     with _without_autocast():
         if x.dtype == torch.float16 and dtype in (None, torch.float32):
-            return torch.ops.aten._softmax(x, dim, True)
-        return torch.ops.aten.softmax.int(x, dim, dtype or torch.float32)
+            return torch._softmax(x, dim, True)
+        return torch.softmax(x, dim, dtype=dtype or torch.float32)
 
 
 def _without_autocast() -> Any:
