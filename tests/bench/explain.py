@@ -82,14 +82,17 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def unobserved(make: Callable[[], nn.Module], shape: Shape) -> tuple[int, int]:
+def unobserved(
+    make: Callable[[], nn.Module], shape: Shape, policy: MemoryPolicy | None = None, count: int = STEPS
+) -> tuple[int, int]:
     """The allocator's peak in bytes without scratch, and with it, of the same steps, with no mode and no hook."""
+    policy = policy or MemoryPolicy()
 
     def steps() -> None:
-        model, policy = make().train(), MemoryPolicy()
+        model = make().train()
         batch = Batch(torch.randn(shape), torch.zeros(shape[0], *shape[2:], dtype=torch.int64))
         optimizer = AdamW(model.parameters())
-        for _ in range(STEPS):
+        for _ in range(count):
             train_step(model, segmentation_loss, optimizer, policy.scaler(), policy, [batch])
 
     blocks = list(blocks_of(recorded(steps)))

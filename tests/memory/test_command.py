@@ -236,6 +236,17 @@ def test_any_network_is_explained_from_the_command_line(tmp_path: Path, capsys: 
     assert "SegResNet" in page and "1x1x16x16x16" in page
 
 
+@pytest.mark.slow
+def test_any_network_has_the_allocators_sizes_as_on_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--args", '{"init_filters": 8, "blocks_down": [1, 1], "blocks_up": [1]}', "device=cuda")
+    assert face("memory", *MODULE, *words, "-o", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    entry = json.loads((tmp_path / "out" / "memory.json").read_text())["predicted"]
+    assert entry["peak_bytes"] < entry["allocated_bytes"] < entry["reserved_bytes"]
+    for name in ("allocated", "reserved"):
+        assert f"{mib(entry[f'{name}_bytes'])} MiB {name}" in said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

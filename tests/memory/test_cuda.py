@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,17 @@ def tiny(*overrides: str) -> Config:
 
 def peak(options: Config) -> int:
     return simulate(options, options.model, steps=STEPS_FOR_PEAK).ledger.peak_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@without("unet3d.memory.fake_tensors.cuda_autocast", nullcontext)
+def test_layer_norm_and_softmax_are_in_float32(dtype: torch.dtype) -> None:
+    with fake_mode("cuda"), torch.autocast("cpu", dtype):
+        tokens = torch.randn(2, 4, dtype=dtype, requires_grad=True)
+        results = [F.layer_norm(tokens, (4,)), tokens.softmax(-1)]
+        assert [result.dtype for result in results] == [torch.float32] * 2
+        (gradient,) = torch.autograd.grad(sum(results).sum(), tokens)  # type: ignore[union-attr]
+        assert gradient.dtype == dtype
 
 
 def saved(options: Config, dtype: torch.dtype | None) -> int:

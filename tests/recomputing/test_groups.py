@@ -45,6 +45,25 @@ def whole_maps(network: nn.Module) -> Maps:
     return Maps(trace(network.train(), torch.randn(1, 1, *SIZE)), axis=2)
 
 
+@pytest.mark.parametrize("last", [nn.Conv3d, nn.ConvTranspose3d])
+def test_a_convolution_reads_a_group_that_ends_in_float32(last: type[nn.Module]) -> None:
+    """Autocast takes a layer norm of half precision to float32, and the convolution behind it to half precision."""
+    torch.manual_seed(0)
+    network = Tokens(nn.LayerNorm(CHANNELS))
+    network.last = last(CHANNELS, 2, 2, 2)
+    network.train()
+    image = torch.randn(2, 1, *SIZE)
+    gradients = []
+    for passes in (network, Recomputed(network)):
+        network.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = passes(image)
+        logits.float().square().mean().backward()
+        gradients.append([weight.grad.clone() for weight in network.parameters() if weight.grad is not None])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.allclose(plain, recomputed, rtol=0.05, atol=0.02 * float(plain.abs().max()))
+
+
 class Heads(nn.Module):
     """Attention of all tokens, in one of the ways to write it."""
 

@@ -61,6 +61,27 @@ def test_what_is_predicted_is_measured(way: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+class Scaled(nn.Module):
+    """A network with a tensor that is neither a weight nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(1, 8, 3, padding=1)
+        self.head = nn.Conv3d(8, 3, 1)
+        self.kept = [torch.rand(1)]
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return logits."""
+        logits: Tensor = self.head(self.conv(image).relu())
+        return logits
+
+
+def test_a_recomputed_network_is_predicted_as_it_is_measured() -> None:
+    network = unet3d.recompute(Scaled(), torch.zeros(SHAPE), plan="lean")
+    predicted = unet3d.memory.predict(network, SHAPE)
+    assert predicted.peak_bytes == unet3d.memory.explain(network, SHAPE).peak_bytes
+
+
 def test_of_the_packages_own_network_it_says_what_a_run_is_predicted_to_need() -> None:
     config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", "batch=1", "optim.clip=null", "workers=0"])
     config.model.in_channels, config.model.classes = 1, 3

@@ -38,9 +38,10 @@ RANGES = (
 LONGEST_RANGE = 64  # numbers
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
-# What autocast computes in float32 on CUDA and not on the CPU, of the operations in this package's forward passes: the
-# loss runs outside of autocast. torch's documentation lists all (section "CUDA Ops that autocast to float32").
-FLOAT32 = ("group_norm", "upsample_nearest3d", "upsample_trilinear3d")
+# What autocast computes in float32 on CUDA and not on the CPU, of the operations in forward passes of this package's
+# networks and of transformers: the loss runs outside of autocast. torch's documentation lists all (section "CUDA Ops
+# that autocast to float32").
+FLOAT32 = ("group_norm", "layer_norm", "upsample_nearest3d", "upsample_trilinear3d")
 
 
 @contextmanager
@@ -206,6 +207,7 @@ def cuda_autocast() -> Iterator[None]:
             for name in FLOAT32:
                 overload = getattr(torch.ops.aten, name).default
                 library.impl(name, partial(_in_float32, overload), allow_override=True)
+            library.impl("softmax.int", _softmax_in_float32, allow_override=True)
         yield
     finally:
         library._destroy()
@@ -229,6 +231,18 @@ def _in_float32(overload: Any, *args: Any) -> Any:
     for value in args:
         is_floating = isinstance(value, Tensor) and value.is_floating_point()
         cast.append(value.float() if is_floating else value)
-    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    with torch._C._ExcludeDispatchKeyGuard(autocast):
+    with _without_autocast():
         return overload(*cast)
+
+
+def _softmax_in_float32(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return softmax, in float32 unless another type is asked for. CUDA reads float16 without a copy in float32."""
+    with _without_autocast():
+        if x.dtype == torch.float16 and dtype in (None, torch.float32):
+            return torch._softmax(x, dim, True)
+        return torch.softmax(x, dim, dtype=dtype or torch.float32)
+
+
+def _without_autocast() -> Any:
+    """Return a context without the CPU's autocast."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))

@@ -32,6 +32,7 @@ from unet3d.memory.tables import (
     moment,
     peak_location,
     predicted_kind,
+    replayed,
     sentence,
     workspace_bound,
 )
@@ -246,12 +247,8 @@ def _replay_allocator(subject: MemoryEstimate) -> None:
     """Add to the entry what CUDA's allocator would hold for the step, and print it."""
     entry = subject.entry
     settings, left_out = read_settings(os.environ)
-    allocated, reserved = replay(subject.meter.ledger.events, settings)
-    entry["allocated_bytes"] = allocated
-    entry["reserved_bytes"] = reserved
-    print(f"on CUDA: {mib(allocated)} MiB allocated, {mib(reserved)} MiB reserved (replay)")
-    print(workspace_bound(entry))
-    print(cuda_sizes(entry), *left_out, sep="\n", flush=True)
+    entry |= replay(subject.meter.ledger.events, settings)._asdict()
+    print(replayed(entry), workspace_bound(entry), cuda_sizes(entry), *left_out, sep="\n", flush=True)
 
 
 def _fit_validation(subject: MemoryEstimate) -> Validation:

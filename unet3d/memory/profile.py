@@ -4,6 +4,7 @@ Both run the package's one training step, on the user's own module. A prediction
 shapes and no data: it makes nothing as large as a map.
 """
 
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,8 @@ from unet3d.base.errors import UserError, reason
 from unet3d.base.terminal import NARROW, plain_text
 from unet3d.base.types import Batch, Table, mib
 from unet3d.memory import tables
+from unet3d.memory.allocator import read_settings, replay
+from unet3d.memory.copies import GpuLedger
 from unet3d.memory.fake_tensors import asked_in, fake_mode, unknown
 from unet3d.memory.levels import layer_names
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
@@ -47,10 +50,19 @@ class Explanation:
     about: str  # the step in a line
     meter: LedgerMeter
 
+    @property
+    def is_for_cuda(self) -> bool:
+        """Whether this is a prediction for CUDA."""
+        return self.kind == "predicted" and isinstance(self.meter.ledger, GpuLedger)
+
     @cached_property
     def entry(self) -> dict[str, Any]:
-        """Return all figures, as memory.json of a run has them."""
-        return self.meter.summary()
+        """Return all figures, as memory.json of a run has them; a prediction for CUDA has those of its allocator."""
+        summary = self.meter.summary()
+        if self.is_for_cuda:
+            settings, _ = read_settings(os.environ)
+            summary |= replay(self.meter.ledger.events, settings)._asdict()
+        return summary
 
     @property
     def ledger(self) -> dict[str, Any]:
@@ -96,10 +108,14 @@ class Explanation:
         kind = tables.predicted_kind(self.entry) if self.kind == "predicted" else self.entry["kind"]
         yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({kind})"
         yield f"peak reached in {tables.moment(self.ledger)}"
-        for line_on in (tables.guessed, tables.workspace_bound, tables.largest_workspaces, tables.cuda_sizes):
+        lines = (tables.guessed, tables.replayed, tables.workspace_bound, tables.largest_workspaces, tables.cuda_sizes)
+        for line_on in lines:
             line = line_on(self.entry)
             if line:
                 yield line
+        if self.is_for_cuda:
+            _, left_out = read_settings(os.environ)
+            yield from left_out
         yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
         yield "At the peak, by category", tables.categories(self.ledger)
         largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LAYERS_SHOWN]

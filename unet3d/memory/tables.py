@@ -34,6 +34,14 @@ def workspace_bound(entry: Entry) -> str:
     return f"convolutions' workspaces not included: estimated up to {more} MiB more (input + output of a layer)"
 
 
+def replayed(entry: Entry) -> str:
+    """Return what CUDA's allocator would hold for a predicted step; "" for another entry."""
+    if "allocated_bytes" not in entry:
+        return ""
+    allocated = f"{mib(entry['allocated_bytes'])} MiB allocated"
+    return f"on CUDA: {allocated}, {mib(entry['reserved_bytes'])} MiB reserved (replay)"
+
+
 def largest_workspaces(entry: Entry) -> str:
     """Return which convolutions had the largest workspaces on a GPU; "" for another entry."""
     if "workspaces" not in entry:

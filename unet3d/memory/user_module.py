@@ -77,10 +77,13 @@ def _write_over(tensor: Tensor, value: Tensor) -> None:
 def on_fake_tensors(model: nn.Module) -> nn.Module:
     """Return a copy whose weights and buffers have shapes and no data, within `fake_mode`; other tensors are shared."""
     copies: dict[int, Any] = {}
-    for module in model.modules():
+    modules = list(model.modules())
+    for module in modules:
         for attribute in tree_leaves(list(vars(module).values())):
             if isinstance(attribute, Tensor):
                 copies[id(attribute)] = attribute
+            elif isinstance(attribute, nn.Module) and attribute not in modules:  # not registered, as in Recomputed
+                modules.append(attribute)
     for tensor in (*model.parameters(), *model.buffers()):
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         if isinstance(tensor, nn.Parameter):

@@ -11,7 +11,7 @@ from unet3d.model.half_precision import ONEDNN
 from unet3d.recomputing.convolution_settings import ConvolutionSettings, convolution, transposed
 from unet3d.recomputing.graph import Value, Weight
 from unet3d.recomputing.halves import Halves, is_slow
-from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work, pad_along
+from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, State, Work, pad_along
 
 
 def _is_plain_convolution(value: Value) -> bool:
@@ -139,6 +139,7 @@ class Convolution(Rule):
         """
         value, tile, state, *_ = work
         axis = state.axis
+        rows = _in_type(rows, state)
         padding = list(convolution(value).padding)
         if tile.span == (0, value.shape[axis]) and halves is None:
             return rows.contiguous(), padding, (0, 0)
@@ -187,7 +188,7 @@ class TransposedConvolution(Rule):
         assert weight is not None
         padding, output_padding, offset = self._of_tile(work)
         rows = F.conv_transpose3d(
-            inputs[0].contiguous(),
+            _in_type(inputs[0], work.state).contiguous(),
             weight,
             bias,
             settings.stride,
@@ -202,7 +203,7 @@ class TransposedConvolution(Rule):
         value, tile, state, *_ = work
         settings = transposed(value)
         padding, output_padding, offset = self._of_tile(work)
-        rows = known.pop().contiguous()
+        rows = _in_type(known.pop(), state).contiguous()
         behind = self._length(work, padding) - offset - tile.rows
         if offset or behind:
             gradient = pad_along(gradient, state.axis, offset, behind)
@@ -267,6 +268,11 @@ class TransposedConvolution(Rule):
         along = transposed(work.value).along(axis)
         low, high = work.tile.inputs[0]
         return (high - low - 1) * along.stride + along.reach - 2 * padding[axis - 2]
+
+
+def _in_type(rows: Tensor, state: State) -> Tensor:
+    """Return rows in the pass's type; those of a group may be in autocast's, as float32 after a layer norm."""
+    return rows.to(state.dtype)
 
 
 def _bias_size(value: Value, settings: ConvolutionSettings) -> list[int] | None:

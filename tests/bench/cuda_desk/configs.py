@@ -28,6 +28,12 @@ def rows(section: str, common: str, text: str, patch: str = "32,32,32") -> list[
     return [Row(section, f"{common} {line.strip()}".strip(), patch) for line in text.strip().splitlines()]
 
 
+PLANS = """
+    bf16
+    bf16 lean
+    bf16 tiles
+"""
+
 LEVERS = rows(
     "Precision, norms and ways to save memory",
     "model.features=[16,32,64]",
@@ -179,7 +185,13 @@ NETWORKS = (
     + rows("Networks", "", "model=cicek2016 batch=1", "132,132,116")
 )
 
-ROWS = LEVERS + OPTIONS + MIXTURES + NETWORKS
+FIELD = [
+    *rows("Networks of MONAI", "model.path=field_networks:dynunet", PLANS, "192,160,64"),
+    *rows("Networks of MONAI", "model.path=field_networks:segresnet batch=1", PLANS, "224,224,144"),
+    *rows("Networks of MONAI", "model.path=field_networks:unetr batch=4 model.classes=14", PLANS, "96,96,96"),
+]
+
+ROWS = LEVERS + OPTIONS + MIXTURES + NETWORKS + FIELD
 
 COUNTED = rows(
     "Counted",
