@@ -183,51 +183,61 @@ class Compiler:
         return self.sizes.beside_through[index] if through else self.sizes.beside[index]
 
     def _send(self, index: int, stays: Set[int], through: tuple[int, ...]) -> None:
+        """Send the gradient of a map to its sources, and release it."""
         sizes = self.sizes
         self.gradients.discard(index)
         wanted = [source for source in sizes.sources[index] if sizes.needs_gradient[source]]
         twice = self._twice(index, wanted)
+        targets = self._targets(index, wanted, twice, stays)
+        before = self.bytes
+        self._hold(targets)
+        if index not in self.sent:
+            self.sent.add(index)
+            self.bytes += sizes.of_weights[index]
+        beside = self._beside(index, through)
+        scratch = beside.send
+        if twice is not None:
+            scratch = beside.send_twice
+            self.work += sizes.work[index] + self._passing_work(through)
+            targets.append(Target(twice, "map"))
+            self._hold(targets[-1:])
+            self.completed.add(twice)
+        if self.writes:
+            instruction = Send if twice is None else SendTwice
+            self.instructions.append(instruction(index, tuple(targets), through))
+        self.work += self._passing_work(through)
+        if sizes.is_one_tile[index]:
+            scratch += sum(sizes.bytes[source] for source, place in targets if place == "add")
+        self._note(max(self.bytes, before) + scratch)
+        if all(place != "gradient" for _, place in targets):
+            self.bytes -= sizes.bytes[index]
+
+    def _targets(self, index: int, wanted: Sequence[int], twice: int | None, stays: Set[int]) -> list[Target]:
+        """Return where the gradient of each source goes, without the source that a map is sent to twice."""
         targets = []
         is_reused = False
-        before = self.bytes
         for source in wanted:
-            place: Place = "new"
             if source == twice:
                 continue
+            place: Place = "new"
             if source in self.gradients:
                 place = "add"
             elif twice is None and self._lies_over_map(source, index, stays):
                 place = "map"
-            elif not is_reused and source in sizes.over_gradient[index]:
+            elif not is_reused and source in self.sizes.over_gradient[index]:
                 place = "gradient"
                 is_reused = True
+            targets.append(Target(source, place))
+        return targets
+
+    def _hold(self, targets: Sequence[Target]) -> None:
+        """Count gradients of sources, which lie over their maps or take new bytes."""
+        for source, place in targets:
             if place == "map":
                 self.alive.discard(source)
             elif place == "new":
-                self.bytes += sizes.bytes[source]
+                self.bytes += self.sizes.bytes[source]
             self.gradients.add(source)
-            targets.append(Target(source, place))
-        if index not in self.sent:
-            self.sent.add(index)
-            self.bytes += sizes.of_weights[index]
-        if twice is None:
-            if self.writes:
-                self.instructions.append(Send(index, tuple(targets), through))
-        else:
-            if self.writes:
-                self.instructions.append(SendTwice(index, (*targets, Target(twice, "map")), through))
-            self.work += sizes.work[index] + self._passing_work(through)
-            self.alive.discard(twice)
-            self.gradients.add(twice)
-            self.completed.add(twice)
-        self.work += self._passing_work(through)
-        beside = self._beside(index, through)
-        scratch = beside.send if twice is None else beside.send_twice
-        if sizes.is_one_tile[index]:
-            scratch += sum(sizes.bytes[source] for source, place in targets if place == "add")
-        self._note(max(self.bytes, before) + scratch)
-        if not is_reused:
-            self.bytes -= sizes.bytes[index]
 
     def _lies_over_map(self, source: int, index: int, stays: Set[int]) -> bool:
         """Return whether the gradient of a source is written over its map."""
