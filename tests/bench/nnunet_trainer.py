@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,24 +28,30 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 DATASET = "1"
 CONFIGURATION = "3d_fullres"
+FOLDERS = ("raw", "preprocessed", "results")
 PLANS = {"plain": "nnUNetTrainer", "lean": "nnUNetTrainer_unet3d", "tiles": "nnUNetTrainer_unet3d"}
 COMPARED = 10  # losses
 Numbers = dict[str, Any]  # bytes, seconds, losses
 
 
-def environment(out: Path, plan: str = "lean") -> dict[str, str]:
-    """Return the variables by which nnU-Net finds its folders and this project's trainer, and works in one process."""
-    folders = {f"nnUNet_{name}": str(out / name) for name in ("raw", "preprocessed", "results")}
+def environment(out: Path, loaders: int, plan: str = "lean") -> dict[str, str]:
+    """Return the variables by which nnU-Net finds its folders and this project's trainer.
+
+    `loaders`: processes that augment; with 0 patches are drawn where they are used.
+    """
+    folders = {f"nnUNet_{name}": str(out / name) for name in FOLDERS}
     own = {"nnUNet_extTrainer": str(ROOT / "examples" / "nnunet"), "UNET3D_PLAN": plan}
-    processes = {"nnUNet_n_proc_DA": "0", "nnUNet_def_n_proc": "1"}
-    return os.environ | folders | own | processes | {"nnUNet_compile": "f"}
+    processes = {"nnUNet_n_proc_DA": str(loaders), "nnUNet_def_n_proc": "1"}
+    return os.environ | folders | own | processes
 
 
 def prepare(data: Path, out: Path) -> None:
     """Convert, plan and preprocess a data set in Decathlon's layout."""
-    if (out / "preprocessed").exists():
+    finished = out / "prepared"
+    if finished.exists():
         return
-    for name in ("raw", "preprocessed", "results"):
+    for name in (*FOLDERS, "decathlon"):
+        shutil.rmtree(out / name, ignore_errors=True)
         (out / name).mkdir(parents=True)
     copy = out / "decathlon" / f"Task{DATASET}_Data"
     (copy / "imagesTs").mkdir(parents=True)  # nnU-Net expects it, and the entry "test"
@@ -54,13 +61,14 @@ def prepare(data: Path, out: Path) -> None:
     (copy / "dataset.json").write_text(json.dumps({"test": [], **about}))
     _command(out, "nnUNetv2_convert_MSD_dataset", "-i", str(copy), "-np", "1")
     _command(out, "nnUNetv2_plan_and_preprocess", "-d", DATASET, "-c", CONFIGURATION, "-npfp", "1", "-np", "1")
+    finished.touch()
 
 
 def _command(out: Path, name: str, *options: str) -> None:
     """Run a command of nnU-Net's; its output is appended to prepare.log."""
     with (out / "prepare.log").open("a") as log:
         command = [str(Path(sys.executable).with_name(name)), *options]
-        subprocess.run(command, env=environment(out), stdout=log, stderr=log, check=True)
+        subprocess.run(command, env=environment(out, loaders=1), stdout=log, stderr=log, check=True)
 
 
 class Seeded:
@@ -150,7 +158,7 @@ def in_own_process(plan: str, out: Path, arguments: list[str]) -> Numbers:
     result = out / f"{plan}.json"
     command = [sys.executable, __file__, "--out", str(out), "--only", plan, *arguments]
     with (out / f"{plan}.log").open("w") as log:
-        subprocess.run(command, env=environment(out, plan), stdout=log, stderr=log, check=True)
+        subprocess.run(command, env=environment(out, loaders=0, plan=plan), stdout=log, stderr=log, check=True)
     numbers: Numbers = json.loads(result.read_text())
     return numbers
 
