@@ -43,7 +43,7 @@ def recompute(
 class Recomputed(nn.Module):
     """A network with the parameters, buffers and names of another, whose training pass follows a schedule.
 
-    In evaluation, and without gradients, it is the network itself. The network's attributes are read and set through it.
+    In evaluation, and without gradients, it is the network itself, whose attributes are read and set through it.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ class Recomputed(nn.Module):
         if (plan == "auto") != (budget is not None):
             raise UserError(f"plan={plan}, budget={budget}: a budget goes with plan=auto, and only with it")
         if isinstance(model, OptimizedModule):
-            raise UserError("recompute: the network is compiled already; give recompute the network before torch.compile")
+            raise UserError(
+                "recompute: the network is compiled already; give recompute the network before torch.compile"
+            )
         self._modules = model._modules
         self._parameters = model._parameters
         self._buffers = model._buffers
@@ -120,7 +122,7 @@ class Recomputed(nn.Module):
             return self.network(image)
         return self._follow_schedule(image)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _follow_schedule(self, image: Tensor) -> Any:
         """Return the same by the schedule; torch.compile leaves it as it is."""
         return call_by_program(self.program(image), self.network, image)
