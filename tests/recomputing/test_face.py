@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equality import assert_same, drawn_schedules, run
+from equality import assert_close, assert_same, drawn_schedules, run
+from guards import without
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils._pytree import tree_structure
+from torch.utils._pytree import tree_leaves, tree_structure
 
 from unet3d.base.errors import UserError
-from unet3d.recomputing.module import Recomputed
+from unet3d.recomputing.module import Recomputed, recompute
 
 IMAGE = (1, 1, 9, 6, 5)
 
@@ -337,3 +338,76 @@ def test_operations_without_a_rule_are_named() -> None:
         lines.append(recomputed.describe(recomputed.program(image().double())))
     assert "linear in mix" in lines[0]
     assert "without a rule" not in lines[1]
+
+
+class Switched(Net):
+    """A network with a switch in a part of it, as nnU-Net's deep supervision, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_deep = True
+        self.dropped = nn.Dropout3d(0.0)
+        self.middle.gain = 1  # type: ignore[assignment]
+
+    def forward(self, image: Tensor) -> Any:
+        """Return logits, of both heads if the network is deep."""
+        y, x = super().forward(image)
+        y = self.dropped(y * self.middle.gain)
+        return (y, x) if self.is_deep else y
+
+
+@without("unet3d.recomputing.module._settings", lambda network: ())
+def test_attributes_that_forward_depends_on_change_between_passes() -> None:
+    network = Recomputed(make(Switched))
+    plain = make(Switched)
+    for is_deep, gain in ((True, 1), (False, 1), (True, 3), (True, 1)):
+        for model in (network, plain):
+            model.is_deep = is_deep
+            model.get_submodule("middle").gain = gain
+        assert network.is_deep is network.network.is_deep is is_deep
+        outputs = network(image())
+        assert isinstance(outputs, tuple) is is_deep
+        for output, expected in zip(tree_leaves(outputs), tree_leaves(plain(image())), strict=True):
+            assert_close(output.detach(), expected.detach(), 1e-12)
+
+
+class OfMode(Net):
+    """A network that returns another structure in training, as MONAI's DynUNet."""
+
+    def forward(self, image: Tensor) -> Any:
+        """Return logits, of both heads in training."""
+        outputs = super().forward(image)
+        return outputs if self.training else outputs[0]
+
+
+def test_a_mode_that_is_set_module_by_module() -> None:
+    """Lightning does so after a validation."""
+    network = Recomputed(make(OfMode))
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
+    assert isinstance(network(image()), Tensor)
+    for module, mode in modes.items():
+        module.training = mode
+    assert isinstance(network(image()), tuple)
+
+
+def test_without_an_example_the_line_comes_with_the_first_training_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    network = recompute(make(), held=2**20)
+    with torch.no_grad():
+        network(image())
+    assert not capsys.readouterr().out
+    network(image())
+    network(image(2, 1, 5, 12, 4))
+    assert capsys.readouterr().out.count("MiB") == 1
+    more = network.program(image()).peak_bytes - Recomputed(make()).program(image()).peak_bytes
+    assert more == 2**20
+
+
+def test_compiled_after_but_not_before() -> None:
+    model = make()
+    network = Recomputed(copy.deepcopy(model))
+    torch.compile(network, backend="eager")(image())[0].square().sum().backward()
+    model(image())[0].square().sum().backward()
+    assert_close(network.get_parameter("first.weight").grad, model.get_parameter("first.weight").grad, 1e-12)
+    with pytest.raises(UserError, match=r"torch\.compile"):
+        Recomputed(torch.compile(model, backend="eager"))  # type: ignore[arg-type]

@@ -4,12 +4,11 @@ The prediction is of weights, their gradients, maps and what rules make beside t
 the caller's, and while the loss runs, what that makes of a chunk of logits.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from allocator import Events, recorded
+from allocator import peak_bytes, recorded
 from attention import Windows
 from test_budgets import network as chain
 from test_networks import _dyn, _monai
@@ -27,36 +26,6 @@ CLOSE = 16 * 2**10  # bytes: statistics, numbers, weights of norms
 NUMBERS = 512  # bytes that kernels make on their way
 WITHIN = ("aten::convolution", "aten::convolution_backward", "aten::native_batch_norm_backward")
 LOSS = SegmentationLoss(dice_ce)
-
-
-def allocator_peak(events: Events) -> int:
-    """Return the most bytes alive at once, but for what a convolution or a norm makes and releases within a call."""
-    calls = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["name"] in WITHIN)
-    starts = [start for start, _ in calls]
-
-    def call(time: float) -> int:
-        index = bisect_right(starts, time) - 1
-        return index if index >= 0 and time <= calls[index][1] else -1
-
-    changes: list[list[float]] = []
-    births: dict[int, int] = {}
-    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
-        size, address = event["args"]["Bytes"], event["args"]["Addr"]
-        if size > 0:
-            births[address] = len(changes)
-        elif address not in births:
-            continue  # older than the record
-        else:
-            born = changes[births.pop(address)]
-            if call(event["ts"]) >= 0 and call(event["ts"]) == call(born[0]):
-                born[1] = 0
-                continue
-        changes.append([event["ts"], size])
-    alive = most = 0
-    for _, size in changes:
-        alive += int(size)
-        most = max(most, alive)
-    return most
 
 
 def loss_bytes(label: Tensor) -> int:
@@ -98,7 +67,7 @@ def check_step(recomputed: Recomputed, image: Tensor, label: Tensor) -> None:
     measured = ledger.peak_bytes() - label.nbytes
     recomputed.zero_grad(set_to_none=True)
     before = {tensor for tensor in (*recomputed.parameters(), *recomputed.buffers(), image)}
-    truth = allocator_peak(recorded(step)) + sum(tensor.nbytes for tensor in before)
+    truth = peak_bytes(recorded(step), WITHIN) + sum(tensor.nbytes for tensor in before)
     recomputed.zero_grad(set_to_none=True)
     assert abs(truth - measured) <= NUMBERS
     assert measured >= prediction.peak_bytes - CLOSE

@@ -4,7 +4,9 @@ import copy
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes, mib
@@ -13,32 +15,35 @@ from unet3d.recomputing.prepare import PLANS, by_plan, prepare, work_line
 from unet3d.recomputing.program import Program
 
 Plan = Literal["lean", "tiles", "auto"]
+SETTINGS = (bool, int, float, str, type(None))  # types of attributes that forward may depend on
 
 
 def recompute(
     model: nn.Module,
-    example: Tensor,
+    example: Tensor | None = None,
     plan: Plan = "lean",
     budget: str | None = None,
-    held: str | None = None,
+    held: str | int | None = None,
 ) -> "Recomputed":
     """Return a network that trains as `model` does, with the same parameters, in less memory.
 
-    `example` is an image N C D H W as the network will get it; the schedule is found for its size, and for each other
-    size when the first such image comes. `plan`: "lean" makes sums and small convolutions again, "tiles" all that saves
-    memory, "auto" takes the least work with which weights, gradients, maps and what is `held` beside them (the
-    optimizer's state, say) fit into the `budget`, as "6GiB". Prints a line that says what to expect.
+    `example` is an image N C D H W as the network will get it; the schedule is found for its size. For each other size,
+    and without an example, it is found when the first such image comes. `plan`: "lean" makes sums and small
+    convolutions again, "tiles" all that saves memory, "auto" takes the least work with which weights, gradients, maps
+    and what is `held` beside them (the optimizer's state, say, in bytes or as "600MiB") fit into the `budget`, as
+    "6GiB". Prints a line that says what to expect, once the first schedule is found. Raises UserError.
     """
     recomputed = Recomputed(model, plan, budget, held)
-    if model.training:
-        print(recomputed.describe(recomputed.program(example)))
+    recomputed.is_silent = False
+    if model.training and example is not None:
+        recomputed.program(example)
     return recomputed
 
 
 class Recomputed(nn.Module):
     """A network with the parameters, buffers and names of another, whose training pass follows a schedule.
 
-    In evaluation, and without gradients, it is the network itself.
+    In evaluation, and without gradients, it is the network itself, whose attributes are read and set through it.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class Recomputed(nn.Module):
         model: nn.Module,
         plan: Plan = "lean",
         budget: str | None = None,
-        held: str | None = None,
+        held: str | int | None = None,
         device_type: str | None = None,
     ) -> None:
         """Keep the network. `device_type`: with "cuda", tiles are those of a GPU; None: of where the image is."""
@@ -55,6 +60,10 @@ class Recomputed(nn.Module):
             raise UserError(f"plan={plan}: choose {', '.join(PLANS)}")
         if (plan == "auto") != (budget is not None):
             raise UserError(f"plan={plan}, budget={budget}: a budget goes with plan=auto, and only with it")
+        if isinstance(model, OptimizedModule):
+            raise UserError(
+                "recompute: the network is compiled already; give recompute the network before torch.compile"
+            )
         self._modules = model._modules
         self._parameters = model._parameters
         self._buffers = model._buffers
@@ -62,14 +71,32 @@ class Recomputed(nn.Module):
         self.training = model.training
         self.plan = plan
         self.budget = None if budget is None else budget_bytes(budget)
-        self.held = 0 if held is None else budget_bytes(held)
+        self.held = budget_bytes(held) if isinstance(held, str) else held or 0
         self.device_type = device_type
+        self.is_silent = True  # or to print what to expect of the first schedule
         self.programs: dict[Any, Program] = {}
 
     @property
     def network(self) -> nn.Module:
         """The network itself."""
         return self._network[0]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the network that this object does not have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_network" not in vars(self):
+                raise
+            return getattr(self.network, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, of the network where it is the network's, such as whether deep supervision is on."""
+        is_of_network = "_network" in vars(self) and name in vars(self.network) and name not in vars(self)
+        if is_of_network:
+            setattr(self.network, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> "Recomputed":
         """Set the mode, of the network too."""
@@ -83,29 +110,57 @@ class Recomputed(nn.Module):
         other.budget = self.budget
         other.held = self.held
         other.device_type = self.device_type
+        other.is_silent = self.is_silent
         other.programs = dict(self.programs)
         return other
 
     def forward(self, image: Tensor) -> Any:
         """Return what the network returns for an image N C D H W."""
+        if self.network.training != self.training:  # set by name, as Lightning does after a validation
+            self.network.training = self.training
         if not torch.is_grad_enabled() or not self.training:
             return self.network(image)
+        return self._follow_schedule(image)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _follow_schedule(self, image: Tensor) -> Any:
+        """Return the same by the schedule; torch.compile leaves it as it is."""
         return call_by_program(self.program(image), self.network, image)
 
     def program(self, image: Tensor) -> Program:
-        """Return what passes over images of this size have in common; it is made once for each size and mode."""
+        """Return what passes over images of this size have in common; it is made once for each size and setting."""
         autocast = autocast_dtype(image)
-        modes = tuple(module.training for module in self.network.modules())
+        settings = _settings(self.network)
         trained = tuple(parameter.requires_grad for parameter in self.network.parameters())
-        key = (image.shape, image.requires_grad, autocast, image.dtype, image.device, modes, trained)
+        key = (image.shape, image.requires_grad, autocast, image.dtype, image.device, settings, trained)
         if key not in self.programs:
             on_cpu = (self.device_type or image.device.type) == "cpu"
             program = prepare(self.network, image, autocast, on_cpu, self.plan)
             program.fixed_bytes += self.held
             self.programs[key] = by_plan(program, self.plan, self.budget)
+            self._announce(self.programs[key])
         return self.programs[key]
 
     def describe(self, program: Program) -> str:
         """Return a line: the predicted peak, the extra work, and what stays whole."""
         peak = f"predicted peak {mib(program.peak_bytes)} MiB of tensors (weights, gradients, maps)"
         return f"recompute={self.plan}: {peak}, {work_line(program)}"
+
+    def _announce(self, program: Program) -> None:
+        """Print what to expect, once, and of several ranks the first."""
+        if not self.is_silent and _rank() == 0:
+            print(self.describe(program))
+        self.is_silent = True
+
+
+def _rank() -> int:
+    """Return this process's number among those that train together."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _settings(network: nn.Module) -> tuple[Any, ...]:
+    """Return modes, rates of dropout and other plain attributes of all modules: forward may depend on them."""
+    settings = []
+    for module in network.modules():
+        settings += [item for item in vars(module).items() if isinstance(item[1], SETTINGS)]
+    return tuple(settings)

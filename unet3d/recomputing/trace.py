@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
@@ -29,6 +30,7 @@ def trace(model: nn.Module, image: Tensor) -> Graph:
     Raises UserError where the network cannot be described so, and names the place.
     """
     _refuse_hooks(model)
+    _refuse_exchange(model)
     try:
         with _silence(), _attributes_stay(model):
             program = torch.export.export(model, (image.detach(),), strict=False)
@@ -71,6 +73,16 @@ def _refuse_hooks(model: nn.Module) -> None:
         for name in HOOKS:
             if getattr(module, name):
                 raise UserError(f"{path or type(model).__name__}: {name[1:]} would not run in recompute; remove them")
+
+
+def _refuse_exchange(model: nn.Module) -> None:
+    """Raise UserError if normalisations exchange statistics with other ranks: a schedule makes them again."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            problem = f"{path or type(model).__name__}: SyncBatchNorm would exchange statistics between ranks again"
+            raise UserError(f"{problem} in recompute; train with BatchNorm, InstanceNorm or GroupNorm")
 
 
 def _cannot_trace(model: nn.Module, error: Exception) -> str:
