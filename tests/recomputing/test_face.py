@@ -371,6 +371,15 @@ def test_attributes_that_forward_depends_on_change_between_passes() -> None:
             assert_close(output.detach(), expected.detach(), 1e-12)
 
 
+def test_an_attribute_that_changes_each_step_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unet3d.recomputing.module.MANY_PROGRAMS", 2)
+    network = Recomputed(make(Switched))
+    network(image())
+    network.get_submodule("middle").gain = 2
+    with pytest.warns(UserWarning, match="such as a counter"):
+        network(image())
+
+
 class OfMode(Net):
     """A network that returns another structure in training, as MONAI's DynUNet."""
 

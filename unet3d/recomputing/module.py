@@ -1,12 +1,12 @@
 """`unet3d.recompute`: any network, trained by a schedule of its own."""
 
 import copy
+import warnings
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes, mib
@@ -15,6 +15,7 @@ from unet3d.recomputing.prepare import PLANS, by_plan, prepare, work_line
 from unet3d.recomputing.program import Program
 
 Plan = Literal["lean", "tiles", "auto"]
+MANY_PROGRAMS = 20  # of one network; to find a schedule takes seconds
 SETTINGS = (bool, int, float, str, type(None))  # types of attributes that forward may depend on
 
 
@@ -60,7 +61,7 @@ class Recomputed(nn.Module):
             raise UserError(f"plan={plan}: choose {', '.join(PLANS)}")
         if (plan == "auto") != (budget is not None):
             raise UserError(f"plan={plan}, budget={budget}: a budget goes with plan=auto, and only with it")
-        if isinstance(model, OptimizedModule):
+        if "_orig_mod" in model._modules:  # of a compiled module
             raise UserError(
                 "recompute: the network is compiled already; give recompute the network before torch.compile"
             )
@@ -139,6 +140,11 @@ class Recomputed(nn.Module):
             program.fixed_bytes += self.held
             self.programs[key] = by_plan(program, self.plan, self.budget)
             self._announce(self.programs[key])
+            if len(self.programs) == MANY_PROGRAMS:
+                reason = (
+                    "one for each size of images and each value of a plain attribute of a module, such as a counter"
+                )
+                warnings.warn(f"recompute: {MANY_PROGRAMS} schedules were found, {reason}", stacklevel=2)
         return self.programs[key]
 
     def describe(self, program: Program) -> str:
