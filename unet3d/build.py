@@ -13,6 +13,7 @@ from torch import nn
 
 from unet3d.base import ranks
 from unet3d.base.errors import UserError
+from unet3d.base.regions import Regions
 from unet3d.config import rules
 from unet3d.config.schema import Config, Model
 from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset, split
@@ -127,15 +128,21 @@ def model_options(config: Config, dataset: DatasetInfo, spacing: Sequence[float]
     Raises UserError where model and data disagree.
     """
     model_config = replace(rules.effective_model(config.model))
-    for name, count in (
-        ("in_channels", len(dataset.channels)),
-        ("classes", len(dataset.classes)),
-    ):
+    of_data: dict[str, Any] = {"in_channels": len(dataset.channels), "classes": len(dataset.classes)}
+    regions = dataset.regions
+    if regions is not None:
+        of_data["classes"] = len(regions.labels)
+        of_data["regions"] = [list(labels) for labels in regions.labels]
+        of_data["regions_class_order"] = list(regions.drawn)
+    elif model_config.regions is not None:
+        problem = "the data's classes do not overlap"
+        raise UserError(f"model.regions={model_config.regions}, but {problem}; use data.regions, or null")
+    for name, given in of_data.items():
         value = getattr(model_config, name)
-        if value not in (None, count):
-            remedy = f"set it to {count}, or null for the data's"
-            raise UserError(f"model.{name}={value}, but the data has {count}; {remedy}")
-        setattr(model_config, name, count)
+        if value not in (None, given):
+            remedy = f"set it to {given}, or null for the data's"
+            raise UserError(f"model.{name}={value}, but the data has {given}; {remedy}")
+        setattr(model_config, name, given)
     automatic = geometry.from_spacing(spacing, config.data.patch, len(model_config.features))
     for name, sizes in zip(("kernels", "strides"), automatic, strict=True):
         if getattr(model_config, name) == "auto":
@@ -186,8 +193,16 @@ def prepare_for_ranks(model: nn.Module) -> nn.Module:
     return model
 
 
-def loss(config: Config, classes: int, device: torch.device | str = "cpu") -> SegmentationLoss:
-    """Return the loss, with its weights on the device. Raises UserError where they do not match the classes."""
+def loss(
+    config: Config,
+    classes: int,
+    device: torch.device | str = "cpu",
+    regions: Regions | None = None,
+) -> SegmentationLoss:
+    """Return the loss of so many classes, or of `regions`, with its weights on the device.
+
+    Raises UserError where the weights do not match the classes.
+    """
     path = config.loss.path
     weights = config.loss.weights
     if weights is not None and len(weights) != classes:
@@ -196,7 +211,9 @@ def loss(config: Config, classes: int, device: torch.device | str = "cpu") -> Se
     tensor = None if weights is None else torch.tensor(weights, device=device)
     chunk = CUDA_CHUNK if device_type(config) == "cuda" else None
     network = None if config.model.path is None else (config.model.path, classes)
-    return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice, chunk), path, network)
+    table = None if regions is None else torch.tensor(regions.table(), dtype=torch.float32, device=device)
+    options = LossOptions(tensor, config.loss.batch_dice, chunk, table)
+    return SegmentationLoss(function, options, path, network)
 
 
 def patches_per_rank(config: Config) -> int:

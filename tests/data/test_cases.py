@@ -236,7 +236,7 @@ def test_nnunet_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"labels": {"background": 0, "whole": [1, 2], "core": 2}}, ["'whole'", "[1, 2]"]),
+        ({"labels": {"background": 0, "whole": [1, 2], "core": 2}}, ['"regions_class_order"', "[1, 2]"]),
         ({"labels": {"background": 0, "ignore": 1, "organ": 2}}, [": 1 ", "(2)"]),
         ({"labels": {"background": 0, "organ": 1, "ignore": 65536}}, ["65536", "65535"]),
         ({"labels": {"background": 0, "organ": 1, "tumour": 1}}, ["'organ': 1", "'tumour': 1"]),
