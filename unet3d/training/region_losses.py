@@ -83,6 +83,7 @@ class RegionsInChunks(torch.autograd.Function):
             end = row + x.shape[2]
             out[:, :, row:end] = grad_x.mul_(valid).mul_(gradient)
             row = end
+            del x, truth, valid, p, grad_x  # before the next chunk is made
         return out, None, None, None, None, None, None, None
 
 
@@ -110,6 +111,7 @@ def _sum_chunks(
             sums.size = add(sums.size, p.sum(VOXELS) + truth.sum(VOXELS))
             sums.overlap = add(sums.overlap, p.mul_(truth).sum(VOXELS))
             del p
+        del x, truth, valid  # before the next chunk is made
     return sums
 
 
@@ -135,3 +137,4 @@ def _chunks(
             truth[:, number] = holds[index]
         del index
         yield x, truth, valid
+        del x, truth, valid
