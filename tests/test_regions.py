@@ -122,13 +122,22 @@ def test_on_another_spacing_probabilities_are_resampled_and_then_drawn(place: Pa
         assert float(row["dice/whole_tumor"]) == pytest.approx(dice(made, truth, HELD[0]), abs=1e-12)
 
 
-@pytest.mark.parametrize("way", ["ckpt=2", "recompute=lean", "recompute=tiles"])
-def test_what_recomputes_gives_the_same_losses_and_weights(way: str, place: Path, tmp_path: Path) -> None:
-    """Of twelve steps; `ckpt` to the bit."""
-    done = train(tmp_path, *RUN, f"data.root={place / 'data'}", way)
-    assert done.code == 0, done.err
-    pairs = zip(_losses(tmp_path / "run"), _losses(place / "run"), strict=True)
-    assert max(abs(a - b) for a, b in pairs) <= (0 if way == "ckpt=2" else 2e-4)
+@pytest.mark.parametrize("amp", ["amp=false", pytest.param("amp=true", marks=pytest.mark.slow)])
+def test_what_recomputes_gives_the_same_losses_and_gradients(amp: str, place: Path, tmp_path: Path) -> None:
+    """After a step of SGD at a rate of 1, weights are less by the gradient; the second step's loss follows."""
+    words = ["optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.schedule=constant", "optim.clip=null"]
+    runs = {}
+    for way in ("ckpt=0", "ckpt=2", "recompute=lean", "recompute=tiles"):
+        folder = tmp_path / way.replace("=", "_")
+        done = train(folder, *RUN, *words, "optim.lr=1", "steps=2", amp, way, f"data.root={place / 'data'}")
+        assert done.code == 0, done.err
+        runs[way] = folder / "run"
+    plain = runs.pop("ckpt=0")
+    for way, run in runs.items():
+        bound = 0.0 if way == "ckpt=2" else {"amp=false": 2e-5, "amp=true": 2e-2}[amp]
+        assert _losses(run) == pytest.approx(_losses(plain), abs=bound, rel=0)
+        pairs = zip(weights(run).values(), weights(plain).values(), strict=True)
+        assert max((a - b).abs().max().item() for a, b in pairs) <= bound
 
 
 def _losses(run: Path) -> list[float]:

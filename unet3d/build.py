@@ -15,7 +15,7 @@ from unet3d.base import ranks
 from unet3d.base.errors import UserError
 from unet3d.base.regions import Regions
 from unet3d.config import rules
-from unet3d.config.schema import Config, Model
+from unet3d.config.schema import Config, Data, Model
 from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset, split
 from unet3d.data.grids import target_grid
 from unet3d.data.headers import read_grid
@@ -109,7 +109,8 @@ def model_config_from_headers(config: Config) -> Model:
     import_all(config)
     model_config = rules.effective_model(config.model)
     has_channels = model_config.in_channels is not None and model_config.classes is not None
-    if has_channels and "auto" not in (model_config.kernels, model_config.strides):
+    has_outputs = model_config.regions is not None or not _may_have_regions(config.data)
+    if has_channels and has_outputs and "auto" not in (model_config.kernels, model_config.strides):
         return model_config
     if config.data.format == "phantom":
         dataset = phantom_outline(config.data)
@@ -120,6 +121,11 @@ def model_config_from_headers(config: Config) -> Model:
         train, _ = split(dataset, config.data)
         grid = read_grid(train[0], config.data.spacing)
     return model_options(config, dataset, grid.spacing)
+
+
+def _may_have_regions(data: Data) -> bool:
+    """Return whether only the data set can say if its classes overlap."""
+    return data.regions is not None or (data.format == "nnunet" and data.root is not None)
 
 
 def model_options(config: Config, dataset: DatasetInfo, spacing: Sequence[float]) -> Model:

@@ -238,6 +238,15 @@ def test_scores_of_regions_are_those_of_their_masks() -> None:
     assert whole.dice[0] == regions.dice[0] and whole.hd95_mm[0] == regions.hd95_mm[0]
 
 
+@pytest.mark.parametrize("more", [[], ["model.in_channels=4", "model.classes=3"]], ids=("unset", "set"))
+def test_a_prediction_of_memory_is_of_the_regions_in_the_headers(tmp_path: Path, more: list[str]) -> None:
+    words = ["data=nnunet", f"data.root={make_brain(tmp_path / 'brain')}", *more]
+    assert build.model_config_from_headers(compose.compose(words)).output_regions == TUMOUR
+    words = ["model.in_channels=1", "model.classes=2", "data.regions={body:[1,2,3],core:3}"]
+    config = compose.compose([*words, "data.regions_class_order=[1,3]"])
+    assert build.model_config_from_headers(config).output_regions == Regions(((1, 2, 3), (3,)), (1, 3))
+
+
 def test_data_sets_that_do_not_overlap_refuse_regions_of_a_network() -> None:
     words = ["model.regions=[[1,2,3],[2,3],[3]]", "model.regions_class_order=[1,2,3]"]
     config = compose.compose(words)

@@ -117,13 +117,21 @@ def _distances(
         edge = labelled & binary_dilation(~labelled)
     distances: list[float | None] = []
     for labels in labels_of:
-        predicted = np.isin(prediction, labels)
-        true = np.isin(truth, labels)
+        predicted = _mask(prediction, labels)
+        true = _mask(truth, labels)
         if ((predicted | true) & edge).any():
             distances.append(None)
         else:
             distances.append(hausdorff95(predicted & labelled, true & labelled, spacing))
     return tuple(distances)
+
+
+def _mask(volume: Labels, labels: Sequence[int]) -> Mask:
+    """Return where a label map has any of these labels."""
+    mask: Mask = volume == labels[0]
+    for label in labels[1:]:
+        mask |= volume == label
+    return mask
 
 
 def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> float | None:
