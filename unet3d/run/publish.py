@@ -165,8 +165,10 @@ def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> No
     """Raise UserError for other classes or another number of channels than the network's."""
     has_same_classes = networks.classes == dataset.classes
     if networks.regions != dataset.regions and has_same_classes:
-        learned = "other labels in its regions" if dataset.regions is not None else "regions"
-        raise UserError(f"{networks.path}: a network of {learned}; give the regions that it has learned")
+        learned = f"regions of the labels {networks.config.model.regions}"
+        if networks.regions is None:
+            learned = "classes that exclude each other"
+        raise UserError(f"{networks.path}: a network of {learned}; the data has others of the same names")
     if not has_same_classes or len(networks.channels) != len(dataset.channels):
         learned = f"{len(networks.channels)} channels and the classes {', '.join(networks.classes)}"
         given = f"{len(dataset.channels)} and {', '.join(dataset.classes)}"
