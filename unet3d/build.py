@@ -205,7 +205,7 @@ def loss(
     device: torch.device | str = "cpu",
     regions: Regions | None = None,
 ) -> SegmentationLoss:
-    """Return the loss of so many classes, or of `regions`, with its weights on the device.
+    """Return the loss for a number of classes, or for `regions`, with its weights on the device.
 
     Raises UserError where the weights do not match the classes.
     """

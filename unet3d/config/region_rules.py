@@ -1,4 +1,4 @@
-"""What regions must be, wherever they come from: data.regions, a dataset.json, or the options of a network."""
+"""Rules of regions, which come from data.regions, from a dataset.json, or from the options of a network."""
 
 import reprlib
 from collections.abc import Mapping

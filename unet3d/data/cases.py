@@ -38,7 +38,7 @@ MAX_ABSENT = 10
 
 
 class Labels(NamedTuple):
-    """What labels mean: the classes' names, what becomes of the files' labels, and what is wrong with them."""
+    """The meaning of labels: the classes' names, the map of the files' labels, and the error of wrong ones."""
 
     classes: tuple[str, ...] = ()
     relabel: Relabel = None

@@ -18,7 +18,7 @@ class NamedRegions(NamedTuple):
     regions: Regions
 
     def label_names(self) -> dict[int, str]:
-        """Return a name for each label: that of the region which it alone makes, or its number."""
+        """Return a name for each label: the name of a region of this label alone, or the label's number."""
         names = {label: f"label {label}" for labels in self.regions.labels for label in labels}
         for name, labels in zip(self.names, self.regions.labels, strict=True):
             if len(labels) == 1:
