@@ -39,6 +39,7 @@ WAYS = {
         "model.deep_supervision=true",
         "optim.average=0.9",
     ),
+    "regions": ("data.regions={body:[1,2,3],lesion:3}", "data.regions_class_order=[1,3]", "loss.batch_dice=false"),
     "averaged": (f"loss.path={__name__}:squares", "loss.batch_dice=false"),
 }
 SLOW = ("segments", "tiles")

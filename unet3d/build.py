@@ -13,8 +13,9 @@ from torch import nn
 
 from unet3d.base import ranks
 from unet3d.base.errors import UserError
+from unet3d.base.regions import Regions
 from unet3d.config import rules
-from unet3d.config.schema import Config, Model
+from unet3d.config.schema import Config, Data, Model
 from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset, split
 from unet3d.data.grids import target_grid
 from unet3d.data.headers import read_grid
@@ -108,7 +109,8 @@ def model_config_from_headers(config: Config) -> Model:
     import_all(config)
     model_config = rules.effective_model(config.model)
     has_channels = model_config.in_channels is not None and model_config.classes is not None
-    if has_channels and "auto" not in (model_config.kernels, model_config.strides):
+    has_outputs = model_config.regions is not None or not _may_have_regions(config.data)
+    if has_channels and has_outputs and "auto" not in (model_config.kernels, model_config.strides):
         return model_config
     if config.data.format == "phantom":
         dataset = phantom_outline(config.data)
@@ -121,21 +123,32 @@ def model_config_from_headers(config: Config) -> Model:
     return model_options(config, dataset, grid.spacing)
 
 
+def _may_have_regions(data: Data) -> bool:
+    """Return whether only the data set can say if its classes overlap."""
+    return data.regions is not None or (data.format == "nnunet" and data.root is not None)
+
+
 def model_options(config: Config, dataset: DatasetInfo, spacing: Sequence[float]) -> Model:
     """Return the model's options, all set, for voxels of this spacing (mm).
 
     Raises UserError where model and data disagree.
     """
     model_config = replace(rules.effective_model(config.model))
-    for name, count in (
-        ("in_channels", len(dataset.channels)),
-        ("classes", len(dataset.classes)),
-    ):
+    of_data: dict[str, Any] = {"in_channels": len(dataset.channels), "classes": len(dataset.classes)}
+    regions = dataset.regions
+    if regions is not None:
+        of_data["classes"] = len(regions.labels)
+        of_data["regions"] = [list(labels) for labels in regions.labels]
+        of_data["regions_class_order"] = list(regions.drawn)
+    elif model_config.regions is not None:
+        problem = "the data's classes do not overlap"
+        raise UserError(f"model.regions={model_config.regions}, but {problem}; use data.regions, or null")
+    for name, given in of_data.items():
         value = getattr(model_config, name)
-        if value not in (None, count):
-            remedy = f"set it to {count}, or null for the data's"
-            raise UserError(f"model.{name}={value}, but the data has {count}; {remedy}")
-        setattr(model_config, name, count)
+        if value not in (None, given):
+            remedy = f"set it to {given}, or null for the data's"
+            raise UserError(f"model.{name}={value}, but the data has {given}; {remedy}")
+        setattr(model_config, name, given)
     automatic = geometry.from_spacing(spacing, config.data.patch, len(model_config.features))
     for name, sizes in zip(("kernels", "strides"), automatic, strict=True):
         if getattr(model_config, name) == "auto":
@@ -186,8 +199,16 @@ def prepare_for_ranks(model: nn.Module) -> nn.Module:
     return model
 
 
-def loss(config: Config, classes: int, device: torch.device | str = "cpu") -> SegmentationLoss:
-    """Return the loss, with its weights on the device. Raises UserError where they do not match the classes."""
+def loss(
+    config: Config,
+    classes: int,
+    device: torch.device | str = "cpu",
+    regions: Regions | None = None,
+) -> SegmentationLoss:
+    """Return the loss for a number of classes, or for `regions`, with its weights on the device.
+
+    Raises UserError where the weights do not match the classes.
+    """
     path = config.loss.path
     weights = config.loss.weights
     if weights is not None and len(weights) != classes:
@@ -196,7 +217,9 @@ def loss(config: Config, classes: int, device: torch.device | str = "cpu") -> Se
     tensor = None if weights is None else torch.tensor(weights, device=device)
     chunk = CUDA_CHUNK if device_type(config) == "cuda" else None
     network = None if config.model.path is None else (config.model.path, classes)
-    return SegmentationLoss(function, LossOptions(tensor, config.loss.batch_dice, chunk), path, network)
+    table = None if regions is None else torch.tensor(regions.table(), dtype=torch.float32, device=device)
+    options = LossOptions(tensor, config.loss.batch_dice, chunk, table)
+    return SegmentationLoss(function, options, path, network)
 
 
 def patches_per_rank(config: Config) -> int:

@@ -80,7 +80,7 @@ def allocators_record(options: Config) -> list[Change]:
     def steps() -> None:
         model = build.model(options.model, options.seed)
         loss, policy, optimizer = (
-            build.loss(options, classes),
+            build.loss(options, classes, regions=options.model.output_regions),
             build.policy(options, "cpu", starts),
             optim.optimizer(options.optim, model),
         )
@@ -224,6 +224,15 @@ ODD = {
     "auto with a budget, instance norm in place, strides of three, bf16, five classes": "model.features=[8,12] "
     "model.inplace=true model.activation=leaky_relu model.strides=[[3,2,1]] model.kernels=[[5,3,1],3] "
     "model.classes=5 data.patch=[27,14,11] recompute=auto budget=0.9MiB amp=true",
+    "three regions, four channels, batch norm, checkpointed, accumulated": "model.features=[4,8] model.norm=batch "
+    "model.in_channels=4 model.classes=3 model.regions=[[1,2,3],[2,3],[3]] model.regions_class_order=[1,2,3] "
+    "optim=sgd data.patch=[26,24,18] ckpt=2 accumulate=2 batch=1",
+    "two regions at three scales, weighted, tiles, bf16": "model.features=[4,8,12] model.classes=2 "
+    "model.regions=[[1,2],[2]] model.regions_class_order=[1,2] model.deep_supervision=true loss.weights=[1,2] "
+    "optim=sgd data.patch=[24,16,20] recompute=tiles amp=true batch=2",
+    "twelve regions, whose loss is the peak, lean": "model.features=[2,4] model.classes=12 "
+    "model.regions=[[1,2],[2],[3],[4],[5],[6],[7],[8],[9],[10],[11],[12]] "
+    "model.regions_class_order=[1,2,3,4,5,6,7,8,9,10,11,12] optim=sgd data.patch=[32,20,24] recompute=lean batch=1",
     "tiles, no norm, nearest, swish, dropout, deep supervision, cross-entropy": "model.features=[5,9,12] "
     "model.norm=none model.activation=swish model.upsampling=nearest model.conv_bias=false model.dropout=0.3 "
     "model.deep_supervision=true loss=ce optim=sgd data.patch=[13,24,17] recompute=tiles batch=3",

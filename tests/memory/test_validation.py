@@ -11,10 +11,20 @@ from unet3d.memory.simulate import simulate, validation_peak
 from unet3d.memory.technique import choose_technique
 
 MIRRORED = ("inference.mirror=true", "data.augment.mirror=[0,2]")
+REGIONS = ("model.regions=[[1,2,3],[2,3],[3]]", "model.regions_class_order=[1,2,3]")
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), ("amp=true",), MIRRORED, ("inference.batch=3",), ("inference.batch=2", *MIRRORED)]
+    "overrides",
+    [
+        (),
+        ("amp=true",),
+        MIRRORED,
+        ("inference.batch=3",),
+        ("inference.batch=2", *MIRRORED),
+        REGIONS,
+        (*REGIONS, "amp=true", "inference.batch=2", *MIRRORED),
+    ],
 )
 def test_windows_are_predicted_to_the_byte(overrides: tuple[str, ...]) -> None:
     config = compose.compose(["model=unet_tiny", "data.patch=[24,16,16]", *overrides])

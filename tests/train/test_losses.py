@@ -18,6 +18,7 @@ from unet3d.config.schema import LOSSES as NAMES
 from unet3d.config.schema import Config
 from unet3d.memory.ledger import Ledger
 from unet3d.training import losses
+from unet3d.training.loss_chunks import SMOOTH
 from unet3d.training.losses import (
     IN_CHUNKS,
     LOSSES,
@@ -126,7 +127,7 @@ def plain(name: str, logits: Tensor, label: Tensor, options: LossOptions) -> Ten
     if name != "ce":
         axes = (0, 2, 3, 4) if options.batch_dice else (2, 3, 4)
         p, t = (logits.softmax(1) * valid)[:, 1:], truth[:, 1:]
-        score = (2 * (p * t).sum(axes) + losses.SMOOTH) / ((p + t).sum(axes) + losses.SMOOTH)
+        score = (2 * (p * t).sum(axes) + SMOOTH) / ((p + t).sum(axes) + SMOOTH)
         value = value + 1 - score.mean()
     return value
 

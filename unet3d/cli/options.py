@@ -26,6 +26,7 @@ NAMED_TYPES = {  # of options that take several types
     "batch": "int or auto",
     "workers": "int or auto",
     "label_map": "map or null",
+    "regions": "map (model: list) or null",
     "kernels": "int, list or auto",
     "strides": "int, list or auto",
 }

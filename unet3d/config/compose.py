@@ -26,6 +26,7 @@ from unet3d.config.schema import Config, with_numbers
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
+MAPS = ("label_map", "regions")  # options of data that are maps
 CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -105,16 +106,22 @@ def compose_tree(overrides: Sequence[str]) -> Composed:
 
 
 def _refuse_merged(tree: DictConfig, overrides: Sequence[str]) -> None:
-    """Raise UserError where a map of labels is another one than the command line's, as Hydra adds to a file's."""
-    words = [word for word in overrides if word.lstrip("+").startswith("data.label_map")]
-    if "data" not in tree or "label_map" not in tree.data or not words or "=" not in words[-1]:
-        return
-    word = parsed(words[-1:])[0]
-    merged = tree.data.label_map or {}
-    asked = word.value() if word.key_or_group == "data.label_map" else None
-    if isinstance(asked, dict) and {str(key) for key in asked} != {str(key) for key in merged}:
-        problem = f"is added to an earlier one, or to a file's, which makes {merged}"
-        raise UserError(f"{words[-1]}: {problem}; to have it alone, write data.label_map=null before it")
+    """Raise UserError where a map is another one than the command line's, as Hydra adds to a file's."""
+    for name in MAPS:
+        option = f"data.{name}"
+        words = [word for word in overrides if f"{_key(word)}.".startswith(f"{option}.")]
+        if "data" not in tree or name not in tree.data or not words or "=" not in words[-1]:
+            continue
+        word = parsed(words[-1:])[0]
+        merged = tree.data[name] or {}
+        asked = word.value() if word.key_or_group == option else None
+        if isinstance(asked, dict) and {str(key) for key in asked} != {str(key) for key in merged}:
+            problem = f"is added to an earlier one, or to a file's, which makes {merged}"
+            raise UserError(f"{words[-1]}: {problem}; to have it alone, write {option}=null before it")
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -195,11 +202,16 @@ def to_yaml(config: Config) -> str:
 
 
 def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """Return `{a: {b: 1}}` as `{a<separator>b: 1}`; a map of labels is a value, whose keys JSON makes texts."""
+    """Return `{a: {b: 1}}` as `{a<separator>b: 1}`; a map of labels is a value, whose keys JSON makes texts.
+
+    A map of regions is a value, too.
+    """
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and key == "label_map":
             values[f"{prefix}{key}"] = with_numbers(value)
+        elif isinstance(value, Mapping) and key == "regions":
+            values[f"{prefix}{key}"] = dict(value)
         elif isinstance(value, Mapping):
             values |= flat(value, separator, f"{prefix}{key}{separator}")
         else:

@@ -4,9 +4,9 @@ from collections import Counter
 from typing import Any
 
 from unet3d.base.errors import UserError
+from unet3d.config.region_rules import MAX_LABEL, checked_regions
 from unet3d.config.schema import UNNAMED, Data
 
-MAX_LABEL = 65535  # label maps are uint16 at most
 RANGES = ("scaling", "contrast", "gamma", "blur", "low_resolution")  # options of data.augment: [smallest, largest]
 
 
@@ -20,9 +20,10 @@ def check_data(data: Data) -> None:
         raise UserError(f"data.augment.mirror={data.augment.mirror}: name each axis once")
     _check_fold("fold", data.fold, data.folds)
     _check_fold("sparse_fold", data.sparse_fold, data.sparse_folds)
-    if data.format in UNNAMED and not data.classes:
+    if data.format in UNNAMED and not data.classes and data.regions is None:
         raise UserError(f"data.classes is not set: data={data.format} needs the class names, e.g. [background,organ]")
     _check_label_map(data)
+    _check_regions(data)
     _check_sparse(data)
 
 
@@ -59,6 +60,20 @@ def _check_label_map(data: Data) -> None:
     if data.classes and len(data.classes) != count:
         problem = f"makes {count} classes, background with them, but data.classes has {len(data.classes)} names"
         raise UserError(f"data.label_map={data.label_map}: {problem}; make them agree")
+
+
+def _check_regions(data: Data) -> None:
+    """Raise UserError for regions that cannot be, or that are named twice."""
+    if data.regions is None:
+        if data.regions_class_order is not None:
+            raise UserError("data.regions_class_order is set, but data.regions is not; give both, or neither")
+        return
+    option = f"data.regions={data.regions}"
+    if not isinstance(data.regions, dict):
+        raise UserError(f"{option}: give names and labels, as in 'data.regions={{whole:[1,2,3],core:[2,3],rim:3}}'")
+    if data.classes:
+        raise UserError(f"{option}: names the classes, so that data.classes has nothing to name; leave it unset")
+    checked_regions(data.regions, data.regions_class_order, option, "data.regions_class_order")
 
 
 def label_sources(label_map: Any) -> dict[int, list[int]]:

@@ -58,7 +58,10 @@ IDLE = (
     ),
     Idle("data.sparse_folds", lambda c: c.data.sparse_fold is None, "without data.sparse_fold"),
 )
-OF_ANY_NETWORK = ("model.path", "model.in_channels", "model.classes")  # options that count beside model.path
+OF_ANY_NETWORK = (  # options that count beside model.path
+    *("model.path", "model.in_channels", "model.classes"),
+    *("model.regions", "model.regions_class_order"),
+)
 
 
 def warnings(config: Config) -> list[str]:

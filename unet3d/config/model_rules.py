@@ -1,10 +1,28 @@
 """Options of the U-Net at odds with each other, or with the patch."""
 
 from unet3d.base.errors import UserError
+from unet3d.config.region_rules import checked_regions
 from unet3d.config.schema import Config, Model
 from unet3d.model import geometry
 
 MOST_LEVELS = 12
+
+
+def check_outputs(model: Model) -> None:
+    """Raise UserError for a number of outputs, or labels of them, that no data can have."""
+    if model.regions is None:
+        if model.regions_class_order is not None:
+            raise UserError("model.regions_class_order is set, but model.regions is not; give both, or neither")
+        if model.classes == 1:
+            raise UserError("model.classes=1: one class is background alone; give 2 or more, or model.regions")
+        return
+    option = f"model.regions={model.regions}"
+    if not isinstance(model.regions, list):
+        raise UserError(f"{option}: give the labels of each region, e.g. [[1,2,3],[2,3],[3]]")
+    labels_of = dict(enumerate(model.regions, start=1))
+    checked_regions(labels_of, model.regions_class_order, option, "model.regions_class_order")
+    if model.classes not in (None, len(model.regions)):
+        raise UserError(f"model.classes={model.classes}: {option} are {len(model.regions)}; make them agree")
 
 
 def check_model(model: Model) -> None:

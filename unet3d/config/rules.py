@@ -13,12 +13,15 @@ from unet3d.base import ranks
 from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
 from unet3d.config.data_rules import check_data
-from unet3d.config.model_rules import check_model, check_patch
+from unet3d.config.model_rules import check_model, check_outputs, check_patch
 from unet3d.config.schema import GENERATED, Config, Model
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
 IMPORTS = ("model.path", "loss.path", "data.transforms", "loggers")  # options that name code to import
-UNTYPED = ("model.kernels", "model.strides", "ckpt", "data.label_map")  # have rules of their own
+UNTYPED = (  # have rules of their own
+    *("model.kernels", "model.strides", "model.regions"),
+    *("ckpt", "data.label_map", "data.regions"),
+)
 SWITCHES = ("cuda.benchmark", "cuda.tf32", "deterministic", "compile", "channels_last", "optim.fused")
 LARGEST_NUMBER = 2**32  # without an upper bound of its own: no arithmetic overflows, no float loses it
 SIZES = {2: "two", 3: "three"}
@@ -32,6 +35,7 @@ def check(config: Config, here: bool = True) -> None:
     for name, value, metadata in options(config):
         _check_range(name, value, metadata)
     config = replace(config, model=effective_model(config.model))
+    check_outputs(config.model)
     if config.model.path is None:
         check_model(config.model)
         check_patch(config)
@@ -72,10 +76,17 @@ def _check_place(config: Config) -> None:
 
 
 def effective_model(model: Model) -> Model:
-    """Return the options that count: of a network of the user's own, channels and classes alone; it has no levels."""
+    """Return the options that count: of a network of the user's own, channels and outputs alone; it has no levels."""
     if model.path is None:
         return model
-    return Model(path=model.path, in_channels=model.in_channels, classes=model.classes, features=[])
+    return Model(
+        path=model.path,
+        in_channels=model.in_channels,
+        classes=model.classes,
+        regions=model.regions,
+        regions_class_order=model.regions_class_order,
+        features=[],
+    )
 
 
 def stages(model: Model) -> int:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from unet3d.base.regions import Regions
+
 PLANS = ("none", "lean", "tiles", "auto")  # of recompute
 ACTIVATIONS = ("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean")
 LOSSES = ("ce", "dice", "dice_ce")  # functions of training/losses.py, which would load torch
@@ -41,7 +43,14 @@ class Model:
         high=64,
     )
     in_channels: int | None = option(None, "image channels; null: the data's", low=1)
-    classes: int | None = option(None, "classes with background; null: the data's", low=2, high=32767)
+    classes: int | None = option(None, "classes with background, or regions; null: the data's", low=1, high=32767)
+    regions: Any = option(None, "labels of each output, [[1,2,3],[2,3],[3]], where classes overlap; null: the data's")
+    regions_class_order: list[int] | None = option(
+        None,
+        "label that each of these regions is drawn as, later ones over earlier ones; null: the data's",
+        low=1,
+        high=65535,
+    )
     kernels: Any = option(
         3, "kernel size of each level (voxels): 3, [3,3,3], or a list of them; auto: from the first case's spacing"
     )
@@ -88,6 +97,14 @@ class Model:
     residual: bool = option(False, "blocks add their input (1x1x1 projection where channels or stride change)")
     dropout: float = option(0.0, "probability to drop a whole channel after an activation in a block", low=0, high=0.95)
     deep_supervision: bool = option(False, "a head and a loss at every decoder level")
+
+    @property
+    def output_regions(self) -> Regions | None:
+        """Return the regions of the outputs, which are then sigmoids; None where classes exclude each other."""
+        if self.regions is None or self.regions_class_order is None:
+            return None
+        labels = tuple(tuple(labels) for labels in self.regions)
+        return Regions(labels, tuple(self.regions_class_order))
 
 
 @dataclass
@@ -159,6 +176,15 @@ class Data:
     labels: str = option("labels", "folders: sub-folder of the label maps")
     classes: list[str] | None = option(None, "folders, or with label_map: class names, background first")
     label_map: Any = option(None, "new label: the files' label or labels, as {1: [1,2], 2: 4}; null: as stored")
+    regions: Any = option(
+        None, "classes that overlap: name and labels, as {whole: [1,2], core: 2}; null: none, or dataset.json's"
+    )
+    regions_class_order: list[int] | None = option(
+        None,
+        "with regions: label that each is drawn as, later ones over earlier ones",
+        low=1,
+        high=65535,
+    )
     ignore: int | None = option(None, "label that is not learned or scored; null: dataset.json's", low=0, high=65535)
     nonfinite: str = option(
         "error",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unet3d.base.errors import UserError
+from unet3d.base.regions import Regions
 from unet3d.config.schema import Data
 from unet3d.data import dataset_json, nifti, synthetic
 from unet3d.data.dataset_json import (
@@ -24,6 +25,7 @@ from unet3d.data.dataset_json import (
     shown,
 )
 from unet3d.data.labels import Relabel, relabelling
+from unet3d.data.regions import NamedRegions, as_classes, asked_regions, read_regions
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
 MAX_NAME = 255  # bytes of a file's name
@@ -35,7 +37,13 @@ NAMES_LISTED = 5  # case ids in a message
 MAX_ABSENT = 10
 
 
-Classes = tuple[tuple[str, ...], Relabel, str]  # their names, the map of labels, and what is wrong with the labels
+class Labels(NamedTuple):
+    """The meaning of labels: the classes' names, the map of the files' labels, and the error of wrong ones."""
+
+    classes: tuple[str, ...] = ()
+    relabel: Relabel = None
+    problem: str = ""
+    regions: Regions | None = None
 
 
 class Case(NamedTuple):
@@ -61,6 +69,7 @@ class Case(NamedTuple):
 class DatasetInfo(NamedTuple):
     """A data set. `classes` are named by label value, background first; `cases` are sorted by id.
 
+    With `regions`, which are of label values, `classes` are the background and their names.
     `relabel` is what data.label_map makes of the files' labels, before anything else sees them. `wrong_labels` is the
     error of labels, in dataset.json or in data.label_map, that make no classes; then `classes` is empty.
     """
@@ -72,6 +81,12 @@ class DatasetInfo(NamedTuple):
     cases: tuple[Case, ...]
     relabel: Relabel = None
     wrong_labels: str = ""
+    regions: Regions | None = None
+
+    @property
+    def label_count(self) -> int:
+        """Return the number of labels in its maps once they are read, but the ignored one; 0 where none is known."""
+        return len(self.classes) if self.regions is None else self.regions.label_count
 
 
 def read_dataset(data: Data) -> DatasetInfo:
@@ -111,16 +126,30 @@ def phantom_outline(data: Data) -> DatasetInfo:
     for name, entry in synthetic.phantom_files(data.phantom).items():
         cases.append(Case(name, (folder / entry["image"],), folder / entry["label"]))
     names = {int(label): name for label, name in about["labels"].items()}
-    classes, relabel, problem = _classes(names, data.ignore, data, folder / "dataset.json")
-    if problem:
-        raise UserError(problem)
+    labels = _labels(names, data.ignore, data, folder / "dataset.json", asked_regions(data))
+    if labels.problem:
+        raise UserError(labels.problem)
+    channels = tuple(about["modality"].values())
+    return _dataset(about["name"], channels, labels, data.ignore, tuple(cases))
+
+
+def _dataset(
+    name: str,
+    channels: tuple[str, ...],
+    labels: Labels,
+    ignore: int | None,
+    cases: tuple[Case, ...],
+) -> DatasetInfo:
+    """Return a data set whose labels are known, or known to be wrong."""
     return DatasetInfo(
-        about["name"],
-        tuple(about["modality"].values()),
-        classes,
-        data.ignore,
-        tuple(cases),
-        relabel,
+        name,
+        channels,
+        labels.classes,
+        ignore,
+        cases,
+        labels.relabel,
+        labels.problem,
+        labels.regions,
     )
 
 
@@ -137,8 +166,8 @@ def _decathlon(root: Path, data: Data) -> DatasetInfo:
         about.where,
     )
     channels = in_sequence(about.numbered("modality"), "modality", about.where)
-    classes, relabel, problem = _classes(about.numbered("labels"), data.ignore, data, about.where)
-    return DatasetInfo(about.title, channels, classes, data.ignore, cases, relabel, problem)
+    labels = _labels(about.numbered("labels"), data.ignore, data, about.where, asked_regions(data))
+    return _dataset(about.title, channels, labels, data.ignore, cases)
 
 
 def _decathlon_case(about: DatasetJson, entry: Any) -> Case:
@@ -157,17 +186,25 @@ def _nnunet(root: Path, data: Data) -> DatasetInfo:
     if ending not in nifti.SUFFIXES:
         raise about.error(f'"file_ending" is {shown(ending)}; convert the volumes to {" or ".join(nifti.SUFFIXES)}')
     channels = in_sequence(about.numbered("channel_names"), "channel_names", about.where)
-    values = about.by_value("labels")
+    regions = asked_regions(data)
+    own = read_regions(about)
+    if own is not None and regions is not None:
+        remedy = f"{about.where} has regions of its own; leave data.regions unset"
+        raise UserError(f"data.regions={data.regions}, but {remedy}")
+    if own is not None:
+        values, regions = own
+    else:
+        values = about.by_value("labels")
     ignore = next(
         (value for value, name in values.items() if name == "ignore"),
         data.ignore,
     )
     if data.ignore not in (None, ignore):
         raise UserError(f"data.ignore={data.ignore}, but {about.where} says {ignore}; leave data.ignore unset")
-    classes, relabel, problem = _classes(values, ignore, data, about.where)
+    labels = _labels(values, ignore, data, about.where, regions)
     cases = _nnunet_cases(root, ending, len(channels), about)
     cases = _inside(cases, (root,), data.allow_outside)
-    return DatasetInfo(about.title, channels, classes, ignore, cases, relabel, problem)
+    return _dataset(about.title, channels, labels, ignore, cases)
 
 
 def _nnunet_cases(root: Path, ending: str, channels: int, about: DatasetJson) -> tuple[Case, ...]:
@@ -190,20 +227,31 @@ def _nnunet_cases(root: Path, ending: str, channels: int, about: DatasetJson) ->
     return _sorted(cases, images)
 
 
-def _classes(names: dict[int, str], ignore: int | None, data: Data, where: object) -> Classes:
-    """Return the class names, what becomes of the files' labels, which `names` are of, and what is wrong with them."""
+def _labels(
+    names: dict[int, str],
+    ignore: int | None,
+    data: Data,
+    where: object,
+    regions: NamedRegions | None,
+) -> Labels:
+    """Return what the files' labels mean, which `names` and `regions` are of."""
     try:
         if data.label_map is not None:
             refuse_odd_names(names, "labels", str(where))  # they are joined
         new_names, relabel = relabelling(names, ignore, data)
-        return class_names(new_names, ignore, str(where)), relabel, ""
+        classes = class_names(new_names, ignore, str(where))
+        if regions is None:
+            return Labels(classes, relabel)
+        region_names, of_classes = as_classes(regions, classes, relabel, str(where))
+        return Labels(region_names, relabel, regions=of_classes)
     except UserError as error:
-        return (), None, str(error)
+        return Labels(problem=str(error))
 
 
 def _folders(root: Path, data: Data) -> DatasetInfo:
     """Read two folders with equal names; an image may be split into <case>_0000, <case>_0001 ..., one a channel."""
-    assert data.classes is not None, "unet3d.config.rules requires them"
+    regions = asked_regions(data)
+    assert data.classes is not None or regions is not None, "unet3d.config.rules requires one of them"
     images = root / data.images
     labels = root / data.labels
     # A folder that the command line puts outside of the root is outside on purpose.
@@ -213,10 +261,15 @@ def _folders(root: Path, data: Data) -> DatasetInfo:
     if count == 1:
         first = next(case for case in cases if len(case.images) == count)
         count = nifti.channels(nifti.open_image(first.id, first.images[0]))
-    names = dict(enumerate(data.classes)) if data.label_map is None else {}  # then they are of the new labels
-    classes, relabel, problem = _classes(names, data.ignore, data, "data.classes")
+    names = dict[int, str]()
+    if regions is not None:
+        names = {0: "background"} | regions.label_names()
+    elif data.classes is not None and data.label_map is None:  # else they are of the new labels
+        names = dict(enumerate(data.classes))
+    where = "data.classes" if regions is None else "data.regions"
+    meanings = _labels(names, data.ignore, data, where, regions)
     channels = tuple(f"channel_{channel}" for channel in range(count))
-    return DatasetInfo(root.name, channels, classes, data.ignore, cases, relabel, problem)
+    return _dataset(root.name, channels, meanings, data.ignore, cases)
 
 
 def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.base.errors import UserError, escaped
-from unet3d.config.data_rules import MAX_LABEL
+from unet3d.config.region_rules import MAX_LABEL
 from unet3d.data import labels
 
 JSON_TYPES: dict[type, str] = {dict: "object", list: "list", str: "string"}
@@ -63,7 +63,7 @@ class DatasetJson:
         self.title = self.content.get("name", root.name)
         if not is_plain(self.title):
             raise self.error(f'"name" is {shown(self.title)}; give one line of text')
-        self._refuse_long("name", [self.title])
+        self.refuse_long("name", [self.title])
 
     def error(self, what: str) -> UserError:
         """Return the error for this file."""
@@ -84,21 +84,21 @@ class DatasetJson:
             raise self.error(f'{name} {shown(texts)}; the keys must be numbers: {{"0": name, ...}}') from error
         if len(by_number) < len(texts):
             raise self.error(f"{name} {shown(texts)}; a number occurs twice, give each name its own")
-        self._refuse_long(name, by_number.values())
+        self.refuse_long(name, by_number.values())
         return by_number
 
     def by_value(self, name: str) -> dict[int, str]:
         """Return a field {text: number}, as nnU-Net names labels, as {number: text}. Raises UserError."""
-        values = self.field(name, dict)
+        values = {text: _of_one(value) for text, value in self.field(name, dict).items()}
         for text, value in values.items():
             if type(value) is not int:  # JSON's true would count as 1
-                raise self.error(f"label {shown(text)} is {shown(value)}; regions are not supported, give one integer")
+                raise self.error(f"label {shown(text)} is {shown(value)}; give one integer, or a region's list of them")
         if len({*values.values()}) < len(values):
             raise self.error(f"{name} {shown(values)}; two names share a value, give each its own")
-        self._refuse_long(name, values)
+        self.refuse_long(name, values)
         return {value: text for text, value in values.items()}
 
-    def _refuse_long(self, field: str, names: Iterable[Any]) -> None:
+    def refuse_long(self, field: str, names: Iterable[Any]) -> None:
         """Raise UserError for a name that no line or table has room for."""
         for name in names:
             if isinstance(name, str) and len(name) > LONGEST_NAME:
@@ -118,6 +118,11 @@ class DatasetJson:
                 return path
         remedy = "move the file there and give its relative path, or set data.allow_outside=true"
         raise self.error(f"{shown(name)} is not a path inside {self.root}; {remedy}")
+
+
+def _of_one(value: Any) -> Any:
+    """Return the item of a list of one; other values as they are."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def leaves(root: Path, path: Path) -> bool:

@@ -12,6 +12,7 @@ from nibabel.affines import apply_affine, voxel_sizes
 from nibabel.orientations import inv_ornt_aff
 
 from unet3d.base.errors import UserError
+from unet3d.base.regions import THRESHOLD
 from unet3d.data import nifti
 from unet3d.data.cases import Case
 from unet3d.data.nifti import STRICT, ValidationRules, problem
@@ -174,4 +175,18 @@ def likeliest(scores: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
     for label, score in ranked:
         labels[score > best] = label
         np.maximum(best, score, out=best)
+    return labels
+
+
+def drawn(probabilities: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Return the label of the last region that each voxel belongs to, 0 in none, uint16.
+
+    `probabilities` yields a region's label and its map, one region at a time in memory.
+    """
+    ordered = iter(probabilities)
+    label, probability = next(ordered)
+    labels = np.zeros(probability.shape, np.uint16)
+    labels[probability > THRESHOLD] = label
+    for label, probability in ordered:
+        labels[probability > THRESHOLD] = label
     return labels

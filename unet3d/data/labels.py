@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from textwrap import shorten
 
 from unet3d.base.errors import UserError
-from unet3d.config.data_rules import MAX_LABEL, label_sources
+from unet3d.base.regions import Regions
+from unet3d.config.data_rules import label_sources
+from unet3d.config.region_rules import MAX_LABEL
 from unet3d.config.schema import Data
 
 LONGEST_LINE = 400  # letters about the values of classes
@@ -66,6 +68,16 @@ def written_values(data: Data, classes: int) -> tuple[int, ...]:
     if len(set(values)) < classes:
         return numbers
     return values
+
+
+def region_words(data: Data, names: Sequence[str], regions: Regions) -> str:
+    """Return what label maps of regions hold, as `0 background, then 1 for whole, 2 over it for core`."""
+    values = written_values(data, regions.label_count)
+    words = [f"0 {names[0]}"]
+    for name, label in zip(names[1:], regions.drawn, strict=True):
+        words.append(f"{values[label]} for {name}")
+    drawn = ", later ones over earlier ones" if len(regions.drawn) > 1 else ""
+    return shorten(", ".join(words), LONGEST_LINE, placeholder=" ...") + drawn
 
 
 def written_words(data: Data, names: Sequence[str]) -> str:

@@ -60,7 +60,7 @@ class CaseReader:
         dataset = self.dataset
         volume = read_volume(
             case,
-            len(dataset.classes),
+            dataset.label_count,
             dataset.ignore,
             self.spacing,
             self.rules,
@@ -133,7 +133,7 @@ class CaseReader:
             of_files = self.headers[case.id].hashes[kind]
             hashes.append(of_files["full"] or [of_files["sample"], of_files["times"]])
         options: tuple = (
-            len(self.dataset.classes),
+            self.dataset.label_count,
             self.dataset.ignore,
             self.spacing,
             self.rules,

@@ -6,10 +6,11 @@ import nibabel as nib
 import numpy as np
 from nibabel.orientations import apply_orientation
 
+from unet3d.base.regions import Regions
 from unet3d.base.types import ProbabilityBlock
 from unet3d.data import nifti
 from unet3d.data.cases import Case
-from unet3d.data.grids import Grid, canonical_grid, likeliest, target_grid
+from unet3d.data.grids import Grid, canonical_grid, drawn, likeliest, target_grid
 from unet3d.data.nifti import problem
 
 # Called with a class and the number of classes; returns the array (X, Y, Z) for that class's probabilities.
@@ -18,10 +19,14 @@ Box = tuple[slice, ...]  # of a volume (X, Y, Z)
 
 
 class ArgmaxCollector:
-    """Iterates over strips unchanged and records the argmax of each voxel (ties: the lowest class)."""
+    """Iterates over strips unchanged and records the argmax of each voxel (ties: the lowest class).
 
-    def __init__(self, strips: Iterator[ProbabilityBlock]) -> None:
+    With `regions`, it records what these are drawn as.
+    """
+
+    def __init__(self, strips: Iterator[ProbabilityBlock], regions: Regions | None = None) -> None:
         self._strips = strips
+        self._regions = regions
         self._labels = np.empty(0)
         self._error: Exception | None = None
 
@@ -30,8 +35,8 @@ class ArgmaxCollector:
         try:
             for strip in self._strips:
                 if not self._labels.size:
-                    self._labels = _no_labels(strip.sizes, strip)
-                self._labels[strip.box] = likeliest(enumerate(strip.probabilities.numpy()))
+                    self._labels = _no_labels(strip.sizes, strip, self._regions)
+                self._labels[strip.box] = _decided(strip.probabilities.numpy(), self._regions)
                 yield strip
         except Exception as error:
             self._error = error
@@ -49,9 +54,15 @@ class ArgmaxCollector:
         return self._labels
 
 
-def _no_labels(shape: tuple[int, ...], strip: ProbabilityBlock) -> np.ndarray:
-    """Return zeros of a type that holds the classes of this strip."""
-    return np.zeros(shape, np.min_scalar_type(len(strip.probabilities) - 1))
+def _no_labels(shape: tuple[int, ...], strip: ProbabilityBlock, regions: Regions | None) -> np.ndarray:
+    """Return zeros of a type that holds the classes of this strip, or the labels of regions."""
+    count = len(strip.probabilities) if regions is None else regions.label_count
+    return np.zeros(shape, np.min_scalar_type(count - 1))
+
+
+def _decided(maps: Iterable[np.ndarray], regions: Regions | None) -> np.ndarray:
+    """Return the likeliest class of each voxel, or the label that its regions are drawn as."""
+    return likeliest(enumerate(maps)) if regions is None else drawn(zip(regions.drawn, maps, strict=True))
 
 
 def to_original(
@@ -60,8 +71,9 @@ def to_original(
     spacing: Sequence[float] | None,
     open_scores: ProbabilityMaps | None = None,
     image: nib.Nifti1Image | None = None,
+    regions: Regions | None = None,
 ) -> np.ndarray:
-    """Return the likeliest class of each voxel of the case's first image, in that file's axes.
+    """Return the likeliest class of each voxel of the case's first image, in that file's axes; of regions, the drawing.
 
     The strips lie on the grid of `read_volume` at this `spacing`. Labels are uint8 or uint16 (X, Y, Z). Probabilities
     in the file's axes are written to what `open_scores` returns, if it is given; it is called for each class of each
@@ -82,14 +94,14 @@ def to_original(
                 "has another size than when it was read; restore the file",
             )
         if not labels.size:
-            labels = _no_labels(image.shape[:3], strip)
+            labels = _no_labels(image.shape[:3], strip, regions)
         box = strip.box
         maps = iter(strip.probabilities.numpy())
         if splines is not None:
             box, maps = splines.resampled(strip)
         if open_scores is not None:
             maps = _written(maps, open_scores, axes, box, len(strip.probabilities))
-        apply_orientation(labels, axes)[box] = likeliest(enumerate(maps))  # a view
+        apply_orientation(labels, axes)[box] = _decided(maps, regions)  # a view
     return labels
 
 

@@ -11,7 +11,7 @@ from nibabel.affines import voxel_sizes
 
 from unet3d.base import progress
 from unet3d.base.errors import UserError, listed
-from unet3d.config.data_rules import MAX_LABEL
+from unet3d.config.region_rules import MAX_LABEL
 from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo, split
@@ -192,7 +192,7 @@ def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, rules: Va
 def _label_values(dataset: DatasetInfo, case: Case, file: OpenFile) -> frozenset[int]:
     """Return the values that occur in the label map of a case. Raises UnknownLabels, UserError."""
     assert case.label is not None, case.id
-    classes = len(dataset.classes) or MAX_LABEL + 1  # any label, where no class is known
+    classes = dataset.label_count or MAX_LABEL + 1  # any label, where no class is known
     label = read_label(
         case.id,
         case.label,
@@ -213,7 +213,7 @@ def _label_map_proposal(
     if unknown and dataset.relabel is None:
         for content in contents.values():
             labels |= content.labels - {0, dataset.ignore}
-    option = proposal(labels, len(dataset.classes), dataset.relabel)
+    option = proposal(labels, dataset.label_count, dataset.relabel)
     if option:
         held = shown_names([str(label) for label in sorted({0, *labels})])
         yield f"{WARNING}{dataset.name}: the label maps hold {held}; to learn from them as they are, add {option}"
@@ -229,11 +229,30 @@ def _absences(
     if not all(case.id in contents for case in cases):
         return
     present = frozenset[int]().union(*(contents[case.id].labels for case in cases))
-    absent = [name for value, name in enumerate(dataset.classes) if value and value not in present]
-    if len(absent) == len(dataset.classes) - 1 and part == "train":
+    labels_of = labels_by_class(dataset)
+    absent = [name for name, labels in labels_of.items() if present.isdisjoint(labels)]
+    if len(absent) == len(labels_of) and part == "train":
         yield f"{dataset.name}: no foreground in any training case; there is nothing to learn, check the label maps"
     elif absent:
         yield f"{WARNING}{dataset.name}: {shown_names(absent)} in no {part} case; its score will mean nothing there"
+
+
+def labels_by_class(dataset: DatasetInfo) -> dict[str, Sequence[int]]:
+    """Return the label values of each class, or region, but the background."""
+    names = dataset.classes[1:]
+    if dataset.regions is None:
+        return {name: (value,) for value, name in enumerate(names, start=1)}
+    return dict(zip(names, dataset.regions.labels, strict=True))
+
+
+def _class_words(dataset: DatasetInfo) -> list[str]:
+    """Return the values and names of the classes; of regions, their labels and what they are drawn as."""
+    if dataset.regions is None:
+        return [f"{value} {name}" for value, name in enumerate(dataset.classes)]
+    words = [f"0 {dataset.classes[0]}"]
+    for name, labels, drawn in zip(dataset.classes[1:], *dataset.regions, strict=True):
+        words.append(f"{'+'.join(map(str, labels))} {name} (a region, drawn as {drawn})")
+    return words
 
 
 def summary(
@@ -248,7 +267,7 @@ def summary(
     grids = [header.stored for header in readable if header.stored is not None]
     turned = ", ".join(f"{count} {codes}" for codes, count in sorted(orientations.items())) or "unknown"
     unlabelled = sum(case.label is None for case in dataset.cases)
-    classes = shown_names([f"{value} {name}" for value, name in enumerate(dataset.classes)])
+    classes = shown_names(_class_words(dataset))
     ignored = "" if dataset.ignore is None else f"; {dataset.ignore} is ignored"
     return [
         f"{dataset.name}: {len(dataset.cases)} cases: {len(train)} train, {len(val)} val, {unlabelled} without labels",

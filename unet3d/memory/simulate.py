@@ -68,7 +68,7 @@ def fake_learner(
     """Return what a step of the run needs, within `fake_mode`, with weights of a type."""
     assert model_config.classes is not None
     model = fake_model(config, model_config, dtype)
-    loss = build.loss(config, model_config.classes)
+    loss = build.loss(config, model_config.classes, regions=model_config.output_regions)
     policy = build.policy(config, "cpu", technique)
     optimizer = optim.optimizer(config.optim, model)
     return Learner(model, loss, optimizer, policy.scaler(), policy)

@@ -40,6 +40,7 @@ class Slice(NamedTuple):
     image: Array
     maps: Mapping[str, Array]
     spacing: tuple[float, float]
+    labels_of: Sequence[Sequence[int]]  # of each class but the background
 
     @property
     def extent(self) -> tuple[float, float, float, float]:
@@ -47,6 +48,15 @@ class Slice(NamedTuple):
         rows, columns = self.image.shape
         right, up = self.spacing
         return 0, columns * right, 0, rows * up
+
+    @property
+    def colours(self) -> list[Any]:
+        """Return the colour of each class but the background."""
+        return colours(len(self.labels_of))
+
+    def masks(self, labels: Array) -> list[NDArray[np.bool_]]:
+        """Return where each class but the background is; regions may overlap."""
+        return [np.isin(labels, values) for values in self.labels_of]
 
 
 def segmentation(
@@ -57,16 +67,19 @@ def segmentation(
     path: Path,
     title: str,
     where: Sequence[int] | None = None,
+    labels_of: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Draw an image, the outlines of its "truth" and its "prediction", and where they differ, on three planes.
 
     All are (X, Y, Z) on canonical axes. A layer "learned" has a column of its own. The planes meet in the voxel
     `where`; None: in the middle of the truth, or of the prediction where the truth is empty. `spacing` is the voxel's
-    size in mm; `class_names` begins with background. Unlabelled voxels are dark.
+    size in mm; `class_names` begins with background. `labels_of` has the labels of each class but this; None: its
+    number. Unlabelled voxels are dark.
     """
-    classes = len(class_names)
+    if labels_of is None:
+        labels_of = [(number,) for number in range(1, len(class_names))]
     if where is None:
-        where = _middle(layers, classes)
+        where = _middle(layers, labels_of)
     heads = ["image", "truth and prediction", "errors"]
     if "learned" in layers:
         heads.insert(1, "learned")
@@ -79,7 +92,7 @@ def segmentation(
     grid = figure.subplots(len(PLANES), len(heads), height_ratios=heights)
     darkest, brightest = np.percentile(image, (0.5, 99.5))
     for axis, row in enumerate(grid):
-        plane = _cut(image, layers, spacing, axis, where[axis])
+        plane = _cut(image, layers, spacing, axis, where[axis], labels_of)
         for name, axes in zip(heads, row, strict=True):
             axes.imshow(
                 plane.image,
@@ -90,7 +103,7 @@ def segmentation(
                 vmax=brightest,
             )
             axes.set(xticks=[], yticks=[])
-            DRAWN[name](axes, plane, classes)
+            DRAWN[name](axes, plane)
         _name_plane(row[0], axis, where[axis])
     for axes, name in zip(grid[0], heads, strict=True):
         axes.set_title(f"{name}, {NEUROLOGICAL}" if name == "image" else name, fontsize=10)
@@ -105,9 +118,10 @@ def segmentation(
     save_picture(figure, path, zlib.Z_RLE)  # noise is packed in half the time, and no worse
 
 
-def _middle(layers: Mapping[str, Array], classes: int) -> list[int]:
+def _middle(layers: Mapping[str, Array], labels_of: Sequence[Sequence[int]]) -> list[int]:
     """Return the middle voxel of the truth, or of the prediction where the truth is empty."""
-    masks = [(layers[name] > 0) & (layers[name] < classes) for name in ("truth", "prediction")]
+    last = max(map(max, labels_of))
+    masks = [(layers[name] > 0) & (layers[name] <= last) for name in ("truth", "prediction")]
     for mask in masks:
         if mask.any():
             return centre(mask)
@@ -127,11 +141,12 @@ def _cut(
     spacing: Sequence[float],
     axis: int,
     index: int,
+    labels_of: Sequence[Sequence[int]],
 ) -> Slice:
     """Return the plane across an axis at a voxel."""
     right, up = _axes_of(axis)
     maps = {name: np.take(volume, index, axis).T for name, volume in layers.items()}
-    return Slice(np.take(image, index, axis).T, maps, (spacing[right], spacing[up]))
+    return Slice(np.take(image, index, axis).T, maps, (spacing[right], spacing[up]), labels_of)
 
 
 def _axes_of(plane: int) -> list[int]:
@@ -158,18 +173,18 @@ def _legend(layers: Mapping[str, Array], class_names: Sequence[str]) -> list[Any
     return handles
 
 
-def _draw_nothing(axes: "Axes", plane: Slice, classes: int) -> None:
+def _draw_nothing(axes: "Axes", plane: Slice) -> None:
     """Leave the image as it is."""
 
 
-def _draw_learned(axes: "Axes", plane: Slice, classes: int) -> None:
+def _draw_learned(axes: "Axes", plane: Slice) -> None:
     learned = plane.maps["learned"]
-    masks = {colour: learned == value for value, colour in enumerate(colours(classes - 1), start=1)}
+    masks: dict[Any, NDArray[np.bool_]] = dict(zip(plane.colours, plane.masks(learned), strict=True))
     masks[DARK] = learned == IGNORE
     _paint(axes, plane, masks, 0.6)
 
 
-def _draw_outlines(axes: "Axes", plane: Slice, classes: int) -> None:
+def _draw_outlines(axes: "Axes", plane: Slice) -> None:
     """Draw the border of each class, halfway between voxels inside and outside."""
     _paint(axes, plane, {DARK: plane.maps["truth"] == IGNORE}, 0.6)
     rows, columns = plane.image.shape
@@ -177,8 +192,7 @@ def _draw_outlines(axes: "Axes", plane: Slice, classes: int) -> None:
     x = (np.arange(-1, columns + 1) + 0.5) * right
     y = (np.arange(-1, rows + 1) + 0.5) * up
     for name, style in STYLES.items():
-        for value, colour in enumerate(colours(classes - 1), start=1):
-            mask = plane.maps[name] == value
+        for colour, mask in zip(plane.colours, plane.masks(plane.maps[name]), strict=True):
             if mask.any():
                 axes.contour(
                     x,
@@ -193,7 +207,7 @@ def _draw_outlines(axes: "Axes", plane: Slice, classes: int) -> None:
     axes.set(xlim=(left, most_right), ylim=(bottom, top))
 
 
-def _draw_errors(axes: "Axes", plane: Slice, classes: int) -> None:
+def _draw_errors(axes: "Axes", plane: Slice) -> None:
     truth = plane.maps["truth"]
     prediction = plane.maps["prediction"]
     is_known = truth != IGNORE
@@ -207,7 +221,7 @@ def _draw_errors(axes: "Axes", plane: Slice, classes: int) -> None:
     _paint(axes, plane, {DARK: ~is_known}, 0.6)
 
 
-DRAWN: dict[str, Callable[["Axes", Slice, int], None]] = {
+DRAWN: dict[str, Callable[["Axes", Slice], None]] = {
     "image": _draw_nothing,
     "learned": _draw_learned,
     "truth and prediction": _draw_outlines,

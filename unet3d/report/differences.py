@@ -13,6 +13,8 @@ SAME_CONFIG = (  # runs that differ in these are not comparable: other data, or 
     "data.labels",
     "data.classes",
     "data.label_map",
+    "data.regions",
+    "data.regions_class_order",
     "data.ignore",
     "data.patch",
     "data.spacing",

@@ -19,20 +19,25 @@ if TYPE_CHECKING:
 
 
 class MeanOfLogits(nn.Module):
-    """Several networks as one, which gives the mean of their logits."""
+    """Several networks as one, which gives the mean of their logits; of regions, the logit of mean probabilities."""
 
-    def __init__(self, networks: Sequence[nn.Module]) -> None:
+    def __init__(self, networks: Sequence[nn.Module], has_regions: bool = False) -> None:
         super().__init__()
         self.networks = nn.ModuleList(networks)
+        self.has_regions = has_regions
 
     def forward(self, image: Tensor) -> Tensor:
         """Return mean logits N K D H W of images N C D H W."""
         first, *others = self.networks
-        total = first(image)
+        total = self._averaged(first(image))
         for network in others:
-            total = total + network(image)
+            total = total + self._averaged(network(image))
         mean: Tensor = total / len(self.networks)
-        return mean
+        return mean.logit() if self.has_regions else mean
+
+    def _averaged(self, logits: Tensor) -> Tensor:
+        """Return what the mean is of."""
+        return logits.sigmoid() if self.has_regions else logits
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,21 @@ class Network:
     def module(self) -> Any:
         """The torch module: normalised images N C D H W in, logits N K D H W out; of several networks, their mean."""
         networks = self.segmenter.predictor.models
-        return networks[0] if len(networks) == 1 else MeanOfLogits(networks).eval()
+        if len(networks) == 1:
+            return networks[0]
+        return MeanOfLogits(networks, self.segmenter.regions is not None).eval()
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The value of each class in label maps: the files' own, where data.label_map made the class of one label."""
-        return self.segmenter.values or tuple(range(len(self.classes)))
+        """The value of each class in label maps: the files' own, where data.label_map made the class of one label.
+
+        Of regions, what each is drawn as, later ones over earlier ones.
+        """
+        regions = self.segmenter.regions
+        if regions is None:
+            return self.segmenter.values or tuple(range(len(self.classes)))
+        of_labels = self.segmenter.values or tuple(range(regions.label_count))
+        return tuple(of_labels[label] for label in (0, *regions.drawn))
 
     def segment(
         self,
@@ -68,7 +82,7 @@ class Network:
         or a list of one file a channel. An array gives an array of uint8 or uint16, everything else an image of
         nibabel. They equal what `python -m unet3d predict` writes for the same voxels, with the same `values`.
         Probabilities are float32, K X Y Z of an array, else an image X Y Z K: 4 bytes of memory per voxel and class.
-        Raises UserError.
+        Of regions there are as many, none of the background. Raises UserError.
         """
         with temporary_case(image, spacing, affine) as case:
             scores = Probabilities(case) if probabilities else None

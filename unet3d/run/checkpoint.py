@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from unet3d import build
 from unet3d.base.errors import CheckpointError, UserError
+from unet3d.base.regions import Regions
 from unet3d.config import compose
 from unet3d.config.compose import CHECKPOINTS
 from unet3d.config.schema import Config, Data, Optim
@@ -37,6 +38,16 @@ class TrainedNetworks:
     step: int  # of the run that wrote them
     weights: list[dict[str, Tensor]]  # of each network: a run's checkpoint holds one, a published one may hold several
     splits: list[Split]  # what was held out from each
+
+    @property
+    def regions(self) -> Regions | None:
+        """Return the regions that the networks predict; None where their classes exclude each other."""
+        return self.config.model.output_regions
+
+    @property
+    def label_count(self) -> int:
+        """Return the number of labels in their label maps, background with them."""
+        return len(self.classes) if self.regions is None else self.regions.label_count
 
     def instantiate(self, device: torch.device) -> list[nn.Module]:
         """Return the networks with their weights, for evaluation.
@@ -177,7 +188,7 @@ def _refuse_contradictions(trained: TrainedNetworks) -> None:
     """Raise ValueError for parts of a checkpoint that do not belong together, or have the wrong type."""
     model_config = trained.config.model
     pairs = (
-        (len(trained.classes), model_config.classes),
+        (len(trained.classes) - (trained.regions is not None), model_config.classes),
         (len(trained.channels), model_config.in_channels),
         (len(trained.intensity), model_config.in_channels),
         (len(trained.splits), len(trained.weights)),

@@ -16,7 +16,7 @@ DatasetFingerprint = dict[str, Any]
 
 def fingerprint(data: PreparedData, dtype: torch.dtype | None) -> DatasetFingerprint:
     """Return the run's fingerprint as plain values; `dtype` is the type of mixed precision, None without it."""
-    return {
+    values = {
         "classes": list(data.dataset.classes),
         "channels": list(data.dataset.channels),
         "intensity": [dataclasses.asdict(rule) for rule in data.read.intensity],
@@ -25,6 +25,9 @@ def fingerprint(data: PreparedData, dtype: torch.dtype | None) -> DatasetFingerp
         "mixed precision": str(dtype),
         "files": data.files,
     }
+    if data.dataset.regions is not None:
+        values["regions"] = [list(labels) for labels in (*data.dataset.regions.labels, data.dataset.regions.drawn)]
+    return values
 
 
 def refuse_other_data(before: Mapping[str, Any], now: DatasetFingerprint) -> None:
@@ -32,8 +35,8 @@ def refuse_other_data(before: Mapping[str, Any], now: DatasetFingerprint) -> Non
     _refuse_other_files(before["files"], now["files"])  # first, as the scale of CT follows from labels
     changes = []
     for name in now:
-        if name != "files" and before[name] != now[name]:
-            changes.append(f"{name}: {_short(before[name])} -> {_short(now[name])}")
+        if name != "files" and before.get(name) != now[name]:
+            changes.append(f"{name}: {_short(before.get(name))} -> {_short(now[name])}")
     if changes:
         raise UserError(f"resume: the data or the precision changed since the run began: {'; '.join(changes)}")
 

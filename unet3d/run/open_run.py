@@ -97,7 +97,8 @@ def _learner(
     """Build the network on the device, and what updates it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where page-locked memory and NCCL would else open a context on the first
-    loss = build.loss(config, len(data.dataset.classes), device)
+    assert model_config.classes is not None
+    loss = build.loss(config, model_config.classes, device, model_config.output_regions)
     policy = build.policy(config, device.type, technique)
     model = build.model(model_config, config.seed)
     if pretrained is not None:

@@ -14,6 +14,7 @@ import torch
 
 from unet3d import build
 from unet3d.base.errors import UserError
+from unet3d.base.regions import Regions
 from unet3d.base.types import ProbabilityBlock
 from unet3d.config import rules
 from unet3d.config.schema import Config
@@ -21,7 +22,7 @@ from unet3d.data.cases import Case, in_order, refuse_long, volumes_in, without_c
 from unet3d.data.grids import contradictions, foreign_units
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.intensity import Intensity, normalise
-from unet3d.data.labels import written_values, written_words
+from unet3d.data.labels import region_words, written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, stem
 from unet3d.data.nifti_write import save_labels, saving_scores
 from unet3d.data.restore import ProbabilityMaps, to_original
@@ -43,7 +44,7 @@ class Segmenter:
     spacing: list[float] | None  # mm, of the grid it was trained on; None: the file's own
     rules: ValidationRules = STRICT
     by_channel: bool = False  # files are of one channel each, and named so, even a single one
-    values: tuple[int, ...] | None = None  # of the classes in label maps; None: their numbers
+    values: tuple[int, ...] | None = None  # of the classes, or regions' labels, in label maps; None: their numbers
     written: str = ""  # these values and the classes' names, in words
 
     def to_file(self, case: Case, path: Path, scores: Path | None = None) -> Volume:
@@ -52,8 +53,14 @@ class Segmenter:
         Raises UserError.
         """
         volume = self._read(case)
-        save_prediction(path, self._strips(volume, case), case, self.spacing, scores, self.values)
+        regions = self.regions
+        save_prediction(path, self._strips(volume, case), case, self.spacing, scores, self.values, regions=regions)
         return volume
+
+    @property
+    def regions(self) -> Regions | None:
+        """Return the regions that the networks predict; None where their classes exclude each other."""
+        return self.predictor.options.output_regions
 
     def labels(self, case: Case, open_scores: ProbabilityMaps | None = None) -> np.ndarray:
         """Return the labels (X, Y, Z) of a case in the axes of its first file; `to_original` writes probabilities.
@@ -61,7 +68,7 @@ class Segmenter:
         Raises UserError.
         """
         strips = self._strips(self._read(case), case)
-        labels = to_original(strips, case, self.spacing, open_scores)
+        labels = to_original(strips, case, self.spacing, open_scores, regions=self.regions)
         return with_values(labels, self.values)
 
     def _read(self, case: Case) -> Volume:
@@ -85,16 +92,18 @@ def save_prediction(
     scores: Path | None = None,
     values: Sequence[int] | None = None,
     files: ImageFiles | None = None,
+    regions: Regions | None = None,
 ) -> None:
     """Write the label map of a case, and its probabilities to `scores`, on its file's grid.
 
     `values`: the label map's value for each class; None: the classes' numbers. Probabilities are float32 (X, Y, Z, K),
-    in a NIfTI file that is not compressed: programs can read it in parts. The headers of `files`, which have been
-    opened, are not read again. Raises UserError, OSError.
+    in a NIfTI file that is not compressed: programs can read it in parts. Of `regions` the label map is the drawing,
+    and `values` are of its labels. The headers of `files`, which have been opened, are not read again. Raises
+    UserError, OSError.
     """
     like = (files or ImageFiles()).header(case.id, case.images[0])
     with saving_scores(scores, like) if scores else nullcontext() as open_scores:
-        labels = to_original(strips, case, spacing, open_scores, like)
+        labels = to_original(strips, case, spacing, open_scores, like, regions)
     save_labels(path, with_values(labels, values), like)  # last: where a label map is, all of the case is
 
 
@@ -135,9 +144,16 @@ def segmenter(
         spacing=config.data.spacing,
         rules=ValidationRules.of(config.data),
         by_channel=config.data.format == "nnunet",
-        values=written_values(config.data, len(trained.classes)),
-        written=written_words(config.data, trained.classes),
+        values=written_values(config.data, trained.label_count),
+        written=_written(config, trained),
     )
+
+
+def _written(config: Config, trained: TrainedNetworks) -> str:
+    """Return what the values in label maps are, in words."""
+    if trained.regions is None:
+        return written_words(config.data, trained.classes)
+    return region_words(config.data, trained.classes, trained.regions)
 
 
 def _inference_config(trained: Config, device: str, given: dict[str, Any]) -> Config:

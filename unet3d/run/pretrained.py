@@ -21,6 +21,7 @@ from unet3d.run.checkpoint import Checkpoint, TrainedNetworks
 from unet3d.training import checkpoint, optim
 
 NAMES_SHOWN = 6  # of new tensors on a line; init.json has them all
+OF_DATA = ("in_channels", "classes", "regions", "regions_class_order")  # options of the model
 HeadRows = dict[str, dict[int, Tensor]]  # by a head's name and a class's number, the weights of that class
 ClassSources = dict[int, list[int]]  # by a class's number, the checkpoint's classes whose mean it begins with
 
@@ -60,9 +61,9 @@ def load_pretrained(config: Config, model_config: Model, data: PreparedData | No
     weights = checkpoint.fitting(outline, trained.weights[0], trained.path)
     head_rows: HeadRows = {}
     sources: ClassSources = {}
-    if trained.classes != dataset.classes:
+    if _are_other_outputs(trained, dataset):
         head_names = heads(model_config)
-        sources = class_sources(trained.classes, dataset.classes)
+        sources = _output_sources(trained, dataset)
         head_rows = _head_rows(trained, outline.state_dict(), head_names, sources)
         weights = {name: value for name, value in weights.items() if name not in head_names}
     _require_any_match(trained, model_config, outline, weights)
@@ -73,7 +74,7 @@ def load_pretrained(config: Config, model_config: Model, data: PreparedData | No
     rules = data.read.intensity if data is not None else ()
     for line in _differences(trained, config, model_config, dataset, rules):
         warn(line)
-    for line in _report(pretrained, trained, dataset.classes, sources):
+    for line in _report(pretrained, trained, dataset, sources):
         print(escaped(line), flush=True)
     return pretrained
 
@@ -111,6 +112,21 @@ def class_sources(there: Sequence[str], here: Sequence[str]) -> ClassSources:
     return sources if len(sources) > 1 else {}
 
 
+def _are_other_outputs(trained: TrainedNetworks, dataset: DatasetInfo) -> bool:
+    """Return whether the outputs of a checkpoint's network are of other classes, or one kind is of regions."""
+    return trained.classes != dataset.classes or (trained.regions is None) != (dataset.regions is None)
+
+
+def _output_sources(trained: TrainedNetworks, dataset: DatasetInfo) -> ClassSources:
+    """Return `class_sources` by the numbers of outputs; {} where one kind is of regions: their logits differ."""
+    if (trained.regions is None) != (dataset.regions is None):
+        return {}
+    sources = class_sources(trained.classes, dataset.classes)
+    if dataset.regions is None:
+        return sources
+    return {label - 1: [part - 1 for part in parts] for label, parts in sources.items() if label}
+
+
 def _head_rows(
     trained: TrainedNetworks,
     state: Mapping[str, Tensor],
@@ -126,7 +142,7 @@ def _head_rows(
     fitting = {}
     for name in head_names:
         value = trained.weights[0].get(name)
-        shape = (len(trained.classes), *state[name].shape[1:])
+        shape = (trained.config.model.classes, *state[name].shape[1:])
         if value is not None and value.shape == shape and value.dtype == state[name].dtype:
             fitting[name] = value
     checkpoint.refuse_non_finite(fitting, trained.path)
@@ -188,7 +204,7 @@ def _with_init_names(config: Config, parameters: Sequence[str], weights: Mapping
 
 
 def _model_differences(there: Model, here: Model) -> Iterator[str]:
-    """Yield each option in which two networks differ, besides channels and classes, which the data decide."""
+    """Yield each option in which two networks differ, besides those that the data decide."""
     sizes = {"kernels": geometry.kernels, "strides": geometry.strides}  # may be written in several ways
     for item in dataclasses.fields(Model):
         name = item.name
@@ -197,7 +213,7 @@ def _model_differences(there: Model, here: Model) -> Iterator[str]:
         is_same = before == now
         if name in sizes and "auto" not in (before, now) and len(there.features) == len(here.features):
             is_same = sizes[name](there) == sizes[name](here)
-        if not is_same and name not in ("in_channels", "classes", "inplace"):
+        if not is_same and name not in (*OF_DATA, "inplace"):
             yield f"model.{name} {before} there, {now} here"
 
 
@@ -244,7 +260,7 @@ def _kinds(rules: Sequence[Intensity]) -> str:
 def _report(
     pretrained: PretrainedWeights,
     trained: TrainedNetworks,
-    classes: Sequence[str],
+    dataset: DatasetInfo,
     sources: ClassSources,
 ) -> Iterator[str]:
     """Yield a line on what is loaded and what is new, and one on the heads where the classes differ."""
@@ -254,12 +270,14 @@ def _report(
     by_class = f", {len(pretrained.head_rows)} by class" if pretrained.head_rows else ""
     loaded = f"{count} of {total} tensors loaded{_rate(pretrained)}{by_class}"
     yield f"init={trained.path}{which}: {loaded}; {_new_names(pretrained.new)}"
-    if trained.classes == tuple(classes):
+    if not _are_other_outputs(trained, dataset):
         return
+    there = trained.classes if trained.regions is None else trained.classes[1:]
+    here = dataset.classes if dataset.regions is None else dataset.classes[1:]
     if pretrained.head_rows:
-        origin = _row_origins(trained.classes, classes, sources)
+        origin = _row_origins(there, here, sources)
     else:
-        origin = f"new, of {', '.join(classes)}, there {', '.join(trained.classes)}"
+        origin = f"new, of {', '.join(here)}, there {', '.join(there)}"
     yield f"heads, as the classes differ: {origin}"
 
 

@@ -134,11 +134,20 @@ def _scores(
     own_grid_scores: list[metrics.CaseScore] = []
 
     def score_files(case: Case, strips: ArgmaxCollector) -> None:
-        prediction = to_original(strips, case, segmenter.spacing)
+        prediction = to_original(strips, case, segmenter.spacing, regions=segmenter.regions)
         own_grid_scores.append(score_on_own_grid(case, prediction, dataset))
 
     keep = score_files if has_own_grids else None
-    scores = evaluate(segmenter.predictor, held_out, reader, len(dataset.classes), True, "scoring", keep)
+    scores = evaluate(
+        segmenter.predictor,
+        held_out,
+        reader,
+        dataset.label_count,
+        hd95=True,
+        title="scoring",
+        keep=keep,
+        regions=dataset.regions,
+    )
     text = metrics.csv_text([*scores], dataset.classes)
     return metrics.both_csv_text(own_grid_scores, dataset.classes, text) if has_own_grids else text
 
@@ -155,6 +164,11 @@ def _title(source: Checkpoint, networks: TrainedNetworks, has_own_grids: bool) -
 def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> None:
     """Raise UserError for other classes or another number of channels than the network's."""
     has_same_classes = networks.classes == dataset.classes
+    if networks.regions != dataset.regions and has_same_classes:
+        learned = f"regions of the labels {networks.config.model.regions}"
+        if networks.regions is None:
+            learned = "classes that exclude each other"
+        raise UserError(f"{networks.path}: a network of {learned}; the data has others of the same names")
     if not has_same_classes or len(networks.channels) != len(dataset.channels):
         learned = f"{len(networks.channels)} channels and the classes {', '.join(networks.classes)}"
         given = f"{len(dataset.channels)} and {', '.join(dataset.classes)}"
@@ -172,8 +186,8 @@ def _warn_of_other_names(networks: TrainedNetworks, dataset: DatasetInfo, option
         given = ", ".join(dataset.channels)
         order = "they are taken in this order"
         warn(f"{networks.path}: its channels are {learned}, those of the data {given}; {order}")
-    learned_map = _label_map(networks.config.data, len(dataset.classes))
-    asked_map = _label_map(options, len(dataset.classes))
+    learned_map = _label_map(networks.config.data, dataset.label_count)
+    asked_map = _label_map(options, dataset.label_count)
     if learned_map != asked_map:
         maps = f"it learned with {as_option(learned_map)}, and is scored with {as_option(asked_map)}"
         warn(f"{networks.path}: its classes are other labels of the files: {maps}")

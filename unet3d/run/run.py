@@ -157,7 +157,7 @@ class Run:
             config.seed,
             geometry.output_size(config.data.patch, self.model_config),
             [*zip(config.data.transforms, build.import_all(config)["data.transforms"], strict=True)],
-            len(data.dataset.classes),
+            data.dataset.label_count,
         )
         cases = [case.id for case in data.train]
         pin = self.trainer.learner.policy.device_type == "cuda"

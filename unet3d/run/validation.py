@@ -14,6 +14,7 @@ import numpy as np
 from unet3d.base import progress
 from unet3d.base.errors import UserError, is_out_of_memory, not_saved
 from unet3d.base.files import read_csv, read_text, write_text
+from unet3d.base.regions import Regions
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data as Options
 from unet3d.data import sparse
@@ -40,29 +41,32 @@ def evaluate(
     hd95: bool,
     title: str,
     keep: Keep | None = None,
+    regions: Regions | None = None,
 ) -> Generator[CaseScore]:
     """Yield the score of each case on the network's grid; `title` names the progress bar.
+
+    `classes` is the number of labels in label maps, of which `regions` are made.
 
     `keep` gets each case and may take its strips, which are then not computed again.
     """
     with progress.counting(title, len(cases)) as counter:
         for case in cases:
             prepared = read(case)
-            strips = ArgmaxCollector(predictor.strips(prepared.image, case.named))
+            strips = ArgmaxCollector(predictor.strips(prepared.image, case.named), regions)
             if keep is not None:
                 keep(case, strips)
             prediction = strips.whole()
             label = prepared.label.numpy()
-            yield score_case(case.id, prediction, label, classes, prepared.spacing, IGNORE, hd95)
+            yield score_case(case.id, prediction, label, classes, prepared.spacing, IGNORE, hd95, regions)
             del prepared, strips, prediction, label  # before the next case is read
             counter.advance()
 
 
 def score_on_own_grid(case: Case, prediction: np.ndarray, dataset: DatasetInfo) -> CaseScore:
     """Return scores of a label map (X, Y, Z) in the axes of the case's files, against theirs. Raises UserError."""
-    classes = len(dataset.classes)
-    truth, spacing = read_truth(case, classes, dataset.ignore, dataset.relabel)
-    return score_case(case.id, prediction, truth, classes, spacing, dataset.ignore, hd95=True)
+    count = dataset.label_count
+    truth, spacing = read_truth(case, count, dataset.ignore, dataset.relabel)
+    return score_case(case.id, prediction, truth, count, spacing, dataset.ignore, True, dataset.regions)
 
 
 def has_own_grids(data: PreparedData, options: Options) -> bool:
@@ -110,7 +114,8 @@ class Predictions:
         if missing:
             with progress.counting("predicting cases", len(missing)) as counter:
                 for case in missing:
-                    strips = ArgmaxCollector(predictor.strips(self.data.read_val(case).image, case.named))
+                    image = self.data.read_val(case).image
+                    strips = ArgmaxCollector(predictor.strips(image, case.named), self.data.dataset.regions)
                     self._add(case, strips)
                     strips.whole()
                     counter.advance()
@@ -126,7 +131,7 @@ class Predictions:
     @property
     def _values(self) -> tuple[int, ...]:
         """The value of each class in the label maps."""
-        return written_values(self.options, len(self.data.dataset.classes))
+        return written_values(self.options, self.data.dataset.label_count)
 
     def _add(self, case: Case, strips: ArgmaxCollector) -> None:
         path = self._path(case)
@@ -139,6 +144,7 @@ class Predictions:
                     self.options.spacing,
                     values=self._values,
                     files=self.data.read.files,
+                    regions=self.data.dataset.regions,
                 )
 
     def _score(self) -> None:
@@ -185,8 +191,9 @@ class Predictions:
             layers = {"learned": self.data.read_train(case).label.numpy()} | layers
             where = self._scored_slices(prepared)
         image = prepared.image[0].numpy()
-        classes = self.data.dataset.classes
-        case_plots.segmentation(image, layers, prepared.spacing, classes, path, title, where)
+        dataset = self.data.dataset
+        labels_of = None if dataset.regions is None else dataset.regions.labels
+        case_plots.segmentation(image, layers, prepared.spacing, dataset.classes, path, title, where, labels_of)
 
     def _scored_slices(self, prepared: PreparedCase) -> list[int]:
         """Return for each axis the scored slice that is nearest to the middle of the labels."""

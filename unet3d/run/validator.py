@@ -62,10 +62,11 @@ class Validator:
             self.predictor,
             self.data.val[ranks.RANK :: ranks.SIZE],
             self.data.read_val,
-            classes=len(self.data.dataset.classes),
+            classes=self.data.dataset.label_count,
             hd95=is_last and not self.config.data.semi,  # slices have no surface
             title="validation",
             keep=functools.partial(self._keep_strips, is_last),
+            regions=self.data.dataset.regions,
         )
 
     def _gathered(self, own_scores: Iterator[CaseScore]) -> Iterator[CaseScore]:

@@ -34,14 +34,17 @@ from unet3d.training.windows import Axes, Corners, aligned_corners, box, even_co
 
 @dataclass(frozen=True)
 class Predictor:
-    """Networks of the same options, whose logits are averaged, and how to slide them over a volume."""
+    """Networks of the same options, and how to slide them over a volume.
+
+    Logits are averaged over networks, mirrorings and windows; of regions, their probabilities.
+    """
 
     models: tuple[nn.Module, ...]
     options: Model
     policy: MemoryPolicy
     window: tuple[int, int, int]  # D H W, voxels
     overlap: float = 0.5  # least share of a window that its neighbour covers too
-    mirror: tuple[int, ...] = ()  # axes; logits are averaged over all combinations of their mirrorings
+    mirror: tuple[int, ...] = ()  # axes; outputs are averaged over all combinations of their mirrorings
     batch: int = 1  # windows in one forward pass
     window_bytes: int | None = None  # predicted bytes that a forward pass needs besides the weights; None: not known
     sums_on_device: bool | None = None  # whether the networks' device has the sums; None: where they fit
@@ -97,12 +100,13 @@ class Predictor:
         for (a, b, c), means in window_means(logits, corners, weight, axes):
             corner = (a - offset[0], b - offset[1], c - offset[2])
             block = ProbabilityBlock((x, y, z), axes, corner, means)
-            strip = _probabilities_inside(block)
+            strip = _probabilities_inside(block, self._has_regions)
             if strip is None:
                 continue
             if on_device:
                 strip = strip._replace(probabilities=host.take(strip.probabilities))
-            if not math.isfinite(strip.probabilities[0].sum().item()):  # softmax makes a voxel NaN in all classes
+            # Softmax makes a voxel NaN in all classes; of regions, `window_logits` makes a whole window so.
+            if not math.isfinite(strip.probabilities[0].sum().item()):
                 raise self._not_finite(name)
             yield strip
 
@@ -136,6 +140,10 @@ class Predictor:
         else:
             advice = "take another checkpoint, or mend extreme values in the image"
         return NonFinitePrediction(f"{fault}; {advice}")
+
+    @property
+    def _has_regions(self) -> bool:
+        return self.options.output_regions is not None
 
     @property
     def _device(self) -> torch.device:
@@ -174,7 +182,10 @@ class Predictor:
         return torch.stack(windows, out=tiles).to(self._device, non_blocking=True)
 
     def window_logits(self, tiles: Tensor) -> Tensor:
-        """Return mean logits N K D H W of windows N C D H W, over networks and all combinations of mirrored axes."""
+        """Return mean logits N K D H W of windows N C D H W, over networks and all combinations of mirrored axes.
+
+        Of regions they are mean probabilities, NaN where any logit is not finite.
+        """
         dims = [axis + 2 for axis in self.mirror]
         mirrorings: list[tuple[int, ...]] = []
         for count in range(len(dims) + 1):
@@ -188,6 +199,8 @@ class Predictor:
                 refuse_odd_logits(output, self.options.path, self.options.classes, sizes)
             logits = output.float()
             del output
+            if self._has_regions:
+                logits = _sigmoid_in_place(logits)
             logits = logits.flip(flipped) if flipped else logits
             total = logits if total is None else total.add_(logits)
         assert total is not None
@@ -201,8 +214,17 @@ def _places(corners: Corners, axes: Axes) -> list[Axes]:
     return [in_volume_order(place, axes) for place in in_scan_order]
 
 
-def _probabilities_inside(strip: ProbabilityBlock) -> ProbabilityBlock | None:
-    """Return the part of a strip of logits that lies in the volume, after a softmax in place; None outside."""
+def _sigmoid_in_place(logits: Tensor) -> Tensor:
+    """Return probabilities in the memory of logits, NaN if any is not finite: of an infinite one, sigmoid is finite."""
+    flaw = logits.sum() * 0
+    return logits.sigmoid_().add_(flaw)
+
+
+def _probabilities_inside(strip: ProbabilityBlock, has_regions: bool) -> ProbabilityBlock | None:
+    """Return the part of a strip that lies in the volume, after a softmax in place; None outside.
+
+    Of regions, the strip has probabilities already, but for the rounding of means.
+    """
     begin: list[int] = []
     inside: list[slice] = []  # in the strip
     for block, size in zip(strip.box, strip.sizes, strict=True):
@@ -213,7 +235,10 @@ def _probabilities_inside(strip: ProbabilityBlock) -> ProbabilityBlock | None:
         begin.append(first)
         inside.append(slice(first - block.start, last - block.start))
     part = strip.probabilities[(slice(None), *inside)]
-    part.sub_(part.amax(0)).exp_()
-    part.div_(part.sum(0))
+    if has_regions:
+        part.clamp_(0, 1)
+    else:
+        part.sub_(part.amax(0)).exp_()
+        part.div_(part.sum(0))
     x, y, z = begin
     return strip._replace(corner=(x, y, z), probabilities=part)

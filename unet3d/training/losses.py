@@ -1,5 +1,6 @@
 """Losses on logits N K D H W and labels N D H W, summed in float32. To add one, write a function below `@loss`.
 
+Where the data has regions, classes that overlap, K are these and each logit is a sigmoid's: `region_losses` has them.
 With several ranks, value and gradient are taken over the whole batch. A function of your own gets this rank's images,
 and its values are averaged.
 
@@ -8,7 +9,6 @@ Voxels labelled IGNORE add nothing to value and gradient; a batch of only such v
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,22 @@ from torch.autograd.function import once_differentiable
 from unet3d.base import ranks
 from unet3d.base.types import IGNORE
 from unet3d.model.blocks import crop
+from unet3d.training.loss_chunks import (
+    VOXELS,
+    Probe,
+    Sums,
+    add,
+    as_maps,
+    exact,
+    producer_keeps_no_output,
+    reference_counts,
+    rows_of_chunk,
+    sum_over_ranks,
+    value_of,
+)
 from unet3d.training.own_parts import refuse_odd_logits, refuse_odd_loss
+from unet3d.training.region_losses import RegionsInChunks
 
-SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
-VOXELS = (2, 3, 4)  # dimensions of N K D H W
-CHUNKS = 16  # of a map on the CPU, at most
-SMALL = 2**12  # numbers of logits; with less in a chunk on the CPU, most of the time goes to calls
 CUDA_CHUNK = 2**22  # numbers of logits; a GPU has work for all of its cores, and a step few launches for the loss
 
 
@@ -33,9 +43,10 @@ CUDA_CHUNK = 2**22  # numbers of logits; a GPU has work for all of its cores, an
 class LossOptions:
     """Settings from the config that every loss gets."""
 
-    weights: Tensor | None = None  # K, of the classes in the cross-entropy
+    weights: Tensor | None = None  # K, of the classes or regions in the cross-entropy
     batch_dice: bool = True  # one Dice over the batch; else the mean over its images
     chunk: int | None = None  # numbers of logits in a chunk; None: as suits the CPU
+    regions: Tensor | None = None  # K L, 1 where a region holds a label; None: classes exclude each other
 
 
 LossTerm = Callable[[Tensor, Tensor, LossOptions], Tensor]
@@ -100,36 +111,37 @@ class MeanOverRanks(torch.autograd.Function):
 
 @loss
 def ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
-    """Return the mean cross-entropy of the labelled voxels, weighted by class; 0 without any (torch's mean is NaN)."""
-    value: Tensor = InChunks.apply(logits, label, options, False, True)
-    return value
+    """Return the mean cross-entropy of the labelled voxels, weighted by class; 0 without any (torch's mean is NaN).
+
+    Of regions it is the mean binary cross-entropy, over regions too.
+    """
+    return _in_chunks(logits, label, options, dice=False, ce=True)
 
 
 @loss
 def dice(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     """Return 1 - mean soft Dice of the foreground classes (Milletari et al. 2016, nnU-Net's unsquared denominator)."""
-    value: Tensor = InChunks.apply(logits, label, options, True, False)
-    return value
+    return _in_chunks(logits, label, options, dice=True, ce=False)
 
 
 @loss
 def dice_ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     """Return the sum of Dice and cross-entropy."""
-    value: Tensor = InChunks.apply(logits, label, options, True, True)
+    return _in_chunks(logits, label, options, dice=True, ce=True)
+
+
+def _in_chunks(logits: Tensor, label: Tensor, options: LossOptions, dice: bool, ce: bool) -> Tensor:
+    """Return Dice, cross-entropy or their sum."""
+    value: Tensor
+    if options.regions is None:
+        value = InChunks.apply(logits, label, options, dice, ce)
+    else:
+        settings = (options.weights, options.batch_dice, options.chunk)
+        value = RegionsInChunks.apply(logits, label, options.regions, *settings, dice, ce)
     return value
 
 
 IN_CHUNKS = (ce, dice, dice_ce)
-
-
-@dataclass
-class _Sums:
-    """Sums over voxels from which the losses follow; None in a loss that does not need them."""
-
-    overlap: Tensor | None = None  # N K, probability on voxels of the class
-    size: Tensor | None = None  # N K, probability plus voxels of the class
-    log_likelihood: Tensor | None = None  # of the labels, weighted by class
-    weight: Tensor | None = None  # of all labelled voxels
 
 
 class InChunks(torch.autograd.Function):
@@ -149,35 +161,22 @@ class InChunks(torch.autograd.Function):
     ) -> Tensor:
         weights = options.weights
         if weights is not None:
-            weights = weights.to(logits.device, _exact(logits.dtype))
+            weights = weights.to(logits.device, exact(logits.dtype))
         sums = _sum_chunks(logits, label, options.chunk, weights, dice, ce)
-        _sum_over_ranks(sums, options.batch_dice)
+        sum_over_ranks(sums, options.batch_dice)
         ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
-        value: Tensor | None = None
-        if sums.overlap is not None and sums.size is not None:
-            sums.overlap = 2 * sums.overlap + SMOOTH
-            sums.size = sums.size + SMOOTH
-            score = (sums.overlap / sums.size)[:, 1:].mean()
-            if ctx.shares > 1:
-                score = score / ctx.shares
-                ranks.all_reduce_sum([score])
-            value = 1 - score
-        if sums.log_likelihood is not None and sums.weight is not None:
-            sums.weight = sums.weight.clamp(min=1e-8)
-            gain = sums.log_likelihood / sums.weight
-            value = -gain if value is None else value - gain
+        value = value_of(sums, ctx.shares, first=1)  # without the background
         ctx.save_for_backward(logits, label, sums.overlap, sums.size, sums.weight)
         ctx.weights = weights
-        ctx.producer_keeps_no_output = _producer_keeps_no_output(logits)
+        ctx.producer_keeps_no_output = producer_keeps_no_output(logits)
         ctx.chunk = options.chunk
-        assert value is not None
         return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, label, overlap, size, weight = ctx.saved_tensors
-        may_overwrite = ctx.producer_keeps_no_output and _reference_counts(logits) == _Probe.reference_counts()
+        may_overwrite = ctx.producer_keeps_no_output and reference_counts(logits) == Probe.reference_counts()
         out = logits if may_overwrite else torch.empty_like(logits)
         if size is not None:
             images, classes = size.shape
@@ -191,15 +190,15 @@ class InChunks(torch.autograd.Function):
             p = x.softmax(1)
             valid = truth.sum(1, keepdim=True)
             if size is not None:
-                grad_x = truth * _as_maps(by_overlap)
-                grad_x.add_(_as_maps(by_size)).mul_(valid)
+                grad_x = truth * as_maps(by_overlap)
+                grad_x.add_(as_maps(by_size)).mul_(valid)
                 grad_x.sub_((p * grad_x).sum(1, keepdim=True)).mul_(p)  # through the softmax
             else:
                 grad_x = torch.zeros_like(p)
             if weight is not None:
                 voxel_weight = valid
                 if ctx.weights is not None:
-                    voxel_weight = (truth * _as_maps(ctx.weights[None])).sum(1, keepdim=True)
+                    voxel_weight = (truth * as_maps(ctx.weights[None])).sum(1, keepdim=True)
                 p.sub_(truth).mul_(voxel_weight / weight)
                 grad_x.add_(p)
             end = row + x.shape[2]
@@ -215,86 +214,29 @@ def _sum_chunks(
     weights: Tensor | None,
     dice: bool,
     ce: bool,
-) -> _Sums:
+) -> Sums:
     """Return this rank's sums over all chunks, for Dice, cross-entropy or both."""
-    sums = _Sums()
+    sums = Sums()
     for x, truth in _chunks(logits, label, chunk):
         log_p = x.log_softmax(1)
         if ce:
-            weighted = truth if weights is None else truth * _as_maps(weights[None])
-            sums.log_likelihood = _add(sums.log_likelihood, (log_p * weighted).sum())
-            sums.weight = _add(sums.weight, weighted.sum())
+            weighted = truth if weights is None else truth * as_maps(weights[None])
+            sums.log_likelihood = add(sums.log_likelihood, (log_p * weighted).sum())
+            sums.weight = add(sums.weight, weighted.sum())
             del weighted
         if dice:
             p = log_p.exp_()
             p.mul_(truth.sum(1, keepdim=True))  # 0 where the label is ignored
-            sums.overlap = _add(sums.overlap, (p * truth).sum(VOXELS))
+            sums.overlap = add(sums.overlap, (p * truth).sum(VOXELS))
             p.add_(truth)
-            sums.size = _add(sums.size, p.sum(VOXELS))
+            sums.size = add(sums.size, p.sum(VOXELS))
     return sums
-
-
-def _add(total: Tensor | None, part: Tensor) -> Tensor:
-    """Return the sum so far; the first part becomes the total."""
-    return part if total is None else total.add_(part)
-
-
-def _sum_over_ranks(sums: _Sums, batch_dice: bool) -> None:
-    """Add up the sums of all ranks; with `batch_dice`, also the sums of images to one of the batch."""
-    shared = [sums.log_likelihood, sums.weight]
-    if batch_dice and sums.overlap is not None and sums.size is not None:
-        sums.overlap = sums.overlap.sum(0, keepdim=True)
-        sums.size = sums.size.sum(0, keepdim=True)
-        shared += [sums.overlap, sums.size]
-    ranks.all_reduce_sum(tensor for tensor in shared if tensor is not None)
-
-
-def _producer_keeps_no_output(logits: Tensor) -> bool:
-    """Return whether a convolution or a network by a program made the logits: neither reads its output in backward."""
-    return type(logits.grad_fn).__name__ in ("ConvolutionBackward0", "InSlabsBackward", "InTilesBackward")
-
-
-def _reference_counts(tensor: Tensor) -> tuple[int, int]:
-    """Return the references to a tensor in C++ and in Python.
-
-    They depend on the versions of Python and torch: compare them with `_Probe.reference_counts()` alone.
-    """
-    return tensor._use_count(), sys.getrefcount(tensor)  # type: ignore[attr-defined]
-
-
-class _Probe(torch.autograd.Function):
-    """A measurement of how many references a tensor has in `backward` where autograd alone has kept it.
-
-    Its backward unpacks and counts exactly as `InChunks.backward` does, because local names count, too.
-    """
-
-    counts = (0, 0)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        _Probe.counts = _reference_counts(x)
-        return gradient.expand(x.shape)
-
-    @classmethod
-    def reference_counts(cls) -> tuple[int, int]:
-        """Return the counts, measured at the first call."""
-        if cls.counts == (0, 0):
-            with torch.enable_grad():
-                leaf = torch.ones(1, requires_grad=True)
-                cls.apply(leaf * 1).backward()
-        return cls.counts
 
 
 def _chunks(logits: Tensor, label: Tensor, numbers: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits and one-hot labels N K d H W, of a few rows at a time; all classes 0 where the label is IGNORE."""
-    rows = _rows_of_chunk(logits, numbers)
-    dtype = _exact(logits.dtype)
+    rows = rows_of_chunk(logits, numbers)
+    dtype = exact(logits.dtype)
     for first in range(0, logits.shape[2], rows):
         last = first + rows
         x = logits[:, :, first:last].to(dtype).contiguous()  # softmax would do so unseen
@@ -306,25 +248,6 @@ def _chunks(logits: Tensor, label: Tensor, numbers: int | None) -> Iterator[tupl
             truth = torch.zeros_like(x).scatter_(1, index.clamp(min=0), (index != IGNORE).to(x.dtype))
         del index
         yield x, truth
-
-
-def _rows_of_chunk(logits: Tensor, numbers: int | None) -> int:
-    """Return how many rows have at most `numbers` logits, at least 1; None: as suits the CPU."""
-    numbers_of_row = logits.numel() // logits.shape[2]
-    if numbers is not None:
-        return max(1, numbers // numbers_of_row)
-    rows = math.ceil(logits.shape[2] / CHUNKS)
-    return max(rows, SMALL // numbers_of_row)
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """Return the type to sum in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _as_maps(values: Tensor) -> Tensor:
-    """Return values N K as N K 1 1 1."""
-    return values[:, :, None, None, None]
 
 
 def subsample(label: Tensor, size: torch.Size) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unet3d.base.files import as_csv, from_csv
+from unet3d.base.regions import Regions
 
 NETWORK = "network_"  # before the names of columns on the network's grid, where others are on the files' own
 Labels = NDArray[np.integer]
@@ -36,22 +37,27 @@ def score_case(
     spacing: Sequence[float],
     ignore: int | None = None,
     hd95: bool = False,
+    regions: Regions | None = None,
 ) -> CaseScore:
-    """Return the scores of `prediction` against `truth`, label maps X Y Z of `classes` classes; `spacing` is in mm.
+    """Return the scores of `prediction` against `truth`, label maps X Y Z of `classes` labels; `spacing` is in mm.
 
+    Each label but 0 is scored; with `regions`, each of these, whose voxels have any of its labels.
     Dice, IoU and surfaces leave out voxels where truth is `ignore`; HD95 does not exist where they touch the class.
     Raises ValueError for shapes or label values that do not fit.
     """
     if prediction.shape != truth.shape:
         raise ValueError(f"case {case}: prediction is {prediction.shape} voxels, truth {truth.shape}")
     counts = _confusion(case, prediction, truth, classes, ignore)
-    hits = np.diag(counts)[1:]
-    misses = counts.sum(1)[1:] - hits
-    false_positives = counts.sum(0)[1:] - hits
+    labels_of: Sequence[Sequence[int]] = [(label,) for label in range(1, classes)]
+    if regions is not None:
+        labels_of = regions.labels
+    hits = np.array([counts[np.ix_(labels, labels)].sum() for labels in labels_of])
+    misses = np.array([counts[[*labels]].sum() for labels in labels_of]) - hits
+    false_positives = np.array([counts[:, [*labels]].sum() for labels in labels_of]) - hits
     union = hits + false_positives + misses
     distances: tuple[float | None, ...] = ()
     if hd95:
-        distances = _distances(prediction, truth, classes, spacing, ignore)
+        distances = _distances(prediction, truth, labels_of, spacing, ignore)
     return CaseScore(
         case,
         dice=_ratios(2 * hits, union + hits),
@@ -93,9 +99,13 @@ def _ratios(parts: NDArray[np.int64], wholes: NDArray[np.int64]) -> tuple[float 
 
 
 def _distances(
-    prediction: Labels, truth: Labels, classes: int, spacing: Sequence[float], ignore: int | None
+    prediction: Labels,
+    truth: Labels,
+    labels_of: Sequence[Sequence[int]],
+    spacing: Sequence[float],
+    ignore: int | None,
 ) -> tuple[float | None, ...]:
-    """Return the HD95 of each foreground class in mm; None where it does not exist.
+    """Return the HD95 in mm of each class, which has one label or several; None where it does not exist.
 
     A class that reaches ignored voxels ends there because its labels do, which is no surface.
     """
@@ -106,14 +116,22 @@ def _distances(
     if not labelled.all():
         edge = labelled & binary_dilation(~labelled)
     distances: list[float | None] = []
-    for label in range(1, classes):
-        predicted = prediction == label
-        true = truth == label
+    for labels in labels_of:
+        predicted = _mask(prediction, labels)
+        true = _mask(truth, labels)
         if ((predicted | true) & edge).any():
             distances.append(None)
         else:
             distances.append(hausdorff95(predicted & labelled, true & labelled, spacing))
     return tuple(distances)
+
+
+def _mask(volume: Labels, labels: Sequence[int]) -> Mask:
+    """Return where a label map has any of these labels."""
+    mask: Mask = volume == labels[0]
+    for label in labels[1:]:
+        mask |= volume == label
+    return mask
 
 
 def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> float | None:
