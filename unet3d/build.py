@@ -15,7 +15,8 @@ from unet3d.base import ranks
 from unet3d.base.errors import UserError
 from unet3d.config import rules
 from unet3d.config.schema import Config, Model
-from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset, split
+from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset
+from unet3d.data.splits import split
 from unet3d.data.grids import target_grid
 from unet3d.data.headers import read_grid
 from unet3d.data.synthetic import phantom_header

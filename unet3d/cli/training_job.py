@@ -11,7 +11,8 @@ from unet3d.base.signals import Stop
 from unet3d.cli import lifecycle
 from unet3d.config import compose, idle, rules
 from unet3d.config.schema import GENERATED, Config, Model
-from unet3d.data.cases import read_dataset, split
+from unet3d.data.cases import read_dataset
+from unet3d.data.splits import split
 from unet3d.data.grids import Grid
 from unet3d.data.planner import read_grids, unsuitable_patch
 from unet3d.data.prepare import PreparedData, prepare_data

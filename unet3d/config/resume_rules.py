@@ -36,6 +36,7 @@ FIXED = (
 FREE = (
     "data.root",
     "data.split",
+    "data.groups",
     "data.cache",
     "data.cache_root",
     "data.allow_outside",

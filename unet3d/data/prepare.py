@@ -11,7 +11,8 @@ from unet3d.base import progress, ranks
 from unet3d.base.errors import UserError, listed
 from unet3d.config.schema import Data
 from unet3d.data import disk_cache
-from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
+from unet3d.data.cases import Case, DatasetInfo, read_dataset
+from unet3d.data.splits import split
 from unet3d.data.disk_cache import DiskCache, can_stay_mapped
 from unet3d.data.grids import Grid
 from unet3d.data.headers import CaseHeader

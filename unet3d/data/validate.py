@@ -14,7 +14,8 @@ from unet3d.base.errors import UserError, listed
 from unet3d.config.data_rules import MAX_LABEL
 from unet3d.config.schema import Data
 from unet3d.data import nifti
-from unet3d.data.cases import Case, DatasetInfo, split
+from unet3d.data.cases import Case, DatasetInfo
+from unet3d.data.splits import split
 from unet3d.data.headers import WARNING, CaseHeader, scan_case, shown_names
 from unet3d.data.image_files import ImageFiles, OpenFile
 from unet3d.data.labels import proposal

@@ -123,7 +123,7 @@ def _settings(run: RunRecord) -> dict[str, str]:
 
 def _as_text(key: str, value: Any) -> str:
     """Return a value as a command line has it; of a path to data, the last part."""
-    if key in ("data.root", "data.split") and value:
+    if key in ("data.root", "data.split", "data.groups") and value:
         return Path(value).name  # the same data may be in another folder
     if isinstance(value, bool):
         return "true" if value else "false"

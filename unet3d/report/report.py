@@ -65,7 +65,7 @@ def write_page(run: RunRecord) -> Path:
         scores_title=score_title(run),
         score_tables=_score_tables(run),
         **_cases(run),
-        curves=_figure(run, "curves", "loss, Dice, learning rate, gradient norm, step time"),
+        curves=_figure(run, "curves", "loss of training and validation, Dice, learning rate, gradient norm, step time"),
         memory=_memory(run),
         workspaces_title=tables.WORKSPACES,
         workspaces=tables.workspaces(run.memory_entry) if run.memory else None,

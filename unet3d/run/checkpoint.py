@@ -165,12 +165,16 @@ def refuse_other_network(networks: TrainedNetworks, model_path: str | None) -> N
 
 
 def split_of(options: Data) -> Split:
-    """Return what a run with these options held out: a fold, a share, or the file that lists the cases."""
+    """Return what a run with these options held out: a fold, a share, or the file that lists the cases.
+
+    Folds and shares of groups are others than those of cases.
+    """
+    groups = {} if options.groups is None else {"groups": options.groups}
     if options.split is not None:
         return {"split": options.split, "semi": options.semi}
     if options.fold is not None:
-        return {"fold": options.fold, "folds": options.folds, "semi": options.semi}
-    return {"val_fraction": options.val_fraction, "semi": options.semi}
+        return {"fold": options.fold, "folds": options.folds, "semi": options.semi, **groups}
+    return {"val_fraction": options.val_fraction, "semi": options.semi, **groups}
 
 
 def _refuse_contradictions(trained: TrainedNetworks) -> None:

@@ -10,7 +10,8 @@ from unet3d.base.files import write_text
 from unet3d.config import compose
 from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Config, Data
-from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
+from unet3d.data.cases import Case, DatasetInfo, read_dataset
+from unet3d.data.splits import split
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
@@ -23,7 +24,7 @@ from unet3d.report.loggers import warn
 from unet3d.report.score_tables import OWN_GRIDS, SCORES_TITLE
 from unet3d.report.wandb_logger import PATHS
 from unet3d.run import predict
-from unet3d.run.checkpoint import Checkpoint, TrainedNetworks, refuse_other_network, split_of
+from unet3d.run.checkpoint import Checkpoint, Split, TrainedNetworks, refuse_other_network, split_of
 from unet3d.run.predict import Segmenter
 from unet3d.run.validation import evaluate, score_on_own_grid
 from unet3d.training import checkpoint, metrics
@@ -57,10 +58,16 @@ def publish(paths: Sequence[Path], out: Path, model_path: str | None = None) -> 
         predict.segmenter(networks, "cpu", None)  # so that what is published can be used
         weights += networks.weights
         for held_out in networks.splits:
-            splits.append(held_out | {"split": "a file"} if "split" in held_out else held_out)
+            splits.append(_without_paths(held_out))
     first, *others = weights
     state = publications[0].parts | {"model": first, "average": {}, "others": others, "splits": splits}
     checkpoint.save_checkpoint(out, state)
+
+
+def _without_paths(held_out: Split) -> Split:
+    """Return what was held out from a network, without the names of files."""
+    hidden = {"split": "a file", "groups": "a file"}
+    return {name: hidden.get(name, value) for name, value in held_out.items()}
 
 
 def _read(path: Path, model_path: str | None) -> Publication:

@@ -16,8 +16,10 @@ from unet3d.base.errors import UserError, is_out_of_memory, not_saved
 from unet3d.base.files import read_csv, read_text, write_text
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data as Options
+from unet3d.config.schema import Loss
 from unet3d.data import sparse
 from unet3d.data.cases import Case, DatasetInfo
+from unet3d.data.components import largest_components
 from unet3d.data.labels import written_values
 from unet3d.data.patches import PreparedCase
 from unet3d.data.prepare import PreparedData, Read
@@ -28,6 +30,7 @@ from unet3d.report.plots import remove_picture
 from unet3d.run.predict import save_prediction
 from unet3d.training.inference import Predictor
 from unet3d.training.metrics import CaseScore, both_csv_text, score_case
+from unet3d.training.volume_loss import VolumeLoss
 
 Keep = Callable[[Case, ArgmaxCollector], None]
 
@@ -40,21 +43,31 @@ def evaluate(
     hd95: bool,
     title: str,
     keep: Keep | None = None,
+    loss: Loss | None = None,
+    largest: Sequence[int] = (),
 ) -> Generator[CaseScore]:
     """Yield the score of each case on the network's grid; `title` names the progress bar.
 
-    `keep` gets each case and may take its strips, which are then not computed again.
+    `keep` gets each case and may take its strips, which are then not computed again. With the options of a `loss`, each
+    score has it. Of the classes `largest` only the largest component counts.
     """
     with progress.counting(title, len(cases)) as counter:
         for case in cases:
             prepared = read(case)
-            strips = ArgmaxCollector(predictor.strips(prepared.image, case.named))
+            label = prepared.label.numpy()
+            volume_loss = VolumeLoss.of(loss, classes) if loss is not None else None
+            probabilities = predictor.strips(prepared.image, case.named)
+            if volume_loss is not None:
+                probabilities = volume_loss.adding(probabilities, label)
+            strips = ArgmaxCollector(probabilities)
             if keep is not None:
                 keep(case, strips)
-            prediction = strips.whole()
-            label = prepared.label.numpy()
-            yield score_case(case.id, prediction, label, classes, prepared.spacing, IGNORE, hd95)
-            del prepared, strips, prediction, label  # before the next case is read
+            prediction = largest_components(strips.whole(), largest)
+            score = score_case(case.id, prediction, label, classes, prepared.spacing, IGNORE, hd95)
+            if volume_loss is not None:
+                score = score._replace(loss=volume_loss.value())
+            yield score
+            del prepared, probabilities, strips, prediction, label  # before the next case is read
             counter.advance()
 
 

@@ -66,6 +66,7 @@ class Validator:
             hd95=is_last and not self.config.data.semi,  # slices have no surface
             title="validation",
             keep=functools.partial(self._keep_strips, is_last),
+            loss=self.config.loss,
         )
 
     def _gathered(self, own_scores: Iterator[CaseScore]) -> Iterator[CaseScore]:
