@@ -18,8 +18,8 @@ from unet3d.config import compose
 from unet3d.config.schema import Data, Phantom
 from unet3d.data import dataset_json
 from unet3d.data.cases import Case, DatasetInfo, phantom_outline, read_dataset
-from unet3d.data.splits import split
 from unet3d.data.headers import read_grid
+from unet3d.data.splits import split
 
 
 def refusal(data: Data) -> str:

@@ -1,4 +1,4 @@
-"""The short commands of `python -m unet3d`: options, publish, score, check-data, report, compare."""
+"""The short commands of `python -m unet3d`: options, publish, score, check-data, report, compare, folds."""
 
 import argparse
 from collections.abc import Sequence
@@ -89,3 +89,17 @@ def compare(arguments: argparse.Namespace) -> None:
     from unet3d.report import compare
 
     compare.compare_runs(arguments.runs, arguments.out)
+
+
+def folds(arguments: argparse.Namespace) -> None:
+    """Set all out-of-fold cases of cross-validations in one table; publish the networks of one."""
+    from unet3d.run import cross_validation
+
+    for line in cross_validation.report(
+        arguments.runs,
+        arguments.out,
+        arguments.components,
+        arguments.publish,
+        arguments.model,
+    ):
+        print(escaped(line))

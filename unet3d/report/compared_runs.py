@@ -38,6 +38,7 @@ class ComparedRun:
     named: frozenset[str] = frozenset()  # options on its command line
     scores: Sequence[Mapping[str, str]] = ()  # scores.csv
     folds: "tuple[ComparedRun, ...]" = ()
+    folder: Path = Path()  # of a run; of a method, the first fold's
 
     @property
     def basis(self) -> str | None:
@@ -103,6 +104,7 @@ def compared(name: str, run: RunRecord) -> ComparedRun:
         curves=curves,
         named=frozenset(word.partition("=")[0].lstrip("+~") for word in words),
         scores=run.scores,
+        folder=run.path,
     )
 
 

@@ -128,7 +128,8 @@ def short_label(label: str) -> str:
 def training_curves(records: Sequence[Values], path: Path) -> None:
     """Draw the records of metrics.jsonl over optimizer steps, with the best validation marked.
 
-    Loss of training and of validations; Dice per class and their mean; below them learning rate, gradient norm, seconds per step.
+    Loss of training and of validations; Dice per class and their mean; below them learning rate, gradient norm, seconds
+    per step.
     """
     names = dict.fromkeys(key for record in records for key in record if key.startswith("val/dice"))
     dice = {name: series(records, name) for name in names}

@@ -18,6 +18,7 @@ from unet3d.base.types import ProbabilityBlock
 from unet3d.config import rules
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case, in_order, refuse_long, volumes_in, without_channel
+from unet3d.data.components import largest_components
 from unet3d.data.grids import contradictions, foreign_units
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.intensity import Intensity, normalise
@@ -45,6 +46,7 @@ class Segmenter:
     by_channel: bool = False  # files are of one channel each, and named so, even a single one
     values: tuple[int, ...] | None = None  # of the classes in label maps; None: their numbers
     written: str = ""  # these values and the classes' names, in words
+    largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
 
     def to_file(self, case: Case, path: Path, scores: Path | None = None) -> Volume:
         """Segment one case; write class probabilities to `scores`. Return the case on the network's grid.
@@ -52,7 +54,8 @@ class Segmenter:
         Raises UserError.
         """
         volume = self._read(case)
-        save_prediction(path, self._strips(volume, case), case, self.spacing, scores, self.values)
+        strips = self._strips(volume, case)
+        save_prediction(path, strips, case, self.spacing, scores, self.values, largest=self.largest)
         return volume
 
     def labels(self, case: Case, open_scores: ProbabilityMaps | None = None) -> np.ndarray:
@@ -62,7 +65,7 @@ class Segmenter:
         """
         strips = self._strips(self._read(case), case)
         labels = to_original(strips, case, self.spacing, open_scores)
-        return with_values(labels, self.values)
+        return with_values(largest_components(labels, self.largest), self.values)
 
     def _read(self, case: Case) -> Volume:
         volume = read_volume(case._replace(label=None), 0, None, self.spacing, self.rules)
@@ -85,16 +88,19 @@ def save_prediction(
     scores: Path | None = None,
     values: Sequence[int] | None = None,
     files: ImageFiles | None = None,
+    largest: Sequence[int] = (),
 ) -> None:
     """Write the label map of a case, and its probabilities to `scores`, on its file's grid.
 
-    `values`: the label map's value for each class; None: the classes' numbers. Probabilities are float32 (X, Y, Z, K),
+    `values`: the label map's value for each class; None: the classes' numbers. `largest`: classes of which the label
+    map has the largest component alone; probabilities stay as they are. Probabilities are float32 (X, Y, Z, K),
     in a NIfTI file that is not compressed: programs can read it in parts. The headers of `files`, which have been
     opened, are not read again. Raises UserError, OSError.
     """
     like = (files or ImageFiles()).header(case.id, case.images[0])
     with saving_scores(scores, like) if scores else nullcontext() as open_scores:
         labels = to_original(strips, case, spacing, open_scores, like)
+    labels = largest_components(labels, largest)
     save_labels(path, with_values(labels, values), like)  # last: where a label map is, all of the case is
 
 
@@ -137,6 +143,7 @@ def segmenter(
         by_channel=config.data.format == "nnunet",
         values=written_values(config.data, len(trained.classes)),
         written=written_words(config.data, trained.classes),
+        largest=trained.largest,
     )
 
 

@@ -11,12 +11,13 @@ from unet3d.config import compose
 from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Config, Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
-from unet3d.data.splits import split
+from unet3d.data.components import largest_components
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector, to_original
+from unet3d.data.splits import split
 from unet3d.data.validate import sound_headers
 from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
@@ -45,8 +46,17 @@ class Publication(NamedTuple):
     parts: dict[str, Any]
 
 
-def publish(paths: Sequence[Path], out: Path, model_path: str | None = None) -> None:
-    """Write the networks of these checkpoints to one file without any path; several predict their mean logits."""
+def publish(
+    paths: Sequence[Path],
+    out: Path,
+    model_path: str | None = None,
+    largest: Sequence[int] | None = None,
+) -> None:
+    """Write the networks of these checkpoints to one file without any path; several predict their mean logits.
+
+    `largest`: classes of which label maps will have the largest component alone; None: as the checkpoints say. Raises
+    UserError, CheckpointError.
+    """
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
     publications = [_read(path, model_path) for path in paths]
@@ -61,6 +71,8 @@ def publish(paths: Sequence[Path], out: Path, model_path: str | None = None) -> 
             splits.append(_without_paths(held_out))
     first, *others = weights
     state = publications[0].parts | {"model": first, "average": {}, "others": others, "splits": splits}
+    if largest is not None:
+        state["largest"] = list(largest)
     checkpoint.save_checkpoint(out, state)
 
 
@@ -77,14 +89,14 @@ def _read(path: Path, model_path: str | None) -> Publication:
     config = {name: value for name, value in source.state["config"].items() if name not in PRIVATE}
     data = config.get("data", {})
     config["data"] = {name: value for name, value in data.items() if f"data.{name}" not in PATHS}
-    parts = {name: source.state[name] for name in PUBLISHED}
+    parts = {name: source.state[name] for name in PUBLISHED} | {"largest": list(networks.largest)}
     return Publication(networks, parts | {"config": config})
 
 
 def _refuse_different(publication: Publication, first: Publication) -> None:
     """Raise UserError where a network would see an image in another way than the first."""
     different = []
-    for name in ("classes", "channels", "intensity"):
+    for name in ("classes", "channels", "intensity", "largest"):
         if publication.parts[name] != first.parts[name]:
             different.append(name)
     options = compose.flat(compose.to_plain(publication.networks.config), ".")
@@ -141,11 +153,20 @@ def _scores(
     own_grid_scores: list[metrics.CaseScore] = []
 
     def score_files(case: Case, strips: ArgmaxCollector) -> None:
-        prediction = to_original(strips, case, segmenter.spacing)
+        prediction = largest_components(to_original(strips, case, segmenter.spacing), segmenter.largest)
         own_grid_scores.append(score_on_own_grid(case, prediction, dataset))
 
     keep = score_files if has_own_grids else None
-    scores = evaluate(segmenter.predictor, held_out, reader, len(dataset.classes), True, "scoring", keep)
+    scores = evaluate(
+        segmenter.predictor,
+        held_out,
+        reader,
+        len(dataset.classes),
+        hd95=True,
+        title="scoring",
+        keep=keep,
+        largest=segmenter.largest,
+    )
     text = metrics.csv_text([*scores], dataset.classes)
     return metrics.both_csv_text(own_grid_scores, dataset.classes, text) if has_own_grids else text
 

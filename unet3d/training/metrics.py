@@ -149,7 +149,7 @@ def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> floa
 def summarise(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, float | None]:
     """Return means over the cases by metric key; `class_names` begins with background.
 
-    `val/dice_mean` and `val/iou_mean` are means of the classes' means. The loss and HD95 have keys if any case has them.
+    `val/dice_mean` and `val/iou_mean` are means of the classes' means. Loss and HD95 have keys if any case has them.
     """
     columns = _columns(scores, class_names)
     summary: dict[str, float | None] = {}
