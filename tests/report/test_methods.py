@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from training import yaml_of
 
-from unet3d.report.methods import methods
+from unet3d.report.methods import methods_paragraph
 from unet3d.report.record import read_run
 
 MIB = 2**20
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_it_names_network_patch_recipe_versions_and_peaks(folder: Path) -> None:
-    text = methods(read_run(folder))
+    text = methods_paragraph(read_run(folder))
     named = [
         *(
             "1,402,803 parameters",
@@ -56,14 +56,14 @@ def test_it_names_network_patch_recipe_versions_and_peaks(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["env.json", "split.json", "memory.json"])
 def test_what_is_missing_is_left_out(folder: Path, name: str) -> None:
     (folder / name).unlink()
-    text = methods(read_run(folder))
+    text = methods_paragraph(read_run(folder))
     assert "24x16x16" in text and "None" not in text
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
 def test_a_folder_of_no_training_has_none(folder: Path, name: str) -> None:
     (folder / name).write_text("")
-    assert methods(read_run(folder)) == ""
+    assert methods_paragraph(read_run(folder)) == ""
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_a_folder_of_no_training_has_none(folder: Path, name: str) -> None:
 )
 def test_it_follows_the_options(folder: Path, words: tuple[str, ...], wanted: str) -> None:
     (folder / "config.yaml").write_text(yaml_of("model=unet_tiny", *words))
-    assert wanted in methods(read_run(folder))
+    assert wanted in methods_paragraph(read_run(folder))

@@ -30,28 +30,27 @@ def split(dataset: DatasetInfo, data: Data) -> tuple[tuple[Case, ...], tuple[Cas
     if len(ids) < 2:
         same = "(or the same, without data.fold: data.semi=true data.sparse=[5,5,3])"
         raise UserError(f"{dataset.name}: {len(ids)} labelled cases; training and validation need one each {same}")
-    groups = group_of_cases(ids, data.groups) if data.groups is not None else None
+    groups = {case_id: case_id for case_id in ids}
+    if data.groups is not None:
+        groups = group_of_cases(ids, data.groups)
     if data.split is not None:
         train, val = _listed(ids, read_json(Path(data.split)), data.split)
-        if groups is not None:
-            _refuse_torn_groups(train, val, groups, data.split)
+        _refuse_torn_groups(train, val, groups, data.split)
     else:
-        held_out = _held_out_ids(ids, groups, data)
-        train = [case_id for case_id in ids if case_id not in held_out]
-        val = [case_id for case_id in ids if case_id in held_out]
+        held_out = _held_out_groups(groups, data)
+        train = [case_id for case_id in ids if groups[case_id] not in held_out]
+        val = [case_id for case_id in ids if groups[case_id] in held_out]
     return tuple(labelled[case_id] for case_id in train), tuple(labelled[case_id] for case_id in val)
 
 
-def _held_out_ids(ids: Sequence[str], groups: Mapping[str, str] | None, data: Data) -> Collection[str]:
-    """Return the ids to hold out. Raises UserError."""
-    if groups is None:
-        return {ids[index] for index in _held_out(len(ids), data, "labelled cases")}
-    names = sorted({groups[case_id] for case_id in ids})
+def _held_out_groups(groups: Mapping[str, str], data: Data) -> Collection[str]:
+    """Return the groups to hold out; without data.groups, each case is a group of its name. Raises UserError."""
+    names = sorted(set(groups.values()))
     if len(names) < 2:
-        what = f"all {len(ids)} labelled cases are of one group, {shown(names[0])}"
+        what = f"all {len(groups)} labelled cases are of one group, {shown(names[0])}"
         raise UserError(f"data.groups={data.groups}: {what}; training and validation need one each")
-    chosen = {names[index] for index in _held_out(len(names), data, "groups")}
-    return {case_id for case_id in ids if groups[case_id] in chosen}
+    kind = "labelled cases" if data.groups is None else "groups"
+    return {names[index] for index in _held_out(len(names), data, kind)}
 
 
 def _held_out(count: int, data: Data, kind: str) -> set[int]:

@@ -1,6 +1,6 @@
 """All out-of-fold cases of cross-validations in one table: for the terminal, and as Markdown, CSV and LaTeX."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,9 +12,10 @@ from unet3d.report import folds, paired
 from unet3d.report.case_scores import METRICS, ranked, shown
 from unet3d.report.compared_runs import FOLD, ComparedRun, find_runs, read_runs
 from unet3d.report.differences import setting_columns, short
-from unet3d.report.folds import MEAN_OF_CLASSES, Score, scores_by_case, spread
+from unet3d.report.folds import MEAN, MEAN_OF_CLASSES, Score, scores_by_case, spread
 from unet3d.report.markup import as_latex, as_markdown
 from unet3d.report.paired import PairedTest
+from unet3d.report.shapes import as_number
 
 WORST = 5  # cases by name
 NOTE = (
@@ -33,7 +34,8 @@ class Method(NamedTuple):
 
 def read_methods(paths: Sequence[Path]) -> list[Method]:
     """Return the cross-validations among these runs and sweeps. Raises UserError without any."""
-    rows = [row for row in folds.methods(read_runs(find_runs(paths))) if row.folds and row.scores]
+    runs = read_runs(find_runs(paths))
+    rows = [row for row in folds.methods(runs) if row.folds and row.scores]
     if not rows:
         where = ", ".join(map(str, paths))
         what = "no cross-validation: its runs differ in data.fold alone, and have scores"
@@ -41,20 +43,25 @@ def read_methods(paths: Sequence[Path]) -> list[Method]:
     keys = setting_columns(rows)
     methods = []
     for number, row in enumerate(rows, start=1):
-        settings = [f"{word}={row.settings[key]}" for key, word in zip(keys, short(keys), strict=True)]
-        methods.append(Method(" ".join(settings) or f"method {number}", row))
+        settings = []
+        for key, word in zip(keys, short(keys), strict=True):
+            settings.append(f"{word}={row.settings.get(key, '')}")
+        name = " ".join(settings) or f"method {number}"
+        methods.append(Method(name, row))
     return methods
 
 
 def problems(method: Method) -> list[str]:
-    """Return a line for each fold that is missing, or whose scores are not those of a finished run."""
+    """Return a line for each fold without scores, and for each that is not finished."""
     lines = []
     present = {int(run.settings[FOLD]): run for run in method.row.folds}
     count = method.row.settings.get("data.folds", "")
-    for fold in range(int(count) if count.isdecimal() else len(present)):
-        if fold not in present or not present[fold].scores:
+    folds_planned = int(count) if count.isdecimal() else len(present)
+    for fold in range(folds_planned):
+        run = present.get(fold)
+        if run is None or not run.scores:
             lines.append(f"{method.name}: fold {fold} has no scores; its cases are missing")
-        elif not present[fold].numbers["status"].startswith("done"):
+        elif not run.numbers["status"].startswith("done"):
             lines.append(f"{method.name}: fold {fold} is not finished; its scores are of an earlier validation")
     return lines
 
@@ -64,17 +71,30 @@ def class_table(method: Method) -> Table:
     by_metric = {metric: folds.scores(method.row, metric) for metric in METRICS}
     metrics = [metric for metric in METRICS if by_metric[metric]]
     dice = scores_by_case(method.row, "dice")
-    names = list(by_metric["dice"])
-    if len(names) == 2:  # with one class, its mean is the class
-        names = names[1:]
+    names = _classes(method)
+    if len(names) > 1:
+        names.append(MEAN)
     rows = []
-    for name in [*names[1:], *names[:1]]:  # the mean last
-        row = [name or MEAN_OF_CLASSES, str(len(dice[name]))]
-        row += [_pooled(metric, by_metric[metric].get(name), len(dice[name])) for metric in metrics]
-        worst = min(dice[name], key=lambda case: (dice[name][case], case))
-        rows.append([*row, f"{worst} ({shown('dice', dice[name][worst])})"])
+    for name in names:
+        of_cases = dice[name]
+        row = [name or MEAN_OF_CLASSES, str(len(of_cases))]
+        for metric in metrics:
+            row.append(_pooled(metric, by_metric[metric].get(name), len(of_cases)))
+        worst, *_ = _by_value(of_cases)
+        row.append(f"{worst} ({shown('dice', of_cases[worst])})")
+        rows.append(row)
     heads = [METRICS[metric][0] for metric in metrics]
     return Table(["class", "cases", *heads, "worst Dice"], rows)
+
+
+def _classes(method: Method) -> list[str]:
+    """Return the names of the foreground classes that have a Dice."""
+    return [name for name in folds.scores(method.row, "dice") if name != MEAN]
+
+
+def _by_value(of_cases: Mapping[str, float]) -> list[str]:
+    """Return the cases from the lowest score to the highest; equals by name."""
+    return sorted(of_cases, key=lambda case: (of_cases[case], case))
 
 
 def _pooled(metric: str, score: Score | None, cases: int) -> str:
@@ -87,8 +107,11 @@ def _pooled(metric: str, score: Score | None, cases: int) -> str:
 
 def worst_table(method: Method) -> Table:
     """Return the cases with the lowest mean Dice, and their Dice by class."""
-    fold_of = {case.get("case", ""): run.settings[FOLD] for run in method.row.folds for case in run.scores}
-    names = list(folds.scores(method.row, "dice"))[1:]
+    fold_of = {}
+    for run in method.row.folds:
+        for row in run.scores:
+            fold_of[row.get("case", "")] = run.settings[FOLD]
+    names = _classes(method)
     rows = []
     for case in ranked(method.row.scores)[:WORST]:
         of_classes = [shown("dice", case.classes.get(name)) for name in names]
@@ -105,33 +128,34 @@ def numbers_table(methods: Sequence[Method]) -> tuple[list[str], list[list[objec
             of_cases = scores_by_case(method.row, metric)
             for name, score in folds.scores(method.row, metric).items():
                 values = of_cases[name]
-                lowest = min(values, key=lambda case, values=values: (values[case], case))  # type: ignore[misc]
-                highest = max(values, key=lambda case, values=values: (values[case], case))  # type: ignore[misc]
+                lowest, *_ = _by_value(values)
+                *_, highest = _by_value(values)
                 row: list[object] = [method.name, name or MEAN_OF_CLASSES, metric, len(values)]
                 row += [score.pooled, score.pooled_sd]
-                rows.append([*row, values[lowest], lowest, values[highest], highest])
+                row += [values[lowest], lowest, values[highest], highest]
+                rows.append(row)
     return head, rows
 
 
 def cases_table(methods: Sequence[Method]) -> tuple[list[str], list[list[object]]]:
     """Return the scores of all out-of-fold cases, one row per method and case, as their runs' scores.csv has them."""
-    rows = [(method, run, case) for method in methods for run in method.row.folds for case in run.scores]
-    keys = dict.fromkeys(key for _, _, case in rows for key in case if key != "case")
-    cells: list[list[object]] = []
-    for method, run, case in rows:
-        scores = [_cell(case.get(key)) for key in keys]
-        cells.append([method.name, run.settings[FOLD], case.get("case"), *scores])
-    return ["method", "fold", "case", *keys], cells
+    all_cases = [case for method in methods for case in method.row.scores]
+    keys = dict.fromkeys(key for case in all_cases for key in case)
+    keys.pop("case", None)
+    rows: list[list[object]] = []
+    for method in methods:
+        for run in method.row.folds:
+            for case in run.scores:
+                row: list[object] = [method.name, run.settings[FOLD], case.get("case")]
+                row += [as_number(case.get(key)) for key in keys]
+                rows.append(row)
+    return ["method", "fold", "case", *keys], rows
 
 
-def _cell(text: str | None) -> float | None:
-    return float(text) if text else None
-
-
-def tests(methods: Sequence[Method]) -> list[tuple[str, list[PairedTest]]]:
+def paired_tests(methods: Sequence[Method]) -> list[tuple[str, list[PairedTest]]]:
     """Return the tests of each other method against the first, with their titles."""
     first, *others = methods
-    titled = []
+    titled = list[tuple[str, list[PairedTest]]]()
     for second in others:
         title = f"Paired test: {second.name} (second) against {first.name} (first)"
         titled.append((title, paired.paired_tests(first.row, second.row)))
@@ -146,7 +170,7 @@ def titled_tables(methods: Sequence[Method]) -> list[tuple[str, Table]]:
         of_method = f", {method.name}" if len(methods) > 1 else ""
         tables.append((f"Cross-validation: {count} out-of-fold cases{of_method}", class_table(method)))
         tables.append((f"Worst cases by mean Dice{of_method}", worst_table(method)))
-    for title, of_pair in tests(methods):
+    for title, of_pair in paired_tests(methods):
         tables.append((title, paired.table(of_pair)))
     return tables
 
@@ -161,17 +185,24 @@ def print_tables(titled: Sequence[tuple[str, Table]], lines: Sequence[str]) -> N
 
 
 def write_tables(
-    methods: Sequence[Method], titled: Sequence[tuple[str, Table]], lines: Sequence[str], out: Path
+    methods: Sequence[Method],
+    titled: Sequence[tuple[str, Table]],
+    lines: Sequence[str],
+    out: Path,
 ) -> Path:
     """Write cross_validation.md, .csv, .tex, cases.csv, and of several methods paired.csv; return the first's path."""
     out.mkdir(parents=True, exist_ok=True)
-    notes = [NOTE, *([paired.NOTE] if len(methods) > 1 else []), *lines]
+    notes = [NOTE, *lines]
+    if len(methods) > 1:
+        notes.insert(1, paired.NOTE)
     write_text(out / "cross_validation.md", as_markdown(titled, notes))
     write_text(out / "cross_validation.tex", as_latex(titled, notes))
     write_csv(out / "cross_validation.csv", *numbers_table(methods))
     write_csv(out / "cases.csv", *cases_table(methods))
     if len(methods) > 1:
         head = ["comparison", *paired.HEADS]
-        rows = [[title, *row] for title, of_pair in tests(methods) for row in paired.numbers(of_pair)]
+        rows: list[list[object]] = []
+        for title, of_pair in paired_tests(methods):
+            rows += [[title, *row] for row in paired.numbers(of_pair)]
         write_csv(out / "paired.csv", head, rows)
     return out / "cross_validation.md"

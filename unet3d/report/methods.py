@@ -35,7 +35,7 @@ OPTIMIZER_WORDS = {"sgd": "SGD with Nesterov momentum", "adam": "Adam", "adamw":
 PACKAGES = {"torch": "PyTorch", "monai": "MONAI", "cuda": "CUDA"}
 
 
-def methods(run: RunRecord) -> str:
+def methods_paragraph(run: RunRecord) -> str:
     """Return the paragraph; "" for a folder without a whole config, or of no training."""
     if not {"model", "data", "optim", "steps", "batch"} <= run.settings.keys() or run.last_step is None:
         return ""

@@ -72,7 +72,7 @@ def write_page(run: RunRecord) -> Path:
         timing=timing(run),
         **_how_made(run),
         methods_title=methods.TITLE,
-        methods=methods.methods(run),
+        methods=methods.methods_paragraph(run),
         environment=run.environment,
         config=run.config,
     )

@@ -6,7 +6,7 @@ from unet3d.base.errors import escaped
 from unet3d.base.terminal import NARROW, paper, terminal_table
 from unet3d.memory import tables
 from unet3d.report.facts import prediction, timing
-from unet3d.report.methods import TITLE, methods
+from unet3d.report.methods import TITLE, methods_paragraph
 from unet3d.report.record import RunRecord
 from unet3d.report.score_tables import best_scores, network_scores, score_table, score_title
 
@@ -54,7 +54,7 @@ def print_scores(run: RunRecord, title: str) -> None:
 
 def _print_methods(run: RunRecord) -> None:
     """Print the paragraph for a methods section."""
-    text = methods(run)
+    text = methods_paragraph(run)
     if text:
         paper(NARROW).print(f"{TITLE}:\n{escaped(text)}\n")
 

@@ -44,7 +44,8 @@ class VolumeLoss:
     def adding(self, strips: Iterator[ProbabilityBlock], label: NDArray[np.integer]) -> Iterator[ProbabilityBlock]:
         """Yield the strips unchanged, each once it is added; `label` (X, Y, Z) is of the whole volume."""
         for strip in strips:
-            for plane, truth in zip(strip.probabilities.numpy().swapaxes(0, 1), label[strip.box], strict=True):
+            planes = strip.probabilities.numpy().swapaxes(0, 1)
+            for plane, truth in zip(planes, label[strip.box], strict=True):
                 self._add(plane, truth)
             yield strip
 
@@ -54,11 +55,14 @@ class VolumeLoss:
         is_labelled = truth != IGNORE
         labels = truth[is_labelled].astype(np.intp)
         probabilities = plane[:, is_labelled]
-        of_labels = np.take_along_axis(probabilities, labels[None], 0)[0].astype(np.float64)
+        (of_labels,) = np.take_along_axis(probabilities, labels[None], 0)
+        of_labels = of_labels.astype(np.float64)
         voxels = np.bincount(labels, minlength=classes)
+        gains = np.log(of_labels.clip(LEAST)) * self.weights[labels]
         self.overlap += np.bincount(labels, of_labels, classes)
-        self.size += probabilities.sum(1, dtype=np.float64) + voxels
-        self.log_likelihood += float(np.log(of_labels.clip(LEAST)) @ self.weights[labels])
+        self.size += probabilities.sum(1, dtype=np.float64)
+        self.size += voxels
+        self.log_likelihood += float(gains.sum())
         self.weight += float(voxels @ self.weights)
 
     def value(self) -> float | None:
