@@ -32,8 +32,9 @@ from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data import nifti_write
-from unet3d.data.cases import read_dataset, split
+from unet3d.data.cases import read_dataset
 from unet3d.data.prepare import prepare_data
+from unet3d.data.splits import split
 from unet3d.report import report
 from unet3d.training import checkpoint
 from unet3d.training.policy import MemoryPolicy

@@ -225,6 +225,17 @@ def test_a_job_of_an_experiment_goes_on_with_the_words_that_began_it(killed: Pat
     assert dataclasses.replace(found, resume=None) == config
 
 
+@without("unet3d.config.resume_rules._chosen", lambda override: [])
+def test_a_fold_of_two_experiments_goes_on_with_the_words_that_began_it(killed: Path) -> None:
+    words = ["experiment=[cicek2016_full,five_folds]", "data.fold=1", "data.phantom.cases=5"]
+    config = composed(*words)
+    (killed / "config.yaml").write_text(yaml_of(*words))
+    found = plan.plan([*words, "resume=auto", f"hydra.run.dir={killed}"])
+    assert isinstance(found, plan.PlannedRun) and dataclasses.replace(found.config, resume=None) == config
+    jobs = plan.plan(["experiment=[cicek2016_full,five_folds]", "data.phantom.cases=5"])
+    assert not isinstance(jobs, plan.PlannedRun) and [job.config.data.fold for job in jobs] == [0, 1, 2, 3, 4]
+
+
 def test_what_resuming_would_resolve_once_more_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data\.root=\$\{oc\.env:HOME\}.*\bdata\.root=\$"):
         plan.plan(["data.root=${oc.env:HOME}"])

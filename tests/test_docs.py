@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -118,6 +119,16 @@ def test_the_index_lists_every_page() -> None:
     listed_pages = set(re.findall(r"\]\(([\w/.-]+)\)", TEXTS["docs/README.md"]))
     pages = {path.name for path in (ROOT / "docs").iterdir() if path.suffix in (".md", ".ipynb")}
     assert pages - {"README.md"} <= listed_pages
+
+
+def test_a_citation_has_what_its_format_needs_and_names_this_version() -> None:
+    """Keys that version 1.2.0 of the Citation File Format requires, and those that pyproject.toml has too."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["cff-version"] == "1.2.0" and citation["type"] == "software" and citation["message"]
+    assert citation["authors"] and all("name" in author or "family-names" in author for author in citation["authors"])
+    assert (str(citation["version"]), citation["license"]) == (project["version"], project["license"])
+    assert citation["title"].startswith(project["name"])
 
 
 def test_what_contributing_names_is_in_its_room() -> None:

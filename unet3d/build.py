@@ -16,9 +16,10 @@ from unet3d.base.errors import UserError
 from unet3d.base.regions import Regions
 from unet3d.config import rules
 from unet3d.config.schema import Config, Data, Model
-from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset, split
+from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset
 from unet3d.data.grids import target_grid
 from unet3d.data.headers import read_grid
+from unet3d.data.splits import split
 from unet3d.data.synthetic import phantom_header
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D

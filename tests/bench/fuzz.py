@@ -39,9 +39,10 @@ from unet3d.base.files import read_yaml
 from unet3d.cli import plan
 from unet3d.config import compose
 from unet3d.config.schema import Data
-from unet3d.data.cases import read_dataset, split
+from unet3d.data.cases import read_dataset
 from unet3d.data.headers import WARNING
 from unet3d.data.preprocess import CaseReader
+from unet3d.data.splits import split
 from unet3d.data.validate import check_cases, summary
 from unet3d.report import compare, compared_runs, memory_plots, plots, report
 from unet3d.report.record import read_run

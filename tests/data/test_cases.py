@@ -17,8 +17,9 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import Data, Phantom
 from unet3d.data import dataset_json
-from unet3d.data.cases import Case, DatasetInfo, phantom_outline, read_dataset, split
+from unet3d.data.cases import Case, DatasetInfo, phantom_outline, read_dataset
 from unet3d.data.headers import read_grid
+from unet3d.data.splits import split
 
 
 def refusal(data: Data) -> str:
@@ -434,7 +435,7 @@ FOLDS_OF_13 = [[0, 7, 9], [3, 6, 10], [8, 11, 12], [1, 4], [2, 5]]
 FIRST_OF_260 = [[9, 10, 16, 18], [1, 14, 15, 17], [2, 4, 8, 13], [0, 3, 6, 12], [5, 7, 11, 23]]
 
 
-@without("unet3d.data.cases.FOLD_SEED", 0, only="2")
+@without("unet3d.data.splits.FOLD_SEED", 0, only="2")
 @pytest.mark.parametrize("fold", range(5))
 def test_folds_are_those_of_scikit_learn(fold: int) -> None:
     train, val = parts(IDS, Data(fold=fold))

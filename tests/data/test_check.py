@@ -38,11 +38,12 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import Data, Phantom
 from unet3d.data import nifti
-from unet3d.data.cases import read_dataset, split
+from unet3d.data.cases import read_dataset
 from unet3d.data.hashes import FileHasher, Hashes
 from unet3d.data.headers import WARNING
 from unet3d.data.planner import read_grids, suitable_options, unsuitable_patch
 from unet3d.data.prepare import prepare_data
+from unet3d.data.splits import split
 from unet3d.data.validate import check_cases, summary
 from unet3d.run.fingerprint import DatasetFingerprint, fingerprint, refuse_other_data
 

@@ -82,6 +82,14 @@ def test_the_loss_axis_is_logarithmic_where_that_helps(draw: Drawn, losses: tupl
     assert draw(plots.training_curves, training(*losses)).axes[0].get_yscale() == scale
 
 
+def test_the_loss_of_validations_is_drawn_beside_that_of_training(draw: Drawn) -> None:
+    records = [*training(2.0, 0.02), validation(2, left=0.5) | {"val/loss": 1.5}, validation(4) | {"val/loss": "nan"}]
+    loss, *_ = draw(plots.training_curves, records).axes
+    shown = lines(loss)
+    assert shown["training"].get_xydata().tolist() == [[1, 2.0], [2, 0.02]]
+    assert shown["validation"].get_xydata().tolist()[0] == [2, 1.5] and loss.get_yscale() == "log"
+
+
 def test_a_loss_that_was_never_finite_is_said_to_be_so(draw: Drawn) -> None:
     (loss,) = draw(plots.training_curves, training("nan", "inf", None)).axes
     (text,) = loss.texts

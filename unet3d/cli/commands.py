@@ -1,4 +1,4 @@
-"""The short commands of `python -m unet3d`: options, publish, score, check-data, report, compare."""
+"""The short commands of `python -m unet3d`: options, publish, score, check-data, report, compare, folds."""
 
 import argparse
 from collections.abc import Sequence
@@ -51,13 +51,13 @@ def score(arguments: argparse.Namespace) -> None:
 def check_data(arguments: argparse.Namespace) -> int:
     """Read every voxel of every case. Return 2 if there is a problem."""
     config = config_with_warnings(arguments.overrides)
-    from unet3d.data import cases, planner, validate
+    from unet3d.data import cases, planner, splits, validate
 
     dataset = cases.dataset_to_check(config.data)
     train: Sequence[cases.Case] = ()
     val: Sequence[cases.Case] = ()
     with suppress(UserError):  # check_cases lists it too
-        train, val = cases.split(dataset, config.data)
+        train, val = splits.split(dataset, config.data)
     headers, lines = validate.check_cases(dataset, dataset.cases, config.data, full=True)
     suitable = planner.suitable_options(config, [headers[case.id].stored for case in dataset.cases])
     advice = planner.unsuitable_patch(config, [headers[case.id].target for case in train])
@@ -89,3 +89,17 @@ def compare(arguments: argparse.Namespace) -> None:
     from unet3d.report import compare
 
     compare.compare_runs(arguments.runs, arguments.out)
+
+
+def folds(arguments: argparse.Namespace) -> None:
+    """Set all out-of-fold cases of cross-validations in one table; publish the networks of one."""
+    from unet3d.run import cross_validation
+
+    for line in cross_validation.report(
+        arguments.runs,
+        arguments.out,
+        arguments.components,
+        arguments.publish,
+        arguments.model,
+    ):
+        print(escaped(line))

@@ -108,7 +108,19 @@ def command_parser() -> argparse.ArgumentParser:
     compare = command("compare", commands.compare, "set runs side by side")
     _add_out(compare, "folder for compare.csv, .png and .html")
     compare.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders, or the folders of sweeps")
+    _add_fold_arguments(command("folds", commands.folds, "one table of all cases of a cross-validation; test; publish"))
     return parser
+
+
+def _add_fold_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_out(parser, "folder for cross_validation.md, .csv, .tex, cases.csv, and of two methods paired.csv")
+    about = "the folder of a sweep over data.fold, or run folders; of several methods each is tested against the first"
+    parser.add_argument("runs", type=Path, nargs="+", metavar="SWEEP", help=about)
+    components = "say for which classes the largest component alone raises Dice; reads label maps and data"
+    parser.add_argument("--components", action="store_true", help=components)
+    ensemble = "write all folds as one network, which keeps the largest component alone of these classes"
+    parser.add_argument("--publish", type=Path, metavar="FILE", help=ensemble)
+    _add_network(parser)
 
 
 def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 failed += 1
             counter.advance()
-    _print_counts(written, skipped, failed, segmenter.written)
+    _print_counts(written, skipped, failed, segmenter)
     return UserError.exit_code if failed else 0
 
 
@@ -93,7 +93,7 @@ def _print_skipped(label_map: Path, missing: Sequence[Path]) -> None:
         print(f"{escaped(missing[0])}: not written, since its label map was skipped (--overwrite)")
 
 
-def _print_counts(written: int, skipped: int, failed: int, values: str) -> None:
+def _print_counts(written: int, skipped: int, failed: int, segmenter: "Segmenter") -> None:
     """Print how many label maps were written, what their values mean, and how many were not."""
     parts = [f"{counted(written, 'label map')} written"]
     if skipped:
@@ -102,7 +102,10 @@ def _print_counts(written: int, skipped: int, failed: int, values: str) -> None:
         parts.append(f"{failed} not segmented")
     line = ", ".join(parts)
     if written:
-        line += f"; values: {escaped(values)}"
+        line += f"; values: {escaped(segmenter.written)}"
+    if written and segmenter.largest:
+        values = segmenter.values or range(max(segmenter.largest) + 1)
+        line += f"; the largest component alone of {', '.join(str(values[number]) for number in segmenter.largest)}"
     print(line)
 
 

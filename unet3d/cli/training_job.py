@@ -11,10 +11,11 @@ from unet3d.base.signals import Stop
 from unet3d.cli import lifecycle
 from unet3d.config import compose, idle, rules
 from unet3d.config.schema import GENERATED, Config, Model
-from unet3d.data.cases import read_dataset, split
+from unet3d.data.cases import read_dataset
 from unet3d.data.grids import Grid
 from unet3d.data.planner import read_grids, unsuitable_patch
 from unet3d.data.prepare import PreparedData, prepare_data
+from unet3d.data.splits import split
 from unet3d.memory import preflight
 from unet3d.report import report, summary
 from unet3d.report.memory_file import MemoryFile, saved_schedule

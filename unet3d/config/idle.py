@@ -49,6 +49,7 @@ IDLE = (
         "beside data.fold or data.split",
     ),
     Idle("data.val_fraction", lambda c: c.data.semi, "with data.semi=true, which holds no case out"),
+    Idle("data.groups", lambda c: c.data.semi, "with data.semi=true, which holds no case out"),
     Idle("optim.init_names", lambda c: c.optim.init_lr == 1, "without optim.init_lr"),
     Idle("data.scored", lambda c: not c.data.semi, "without data.semi=true"),
     Idle(

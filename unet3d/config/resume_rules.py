@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from unet3d.base.errors import UserError
-from unet3d.config.compose import Composed, flat, from_plain, load, parsed, to_plain
+from unet3d.config.compose import Composed, Override, flat, from_plain, load, parsed, to_plain
 from unet3d.config.hydra_errors import ABOUT, in_one_line
 from unet3d.config.rules import IMPORTS
 from unet3d.config.schema import Config
@@ -36,6 +36,7 @@ FIXED = (
 FREE = (
     "data.root",
     "data.split",
+    "data.groups",
     "data.cache",
     "data.cache_root",
     "data.allow_outside",
@@ -122,14 +123,24 @@ def _names_set(composed: Composed) -> set[str]:
         key = override.key_or_group
         if key.startswith("hydra") or override.input_line == "experiment=null":
             continue
-        value = override.value()
+        chosen = _chosen(override)
         if key in ABOUT and not override.is_delete():
             names.add(key)
-        elif isinstance(value, str) and not override.is_delete() and _file_of(key, value, folders):
-            names |= _names_in_file(key, value, folders)
+        elif chosen and all(_file_of(key, name, folders) for name in chosen):
+            for name in chosen:
+                names |= _names_in_file(key, name, folders)
         else:
             raise UserError(f"resume: {override.input_line}: name the options that change, as in optim.lr=0.001")
     return names
+
+
+def _chosen(override: Override) -> list[str]:
+    """Return the names that an override chooses in a config group, `experiment=[a,b]` two; [] for anything else."""
+    value = override.value()
+    names = value if isinstance(value, list) else [value]
+    if override.is_delete() or not all(isinstance(name, str) for name in names):
+        return []
+    return [str(name) for name in names]
 
 
 def _file_of(group: str, name: str, folders: Sequence[Path]) -> Path | None:

@@ -231,6 +231,11 @@ class Data:
     folds: int = option(5, "folds of the cross-validation", low=2, high=100)
     fold: int | None = option(None, "which fold is held out; null: val_fraction instead", low=0)
     split: str | None = option(None, "JSON file {train: [ids], val: [ids]} instead of both")
+    groups: str | None = option(
+        None,
+        "cases that stay together, as scans of one patient: a CSV file case,group, a JSON file {case: group}, or a "
+        "regular expression for that part of a case's name; null: each for itself",
+    )
     sparse: list[int] | None = option(
         None,
         "number of annotated slices across x, y and z; null: every voxel is annotated",

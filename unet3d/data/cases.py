@@ -1,15 +1,12 @@
-"""A data set on disk as one typed `DatasetInfo`, whatever its layout, and its split: names and JSON, no voxels."""
+"""A data set on disk as one typed `DatasetInfo`, whatever its layout: names and JSON, no voxels."""
 
 import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mode
 from textwrap import shorten
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from unet3d.base.errors import UserError
 from unet3d.base.regions import Regions
@@ -20,19 +17,16 @@ from unet3d.data.dataset_json import (
     class_names,
     in_sequence,
     is_plain,
-    read_json,
     refuse_odd_names,
     shown,
 )
 from unet3d.data.labels import Relabel, relabelling
 from unet3d.data.regions import NamedRegions, as_classes, asked_regions, read_regions
 
-FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
 MAX_NAME = 255  # bytes of a file's name
 MAX_FILES_LISTED = 2_000  # letters of the names of a case's files
 MAX_MAPS_LISTED = 200  # letters of the names of label maps
 NAME_SHOWN = 40  # letters of a name that is too long
-NAMES_LISTED = 5  # case ids in a message
 # Times the files that are there: where dataset.json asks for more, its channels are wrong, not the files.
 MAX_ABSENT = 10
 
@@ -369,66 +363,3 @@ def _sorted(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
     if not by_id:
         raise UserError(f"{where}: lists no case; there must be at least two with labels")
     return tuple(by_id[case_id] for case_id in sorted(by_id))
-
-
-def split(dataset: DatasetInfo, data: Data) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    """Return the labelled cases as (train, val): by data.split, else data.fold, else data.val_fraction.
-
-    Raises UserError.
-    """
-    labelled = {case.id: case for case in dataset.cases if case.label is not None}
-    ids = sorted(labelled)
-    if data.semi and ids:
-        cases = tuple(labelled[case_id] for case_id in ids)
-        return cases, cases  # of which different slices are used
-    if len(ids) < 2:
-        same = "(or the same, without data.fold: data.semi=true data.sparse=[5,5,3])"
-        raise UserError(f"{dataset.name}: {len(ids)} labelled cases; training and validation need one each {same}")
-    if data.split is not None:
-        train, val = _listed(ids, read_json(Path(data.split)), data.split)
-    else:
-        held_out = _held_out(len(ids), data)
-        train = [case_id for index, case_id in enumerate(ids) if index not in held_out]
-        val = [case_id for index, case_id in enumerate(ids) if index in held_out]
-    return tuple(labelled[case_id] for case_id in train), tuple(labelled[case_id] for case_id in val)
-
-
-def _held_out(count: int, data: Data) -> set[int]:
-    """Return the indices of one fold, or of about data.val_fraction of the cases, evenly spread. Raises UserError."""
-    if data.fold is None:
-        chosen = min(max(round(data.val_fraction * count), 1), count - 1)  # each part keeps at least one case
-        return {int((k + 0.5) * count / chosen) for k in range(chosen)}
-    if data.folds > count:
-        raise UserError(f"data.folds={data.folds} is more than the {count} labelled cases; use data.folds={count}")
-    # scikit-learn's KFold(folds, shuffle=True, random_state=FOLD_SEED); this legacy generator never changes
-    order = np.random.RandomState(FOLD_SEED).permutation(count)
-    return {*np.array_split(order, data.folds)[data.fold].tolist()}
-
-
-def _listed(ids: Sequence[str], content: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
-    """Return the parts that `content`, read from `where`, lists as {"train": [ids], "val": [ids]}. Raises UserError."""
-    known = {*ids}
-    for part in ("train", "val"):
-        names = content.get(part)
-        if not isinstance(names, list) or not names:
-            raise UserError(f'{where}: "{part}" must list one case id or more: {{"train": [ids], "val": [ids]}}')
-        unknown = [name for name in names if not isinstance(name, str) or name not in known]
-        if unknown:
-            raise UserError(f'{where}: "{part}" names {_some(unknown)}: no labelled case here; remove or rename')
-        repeated = sorted(name for name, times in Counter(names).items() if times > 1)
-        if repeated:
-            raise UserError(f'{where}: "{part}" names {_some(repeated)} more than once; name each case once')
-    in_both = sorted({*content["train"]} & {*content["val"]})
-    if in_both:
-        raise UserError(f'{where}: {_some(in_both)} in both "train" and "val"; a case can only be in one of them')
-    return sorted(content["train"]), sorted(content["val"])
-
-
-def _some(names: Sequence[Any]) -> str:
-    """Return the first names, and how many more there are."""
-    words = list[str]()
-    for name in names[:NAMES_LISTED]:
-        is_short = isinstance(name, str) and len(name) <= MAX_NAME
-        words.append(name if is_short else shown(name))
-    more = f" and {len(names) - NAMES_LISTED} more" if len(names) > NAMES_LISTED else ""
-    return ", ".join(words) + more

@@ -11,7 +11,7 @@ from unet3d.base import progress, ranks
 from unet3d.base.errors import UserError, listed
 from unet3d.config.schema import Data
 from unet3d.data import disk_cache
-from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
+from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.disk_cache import DiskCache, can_stay_mapped
 from unet3d.data.grids import Grid
 from unet3d.data.headers import CaseHeader
@@ -20,6 +20,7 @@ from unet3d.data.nifti import ValidationRules
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.sparse import SparseReader
+from unet3d.data.splits import split
 from unet3d.data.twins import VoxelDigest, leaks, voxel_digests
 from unet3d.data.validate import sound_headers
 

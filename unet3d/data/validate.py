@@ -14,12 +14,13 @@ from unet3d.base.errors import UserError, listed
 from unet3d.config.region_rules import MAX_LABEL
 from unet3d.config.schema import Data
 from unet3d.data import nifti
-from unet3d.data.cases import Case, DatasetInfo, split
+from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.headers import WARNING, CaseHeader, scan_case, shown_names
 from unet3d.data.image_files import ImageFiles, OpenFile
 from unet3d.data.labels import proposal
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.nifti_labels import UnknownLabels, read_label
+from unet3d.data.splits import split
 from unet3d.data.twins import Digests, VoxelDigest, leaks
 
 SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one

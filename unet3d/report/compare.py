@@ -134,7 +134,7 @@ def print_comparison(runs: Sequence[ComparedRun]) -> None:
     published = published_experiment(runs)
     if published is not None:
         console.print(narrow_tables(published.title, published.table(runs), console.width))
-    lines = [*_failures(runs), *(f"not comparable: {line}" for line in _not_comparable(runs))]
+    lines = [*_failures(runs), *(f"not comparable: {line}" for line in not_comparable(runs))]
     for line in lines:
         console.print(escaped(line), soft_wrap=True)
 
@@ -160,7 +160,7 @@ def _failures(rows: Sequence[ComparedRun]) -> list[str]:
     return lines
 
 
-def _not_comparable(runs: Sequence[ComparedRun]) -> list[str]:
+def not_comparable(runs: Sequence[ComparedRun]) -> list[str]:
     """Return one line per reason not to compare the runs."""
     published = published_experiment(runs)
     if published is not None:
@@ -216,7 +216,7 @@ def _draw_peaks(runs: Sequence[ComparedRun], path: Path) -> None:
         return
     keys = setting_columns(methods(runs))
     plotted = [_plotted(row, keys) for row in methods(runs_with_peak)]
-    names = [line.partition(":")[0] for line in _not_comparable(runs_with_peak)]
+    names = [line.partition(":")[0] for line in not_comparable(runs_with_peak)]
     remark = f"Not comparable: the runs differ in {', '.join(names)}" if names else ""
     comparison_plot(plotted, remark, path)
 
@@ -264,7 +264,7 @@ def _page(runs: Sequence[ComparedRun], folder: Path) -> str:
         published=published.table(runs) if published is not None else None,
         published_title=published.title if published is not None else "",
         published_picture=read_picture(folder / "published.png", "IoU of these runs beside the paper's"),
-        not_comparable=_not_comparable(runs),
+        not_comparable=not_comparable(runs),
         peaks=read_picture(folder / "compare.png", "peak memory, against seconds per step and Dice if measured"),
         curves=read_picture(folder / "curves.png", "training loss and validation Dice by step, one line per run"),
         differences=_differences(rows),

@@ -38,6 +38,7 @@ class ComparedRun:
     named: frozenset[str] = frozenset()  # options on its command line
     scores: Sequence[Mapping[str, str]] = ()  # scores.csv
     folds: "tuple[ComparedRun, ...]" = ()
+    folder: Path = Path()  # of a run; of a method, the first fold's
 
     @property
     def basis(self) -> str | None:
@@ -103,6 +104,7 @@ def compared(name: str, run: RunRecord) -> ComparedRun:
         curves=curves,
         named=frozenset(word.partition("=")[0].lstrip("+~") for word in words),
         scores=run.scores,
+        folder=run.path,
     )
 
 
@@ -123,7 +125,7 @@ def _settings(run: RunRecord) -> dict[str, str]:
 
 def _as_text(key: str, value: Any) -> str:
     """Return a value as a command line has it; of a path to data, the last part."""
-    if key in ("data.root", "data.split") and value:
+    if key in ("data.root", "data.split", "data.groups") and value:
         return Path(value).name  # the same data may be in another folder
     if isinstance(value, bool):
         return "true" if value else "false"

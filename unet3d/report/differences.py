@@ -22,6 +22,7 @@ SAME_CONFIG = (  # runs that differ in these are not comparable: other data, or 
     "data.folds",
     "data.fold",
     "data.split",
+    "data.groups",
     "data.sparse",
     "data.semi",
     "data.scored",

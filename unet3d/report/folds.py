@@ -21,6 +21,7 @@ NOTE = (
     "classes: mean of the classes' means; its pooled SD is that of the cases' means."
 )
 MEAN = ""  # among the classes: the mean of all
+MEAN_OF_CLASSES = "mean of classes"
 Cells = Mapping[str, str]  # a row of scores.csv
 
 
@@ -216,6 +217,18 @@ def _cells(cases: Sequence[Cells], metric: str) -> list[dict[str, float]]:
     return by_case
 
 
+def scores_by_case(row: ComparedRun, metric: str) -> dict[str, dict[str, float]]:
+    """Return the score of each case that has one, by class and case; of MEAN, the mean of its classes."""
+    by_class: dict[str, dict[str, float]] = {MEAN: {}}
+    for case, cells in zip(row.scores, _cells(row.scores, metric), strict=True):
+        mean = mean_of(cells.values())
+        if mean is not None:
+            by_class[MEAN][case.get("case", "")] = mean
+        for name, value in cells.items():
+            by_class.setdefault(name, {})[case.get("case", "")] = value
+    return by_class if by_class[MEAN] else {}
+
+
 def spread(metric: str, mean: float | None, sd: float | None) -> str:
     """Return `0.623±0.041`; without SD the mean, "" without any."""
     if mean is None:
@@ -240,7 +253,7 @@ def table(rows: Sequence[ComparedRun], keys: Sequence[str], heads: Sequence[str]
             score = by_class.get(name)
             cells.append(spread("dice", score.mean, score.sd) if score else "")
         body.append(cells)
-    classes = [name or "mean of classes" for name in names]
+    classes = [name or MEAN_OF_CLASSES for name in names]
     return Table(["run", *heads, "folds", "cases", "pooled", *classes], body)
 
 

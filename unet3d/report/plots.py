@@ -29,6 +29,7 @@ GREY = "#A0A0A0"
 DARK = "#404040"
 PALE = "#E5E5E5"
 BEST = "#D55E00"
+VALIDATION = "#009E73"  # its loss, beside that of training
 FEW_RECORDS = 30  # are marked one by one
 MANY_RECORDS = 200  # fade behind their running mean
 MOST_POINTS = 1000  # of a curve beside others
@@ -127,7 +128,8 @@ def short_label(label: str) -> str:
 def training_curves(records: Sequence[Values], path: Path) -> None:
     """Draw the records of metrics.jsonl over optimizer steps, with the best validation marked.
 
-    Training loss; Dice per class and their mean; below them learning rate, gradient norm, seconds per step.
+    Loss of training and of validations; Dice per class and their mean; below them learning rate, gradient norm, seconds
+    per step.
     """
     names = dict.fromkeys(key for record in records for key in record if key.startswith("val/dice"))
     dice = {name: series(records, name) for name in names}
@@ -144,7 +146,7 @@ def training_curves(records: Sequence[Values], path: Path) -> None:
     ratios = [3, 2] if below else [3]
     rows = figure.subfigures(len(ratios), 1, squeeze=False, height_ratios=ratios)[:, 0]
     first, *others = rows[0].subplots(1, 2 if dice else 1, squeeze=False, sharex=True)[0]
-    _draw_loss(first, *series(records, "train/loss"), best)
+    _draw_loss(first, series(records, "train/loss"), series(records, "val/loss"), best)
     for axes in others:
         _draw_dice(axes, dice, legend_columns, best)
     small = rows[-1].subplots(1, len(below), squeeze=False)[0] if below else ()
@@ -203,20 +205,27 @@ def scale_axis(axes: "Axes", values: Array) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
 
 
-def _draw_steps(axes: "Axes", steps: Array, values: Array) -> None:
-    """Draw a value of each step; of many, their running mean before them."""
+def _draw_steps(axes: "Axes", steps: Array, values: Array, name: str = "") -> None:
+    """Draw a value of each step; of many, their running mean before them. Its `name` is for a legend."""
     if len(steps) < MANY_RECORDS:
         marker = "o" if len(steps) <= FEW_RECORDS else ""
-        axes.plot(steps, values, color=BLUE, marker=marker, ms=4)
+        axes.plot(steps, values, color=BLUE, marker=marker, ms=4, label=name or None)
         return
-    axes.plot(steps, values, color=GREY, linewidth=0.6, label="each step")
+    prefix = f"{name}, " if name else ""
+    axes.plot(steps, values, color=GREY, linewidth=0.6, label=f"{prefix}each step")
     mean, window = running_mean(values)
-    axes.plot(steps[window - 1 :], mean, color=BLUE, label=f"mean of {window} steps")
+    axes.plot(steps[window - 1 :], mean, color=BLUE, label=f"{prefix}mean of {window} steps")
 
 
-def _draw_loss(axes: "Axes", steps: Array, loss: Array, best: int | None) -> None:
-    axes.set_title("Training loss")
-    _draw_steps(axes, steps, loss)
+def _draw_loss(axes: "Axes", training: Curve, validation: Curve, best: int | None) -> None:
+    """Draw the loss of each step, and over it that of each validation, if there is any."""
+    steps, loss = training
+    val_steps, val_loss = validation
+    axes.set_title("Loss" if len(val_steps) else "Training loss")
+    _draw_steps(axes, steps, loss, "training" if len(val_steps) else "")
+    if len(val_steps):
+        marker = "s" if len(val_steps) <= FEW_RECORDS else ""
+        axes.plot(val_steps, val_loss, color=VALIDATION, marker=marker, ms=4, label="validation")
     if best is not None:
         axes.axvline(
             best,
@@ -228,10 +237,11 @@ def _draw_loss(axes: "Axes", steps: Array, loss: Array, best: int | None) -> Non
         )
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9)
-    if not np.isfinite(loss).any():
+    shown = np.concatenate([loss, val_loss])
+    if not np.isfinite(shown).any():
         axes.text(0.5, 0.5, "no finite loss", ha="center", transform=axes.transAxes)
         axes.set(yticks=[])
-    scale_axis(axes, loss)
+    scale_axis(axes, shown)
 
 
 def _draw_small(axes: "Axes", title: str, steps: Array, values: Array) -> None:

@@ -7,7 +7,7 @@ from unet3d.base import shell
 from unet3d.base.files import write_csv, write_text
 from unet3d.base.types import Table, mib
 from unet3d.memory import tables
-from unet3d.report import memory_plots, plots, score_plots
+from unet3d.report import memory_plots, methods, plots, score_plots
 from unet3d.report.case_scores import ROLES, case_table, dice_by_class
 from unet3d.report.facts import highlights, memory_kind, prediction, timing, what_ran
 from unet3d.report.page import Picture, read_picture, render
@@ -65,12 +65,14 @@ def write_page(run: RunRecord) -> Path:
         scores_title=score_title(run),
         score_tables=_score_tables(run),
         **_cases(run),
-        curves=_figure(run, "curves", "loss, Dice, learning rate, gradient norm, step time"),
+        curves=_figure(run, "curves", "loss of training and validation, Dice, learning rate, gradient norm, step time"),
         memory=_memory(run),
         workspaces_title=tables.WORKSPACES,
         workspaces=tables.workspaces(run.memory_entry) if run.memory else None,
         timing=timing(run),
         **_how_made(run),
+        methods_title=methods.TITLE,
+        methods=methods.methods_paragraph(run),
         environment=run.environment,
         config=run.config,
     )

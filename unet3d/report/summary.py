@@ -6,6 +6,7 @@ from unet3d.base.errors import escaped
 from unet3d.base.terminal import NARROW, paper, terminal_table
 from unet3d.memory import tables
 from unet3d.report.facts import prediction, timing
+from unet3d.report.methods import TITLE, methods_paragraph
 from unet3d.report.record import RunRecord
 from unet3d.report.score_tables import best_scores, network_scores, score_table, score_title
 
@@ -31,6 +32,7 @@ def print_summary(run: RunRecord) -> None:
         _print_memory(run)
     for name, value in timing(run).items():
         console.print(f"{name}: {value}")
+    _print_methods(run)
     folder = run.path
     if folder.is_relative_to(Path.cwd()):
         folder = folder.relative_to(Path.cwd())
@@ -48,6 +50,13 @@ def print_scores(run: RunRecord, title: str) -> None:
         console.print(terminal_table(title, scores))
     if run.has_own_grids:
         console.print(terminal_table(*network_scores(run)))
+
+
+def _print_methods(run: RunRecord) -> None:
+    """Print the paragraph for a methods section."""
+    text = methods_paragraph(run)
+    if text:
+        paper(NARROW).print(f"{TITLE}:\n{escaped(text)}\n")
 
 
 def _print_memory(run: RunRecord) -> None:

@@ -23,6 +23,7 @@ PATHS = frozenset(  # options
         "data.images",
         "data.labels",
         "data.split",
+        "data.groups",
         "data.cache_root",
         "init",
         "resume",

@@ -38,6 +38,7 @@ class TrainedNetworks:
     step: int  # of the run that wrote them
     weights: list[dict[str, Tensor]]  # of each network: a run's checkpoint holds one, a published one may hold several
     splits: list[Split]  # what was held out from each
+    largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
 
     @property
     def regions(self) -> Regions | None:
@@ -104,9 +105,10 @@ class Checkpoint:
         state = self.state
         config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
         first = dict(state["model"]) | dict(state["average"])
-        # The next two are only in published files.
+        # The next three are only in published files.
         others = [dict(weights) for weights in state.get("others", [])]
         splits = [dict(split) for split in state.get("splits", [split_of(config.data)])]
+        largest = tuple(state.get("largest", ()))
         trained = TrainedNetworks(
             path=self.path,
             config=config,
@@ -116,6 +118,7 @@ class Checkpoint:
             step=state["step"],
             weights=[first, *others],
             splits=splits,
+            largest=largest,
         )
         _refuse_contradictions(trained)
         return trained
@@ -176,12 +179,16 @@ def refuse_other_network(networks: TrainedNetworks, model_path: str | None) -> N
 
 
 def split_of(options: Data) -> Split:
-    """Return what a run with these options held out: a fold, a share, or the file that lists the cases."""
+    """Return what a run with these options held out: a fold, a share, or the file that lists the cases.
+
+    Folds and shares of groups are others than those of cases.
+    """
+    groups = {} if options.groups is None else {"groups": options.groups}
     if options.split is not None:
         return {"split": options.split, "semi": options.semi}
     if options.fold is not None:
-        return {"fold": options.fold, "folds": options.folds, "semi": options.semi}
-    return {"val_fraction": options.val_fraction, "semi": options.semi}
+        return {"fold": options.fold, "folds": options.folds, "semi": options.semi, **groups}
+    return {"val_fraction": options.val_fraction, "semi": options.semi, **groups}
 
 
 def _refuse_contradictions(trained: TrainedNetworks) -> None:
@@ -198,6 +205,9 @@ def _refuse_contradictions(trained: TrainedNetworks) -> None:
     names = itertools.chain(trained.classes, trained.channels, *trained.weights)
     if not all(isinstance(name, str) for name in names):
         raise ValueError("its classes, channels or weights are not named")
+    is_class = [type(number) is int and 0 < number < len(trained.classes) for number in trained.largest]
+    if not all(is_class) or len(set(trained.largest)) < len(trained.largest):
+        raise ValueError("its post-processing is not of its classes")
     if type(trained.step) is not int or trained.step < 0:
         raise ValueError("its step is not a number of steps")
 

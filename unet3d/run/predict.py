@@ -19,6 +19,7 @@ from unet3d.base.types import ProbabilityBlock
 from unet3d.config import rules
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case, in_order, refuse_long, volumes_in, without_channel
+from unet3d.data.components import largest_components
 from unet3d.data.grids import contradictions, foreign_units
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.intensity import Intensity, normalise
@@ -46,6 +47,7 @@ class Segmenter:
     by_channel: bool = False  # files are of one channel each, and named so, even a single one
     values: tuple[int, ...] | None = None  # of the classes, or regions' labels, in label maps; None: their numbers
     written: str = ""  # these values and the classes' names, in words
+    largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
 
     def to_file(self, case: Case, path: Path, scores: Path | None = None) -> Volume:
         """Segment one case; write class probabilities to `scores`. Return the case on the network's grid.
@@ -53,8 +55,16 @@ class Segmenter:
         Raises UserError.
         """
         volume = self._read(case)
-        regions = self.regions
-        save_prediction(path, self._strips(volume, case), case, self.spacing, scores, self.values, regions=regions)
+        save_prediction(
+            path,
+            self._strips(volume, case),
+            case,
+            self.spacing,
+            scores,
+            self.values,
+            regions=self.regions,
+            largest=self.largest,
+        )
         return volume
 
     @property
@@ -69,7 +79,7 @@ class Segmenter:
         """
         strips = self._strips(self._read(case), case)
         labels = to_original(strips, case, self.spacing, open_scores, regions=self.regions)
-        return with_values(labels, self.values)
+        return with_values(largest_components(labels, self.largest), self.values)
 
     def _read(self, case: Case) -> Volume:
         volume = read_volume(case._replace(label=None), 0, None, self.spacing, self.rules)
@@ -93,10 +103,12 @@ def save_prediction(
     values: Sequence[int] | None = None,
     files: ImageFiles | None = None,
     regions: Regions | None = None,
+    largest: Sequence[int] = (),
 ) -> None:
     """Write the label map of a case, and its probabilities to `scores`, on its file's grid.
 
-    `values`: the label map's value for each class; None: the classes' numbers. Probabilities are float32 (X, Y, Z, K),
+    `values`: the label map's value for each class; None: the classes' numbers. `largest`: classes of which the label
+    map has the largest component alone; probabilities stay as they are. Probabilities are float32 (X, Y, Z, K),
     in a NIfTI file that is not compressed: programs can read it in parts. Of `regions` the label map is the drawing,
     and `values` are of its labels. The headers of `files`, which have been opened, are not read again. Raises
     UserError, OSError.
@@ -104,6 +116,7 @@ def save_prediction(
     like = (files or ImageFiles()).header(case.id, case.images[0])
     with saving_scores(scores, like) if scores else nullcontext() as open_scores:
         labels = to_original(strips, case, spacing, open_scores, like, regions)
+    labels = largest_components(labels, largest)
     save_labels(path, with_values(labels, values), like)  # last: where a label map is, all of the case is
 
 
@@ -146,6 +159,7 @@ def segmenter(
         by_channel=config.data.format == "nnunet",
         values=written_values(config.data, trained.label_count),
         written=_written(config, trained),
+        largest=trained.largest,
     )
 
 

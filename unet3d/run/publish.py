@@ -10,12 +10,14 @@ from unet3d.base.files import write_text
 from unet3d.config import compose
 from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Config, Data
-from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
+from unet3d.data.cases import Case, DatasetInfo, read_dataset
+from unet3d.data.components import largest_components
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector, to_original
+from unet3d.data.splits import split
 from unet3d.data.validate import sound_headers
 from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
@@ -23,7 +25,7 @@ from unet3d.report.loggers import warn
 from unet3d.report.score_tables import OWN_GRIDS, SCORES_TITLE
 from unet3d.report.wandb_logger import PATHS
 from unet3d.run import predict
-from unet3d.run.checkpoint import Checkpoint, TrainedNetworks, refuse_other_network, split_of
+from unet3d.run.checkpoint import Checkpoint, Split, TrainedNetworks, refuse_other_network, split_of
 from unet3d.run.predict import Segmenter
 from unet3d.run.validation import evaluate, score_on_own_grid
 from unet3d.training import checkpoint, metrics
@@ -44,8 +46,17 @@ class Publication(NamedTuple):
     parts: dict[str, Any]
 
 
-def publish(paths: Sequence[Path], out: Path, model_path: str | None = None) -> None:
-    """Write the networks of these checkpoints to one file without any path; several predict their mean logits."""
+def publish(
+    paths: Sequence[Path],
+    out: Path,
+    model_path: str | None = None,
+    largest: Sequence[int] | None = None,
+) -> None:
+    """Write the networks of these checkpoints to one file without any path; several predict their mean logits.
+
+    `largest`: classes of which label maps will have the largest component alone; None: as the checkpoints say. Raises
+    UserError, CheckpointError.
+    """
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
     publications = [_read(path, model_path) for path in paths]
@@ -57,10 +68,18 @@ def publish(paths: Sequence[Path], out: Path, model_path: str | None = None) -> 
         predict.segmenter(networks, "cpu", None)  # so that what is published can be used
         weights += networks.weights
         for held_out in networks.splits:
-            splits.append(held_out | {"split": "a file"} if "split" in held_out else held_out)
+            splits.append(_without_paths(held_out))
     first, *others = weights
     state = publications[0].parts | {"model": first, "average": {}, "others": others, "splits": splits}
+    if largest is not None:
+        state["largest"] = list(largest)
     checkpoint.save_checkpoint(out, state)
+
+
+def _without_paths(held_out: Split) -> Split:
+    """Return what was held out from a network, without the names of files."""
+    hidden = {"split": "a file", "groups": "a file"}
+    return {name: hidden.get(name, value) for name, value in held_out.items()}
 
 
 def _read(path: Path, model_path: str | None) -> Publication:
@@ -70,14 +89,14 @@ def _read(path: Path, model_path: str | None) -> Publication:
     config = {name: value for name, value in source.state["config"].items() if name not in PRIVATE}
     data = config.get("data", {})
     config["data"] = {name: value for name, value in data.items() if f"data.{name}" not in PATHS}
-    parts = {name: source.state[name] for name in PUBLISHED}
+    parts = {name: source.state[name] for name in PUBLISHED} | {"largest": list(networks.largest)}
     return Publication(networks, parts | {"config": config})
 
 
 def _refuse_different(publication: Publication, first: Publication) -> None:
     """Raise UserError where a network would see an image in another way than the first."""
     different = []
-    for name in ("classes", "channels", "intensity"):
+    for name in ("classes", "channels", "intensity", "largest"):
         if publication.parts[name] != first.parts[name]:
             different.append(name)
     options = compose.flat(compose.to_plain(publication.networks.config), ".")
@@ -134,7 +153,8 @@ def _scores(
     own_grid_scores: list[metrics.CaseScore] = []
 
     def score_files(case: Case, strips: ArgmaxCollector) -> None:
-        prediction = to_original(strips, case, segmenter.spacing, regions=segmenter.regions)
+        labels = to_original(strips, case, segmenter.spacing, regions=segmenter.regions)
+        prediction = largest_components(labels, segmenter.largest)
         own_grid_scores.append(score_on_own_grid(case, prediction, dataset))
 
     keep = score_files if has_own_grids else None
@@ -147,6 +167,7 @@ def _scores(
         title="scoring",
         keep=keep,
         regions=dataset.regions,
+        largest=segmenter.largest,
     )
     text = metrics.csv_text([*scores], dataset.classes)
     return metrics.both_csv_text(own_grid_scores, dataset.classes, text) if has_own_grids else text

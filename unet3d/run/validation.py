@@ -17,8 +17,10 @@ from unet3d.base.files import read_csv, read_text, write_text
 from unet3d.base.regions import Regions
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data as Options
+from unet3d.config.schema import Loss
 from unet3d.data import sparse
 from unet3d.data.cases import Case, DatasetInfo
+from unet3d.data.components import largest_components
 from unet3d.data.labels import written_values
 from unet3d.data.patches import PreparedCase
 from unet3d.data.prepare import PreparedData, Read
@@ -29,6 +31,7 @@ from unet3d.report.plots import remove_picture
 from unet3d.run.predict import save_prediction
 from unet3d.training.inference import Predictor
 from unet3d.training.metrics import CaseScore, both_csv_text, score_case
+from unet3d.training.volume_loss import VolumeLoss
 
 Keep = Callable[[Case, ArgmaxCollector], None]
 
@@ -42,23 +45,34 @@ def evaluate(
     title: str,
     keep: Keep | None = None,
     regions: Regions | None = None,
+    loss: Loss | None = None,
+    largest: Sequence[int] = (),
 ) -> Generator[CaseScore]:
     """Yield the score of each case on the network's grid; `title` names the progress bar.
 
-    `classes` is the number of labels in label maps, of which `regions` are made.
-
-    `keep` gets each case and may take its strips, which are then not computed again.
+    `classes` is the number of labels in label maps, of which `regions` are made. `keep` gets each case and may take its
+    strips, which are then not computed again. With the options of a `loss`, each score has it, unless there are
+    regions. Of the classes `largest` only the largest component counts.
     """
     with progress.counting(title, len(cases)) as counter:
         for case in cases:
             prepared = read(case)
-            strips = ArgmaxCollector(predictor.strips(prepared.image, case.named), regions)
+            label = prepared.label.numpy()
+            volume_loss = None
+            if loss is not None and regions is None:
+                volume_loss = VolumeLoss.of(loss, classes)
+            probabilities = predictor.strips(prepared.image, case.named)
+            if volume_loss is not None:
+                probabilities = volume_loss.adding(probabilities, label)
+            strips = ArgmaxCollector(probabilities, regions)
             if keep is not None:
                 keep(case, strips)
-            prediction = strips.whole()
-            label = prepared.label.numpy()
-            yield score_case(case.id, prediction, label, classes, prepared.spacing, IGNORE, hd95, regions)
-            del prepared, strips, prediction, label  # before the next case is read
+            prediction = largest_components(strips.whole(), largest)
+            score = score_case(case.id, prediction, label, classes, prepared.spacing, IGNORE, hd95, regions)
+            if volume_loss is not None:
+                score = score._replace(loss=volume_loss.value())
+            yield score
+            del prepared, probabilities, strips, prediction, label  # before the next case is read
             counter.advance()
 
 

@@ -67,6 +67,7 @@ class Validator:
             title="validation",
             keep=functools.partial(self._keep_strips, is_last),
             regions=self.data.dataset.regions,
+            loss=self.config.loss,
         )
 
     def _gathered(self, own_scores: Iterator[CaseScore]) -> Iterator[CaseScore]:

@@ -27,6 +27,7 @@ class CaseScore(NamedTuple):
     dice: tuple[float | None, ...]
     iou: tuple[float | None, ...]
     hd95_mm: tuple[float | None, ...] = ()  # () where not asked for
+    loss: float | None = None  # of its class probabilities
 
 
 def score_case(
@@ -166,10 +167,13 @@ def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> floa
 def summarise(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, float | None]:
     """Return means over the cases by metric key; `class_names` begins with background.
 
-    `val/dice_mean` and `val/iou_mean` are means of the classes' means. HD95 has keys if any case has it.
+    `val/dice_mean` and `val/iou_mean` are means of the classes' means. Loss and HD95 have keys if any case has them.
     """
     columns = _columns(scores, class_names)
     summary: dict[str, float | None] = {}
+    loss = mean_of(score.loss for score in scores)
+    if loss is not None:
+        summary["val/loss"] = loss
     for metric in ("dice", "iou", "hd95_mm"):
         means: dict[str, float | None] = {}
         for key, values in columns.items():

@@ -1,0 +1,198 @@
+"""A cross-validation from its trainings to one table, one published file and its label maps."""
+
+import csv
+import re
+import shutil
+from pathlib import Path
+from statistics import fmean, stdev
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from guards import no, without
+from scipy import ndimage
+from training import TINY, face, records, train
+
+from unet3d.base.errors import CheckpointError, UserError
+from unet3d.run import cross_validation, postprocess, predict
+from unet3d.training import checkpoint
+
+FOLDS = 3
+NAMES = ("organ", "vessel", "lesion")
+WORDS = (*TINY, "data.phantom.cases=6", f"data.folds={FOLDS}", "steps=6", "eval_every=3", "data.spacing=[1,1,1]")
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three folds of a tiny network on six phantoms, whose label maps lie on another grid than the network's."""
+    place = tmp_path_factory.mktemp("sweep")
+    for fold in range(FOLDS):
+        ended = train(place, *WORDS, f"data.fold={fold}", f"hydra.run.dir={place / 'runs' / str(fold)}")
+        assert ended.code == 0, ended.err
+    return place / "runs"
+
+
+@pytest.fixture(autouse=True)
+def where_the_phantom_is(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(sweep.parent)
+
+
+def truth_of(sweep: Path, case: str) -> np.ndarray:
+    (path,) = (sweep.parent / "data" / "phantom").rglob(f"labelsTr/{case}.nii.gz")
+    return np.asanyarray(nib.load(path).dataobj)
+
+
+def dice(prediction: np.ndarray, truth: np.ndarray, label: int) -> float | None:
+    sizes = np.count_nonzero(prediction == label) + np.count_nonzero(truth == label)
+    return 2 * np.count_nonzero((prediction == label) & (truth == label)) / sizes if sizes else None
+
+
+def by_hand(sweep: Path) -> dict[str, dict[str, float]]:
+    """The Dice of all out-of-fold cases by class and case, from the label files alone."""
+    scores: dict[str, dict[str, float]] = {name: {} for name in NAMES}
+    for path in sorted(sweep.glob("*/predictions/*.nii.gz")):
+        case = path.name.removesuffix(".nii.gz")
+        prediction = np.asanyarray(nib.load(path).dataobj)
+        for label, name in enumerate(NAMES, start=1):
+            value = dice(prediction, truth_of(sweep, case), label)
+            if value is not None:
+                scores[name][case] = value
+    return scores
+
+
+def largest_by_hand(prediction: np.ndarray, label: int) -> np.ndarray:
+    """The label map in which the class has the largest of its parts alone, which touch by faces, edges or corners."""
+    parts, count = ndimage.label(prediction == label, np.ones((3, 3, 3)))
+    sizes = [np.count_nonzero(parts == part) for part in range(1, count + 1)]
+    cleaned = prediction.copy()
+    if sizes:
+        cleaned[(prediction == label) & (parts != 1 + int(np.argmax(sizes)))] = 0
+    return cleaned
+
+
+@pytest.mark.slow
+def test_the_table_is_the_one_computed_by_hand_from_the_label_files(
+    sweep: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    assert face("folds", sweep, "-o", tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    scores = by_hand(sweep)
+    assert all(len(values) == 6 for values in scores.values()), "each case once"
+    with (tmp_path / "out" / "cross_validation.csv").open() as file:
+        rows = {row["class"]: row for row in csv.DictReader(file) if row["score"] == "dice"}
+    for name, values in scores.items():
+        row = rows[name]
+        assert float(row["mean"]) == pytest.approx(fmean(values.values()), abs=1e-12)
+        assert float(row["sd"]) == pytest.approx(stdev(values.values()), abs=1e-12)
+        assert row["lowest_case"] == min(values, key=lambda case, values=values: values[case])  # type: ignore[misc]
+        assert f"{fmean(values.values()):.3f}±{stdev(values.values()):.3f}" in printed
+    every = [fmean(scores[name][case] for name in NAMES) for case in scores["organ"]]
+    mean = rows["mean of classes"]
+    assert (float(mean["mean"]), float(mean["sd"])) == pytest.approx((fmean(every), stdev(every)))
+    for name in ("cross_validation.md", "cross_validation.tex", "cases.csv"):
+        assert f"phantom{'_' if name.endswith('csv') else chr(92) + '_'}00" in (tmp_path / "out" / name).read_text()
+    assert not (tmp_path / "out" / "paired.csv").exists()
+
+
+@pytest.mark.slow
+def test_each_class_keeps_its_components_unless_the_largest_alone_is_better_out_of_fold(sweep: Path) -> None:
+    folders = [sweep / str(fold) for fold in range(FOLDS)]
+    gains = postprocess.component_gains(folders)
+    paths = sorted(sweep.glob("*/predictions/*.nii.gz"))
+    for label, gain in enumerate(gains, start=1):
+        after = []
+        for path in paths:
+            cleaned = largest_by_hand(np.asanyarray(nib.load(path).dataobj), label)
+            after.append(dice(cleaned, truth_of(sweep, path.name.removesuffix(".nii.gz")), label))
+        expected = fmean(value for value in after if value is not None)
+        before = fmean(by_hand(sweep)[gain.name].values())
+        assert (gain.before, gain.after) == pytest.approx((before, expected))
+        assert gain.is_kept == (expected > before)
+    assert {gain.name for gain in gains} == {*NAMES} and any(gain.changed for gain in gains)
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decision for the first class alone, which then has many components."""
+    gains = [
+        postprocess.Gain(number, name, 6, 6, before=0.5, after=0.6 if number == 1 else 0.4)
+        for number, name in enumerate(NAMES, start=1)
+    ]
+    monkeypatch.setattr(cross_validation, "component_gains", lambda folders: gains)
+
+
+@pytest.mark.slow
+@without("unet3d.run.predict.largest_components", lambda labels, classes: labels)
+def test_one_file_has_all_folds_and_removes_what_was_decided(
+    sweep: Path, tmp_path: Path, capsys: Capture, decided: None
+) -> None:
+    assert face("folds", sweep, "--publish", tmp_path / "net.pt") == 0
+    assert "3 networks" in capsys.readouterr().out
+    segmenter = predict.open_segmenter(tmp_path / "net.pt", "cpu")
+    assert segmenter.largest == (1,) and len(segmenter.predictor.models) == FOLDS
+    tile = torch.randn(1, 1, 16, 16, 16)
+    with torch.no_grad():
+        members = [
+            predict.open_segmenter(sweep / str(fold) / "checkpoints" / "last.pt", "cpu").predictor.window_logits(tile)
+            for fold in range(FOLDS)
+        ]
+        torch.testing.assert_close(segmenter.predictor.window_logits(tile), torch.stack(members).mean(0))
+    (image,) = (sweep.parent / "data" / "phantom").rglob("imagesTr/phantom_000.nii.gz")
+    assert face("predict", tmp_path / "net.pt", image, "-o", tmp_path / "cleaned", "--device", "cpu") == 0
+    assert "largest component" in capsys.readouterr().out
+    state = checkpoint.load_checkpoint(tmp_path / "net.pt")
+    checkpoint.save_checkpoint(tmp_path / "plain.pt", state | {"largest": []})
+    assert face("predict", tmp_path / "plain.pt", image, "-o", tmp_path / "plain", "--device", "cpu") == 0
+    plain, cleaned = (
+        np.asanyarray(nib.load(tmp_path / name / "phantom_000.nii.gz").dataobj) for name in ("plain", "cleaned")
+    )
+    assert np.array_equal(cleaned, largest_by_hand(plain, 1)) and not np.array_equal(cleaned, plain)
+    data = [*WORDS, f"data.root={sweep.parent / 'data' / 'phantom'}", "data.fold=0"]
+    assert face("score", tmp_path / "net.pt", *data, "-o", tmp_path / "scores") == 0
+    with (tmp_path / "scores" / "scores.csv").open() as file:
+        rows = {row["case"]: row for row in csv.DictReader(file)}
+    if "phantom_000" in rows:
+        expected = dice(cleaned, truth_of(sweep, "phantom_000"), 1)
+        assert float(rows["phantom_000"]["dice/organ"]) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+@without("unet3d.run.checkpoint._refuse_contradictions", no, only="background")
+@pytest.mark.parametrize(
+    "largest",
+    [7, ["organ"], [0], [1, 1], [4], [True]],
+    ids=["number", "name", "background", "twice", "beyond", "flag"],
+)
+def test_post_processing_of_no_class_is_refused(sweep: Path, tmp_path: Path, largest: object) -> None:
+    state = checkpoint.load_checkpoint(sweep / "0" / "checkpoints" / "last.pt")
+    checkpoint.save_checkpoint(tmp_path / "wrong.pt", state | {"largest": largest})
+    with pytest.raises(CheckpointError, match=r"wrong\.pt"):
+        predict.open_segmenter(tmp_path / "wrong.pt", "cpu")
+
+
+@pytest.mark.slow
+def test_what_is_not_whole_is_not_published(sweep: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(sweep, tmp_path / "copy")
+    (copy / "1" / "predictions" / next((copy / "1" / "predictions").iterdir()).name).unlink()
+    with pytest.raises(UserError, match=r"predictions/phantom_00\d\.nii\.gz: .*resume="):
+        cross_validation.report([copy], None, published=tmp_path / "net.pt")
+    (copy / "2" / "STATUS").write_text("stopped by SIGTERM\nexit code 75\n")
+    with pytest.raises(UserError, match=r"net\.pt: .*fold 2"):
+        cross_validation.report([copy], None, published=tmp_path / "net.pt")
+    with pytest.raises(UserError, match="2 methods"):
+        cross_validation.report([sweep, *_of_another_seed(copy)], None, published=tmp_path / "net.pt")
+    assert not (tmp_path / "net.pt").exists()
+
+
+def _of_another_seed(sweep: Path) -> list[Path]:
+    for path in sweep.glob("*/config.yaml"):
+        path.write_text(re.sub(r"(?m)^seed: 0$", "seed: 1", path.read_text()))
+    return [sweep]
+
+
+@pytest.mark.slow
+def test_each_validation_records_its_loss(sweep: Path) -> None:
+    losses = [record["val/loss"] for record in records(sweep / "0") if "val/loss" in record]
+    assert len(losses) == 2 and all(0 < float.fromhex(loss) < 10 for loss in losses)

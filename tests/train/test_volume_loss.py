@@ -1,0 +1,62 @@
+"""The loss of a validation is that of the training, of the whole volume, whatever the strips."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from unet3d.base.types import IGNORE, ProbabilityBlock
+from unet3d.config.schema import Loss
+from unet3d.training.losses import LOSSES, LossOptions
+from unet3d.training.metrics import CaseScore, summarise
+from unet3d.training.volume_loss import VolumeLoss
+
+SIZES = (7, 5, 4)
+CLASSES = 3
+
+
+def strips(probabilities: torch.Tensor) -> Iterator[ProbabilityBlock]:
+    """Boxes of K X Y Z that cover it once."""
+    for x, y in ((slice(0, 3), slice(0, 5)), (slice(3, 7), slice(0, 2)), (slice(3, 7), slice(2, 5))):
+        yield ProbabilityBlock(SIZES, (0, 1, 2), (x.start, y.start, 0), probabilities[:, x, y].contiguous())
+
+
+def loss_of(options: Loss, logits: torch.Tensor, label: torch.Tensor) -> float | None:
+    volume = VolumeLoss.of(options, CLASSES)
+    assert volume is not None
+    before = [strip.probabilities.clone() for strip in strips(logits.softmax(0))]
+    after = [strip.probabilities for strip in volume.adding(strips(logits.softmax(0)), label.numpy())]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    return volume.value()
+
+
+@pytest.mark.parametrize("name", ["ce", "dice", "dice_ce"])
+@pytest.mark.parametrize("weights", [None, [0.5, 1.0, 3.0]])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_it_is_the_training_loss_of_the_whole_volume(name: str, weights: list[float] | None, ignored: bool) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(CLASSES, *SIZES) * 3
+    label = torch.randint(0, CLASSES, SIZES)
+    if ignored:
+        label[torch.rand(SIZES) < 0.4] = IGNORE
+    tensor = torch.tensor(weights) if weights else None
+    expected = LOSSES[name](logits[None], label[None], LossOptions(weights=tensor)).item()
+    assert loss_of(Loss(name=name, weights=weights), logits, label) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_probability_of_zero_is_finite_and_a_volume_without_labels_has_no_loss() -> None:
+    logits = torch.zeros(CLASSES, *SIZES)
+    logits[0] = 1000
+    value = loss_of(Loss(name="ce"), logits, torch.ones(SIZES, dtype=torch.long))
+    assert value is not None and 80 < value < 100
+    assert loss_of(Loss(), logits, torch.full(SIZES, IGNORE)) is None
+
+
+def test_a_loss_of_the_users_own_has_none_in_validation() -> None:
+    assert VolumeLoss.of(Loss(path="package.module:name"), CLASSES) is None
+
+
+def test_the_mean_over_cases_is_recorded_where_any_has_it() -> None:
+    scores = [CaseScore(case, (0.5,), (0.4,), loss=loss) for case, loss in (("a", 1.0), ("b", 2.0), ("c", None))]
+    assert summarise(scores, ["background", "x"])["val/loss"] == 1.5
+    assert "val/loss" not in summarise([CaseScore("a", (0.5,), (0.4,))], ["background", "x"])
