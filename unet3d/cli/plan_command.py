@@ -1,0 +1,76 @@
+"""`unet3d plan`: from a folder of volumes and a budget to a plan that train.py keeps. Checked before torch loads."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from unet3d.base.errors import UserError, escaped
+from unet3d.base.files import write_text
+from unet3d.base.types import budget_bytes, host_bytes, mib
+from unet3d.config import compose
+from unet3d.config.plan_file import is_settable
+
+SHARE_OF_HOST = 0.5  # of this machine's memory, without a budget on a CPU
+SHARE_OF_CARD = 0.9  # of a GPU's
+TIME = "time="
+NOT_RUN = ("budget", "plan", "dry_run", "resume", "sweep")  # options that say nothing of the run that is planned
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the fingerprint of a data set and each decision of its plan; write the plan. Return the exit code."""
+    overrides, time = _split_time(arguments.overrides)
+    composed = compose.compose_tree(overrides)
+    config = compose.load(composed.options)
+    given = composed.names_set("plan") - set(NOT_RUN)
+    for name in sorted(given):
+        if not is_settable(name):
+            raise UserError(f"{name}: a plan does not keep this; give it to train.py")
+    if config.plan is not None:
+        raise UserError(f"plan={config.plan}: is made by this command; give it to train.py")
+    if config.model.path is not None:
+        raise UserError("model.path: only networks of the package are planned for data; see plan --network")
+    out: Path = arguments.out or Path("plan.yaml")
+    if out.is_dir():
+        raise UserError(f"{out}: is a folder; -o names a file")
+    from unet3d.base.terminal import NARROW, paper, terminal_table
+    from unet3d.planning import fingerprint, plan, timing
+
+    seconds = None if time is None else timing.seconds_of(time)
+    budget = _budget(config.budget, config.device)
+    read = fingerprint.read_fingerprint(config.data)
+    for title, table in fingerprint.tables(read):
+        paper(NARROW).print(terminal_table(title, table))
+    draft = plan.make_plan(config, given, read, budget, seconds)
+    print(f"Plan for {mib(budget)} MiB on {draft.device}")
+    for line in plan.decision_lines(draft):
+        print(f"  {escaped(line)}")
+    command = shlex.join(["python", "-m", "unet3d", "plan", *arguments.overrides])
+    write_text(out, plan.as_yaml(draft, command))
+    print(f"written: {escaped(out)}; train it: python train.py {escaped(shlex.quote(f'plan={out}'))}")
+    return 0
+
+
+def _split_time(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the overrides, and the last value of `time=`; None without one."""
+    time = None
+    overrides = []
+    for word in words:
+        if word.startswith(TIME):
+            time = word.removeprefix(TIME)
+        else:
+            overrides.append(word)
+    return overrides, time
+
+
+def _budget(text: str | None, device: str) -> int:
+    """Return the bytes to plan for; without a budget a share of this machine's memory. Raises UserError."""
+    if text is not None:
+        return budget_bytes(text)
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return int(SHARE_OF_CARD * torch.cuda.get_device_properties(0).total_memory)
+    if device == "cuda":
+        raise UserError("budget is not set, and this machine has no GPU to take it from; add budget=11GiB")
+    return int(SHARE_OF_HOST * host_bytes())
