@@ -24,6 +24,7 @@ BY_LEVEL = ("model.kernels", "model.strides", "model.decoder")  # with an entry 
 PROMISED = {  # what a plan may promise of its run: the type of each
     "device": str,
     "peak_bytes": int,
+    "allocated_bytes": int,
     "reserved_bytes": int,
     "validation_bytes": int,
     "step_s": float,

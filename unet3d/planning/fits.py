@@ -15,7 +15,7 @@ from unet3d.memory.preflight import smallest_validation
 from unet3d.memory.simulate import fake_model
 from unet3d.memory.stage_profile import profile_stages
 from unet3d.memory.technique import choose_technique
-from unet3d.planning.patches import SizedPatch
+from unet3d.planning.sized_patches import SizedPatch
 from unet3d.training import optim
 
 MOST_RECOMPUTED = 4  # patches whose schedules are searched: each takes seconds

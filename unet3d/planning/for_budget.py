@@ -14,7 +14,7 @@ from unet3d.planning import fits, timing
 from unet3d.planning.draft import Draft, sizes_text
 from unet3d.planning.fits import Fit
 from unet3d.planning.from_fingerprint import shape_of, spacing_of
-from unet3d.planning.patches import SizedPatch, sized_patches
+from unet3d.planning.sized_patches import SizedPatch, sized_patches
 
 FIRST_WIDTHS = (32, 24, 16, 8)  # channels of the first level, in order of preference
 FIRST_ON_CPU = 16  # without a time
