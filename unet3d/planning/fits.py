@@ -8,6 +8,7 @@ import torch
 
 from unet3d.base.errors import UserError
 from unet3d.base.progress import counting
+from unet3d.base.types import MIB, mib
 from unet3d.config.schema import Config
 from unet3d.memory.budget import Candidate, simulated
 from unet3d.memory.fake_tensors import fake_mode
@@ -113,7 +114,7 @@ def optimizer_bytes(config: Config) -> int:
 
 def plain(config: Config) -> Config:
     """Return the config without recomputation."""
-    return replace(config, recompute="none", ckpt=0)
+    return replace(config, recompute="none", ckpt=0, budget=None)
 
 
 def largest_plain(sizes: Sequence[SizedPatch], make: Make, budget: int) -> int | None:
@@ -160,7 +161,7 @@ def cheapest_schedules(config: Config, budget: int) -> list[Fit]:
     for recompute in ("none", "lean", "auto"):
         if recompute == "auto" and fits:
             break
-        changed = replace(config, recompute=recompute, ckpt=0)
+        changed = replace(config, recompute=recompute, ckpt=0, budget=f"{budget / MIB:.6f}MiB")
         fit = fit_of(changed)
         if fit.occupied_bytes <= budget:
             fits.append(fit)

@@ -24,6 +24,7 @@ def note_step(draft: Draft, choice: Choice) -> None:
         ("accumulate", config.accumulate),
         ("recompute", config.recompute),
         ("ckpt", config.ckpt),
+        ("budget", config.budget or draft.config.budget),
     ):
         draft.set(name, value)
     _note_network(draft, choice)
