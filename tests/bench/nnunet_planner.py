@@ -99,9 +99,7 @@ def theirs(sizes: Sizes, gigabytes: float, folder: Path) -> dict[str, Any]:
     planner = ExperimentPlanner(NAME, gpu_memory_target_in_gb=gigabytes)
     spacing = planner.determine_fullres_target_spacing()
     order, back = planner.determine_transpose()
-    shapes = [
-        compute_new_shape(shape, mm, spacing) for shape, mm in zip(sizes.shapes, sizes.spacings, strict=True)
-    ]
+    shapes = [compute_new_shape(shape, mm, spacing) for shape, mm in zip(sizes.shapes, sizes.spacings, strict=True)]
     shape = np.median(shapes, 0)[order]
     voxels = float(np.prod(shape) * CASES)
     plan = planner.get_plans_for_configuration(spacing[order], shape, "plans", voxels, {})

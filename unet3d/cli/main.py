@@ -8,7 +8,7 @@ from pathlib import Path
 from unet3d import __version__
 from unet3d.base import collector
 from unet3d.base.errors import CheckpointError, OutOfMemory, UserError, is_disk_full, make_room
-from unet3d.cli import commands, libraries, lifecycle, memory, predict, train
+from unet3d.cli import commands, libraries, lifecycle, memory, plan_network, predict, train
 from unet3d.config import compose
 from unet3d.config.hydra_errors import not_a_flag
 
@@ -90,6 +90,9 @@ def command_parser() -> argparse.ArgumentParser:
     about = "print every option as Markdown: docs/options.md"
     command("options", commands.print_options, about, loads_libraries=False)
     _add_memory_arguments(command("memory", memory.run, "explain the memory of a training step"))
+    plan = command("plan", plan_network.run, "name the largest patches that a network trains on")
+    plan_network.add_arguments(plan)
+    _add_overrides(plan, "budget=11GiB batch=2 device=cuda; without budget 4, 8, 11, 24 and 80 GiB")
     _add_predict_arguments(command("predict", predict.run, "segment NIfTI files with a run's checkpoint"))
     publish = command("publish", commands.publish, "write the network alone, without any path, to share it")
     _add_out(publish, "the file to write", is_required=True)

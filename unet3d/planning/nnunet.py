@@ -26,7 +26,7 @@ class NnunetPlan(NamedTuple):
     patch: Triple  # voxels
     batch: int
     levels: Levels
-    count: int  # nnU-Net's, of the patch
+    outputs: int  # that nnU-Net counts for the patch
 
 
 def nnunet_plan(
