@@ -8,7 +8,7 @@ from pathlib import Path
 from unet3d import __version__
 from unet3d.base import collector
 from unet3d.base.errors import CheckpointError, OutOfMemory, UserError, is_disk_full, make_room
-from unet3d.cli import commands, libraries, lifecycle, memory, plan_command, predict, train
+from unet3d.cli import commands, libraries, lifecycle, memory, plan_command, plan_network, predict, train
 from unet3d.config import compose
 from unet3d.config.hydra_errors import not_a_flag
 
@@ -92,6 +92,7 @@ def command_parser() -> argparse.ArgumentParser:
     about = "print every option as Markdown: docs/options.md"
     command("options", commands.print_options, about, loads_libraries=False)
     plan = command("plan", plan_command.run, "from a data set, budget=11GiB and time=8h to a plan that train.py keeps")
+    plan_network.add_arguments(plan)
     _add_out(plan, "the file to write; default: plan.yaml")
     _add_overrides(plan, "data=nnunet data.root=PATH budget=11GiB time=8h")
     _add_memory_arguments(command("memory", memory.run, "explain the memory of a training step"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_text
 from unet3d.base.types import budget_bytes, host_bytes, mib
+from unet3d.cli import plan_network
 from unet3d.config import compose
 from unet3d.config.plan_file import is_settable
 
@@ -18,7 +19,14 @@ NOT_RUN = ("budget", "plan", "dry_run", "resume", "sweep")  # options that say n
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the fingerprint of a data set and each decision of its plan; write the plan. Return the exit code."""
+    """Print the fingerprint of a data set and each decision of its plan; write the plan. Return the exit code.
+
+    With --network or --module, print which patches fit that network instead. Raises UserError.
+    """
+    if arguments.network is not None or arguments.module is not None:
+        if arguments.out is not None:
+            raise UserError("-o is for the plan of a data set; remove it, or --network and --module")
+        return plan_network.run(arguments)
     overrides, time = _split_time(arguments.overrides)
     composed = compose.compose_tree(overrides)
     config = compose.load(composed.options)

@@ -8,7 +8,7 @@ import torch
 
 from unet3d.base.errors import UserError
 from unet3d.base.progress import counting
-from unet3d.base.types import MIB, mib
+from unet3d.base.types import MIB
 from unet3d.config.schema import Config
 from unet3d.memory.budget import Candidate, simulated
 from unet3d.memory.fake_tensors import fake_mode
