@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides, time = _split_time(arguments.overrides)
     composed = compose.compose_tree(overrides)
     config = compose.load(composed.options)
-    given = composed.names_set("plan") - set(NOT_RUN)
+    given = _given(composed)
     for name in sorted(given):
         if not is_settable(name):
             raise UserError(f"{name}: a plan does not keep this; give it to train.py")
@@ -57,6 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
     write_text(out, plan.as_yaml(draft, command))
     print(f"written: {escaped(out)}; train it: python train.py {escaped(shlex.quote(f'plan={out}'))}")
     return 0
+
+
+def _given(composed: compose.Composed) -> set[str]:
+    """Return the options that the plan is to keep: those of the command line.
+
+    Of the file that `data=` chooses, the layout alone counts: its patch is for phantoms. Raises UserError.
+    """
+    words = {word.key_or_group for word in compose.parsed(composed.overrides)}
+    given = {name for name in composed.names_set("plan") if not name.startswith("data.") or name in words}
+    if "data" in words:
+        given.add("data.format")
+    return given - set(NOT_RUN)
 
 
 def _split_time(words: Sequence[str]) -> tuple[list[str], str | None]:

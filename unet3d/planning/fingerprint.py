@@ -21,7 +21,7 @@ from unet3d.data.validate import sound_headers
 from unet3d.data.volume import Volume, read_volume
 
 CASES_SAMPLED = 20  # training cases whose voxels are read
-VOXELS_SAMPLED = 10**9  # that are read at most, but for those of the first cases
+VOXELS_SAMPLED = 5 * 10**8  # that are read at most, but for those of the first cases
 LEAST_SAMPLED = 3  # cases, however large
 LEAST_ORDERED = 8  # cases with two classes, before their order counts
 VOXELS_OF_CASE = 20_000  # intensities of a channel that are kept
@@ -217,7 +217,7 @@ def tables(fingerprint: Fingerprint) -> list[tuple[str, Table]]:
     sample = f"of {fingerprint.sampled_cases} cases"
     parts.append((f"Classes, {sample}", Table(["class", "share of voxels", "share of cases"], rows)))
     rows = [_row_of_channel(channel) for channel in fingerprint.intensities]
-    head = ["channel", "0.5 %", "median", "99.5 %", "mean", "std", "foreground mean", "std", "like CT"]
+    head = ["channel", "0.5 %", "median", "99.5 %", "mean ± SD", "foreground", "like CT"]
     parts.append((f"Intensities, {sample}", Table(head, rows)))
     return parts
 
@@ -229,8 +229,9 @@ def _spread(name: str, triples: Sequence[Sequence[float]]) -> list[str]:
 
 
 def _row_of_channel(channel: ChannelIntensity) -> list[str]:
-    numbers = [channel.low, channel.median, channel.high, channel.mean, channel.std]
-    cells = [f"{number:.4g}" for number in numbers]
-    for number in (channel.foreground_mean, channel.foreground_std):
-        cells.append("" if number is None else f"{number:.4g}")
-    return [channel.name, *cells, "yes" if channel.is_ct_like else "no"]
+    cells = [f"{number:.4g}" for number in (channel.low, channel.median, channel.high)]
+    cells.append(f"{channel.mean:.3g} ± {channel.std:.3g}")
+    foreground = ""
+    if channel.foreground_mean is not None:
+        foreground = f"{channel.foreground_mean:.3g} ± {channel.foreground_std:.3g}"
+    return [channel.name, *cells, foreground, "yes" if channel.is_ct_like else "no"]

@@ -1,26 +1,31 @@
 """The largest patch whose training step and validation fit a budget, by few simulations on tensors without data."""
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.base.progress import counting
-from unet3d.base.types import MIB
+from unet3d.base.types import MIB, mib
 from unet3d.config.schema import Config
+from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.budget import Candidate, simulated
 from unet3d.memory.fake_tensors import fake_mode
+from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.preflight import smallest_validation
 from unet3d.memory.simulate import fake_model
 from unet3d.memory.stage_profile import profile_stages
-from unet3d.memory.technique import choose_technique
-from unet3d.planning.sized_patches import SizedPatch
+from unet3d.memory.technique import choose_technique, predicted
+from unet3d.model.geometry import Triple
+from unet3d.planning.largest import Points, largest
+from unet3d.planning.sized_patches import SizedPatch, SizedSeries
 from unet3d.training import optim
 
-MOST_RECOMPUTED = 4  # patches whose schedules are searched: each takes seconds
-MOST_PLAIN = 8  # patches whose plain step is simulated
+LEAN_OF_TILES = 1.15  # bytes of a step with recompute=lean, at least, for each of recompute=tiles
 SHARE_BY_TILES = 0.25  # first guess of the bytes a voxel that recompute=tiles leaves of the plain step's
 Make = Callable[[SizedPatch], Config]  # the config of a run with a patch, whose model leaves nothing open
 
@@ -36,58 +41,6 @@ class Fit(NamedTuple):
     def occupied_bytes(self) -> int:
         """Return the bytes that a budget limits: of the step or of validation, whichever needs more."""
         return max(self.candidate.occupied_bytes, self.validation_bytes)
-
-
-@dataclass
-class Search:
-    """A search for the largest of some patches, the largest first, that fits `budget` bytes."""
-
-    sizes: Sequence[SizedPatch]
-    budget: int
-    slope: float = 0.0  # bytes a voxel
-    intercept: float = 0.0  # bytes beside them
-
-    def largest(self, measure: Callable[[int], int], most: int, first: int | None = None) -> int | None:
-        """Return the index of the first patch of which `measure` gives at most the budget; None without one.
-
-        At most `most` patches are measured, the next by a line through the last two.
-        """
-        known: dict[int, int] = {}
-        index = first if first is not None else len(self.sizes) // 2
-        for _ in range(most):
-            known[index] = measure(index)
-            fitting = [i for i, size in known.items() if size <= self.budget]
-            failing = [i for i, size in known.items() if size > self.budget]
-            best = min(fitting, default=len(self.sizes))
-            worst = max((i for i in failing if i < best), default=-1)
-            if best == worst + 1:
-                break
-            self._fit_line(known)
-            guess = self.guess()
-            index = min(max(guess, worst + 1), best - 1)
-        return best if best < len(self.sizes) else None
-
-    def guess(self) -> int:
-        """Return the index of the first patch that fits by the line."""
-        for index, size in enumerate(self.sizes):
-            if self.intercept + self.slope * size.voxels <= self.budget:
-                return index
-        return len(self.sizes) - 1
-
-    def _fit_line(self, known: dict[int, int]) -> None:
-        """Put the line through the two measured patches nearest to the budget, or through the only one."""
-        nearest = sorted(known, key=lambda index: abs(known[index] - self.budget))[:2]
-        first = nearest[0]
-        if len(nearest) == 2:
-            second = nearest[1]
-            voxels = self.sizes[first].voxels - self.sizes[second].voxels
-            slope = (known[first] - known[second]) / voxels if voxels else 0.0
-            if slope > 0:
-                self.slope = slope
-                self.intercept = known[first] - slope * self.sizes[first].voxels
-                return
-        self.intercept = min(self.intercept, 0.9 * known[first])
-        self.slope = (known[first] - self.intercept) / self.sizes[first].voxels
 
 
 def fit_of(config: Config) -> Fit:
@@ -117,62 +70,79 @@ def plain(config: Config) -> Config:
     return replace(config, recompute="none", ckpt=0, budget=None)
 
 
-def largest_plain(sizes: Sequence[SizedPatch], make: Make, budget: int) -> int | None:
-    """Return the index of the largest patch whose step without recomputation fits; None without one."""
-    search = Search(sizes, budget)
-    with counting("patches without recomputation, at most", MOST_PLAIN) as counter:
+def largest_as_given(sizes: Sequence[SizedPatch], make: Make, budget: int) -> SizedPatch | None:
+    """Return the largest patch whose step fits by the schedule of its config; None without one.
 
-        def measure(index: int) -> int:
-            size = fit_of(plain(make(sizes[index]))).occupied_bytes
-            counter.advance()
-            return size
-
-        return search.largest(measure, MOST_PLAIN, first=0)
+    `sizes`: the largest first, which is tried first.
+    """
+    guess = {sizes[0].voxels: budget}
+    return _largest(sizes, lambda size: fit_of(make(size)), budget, guess, "patches")
 
 
-def largest_recomputed(sizes: Sequence[SizedPatch], make: Make, budget: int) -> int | None:
-    """Return the index of the largest patch whose step fits by recompute=tiles; None without one.
+def largest_recomputed(sizes: Sequence[SizedPatch], make: Make, budget: int) -> SizedPatch | None:
+    """Return the largest patch whose step fits by recompute=tiles; None without one. `sizes`: the largest first.
 
     The first guess follows from a plain step.
     """
-    search = Search(sizes, budget)
-    middle = len(sizes) // 2
-    profile = profile_stages(plain(make(sizes[middle])), make(sizes[middle]).model)
-    search.intercept = float(profile.update)
-    of_voxels = max(0, profile.peak - profile.update)
-    search.slope = SHARE_BY_TILES * of_voxels / sizes[middle].voxels
-    with counting("patches with recompute=tiles, at most", MOST_RECOMPUTED) as counter:
+    middle = sizes[len(sizes) // 2]
+    config = plain(make(middle))
+    profile = profile_stages(config, config.model)
+    of_voxels = SHARE_BY_TILES * max(0, profile.peak - profile.update)
+    guess = {1: float(profile.update), middle.voxels: profile.update + of_voxels}
 
-        def measure(index: int) -> int:
-            config = replace(make(sizes[index]), recompute="tiles", ckpt=0, budget=None)
-            size = fit_of(config).occupied_bytes
+    def measure(size: SizedPatch) -> Fit:
+        return fit_of(replace(make(size), recompute="tiles", ckpt=0, budget=None))
+
+    return _largest(sizes, measure, budget, guess, "patches with recompute=tiles")
+
+
+def _largest(
+    sizes: Sequence[SizedPatch],
+    measure: Callable[[SizedPatch], Fit],
+    budget: int,
+    guess: Points,
+    work: str,
+) -> SizedPatch | None:
+    """Return the largest patch whose step and validation fit; None without one."""
+    series = SizedSeries(sizes)
+    with counting(work) as counter:
+
+        def occupied(patch: Triple) -> int:
+            size = measure(series.of(patch)).occupied_bytes
             counter.advance()
             return size
 
-        return search.largest(measure, MOST_RECOMPUTED, first=search.guess())
+        patch = largest(series, occupied, budget, guess).patch
+    return None if patch is None else series.of(patch)
 
 
-def cheapest_schedules(config: Config, budget: int) -> list[Fit]:
-    """Return the steps of a config that fit, by the time they cost: plain, lean, and as much as the budget asks for.
+def cheapest(config: Config, budget: int) -> Fit:
+    """Return the step of a config that fits and costs the least time: recomputing nothing, little, or what it must.
 
     Raises UserError where none fits.
     """
-    fits: list[Fit] = []
-    for recompute in ("none", "lean", "auto"):
-        if recompute == "auto" and fits:
-            break
-        changed = replace(config, recompute=recompute, ckpt=0, budget=f"{budget / MIB:.6f}MiB")
-        fit = fit_of(changed)
+    fit = fit_of(plain(config))
+    if fit.occupied_bytes <= budget:
+        return fit
+    by_tiles = fit_of(replace(config, recompute="tiles", ckpt=0, budget=None))
+    schedules = ["auto"]
+    if LEAN_OF_TILES * by_tiles.candidate.occupied_bytes <= budget:
+        schedules = ["lean", "auto"]
+    for recompute in schedules:
+        fit = fit_of(replace(config, recompute=recompute, ckpt=0, budget=f"{budget / MIB:.6f}MiB"))
         if fit.occupied_bytes <= budget:
-            fits.append(fit)
-            if recompute == "none":
-                break
-    if not fits:
-        size = fit.occupied_bytes
-        raise UserError(
-            f"budget: {size:,} bytes are needed for data.patch={config.data.patch}; give more, or a smaller patch"
-        )
-    return fits
+            return fit
+    needed = f"data.patch={config.data.patch} needs {mib(by_tiles.occupied_bytes)} MiB of {mib(budget)}"
+    raise UserError(f"{needed}; give a larger budget, or a smaller patch")
+
+
+def allocated_bytes(config: Config) -> int:
+    """Return what CUDA's allocator would give out for a step at most, by a replay; 0 for a step on the CPU."""
+    if build.device_type(config) != "cuda":
+        return 0
+    settings, _ = read_settings(os.environ)
+    meter = predicted(config, config.model, steps=STEPS_FOR_PEAK)
+    return replay(meter.ledger.events, settings).allocated_bytes
 
 
 def state_bytes(config: Config) -> int:

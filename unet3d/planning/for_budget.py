@@ -92,7 +92,7 @@ def plain_sizes(triples: list[geometry.Triple], usual: int) -> int | list[list[i
 class Choice(NamedTuple):
     """The step that was chosen, and what it was chosen from."""
 
-    fits: list[Fit]  # that the budget allows, by the time they cost; the first was chosen
+    fit: Fit
     first_width: int
     larger: list[SizedPatch]  # patches from the largest that the time allows down to the chosen one
     sizes: list[SizedPatch]  # all, the largest first
@@ -110,24 +110,31 @@ def choose_step(draft: Draft) -> Choice:
     sizes = _in_time(draft, whole_sizes, rate.get(width))
     batch = draft.config.batch if draft.is_given("batch") else LEAST_BATCH
     whole = replace(draft, config=replace(draft.config, batch=batch, accumulate=_accumulate(draft, 1)))
-    index = fits.largest_plain(sizes, lambda size: with_patch(whole, width, size), draft.budget)
-    fixed = draft.is_given("recompute", "ckpt")
-    config = None if index is None else with_patch(whole, width, sizes[index])
-    if index != 0 and not fixed:
-        parts = whole
-        if not draft.is_given("batch", "accumulate"):
-            parts = replace(draft, config=replace(draft.config, batch=1, accumulate=LEAST_BATCH))
-        by_tiles = fits.largest_recomputed(sizes, lambda size: with_patch(parts, width, size), draft.budget)
-        if by_tiles is not None and (index is None or by_tiles < index):
-            index = by_tiles
-            config = with_patch(parts, width, sizes[index])
-    if config is None or index is None:
+
+    def make(size: SizedPatch) -> Config:
+        return with_patch(whole, width, size)
+
+    def make_in_parts(size: SizedPatch) -> Config:
+        config = make(size)
+        return config if draft.is_given("batch", "accumulate") else replace(config, batch=1, accumulate=LEAST_BATCH)
+
+    is_given = draft.is_given("recompute", "ckpt")
+    makes = make
+    if is_given:
+        size = fits.largest_as_given(sizes, make, draft.budget)
+    elif fits.fit_of(fits.plain(make(sizes[0]))).occupied_bytes <= draft.budget:
+        size = sizes[0]
+    else:
+        makes = make_in_parts
+        size = fits.largest_recomputed(sizes, makes, draft.budget)
+    if size is None:
         smallest = sizes_text(sizes[-1].patch)
         raise UserError(f"budget={mib(draft.budget)} MiB: no patch fits, not even {smallest}; give a larger budget")
-    options = fits.cheapest_schedules(config, draft.budget)
-    if index == 0 and options[0].config.recompute == "none":
-        options[0] = _grown(draft, options[0], rate.get(width))
-    return Choice(options, width, sizes[: index + 1], whole_sizes, rate.get(width))
+    config = makes(size)
+    fit = fits.fit_of(config) if is_given else fits.cheapest(config, draft.budget)
+    if size == sizes[0] and fit.config.recompute == "none":
+        fit = _grown(draft, fit, rate.get(width))
+    return Choice(fit, width, sizes[: sizes.index(size) + 1], whole_sizes, rate.get(width))
 
 
 def _accumulate(draft: Draft, usual: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from unet3d.base.types import Table
+from unet3d.base.errors import escaped
 from unet3d.config.schema import Config
 from unet3d.planning.draft import Draft
 from unet3d.planning.fingerprint import Fingerprint
@@ -43,12 +43,6 @@ def make_plan(
     return draft
 
 
-def decisions_table(draft: Draft) -> Table:
-    """Return a row for each decision."""
-    rows = [[line.name, line.choice, line.reason, line.instead] for line in draft.decisions]
-    return Table(["decision", "choice", "reason", "next best"], rows)
-
-
 def decision_lines(draft: Draft) -> list[str]:
     """Return a line for each decision: its choice, its reason, and the next best choice."""
     lines = []
@@ -70,8 +64,8 @@ def as_yaml(draft: Draft, command: str) -> str:
         place[last] = value
     content = {"options": options, "promise": draft.promise}
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110)
-    reasons = [f"# {line}" for line in decision_lines(draft)]
-    return "\n".join([f"# Written by: {command}", *reasons, text])
+    reasons = [f"# {escaped(line)}" for line in decision_lines(draft)]
+    return "\n".join([f"# Written by: {escaped(command)}", *reasons, text])
 
 
 def _value(node: Any, name: str) -> Any:

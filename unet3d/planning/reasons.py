@@ -3,6 +3,7 @@
 from math import prod
 
 from unet3d.base.types import mib, percent
+from unet3d.planning import fits
 from unet3d.planning.draft import Draft, sizes_text
 from unet3d.planning.fits import Fit
 from unet3d.planning.for_budget import BATCHES, LEAST_BATCH, SHARE_OF_DATA, Choice, voxels_of_data
@@ -13,7 +14,7 @@ LARGE_PART = 0.8  # of the budget: where less is used, a line says why
 
 def note_step(draft: Draft, choice: Choice) -> None:
     """Set the options of the chosen step, and add a line for each decision."""
-    fit = choice.fits[0]
+    fit = choice.fit
     config = fit.config
     for name, value in (
         ("model.features", config.model.features),
@@ -35,6 +36,7 @@ def note_step(draft: Draft, choice: Choice) -> None:
     draft.promise["device"] = draft.device
     draft.promise["peak_bytes"] = fit.candidate.peak_bytes
     if fit.candidate.reserved_bytes:
+        draft.promise["allocated_bytes"] = fits.allocated_bytes(config)
         draft.promise["reserved_bytes"] = fit.candidate.reserved_bytes
     draft.promise["validation_bytes"] = fit.validation_bytes
 
@@ -115,7 +117,7 @@ def _note_batch(draft: Draft, fit: Fit) -> None:
 
 
 def _note_schedule(draft: Draft, choice: Choice) -> None:
-    fit, *others = choice.fits
+    fit = choice.fit
     config = fit.config
     work = fit.candidate.step_recompute_fraction
     if config.recompute == "none" and not config.ckpt:
@@ -123,16 +125,16 @@ def _note_schedule(draft: Draft, choice: Choice) -> None:
         instead = "recompute=lean, about half the peak"
         draft.decide("schedule", "recompute=none", reason, instead)
         return
-    reason = f"{work:.0%} more multiplications than the plain step, which does not fit"
-    draft.decide("schedule", f"recompute={config.recompute}", reason, ", ".join(_option(other) for other in others))
-
-
-def _option(fit: Fit) -> str:
-    return f"recompute={fit.config.recompute}: {mib(fit.occupied_bytes)} MiB"
+    schedule = f"recompute={config.recompute}" if config.recompute != "none" else f"ckpt={config.ckpt}"
+    reason = f"{work:.1%} more multiplications than the plain step, which does not fit"
+    if draft.is_given("recompute", "ckpt"):
+        draft.decide("schedule", schedule, f"as given: {work:.1%} more multiplications than the plain step")
+        return
+    draft.decide("schedule", schedule, reason, "ckpt=auto, which computes whole stages twice, and a smaller patch")
 
 
 def _note_budget(draft: Draft, choice: Choice) -> None:
-    fit = choice.fits[0]
+    fit = choice.fit
     kind = "reserved by the allocator" if draft.device == "cuda" else "tensors"
     size = fit.occupied_bytes
     share = percent(size, draft.budget)
@@ -144,7 +146,7 @@ def _note_budget(draft: Draft, choice: Choice) -> None:
 
 
 def _why_unused(draft: Draft, choice: Choice) -> str:
-    fit = choice.fits[0]
+    fit = choice.fit
     if draft.is_given("data.patch"):
         return "the patch is given"
     if choice.larger[-1] != choice.sizes[0]:

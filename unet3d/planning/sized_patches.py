@@ -24,6 +24,26 @@ class SizedPatch(NamedTuple):
         return prod(self.patch)
 
 
+class SizedSeries:
+    """Some patches by number, from the smallest on, as `largest` takes them."""
+
+    def __init__(self, sizes: Sequence[SizedPatch]) -> None:
+        """Take patches, the largest first."""
+        self._sizes = sizes[::-1]
+        self._by_patch = {size.patch: size for size in sizes}
+
+    def __getitem__(self, number: int) -> Triple:
+        return self._sizes[number].patch
+
+    def is_last(self, number: int) -> bool:
+        """Return whether a patch is the largest."""
+        return number == len(self._sizes) - 1
+
+    def of(self, patch: Triple) -> SizedPatch:
+        """Return a patch with its levels."""
+        return self._by_patch[patch]
+
+
 def sized_patches(spacing: Sequence[float], shape: Sequence[float], levels: int | None = None) -> list[SizedPatch]:
     """Return patches from about a median volume (voxels) down, each shorter in the axis that is relatively longest.
 
