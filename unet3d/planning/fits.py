@@ -25,6 +25,7 @@ from unet3d.planning.largest import Points, largest
 from unet3d.planning.sized_patches import SizedPatch, SizedSeries
 from unet3d.training import optim
 
+COUNTER = 4  # bytes of the number of steps that Adam keeps for each parameter
 LEAN_OF_TILES = 1.15  # bytes of a step with recompute=lean, at least, for each of recompute=tiles
 SHARE_BY_TILES = 0.25  # first guess of the bytes a voxel that recompute=tiles leaves of the plain step's
 Make = Callable[[SizedPatch], Config]  # the config of a run with a patch, whose model leaves nothing open
@@ -52,22 +53,19 @@ def fit_of(config: Config) -> Fit:
     return Fit(config, candidate, validation.peak_bytes)
 
 
-def weight_bytes(config: Config) -> int:
-    """Return the bytes of the network's weights."""
+def _parameters(config: Config) -> list[int]:
+    """Return the bytes of each of the network's parameters."""
     with torch.random.fork_rng([]), fake_mode("cpu"):
         model = fake_model(config, config.model, torch.float32)
-        return sum(parameter.nbytes for parameter in model.parameters())
+        return [parameter.nbytes for parameter in model.parameters()]
 
 
 def optimizer_bytes(config: Config) -> int:
-    """Return the bytes of what the optimizer keeps between steps, but for a number for each parameter."""
-    of_weights = optim.state_names(config.optim) - {"step"}
-    return len(of_weights) * weight_bytes(config)
-
-
-def plain(config: Config) -> Config:
-    """Return the config without recomputation."""
-    return replace(config, recompute="none", ckpt=0, budget=None)
+    """Return the bytes of what the optimizer keeps between steps."""
+    sizes = _parameters(config)
+    names = optim.state_names(config.optim)
+    counters = COUNTER * len(sizes) if "step" in names else 0
+    return len(names - {"step"}) * sum(sizes) + counters
 
 
 def largest_as_given(sizes: Sequence[SizedPatch], make: Make, budget: int) -> SizedPatch | None:
@@ -147,4 +145,4 @@ def allocated_bytes(config: Config) -> int:
 
 def state_bytes(config: Config) -> int:
     """Return the bytes of weights, gradients and the optimizer's state."""
-    return 2 * weight_bytes(config) + optimizer_bytes(config)
+    return 2 * sum(_parameters(config)) + optimizer_bytes(config)
