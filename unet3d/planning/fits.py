@@ -68,6 +68,11 @@ def optimizer_bytes(config: Config) -> int:
     return len(names - {"step"}) * sum(sizes) + counters
 
 
+def plain(config: Config) -> Config:
+    """Return the config without recomputation."""
+    return replace(config, recompute="none", ckpt=0, budget=None)
+
+
 def largest_as_given(sizes: Sequence[SizedPatch], make: Make, budget: int) -> SizedPatch | None:
     """Return the largest patch whose step fits by the schedule of its config; None without one.
 
