@@ -23,36 +23,37 @@ def choose_steps(draft: Draft) -> None:
         return
     step = timing.step_time(draft.config)
     draft.promise["step_s"] = round(step.seconds, 4)
-    validation = _validation_seconds(draft, step.seconds)
-    mirrorings = 2 ** len(draft.config.data.augment.mirror)
-    is_mirrored = draft.config.inference.mirror
-    if draft.seconds is not None and not draft.is_given("inference.mirror"):
-        is_mirrored = VALIDATIONS * validation * mirrorings <= MIRROR_SHARE * draft.seconds
-        draft.set("inference.mirror", is_mirrored)
-        reason = f"{mirrorings} forward passes a window take {duration(validation * mirrorings)} a validation"
-        draft.decide(
-            "test time",
-            f"inference.mirror={is_mirrored}".lower(),
-            reason,
-            f"inference.mirror={not is_mirrored}".lower(),
-        )
-    if is_mirrored:
-        validation *= mirrorings
+    validation = _mirrored_validation(draft, _validation_seconds(draft, step.seconds))
     steps = DEFAULT_STEPS
-    reason = f"the default without time=; a step takes {step.seconds:.3g} s ({step.basis})"
+    reason = f"the default without time=; {step.seconds:.3g} s each ({step.basis})"
     if draft.seconds is not None:
         left = draft.seconds - VALIDATIONS * validation
         steps = max(1, min(MOST_STEPS, int(left / step.seconds)))
         validations = f"{VALIDATIONS} validations of {duration(validation)} (estimated)"
-        reason = f"{step.seconds:.3g} s a step ({step.basis}), {validations}"
+        reason = f"{step.seconds:.3g} s each ({step.basis}), and {validations}"
+    if draft.is_given("steps"):
+        reason = f"as given; {step.seconds:.3g} s each ({step.basis})"
     _set_steps(draft, steps)
     steps = draft.config.steps
-    total = steps * step.seconds + ceil(steps / max(1, draft.config.eval_every or steps)) * validation
+    total = steps * step.seconds + ceil(steps / (draft.config.eval_every or steps)) * validation
     draft.promise["seconds"] = round(total, 1)
-    draft.decide(
-        "steps", f"{steps:,}", "as given" if draft.is_given("steps") else reason, f"time in all {duration(total)}"
-    )
+    draft.decide("steps", f"{steps:,}", f"{reason}: {duration(total)} in all (predicted)")
     _choose_rate(draft)
+
+
+def _mirrored_validation(draft: Draft, seconds: float) -> float:
+    """Choose whether validations average over mirrorings, if there is a time; return the seconds that one takes.
+
+    `seconds` is what one takes without.
+    """
+    mirrorings = 2 ** len(draft.config.data.augment.mirror)
+    if draft.seconds is not None and not draft.is_given("inference.mirror"):
+        is_mirrored = VALIDATIONS * seconds * mirrorings <= MIRROR_SHARE * draft.seconds
+        draft.set("inference.mirror", is_mirrored)
+        reason = f"with {mirrorings} passes a window a validation takes {duration(seconds * mirrorings)} (estimated)"
+        choice = f"inference.mirror={is_mirrored}".lower()
+        draft.decide("mirrored windows", choice, reason, f"inference.mirror={not is_mirrored}".lower())
+    return seconds * mirrorings if draft.config.inference.mirror else seconds
 
 
 def _choose_unmeasured(draft: Draft) -> None:

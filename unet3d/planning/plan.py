@@ -48,7 +48,7 @@ def decision_lines(draft: Draft) -> list[str]:
     lines = []
     for name, choice, reason, instead in draft.decisions:
         next_best = f"; next best: {instead}" if instead else ""
-        lines.append(f"{name}: {choice} ({reason}){next_best}")
+        lines.append(f"{name}: {choice}: {reason}{next_best}")
     return lines
 
 

@@ -46,7 +46,7 @@ def _note_network(draft: Draft, choice: Choice) -> None:
     levels = choice.larger[-1].levels
     depth = len(model.features)
     deepest = [length // unit for length, unit in zip(draft.config.data.patch, levels.units, strict=True)]
-    reason = f"axes are halved while 4 voxels are left ({sizes_text(deepest)} at the bottom) and spacings are alike"
+    reason = f"axes are halved while 4 voxels are left, here {sizes_text(deepest)}, and spacings are alike"
     draft.decide("levels", f"{depth}", reason, f"{depth - 1} levels" if depth > 2 else "")
     flat = [level for level, kernel in enumerate(levels.kernels) if 1 in kernel]
     uneven = [level for level, stride in enumerate(levels.strides) if 1 in stride]
@@ -93,7 +93,7 @@ def _note_patch(draft: Draft, choice: Choice) -> None:
         reason = f"{covers}: the time allows no larger one"
         instead = f"{sizes_text(choice.sizes[0].patch)} with more time"
     else:
-        reason = f"{covers}: the largest of its proportions that fits, as far as was predicted"
+        reason = f"{covers}: the largest of its proportions that fits"
         instead = f"{sizes_text(choice.larger[-2].patch)} with more memory"
     draft.decide("patch", sizes_text(patch), reason, instead)
 
@@ -102,16 +102,13 @@ def _note_batch(draft: Draft, fit: Fit) -> None:
     config = fit.config
     patches = config.batch * config.accumulate
     if draft.is_given("batch", "accumulate"):
-        draft.decide("batch", f"{config.batch} x {config.accumulate}", "as given")
+        draft.decide("batch", f"{config.batch}, accumulate={config.accumulate}", "as given")
     elif config.accumulate > 1:
-        reason = f"{patches} patches a step, one at a time: a patch of twice the voxels is worth more"
-        draft.decide(
-            "batch", f"{config.batch}, accumulate={config.accumulate}", reason, f"batch={patches}, a smaller patch"
-        )
+        choice = f"{config.batch}, accumulate={config.accumulate}"
+        reason = f"{patches} patches a step for variety, one at a time, so that they may be twice as large"
+        draft.decide("batch", choice, reason, f"batch={patches}, a smaller patch")
     else:
-        limit = (
-            f"at most {BATCHES[draft.device]}, {SHARE_OF_DATA:.0%} of all voxels, what fits and what the time allows"
-        )
+        limit = f"at most {BATCHES[draft.device]}, {SHARE_OF_DATA:.0%} of all voxels, and what memory and time allow"
         reason = f"at least {LEAST_BATCH} for variety; {limit}"
         draft.decide("batch", str(config.batch), reason, f"batch={max(1, config.batch // 2)}")
 
