@@ -14,7 +14,7 @@ from unet3d.config.plan_file import is_settable
 
 SHARE_OF_HOST = 0.5  # of this machine's memory, without a budget on a CPU
 SHARE_OF_CARD = 0.9  # of a GPU's
-TIME = "time="
+OWN = ("time", "like")  # words that are no options of a run
 NOT_RUN = ("budget", "plan", "dry_run", "resume", "sweep")  # options that say nothing of the run that is planned
 
 
@@ -27,7 +27,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.out is not None:
             raise UserError("-o is for the plan of a data set; remove it, or --network and --module")
         return plan_network.run(arguments)
-    overrides, time = _split_time(arguments.overrides)
+    overrides, own = _split(arguments.overrides)
+    like = own.get("like")
+    if like not in (None, "nnunet"):
+        raise UserError(f"like={like}: use like=nnunet, or leave it out")
     composed = compose.compose_tree(overrides)
     config = compose.load(composed.options)
     given = _given(composed)
@@ -44,11 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     from unet3d.base.terminal import NARROW, paper, terminal_table
     from unet3d.planning import fingerprint, plan, timing
 
-    seconds = None if time is None else timing.seconds_of(time)
+    seconds = timing.seconds_of(own["time"]) if "time" in own else None
     budget = _budget(config.budget, config.device)
     read = fingerprint.read_fingerprint(config.data)
     for title, table in fingerprint.tables(read):
         paper(NARROW).print(terminal_table(title, table))
+    if like is not None:
+        config, given = plan.like_nnunet(config, given, read)
     draft = plan.make_plan(config, given, read, budget, seconds)
     print(f"Plan for {mib(budget)} MiB on {draft.device}")
     for line in plan.decision_lines(draft):
@@ -71,16 +76,17 @@ def _given(composed: compose.Composed) -> set[str]:
     return given - set(NOT_RUN)
 
 
-def _split_time(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the overrides, and the last value of `time=`; None without one."""
-    time = None
+def _split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the overrides, and the last value of each of the planner's OWN words."""
+    own = {}
     overrides = []
     for word in words:
-        if word.startswith(TIME):
-            time = word.removeprefix(TIME)
+        name, _, value = word.partition("=")
+        if name in OWN:
+            own[name] = value
         else:
             overrides.append(word)
-    return overrides, time
+    return overrides, own
 
 
 def _budget(text: str | None, device: str) -> int:

@@ -8,11 +8,12 @@ import yaml  # type: ignore[import-untyped]
 
 from unet3d.base.errors import escaped
 from unet3d.config.schema import Config
-from unet3d.planning.draft import Draft
+from unet3d.planning.draft import Draft, changed
 from unet3d.planning.fingerprint import Fingerprint
-from unet3d.planning.for_budget import choose_precision, choose_step
+from unet3d.planning.for_budget import choose_precision, choose_step, plain_sizes
 from unet3d.planning.for_time import choose_steps
 from unet3d.planning.from_fingerprint import choose_intensity, choose_mirrors, choose_spacing
+from unet3d.planning.nnunet import nnunet_plan
 from unet3d.planning.reasons import note_step
 
 ACTIVATION = "leaky_relu"
@@ -41,6 +42,28 @@ def make_plan(
     note_step(draft, choose_step(draft))
     choose_steps(draft)
     return draft
+
+
+def like_nnunet(config: Config, given: Collection[str], fingerprint: Fingerprint) -> tuple[Config, set[str]]:
+    """Return the config as nnU-Net's planner would choose it, but for `given` options, and all that is then given."""
+    chosen = nnunet_plan(
+        fingerprint.shapes,
+        fingerprint.spacings,
+        len(fingerprint.classes),
+        cases=fingerprint.cases,
+    )
+    options = {
+        "data.spacing": list(chosen.spacing),
+        "data.patch": list(chosen.patch),
+        "model.features": chosen.levels.features,
+        "model.kernels": plain_sizes(chosen.levels.kernels, 3),
+        "model.strides": plain_sizes(chosen.levels.strides, 2),
+        "batch": chosen.batch,
+    }
+    for name, value in options.items():
+        if name not in given:
+            config = changed(config, name, value)
+    return config, {*given, *options}
 
 
 def decision_lines(draft: Draft) -> list[str]:

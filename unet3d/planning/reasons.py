@@ -119,7 +119,7 @@ def _note_schedule(draft: Draft, choice: Choice) -> None:
     work = fit.candidate.step_recompute_fraction
     if config.recompute == "none" and not config.ckpt:
         reason = "the plain step fits, which computes nothing twice"
-        instead = "recompute=lean, about half the peak"
+        instead = "recompute=lean, in less memory"
         draft.decide("schedule", "recompute=none", reason, instead)
         return
     schedule = f"recompute={config.recompute}" if config.recompute != "none" else f"ckpt={config.ckpt}"
