@@ -148,9 +148,9 @@ def test_each_kind_is_planned_from_its_files_and_its_step_runs(name: str, tmp_pa
     assert all(channel.is_ct_like == (name == "ct") for channel in read.intensities)
     levels = len(sized_patches(kind.spacing, read.shapes[0])[0].levels.kernels)
     features = f"model.features=[{','.join(['2'] * levels)}]"
-    config = compose.compose([*words, features])
-    draft = make_plan(config, {"model.features"}, read, 64 * MIB)
-    assert max(draft.promise["peak_bytes"], draft.promise["validation_bytes"]) <= 64 * MIB
+    config = compose.compose([*words, features, "data.patch=[512,512,512]"])
+    draft = make_plan(config, {"model.features"}, read, 4096 * MIB)
+    assert max(draft.promise["peak_bytes"], draft.promise["validation_bytes"]) <= 4096 * MIB
     if name == "mr":
         assert geometry.kernels(draft.config.model)[0] == (3, 3, 1)
         assert geometry.strides(draft.config.model)[0] == (2, 2, 1)

@@ -14,6 +14,7 @@ from unet3d.config.plan_file import is_settable
 
 SHARE_OF_HOST = 0.5  # of this machine's memory, without a budget on a CPU
 SHARE_OF_CARD = 0.9  # of a GPU's
+ANY_PATCH = "data.patch=[1024,1024,1024]"  # until one is planned: any network takes it
 OWN = ("time", "like")  # words that are no options of a run
 NOT_RUN = ("budget", "plan", "dry_run", "resume", "sweep")  # options that say nothing of the run that is planned
 
@@ -32,8 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
     if like not in (None, "nnunet"):
         raise UserError(f"like={like}: use like=nnunet, or leave it out")
     composed = compose.compose_tree(overrides)
-    config = compose.load(composed.options)
     given = _given(composed)
+    if "data.patch" not in given:
+        composed = compose.compose_tree([*overrides, ANY_PATCH])
+    config = compose.load(composed.options)
     for name in sorted(given):
         if not is_settable(name):
             raise UserError(f"{name}: a plan does not keep this; give it to train.py")

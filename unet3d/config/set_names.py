@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from unet3d.base.errors import UserError
@@ -12,8 +12,8 @@ from unet3d.config.hydra_errors import ABOUT, in_one_line
 from unet3d.config.plain_values import flat
 
 
-def names_set(overrides: Iterable[Override], folders: Sequence[Path], purpose: str) -> set[str]:
-    """Return the options that parsed overrides set, by name or by a file of a config group in one of the folders.
+def names_set(overrides: Iterable[Any], folders: Sequence[Path], purpose: str) -> set[str]:
+    """Return the options that overrides, as Hydra parses them, set by name or by a file of a config group in one of the folders.
 
     `purpose` is the option that asks. Raises UserError.
     """
