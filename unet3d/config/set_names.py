@@ -13,9 +13,9 @@ from unet3d.config.plain_values import flat
 
 
 def names_set(overrides: Iterable[Any], folders: Sequence[Path], purpose: str) -> set[str]:
-    """Return the options that overrides, as Hydra parses them, set by name or by a file of a config group in one of the folders.
+    """Return the options that overrides set, by name or by a file of a config group in one of the folders.
 
-    `purpose` is the option that asks. Raises UserError.
+    The overrides are as Hydra parses them; `purpose` is the option that asks. Raises UserError.
     """
     names: set[str] = set()
     for override in overrides:
