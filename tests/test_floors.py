@@ -8,15 +8,18 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "unet3d"
 FACE = "unet3d"  # the package itself: what `import unet3d` offers
-LAYERS = (  # lowest first; `model.geometry` holds plain integers, `data` and `training` stand side by side
+# Lowest first. `model.geometry` and `planning.architecture` hold plain numbers; `data`, `training` stand side by side.
+LAYERS = (
     ("base",),
     ("config.schema",),
     ("model",),
+    ("planning.architecture",),
     ("config",),
     ("recomputing",),
     ("data", "training"),
     ("build",),
     ("memory",),
+    ("planning",),
     ("report",),
     ("run",),
     ("cli", "__main__"),
@@ -35,7 +38,7 @@ LIBRARIES = {
 }
 WITHOUT_TORCH = (
     *("base", "config"),
-    *("model.geometry", "data.cases", "memory", "training"),
+    *("model.geometry", "planning.architecture", "data.cases", "memory", "training"),
     *("cli.main", "cli.commands", "cli.predict", "cli.memory", "cli.options"),
     *("cli.train", "cli.arguments", "cli.plan", "cli.hydra_app", "cli.lifecycle", "cli.sweep"),
 )

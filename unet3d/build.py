@@ -21,8 +21,8 @@ from unet3d.data.grids import target_grid
 from unet3d.data.headers import read_grid
 from unet3d.data.splits import split
 from unet3d.data.synthetic import phantom_header
-from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
+from unet3d.planning.architecture import levels_of
 from unet3d.training.inference import Predictor
 from unet3d.training.losses import CUDA_CHUNK, LOSSES, LossOptions, SegmentationLoss
 from unet3d.training.policy import PLAIN, MemoryPolicy, Technique, amp_dtype
@@ -150,8 +150,8 @@ def model_options(config: Config, dataset: DatasetInfo, spacing: Sequence[float]
             remedy = f"set it to {given}, or null for the data's"
             raise UserError(f"model.{name}={value}, but the data has {given}; {remedy}")
         setattr(model_config, name, given)
-    automatic = geometry.from_spacing(spacing, config.data.patch, len(model_config.features))
-    for name, sizes in zip(("kernels", "strides"), automatic, strict=True):
+    automatic = levels_of(spacing, config.data.patch, len(model_config.features))
+    for name, sizes in automatic._asdict().items():
         if getattr(model_config, name) == "auto":
             setattr(model_config, name, [list(size) for size in sizes])
     rules.check(replace(config, model=model_config))

@@ -39,14 +39,6 @@ def test_level_sizes(options: Callable[..., Model]) -> None:
     assert found == [(33, 17, 5), (17, 9, 3), (9, 5, 2), (5, 3, 1)]
 
 
-def test_strides_and_kernels_from_spacing() -> None:
-    """1 x 1 x 5 mm: the coarse axis waits until the others are as coarse."""
-    kernels, strides = geometry.from_spacing((1, 1, 5), (128, 128, 24), 4)
-    assert kernels == [(3, 3, 1), (3, 3, 1), (3, 3, 3), (3, 3, 3)]
-    assert strides == [(2, 2, 1), (2, 2, 1), (2, 2, 2)]
-    assert geometry.from_spacing((1, 1, 1), (40, 56, 6), 3)[1] == [(2, 2, 1), (2, 2, 1)]
-
-
 @pytest.mark.parametrize("value", ["three", [3, 3], [[3, 3], 3, 3], 0, [True, 3, 3]])
 def test_malformed_kernels_are_refused(value: object) -> None:
     with pytest.raises(UserError, match=r"^k"):

@@ -112,7 +112,7 @@ def _explain_module(arguments: argparse.Namespace) -> int:
         example = "give the sizes N, C, D, H, W of the input, such as 1x1x96x96x96"
         raise UserError(f"--input {arguments.input}: {example}")
     shape = [int(size) for size in arguments.input.split("x")]
-    keywords = _keywords(arguments.args)
+    keywords = network_keywords(arguments.args)
     if arguments.below is not None:
         from unet3d.cli import memory_below
 
@@ -139,7 +139,7 @@ def _explain_module(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _keywords(text: str) -> dict[str, Any]:
+def network_keywords(text: str) -> dict[str, Any]:
     """Return the keywords that make a network, from JSON. Raises UserError."""
     try:
         keywords = json.loads(text)

@@ -18,9 +18,9 @@ from unet3d.data.grids import Grid
 from unet3d.data.headers import read_grid
 from unet3d.model import geometry
 from unet3d.model.geometry import Triple
+from unet3d.planning.architecture import ISOTROPIC, levels_of, target_spacing
 
 SPACING_VARIATION = 1.1  # ratio of the spacings of cases from which on they are resampled
-ANISOTROPY = 2  # ratio of the spacings along a case's axes from which on kernels and strides differ
 MIN_PATCH_FILL = 0.5  # smallest share of a patch that volumes must fill
 CASES_SAMPLED = 200  # whose sizes are compared with the patch
 T = TypeVar("T")
@@ -86,11 +86,11 @@ def suitable_options(config: Config, stored: Sequence[Grid | None]) -> list[str]
     options: dict[str, object] = {}
     spacing = config.data.spacing
     if spacing is None:
-        spacing = _common_spacing(grids)
+        spacing = common_spacing([grid.shape for grid in grids], [grid.spacing for grid in grids])
         if spacing is not None:
             options["data.spacing"] = spacing
     spacing = spacing or list(grids[0].spacing)
-    is_anisotropic = max(spacing) > ANISOTROPY * min(spacing)
+    is_anisotropic = max(spacing) > ISOTROPIC * min(spacing)
     if is_anisotropic and _is_isotropic(model_config):
         options["model.kernels"] = "auto"
         options["model.strides"] = "auto"
@@ -104,15 +104,13 @@ def suitable_options(config: Config, stored: Sequence[Grid | None]) -> list[str]
     return [f"{name}={value}".replace(" ", "") for name, value in options.items()]
 
 
-def _common_spacing(grids: Sequence[Grid]) -> list[float] | None:
-    """Return the median spacing (mm) of cases whose spacings vary; None where they do not."""
-    spacings = np.array([grid.spacing for grid in grids])
-    low = spacings.min(0)
-    high = spacings.max(0)
+def common_spacing(shapes: Sequence[Sequence[int]], spacings: Sequence[Sequence[float]]) -> list[float] | None:
+    """Return the target spacing (mm) of cases whose spacings vary; None where they do not."""
+    low = np.min(spacings, axis=0)
+    high = np.max(spacings, axis=0)
     if (high <= SPACING_VARIATION * low).all():
         return None
-    median = np.quantile(spacings, 0.5, axis=0, method="nearest")
-    return [float(f"{mm:.3g}") for mm in median]
+    return [float(f"{mm:.3g}") for mm in target_spacing(shapes, spacings)]
 
 
 def _is_isotropic(model_config: Model) -> bool:
@@ -143,7 +141,7 @@ def suitable_patch(
     It has no more voxels than the config's.
     """
     if model_config.strides == "auto":
-        _, strides = geometry.from_spacing(spacing, sizes, len(model_config.features))
+        strides = levels_of(spacing, sizes, len(model_config.features)).strides
     else:
         strides = geometry.strides(model_config)
     units = list[int]()

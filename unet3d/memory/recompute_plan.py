@@ -137,7 +137,8 @@ def prepared(config: Config, model_config: Model, dtype: torch.dtype = torch.flo
     """Return the program of a config's network without a choice of its schedule. Equal networks are traced once."""
     frozen = config.optim.init_names if config.optim.init_lr == 0 else None
     plan = config.recompute
-    if not has_larger_tiles(plan, build.policy(config, "cpu").dtype or dtype):
+    on_cpu = build.device_type(config) == "cpu"
+    if not on_cpu or not has_larger_tiles(plan, build.policy(config, "cpu").dtype or dtype):
         plan = "tiles"
     key = replace(step_key(config), optim=Optim(init_names=frozen), loss=Loss(), accumulate=1, recompute=plan)
     try:

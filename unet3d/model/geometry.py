@@ -1,6 +1,5 @@
 """Kernels, strides and sizes along the U, in plain integers and without torch."""
 
-import itertools
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -10,8 +9,6 @@ from unet3d.config.schema import Model
 
 Triple = tuple[int, int, int]
 ONES: Triple = (1, 1, 1)
-LEAST_HALVED = 8  # voxels of an axis that is still halved
-ISOTROPIC = 2  # an axis counts as fine while its spacing is below this many times the finest
 SEARCHED = 10_000  # sizes tried on either side for one that fits
 
 
@@ -62,36 +59,6 @@ def strides(model: Model) -> list[Triple]:
     if steps <= 0:
         return []  # a user's own network may have no level
     return triples("model.strides", model.strides, steps)
-
-
-def from_spacing(spacing: Sequence[float], patch: Sequence[int], levels: int) -> tuple[list[Triple], list[Triple]]:
-    """Return kernels and strides that bring voxels towards cubes, after nnU-Net's planner (arXiv:1809.10486, 2.2).
-
-    An axis is halved while it has 8 voxels or more and its spacing is below twice the finest such axis's. It is
-    convolved from the first level at which its spacing is that close.
-    """
-    size = list(patch)
-    step = list(spacing)
-    finest = min(step)
-    kernel = [3 if length < ISOTROPIC * finest else 1 for length in step]
-    kernel_sizes = []
-    stride_sizes = []
-    for _ in range(levels):
-        can_halve = [voxels >= LEAST_HALVED for voxels in size]
-        finest = min(itertools.compress(step, can_halve), default=min(step))
-        stride = [1, 1, 1]
-        for axis in range(3):
-            if step[axis] >= ISOTROPIC * finest:
-                continue
-            kernel[axis] = 3
-            if can_halve[axis]:
-                stride[axis] = 2
-        kernel_sizes.append(_triple("kernel", kernel))
-        stride_sizes.append(_triple("stride", stride))
-        for axis in range(3):
-            size[axis] = _divided(size[axis], stride[axis])
-            step[axis] *= stride[axis]
-    return kernel_sizes, stride_sizes[:-1]
 
 
 def _divided(length: int, stride: int) -> int:

@@ -1,0 +1,113 @@
+"""Peaks of training steps by schedule and patch, simulated once each: of a config's network, or of any other."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from unet3d import build
+from unet3d.base.types import MIB
+from unet3d.config.schema import Config, Model
+from unet3d.memory.allocator import Settings, read_settings, replay
+from unet3d.memory.ledger import Ledger
+from unet3d.memory.technique import predicted
+from unet3d.memory.variants import refuse_step
+from unet3d.model.geometry import Triple
+
+USUAL_BYTES = 2600  # a voxel of a patch, of nnU-Net's step in float32; only a first guess
+
+
+class Schedule(NamedTuple):
+    """A way to take a step, and what it usually needs."""
+
+    amp: bool
+    recompute: str
+    usual: float  # share of the bytes in float32; only a first guess
+
+
+SCHEDULES = (
+    Schedule(False, "none", 1.0),
+    Schedule(True, "none", 0.52),
+    Schedule(True, "lean", 0.27),
+    Schedule(True, "tiles", 0.22),
+)
+AUTO = Schedule(True, "auto", 0.22)  # the least work that fits a budget
+AS_NNUNET = SCHEDULES[1]
+
+
+class Peaks(NamedTuple):
+    """Predicted peaks of a step, in bytes. Those of the allocator are 0 on the CPU."""
+
+    tensors: int
+    allocated: int = 0
+    reserved: int = 0  # with the allocator's settings of this environment
+    expandable: int = 0  # reserved with expandable_segments
+
+    @property
+    def occupied(self) -> int:
+        """Return the bytes that a budget limits."""
+        return max(self.tensors, self.reserved)
+
+
+def peaks_of(ledger: Ledger, device_type: str) -> Peaks:
+    """Return the peaks of simulated steps."""
+    tensors = ledger.peak_bytes()
+    if device_type != "cuda":
+        return Peaks(tensors)
+    settings, _ = read_settings(os.environ)
+    allocated, reserved = replay(ledger.events, settings)
+    expandable = replay(ledger.events, Settings(expandable=True)).reserved_bytes
+    return Peaks(tensors, allocated, reserved, expandable)
+
+
+class Steps(ABC):
+    """The training steps of a network. Each is simulated once."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = replace(config, budget=None)
+        self.device_type = build.device_type(config)
+        self._peaks: dict[tuple[Schedule, Triple, int | None], Peaks] = {}
+
+    def peaks(self, schedule: Schedule, patch: Triple, budget: int) -> Peaks:
+        """Return what a step needs. The budget (bytes) counts for `recompute=auto`. Raises UserError."""
+        key = (schedule, patch, budget if schedule.recompute == "auto" else None)
+        if key not in self._peaks:
+            self._peaks[key] = peaks_of(self.ledger(schedule, patch, budget), self.device_type)
+        return self._peaks[key]
+
+    @property
+    def batch(self) -> int:
+        """Return the patches in a step."""
+        return self.config.batch
+
+    @property
+    def simulated(self) -> int:
+        """Return the number of steps simulated so far."""
+        return len(self._peaks)
+
+    @abstractmethod
+    def ledger(self, schedule: Schedule, patch: Triple, budget: int) -> Ledger:
+        """Return the ledger of simulated steps. Raises UserError."""
+
+
+class ConfigSteps(Steps):
+    """The steps of a config whose network may depend on the patch."""
+
+    def __init__(self, config: Config, network: Callable[[Triple], Model]) -> None:
+        super().__init__(config)
+        self.network = network
+
+    def ledger(self, schedule: Schedule, patch: Triple, budget: int) -> Ledger:
+        model = self.network(patch)
+        config = replace(
+            self.config,
+            model=model,
+            data=replace(self.config.data, patch=list(patch)),
+            amp=schedule.amp,
+            recompute=schedule.recompute,
+        )
+        if schedule.recompute == "auto":
+            config = replace(config, budget=f"{budget / MIB:.6f}MiB")
+        refuse_step(config)
+        return predicted(config, model).ledger
