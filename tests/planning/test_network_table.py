@@ -18,7 +18,6 @@ SCHEDULES = {
     "bf16": "amp=true recompute=none",
     "bf16 lean": "amp=true recompute=lean",
     "bf16 tiles": "amp=true recompute=tiles",
-    "bf16 auto": "amp=true recompute=auto",
 }
 
 
@@ -80,6 +79,7 @@ def listed(patch: str) -> str:
     return f"[{patch.replace('x', ',')}]"
 
 
+@pytest.mark.slow
 def test_the_patch_of_a_config_fits_and_the_next_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert face("plan", *QUESTION, "device=cuda", "budget=48MiB", "recompute=lean") == 0
     (row,) = rows(capsys.readouterr().out, kinds=4)
@@ -95,15 +95,16 @@ def test_the_patch_of_a_config_fits_and_the_next_does_not(capsys: pytest.Capture
 
 @pytest.mark.slow
 def test_patches_of_given_proportions_stand_beside_cubes(capsys: pytest.CaptureFixture[str]) -> None:
-    question = [*QUESTION, "--proportions", "4x4x1", "device=cpu", "budget=8MiB", "recompute=auto"]
+    question = [*QUESTION, "--proportions", "4x4x1", "device=cpu", "budget=4MiB", "recompute=lean"]
     assert face("plan", *question) == 0
     cube, thin = rows(capsys.readouterr().out, kinds=1)
     assert len({*cube.patch.split("x")}) == 1
     x, y, z = (int(length) for length in thin.patch.split("x"))
     assert min(x, y) >= 3 * z
-    assert cube.schedule == thin.schedule == "bf16 auto"
+    assert cube.schedule == thin.schedule == "bf16 lean"
 
 
+@pytest.mark.slow
 def test_any_network_is_asked_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     network = ["--module", f"{__name__}:Thin", "--args", '{"width": 2}']
     assert face("plan", *network, "--multiple", "8", "device=cpu", "batch=1", "budget=4MiB") == 0
@@ -115,6 +116,7 @@ def test_any_network_is_asked_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> 
     assert not checked(capsys, "4MiB", *network, "--input", f"1x1x{row.next}", "device=cpu")["fits"]
 
 
+@pytest.mark.slow
 def test_the_budget_may_be_the_peak_of_a_patch(capsys: pytest.CaptureFixture[str]) -> None:
     assert face("plan", *QUESTION, "recompute=lean", "device=cpu", "--peak-of", "32x32x32") == 0
     (row,) = rows(capsys.readouterr().out, kinds=1)
@@ -122,6 +124,7 @@ def test_the_budget_may_be_the_peak_of_a_patch(capsys: pytest.CaptureFixture[str
     assert float(row.voxels.removesuffix("x")) > 1
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_keeps_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert face("plan", *QUESTION, "device=cpu", "budget=0.1MiB", "recompute=lean") == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "bf16 lean" in line)
