@@ -45,9 +45,12 @@ def commands() -> list[list[str]]:
 
 
 def overrides(words: list[str], folder: Path) -> list[str]:
-    """The options in a command; PATH becomes a folder that is there."""
+    """The options in a command; PATH and plan.yaml become what is there."""
     (folder / "Task04_Hippocampus").mkdir(exist_ok=True)
-    return [word.replace("PATH", str(folder)) for word in words if "=" in word]
+    (folder / "plan.yaml").write_text("options: {batch: 2}")
+    options = [word for word in words if "=" in word and not word.startswith("time=")]
+    in_folder = [word.replace("plan=plan.yaml", f"plan={folder / 'plan.yaml'}") for word in options]
+    return [word.replace("PATH", str(folder)) for word in in_folder]
 
 
 def is_of_user(words: list[str]) -> bool:

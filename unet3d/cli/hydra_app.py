@@ -17,7 +17,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.config import compose
-from unet3d.config.compose import Job
+from unet3d.config.compose import Composed, Job
 
 
 def flag_parser() -> argparse.ArgumentParser:
@@ -55,6 +55,16 @@ def current_job() -> CurrentJob:
     asked = HydraConfig.get()
     folder = Path(asked.runtime.output_dir)
     return CurrentJob(asked.job.num, folder, list(asked.overrides.task), searchpath_overrides(asked.overrides.hydra))
+
+
+def options_of_job(tree: DictConfig) -> DictConfig:
+    """Return the options of a job of a sweep, with those of its plan, from the tree of its task. Raises UserError."""
+    whole = tree.copy()
+    with open_dict(whole):
+        whole.hydra = HydraConfig.get()
+    composed = Composed(list(HydraConfig.get().overrides.task), whole)
+    compose.apply_plan(composed)
+    return composed.options
 
 
 def launch(

@@ -8,15 +8,17 @@ from pathlib import Path
 from unet3d import __version__
 from unet3d.base import collector
 from unet3d.base.errors import CheckpointError, OutOfMemory, UserError, is_disk_full, make_room
-from unet3d.cli import commands, libraries, lifecycle, memory, plan_network, predict, train
+from unet3d.cli import commands, libraries, lifecycle, memory, plan_command, plan_network, predict, train
 from unet3d.config import compose
 from unet3d.config.hydra_errors import not_a_flag
 
 Command = Callable[[argparse.Namespace], int | None]  # returns an exit code, None for 0
 LISTS = ("overrides", "inputs", "checkpoints", "runs")  # arguments that take any number of words
+WRITE_FILES = (commands.publish, plan_command.run)  # commands whose -o names a file
 EXAMPLES = """examples:
   python -m unet3d train model=unet_small amp=true
   python -m unet3d check-data data=nnunet data.root=PATH
+  python -m unet3d plan data=nnunet data.root=PATH budget=11GiB
   python -m unet3d memory model=forum_mid amp=true
   python -m unet3d memory model=forum_mid --below 8GiB
   python -m unet3d memory fit model=forum_mid budget=8GiB
@@ -62,7 +64,7 @@ def _arguments() -> argparse.Namespace:
             raise UserError(f"{word}: not understood; -h lists what is")
         words.append(word if takes_overrides else Path(word))
     out = getattr(arguments, "out", None)
-    if out is not None and out.exists() and not out.is_dir() and arguments.run is not commands.publish:
+    if out is not None and out.exists() and not out.is_dir() and arguments.run not in WRITE_FILES:
         raise UserError(f"{out}: is a file; -o names a folder")
     if getattr(arguments, "config_dir", None):
         words.append(compose.search_path(arguments.config_dir))
@@ -89,10 +91,11 @@ def command_parser() -> argparse.ArgumentParser:
 
     about = "print every option as Markdown: docs/options.md"
     command("options", commands.print_options, about, loads_libraries=False)
-    _add_memory_arguments(command("memory", memory.run, "explain the memory of a training step"))
-    plan = command("plan", plan_network.run, "name the largest patches that a network trains on")
+    plan = command("plan", plan_command.run, "from a data set, budget=11GiB and time=8h to a plan that train.py keeps")
     plan_network.add_arguments(plan)
-    _add_overrides(plan, "budget=11GiB batch=2 device=cuda; without budget 4, 8, 11, 24 and 80 GiB")
+    _add_out(plan, "the file to write; default: plan.yaml")
+    _add_overrides(plan, "data=nnunet data.root=PATH budget=11GiB time=8h")
+    _add_memory_arguments(command("memory", memory.run, "explain the memory of a training step"))
     _add_predict_arguments(command("predict", predict.run, "segment NIfTI files with a run's checkpoint"))
     publish = command("publish", commands.publish, "write the network alone, without any path, to share it")
     _add_out(publish, "the file to write", is_required=True)

@@ -137,7 +137,8 @@ def job_of_sweep(tree: DictConfig) -> None:
         return
     print(f"job {asked.number}: {escaped(' '.join(asked.overrides))}", flush=True)
     if tree.dry_run:  # in this process: fake tensors leave nothing behind, and torch need not load for each job
-        lifecycle.run(job, compose.load(tree), asked.folder, [*asked.searchpath_overrides, *asked.overrides])
+        config = compose.load(hydra_app.options_of_job(tree))
+        lifecycle.run(job, config, asked.folder, [*asked.searchpath_overrides, *asked.overrides])
     else:
         sweep.run_job(asked.folder, asked.overrides, asked.searchpath_overrides)
 

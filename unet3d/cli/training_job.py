@@ -10,14 +10,17 @@ from unet3d.base.errors import UserError, escaped
 from unet3d.base.signals import Stop
 from unet3d.cli import lifecycle
 from unet3d.config import compose, idle, rules
+from unet3d.config.plan_file import read_plan
 from unet3d.config.schema import GENERATED, Config, Model
 from unet3d.data.cases import read_dataset, split
 from unet3d.data.grids import Grid
 from unet3d.data.planner import read_grids, unsuitable_patch
 from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.memory import preflight
+from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.report import report, summary
 from unet3d.report.memory_file import MemoryFile, saved_schedule
+from unet3d.report.receipt import plan_entry
 from unet3d.report.record import read_run
 from unet3d.run.open_run import open_run
 from unet3d.run.pretrained import PretrainedWeights, load_pretrained
@@ -45,11 +48,22 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
             config = start.config
         goes_on = config.resume is not None and config.recompute != "none"
         before = saved_schedule(folder) if goes_on else None
-        predicted = ranks.on_rank0(lambda: preflight.preflight(config, model_config, before))
+        predicted = ranks.on_rank0(lambda: _preflight(config, model_config, before))
         if data is None:
             ranks.on_rank0(lambda: MemoryFile(folder).update(predicted.memory))
             return
         _train(config, folder, data, model_config, predicted, stop, start)
+
+
+def _preflight(config: Config, model_config: Model, before: SavedSchedule | None) -> preflight.Preflight:
+    """Return the prediction of the run, with what its plan promised, which a resumed run has in memory.json."""
+    predicted = preflight.preflight(config, model_config, before)
+    if config.plan is None or config.resume is not None:
+        return predicted
+    plan = read_plan(config.plan)
+    values = compose.flat(compose.to_plain(config), ".")
+    entry = plan_entry(plan.options, plan.promise, values)
+    return predicted._replace(memory={**predicted.memory, "plan": entry})
 
 
 def _warn_of_patch(config: Config, data: PreparedData | None) -> None:

@@ -21,8 +21,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from unet3d.base.errors import UserError
 from unet3d.config.earlier import of_today
 from unet3d.config.hydra_errors import ABOUT, in_one_line, nearest, quoted
+from unet3d.config.plain_values import flat
+from unet3d.config.plan_file import read_plan
 from unet3d.config.rules import check
-from unet3d.config.schema import Config, with_numbers
+from unet3d.config.schema import Config
+from unet3d.config.set_names import names_set
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
@@ -80,6 +83,10 @@ class Composed:
         """Return the name that is chosen in a config group, also where the command line leaves the default."""
         return str(self.tree.hydra.runtime.choices[group])
 
+    def names_set(self, purpose: str) -> set[str]:
+        """Return the options that the command line sets, for the option `purpose`. Raises UserError."""
+        return names_set(parsed(self.overrides), self.file_folders(), purpose)
+
     def file_folders(self) -> list[Path]:
         """Return the folders where Hydra looks for YAML files, the package's first."""
         sources = self.tree.hydra.runtime.config_sources
@@ -101,7 +108,23 @@ def compose_tree(overrides: Sequence[str]) -> Composed:
         tree = hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
         HydraConfig.instance().cfg = tree  # type: ignore[assignment]  # for `${hydra:...}` in the name of a folder
     _refuse_merged(tree, overrides)
-    return Composed(list(overrides), tree)
+    composed = Composed(list(overrides), tree)
+    apply_plan(composed)
+    return composed
+
+
+def apply_plan(composed: Composed) -> None:
+    """Set the options of the file that `plan` names, but for those that the command line sets. Raises UserError."""
+    path = composed.tree.get("plan")
+    if path is None:
+        return
+    plan = read_plan(path)
+    given = composed.names_set("plan")
+    options = composed.options
+    values = flat(OmegaConf.to_container(options), ".")  # type: ignore[arg-type]
+    with in_one_line():
+        for name, value in plan.beside(given, values).items():
+            OmegaConf.update(composed.tree, name, value, merge=False)
 
 
 def _refuse_merged(tree: DictConfig, overrides: Sequence[str]) -> None:
@@ -192,19 +215,6 @@ def to_plain(config: Config) -> dict:
 def to_yaml(config: Config) -> str:
     """Return the config as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """Return `{a: {b: 1}}` as `{a<separator>b: 1}`; a map of labels is a value, whose keys JSON makes texts."""
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and key == "label_map":
-            values[f"{prefix}{key}"] = with_numbers(value)
-        elif isinstance(value, Mapping):
-            values |= flat(value, separator, f"{prefix}{key}{separator}")
-        else:
-            values[f"{prefix}{key}"] = value
-    return values
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:

@@ -1,15 +1,15 @@
 """The config of a resumed run, and the options that its command line may change."""
 
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from unet3d.base.errors import UserError
-from unet3d.config.compose import Composed, flat, from_plain, load, parsed, to_plain
-from unet3d.config.hydra_errors import ABOUT, in_one_line
+from unet3d.config.compose import Composed, from_plain, load, to_plain
+from unet3d.config.hydra_errors import in_one_line
+from unet3d.config.plain_values import flat
 from unet3d.config.rules import IMPORTS
 from unet3d.config.schema import Config
 
@@ -77,7 +77,7 @@ def resumed(values: Mapping[Any, Any], folder: str, composed: Composed) -> Confi
     """
     options = OmegaConf.structured(from_plain(values))
     asked = _flat(composed.options) | {"resume": folder}
-    given = _names_set(composed) | {"resume"}
+    given = composed.names_set("resume") | {"resume"}
     with in_one_line():
         for name in given:
             OmegaConf.update(options, name, asked[name], merge=False)
@@ -112,49 +112,3 @@ def _refuse_foreign_code(now: Mapping[str, Any], asked: Mapping[str, Any]) -> No
 def _is_named(name: str, text: str) -> bool:
     """Return whether a text names an option, as `name=value` or before a colon."""
     return re.search(rf"(?<![\w.]){re.escape(name)}[=:]", text) is not None
-
-
-def _names_set(composed: Composed) -> set[str]:
-    """Return the options that a command line sets, by name or by a file of a config group. Raises UserError."""
-    folders = composed.file_folders()
-    names: set[str] = set()
-    for override in parsed(composed.overrides):
-        key = override.key_or_group
-        if key.startswith("hydra") or override.input_line == "experiment=null":
-            continue
-        value = override.value()
-        if key in ABOUT and not override.is_delete():
-            names.add(key)
-        elif isinstance(value, str) and not override.is_delete() and _file_of(key, value, folders):
-            names |= _names_in_file(key, value, folders)
-        else:
-            raise UserError(f"resume: {override.input_line}: name the options that change, as in optim.lr=0.001")
-    return names
-
-
-def _file_of(group: str, name: str, folders: Sequence[Path]) -> Path | None:
-    """Return the first file of this name in a config group; None without one."""
-    paths = [folder / group / f"{name}.yaml" for folder in folders]
-    return next((path for path in paths if path.is_file()), None)
-
-
-def _names_in_file(group: str, name: str, folders: Sequence[Path]) -> set[str]:
-    """Return the options that a file of a config group sets, and those that the files of its `defaults` set."""
-    path = _file_of(group, name, folders)
-    if path is None:  # `_self_`, or what Hydra has found elsewhere
-        return set()
-    with in_one_line():
-        values = OmegaConf.to_container(OmegaConf.load(path))
-    if not isinstance(values, dict):
-        return set()
-    names: set[str] = set()
-    for entry in values.pop("defaults", None) or []:
-        chosen = entry if isinstance(entry, dict) else {f"/{group}": entry}
-        for key, choice in chosen.items():  # a key is `override /model`, `/model`, or a group within this one
-            key = str(key).split()[-1].partition("@")[0]
-            other = key.removeprefix("/") if key.startswith("/") else f"{group}/{key}"
-            names |= _names_in_file(other, str(choice), folders)
-    header = re.match(r"(?:\s*#.*\n|\s*\n)*?\s*#\s*@package\s+(\S+)", path.read_text(encoding="utf-8"))
-    package = header[1] if header else group
-    prefix = "" if package == "_global_" else f"{package.replace('/', '.')}."
-    return names | (flat(values, ".", prefix).keys() & ABOUT.keys())

@@ -342,6 +342,7 @@ class Config:
         None, "refuse a run with a larger predicted peak (CPU: tensors; CUDA: reserved by PyTorch); e.g. 8GiB"
     )
     rank_timeout: float = option(600.0, "under torchrun: seconds that a process waits for another", low=1, high=1e6)
+    plan: str | None = option(None, "plan.yaml of `unet3d plan`, whose options count where no other word sets them")
     init: str | None = option(None, "start from the weights of this checkpoint (of a run, or published)")
     resume: str | None = option(None, "run folder to continue; auto: that of hydra.run.dir, or a new run there")
     tensorboard: bool = option(False, "also record for TensorBoard, in the run folder; needs the extra tensorboard")

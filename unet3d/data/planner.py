@@ -86,7 +86,7 @@ def suitable_options(config: Config, stored: Sequence[Grid | None]) -> list[str]
     options: dict[str, object] = {}
     spacing = config.data.spacing
     if spacing is None:
-        spacing = _common_spacing(grids)
+        spacing = common_spacing([grid.shape for grid in grids], [grid.spacing for grid in grids])
         if spacing is not None:
             options["data.spacing"] = spacing
     spacing = spacing or list(grids[0].spacing)
@@ -104,15 +104,13 @@ def suitable_options(config: Config, stored: Sequence[Grid | None]) -> list[str]
     return [f"{name}={value}".replace(" ", "") for name, value in options.items()]
 
 
-def _common_spacing(grids: Sequence[Grid]) -> list[float] | None:
+def common_spacing(shapes: Sequence[Sequence[int]], spacings: Sequence[Sequence[float]]) -> list[float] | None:
     """Return the target spacing (mm) of cases whose spacings vary; None where they do not."""
-    spacings = np.array([grid.spacing for grid in grids])
-    low = spacings.min(0)
-    high = spacings.max(0)
+    low = np.min(spacings, axis=0)
+    high = np.max(spacings, axis=0)
     if (high <= SPACING_VARIATION * low).all():
         return None
-    target = target_spacing([grid.shape for grid in grids], spacings.tolist())
-    return [float(f"{mm:.3g}") for mm in target]
+    return [float(f"{mm:.3g}") for mm in target_spacing(shapes, spacings)]
 
 
 def _is_isotropic(model_config: Model) -> bool:

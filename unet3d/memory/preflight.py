@@ -274,19 +274,31 @@ def _fit_validation(subject: MemoryEstimate) -> Validation:
 
 
 def _smallest_validation(subject: MemoryEstimate) -> Validation:
-    """Return what a validation needs.
+    """Return what a validation needs."""
+    windows = build.windows(subject.config, [subject.meter.model])
+    return smallest_validation(
+        subject.config, subject.options, subject.technique, subject.peak, _optimizer_bytes(subject), windows
+    )
 
-    With recompute, its passes follow a program where they would need more than a step.
+
+def smallest_validation(
+    config: Config,
+    model_config: Model,
+    technique: Technique,
+    step_bytes: int,
+    optimizer_bytes: int,
+    windows: int = 1,
+) -> Validation:
+    """Return what a validation of so many windows at once needs, beside the bytes of the optimizer's state.
+
+    With recompute, its passes follow a program where they would need more than the step's bytes.
     """
-    config = subject.config
-    optimizer = _optimizer_bytes(subject)
-    peak = validation_peak(config, subject.options, optimizer)
-    windows = build.windows(config, [subject.meter.model])
+    peak = validation_peak(config, model_config, optimizer_bytes)
     plain = Validation(peak, windows)
-    if subject.technique.program is None or windows > 1 or peak <= subject.peak:
+    if technique.program is None or windows > 1 or peak <= step_bytes:
         return plain
-    technique = Technique(window_program=window_program(config, subject.options))
-    peak_by_program = validation_peak(config, subject.options, optimizer, technique)
+    by_program = Technique(window_program=window_program(config, model_config))
+    peak_by_program = validation_peak(config, model_config, optimizer_bytes, by_program)
     return Validation(peak_by_program, windows, is_by_program=True) if peak_by_program < peak else plain
 
 

@@ -5,7 +5,7 @@ from math import prod
 from typing import NamedTuple
 
 from unet3d.model.geometry import Triple
-from unet3d.planning.patches import Series
+from unet3d.planning.patches import PatchSeries
 
 Occupied = Callable[[Triple], int]  # returns the bytes that a budget limits, of a step with a patch
 Points = Mapping[int, float]  # voxels -> bytes of steps that are known, or a guess of them
@@ -18,7 +18,7 @@ class Largest(NamedTuple):
     next: Triple | None  # None: no larger patch is allowed
 
 
-def largest(series: Series, occupied: Occupied, budget: int, guess: Points) -> Largest:
+def largest(series: PatchSeries, occupied: Occupied, budget: int, guess: Points) -> Largest:
     """Return the largest patch of the series whose step occupies at most `budget` bytes, by simulated steps alone.
 
     `guess` says where to look first. Each step that is simulated then tells where to look next: bytes are taken to be
@@ -43,11 +43,11 @@ def largest(series: Series, occupied: Occupied, budget: int, guess: Points) -> L
     return Largest(series[fitting] if fitting >= 0 else None, series[above])
 
 
-def _likely(series: Series, points: Points, budget: int) -> int:
+def _likely(series: PatchSeries, points: Points, budget: int) -> int:
     """Return the number of the largest patch that fits if bytes are linear in voxels."""
     voxels = _voxels_within(points, budget)
     number = 0
-    while prod(series[number + 1]) <= voxels and not series.is_last(number):
+    while not series.is_last(number) and prod(series[number + 1]) <= voxels:
         number += 1
     return number
 

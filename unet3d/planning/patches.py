@@ -1,6 +1,7 @@
 """Series of patches, each the next larger that a network takes: cubes, or patches of given proportions."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from unet3d.model.geometry import Triple
 from unet3d.planning.architecture import levels_of
@@ -10,6 +11,16 @@ LEAST = 16  # voxels of an axis of the first patch
 CUBE: Triple = (1, 1, 1)
 VOXEL = (1.0, 1.0, 1.0)  # mm
 Padding = Callable[[Sequence[int]], Triple]  # returns the least patch of at least a size that a network takes
+
+
+class PatchSeries(Protocol):
+    """Patches by number, from the smallest on."""
+
+    def __getitem__(self, number: int) -> Triple:
+        """Return a patch."""
+
+    def is_last(self, number: int) -> bool:
+        """Return whether no larger patch is allowed."""
 
 
 class Series:

@@ -38,6 +38,12 @@ COLUMNS = {
     "peak_measured_bytes": Column("peak, measured (MiB)", mib),
     "error_bytes": Column("error (bytes)", "{:,}".format),
     "step_median_s": Column("step (s)", "{:.3g}".format),
+    "plan_tensors": Column("peak, planned (MiB)", mib),
+    "plan_tensors_error": Column("error of the plan", "{:+.1%}".format),
+    "plan_reserved": Column("reserved, planned (MiB)", mib),
+    "plan_reserved_error": Column("error of the plan", "{:+.1%}".format),
+    "plan_step": Column("step, planned (s)", "{:.3g}".format),
+    "plan_step_error": Column("error of the plan", "{:+.1%}".format),
     "labelled_share": Column("labelled voxels", "{:.1%}".format),
     "dice_mean": Column("Dice, last validation", "{:.3f}".format),
     "parameters": Column("parameters", "{:,}".format),
@@ -88,7 +94,7 @@ def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 def comparison_table(rows: Sequence[ComparedRun]) -> Table:
     """Return the settings that differ and the results, in units for people; "" if a run has no such number."""
     keys = setting_columns(rows)
-    fields = [field for field in COLUMNS if any(row.numbers[field] is not None for row in rows)]
+    fields = [field for field in COLUMNS if any(row.numbers.get(field) is not None for row in rows)]
     cells = []
     for row in rows:
         settings = [row.settings.get(key, "") for key in keys]
@@ -98,7 +104,7 @@ def comparison_table(rows: Sequence[ComparedRun]) -> Table:
 
 
 def _number(row: ComparedRun, field: str) -> str:
-    value = row.numbers[field]
+    value = row.numbers.get(field)
     if field == "dice_mean" and row.folds:
         return folds.spread("dice", value, row.numbers["dice_sd"])
     return "" if value is None else COLUMNS[field].text(value)

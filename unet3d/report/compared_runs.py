@@ -13,6 +13,7 @@ from unet3d.config import compose
 from unet3d.report.comparison_plots import OVERLAID
 from unet3d.report.memory_file import KINDS
 from unet3d.report.plots import Curve, curve
+from unet3d.report.receipt import compared_numbers
 from unet3d.report.record import RunRecord, read_run
 from unet3d.report.shapes import as_number
 from unet3d.training.metrics import mean_of
@@ -163,6 +164,7 @@ def _numbers(run: RunRecord) -> dict[str, Any]:
         "step_median_s": median(steps) if steps else None,
         "dice_mean": run.dice_mean,
         "labelled_share": labelled[0] if labelled else None,
+        **compared_numbers(run.memory, run.records),
     }
 
 

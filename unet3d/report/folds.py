@@ -110,7 +110,7 @@ def _numbers(row: ComparedRun) -> dict[str, Any]:
     """Return the numbers of a method: of peaks and errors the largest, the median of times, mean and SD of scores."""
 
     def known(key: str) -> list[Any]:
-        return [run.numbers[key] for run in row.folds if run.numbers[key] is not None]
+        return [run.numbers[key] for run in row.folds if run.numbers.get(key) is not None]
 
     def common(key: str) -> Any:
         values = known(key)
@@ -136,6 +136,7 @@ def _numbers(row: ComparedRun) -> dict[str, Any]:
         "dice_pooled_sd": every.pooled_sd,
         "folds": row.scored,
         "cases": len(row.scores),
+        **_of_plans(row),
     }
     for metric in METRICS:
         for name, score in scores(row, metric).items():
@@ -145,6 +146,16 @@ def _numbers(row: ComparedRun) -> dict[str, Any]:
             numbers[f"{metric}_sd/{name}"] = score.sd
             numbers[f"{metric}_pooled/{name}"] = score.pooled
             numbers[f"{metric}_pooled_sd/{name}"] = score.pooled_sd
+    return numbers
+
+
+def _of_plans(row: ComparedRun) -> dict[str, float]:
+    """Return, of the numbers of the folds' plans, the one that is farthest from 0; {} without a plan."""
+    numbers: dict[str, float] = {}
+    for run in row.folds:
+        for key, value in run.numbers.items():
+            if key.startswith("plan_") and value is not None:
+                numbers[key] = max(numbers.get(key, value), value, key=abs)
     return numbers
 
 

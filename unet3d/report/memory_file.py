@@ -46,6 +46,7 @@ OTHERS = {
     "about": str,
     "advice": ADVICE,
     "without": {...: int},
+    "plan": {"device": str, "peak_bytes": int},
     "schedule": {"recompute": str, "budget": str | None, "keep": [str], "windows": bool},
 }
 

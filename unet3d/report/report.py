@@ -7,7 +7,7 @@ from unet3d.base import shell
 from unet3d.base.files import write_csv, write_text
 from unet3d.base.types import Table, mib
 from unet3d.memory import tables
-from unet3d.report import memory_plots, plots, score_plots
+from unet3d.report import memory_plots, plots, receipt, score_plots
 from unet3d.report.case_scores import ROLES, case_table, dice_by_class
 from unet3d.report.facts import highlights, memory_kind, prediction, timing, what_ran
 from unet3d.report.page import Picture, read_picture, render
@@ -142,6 +142,7 @@ def _memory(run: RunRecord) -> list[MemoryPart]:
     return [
         *(MemoryPart(text=sentence) for sentence in _memory_sentences(run)),
         MemoryPart(table=_techniques(run)),
+        *_receipt(run),
         MemoryPart(table=tables.phases(entry)),
         MemoryPart(picture=_figure(run, "memory_phases", "peak memory per phase, by category")),
         MemoryPart(text=_moment(run)),
@@ -152,6 +153,14 @@ def _memory(run: RunRecord) -> list[MemoryPart]:
         MemoryPart(table=tables.layers(ledger)),
         MemoryPart(table=tables.state(ledger, run.memory["parameters"])),
     ]
+
+
+def _receipt(run: RunRecord) -> list[MemoryPart]:
+    """Return what was planned beside what was measured; [] for a run without a plan."""
+    table = receipt.receipt(run.memory, run.records)
+    if table is None:
+        return []
+    return [MemoryPart(text=f"{receipt.TITLE}. {receipt.changes(run.memory)}", table=table)]
 
 
 def _memory_sentences(run: RunRecord) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from unet3d.base.errors import escaped
 from unet3d.base.terminal import NARROW, paper, terminal_table
 from unet3d.memory import tables
+from unet3d.report import receipt
 from unet3d.report.facts import prediction, timing
 from unet3d.report.record import RunRecord
 from unet3d.report.score_tables import best_scores, network_scores, score_table, score_title
@@ -29,6 +30,7 @@ def print_summary(run: RunRecord) -> None:
         console.print(terminal_table(*best))
     if run.memory:
         _print_memory(run)
+    _print_receipt(run)
     for name, value in timing(run).items():
         console.print(f"{name}: {value}")
     folder = run.path
@@ -38,6 +40,18 @@ def print_summary(run: RunRecord) -> None:
     written = [name for name in FILES if (run.path / name).is_file() or any(run.path.glob(f"{name}/*.*"))]
     if written:
         console.print(f"in it: {', '.join(written)}", soft_wrap=True)
+
+
+def _print_receipt(run: RunRecord) -> None:
+    """Print what was planned beside what was measured, if the run kept a plan."""
+    table = receipt.receipt(run.memory, run.records)
+    if table is None:
+        return
+    console = paper(NARROW)
+    console.print(terminal_table(receipt.TITLE, table))
+    sentence = receipt.changes(run.memory)
+    if sentence:
+        console.print(escaped(sentence), soft_wrap=True)
 
 
 def print_scores(run: RunRecord, title: str) -> None:

@@ -1,0 +1,181 @@
+"""Plans of three kinds of data: the largest patch within a budget, each decision named, and a step that runs."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import pytest
+from phantoms import KINDS, Kind, fingerprint, write_data_set
+from training import train
+
+from unet3d.base.errors import UserError
+from unet3d.base.files import read_yaml
+from unet3d.base.types import MIB
+from unet3d.config import compose
+from unet3d.memory.preflight import preflight
+from unet3d.model import geometry
+from unet3d.planning import timing
+from unet3d.planning.draft import Draft
+from unet3d.planning.fingerprint import read_fingerprint
+from unet3d.planning.plan import as_yaml, make_plan
+from unet3d.planning.sized_patches import sized_patches
+from unet3d.planning.timing import measured_step  # as it is without `quick`
+from unet3d.report import receipt
+from unet3d.report.memory_file import read_memory
+from unet3d.report.record import read_run
+
+SMALL = Kind((96, 96, 96), (1.0, 1.0, 1.0), ("MR",), ("background", "organ"), 0, 300)
+NARROW = "model.features=[4,8]"
+
+
+def planned(kind: Kind, budget: int, *words: str, seconds: float | None = None) -> Draft:
+    """The plan of a kind of data, from its fingerprint alone."""
+    config = compose.compose(["device=cpu", *words])
+    given = {word.partition("=")[0] for word in words}
+    return make_plan(config, given, fingerprint(kind), budget, seconds)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are predicted, none is taken."""
+    monkeypatch.setattr(timing, "measured_step", lambda _: 0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_patches_have_the_volumes_proportions_and_suit_the_strides(kind: Kind) -> None:
+    sizes = sized_patches(kind.spacing, kind.shape)
+    assert all(larger.voxels > smaller.voxels for larger, smaller in pairwise(sizes))
+    for size in sizes:
+        assert all(length % unit == 0 for length, unit in zip(size.patch, size.levels.units, strict=True))
+    large = [size for size in sizes if size.voxels > prod(kind.shape) / 8]
+    for size in large:
+        shares = [length / whole for length, whole in zip(size.patch, kind.shape, strict=True)]
+        assert max(shares) < 2 * min(shares)
+
+
+@cache
+def in_megabytes(megabytes: int) -> Draft:
+    """The plan of small volumes in a budget."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "measured_step", lambda _: 0.5)
+        return planned(SMALL, megabytes * MIB, NARROW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("megabytes", (12, 400))
+def test_a_plan_fits_its_budget_and_uses_most_of_it_or_says_why(megabytes: int) -> None:
+    draft = in_megabytes(megabytes)
+    peak = max(draft.promise["peak_bytes"], draft.promise["validation_bytes"])
+    assert peak <= megabytes * MIB
+    reason = next(line.reason for line in draft.decisions if line.name == "peak")
+    is_explained = "unused" in reason
+    assert is_explained == (peak < 0.8 * megabytes * MIB)
+    assert megabytes == 400 or not is_explained
+
+
+@pytest.mark.slow
+def test_more_memory_gives_a_larger_patch_and_less_recomputation() -> None:
+    small = in_megabytes(12).config
+    large = in_megabytes(400).config
+    assert prod(small.data.patch) < prod(large.data.patch)
+    assert small.batch * small.accumulate >= 2 and large.batch >= 2
+    assert small.recompute != "none" and large.recompute == "none"
+    assert large.data.patch == [96, 96, 96]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("megabytes", (12, 400))
+def test_a_promised_peak_is_what_the_run_predicts(megabytes: int) -> None:
+    draft = in_megabytes(megabytes)
+    predicted = preflight(replace(draft.config, dry_run=True), draft.config.model).memory
+    assert predicted["predicted"]["peak_bytes"] == draft.promise["peak_bytes"]
+    assert predicted["predicted_validation_bytes"] == draft.promise["validation_bytes"]
+
+
+def test_what_the_command_line_gives_stays(quick: None) -> None:
+    words = [
+        "data.patch=[32,32,32]",
+        NARROW,
+        "batch=3",
+        "amp=false",
+        "data.augment.mirror=[2]",
+        "steps=7",
+        "optim.lr=0.1",
+    ]
+    draft = planned(SMALL, 400 * MIB, *words)
+    assert not {word.partition("=")[0] for word in words} & draft.options.keys()
+    assert (draft.config.data.patch, draft.config.batch, draft.config.steps) == ([32, 32, 32], 3, 7)
+
+
+def test_a_budget_too_small_for_any_patch_is_one_line(quick: None) -> None:
+    with pytest.raises(UserError, match="no patch fits") as error:
+        planned(SMALL, MIB // 2, NARROW)
+    assert "\n" not in str(error.value)
+
+
+def test_the_time_decides_how_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "measured_step", lambda _: 0.001)
+    long = planned(SMALL, 400 * MIB, NARROW, "data.patch=[32,32,32]", seconds=600)
+    short = planned(SMALL, 400 * MIB, NARROW, "data.patch=[32,32,32]", seconds=60)
+    assert long.config.steps > short.config.steps
+    assert long.promise["seconds"] <= 600 and short.promise["seconds"] <= 60
+
+
+def test_steps_of_a_device_that_is_not_here_are_unknown() -> None:
+    draft = planned(SMALL, 400 * MIB, NARROW, "data.patch=[32,32,32]", "device=cuda")
+    assert "step_s" not in draft.promise and draft.promise["reserved_bytes"] > 0
+    assert any("unknown" in line.reason for line in draft.decisions if line.name == "steps")
+
+
+@pytest.mark.parametrize("text", ("8", "h", "0h", "8 weeks", "-1h", "1e9h"))
+def test_a_time_without_a_unit_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="time="):
+        timing.seconds_of(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_is_planned_from_its_files_and_its_step_runs(name: str, tmp_path: Path, quick: None) -> None:
+    kind = KINDS[name]
+    root = write_data_set(tmp_path / name, kind, cases=4 if name == "ct" else 10, scale=1.0 if name == "mr" else 0.25)
+    words = ["data=decathlon", f"data.root={root}", "device=cpu"]
+    config = compose.compose(words)
+    read = read_fingerprint(config.data)
+    assert len(read.shapes) == (4 if name == "ct" else 10)
+    assert [share.name for share in read.classes] == list(kind.classes)
+    assert all(channel.is_ct_like == (name == "ct") for channel in read.intensities)
+    levels = len(sized_patches(kind.spacing, read.shapes[0])[0].levels.kernels)
+    features = f"model.features=[{','.join(['2'] * levels)}]"
+    config = compose.compose([*words, features])
+    draft = make_plan(config, {"model.features"}, read, 64 * MIB)
+    assert max(draft.promise["peak_bytes"], draft.promise["validation_bytes"]) <= 64 * MIB
+    if name == "mr":
+        assert geometry.kernels(draft.config.model)[0] == (3, 3, 1)
+        assert geometry.strides(draft.config.model)[0] == (2, 2, 1)
+    smaller = timing.shrunk(draft.config) or draft.config
+    assert measured_step(smaller) > 0
+
+
+@pytest.mark.slow
+def test_a_plan_is_trained_and_its_receipt_is_exact(tmp_path: Path) -> None:
+    root = write_data_set(tmp_path / "data", SMALL, cases=10, scale=0.25)
+    words = ["data=decathlon", f"data.root={root}", "device=cpu", "model.features=[2,4]"]
+    config = compose.compose(words)
+    given = {"data.format", "data.root", "device", "model.features"}
+    draft = make_plan(config, given, read_fingerprint(config.data), 64 * MIB)
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(as_yaml(draft, "python -m unet3d plan"))
+    folder = tmp_path / "run"
+    run = train(
+        tmp_path, f"plan={plan}", "steps=3", "eval_every=0", "workers=0", f"hydra.run.dir={folder}", frills=True
+    )
+    assert run.code == 0, run.err
+    memory = read_memory(folder)
+    assert memory["plan"]["peak_bytes"] == memory["measured"]["peak_bytes"]
+    assert sorted(memory["plan"]["changed"]) == ["eval_every", "steps"]
+    assert receipt.TITLE in run.out
+    assert read_yaml(folder / "config.yaml")["plan"] == str(plan)
+    table = receipt.receipt(memory, read_run(folder).records)
+    assert table is not None and table.rows[0][-1] == "+0.0%"

@@ -1,0 +1,156 @@
+"""plan=FILE: a group of overrides that the command line overrides, and nothing else, whoever wrote the file."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from training import face
+
+from unet3d.base.errors import UserError
+from unet3d.base.files import read_yaml
+from unet3d.cli import plan as planned_runs
+from unet3d.config import compose
+from unet3d.config.compose import Job
+from unet3d.report.receipt import plan_entry, promises
+
+OPTIONS = {
+    "model": {"features": [4, 8, 16], "kernels": [[3, 3, 1], [3, 3, 3], [3, 3, 3]], "strides": [[2, 2, 1], [2, 2, 2]]},
+    "data": {"patch": [32, 32, 8], "augment": {"mirror": [0]}},
+    "optim": {"lr": 0.002},
+    "amp": True,
+    "batch": 3,
+}
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"options": OPTIONS, "promise": {"device": "cpu", "peak_bytes": 100}}))
+    return path
+
+
+def test_a_plan_sets_options_and_is_recorded(plan: Path) -> None:
+    config = compose.compose([f"plan={plan}"])
+    assert (config.model.features, config.data.patch, config.batch, config.amp) == ([4, 8, 16], [32, 32, 8], 3, True)
+    assert config.plan == str(plan) and config.data.augment.mirror == [0]
+
+
+@pytest.mark.parametrize("is_first", (True, False))
+def test_the_command_line_overrides_a_plan_wherever_it_stands(plan: Path, is_first: bool) -> None:
+    words = ["batch=1", "data.patch=[64,64,8]", "amp=false"]
+    words.insert(0 if is_first else 3, f"plan={plan}")
+    config = compose.compose(words)
+    assert (config.batch, config.data.patch, config.amp, config.optim.lr) == (1, [64, 64, 8], False, 0.002)
+
+
+def test_a_chosen_network_takes_the_place_of_the_plans(plan: Path) -> None:
+    config = compose.compose([f"plan={plan}", "model=unet"])
+    assert config.model.features == [32, 64, 128, 256]
+    assert (config.model.kernels, config.model.strides) == (3, 2)  # those of the plan are for three levels
+    assert compose.compose([f"plan={plan}", "model.features=[2,4,6]"]).model.strides == OPTIONS["model"]["strides"]
+
+
+def test_a_chosen_optimizer_brings_its_rate(plan: Path) -> None:
+    assert compose.compose([f"plan={plan}", "optim=sgd"]).optim.lr == 0.01
+
+
+def test_each_job_of_a_sweep_has_the_plan(plan: Path, tmp_path: Path) -> None:
+    jobs = planned_runs.plan(["-m", f"plan={plan}", "batch=1,2", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
+    assert all(isinstance(job, Job) for job in jobs)
+    assert [(job.config.batch, job.config.data.patch) for job in jobs] == [(1, [32, 32, 8]), (2, [32, 32, 8])]
+    assert f"plan={plan}" in jobs[0].overrides and not any("patch" in word for word in jobs[0].overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    (
+        ("", "no plan"),
+        ("[1, 2]", "no plan"),
+        ("options: 3", "no plan"),
+        ("options: {}\nextra: 1", "extra"),
+        ("options: {patch: [1,1,1]}", "data.patch"),
+        ("options: {model: {path: evil:run}}", "model.path"),
+        ("options: {loss: {path: evil:run}}", "loss.path"),
+        ("options: {loggers: [evil:run]}", "loggers"),
+        ("options: {data: {transforms: [evil:run]}}", "data.transforms"),
+        ("options: {data: {allow_outside: true}}", "data.allow_outside"),
+        ("options: {wandb: {mode: online}}", "wandb.mode"),
+        ("options: {resume: /}", "resume"),
+        ("options: {init: net.pt}", "init"),
+        ("options: {hydra: {run: {dir: /}}}", "hydra.run.dir"),
+        ("options: {batch: '${oc.env:HOME}'}", "${"),
+        ("options: {batch: many}", "batch"),
+        ("options: {batch: -1}", "batch"),
+        ("options: !!python/object/apply:os.system [id]", "cannot be read"),
+        ("options: &a {batch: 1}\npromise: *a", "cannot be read"),
+        ("options: {batch: 1}\npromise: {peak: 1}", "promise.peak"),
+        ("options: {batch: 1}\npromise: {peak_bytes: lots}", "promise.peak_bytes"),
+        ("options: {batch: 1}\npromise: {step_s: .nan}", "promise.step_s"),
+    ),
+)
+def test_what_is_no_plan_is_refused_in_one_line(text: str, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        compose.compose([f"plan={path}"])
+    assert named in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_plan_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        compose.compose([f"plan={tmp_path / 'none.yaml'}"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    (
+        ("data=decathlon",),
+        ("time=8h",),
+        ("budget=lots", "data.root=."),
+        ("wandb.mode=online",),
+        ("plan=plan.yaml",),
+        ("model.path=a:b",),
+        ("--network", "nnunet", "-o", "plan.yaml"),
+    ),
+)
+def test_a_mistake_in_the_command_is_one_line(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = () if words[0].startswith(("data", "--")) else ("data=decathlon",)
+    assert face("plan", *base, *words) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_receipt_names_what_the_command_line_changed() -> None:
+    entry = plan_entry(
+        {"batch": 3, "amp": True}, {"device": "cpu", "peak_bytes": 100, "step_s": 2.0}, {"batch": 2, "amp": True}
+    )
+    assert entry["changed"] == ["batch"]
+
+
+def test_a_receipt_has_both_errors() -> None:
+    promise = {"device": "cpu", "peak_bytes": 110, "step_s": 2.0, "seconds": 12.0}
+    memory = {"plan": {**promise, "changed": []}, "measured": {"peak_bytes": 100}}
+    records = [{"step": 1, "time/step_s": 4.0}, {"step": 2, "time/step_s": 4.0}, {"step": 2, "time/val_s": 2.0}]
+    errors = {row.key: row.error for row in promises(memory, records)}
+    assert errors == {"tensors": pytest.approx(0.1), "step": pytest.approx(-0.5), "seconds": pytest.approx(0.2)}
+    memory["plan"]["changed"] = ["steps"]
+    assert "seconds" not in {row.key for row in promises(memory, records)}
+    assert promises({"measured": {"peak_bytes": 100}}, records) == []
+
+
+def test_on_cuda_a_receipt_has_each_peak_by_its_name() -> None:
+    plan = {"device": "cuda", "peak_bytes": 90, "allocated_bytes": 100, "reserved_bytes": 120}
+    measured = {"peak_bytes": 100, "reserved_bytes": 100, "ledger": {"peak_bytes": 90}}
+    rows = promises({"plan": plan, "measured": measured}, [])
+    assert {row.key: row.error for row in rows} == {"tensors": 0, "allocated": 0, "reserved": pytest.approx(0.2)}
+
+
+def test_a_strangers_memory_file_breaks_no_receipt() -> None:
+    plan = {"device": "cpu", "peak_bytes": 1, "step_s": "x", "seconds": [], "changed": "no"}
+    assert [row.key for row in promises({"plan": plan}, [{"time/step_s": "y"}])] == ["tensors"]
+
+
+def test_a_plan_is_written_and_read_as_it_was(plan: Path) -> None:
+    assert read_yaml(plan)["options"] == OPTIONS

@@ -1,0 +1,102 @@
+"""`unet3d plan`: from a folder of volumes and a budget to a plan that train.py keeps. Checked before torch loads."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from unet3d.base.errors import UserError, escaped
+from unet3d.base.files import write_text
+from unet3d.base.types import budget_bytes, host_bytes, mib
+from unet3d.cli import plan_network
+from unet3d.config import compose
+from unet3d.config.plan_file import is_settable
+
+SHARE_OF_HOST = 0.5  # of this machine's memory, without a budget on a CPU
+SHARE_OF_CARD = 0.9  # of a GPU's
+OWN = ("time", "like")  # words that are no options of a run
+NOT_RUN = ("budget", "plan", "dry_run", "resume", "sweep")  # options that say nothing of the run that is planned
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the fingerprint of a data set and each decision of its plan; write the plan. Return the exit code.
+
+    With --network or --module, print which patches fit that network instead. Raises UserError.
+    """
+    if arguments.network is not None or arguments.module is not None:
+        if arguments.out is not None:
+            raise UserError("-o is for the plan of a data set; remove it, or --network and --module")
+        return plan_network.run(arguments)
+    overrides, own = _split(arguments.overrides)
+    like = own.get("like")
+    if like not in (None, "nnunet"):
+        raise UserError(f"like={like}: use like=nnunet, or leave it out")
+    composed = compose.compose_tree(overrides)
+    config = compose.load(composed.options)
+    given = _given(composed)
+    for name in sorted(given):
+        if not is_settable(name):
+            raise UserError(f"{name}: a plan does not keep this; give it to train.py")
+    if config.plan is not None:
+        raise UserError(f"plan={config.plan}: is made by this command; give it to train.py")
+    if config.model.path is not None:
+        raise UserError("model.path: only networks of the package are planned for data; see plan --network")
+    out: Path = arguments.out or Path("plan.yaml")
+    if out.is_dir():
+        raise UserError(f"{out}: is a folder; -o names a file")
+    from unet3d.base.terminal import NARROW, paper, terminal_table
+    from unet3d.planning import fingerprint, plan, timing
+
+    seconds = timing.seconds_of(own["time"]) if "time" in own else None
+    budget = _budget(config.budget, config.device)
+    read = fingerprint.read_fingerprint(config.data)
+    for title, table in fingerprint.tables(read):
+        paper(NARROW).print(terminal_table(title, table))
+    if like is not None:
+        config, given = plan.like_nnunet(config, given, read)
+    draft = plan.make_plan(config, given, read, budget, seconds)
+    print(f"Plan for {mib(budget)} MiB on {draft.device}")
+    for line in plan.decision_lines(draft):
+        print(f"  {escaped(line)}")
+    command = shlex.join(["python", "-m", "unet3d", "plan", *arguments.overrides])
+    write_text(out, plan.as_yaml(draft, command))
+    print(f"written: {escaped(out)}; train it: python train.py {escaped(shlex.quote(f'plan={out}'))}")
+    return 0
+
+
+def _given(composed: compose.Composed) -> set[str]:
+    """Return the options that the plan is to keep: those of the command line.
+
+    Of the file that `data=` chooses, the layout alone counts: its patch is for phantoms. Raises UserError.
+    """
+    words = {word.key_or_group for word in compose.parsed(composed.overrides)}
+    given = {name for name in composed.names_set("plan") if not name.startswith("data.") or name in words}
+    if "data" in words:
+        given.add("data.format")
+    return given - set(NOT_RUN)
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the overrides, and the last value of each of the planner's OWN words."""
+    own = {}
+    overrides = []
+    for word in words:
+        name, _, value = word.partition("=")
+        if name in OWN:
+            own[name] = value
+        else:
+            overrides.append(word)
+    return overrides, own
+
+
+def _budget(text: str | None, device: str) -> int:
+    """Return the bytes to plan for; without a budget a share of this machine's memory. Raises UserError."""
+    if text is not None:
+        return budget_bytes(text)
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return int(SHARE_OF_CARD * torch.cuda.get_device_properties(0).total_memory)
+    if device == "cuda":
+        raise UserError("budget is not set, and this machine has no GPU to take it from; add budget=11GiB")
+    return int(SHARE_OF_HOST * host_bytes())

@@ -1,0 +1,237 @@
+"""The fingerprint of a data set: sizes from the headers of all cases, classes and intensities from a sample of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from unet3d.base.errors import UserError
+from unet3d.base.progress import track
+from unet3d.base.types import Table, percent
+from unet3d.config.schema import Data
+from unet3d.data.cases import Case, DatasetInfo, read_dataset, split
+from unet3d.data.grids import Grid
+from unet3d.data.image_files import ImageFiles
+from unet3d.data.intensity import foreground_sample
+from unet3d.data.nifti import ValidationRules
+from unet3d.data.patches import subsample_indices
+from unet3d.data.validate import sound_headers
+from unet3d.data.volume import Volume, read_volume
+
+CASES_SAMPLED = 20  # training cases whose voxels are read
+VOXELS_SAMPLED = 5 * 10**8  # that are read at most, but for those of the first cases
+LEAST_SAMPLED = 3  # cases, however large
+LEAST_ORDERED = 8  # cases with two classes, before their order counts
+VOXELS_OF_CASE = 20_000  # intensities of a channel that are kept
+PERCENTILES = (0.5, 50, 99.5)
+AIR = -900  # CT numbers (Hounsfield units) of air lie below, of soft tissue and bone above 0
+Triple = tuple[float, float, float]
+
+
+class ClassShare(NamedTuple):
+    """How much of the sampled cases a class fills."""
+
+    name: str
+    voxels: float  # share of all voxels
+    cases: float  # share of the cases in which it occurs
+
+
+class ChannelIntensity(NamedTuple):
+    """Intensities of a channel in the sampled cases: of all voxels, and of those with a foreground class."""
+
+    name: str
+    low: float  # percentile .5
+    median: float
+    high: float  # percentile 99.5
+    mean: float
+    std: float
+    foreground_mean: float | None  # None without foreground
+    foreground_std: float | None
+    is_ct_like: bool  # air is near -1000 and all numbers are whole
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a plan follows from. Axes are x, y, z in RAS."""
+
+    name: str
+    cases: int  # with labels
+    training_cases: int
+    held_out: list[tuple[tuple[int, int, int], Triple]]  # shape (voxels) and spacing (mm) of each held-out case
+    sampled_cases: int
+    shapes: list[tuple[int, int, int]]  # of each case, as stored (voxels)
+    spacings: list[Triple]  # of each case, as stored (mm)
+    channels: tuple[str, ...]
+    classes: tuple[ClassShare, ...]
+    intensities: tuple[ChannelIntensity, ...]
+    ordered_axes: tuple[int, ...]  # along which two classes keep their order in every sampled case
+    foreground: Triple  # median extent of the foreground in the sampled cases (mm)
+
+
+class CaseSample(NamedTuple):
+    """What is kept of a sampled case."""
+
+    counts: np.ndarray  # voxels of each class
+    voxels: np.ndarray  # intensities (C, n)
+    foreground: np.ndarray  # intensities of foreground voxels (C, n)
+    centres: np.ndarray  # mean place of each class (classes, 3), share of the volume; NaN where it is absent
+    extent: np.ndarray  # of the foreground along the axes (mm); NaN without any
+
+
+def read_fingerprint(data: Data) -> Fingerprint:
+    """Return the fingerprint of a data set, with progress. Raises UserError that lists every problem of headers."""
+    dataset = read_dataset(data)
+    train, val = split(dataset, data)
+    cases = list(dict.fromkeys([*train, *val]))
+    headers = sound_headers(dataset, cases, data, ImageFiles())
+    grids = [headers[case.id].stored for case in cases]
+    stored = [grid for grid in grids if grid is not None]
+    assert len(stored) == len(cases), "sound_headers raises for a case without a grid"
+    grid_of = dict(zip([case.id for case in cases], stored, strict=True))
+    samples = _samples(dataset, _chosen(train, grid_of), data)
+    return Fingerprint(
+        name=dataset.name,
+        cases=len(cases),
+        training_cases=len(train),
+        held_out=[(grid_of[case.id].shape, grid_of[case.id].spacing) for case in val],
+        sampled_cases=len(samples),
+        shapes=[grid.shape for grid in stored],
+        spacings=[grid.spacing for grid in stored],
+        channels=dataset.channels,
+        classes=_class_shares(dataset, samples),
+        intensities=tuple(_intensity(name, number, samples) for number, name in enumerate(dataset.channels)),
+        ordered_axes=_ordered_axes(samples),
+        foreground=_median_extent(samples),
+    )
+
+
+def _chosen(train: Sequence[Case], grid_of: dict[str, Grid]) -> list[Case]:
+    """Return training cases, evenly spread, that are few and small enough to be read."""
+    step = -(-len(train) // CASES_SAMPLED)
+    chosen: list[Case] = []
+    voxels = 0
+    for case in train[::step]:
+        voxels += prod(grid_of[case.id].shape)
+        if voxels > VOXELS_SAMPLED and len(chosen) >= LEAST_SAMPLED:
+            break
+        chosen.append(case)
+    return chosen
+
+
+def _samples(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> list[CaseSample]:
+    """Return what is kept of each case. Raises UserError for one that cannot be read."""
+    samples = []
+    for case in track(cases, "sampling intensities and labels", len(cases)):
+        volume = read_volume(
+            case,
+            len(dataset.classes),
+            dataset.ignore,
+            None,
+            ValidationRules.of(data),
+            dataset.relabel,
+        )
+        samples.append(_sample(volume, len(dataset.classes), dataset.ignore))
+    return samples
+
+
+def _sample(volume: Volume, classes: int, ignore: int | None) -> CaseSample:
+    label = volume.label
+    assert label is not None, volume.case_id
+    counts = np.bincount(label.ravel(), minlength=classes)[:classes]
+    image = volume.image.reshape(len(volume.image), -1)
+    voxels = image[:, subsample_indices(image.shape[1], VOXELS_OF_CASE)]
+    centres = np.full((classes, 3), np.nan)
+    extent = np.full(3, np.nan)
+    for axis in range(3):
+        length = label.shape[axis]
+        others = tuple(other for other in range(3) if other != axis)
+        occupied = np.zeros(length, bool)
+        for value in np.flatnonzero(counts[1:]) + 1:
+            profile = (label == value).sum(axis=others)
+            centres[value, axis] = np.average(np.arange(length), weights=profile) / length
+            occupied |= profile > 0
+        rows = np.flatnonzero(occupied)
+        if rows.size:
+            extent[axis] = (rows[-1] - rows[0] + 1) * volume.spacing[axis]
+    return CaseSample(counts, voxels, foreground_sample(volume.image, label, ignore), centres, extent)
+
+
+def _class_shares(dataset: DatasetInfo, samples: Sequence[CaseSample]) -> tuple[ClassShare, ...]:
+    counts = np.array([sample.counts for sample in samples])
+    voxels = counts.sum(0) / max(1, counts.sum())
+    cases = (counts > 0).mean(0)
+    return tuple(map(ClassShare, dataset.classes, voxels.tolist(), cases.tolist()))
+
+
+def _intensity(name: str, channel: int, samples: Sequence[CaseSample]) -> ChannelIntensity:
+    values = np.concatenate([sample.voxels[channel] for sample in samples])
+    foreground = np.concatenate([sample.foreground[channel] for sample in samples])
+    low, median, high = np.percentile(values, PERCENTILES).tolist()
+    is_whole = bool((values == np.rint(values)).all())
+    return ChannelIntensity(
+        name,
+        low,
+        median,
+        high,
+        float(values.mean()),
+        float(values.std()),
+        float(foreground.mean()) if foreground.size else None,
+        float(foreground.std()) if foreground.size else None,
+        is_ct_like=is_whole and low <= AIR and high > 0,
+    )
+
+
+def _ordered_axes(samples: Sequence[CaseSample]) -> tuple[int, ...]:
+    """Return the axes along which two foreground classes keep their order in every sampled case that has both."""
+    centres = np.array([sample.centres for sample in samples])
+    ordered = []
+    for axis in range(3):
+        along = centres[:, 1:, axis]
+        difference = along[:, :, None] - along[:, None, :]
+        is_known = ~np.isnan(difference)
+        enough = is_known.sum(0) >= LEAST_ORDERED
+        always = (np.where(is_known, difference, 1) > 0).all(0)
+        if (enough & always).any():
+            ordered.append(axis)
+    return tuple(ordered)
+
+
+def _median_extent(samples: Sequence[CaseSample]) -> Triple:
+    extents = np.array([sample.extent for sample in samples])
+    known = extents[~np.isnan(extents).any(1)]
+    if not known.size:
+        raise UserError("no sampled training case has a foreground voxel; check the label maps")
+    x, y, z = np.median(known, axis=0).tolist()
+    return x, y, z
+
+
+def tables(fingerprint: Fingerprint) -> list[tuple[str, Table]]:
+    """Return the fingerprint as titled tables for people."""
+    rows = [_spread("size x y z (voxels)", fingerprint.shapes)]
+    rows.append(_spread("spacing x y z (mm)", fingerprint.spacings))
+    title = f"{fingerprint.name}: {fingerprint.cases} cases with labels, {fingerprint.training_cases} to learn from"
+    parts = [(title, Table(["headers of all cases", "smallest", "median", "largest"], rows))]
+    rows = [[share.name, percent(share.voxels, 1), percent(share.cases, 1)] for share in fingerprint.classes]
+    sample = f"of {fingerprint.sampled_cases} cases"
+    parts.append((f"Classes, {sample}", Table(["class", "share of voxels", "share of cases"], rows)))
+    rows = [_row_of_channel(channel) for channel in fingerprint.intensities]
+    head = ["channel", "0.5 %", "median", "99.5 %", "mean ± SD", "foreground", "like CT"]
+    parts.append((f"Intensities, {sample}", Table(head, rows)))
+    return parts
+
+
+def _spread(name: str, triples: Sequence[Sequence[float]]) -> list[str]:
+    """Return the smallest, median and largest of each axis."""
+    quantiles = np.quantile(triples, (0, 0.5, 1), axis=0)
+    return [name, *(" x ".join(f"{value:.3g}" for value in row) for row in quantiles)]
+
+
+def _row_of_channel(channel: ChannelIntensity) -> list[str]:
+    cells = [f"{number:.4g}" for number in (channel.low, channel.median, channel.high)]
+    cells.append(f"{channel.mean:.3g} ± {channel.std:.3g}")
+    foreground = ""
+    if channel.foreground_mean is not None:
+        foreground = f"{channel.foreground_mean:.3g} ± {channel.foreground_std:.3g}"
+    return [channel.name, *cells, foreground, "yes" if channel.is_ct_like else "no"]

@@ -1,0 +1,106 @@
+"""The receipt of a run that kept a plan: what was planned beside what was measured, and both errors."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from unet3d.base.types import Table, mib
+from unet3d.report.shapes import as_number
+
+NOT_COMPARED = ("budget", "data.root")  # options that change nothing of what was planned
+TITLE = "Receipt: the plan beside the run (planned minus measured)"
+
+
+class Promise(NamedTuple):
+    """A number that was planned, and the same one measured."""
+
+    name: str  # with its unit
+    key: str  # in compare.csv
+    planned: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Return planned minus measured, as a share of what was measured."""
+        if self.planned is None or not self.measured:
+            return None
+        return self.planned / self.measured - 1
+
+    def text(self, value: float | None) -> str:
+        """Return one of its numbers for people."""
+        if value is None:
+            return ""
+        return mib(value) if self.name.endswith("(MiB)") else f"{value:,.3g}"
+
+
+def plan_entry(options: Mapping[str, Any], promise: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return memory.json's entry of a plan: what it promised, and which of its options the run has otherwise.
+
+    `values` are the run's options by their dotted names.
+    """
+    changed = []
+    for name, value in options.items():
+        if name not in NOT_COMPARED and values.get(name) != value:
+            changed.append(name)
+    return {**promise, "changed": changed}
+
+
+def promises(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[Promise]:
+    """Return what a plan promised beside what memory.json and the records measured; [] without a plan."""
+    plan = memory.get("plan")
+    if not plan:
+        return []
+    measured = memory.get("measured", {})
+    tensors = measured.get("ledger", measured)
+    planned = {name: as_number(value) for name, value in plan.items()}
+    rows = [Promise("peak of tensors (MiB)", "tensors", planned.get("peak_bytes"), tensors.get("peak_bytes"))]
+    if "ledger" in measured:  # of CUDA's allocator
+        allocated = measured.get("peak_bytes")
+        rows.append(Promise("peak allocated (MiB)", "allocated", planned.get("allocated_bytes"), allocated))
+        reserved = as_number(measured.get("reserved_bytes"))
+        rows.append(Promise("peak reserved (MiB)", "reserved", planned.get("reserved_bytes"), reserved))
+    steps = _numbers(records, "time/step_s")
+    validations = _numbers(records, "time/val_s")
+    rows.append(Promise("step (s)", "step", planned.get("step_s"), median(steps) if steps else None))
+    is_as_planned = not {"steps", "eval_every"} & set(_changed(memory))
+    whole = planned.get("seconds") if is_as_planned else None
+    rows.append(Promise("steps and validations (s)", "seconds", whole, sum(steps) + sum(validations) or None))
+    return [row for row in rows if row.planned is not None]
+
+
+def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    values = (as_number(record.get(key)) for record in records)
+    return [value for value in values if value is not None]
+
+
+def receipt(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Table | None:
+    """Return the receipt as a table; None without a plan."""
+    rows = []
+    for row in promises(memory, records):
+        error = "" if row.error is None else f"{row.error:+.1%}"
+        rows.append([row.name, row.text(row.planned), row.text(row.measured), error])
+    if not rows:
+        return None
+    return Table(["of a step, and in all", "planned", "measured", "error"], rows)
+
+
+def changes(memory: Mapping[str, Any]) -> str:
+    """Return a sentence on the options that the run has otherwise than its plan; "" where there are none."""
+    changed = _changed(memory)
+    if not changed:
+        return ""
+    return f"The command line changed what was planned: {', '.join(changed)}."
+
+
+def _changed(memory: Mapping[str, Any]) -> list[str]:
+    names = memory.get("plan", {}).get("changed")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def compared_numbers(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the receipt as numbers of compare.csv; {} without a plan."""
+    numbers: dict[str, Any] = {}
+    for row in promises(memory, records):
+        numbers[f"plan_{row.key}"] = row.planned
+        numbers[f"plan_{row.key}_error"] = row.error
+    return numbers
