@@ -134,7 +134,6 @@ def test_a_budget_that_nothing_keeps_says_so(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ([], "--network"),
         (["--network", "nnunet", "--module", "a:b"], "--module"),
         (["--network", "nothing"], "model"),
         (["--network", "nnunet", "--proportions", "1x1"], "--proportions"),
