@@ -1,9 +1,12 @@
-"""The rules from sizes to spacing, kernels, strides and depth: nnU-Net's, on the fingerprints it was run on."""
+"""The rules from sizes to spacing, kernels, strides and depth, and `like=nnunet`: what nnU-Net's own planner gives."""
+
+from typing import NamedTuple
 
 import pytest
 
 from unet3d.model.geometry import Triple
 from unet3d.planning.architecture import architecture, levels_of, target_spacing, widths
+from unet3d.planning.nnunet import nnunet_plan
 
 
 def test_strides_and_kernels_from_spacing() -> None:
@@ -51,38 +54,62 @@ def test_a_data_set_gets_its_median_shape_and_the_patch_that_strides_divide() ->
     assert resampled.patch == (20, 20, 20)
 
 
-# shape (voxels), spacing (mm), patch (voxels); kernels (1, 3, 3) at first, and the strides that are (1, 2, 2), or those
-# given; all others are 3 and 2.
-PLANS: list[tuple[Triple, tuple[float, float, float], Triple, int, int, dict[int, Triple]]] = [
-    ((36, 50, 35), (1, 1, 1), (40, 56, 40), 4, 0, {}),
-    ((138, 169, 138), (1, 1, 1), (128, 128, 128), 6, 0, {}),
-    ((138, 169, 138), (1, 1, 1), (160, 192, 160), 6, 0, {}),
-    ((115, 320, 232), (1.37, 1.25, 1.25), (80, 192, 160), 6, 0, {5: (1, 2, 2)}),
-    ((20, 320, 319), (3.6, 0.62, 0.62), (20, 320, 256), 7, 2, dict.fromkeys((1, 2, 5, 6), (1, 2, 2))),
-    ((96, 512, 512), (2.5, 0.8, 0.8), (40, 224, 224), 6, 1, dict.fromkeys((1, 5), (1, 2, 2))),
-    ((96, 512, 512), (2.5, 0.8, 0.8), (56, 320, 320), 7, 1, dict.fromkeys((1, 5, 6), (1, 2, 2))),
-    ((187, 512, 512), (1.6, 0.79, 0.79), (64, 192, 160), 6, 1, {1: (1, 2, 2)}),
-    ((187, 512, 512), (1.6, 0.79, 0.79), (80, 256, 256), 7, 1, dict.fromkeys((1, 6), (1, 2, 2))),
-    ((482, 512, 512), (1, 0.77, 0.77), (192, 192, 192), 6, 0, {}),
-    ((26, 320, 150), (3, 1, 1), (28, 320, 160), 6, 1, dict.fromkeys((1, 4, 5), (1, 2, 2))),
-]
+CASES = 100
 
 
-@pytest.mark.parametrize(("shape", "spacing", "patch", "depth", "flat", "strides"), PLANS)
-def test_rules_give_nnunets_kernels_and_strides(
-    shape: Triple,
-    spacing: tuple[float, float, float],
-    patch: Triple,
-    depth: int,
-    flat: int,
-    strides: dict[int, Triple],
-) -> None:
-    planned = architecture([shape], [spacing], patch)
-    assert planned.spacing == spacing
-    assert planned.patch == patch
-    assert planned.depth == depth
-    assert planned.levels.kernels == [(1, 3, 3)] * flat + [(3, 3, 3)] * (depth - flat)
-    assert planned.levels.strides == [strides.get(number, (2, 2, 2)) for number in range(1, depth)]
+class Golden(NamedTuple):
+    """What nnU-Net's planner (nnunetv2 2.8.1) gave for a data set. Axes z, y, x."""
+
+    shape: Triple  # median (voxels)
+    spacing: tuple[float, float, float]  # mm
+    classes: int
+    gigabytes: int  # its target
+    patch: Triple
+    batch: int
+    levels: int
+    flat_kernels: int  # levels from the first on whose kernels are (1, 3, 3); others are (3, 3, 3)
+    flat_strides: tuple[int, ...]  # numbers, from 1 on, of strides that are (1, 2, 2); others are (2, 2, 2)
+
+
+PLANS = (
+    Golden((36, 50, 35), (1, 1, 1), 3, 8, (40, 56, 40), 4, 4, 0, ()),
+    Golden((36, 50, 35), (1, 1, 1), 3, 24, (40, 56, 40), 4, 4, 0, ()),
+    Golden((138, 169, 138), (1, 1, 1), 4, 8, (128, 128, 128), 2, 6, 0, ()),
+    Golden((138, 169, 138), (1, 1, 1), 4, 24, (160, 192, 160), 3, 6, 0, ()),
+    Golden((115, 320, 232), (1.37, 1.25, 1.25), 2, 8, (80, 192, 160), 2, 6, 0, (5,)),
+    Golden((115, 320, 232), (1.37, 1.25, 1.25), 2, 24, (112, 288, 224), 2, 6, 0, (5,)),
+    Golden((20, 320, 319), (3.6, 0.62, 0.62), 3, 8, (20, 320, 256), 2, 7, 2, (1, 2, 5, 6)),
+    Golden((20, 320, 319), (3.6, 0.62, 0.62), 3, 24, (20, 320, 320), 5, 7, 2, (1, 2, 5, 6)),
+    Golden((96, 512, 512), (2.5, 0.8, 0.8), 3, 8, (40, 224, 224), 2, 6, 1, (1, 5)),
+    Golden((96, 512, 512), (2.5, 0.8, 0.8), 3, 24, (56, 320, 320), 2, 7, 1, (1, 5, 6)),
+    Golden((187, 512, 512), (1.6, 0.79, 0.79), 2, 8, (64, 192, 160), 2, 6, 1, (1,)),
+    Golden((187, 512, 512), (1.6, 0.79, 0.79), 2, 24, (80, 256, 256), 2, 7, 1, (1, 6)),
+    Golden((482, 512, 512), (1, 0.77, 0.77), 3, 8, (128, 128, 128), 2, 6, 0, ()),
+    Golden((482, 512, 512), (1, 0.77, 0.77), 3, 24, (192, 192, 192), 2, 6, 0, ()),
+    Golden((26, 320, 150), (3, 1, 1), 5, 8, (28, 320, 160), 3, 6, 1, (1, 4, 5)),
+    Golden((26, 320, 150), (3, 1, 1), 5, 24, (28, 320, 160), 4, 6, 1, (1, 4, 5)),
+)
+
+
+@pytest.mark.parametrize("golden", PLANS)
+def test_like_nnunet_plans_what_nnunet_plans(golden: Golden) -> None:
+    kernels: list[Triple] = [(3, 3, 3)] * golden.levels
+    kernels[: golden.flat_kernels] = [(3, 3, 1)] * golden.flat_kernels
+    strides: list[Triple] = []
+    for number in range(1, golden.levels):
+        strides.append((2, 2, 1) if number in golden.flat_strides else (2, 2, 2))
+    shape = golden.shape[::-1]
+    spacing = golden.spacing[::-1]
+    plan = nnunet_plan([shape], [spacing], golden.classes, golden.gigabytes, CASES)
+    assert plan.spacing == spacing
+    assert plan.patch == golden.patch[::-1]
+    assert plan.batch == golden.batch
+    assert plan.levels.kernels == kernels
+    assert plan.levels.strides == strides
+    by_rules = architecture([shape], [spacing], plan.patch)  # what unet3d makes of the same patch
+    assert by_rules.levels == plan.levels
+    assert by_rules.patch == plan.patch
+    assert len(plan.levels.features) == golden.levels
 
 
 def test_axes_may_come_in_any_order() -> None:

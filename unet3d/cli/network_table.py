@@ -5,16 +5,19 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import torch
 from torch import nn
 
 from unet3d import build
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.progress import Counter, counting
 from unet3d.base.terminal import WIDE, paper, terminal_table
-from unet3d.base.types import Table, mib
+from unet3d.base.types import MIB, Table, mib
 from unet3d.cli import memory_of_module
 from unet3d.config.schema import Config, Model
+from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
+from unet3d.memory.user_module import on_fake_tensors
 from unet3d.model import geometry
 from unet3d.model.geometry import Triple
 from unet3d.planning.architecture import levels_of
@@ -25,6 +28,7 @@ from unet3d.recomputing.module import Recomputed
 
 MODULE_MULTIPLE = 16  # voxels, of the patches of a network whose strides are not known
 FORMS = {"cuda": ("tensors", "allocated", "reserved", "expandable"), "cpu": ("tensors",)}  # of peaks, as printed
+COMPARED = {"cuda": "reserved", "cpu": "tensors"}  # with the budget
 
 
 class ModuleSteps(Steps):
@@ -38,12 +42,23 @@ class ModuleSteps(Steps):
 
     def ledger(self, schedule: Schedule, patch: Triple, budget: int) -> Ledger:
         network: nn.Module = self.network
-        if schedule.recompute != "none":
-            plan: Any = schedule.recompute
-            network = Recomputed(self.network.train(), plan, device_type=self.device_type)
         shape = (self.config.batch, self.channels, *patch)
         config = replace(self.config, amp=schedule.amp)
+        if schedule.recompute != "none":
+            network = self._recomputed(schedule, shape, config)
         return memory_of_module.prediction(self.path, network, shape, config).meter.ledger
+
+    def _recomputed(self, schedule: Schedule, shape: Sequence[int], config: Config) -> nn.Module:
+        """Return the network with the program of a plan for images of this shape."""
+        plan: Any = schedule.recompute
+        dtype = build.policy(config, "cpu").dtype
+        with torch.random.fork_rng([]), fake_mode(self.device_type):
+            recomputed = Recomputed(on_fake_tensors(self.network).train(), plan, device_type=self.device_type)
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                recomputed.program(torch.empty(tuple(shape)))
+        network = Recomputed(self.network.train(), plan, device_type=self.device_type)
+        network.programs = recomputed.programs
+        return network
 
 
 def of_config(config: Config, by_rules: bool) -> tuple[Steps, Padding, str]:
@@ -99,7 +114,7 @@ def print_largest(
             raise UserError(f"--peak-of {shown(peak_of)}: the network takes {shown(padded(peak_of))}, say")
         peaks = steps.peaks(AS_NNUNET, peak_of, 0)
         budgets = (peaks.occupied,)
-        rows.append(["", *_words(steps, AS_NNUNET), shown(peak_of), "1.00", *_sizes(peaks, steps), "", ""])
+        rows.append(["", _words(steps, AS_NNUNET), shown(peak_of), "1.00x", *_sizes(peaks, steps), "", ""])
     patches = []
     if proportions is None or proportions != CUBE:
         patches.append(Series(padded))
@@ -111,8 +126,8 @@ def print_largest(
         for series in patches:
             rows += _rows(steps, series, schedules or SCHEDULES, budgets, peak_of, counter)
     print(escaped(f"{about}; batch {steps.batch}, on {steps.device_type}"))
-    paper(WIDE).print(terminal_table("Largest patch by predicted peak of a step (MiB)", _table(steps, rows)))
-    kind = "reserved" if steps.device_type == "cuda" else "tensors"
+    paper(WIDE).print(terminal_table("Largest patch, predicted peak of a step (MiB)", _table(steps, rows)))
+    kind = COMPARED[steps.device_type]
     print(f"By bytes {kind}, each patch fits and the next larger one does not: {steps.simulated} steps simulated.")
 
 
@@ -130,12 +145,12 @@ def _rows(
         for schedule in schedules:
             answer = _answer(steps, series, schedule, budget, known[schedule])
             counter.advance()
-            row = [gib(budget), *_words(steps, schedule)]
+            row = [rounded(budget), _words(steps, schedule)]
             if answer.patch is None:
                 row += ["none", "", *("" for _ in FORMS[steps.device_type])]
             else:
                 voxels = prod(answer.patch)
-                row += [shown(answer.patch), f"{voxels / prod(beside):.2f}" if beside else f"{voxels / 1e6:.2f}"]
+                row += [shown(answer.patch), f"{voxels / prod(beside):.2f}x" if beside else f"{voxels:,}"]
                 row += _sizes(steps.peaks(schedule, answer.patch, budget), steps)
             if answer.next is None:
                 row += ["too long", ""]
@@ -164,28 +179,35 @@ def _answer(
 
 def _table(steps: Steps, rows: list[list[str]]) -> Table:
     """Return the table of these rows."""
-    is_beside = any(row[0] == "" for row in rows)
-    voxels = "voxels (x)" if is_beside else "10^6 voxels"
-    kinds = FORMS[steps.device_type]
-    columns = ["budget (GiB)", "type", "recompute", "largest", voxels, *kinds, "next", kinds[-2:][0]]
+    columns = [
+        "budget",
+        "schedule",
+        "largest",
+        "voxels",
+        *FORMS[steps.device_type],
+        "next",
+        COMPARED[steps.device_type],
+    ]
     return Table(columns, rows)
 
 
-def _words(steps: Steps, schedule: Schedule) -> list[str]:
-    """Return the type and the plan of a schedule."""
-    if not schedule.amp:
-        return ["float32", schedule.recompute]
-    name = steps.config.amp_dtype
-    return ["bf16" if name == "auto" else name, schedule.recompute]
+def _words(steps: Steps, schedule: Schedule) -> str:
+    """Return the type and the plan of a schedule, as `bf16 lean`."""
+    name = "float32"
+    if schedule.amp:
+        name = "bf16" if steps.config.amp_dtype == "auto" else steps.config.amp_dtype
+    return name if schedule.recompute == "none" else f"{name} {schedule.recompute}"
 
 
 def _sizes(peaks: Peaks, steps: Steps) -> list[str]:
     return [mib(getattr(peaks, form)) for form in FORMS[steps.device_type]]
 
 
-def gib(size: int) -> str:
-    """Return bytes as GiB (2^30 bytes), with as many digits as it needs, at most two."""
-    return f"{size / 2**30:.2f}".rstrip("0").rstrip(".")
+def rounded(size: int) -> str:
+    """Return bytes as `11 GiB`, `5.21 GiB` or `64 MiB`."""
+    unit = "GiB" if size >= 2**30 else "MiB"
+    number = f"{size / (2**30 if unit == 'GiB' else MIB):.2f}"
+    return f"{number.rstrip('0').rstrip('.')} {unit}"
 
 
 def shown(patch: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from unet3d.base.types import MIB
 from unet3d.config.schema import Config, Model
 from unet3d.memory.allocator import Settings, read_settings, replay
 from unet3d.memory.ledger import Ledger
+from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.technique import predicted
 from unet3d.memory.variants import refuse_step
 from unet3d.model.geometry import Triple
@@ -110,4 +111,4 @@ class ConfigSteps(Steps):
         if schedule.recompute == "auto":
             config = replace(config, budget=f"{budget / MIB:.6f}MiB")
         refuse_step(config)
-        return predicted(config, model).ledger
+        return predicted(config, model, steps=STEPS_FOR_PEAK).ledger
