@@ -33,7 +33,7 @@ from torch import nn
 from unet3d.base.types import mib
 from unet3d.memory import profile
 from unet3d.recomputing.module import Recomputed
-from unet3d.recomputing.prepare import by_plan
+from unet3d.recomputing.prepare import by_plan, has_larger_tiles
 from unet3d.training.policy import MemoryPolicy
 
 PLANS = ("plain", "lean", "tiles")
@@ -63,13 +63,20 @@ def predict(index: int, device: str, precision: str) -> Numbers:
 def planned_networks(
     network: nn.Module, shape: Shape, device: str, precision: str
 ) -> Iterator[tuple[str, nn.Module, float]]:
-    """Yield each plan, the network that follows it, and its work in forward passes; schedules are searched once."""
+    """Yield each plan, the network that follows it, and its work in forward passes.
+
+    Plans with the same tiles share a search for schedules.
+    """
     yield "plain", network, 1.0
-    recomputed = Recomputed(network, "lean", device_type=device)
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        program = recomputed.program(torch.empty(shape))
-    (key,) = recomputed.programs
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    lean_differs = device == "cpu" and has_larger_tiles("lean", dtype)
+    recomputed: Recomputed | None = None
     for plan in PLANS[1:]:
+        if recomputed is None or lean_differs:
+            recomputed = Recomputed(network, plan, device_type=device)
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                program = recomputed.program(torch.empty(shape))
+            (key,) = recomputed.programs
         chosen = by_plan(program, plan)
         recomputed.programs = {key: chosen}
         yield plan, recomputed, chosen.schedule.work

@@ -3,7 +3,7 @@
 Each is a `--module` of the command line, and a `model.path`, once Python finds this folder:
 
     export PYTHONPATH=tests/bench
-    python -m unet3d memory --module field_networks:resenc_l --input 2x1x192x192x192 device=cuda amp=true amp_dtype=bf16
+    python -m unet3d memory --module field_networks:resenc --input 2x1x192x192x192 device=cuda amp=true amp_dtype=bf16
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 WIDTHS = [32, 64, 128, 256, 320, 320]  # of nnU-Net's plans for six stages
 TUTORIAL_WIDTHS = (16, 32, 64, 128, 256)
 PLANNER = "nnU-Net's planner, for images of 1 mm and at least 256 voxels along each axis: the estimate"
-SPLEEN = "of our choice: as MONAI's UNet"
+OUR_CHOICE = "of our choice: as MONAI's UNet"
 
 
 class Entry(NamedTuple):
@@ -186,7 +186,7 @@ ENTRIES = (
         3,
         "MONAI's tutorial `brats_segmentation_3d`",
     ),
-    Entry("MONAI BasicUNet", basic_unet, (8, 1, 96, 96, 96), 2, f"default widths; patch and batch {SPLEEN}"),
+    Entry("MONAI BasicUNet", basic_unet, (8, 1, 96, 96, 96), 2, f"default widths; patch and batch {OUR_CHOICE}"),
     Entry(
         "MONAI UNet",
         unet,
@@ -194,7 +194,7 @@ ENTRIES = (
         2,
         "MONAI's tutorial `spleen_segmentation_3d`: two images, four patches of each",
     ),
-    Entry("MONAI AttentionUnet", attention_unet, (8, 1, 96, 96, 96), 2, SPLEEN),
+    Entry("MONAI AttentionUnet", attention_unet, (8, 1, 96, 96, 96), 2, OUR_CHOICE),
     Entry("MONAI VNet", vnet, (2, 1, 128, 128, 64), 2, "the paper, arXiv 1606.04797"),
     Entry(
         "MONAI UNETR",

@@ -94,7 +94,7 @@ def kinds_table(entries: Sequence[Entry], results: Results) -> Iterator[str]:
     """Yield the lines of what is held at the peak."""
     yield "| network | plan | weights, gradients, optimizer state | activations | temporaries | batch | largest layer |"
     yield "|---|---|---:|---:|---:|---:|---|"
-    for entry, plan, figures in drawn(entries, results):
+    for entry, plan, figures in plain_and_tiles(entries, results):
         kinds = figures["kinds"]
         state = kinds["params"] + kinds["grads"] + kinds["optimizer"]
         sizes = [gib(size) for size in (state, kinds["activations"], kinds["temporaries"], kinds["inputs"])]
@@ -106,12 +106,12 @@ def phases_table(entries: Sequence[Entry], results: Results) -> Iterator[str]:
     """Yield the lines of peaks by phase."""
     yield f"| network | plan | {' | '.join(PHASES)} | the peak is in |"
     yield f"|---|---|{'---:|' * len(PHASES)}---|"
-    for entry, plan, figures in drawn(entries, results):
+    for entry, plan, figures in plain_and_tiles(entries, results):
         sizes = [gib(figures["phases"][phase]) for phase in PHASES]
         yield f"| {entry.title} | {plan} | {' | '.join(sizes)} | {figures['moment']} |"
 
 
-def drawn(entries: Sequence[Entry], results: Results) -> Iterator[tuple[Entry, str, Numbers]]:
+def plain_and_tiles(entries: Sequence[Entry], results: Results) -> Iterator[tuple[Entry, str, Numbers]]:
     """Yield each network plain and with tiles, and what is predicted of it in the picture's setting."""
     for entry in entries:
         for plan in ("plain", "tiles"):
@@ -125,8 +125,11 @@ def sources(entries: Sequence[Entry], results: Results) -> Iterator[str]:
     yield "| network | `--module` | classes | patch, batch and widths are from | CPU seconds |"
     yield "|---|---|---:|---|---:|"
     for entry in entries:
-        seconds = sum(numbers["seconds"] for numbers in results.get(entry.title, {}).values())
-        yield f"| {entry.title} | `{entry.module}` | {entry.classes} | {entry.source} | {seconds:.0f} |"
+        settings = results.get(entry.title)
+        seconds = DASH
+        if settings:
+            seconds = f"{sum(numbers['seconds'] for numbers in settings.values()):.0f}"
+        yield f"| {entry.title} | `{entry.module}` | {entry.classes} | {entry.source} | {seconds} |"
 
 
 def write(page: Path, text: str) -> None:

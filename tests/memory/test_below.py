@@ -19,6 +19,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import mib
 from unet3d.config import compose
 from unet3d.memory.levels import short_name
+from unet3d.recomputing.module import Recomputed
 
 NET = ("model=unet_tiny", "model.in_channels=1", "model.classes=3", "data.patch=[16,16,16]", *PLAIN)
 OUTSIDE = {"(forward)", "data", "forward", "loss", "backward", "step"}  # of all modules
@@ -51,6 +52,23 @@ def of_skips(shape: str = "1x1x16x16x16", **keywords: int) -> tuple[str, ...]:
     return ("--module", f"{__name__}:Skips", "--args", json.dumps(keywords), "--input", shape)
 
 
+class Failing(nn.Conv3d):
+    """Fails as it is made or as it is called, with errors of no special kind."""
+
+    def __init__(self, where: str) -> None:
+        if where == "init":
+            raise AttributeError("of init")
+        super().__init__(1, 3, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        raise KeyError("of forward")
+
+
+def of_failing(where: str) -> tuple[str, ...]:
+    """Return the flags that check a network that fails in `where`."""
+    return ("--module", f"{__name__}:Failing", "--args", json.dumps({"where": where}), "--input", "1x1x8x8x8")
+
+
 def checked(capsys: pytest.CaptureFixture[str], *words: object, below: str = PLENTY) -> dict[str, Any]:
     """Return the JSON of a check, which is alone on stdout."""
     code = face("memory", *words, "--below", below, "--json")
@@ -76,7 +94,7 @@ def test_a_peak_at_the_limit_fits_and_one_of_a_byte_more_does_not(
         assert out.count("\n") == 1
         assert all(part in out for part in (answer["network"], mib(peak), mib(limit), answer["layer"]["name"]))
         lines.append(out)
-    assert "0 bytes below" in lines[0] and "1 bytes above" in lines[1]
+    assert " at the limit" in lines[0] and "bytes" not in lines[0] and "1 bytes above" in lines[1]
     assert f"{mib(peak - peak // 2)} MiB above" in lines[2] and mib(answer["layer"]["bytes"]) in lines[2]
 
 
@@ -112,6 +130,53 @@ def test_from_pytest_it_is_the_same_line(way: tuple[str, ...], capsys: pytest.Ca
         unet3d.memory.assert_below(Skips(skips=2), (1, 1, 16, 16, 16), "1MiB", **settings)
     assert str(caught.value) == line
     unet3d.memory.assert_below(Skips(skips=2), (1, 1, 16, 16, 16), PLENTY, **settings)
+
+
+def test_a_limit_may_be_a_number_of_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = (1, 1, 4, 4, 4)
+    peak = checked(capsys, *of_skips("1x1x4x4x4"))["peak_bytes"]["tensors"]
+    unet3d.memory.assert_below(Skips(), shape, peak)
+    with pytest.raises(AssertionError):
+        unet3d.memory.assert_below(Skips(), shape, peak - 1)
+    limits: list[Any] = [0, -1, True, 1.5, None]
+    for limit in limits:
+        with pytest.raises(UserError, match=f"limit={limit}"):
+            unet3d.memory.assert_below(Skips(), shape, limit)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("has_example", [False, True])
+def test_a_schedule_that_is_not_found_yet_is_found(has_example: bool, device: str) -> None:
+    """Without an example, and for another precision than the example's; the line names the network."""
+    shape = (1, 1, 16, 16, 16)
+    example = torch.zeros(shape) if has_example else None
+    model = unet3d.recompute(Skips(), example)
+    with pytest.raises(AssertionError) as caught:
+        unet3d.memory.assert_below(model, shape, 1, amp="bf16", device=device)
+    assert str(caught.value).startswith("Skips: ")
+    with pytest.raises(AssertionError) as of_plain:
+        unet3d.memory.assert_below(Skips(), shape, 1, amp="bf16", device=device)
+    assert str(of_plain.value) != str(caught.value)
+
+
+def test_a_schedule_that_is_not_found_yet_is_measured_as_predicted() -> None:
+    shape = (1, 1, 16, 16, 16)
+    model = unet3d.recompute(Skips())
+    predicted = unet3d.memory.predict(model, shape)
+    measured = unet3d.memory.explain(model, shape)
+    assert (predicted.name, predicted.peak_bytes) == (measured.name, measured.peak_bytes)
+    assert measured.name == "Skips" and measured.peak_bytes < unet3d.memory.predict(Skips(), shape).peak_bytes
+
+
+def test_a_prediction_for_cuda_has_the_schedule_for_cuda() -> None:
+    """A network whose schedule was found for an example on the CPU has other tiles there."""
+    shape = (1, 1, 64, 64, 64)
+    found_on_cpu = unet3d.recompute(Skips(), torch.zeros(shape), "tiles")
+    for_cuda = Recomputed(Skips(), "tiles", device_type="cuda")
+    on_cpu = unet3d.memory.predict(found_on_cpu, shape)
+    on_cuda = unet3d.memory.predict(found_on_cpu, shape, device="cuda")
+    assert on_cuda.peak_bytes == unet3d.memory.predict(for_cuda, shape, device="cuda").peak_bytes > on_cpu.peak_bytes
+    assert unet3d.memory.predict(for_cuda, shape, device="cpu").peak_bytes == on_cpu.peak_bytes
 
 
 def test_the_loss_and_the_optimizer_count(capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,10 +308,13 @@ def test_the_table_by_layer_can_be_drilled_down(
         (("--below", "8GiB", *of_skips(), "--measure"), ["--below", "--measure"]),
         (("--below", "8GiB", "batch=1,2"), ["--below", "commas"]),
         (("fit", "--below", "8GiB", "budget=8GiB"), ["--below", "fit"]),
+        (("--below", "8GiB", *NET, "budget=8GiB"), ["--below", "remove budget="]),
         (("--depth", "0"), ["--depth 0:"]),
         (("--depth", "1", "batch=1,2"), ["--depth", "commas"]),
         (("--below", "8GiB", "--json", "chkpt=2"), ["chkpt"]),
         (("--below", "8GiB", "--json", *of_skips(nope=1)), ["--args", "nope"]),
+        (("--below", "8GiB", *of_failing("forward")), [f"{__name__}:Failing", "--input", "KeyError: 'of forward'"]),
+        (("--below", "8GiB", *of_failing("init")), [f"{__name__}:Failing", "--args", "AttributeError: of init"]),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, tuple) else "",
 )
@@ -280,7 +348,7 @@ class Choosing(nn.Conv3d):
 
 def test_an_unexpected_error_is_no_answer_either(tmp_path: Path) -> None:
     """It ends with exit code 1 as a peak above the limit does, and prints a trace and no answer."""
-    (tmp_path / "broken.py").write_text("def network():\n    raise AttributeError('of the network')\n")
+    (tmp_path / "broken.py").write_text("raise ZeroDivisionError('of the file')\n")
     command = [sys.executable, "-m", "unet3d", "memory", "--module", "broken:network", "--input", "1x1x8x8x8"]
     done = subprocess.run([*command, "--below", "8GiB"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1 and not done.stdout and "AttributeError: of the network" in done.stderr
+    assert done.returncode == 1 and not done.stdout and "ZeroDivisionError: of the file" in done.stderr

@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.below is not None:
         if is_fit or len(jobs) > 1:
             raise UserError("--below checks one config; remove fit and commas")
+        _refuse_budget(jobs[0])
         from unet3d.cli import memory_below
 
         return memory_below.check_config(
@@ -78,6 +79,13 @@ def _refuse_flags(arguments: argparse.Namespace) -> None:
     budget_bytes(arguments.below, BELOW)
     if arguments.out or arguments.curves or arguments.measure:
         raise UserError("--below prints one line; remove -o, --curves and --measure")
+
+
+def _refuse_budget(overrides: Sequence[str]) -> None:
+    """Raise UserError for a budget beside --below that no option of the config follows."""
+    config = compose.compose(overrides)
+    if config.budget is not None and config.recompute != "auto" and config.ckpt != "auto":
+        raise UserError("--below is the limit; remove budget=, or add recompute=auto or ckpt=auto")
 
 
 def _refuse_run_folder(out: Path | None) -> None:

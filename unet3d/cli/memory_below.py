@@ -22,7 +22,7 @@ ABOVE = 1  # the exit code where the peak is more than the limit
 
 def check_config(overrides: Sequence[str], half: bool, limit: int, depth: int | None, *, as_json: bool) -> int:
     """Print whether a step of a config stays within a limit (bytes). Return the exit code. Raises UserError."""
-    with _stdout_kept():
+    with _stdout_to_stderr():
         subject = estimate(with_init_names(overrides), half)
         if build.device_type(subject.config) == "cpu":  # an allocator settles later
             subject = replace(subject, steps=STEPS_FOR_PEAK)
@@ -43,7 +43,7 @@ def check_module(
     as_json: bool,
 ) -> int:
     """Print whether a step of any network stays within a limit (bytes). Return the exit code. Raises UserError."""
-    with _stdout_kept():
+    with _stdout_to_stderr():
         network = memory_of_module.made(path, keywords)
         explanation = memory_of_module.prediction(path, network, shape, config)
         check = check_step(explanation.meter, explanation.name, limit)
@@ -51,7 +51,7 @@ def check_module(
 
 
 @contextmanager
-def _stdout_kept() -> Iterator[None]:
+def _stdout_to_stderr() -> Iterator[None]:
     """Send what a user's network prints to stderr: stdout is for the answer alone."""
     with redirect_stdout(sys.stderr):
         yield

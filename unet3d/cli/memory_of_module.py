@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from unet3d import build
-from unet3d.base.errors import UserError, escaped, is_out_of_memory, reason
+from unet3d.base.errors import ForeseenError, UserError, escaped, is_out_of_memory, reason
 from unet3d.config.schema import Config
 from unet3d.memory import profile
 from unet3d.report import explained
@@ -34,7 +34,7 @@ def print_module(
     explanations = [prediction(path, network, shape, config, depth)]
     if measures:
         device = build.device(config)
-        with _failures_refused(path, shape):
+        with _failures_refused(path, _step_fails(shape)):
             explanations.append(profile.explain(network.to(device), shape, amp=_amp(config), depth=depth))
     print(*explanations, sep="\n\n")
     if out is not None:
@@ -49,7 +49,7 @@ def prediction(
     depth: int | None = None,
 ) -> profile.Explanation:
     """Return the prediction of a step; its `guesses` are no warnings. Raises UserError where the step fails."""
-    with _failures_refused(path, shape), warnings.catch_warnings(action="ignore"):
+    with _failures_refused(path, _step_fails(shape)), warnings.catch_warnings(action="ignore"):
         return profile.predict(network, shape, amp=_amp(config), device=build.device_type(config), depth=depth)
 
 
@@ -61,24 +61,26 @@ def _amp(config: Config) -> bool | str:
 
 
 @contextmanager
-def _failures_refused(path: str, shape: Sequence[int]) -> Iterator[None]:
-    """Raise UserError for a step that fails within, unless memory ran out."""
+def _failures_refused(path: str, problem: str) -> Iterator[None]:
+    """Raise UserError for whatever a stranger's network raises within, unless memory ran out."""
     try:
         yield
-    except (RuntimeError, ValueError, TypeError, ImportError) as error:
-        if isinstance(error, UserError) or is_out_of_memory(error):
+    except Exception as error:
+        if isinstance(error, ForeseenError) or is_out_of_memory(error):
             raise
-        problem = f"a step with --input {'x'.join(map(str, shape))} fails"
         raise _refusal(path, problem, error) from error
+
+
+def _step_fails(shape: Sequence[int]) -> str:
+    """Return the words for a step that fails."""
+    return f"a step with --input {'x'.join(map(str, shape))} fails"
 
 
 def made(path: str, keywords: Mapping[str, Any]) -> nn.Module:
     """Return the network that a name such as package.module:name makes. Raises UserError."""
     make = build.import_object("--module", path)
-    try:
+    with _failures_refused(path, f"cannot be made with --args {json.dumps(keywords)}"):
         network = make(**keywords)
-    except (TypeError, ValueError, KeyError, ImportError) as error:
-        raise _refusal(path, f"cannot be made with --args {json.dumps(keywords)}", error) from error
     if not isinstance(network, nn.Module):
         raise UserError(f"--module {path}: made {type(network).__name__}, not a torch.nn.Module")
     return network

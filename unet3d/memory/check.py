@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from unet3d.base.errors import UserError
 from unet3d.base.types import MIB, budget_bytes, mib
 from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.analysis import describe
@@ -57,11 +58,13 @@ class Check:
         kind = self.compared
         if self.guesses:
             kind = f"{kind}, GUESSED"
-        side = "below" if self.fits else "above"
+        distance = "at"
+        if self.margin:
+            distance = f"{_size(abs(self.margin))} {'below' if self.fits else 'above'}"
         layer, size = next(iter(self.layers.items()))
         return (
             f"{self.name}: predicted peak of a step {mib(self.peaks[self.compared])} MiB ({kind}, {self.device}), "
-            f"{_size(abs(self.margin))} {side} the limit of {mib(self.limit)} MiB; "
+            f"{distance} the limit of {mib(self.limit)} MiB; "
             f"most at the peak: {layer}, {_size(size)}"
         )
 
@@ -126,7 +129,7 @@ def check_step(meter: LedgerMeter, name: str, limit: int) -> Check:
 def assert_below(
     model: nn.Module,
     example: Example,
-    limit: str,
+    limit: str | int,
     *,
     loss: LossFunction | None = None,
     optimizer: MakeOptimizer = AdamW,
@@ -136,18 +139,27 @@ def assert_below(
 ) -> None:
     """Raise AssertionError where the predicted peak of a training step of `model` is more than `limit`, as "8GiB".
 
-    The other arguments are those of `unet3d.memory.predict`: `example` is an image N C D H W, or its shape. The limit
-    is for tensors on the CPU, and with device="cuda" for what the allocator reserves. `model` may be on meta. Its
-    error is the line of `unet3d memory --below`. Raises UserError.
+    The limit may be a number of bytes, too. The other arguments are those of `unet3d.memory.predict`: `example` is an
+    image N C D H W, or its shape. The limit is for tensors on the CPU, and with device="cuda" for what the allocator
+    reserves. `model` may be on meta. Its error is the line of `unet3d memory --below`. Raises UserError.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test
-    limit_bytes = budget_bytes(limit, "limit=")
+    limit_bytes = _limit_bytes(limit)
     explanation = predict(model, example, loss, optimizer, amp, label, device)
     check = check_step(explanation.meter, explanation.name, limit_bytes)
     for note in check.notes:
         warnings.warn(note, stacklevel=2)
     if not check.fits:
         raise AssertionError(check.line)
+
+
+def _limit_bytes(limit: str | int) -> int:
+    """Return the bytes of a limit. Raises UserError."""
+    if isinstance(limit, str):
+        return budget_bytes(limit, "limit=")
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0:
+        raise UserError(f"limit={limit!r}: give an amount and a unit, as limit='8GiB', or a number of bytes")
+    return limit
 
 
 def _size(size: int) -> str:

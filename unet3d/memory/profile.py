@@ -29,6 +29,7 @@ from unet3d.memory.levels import layer_names
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
 from unet3d.memory.simulate import fake_steps
 from unet3d.memory.user_module import on_fake_tensors, restored
+from unet3d.recomputing.module import Recomputed
 from unet3d.training.losses import SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.step import LossFunction, train_step
@@ -155,12 +156,13 @@ def explain(
     with torch.random.fork_rng([device] if on_gpu else []), restored(model):
         batch = _batch(model, example, label, device, loss is None)
         learner = _learner(model, loss, optimizer, policy)
+        _find_schedule(model, batch.image, policy)
         meter = open_meter(model, learner.optimizer)
         meter.ledger.layer = layer_names(model, depth)
         with closing(meter):
             for _ in range(steps):
                 train_step(*learner, [batch], meter.mark)
-        explanation = Explanation(type(model).__name__, "measured", _about(batch, policy, device.type), meter)
+        explanation = Explanation(_network_name(model), "measured", _about(batch, policy, device.type), meter)
         _ = explanation.entry  # reads the allocator's counters now
     return explanation
 
@@ -192,15 +194,36 @@ def predict(
     policy = _policy(amp, "cpu", target)
     with torch.random.fork_rng([]), fake_mode(target) as guesses, _draws_noted(guesses):
         batch = _batch(model, example, label, None, loss is None)
-        learner = _learner(on_fake_tensors(model), loss, optimizer, policy)
+        fake = on_fake_tensors(model)
+        for module in fake.modules():
+            if isinstance(module, Recomputed):
+                module.device_type = target
+                module.is_silent = True
+        learner = _learner(fake, loss, optimizer, policy)
         with _failures_explained(guesses):
+            _find_schedule(fake, batch.image, policy)
             meter = fake_steps(learner, lambda: [batch], target)
     meter.guesses = guesses
     meter.ledger.layer = layer_names(model, depth)
-    explanation = Explanation(type(model).__name__, "predicted", _about(batch, policy, target), meter)
+    explanation = Explanation(_network_name(model), "predicted", _about(batch, policy, target), meter)
     if guesses:
         warnings.warn(tables.guessed(explanation.entry), stacklevel=2)
     return explanation
+
+
+def _network_name(model: nn.Module) -> str:
+    """Return the class of a network, also of one that recomputes."""
+    network = model.network if isinstance(model, Recomputed) else model
+    return type(network).__name__
+
+
+def _find_schedule(model: nn.Module, image: Tensor, policy: MemoryPolicy) -> None:
+    """Let a network that recomputes find its schedule for an image N C D H W, while it has no observer's hooks."""
+    if not isinstance(model, Recomputed):
+        return
+    autocast = torch.autocast(policy.device_type, policy.dtype, enabled=policy.dtype is not None)
+    with autocast, policy.cpu_half_precision():
+        model.program(image.detach())  # as the step gives it
 
 
 @contextmanager

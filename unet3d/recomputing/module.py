@@ -133,10 +133,10 @@ class Recomputed(nn.Module):
         autocast = autocast_dtype(image)
         settings = _settings(self.network)
         trained = tuple(parameter.requires_grad for parameter in self.network.parameters())
-        key = (image.shape, image.requires_grad, autocast, image.dtype, image.device, settings, trained)
+        device_type = self.device_type or image.device.type
+        key = (image.shape, image.requires_grad, autocast, image.dtype, image.device, device_type, settings, trained)
         if key not in self.programs:
-            on_cpu = (self.device_type or image.device.type) == "cpu"
-            program = prepare(self.network, image, autocast, on_cpu, self.plan)
+            program = prepare(self.network, image, autocast, device_type == "cpu", self.plan)
             program.fixed_bytes += self.held
             self.programs[key] = by_plan(program, self.plan, self.budget)
             self._announce(self.programs[key])
