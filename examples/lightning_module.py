@@ -48,7 +48,7 @@ class Segmentation(lightning.LightningModule):
         self.log("soft_dice", 1 - self.soft_dice_loss(logits, batch["label"]), batch_size=1, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return nnU-Net's."""
+        """Return SGD with nnU-Net's settings."""
         return torch.optim.SGD(self.parameters(), 1e-2, momentum=0.99, nesterov=True)
 
 

@@ -11,7 +11,7 @@ import unet3d
 
 
 class nnUNetTrainer_unet3d(nnUNetTrainer):
-    """All of nnU-Net's, but for the memory of a step; with UNET3D_BUDGET=6GiB as little as fits is made again."""
+    """Trains as nnUNetTrainer does, in less memory; with UNET3D_BUDGET=6GiB it recomputes as little as fits."""
 
     @staticmethod
     def build_network_architecture(
