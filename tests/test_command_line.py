@@ -225,7 +225,7 @@ def test_a_job_of_an_experiment_goes_on_with_the_words_that_began_it(killed: Pat
     assert dataclasses.replace(found, resume=None) == config
 
 
-@without("unet3d.config.resume_rules._chosen", lambda override: [])
+@without("unet3d.config.set_names._chosen", lambda override: [])
 def test_a_fold_of_two_experiments_goes_on_with_the_words_that_began_it(killed: Path) -> None:
     words = ["experiment=[cicek2016_full,five_folds]", "data.fold=1", "data.phantom.cases=5"]
     config = composed(*words)

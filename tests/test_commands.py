@@ -21,6 +21,8 @@ ELSEWHERE = {  # what part of a command says that another test runs it: which
     "torchrun": "test_ranks.py",
     "data.fold=0,1,2,3,4": "test_folds.py",
     "hydra/launcher=": "test_launchers.py",
+    "plan=plan.yaml": "planning/test_plan_of_data.py",
+    "experiment=five_folds": "test_cross_validation.py",
     "experiment=cicek2016": "test_docs.py composes it, docs/experiments.md has its results",
     "tests/bench/": "by hand",
     "tensorboard --logdir": "test_loggers.py reads what is written",

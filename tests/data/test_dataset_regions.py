@@ -16,11 +16,12 @@ from unet3d.base.regions import Regions
 from unet3d.base.types import IGNORE
 from unet3d.config import compose
 from unet3d.config.schema import Config, Data
-from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset, split
+from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset
 from unet3d.data.grids import drawn
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.labels import region_words
 from unet3d.data.prepare import prepare_data
+from unet3d.data.splits import split
 from unet3d.data.validate import sound_headers, summary
 from unet3d.training.metrics import score_case, summarise
 
