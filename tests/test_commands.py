@@ -23,6 +23,8 @@ ELSEWHERE = {  # what part of a command says that another test runs it: which
     "hydra/launcher=": "test_launchers.py",
     "plan=plan.yaml": "planning/test_plan_of_data.py",
     "experiment=five_folds": "test_cross_validation.py",
+    "-m unet3d folds": "test_cross_validation.py",
+    "field_networks:": "by hand: its prediction takes a while",
     "experiment=cicek2016": "test_docs.py composes it, docs/experiments.md has its results",
     "tests/bench/": "by hand",
     "tensorboard --logdir": "test_loggers.py reads what is written",

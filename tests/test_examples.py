@@ -15,10 +15,12 @@ from allocator import peak_bytes, recorded
 
 from unet3d.config.schema import Phantom
 from unet3d.data import synthetic
+from unet3d.recomputing import search
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 SCRATCH = ("aten::convolution", "aten::convolution_backward")  # of kernels, also in validation
+FEW_TRIES = 100  # to find a schedule: which is found makes no difference here
 ROUNDING = 1e-4  # relative, of a loss after some steps in float32
 pytestmark = [
     pytest.mark.slow,
@@ -54,6 +56,7 @@ WORDS = {
 def record(_: int, name: str, words: list[str], out: Path) -> None:
     """Train in this process; leave losses and the peak in a file."""
     torch.set_num_threads(1)
+    search.TRIES = FEW_TRIES
     losses: list[float] = []
     peak = peak_bytes(recorded(lambda: losses.extend(main_of(name)(words))), SCRATCH)
     out.write_text(json.dumps([losses, peak]))
@@ -84,6 +87,7 @@ def test_losses_are_those_without_recompute_and_the_peak_is_smaller(name: str, d
 def train_as_rank(rank: int, ports: list[int], words: list[str], out: Path) -> None:
     """Train in this process, of two, without and with recompute."""
     torch.set_num_threads(1)
+    search.TRIES = FEW_TRIES
     main = main_of("monai_loop")
     losses = []
     for port, plan in zip(ports, ("none", "lean"), strict=True):

@@ -54,7 +54,7 @@ NAMED = {  # each network in one way; each way for each kind of network
     "forum_small": "plain",
     "nnunet_hippocampus": "checkpointed",
     "nnunet_resenc_l": "checkpointed",
-    "nnunet_resenc_m": "tiles",
+    "nnunet_resenc_m": "plain",
     "unet": "plain",
     "unet_small": "tiles",
     "unet_tiny": "plain",

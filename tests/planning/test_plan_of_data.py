@@ -111,7 +111,7 @@ def test_what_the_command_line_gives_stays(quick: None) -> None:
 
 def test_a_budget_too_small_for_any_patch_is_one_line(quick: None) -> None:
     with pytest.raises(UserError, match="no patch fits") as error:
-        planned(SMALL, MIB // 2, NARROW)
+        planned(SMALL, MIB // 16, NARROW)
     assert "\n" not in str(error.value)
 
 
