@@ -129,22 +129,27 @@ def _may_have_regions(data: Data) -> bool:
     return data.regions is not None or (data.format == "nnunet" and data.root is not None)
 
 
+def options_of_data(dataset: DatasetInfo) -> dict[str, Any]:
+    """Return the model's options that follow from a data set alone: its channels, and its classes or regions."""
+    options: dict[str, Any] = {"in_channels": len(dataset.channels), "classes": len(dataset.classes)}
+    regions = dataset.regions
+    if regions is not None:
+        options["classes"] = len(regions.labels)
+        options["regions"] = [list(labels) for labels in regions.labels]
+        options["regions_class_order"] = list(regions.drawn)
+    return options
+
+
 def model_options(config: Config, dataset: DatasetInfo, spacing: Sequence[float]) -> Model:
     """Return the model's options, all set, for voxels of this spacing (mm).
 
     Raises UserError where model and data disagree.
     """
     model_config = replace(rules.effective_model(config.model))
-    of_data: dict[str, Any] = {"in_channels": len(dataset.channels), "classes": len(dataset.classes)}
-    regions = dataset.regions
-    if regions is not None:
-        of_data["classes"] = len(regions.labels)
-        of_data["regions"] = [list(labels) for labels in regions.labels]
-        of_data["regions_class_order"] = list(regions.drawn)
-    elif model_config.regions is not None:
+    if dataset.regions is None and model_config.regions is not None:
         problem = "the data's classes do not overlap"
         raise UserError(f"model.regions={model_config.regions}, but {problem}; use data.regions, or null")
-    for name, given in of_data.items():
+    for name, given in options_of_data(dataset).items():
         value = getattr(model_config, name)
         if value not in (None, given):
             remedy = f"set it to {given}, or null for the data's"

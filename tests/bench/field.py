@@ -69,7 +69,7 @@ def planned_networks(
     """
     yield "plain", network, 1.0
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    lean_differs = device == "cpu" and has_larger_tiles("lean", dtype)
+    lean_differs = has_larger_tiles("lean", dtype, device == "cpu")
     recomputed: Recomputed | None = None
     for plan in PLANS[1:]:
         if recomputed is None or lean_differs:

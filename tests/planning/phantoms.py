@@ -111,6 +111,7 @@ def fingerprint(kind: Kind, cases: int = 100) -> Fingerprint:
         spacings=[kind.spacing] * cases,
         channels=kind.channels,
         classes=tuple(ClassShare(name, 1 / len(kind.classes), 1.0) for name in kind.classes),
+        model={"in_channels": len(kind.channels), "classes": len(kind.classes)},
         intensities=tuple(intensities),
         ordered_axes=(),
         foreground=(extent[0], extent[1], extent[2]),

@@ -146,6 +146,7 @@ def test_a_budget_that_nothing_keeps_says_so(capsys: pytest.CaptureFixture[str])
         (["--network", "nnunet", "budget=11"], "budget"),
         (["--network", "cicek2016"], "padding"),
         (["--module", "a:b", "optim=sgd"], "optim"),
+        (["--module", "a:b", "recompute=auto", "budget=1GiB"], "recompute=auto"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

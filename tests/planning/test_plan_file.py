@@ -74,6 +74,8 @@ def test_each_job_of_a_sweep_has_the_plan(plan: Path, tmp_path: Path) -> None:
         ("options: {loggers: [evil:run]}", "loggers"),
         ("options: {data: {transforms: [evil:run]}}", "data.transforms"),
         ("options: {data: {allow_outside: true}}", "data.allow_outside"),
+        ("options: {data: {groups: /etc/passwd}}", "data.groups"),
+        ("options: {data: {split: split.json}}", "data.split"),
         ("options: {wandb: {mode: online}}", "wandb.mode"),
         ("options: {resume: /}", "resume"),
         ("options: {init: net.pt}", "init"),

@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from brain import make_brain
 from phantoms import KINDS, Kind, fingerprint, write_data_set
 from training import train
 
@@ -159,9 +160,14 @@ def test_each_kind_is_planned_from_its_files_and_its_step_runs(name: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_plan_is_trained_and_its_receipt_is_exact(tmp_path: Path) -> None:
-    root = write_data_set(tmp_path / "data", SMALL, cases=10, scale=0.25)
-    words = ["data=decathlon", f"data.root={root}", "device=cpu", "model.features=[2,4]"]
+@pytest.mark.parametrize("layout", ("decathlon", "nnunet"))
+def test_a_plan_is_trained_and_its_receipt_is_exact(layout: str, tmp_path: Path) -> None:
+    """The second data set has regions."""
+    if layout == "decathlon":
+        root = write_data_set(tmp_path / "data", SMALL, cases=10, scale=0.25)
+    else:
+        root = make_brain(tmp_path / "brain")
+    words = [f"data={layout}", f"data.root={root}", "device=cpu", "model.features=[2,4]"]
     config = compose.compose(words)
     given = {"data.format", "data.root", "device", "model.features"}
     draft = make_plan(config, given, read_fingerprint(config.data), 64 * MIB)

@@ -311,6 +311,22 @@ def test_numbers_that_would_be_drawn_again_are_refused(draw: Callable[..., Tenso
         Recomputed(make(Noisy))(image())
 
 
+@pytest.mark.parametrize(("ranks", "is_refused"), ((1, False), (2, True)))
+def test_statistics_that_ranks_exchange_are_refused(
+    ranks: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    network = Recomputed(nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.SyncBatchNorm(4), nn.Conv3d(4, 2, 1)))
+    if is_refused:
+        with pytest.raises(UserError, match="1: SyncBatchNorm"):
+            network.program(torch.zeros(1, 1, 8, 8, 8))
+    else:
+        with pytest.raises(UserError) as error:  # on the CPU torch has none
+            network.program(torch.zeros(1, 1, 8, 8, 8))
+        assert "exchange" not in str(error.value)
+
+
 def test_an_image_without_a_batch_is_refused() -> None:
     with pytest.raises(UserError, match="N C D H W"):
         Recomputed(make())(image(*IMAGE[1:]))

@@ -80,3 +80,15 @@ def test_a_folder_of_no_training_has_none(folder: Path, name: str) -> None:
 def test_it_follows_the_options(folder: Path, words: tuple[str, ...], wanted: str) -> None:
     (folder / "config.yaml").write_text(yaml_of("model=unet_tiny", *words))
     assert wanted in methods_paragraph(read_run(folder))
+
+
+def test_it_names_residual_blocks_and_regions(folder: Path) -> None:
+    words = [
+        "model=nnunet_resenc_m",
+        "data.patch=[64,64,64]",
+        "data.regions={organ:[1,2],lesion:[2]}",
+        "data.regions_class_order=[1,2]",
+    ]
+    (folder / "config.yaml").write_text(yaml_of(*RECIPE[1:], *words))
+    text = methods_paragraph(read_run(folder))
+    assert "1-3-4-6-6-6 blocks" in text and "regions" in text

@@ -5,7 +5,6 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import torch
 from torch import nn
 
 from unet3d import build
@@ -15,9 +14,7 @@ from unet3d.base.terminal import WIDE, paper, terminal_table
 from unet3d.base.types import MIB, Table, mib
 from unet3d.cli import memory_of_module
 from unet3d.config.schema import Config, Model
-from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.user_module import on_fake_tensors
 from unet3d.model import geometry
 from unet3d.model.geometry import Triple
 from unet3d.planning.architecture import levels_of
@@ -37,28 +34,17 @@ class ModuleSteps(Steps):
     def __init__(self, path: str, keywords: Mapping[str, Any], channels: int, config: Config) -> None:
         super().__init__(config)
         self.path = path
-        self.network = memory_of_module.made(path, keywords)
+        self.network = memory_of_module.made(path, keywords).train()
         self.channels = channels
 
     def ledger(self, schedule: Schedule, patch: Triple, budget: int) -> Ledger:
         network: nn.Module = self.network
         shape = (self.config.batch, self.channels, *patch)
         config = replace(self.config, amp=schedule.amp)
-        if schedule.recompute != "none":
-            network = self._recomputed(schedule, shape, config)
-        return memory_of_module.prediction(self.path, network, shape, config).meter.ledger
-
-    def _recomputed(self, schedule: Schedule, shape: Sequence[int], config: Config) -> nn.Module:
-        """Return the network with the program of a plan for images of this shape."""
         plan: Any = schedule.recompute
-        dtype = build.policy(config, "cpu").dtype
-        with torch.random.fork_rng([]), fake_mode(self.device_type):
-            recomputed = Recomputed(on_fake_tensors(self.network).train(), plan, device_type=self.device_type)
-            with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                recomputed.program(torch.empty(tuple(shape)))
-        network = Recomputed(self.network.train(), plan, device_type=self.device_type)
-        network.programs = recomputed.programs
-        return network
+        if plan != "none":
+            network = Recomputed(network, plan)
+        return memory_of_module.prediction(self.path, network, shape, config).meter.ledger
 
 
 def of_config(config: Config, by_rules: bool) -> tuple[Steps, Padding, str]:

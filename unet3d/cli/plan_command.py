@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _given(composed: compose.Composed) -> set[str]:
-    """Return the options that the plan is to keep: those of the command line.
+    """Return the names of the options that the plan keeps, which the command line sets.
 
     Of the file that `data=` chooses, the layout alone counts: its patch is for phantoms. Raises UserError.
     """

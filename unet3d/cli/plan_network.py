@@ -87,6 +87,8 @@ def _question(arguments: argparse.Namespace) -> Question:
         raise UserError("plan compares schedules of recompute; remove ckpt")
     if config.recompute == "auto" and config.budget is None:
         raise UserError("recompute=auto takes what a budget allows; add budget=11GiB, say")
+    if config.recompute == "auto" and is_module:
+        raise UserError("recompute=auto is of --network; with --module take lean or tiles")
     multiple = arguments.multiple
     if multiple is not None and (arguments.module is None or multiple < 1):
         raise UserError(f"--multiple {multiple}: voxels, from 1 on, of --module; other networks' strides are known")

@@ -138,8 +138,8 @@ def prepared(config: Config, model_config: Model, dtype: torch.dtype = torch.flo
     frozen = config.optim.init_names if config.optim.init_lr == 0 else None
     plan = config.recompute
     on_cpu = build.device_type(config) == "cpu"
-    if not on_cpu or not has_larger_tiles(plan, build.policy(config, "cpu").dtype or dtype):
-        plan = "tiles"
+    if not has_larger_tiles(plan, build.policy(config, "cpu").dtype or dtype, on_cpu):
+        plan = "tiles"  # all other plans choose from the same schedules
     key = replace(step_key(config), optim=Optim(init_names=frozen), loss=Loss(), accumulate=1, recompute=plan)
     try:
         return _prepared(key, model_config, dtype)

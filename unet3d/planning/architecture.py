@@ -130,7 +130,7 @@ def _triple(values: Sequence[int]) -> Triple:
 
 
 class Architecture(NamedTuple):
-    """What follows from the sizes of a data set and a patch."""
+    """Spacing, patch and levels of a network, by the sizes of a data set."""
 
     spacing: Spacing  # to resample to (mm)
     shape: Spacing  # median of the cases at that spacing (voxels)

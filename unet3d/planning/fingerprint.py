@@ -1,12 +1,13 @@
 """The fingerprint of a data set: sizes from the headers of all cases, classes and intensities from a sample of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.base.progress import track
 from unet3d.base.types import Table, percent
@@ -55,7 +56,7 @@ class ChannelIntensity(NamedTuple):
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a plan follows from. Axes are x, y, z in RAS."""
+    """Sizes, intensities and classes of a data set, from which a plan follows. Axes are x, y, z in RAS."""
 
     name: str
     cases: int  # with labels
@@ -65,7 +66,8 @@ class Fingerprint:
     shapes: list[tuple[int, int, int]]  # of each case, as stored (voxels)
     spacings: list[Triple]  # of each case, as stored (mm)
     channels: tuple[str, ...]
-    classes: tuple[ClassShare, ...]
+    classes: tuple[ClassShare, ...]  # with background; of regions the classes of label maps
+    model: Mapping[str, Any]  # options of the network that follow from the data
     intensities: tuple[ChannelIntensity, ...]
     ordered_axes: tuple[int, ...]  # along which two classes keep their order in every sampled case
     foreground: Triple  # median extent of the foreground in the sampled cases (mm)
@@ -102,6 +104,7 @@ def read_fingerprint(data: Data) -> Fingerprint:
         spacings=[grid.spacing for grid in stored],
         channels=dataset.channels,
         classes=_class_shares(dataset, samples),
+        model=build.options_of_data(dataset),
         intensities=tuple(_intensity(name, number, samples) for number, name in enumerate(dataset.channels)),
         ordered_axes=_ordered_axes(samples),
         foreground=_median_extent(samples),

@@ -30,9 +30,7 @@ def make_plan(
 
     Raises UserError where no patch fits.
     """
-    channels = len(fingerprint.channels)
-    classes = len(fingerprint.classes)
-    model = replace(config.model, in_channels=channels, classes=classes)
+    model = replace(config.model, **fingerprint.model)
     draft = Draft(replace(config, model=model), given, fingerprint, budget, seconds)
     draft.set("model.activation", ACTIVATION)
     choose_spacing(draft)
@@ -49,7 +47,7 @@ def like_nnunet(config: Config, given: Collection[str], fingerprint: Fingerprint
     chosen = nnunet_plan(
         fingerprint.shapes,
         fingerprint.spacings,
-        len(fingerprint.classes),
+        fingerprint.model["classes"],
         cases=fingerprint.cases,
     )
     options = {

@@ -82,7 +82,7 @@ def measured_step(config: Config) -> float:
     with torch.random.fork_rng(), switched(config):
         policy = build.policy(config, device.type, choose_technique(config, model_config))
         model = policy.formatted(build.model(model_config, config.seed).to(device)).train()
-        loss = build.loss(config, model_config.classes, device)
+        loss = build.loss(config, model_config.classes, device, model_config.output_regions)
         optimizer = optim.optimizer(config.optim, model)
         image = torch.randn(config.batch, model_config.in_channels, *config.data.patch)
         label = torch.randint(model_config.classes, (config.batch, *config.data.patch)).short()

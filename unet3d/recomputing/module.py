@@ -29,10 +29,12 @@ def recompute(
     """Return a network that trains as `model` does, with the same parameters, in less memory.
 
     `example` is an image N C D H W as the network will get it; the schedule is found for its size. For each other size,
-    and without an example, it is found when the first such image comes. `plan`: "lean" makes sums and small
-    convolutions again, "tiles" all that saves memory, "auto" takes the least work with which weights, gradients, maps
-    and what is `held` beside them (the optimizer's state, say, in bytes or as "600MiB") fit into the `budget`, as
-    "6GiB". Prints a line that says what to expect, once the first schedule is found. Raises UserError.
+    and without an example, it is found when the first such image comes. Prints a line that says what to expect, once
+    the first schedule is found. Raises UserError.
+
+    `plan`: "lean" makes sums and small convolutions again, "tiles" most maps, in at most 2.2 forward passes where the
+    search finds such a schedule, and "auto" as few as fit: weights, gradients, maps and what is `held` beside them (the
+    optimizer's state, say, in bytes or as "600MiB") then keep the `budget`, as "6GiB".
     """
     recomputed = Recomputed(model, plan, budget, held)
     recomputed.is_silent = False

@@ -48,7 +48,7 @@ def prepare(
     names = frozenset(trained) | {derived.name for derived in graph.derived}
     wanted = wanted_values(maps, names, image.requires_grad)
     largest = max(value.shape.numel() for value in graph.values if len(value.shape) == 5)
-    if on_cpu and has_larger_tiles(plan, dtype):
+    if has_larger_tiles(plan, dtype, on_cpu):
         numbers = max(largest // LEAN_TILES_IN_HALF, min(largest // LEAN_FEWEST_IN_HALF, SMALL_TILE))
     elif on_cpu:
         numbers = max(largest // TILES, min(largest // FEWEST_TILES, SMALL_TILE))
@@ -66,9 +66,9 @@ def prepare(
     return program
 
 
-def has_larger_tiles(plan: str, dtype: torch.dtype) -> bool:
-    """Return whether a plan's tiles on the CPU are larger than others' in this precision."""
-    return plan == "lean" and dtype.itemsize == 2
+def has_larger_tiles(plan: str, dtype: torch.dtype, on_cpu: bool) -> bool:
+    """Return whether a plan's tiles are larger than other plans' in this precision."""
+    return on_cpu and plan == "lean" and dtype.itemsize == 2
 
 
 def by_plan(program: Program, plan: str, budget: int | None = None) -> Program:

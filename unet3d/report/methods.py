@@ -67,7 +67,9 @@ def _network(model: Model, run: RunRecord) -> str:
         f"{model.downsampling.replace('_', ' ')} between levels",
         f"{model.upsampling} upsampling",
     ]
-    if model.residual:
+    if model.blocks is not None:
+        parts.append(f"residual encoder with {'-'.join(map(str, model.blocks))} blocks")
+    elif model.residual:
         parts.append("residual blocks")
     if model.deep_supervision:
         parts.append("deep supervision")
@@ -126,6 +128,8 @@ def _recipe(config: Config, run: RunRecord) -> str:
     optim = config.optim
     patches = config.batch * config.accumulate
     loss = f"the loss {config.loss.path}" if config.loss.path else LOSS_WORDS[config.loss.name]
+    if config.data.regions is not None:
+        loss += " of overlapping regions"
     steps = f"{run.last_step:,} optimizer steps"
     patch = _sizes(config.data.patch)
     noun = "patch" if patches == 1 else "patches"

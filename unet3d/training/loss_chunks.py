@@ -65,7 +65,7 @@ def value_of(sums: Sums, shares: int, first: int) -> Tensor:
 
 def producer_keeps_no_output(logits: Tensor) -> bool:
     """Return whether a convolution or a network by a program made the logits: neither reads its output in backward."""
-    return type(logits.grad_fn).__name__ in ("ConvolutionBackward0", "InSlabsBackward", "InTilesBackward")
+    return type(logits.grad_fn).__name__ in ("ConvolutionBackward0", "InTilesBackward")
 
 
 def reference_counts(tensor: Tensor) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def reference_counts(tensor: Tensor) -> tuple[int, int]:
 class Probe(torch.autograd.Function):
     """A measurement of how many references a tensor has in `backward` where autograd alone has kept it.
 
-    Its backward unpacks and counts exactly as `InChunks.backward` does, because local names count, too.
+    Its backward unpacks and counts exactly as those of `InChunks` and `RegionsInChunks` do, because local names count.
     """
 
     counts = (0, 0)
