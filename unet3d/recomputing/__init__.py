@@ -3,6 +3,7 @@
 In reading order:
 
     graph           a network as operations on maps
+    refusals        what a schedule cannot repeat, said with its place in the source
     trace           how it is read from torch.export
     state           what a pass has beside its maps
     rules           an operation on a few rows: the interface
@@ -26,6 +27,7 @@ In reading order:
     compiler        a table of the maps that stay, compiled into instructions and bytes
     schedule        what the compiler gives
     soundness       whether no instruction reads what is not there
+    changes         changes of a table of the maps that stay
     search          the schedules that none beats in both bytes and work
     program         maps, their tiles and schedules, for images of one size
     observer        who watches which layer a pass works on

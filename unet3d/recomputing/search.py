@@ -13,9 +13,9 @@ helps most.
 import math
 import random
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
+from unet3d.recomputing.changes import Changes, Flip, Table, flip
 from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.schedule import Peak, Schedule, compile_schedule, every_map, locate_peak
 
@@ -35,14 +35,8 @@ STEP = 0.15  # before, the best of a limit so much higher
 HEAT = 0.03  # of the largest map: bytes for which a change for the worse is accepted at first, one time in e
 PRICE = 0.05  # of the largest map, in bytes, for a forward pass of work: else work up to the limit is done in vain
 MEAN = 0.02  # of the bytes of a stage, on average: else nothing tells a change for the better beside the peak
-AT_PEAK = 0.5  # of the changes: less stays where the peak is
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of the largest map, up to which maps stay in the first tables
-Table = list[set[int]]  # for each stage, the maps that stay after it
 Packed = tuple[frozenset[int], ...]
-Flip = tuple[int, int]  # a stage, and a map that stays after it from now on, or no longer does
-FIRST_GAP = slice(0, 1)  # after the forward pass
-LAST_GAP = slice(-1, None)
-ALL_GAPS = slice(None)
 
 
 class Front:
@@ -184,7 +178,7 @@ def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.
     At first, changes for the worse are accepted too, rarely and the less the worse: simulated annealing.
     """
     sizes = best.sizes
-    changes = _Changes(sizes, draw)
+    changes = Changes(sizes, draw)
     largest = max(sizes.bytes)
     table = [set(stays) for stays in first]
     peak = locate_peak(sizes, table)
@@ -192,7 +186,7 @@ def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.
     least = _Scored(score, first)
     for number in range(tries):
         flips = changes.of(table, peak)
-        _flip(table, flips)
+        flip(table, flips)
         new_peak = locate_peak(sizes, table)
         new_score = _score(new_peak, limit, largest)
         worse = new_score - score
@@ -204,32 +198,32 @@ def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.
             if score < least.score:
                 least = _Scored(score, tuple(frozenset(stays) for stays in table))
         else:
-            _flip(table, flips)
+            flip(table, flips)
     return least
 
 
 def _descend(best: Front, table: Table, limit: float, tries: int) -> None:
     """Change a table as long as giving up a map at the peak helps, each time by the change that helps most."""
     sizes = best.sizes
-    changes = _Changes(sizes, random.Random(0))
+    changes = Changes(sizes, random.Random(0))
     largest = max(sizes.bytes)
     peak = locate_peak(sizes, table)
     least = _score(peak, limit, largest)
     while tries > 0:
         best_flips: Sequence[Flip] = ()
         for flips in changes.all_at_peak(table, peak):
-            _flip(table, flips)
+            flip(table, flips)
             new_peak = locate_peak(sizes, table)
             best.add(new_peak.bytes, new_peak.work, table)
             score = _score(new_peak, limit, largest)
-            _flip(table, flips)
+            flip(table, flips)
             tries -= 1
             if score < least:
                 least = score
                 best_flips = flips
         if not best_flips:
             return
-        _flip(table, best_flips)
+        flip(table, best_flips)
         peak = locate_peak(sizes, table)
 
 
@@ -237,118 +231,3 @@ def _score(peak: Peak, limit: float, largest: int) -> float:
     """Return bytes, and many more for work beyond the limit."""
     excess = max(0.0, peak.work - limit - LITTLE_WORK)
     return peak.bytes + MEAN * peak.mean + largest * (PRICE * peak.work + 10 * excess)
-
-
-def _flip(table: Table, flips: Sequence[Flip]) -> None:
-    """Change whether maps stay, each after one stage."""
-    for stage, index in flips:
-        table[stage] ^= {index}
-
-
-class _Changes:
-    """Changes of a table, drawn at random."""
-
-    def __init__(self, sizes: Sizes, draw: random.Random) -> None:
-        self.count = sizes.count
-        self.draw = draw
-        self.gaps = [_gaps(sizes, index) for index in range(sizes.count)]
-        self.neighbours = [(*sizes.sources[index], *sizes.users[index]) for index in range(sizes.count)]
-
-    def of(self, table: Table, peak: Peak) -> list[Flip]:
-        """Return the stages and maps of one change."""
-        if peak.maps and self.draw.random() < AT_PEAK:
-            return self._at_peak(table, peak)
-        kind = self.draw.random()
-        if kind < 0.45:
-            return self._between_uses(table)
-        if kind < 0.6:
-            flips = {*self._between_uses(table), *self._between_uses(table)}
-            return sorted(flips)
-        if kind < 0.75:
-            return self._of_neighbours(table)
-        if kind < 0.9:
-            return self._over_stages(table)
-        stage = self.draw.randrange(self.count + 1)
-        index = self.draw.randrange(self.count)
-        return [(stage, index)]
-
-    def _between_uses(self, table: Table) -> list[Flip]:
-        """Let a map stay, or not, from one use of it to the next."""
-        index = self.draw.randrange(self.count)
-        gap = self.draw.choice(self.gaps[index])
-        stays = index in table[gap[-1]]
-        return _flips(table, index, gap, not stays)
-
-    def _at_peak(self, table: Table, peak: Peak) -> list[Flip]:
-        """Let a map that is there at the peak stay no longer, and perhaps one that it is made from, or a reader."""
-        index = self.draw.choice(sorted(peak.maps))
-        stages = range(peak.stage, peak.stage + 1)
-        if self.draw.random() < 0.8:
-            stages = next((gap for gap in self.gaps[index] if peak.stage in gap), stages)
-        flips = set(_flips(table, index, stages, False))
-        kind = self.draw.random()
-        if kind < 0.3:
-            flips ^= set(self._between_uses(table))
-        elif kind < 0.7 and self.neighbours[index]:
-            other = self.draw.choice(self.neighbours[index])
-            flips |= set(_flips(table, other, stages, True))
-        return sorted(flips)
-
-    def all_at_peak(self, table: Table, peak: Peak) -> Iterator[list[Flip]]:
-        """Yield the changes that give up a map that is there at the peak, also for one beside it."""
-        for index in sorted(peak.maps):
-            for gap in self.gaps[index]:
-                if peak.stage not in gap:
-                    continue
-                for stages in (gap, range(peak.stage, peak.stage + 1)):
-                    flips = _flips(table, index, stages, False)
-                    if flips:
-                        yield flips
-                for other in self.neighbours[index]:
-                    yield sorted({*_flips(table, index, gap, False), *_flips(table, other, gap, True)})
-
-    def _of_neighbours(self, table: Table) -> list[Flip]:
-        """Let several maps in a row stay, or not, from the forward pass on, or until their last use, or throughout."""
-        first = self.draw.randrange(self.count)
-        most = max(2, self.count // 4)
-        number = 1 + self.draw.randrange(most)
-        end = min(self.count, first + number)
-        stays = self.draw.random() < 0.5
-        which = self.draw.choice((FIRST_GAP, LAST_GAP, ALL_GAPS))
-        flips = []
-        for index in range(first, end):
-            for gap in self.gaps[index][which]:
-                flips += _flips(table, index, gap, stays)
-        return flips
-
-    def _over_stages(self, table: Table) -> list[Flip]:
-        """Let a map stay, or not, over some stages."""
-        index = self.draw.randrange(self.count)
-        first = self.draw.randrange(self.count + 1)
-        last = self.draw.randrange(first, self.count + 1)
-        stays = self.draw.random() < 0.5
-        stages = range(first, last + 1)
-        return _flips(table, index, stages, stays)
-
-
-def _flips(table: Table, index: int, stages: range, stays: bool) -> list[Flip]:
-    """Return the flips after which a map stays, or does not, after each of these stages."""
-    flips = []
-    for stage in stages:
-        if (index in table[stage]) != stays:
-            flips.append((stage, index))
-    return flips
-
-
-def _gaps(sizes: Sizes, index: int) -> list[range]:
-    """Return the stages between one use of a map and the next, from the forward pass on."""
-    uses = [sizes.count, *reversed(sizes.users[index])]
-    if sizes.is_normalised[index]:
-        uses.append(index)
-    gaps = []
-    for before, after in pairwise(uses):
-        if after < before:
-            gaps.append(range(after + 1, before + 1))
-    if not gaps:
-        gaps.append(range(index + 1, sizes.count + 1))
-    return gaps

@@ -3,25 +3,28 @@
 import io
 import logging
 import operator
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from unet3d.base.errors import UserError
 from unet3d.recomputing.graph import DROPOUTS, Derived, Graph, Value, Weight, gives_view, leaves, operation_name
-
-TORCH = str(Path(torch.__file__).parent) + os.sep
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from unet3d.recomputing.refusals import (
+    cannot_trace,
+    draws,
+    has_contexts,
+    layer_of,
+    place_of,
+    refuse_exchange,
+    refuse_hooks,
+)
 
 
 def trace(model: nn.Module, image: Tensor) -> Graph:
@@ -29,13 +32,13 @@ def trace(model: nn.Module, image: Tensor) -> Graph:
 
     Raises UserError where the network cannot be described so, and names the place.
     """
-    _refuse_hooks(model)
-    _refuse_exchange(model)
+    refuse_hooks(model)
+    refuse_exchange(model)
     try:
         with _silence(), _attributes_stay(model):
             program = torch.export.export(model, (image.detach(),), strict=False)
     except Exception as error:  # torch.export has no common type of error
-        raise UserError(_cannot_trace(model, error)) from error
+        raise UserError(cannot_trace(model, error)) from error
     return _Reader(program, model).graph()
 
 
@@ -67,38 +70,6 @@ def _attributes_stay(model: nn.Module) -> Iterator[None]:
             value[:] = items
 
 
-def _refuse_hooks(model: nn.Module) -> None:
-    """Raise UserError if a module has hooks: a schedule does not call modules."""
-    for path, module in model.named_modules():
-        for name in HOOKS:
-            if getattr(module, name):
-                raise UserError(f"{path or type(model).__name__}: {name[1:]} would not run in recompute; remove them")
-
-
-def _refuse_exchange(model: nn.Module) -> None:
-    """Raise UserError if normalisations exchange statistics with other ranks: a schedule makes them again."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    for path, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and module.training:
-            problem = f"{path or type(model).__name__}: SyncBatchNorm would exchange statistics between ranks again"
-            raise UserError(f"{problem} in recompute; train with BatchNorm, InstanceNorm or GroupNorm")
-
-
-def _cannot_trace(model: nn.Module, error: Exception) -> str:
-    """Return what torch.export says in a line, where, and what to do."""
-    first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    place = ""
-    frame = error.__traceback__
-    while frame is not None:
-        path = frame.tb_frame.f_code.co_filename
-        if frame.tb_frame.f_code.co_name == "forward" and not path.startswith(TORCH):
-            place = f" at {path}:{frame.tb_lineno}"
-        frame = frame.tb_next
-    problem = f"{type(model).__name__} cannot be traced{place}: {first_line.strip()}"
-    return f"{problem}; use torch.utils.checkpoint on its children instead"
-
-
 class _Reader:
     """Reads an exported program node by node."""
 
@@ -119,7 +90,7 @@ class _Reader:
         self._read_inputs(self.program.graph_signature)
         for node in self.program.graph.nodes:
             if node.op == "get_attr":
-                raise UserError(_has_contexts(self.model, node))
+                raise UserError(has_contexts(self.model, node))
             if node.op == "call_function":
                 self._read_call(node)
             elif node.op == "output":
@@ -174,14 +145,14 @@ class _Reader:
             self._read_derived(node, target, args, kwargs)
             return
         if op not in DROPOUTS and _is_random(op, target, args, kwargs):
-            raise UserError(_draws(node, op))
+            raise UserError(draws(node, op))
         fake = node.meta.get("val")
         if isinstance(fake, tuple | list):
             self.known[node] = _Several(op, target, args, kwargs)
             return
         if not isinstance(fake, Tensor):
-            raise UserError(f"{_layer(node) or 'the network'}: {op} has a result that is no tensor{_place(node)}")
-        value = Value(node.name, op, target, args, kwargs, fake.shape, fake.dtype, _layer(node))
+            raise UserError(f"{layer_of(node) or 'the network'}: {op} has a result that is no tensor{place_of(node)}")
+        value = Value(node.name, op, target, args, kwargs, fake.shape, fake.dtype, layer_of(node))
         self._add(node, value, args)
 
     def _add(self, node: fx.Node, value: Value, args: tuple[Any, ...]) -> None:
@@ -192,7 +163,7 @@ class _Reader:
             shares_memory = any(_is_view_of(other, changed) for other in self.values if other is not value)
             if shares_memory or any(_is_view_of(changed, source) for source in changed.inputs):
                 raise UserError(
-                    f"{value.layer}: {value.op}_ changes a map that shares memory with another{_place(node)}"
+                    f"{value.layer}: {value.op}_ changes a map that shares memory with another{place_of(node)}"
                 )
             for earlier, stands_for in self.known.items():
                 if stands_for is changed:
@@ -205,7 +176,7 @@ class _Reader:
         fake = node.meta["val"]
         element = node.args[1]
         assert isinstance(element, int)
-        layer = _layer(node)
+        layer = layer_of(node)
         value = Value(
             node.name, whole.op, whole.target, whole.args, whole.kwargs, fake.shape, fake.dtype, layer, element
         )
@@ -222,13 +193,13 @@ class _Reader:
             self.counters.append(name)
             self.known[node] = args[0]
             return
-        raise UserError(f"{name} is changed by {op}_ in each pass, which recompute would not repeat{_place(node)}")
+        raise UserError(f"{name} is changed by {op}_ in each pass, which recompute would not repeat{place_of(node)}")
 
     def _read_derived(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         fake = node.meta.get("val")
         op = operation_name(target)
         if _is_random(op, target, args, kwargs):
-            raise UserError(_draws(node, op))
+            raise UserError(draws(node, op))
         if isinstance(fake, Tensor):
             self.derived.append(Derived(node.name, target, args, kwargs))
             self.known[node] = Weight(node.name, fake.shape)
@@ -236,7 +207,7 @@ class _Reader:
             if not gives_view(target) or all(name in self.fresh for name in sources):
                 self.fresh.add(node.name)
         elif fake is not None:
-            raise UserError(f"{_layer(node) or 'the network'}: {target} has several results{_place(node)}")
+            raise UserError(f"{layer_of(node) or 'the network'}: {target} has several results{place_of(node)}")
 
     def _read_outputs(self, node: fx.Node) -> tuple[Value, ...]:
         signature = self.program.graph_signature
@@ -279,7 +250,7 @@ def _functional(target: Any, node: fx.Node) -> Any:
     packet = getattr(torch.ops.aten, operation_name(target), None)
     overload = getattr(packet, target._overloadname, None)
     if overload is None:
-        raise UserError(f"{_layer(node)}: {target} has no variant that gives a new tensor{_place(node)}")
+        raise UserError(f"{layer_of(node)}: {target} has no variant that gives a new tensor{place_of(node)}")
     return overload
 
 
@@ -304,35 +275,6 @@ def _is_random(op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     if op.endswith("dropout"):
         return bool(args[1]) and bool(args[2])
     return True
-
-
-def _has_contexts(model: nn.Module, node: fx.Node) -> str:
-    """Return why operations within a context of their own, which torch.export makes a graph of, are refused."""
-    layers = [_layer(user) for user in node.users]
-    layer = next((layer for layer in layers if layer), type(model).__name__)
-    return (
-        f"{layer}: operations within torch.no_grad() or torch.autocast() in forward cannot be made again; leave it out"
-    )
-
-
-def _draws(node: fx.Node, op: str) -> str:
-    """Return why an operation that draws random numbers is refused: a second run draws others."""
-    layer = _layer(node) or "the network"
-    return f"{layer}: {op} would draw other numbers when it is made again{_place(node)}; use dropout, or leave it out"
-
-
-def _layer(node: fx.Node) -> str:
-    """Return the path of the module that calls a node."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
-    return str(paths[-1]) if paths else ""
-
-
-def _place(node: fx.Node) -> str:
-    """Return where in the source a node is called, in words."""
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    calls = [line.strip() for line in lines if line.strip().startswith("File ")]
-    return f" ({calls[-1]})" if calls else ""
 
 
 def _needed(outputs: tuple[Value, ...]) -> set[Value]:
