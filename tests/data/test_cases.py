@@ -314,7 +314,7 @@ def test_folders_that_the_command_line_puts_outside_are_read(tmp_path: Path) -> 
         assert len(read_dataset(data).cases) == 2
 
 
-@without("unet3d.data.cases.MAX_NAME", 10**6, only="long name")
+@without("unet3d.data.file_names.MAX_NAME", 10**6, only="long name")
 @without("unet3d.data.cases.is_plain", yes, only="odd name")
 @pytest.mark.parametrize(
     ("images", "labels", "parts"),

@@ -9,8 +9,9 @@ import numpy as np
 
 from unet3d.base.errors import UserError
 from unet3d.config.schema import Data
-from unet3d.data.cases import MAX_NAME, Case, DatasetInfo
+from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.dataset_json import read_json, shown
+from unet3d.data.file_names import MAX_NAME
 from unet3d.data.groups import group_of_cases
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones

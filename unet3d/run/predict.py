@@ -18,8 +18,9 @@ from unet3d.base.regions import Regions
 from unet3d.base.types import ProbabilityBlock
 from unet3d.config import rules
 from unet3d.config.schema import Config
-from unet3d.data.cases import Case, in_order, refuse_long, volumes_in, without_channel
+from unet3d.data.cases import Case
 from unet3d.data.components import largest_components
+from unet3d.data.file_names import in_order, refuse_long, volumes_in, without_channel
 from unet3d.data.grids import contradictions, foreign_units
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.intensity import Intensity, normalise
