@@ -114,5 +114,6 @@ def fingerprint(kind: Kind, cases: int = 100) -> Fingerprint:
         model={"in_channels": len(kind.channels), "classes": len(kind.classes)},
         intensities=tuple(intensities),
         ordered_axes=(),
+        cut_axes=(),
         foreground=(extent[0], extent[1], extent[2]),
     )

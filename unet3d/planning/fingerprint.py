@@ -25,7 +25,9 @@ from unet3d.data.volume import Volume, read_volume
 CASES_SAMPLED = 20  # training cases whose voxels are read
 VOXELS_SAMPLED = 5 * 10**8  # that are read at most, but for those of the first cases
 LEAST_SAMPLED = 3  # cases, however large
-LEAST_ORDERED = 8  # cases with two classes, before their order counts
+LEAST_ORDERED = 8  # cases with two classes, before their order or their border counts
+FLAT_SHARE = 0.9  # of the places where classes touch, within a voxel of one plane: annotators cut there
+CUT_SHARE = 0.9  # of the cases
 VOXELS_OF_CASE = 20_000  # intensities of a channel that are kept
 PERCENTILES = (0.5, 50, 99.5)
 AIR = -900  # CT numbers (Hounsfield units) of air lie below, of soft tissue and bone above 0
@@ -70,17 +72,19 @@ class Fingerprint:
     model: Mapping[str, Any]  # options of the network that follow from the data
     intensities: tuple[ChannelIntensity, ...]
     ordered_axes: tuple[int, ...]  # along which two classes keep their order in every sampled case
+    cut_axes: tuple[int, ...]  # across which classes meet in a plane of voxels, in nearly every sampled case
     foreground: Triple  # median extent of the foreground in the sampled cases (mm)
 
 
 class CaseSample(NamedTuple):
-    """What is kept of a sampled case."""
+    """Counts, intensities and places of one sampled case."""
 
     counts: np.ndarray  # voxels of each class
     voxels: np.ndarray  # intensities (C, n)
     foreground: np.ndarray  # intensities of foreground voxels (C, n)
     centres: np.ndarray  # mean place of each class (classes, 3), share of the volume; NaN where it is absent
     extent: np.ndarray  # of the foreground along the axes (mm); NaN without any
+    flat: np.ndarray | None  # share of the places where classes touch that lie in a plane across each axis (3)
 
 
 def read_fingerprint(data: Data) -> Fingerprint:
@@ -107,6 +111,7 @@ def read_fingerprint(data: Data) -> Fingerprint:
         model=build.options_of_data(dataset),
         intensities=tuple(_intensity(name, number, samples) for number, name in enumerate(dataset.channels)),
         ordered_axes=_ordered_axes(samples),
+        cut_axes=_cut_axes(samples),
         foreground=_median_extent(samples),
     )
 
@@ -159,7 +164,27 @@ def _sample(volume: Volume, classes: int, ignore: int | None) -> CaseSample:
         rows = np.flatnonzero(occupied)
         if rows.size:
             extent[axis] = (rows[-1] - rows[0] + 1) * volume.spacing[axis]
-    return CaseSample(counts, voxels, foreground_sample(volume.image, label, ignore), centres, extent)
+    foreground = foreground_sample(volume.image, label, ignore)
+    return CaseSample(counts, voxels, foreground, centres, extent, _flat_shares(label, classes))
+
+
+def _flat_shares(label: np.ndarray, classes: int) -> np.ndarray | None:
+    """Return the share of the places where two foreground classes touch that lie in a plane across each axis (3).
+
+    The plane is the median one with its neighbours. None where no two classes touch.
+    """
+    flat = np.zeros(3)
+    touching = 0
+    for axis in range(3):
+        along = np.moveaxis(label, axis, 0)
+        before = along[:-1]
+        after = along[1:]
+        is_foreground = (before > 0) & (before < classes) & (after > 0) & (after < classes)
+        places = np.nonzero(is_foreground & (before != after))[0]
+        touching += places.size
+        if places.size:
+            flat[axis] = (np.abs(places - np.median(places)) <= 1).sum()
+    return flat / touching if touching else None
 
 
 def _class_shares(dataset: DatasetInfo, samples: Sequence[CaseSample]) -> tuple[ClassShare, ...]:
@@ -200,6 +225,15 @@ def _ordered_axes(samples: Sequence[CaseSample]) -> tuple[int, ...]:
         if (enough & always).any():
             ordered.append(axis)
     return tuple(ordered)
+
+
+def _cut_axes(samples: Sequence[CaseSample]) -> tuple[int, ...]:
+    """Return the axes across which classes meet in a plane, in nearly every sampled case where they touch."""
+    shares = [sample.flat for sample in samples if sample.flat is not None]
+    if len(shares) < LEAST_ORDERED:
+        return ()
+    is_cut = (np.array(shares) >= FLAT_SHARE).mean(0) >= CUT_SHARE
+    return tuple(np.flatnonzero(is_cut).tolist())
 
 
 def _median_extent(samples: Sequence[CaseSample]) -> Triple:

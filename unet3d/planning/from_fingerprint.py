@@ -77,3 +77,15 @@ def choose_mirrors(draft: Draft) -> None:
         reason = f"along {names} two classes keep their order in all sampled cases: a mirrored patch would swap them"
         instead = "data.augment.mirror=[0,1,2]"
     draft.decide("mirroring", choice, reason, instead)
+
+
+def choose_rotation(draft: Draft) -> None:
+    """Choose not to rotate patches where classes meet in a plane of voxels: a rotated one would show another cut."""
+    cut = draft.fingerprint.cut_axes
+    if not cut or draft.is_given("data.augment.rotation"):
+        return
+    usual = draft.config.data.augment.rotation
+    draft.set("data.augment.rotation", 0.0)
+    names = ", ".join(AXES[axis] for axis in cut)
+    reason = f"across {names} classes meet in a plane of voxels: a rotated patch would show another cut"
+    draft.decide("rotation", "none", reason, f"data.augment.rotation={usual:g}")

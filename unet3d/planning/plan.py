@@ -12,7 +12,7 @@ from unet3d.planning.draft import Draft, changed
 from unet3d.planning.fingerprint import Fingerprint
 from unet3d.planning.for_budget import choose_precision, choose_step, plain_sizes
 from unet3d.planning.for_time import choose_steps
-from unet3d.planning.from_fingerprint import choose_intensity, choose_mirrors, choose_spacing
+from unet3d.planning.from_fingerprint import choose_intensity, choose_mirrors, choose_rotation, choose_spacing
 from unet3d.planning.nnunet import nnunet_plan
 from unet3d.planning.reasons import note_step
 
@@ -36,6 +36,7 @@ def make_plan(
     choose_spacing(draft)
     choose_intensity(draft)
     choose_mirrors(draft)
+    choose_rotation(draft)
     choose_precision(draft)
     note_step(draft, choose_step(draft))
     choose_steps(draft)
