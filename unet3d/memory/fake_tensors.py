@@ -193,7 +193,7 @@ def _enlarge_storage(output: Tensor, arguments: Sequence[Any]) -> None:
     if not is_transposed or groups > 1 or image.nbytes <= output.nbytes:
         return
     backend = torch._C._select_conv_backend(*arguments)
-    if backend == torch._C._ConvBackend.SlowTranspose3d:
+    if backend.name == "SlowTranspose3d":
         output.untyped_storage().resize_(image.nbytes)
 
 
