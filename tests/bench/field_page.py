@@ -37,7 +37,7 @@ def tables(entries: Sequence[Entry], results: Results) -> str:
             parts.append(f"On CUDA, {setting.split()[1]}: tensors / allocated / reserved.")
             parts.append("\n".join(cuda_table(entries, results, setting)))
     if any("cpu float32" in settings for settings in results.values()):
-        parts.append("On the CPU, tensors:")
+        parts.append("On the CPU, with one thread, tensors:")
         parts.append("\n".join(tensors_table(entries, results)))
     parts.append("What is held at the peak (bf16, as on CUDA, tensors), and the layer that holds most of it:")
     parts.append("\n".join(kinds_table(entries, results)))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from allocator import dispatch_modes
+from guards import without
 
 from unet3d import build
 from unet3d.base.types import Batch
@@ -39,6 +40,29 @@ def test_kernels_behave_as_on_the_cpu() -> None:
             norm(torch.zeros(1, 5, 4, 4, 4))
     made = [[(s.bytes, s.operation) for s in one.storages if s.operation != "adopted"] for one in (ledger, real)]
     assert made[0] == [found for found in made[1] if "zero_" not in found[1]]
+
+
+@without("unet3d.memory.fake_tensors.CONVOLUTION", None, only="smaller")
+@pytest.mark.parametrize(
+    ("channels", "stride", "groups"),
+    [(2, 1, 1), (2, 1, 2), (2, 2, 1)],
+    ids=["smaller than the image", "in groups", "larger"],
+)
+def test_transposed_convolutions_leave_the_storage_that_the_cpu_leaves(channels: int, stride: int, groups: int) -> None:
+    """Torch's own kernel makes an output as large as the image, and resizes it."""
+
+    def made() -> tuple[int, int]:
+        layer = torch.nn.ConvTranspose3d(8, channels, 1, stride, groups=groups)
+        with torch.no_grad():
+            output = layer(torch.zeros(1, 8, 4, 4, 4))
+        return output.untyped_storage().nbytes(), output.nbytes
+
+    real = made()
+    with fake_mode():
+        assert made() == real
+    with fake_mode("cuda"):
+        storage_bytes, output_bytes = made()
+    assert storage_bytes == output_bytes
 
 
 def measured(options: Config, technique: Technique) -> Ledger:

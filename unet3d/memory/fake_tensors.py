@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unet3d.base.errors import UserError
 from unet3d.base.progress import beat
+from unet3d.memory.ledger import CONVOLUTION
 from unet3d.memory.tables import LSTM
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -52,7 +53,7 @@ def fake_mode(device_type: str = "cpu") -> Iterator[list[str]]:
     LSTM where one has run.
     """
     autocast = cuda_autocast() if device_type == "cuda" else nullcontext()
-    with FakeTensorMode(allow_non_fake_inputs=True), _Corrections() as corrections, autocast:
+    with FakeTensorMode(allow_non_fake_inputs=True), _Corrections(device_type) as corrections, autocast:
         yield corrections.guesses
 
 
@@ -61,12 +62,14 @@ class _Corrections(TorchDispatchMode):
 
     `.item()` gives 0 (a loss of 0, no overflow found), which is a guess where a network or a loss of others asks for
     it; known numbers, as Adam's step count, stay known. Statistics that normalisation saves have its parameters' type,
-    also for half-precision maps, whose gradients have their own type.
+    also for half-precision maps, whose gradients have their own type. On the CPU, outputs of some transposed
+    convolutions have a larger storage.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()
         self.guesses: list[str] = []
+        self._device_type = device_type
         self.ranges = _Ranges()
 
     @classmethod
@@ -88,6 +91,8 @@ class _Corrections(TorchDispatchMode):
             return _zero(args[0].dtype)
         if func is RECURRENT_LAYER and LSTM not in self.guesses:  # its workspace has 0 bytes
             self.guesses.append(LSTM)
+        if func is CONVOLUTION and self._device_type == "cpu":
+            _enlarge_storage(result, args)
         if func.is_view:
             _copy_for_slices(torch._C._current_autograd_node())
         if func in NORMALISATIONS and args[1] is not None:
@@ -175,6 +180,21 @@ def unknown(place: str, error: Exception) -> Exception:
     return UserError(
         f"{place}: sizes or numbers depend on values, which a prediction does not have: use unet3d.memory.explain"
     )
+
+
+def _enlarge_storage(output: Tensor, arguments: Sequence[Any]) -> None:
+    """Make a transposed convolution's output as large as its image in memory, where the CPU's kernel leaves it so.
+
+    Torch's own kernel makes the output like the image and resizes it, which gives nothing back
+    (`slow_conv_transpose3d` in torch's NaiveConvolutionTranspose3d.cpp). It computes single small images in float32,
+    and kernels of 1 on one thread; oneDNN computes others. With groups, the outputs are copied into one.
+    """
+    image, *_, is_transposed, _, groups = arguments
+    if not is_transposed or groups > 1 or image.nbytes <= output.nbytes:
+        return
+    backend = torch._C._select_conv_backend(*arguments)
+    if backend.name == "SlowTranspose3d":
+        output.untyped_storage().resize_(image.nbytes)
 
 
 def _copy_for_slices(node: Any) -> None:

@@ -188,6 +188,9 @@ NETWORKS = (
 FIELD = [
     *rows("Networks of MONAI", "model.path=field_networks:dynunet", PLANS, "192,160,64"),
     *rows("Networks of MONAI", "model.path=field_networks:segresnet batch=1", PLANS, "224,224,144"),
+    *rows("Networks of MONAI", "model.path=field_networks:basic_unet batch=8 model.classes=2", PLANS, "96,96,96"),
+    *rows("Networks of MONAI", "model.path=field_networks:unet batch=8 model.classes=2", PLANS, "96,96,96"),
+    *rows("Networks of MONAI", "model.path=field_networks:vnet model.classes=2", PLANS, "128,128,64"),
     *rows("Networks of MONAI", "model.path=field_networks:unetr batch=4 model.classes=14", PLANS, "96,96,96"),
 ]
 
