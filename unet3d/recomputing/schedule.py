@@ -4,13 +4,16 @@ Which maps stay is a table: `keep[stage]` are those that stay after a stage, whe
 stage i the gradient of map i, from the last map to the first. From it follow the instructions, by `Compiler`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from unet3d.recomputing.compiler import Compiler, Keep
+from unet3d.recomputing.compiler import NOTHING, Compiler, Stage, State, indices_of, mask_of
 from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.instructions import Instruction
+
+Keep = Iterable[Set[int]]  # a table
+Masks = Sequence[int]  # the same, bit i for map i
 
 
 @dataclass(frozen=True)
@@ -26,32 +29,119 @@ class Schedule:
 EMPTY = Schedule((), 0, 0.0)
 
 
-def compile_schedule(sizes: Sizes, keep: Keep) -> Schedule:
-    """Return the schedule in which these maps stay."""
-    compiler = Compiler(sizes, keep, writes=True)
-    compiler.run()
-    table = tuple(frozenset(stays) for stays in keep)
-    return Schedule(tuple(compiler.instructions), compiler.peak, compiler.work, table)
-
-
 class Peak(NamedTuple):
     """The most bytes of a schedule, and where that is."""
 
     bytes: int
     work: float  # of the whole schedule
     stage: int
-    maps: tuple[int, ...]  # that are there
+    maps: list[int]  # that are there, in order
     mean: float  # of the most bytes of each stage
+
+
+Key = tuple[int, State, int]  # of a stage: its number, what there is before, the maps that stay after it
+
+
+class Passes:
+    """Passes over the same maps, whose stages are compiled once.
+
+    A map that only stays over a stage makes no difference to it. So stages are compiled without such maps, and those
+    that are alike but for them are one.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._known: dict[Key, Stage] = {}
+        self._compiled: dict[Key, Stage] = {}  # without maps that only stay
+        self._concerned: dict[tuple[int, int], int] = {}  # by the number of a stage and the maps that are there
+
+    def schedule(self, table: Masks) -> Schedule:
+        """Return the schedule in which the maps of a table stay."""
+        instructions = []
+        for _, stage in self._stages(table):
+            instructions += stage.instructions
+        peak = self.peak(table)
+        keep = tuple(frozenset(indices_of(stays)) for stays in table)
+        return Schedule(tuple(instructions), peak.bytes, peak.work, keep)
+
+    def peak(self, table: Masks) -> Peak:
+        """Return the peak of that schedule."""
+        alive = 0
+        total = 0
+        work = 0.0
+        peak_bytes = 0
+        peak_stage = self.sizes.count
+        peak_maps = 0
+        for number, stage in self._stages(table):
+            if stage.most is not None:
+                most = alive + stage.most
+                total += most
+                if most > peak_bytes:
+                    peak_bytes = most
+                    peak_stage = number
+                    peak_maps = stage.maps
+            alive += stage.growth
+            for share in stage.work:
+                work += share
+        mean = total / len(table)
+        return Peak(peak_bytes, work, peak_stage, indices_of(peak_maps), mean)
+
+    def _stages(self, table: Masks) -> Iterator[tuple[int, Stage]]:
+        """Yield the stages of a pass by their numbers."""
+        state = NOTHING
+        for number in range(self.sizes.count, -1, -1):
+            key = (number, state, table[number])
+            stage = self._known.get(key)
+            if stage is None:
+                stage = self._stage(number, state, table[number])
+                self._known[key] = stage
+            yield number, stage
+            state = stage.after
+
+    def _stage(self, number: int, before: State, stays: int) -> Stage:
+        """Return a stage, compiled without the maps that only stay, which are then there beside it."""
+        concerned = self._maps_concerned(number, before.alive) | before.alive & ~stays
+        key = (number, before.within(concerned), stays & concerned)
+        if key not in self._compiled:
+            self._compiled[key] = Compiler(self.sizes, *key[1:]).stage(number)
+        stage = self._compiled[key]
+        others = before.within(~concerned)
+        return stage._replace(maps=stage.maps | others.alive, after=stage.after.beside(others))
+
+    def _maps_concerned(self, number: int, alive: int) -> int:
+        """Return the maps that a stage may read, make or give up, but for those that no longer stay."""
+        sizes = self.sizes
+        if number == sizes.count:
+            return mask_of(range(number))
+        key = (number, alive)
+        if key not in self._concerned:
+            maps = 1 << number
+            waiting = [number]
+            while waiting:
+                for source in sizes.sources[waiting.pop()]:
+                    is_new = not maps >> source & 1
+                    is_there = alive >> source & 1
+                    maps |= 1 << source
+                    if is_new and not is_there:
+                        waiting.append(source)
+            self._concerned[key] = maps
+        return self._concerned[key]
+
+
+def compile_schedule(sizes: Sizes, keep: Keep) -> Schedule:
+    """Return the schedule in which these maps stay."""
+    return Passes(sizes).schedule(_masks(keep))
 
 
 def locate_peak(sizes: Sizes, keep: Keep) -> Peak:
     """Return the peak of that schedule."""
-    compiler = Compiler(sizes, keep, writes=False)
-    compiler.run()
-    mean = sum(compiler.of_stages) / len(compiler.of_stages)
-    return Peak(compiler.peak, compiler.work, compiler.peak_stage, compiler.peak_maps, mean)
+    return Passes(sizes).peak(_masks(keep))
 
 
 def every_map(sizes: Sizes) -> list[set[int]]:
     """Return the table in which all maps stay."""
     return [set(range(sizes.count)) for _ in range(sizes.count + 1)]
+
+
+def _masks(keep: Keep) -> list[int]:
+    return [mask_of(stays) for stays in keep]

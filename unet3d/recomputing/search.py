@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from unet3d.recomputing.compiler import mask_of
 from unet3d.recomputing.costs import Sizes
-from unet3d.recomputing.schedule import Peak, Schedule, compile_schedule, every_map, locate_peak
+from unet3d.recomputing.schedule import Passes, Peak, Schedule
 
 LIMITS = (1.0, 1.1, 1.3, 1.6, 1.9)  # of work, in forward passes, exceeded by LITTLE_WORK
 LITTLE_WORK = 0.14  # forward passes: small convolutions, sums
@@ -37,8 +38,8 @@ PRICE = 0.05  # of the largest map, in bytes, for a forward pass of work: else w
 MEAN = 0.02  # of the bytes of a stage, on average: else nothing tells a change for the better beside the peak
 AT_PEAK = 0.5  # of the changes: less stays where the peak is
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of the largest map, up to which maps stay in the first tables
-Table = list[set[int]]  # for each stage, the maps that stay after it
-Packed = tuple[frozenset[int], ...]
+Table = list[int]  # for each stage, the maps that stay after it, bit i for map i
+Packed = tuple[int, ...]
 Flip = tuple[int, int]  # a stage, and a map that stays after it from now on, or no longer does
 FIRST_GAP = slice(0, 1)  # after the forward pass
 LAST_GAP = slice(-1, None)
@@ -50,6 +51,7 @@ class Front:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
+        self.passes = Passes(sizes)
         self.points: dict[tuple[int, float], Packed] = {}
 
     def add(self, peak: int, work: float, table: Table) -> None:
@@ -62,13 +64,13 @@ class Front:
             other_peak, other_work = point
             if other_peak < peak or other_work < work:
                 points[point] = other
-        points[peak, work] = tuple(frozenset(stays) for stays in table)
+        points[peak, work] = tuple(table)
         self.points = points
 
     def schedules(self) -> list[Schedule]:
         """Return the schedules, from the most bytes to the least."""
         ordered = sorted(self.points, reverse=True)
-        return [compile_schedule(self.sizes, self.points[point]) for point in ordered]
+        return [self.passes.schedule(self.points[point]) for point in ordered]
 
 
 def front(sizes: Sizes) -> list[Schedule]:
@@ -78,7 +80,7 @@ def front(sizes: Sizes) -> list[Schedule]:
     tries = min(TRIES, tries)
     starts: dict[float, Table] = {}  # by their scores
     for table in _starts(sizes):
-        peak = locate_peak(sizes, table)
+        peak = best.passes.peak(table)
         best.add(peak.bytes, peak.work, table)
         starts.setdefault(_score(peak, LIMITS[-1], max(sizes.bytes)), table)
     for score in sorted(starts)[:DESCENTS]:
@@ -133,24 +135,26 @@ def _memory(schedule: Schedule) -> int:
 
 def _starts(sizes: Sizes) -> Iterator[Table]:
     """Yield tables in which maps stay that are small and much work, and tables of maps that are small or much work."""
-    yield every_map(sizes)
+    stages = sizes.count + 1
+    every_map = mask_of(range(sizes.count))
+    yield [every_map] * stages
     largest = max(sizes.bytes)
     for least_work in (0.0, 1e-9, 0.01, 0.05):
         for share in SHARES:
-            stays = set()
+            stays = []
             for index in range(sizes.count):
                 is_small = sizes.bytes[index] <= share * largest
                 if is_small and sizes.work[index] >= least_work:
-                    stays.add(index)
-            yield [set(stays) for _ in range(sizes.count + 1)]
+                    stays.append(index)
+            yield [mask_of(stays)] * stages
     for most_work in (1e-9, 0.002, 0.01, 0.05):
         for share in SHARES:
-            stays = set()
+            stays = []
             for index in range(sizes.count):
                 is_small = sizes.bytes[index] <= share * largest
                 if is_small or sizes.work[index] >= most_work:
-                    stays.add(index)
-            yield [set(stays) for _ in range(sizes.count + 1)]
+                    stays.append(index)
+            yield [mask_of(stays)] * stages
 
 
 def _elsewhere(best: Front, limit: float) -> Packed:
@@ -186,14 +190,14 @@ def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.
     sizes = best.sizes
     changes = _Changes(sizes, draw)
     largest = max(sizes.bytes)
-    table = [set(stays) for stays in first]
-    peak = locate_peak(sizes, table)
+    table = list(first)
+    peak = best.passes.peak(table)
     score = _score(peak, limit, largest)
     least = _Scored(score, first)
     for number in range(tries):
         flips = changes.of(table, peak)
         _flip(table, flips)
-        new_peak = locate_peak(sizes, table)
+        new_peak = best.passes.peak(table)
         new_score = _score(new_peak, limit, largest)
         worse = new_score - score
         temperature = HEAT * largest * (1 - number / tries)
@@ -202,7 +206,7 @@ def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.
             peak = new_peak
             best.add(peak.bytes, peak.work, table)
             if score < least.score:
-                least = _Scored(score, tuple(frozenset(stays) for stays in table))
+                least = _Scored(score, tuple(table))
         else:
             _flip(table, flips)
     return least
@@ -213,13 +217,13 @@ def _descend(best: Front, table: Table, limit: float, tries: int) -> None:
     sizes = best.sizes
     changes = _Changes(sizes, random.Random(0))
     largest = max(sizes.bytes)
-    peak = locate_peak(sizes, table)
+    peak = best.passes.peak(table)
     least = _score(peak, limit, largest)
     while tries > 0:
         best_flips: Sequence[Flip] = ()
         for flips in changes.all_at_peak(table, peak):
             _flip(table, flips)
-            new_peak = locate_peak(sizes, table)
+            new_peak = best.passes.peak(table)
             best.add(new_peak.bytes, new_peak.work, table)
             score = _score(new_peak, limit, largest)
             _flip(table, flips)
@@ -230,7 +234,7 @@ def _descend(best: Front, table: Table, limit: float, tries: int) -> None:
         if not best_flips:
             return
         _flip(table, best_flips)
-        peak = locate_peak(sizes, table)
+        peak = best.passes.peak(table)
 
 
 def _score(peak: Peak, limit: float, largest: int) -> float:
@@ -242,7 +246,7 @@ def _score(peak: Peak, limit: float, largest: int) -> float:
 def _flip(table: Table, flips: Sequence[Flip]) -> None:
     """Change whether maps stay, each after one stage."""
     for stage, index in flips:
-        table[stage] ^= {index}
+        table[stage] ^= 1 << index
 
 
 class _Changes:
@@ -276,12 +280,12 @@ class _Changes:
         """Let a map stay, or not, from one use of it to the next."""
         index = self.draw.randrange(self.count)
         gap = self.draw.choice(self.gaps[index])
-        stays = index in table[gap[-1]]
+        stays = _stays(table, index, gap[-1])
         return _flips(table, index, gap, not stays)
 
     def _at_peak(self, table: Table, peak: Peak) -> list[Flip]:
         """Let a map that is there at the peak stay no longer, and perhaps one that it is made from, or a reader."""
-        index = self.draw.choice(sorted(peak.maps))
+        index = self.draw.choice(peak.maps)
         stages = range(peak.stage, peak.stage + 1)
         if self.draw.random() < 0.8:
             stages = next((gap for gap in self.gaps[index] if peak.stage in gap), stages)
@@ -296,7 +300,7 @@ class _Changes:
 
     def all_at_peak(self, table: Table, peak: Peak) -> Iterator[list[Flip]]:
         """Yield the changes that give up a map that is there at the peak, also for one beside it."""
-        for index in sorted(peak.maps):
+        for index in peak.maps:
             for gap in self.gaps[index]:
                 if peak.stage not in gap:
                     continue
@@ -335,9 +339,14 @@ def _flips(table: Table, index: int, stages: range, stays: bool) -> list[Flip]:
     """Return the flips after which a map stays, or does not, after each of these stages."""
     flips = []
     for stage in stages:
-        if (index in table[stage]) != stays:
+        if _stays(table, index, stage) != stays:
             flips.append((stage, index))
     return flips
+
+
+def _stays(table: Table, index: int, stage: int) -> bool:
+    """Return whether a map stays after a stage."""
+    return bool(table[stage] >> index & 1)
 
 
 def _gaps(sizes: Sizes, index: int) -> list[range]:
