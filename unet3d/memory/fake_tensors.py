@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unet3d.base.errors import UserError
 from unet3d.base.progress import beat
 from unet3d.memory.tables import LSTM
+from unet3d.recomputing import meta_kernels
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -78,7 +79,7 @@ class _Corrections(TorchDispatchMode):
         if func is READ_NUMBER and self.ranges.knows(args[0]):
             return self.ranges.number(args[0])
         try:
-            result = func(*args, **(kwargs or {}))
+            result = meta_kernels.run(func, args, kwargs or {})
             self.ranges.follow(func, args, result)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             place = _asking(sys._getframe(1))

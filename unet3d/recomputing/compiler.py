@@ -34,19 +34,6 @@ class State(NamedTuple):
     completed: int  # maps whose gradients have the statistics' part
     sent: int  # maps whose weights have gradients
 
-    def within(self, maps: int) -> "State":
-        """Return what there is of a set of maps."""
-        return State(self.alive & maps, self.gradients & maps, self.completed & maps, self.sent & maps)
-
-    def beside(self, other: "State") -> "State":
-        """Return what there is of both."""
-        return State(
-            alive=self.alive | other.alive,
-            gradients=self.gradients | other.gradients,
-            completed=self.completed | other.completed,
-            sent=self.sent | other.sent,
-        )
-
 
 class Stage(NamedTuple):
     """A stage of a pass. Bytes count from those that are alive as it begins."""
@@ -117,7 +104,7 @@ class Compiler:
             growth=self.bytes,
             most=self.most,
             maps=mask_of(self.maps_at_most),
-            work=tuple(self.work),
+            work=tuple(share for share in self.work if share),
             after=after,
         )
 
@@ -126,17 +113,17 @@ class Compiler:
     def _forward(self) -> None:
         sizes = self.sizes
         for index in range(sizes.count):
-            dying = []
-            for source in sizes.sources[index]:
-                is_read_later = sizes.users[source][-1] > index
-                if not is_read_later and source not in self.stays and source not in sizes.outputs:
-                    dying.append(source)
+            dying = [source for source in sizes.last_reads[index] if source not in self.stays]
             self._make(index, dying, ())
 
     def _make(self, index: int, dying: Iterable[int], through: tuple[int, ...]) -> None:
         """Make a map and forget those that are not read after it."""
         sizes = self.sizes
-        over = next((source for source in dying if source in sizes.over_map[index]), None)
+        over = None
+        for source in dying:
+            if source in sizes.over_map[index]:
+                over = source
+                break
         self.instructions.append(Make(index, over, through))
         self.work.append(sizes.work[index])
         scratch = self._beside(index, through).make

@@ -39,6 +39,14 @@ class Peak(NamedTuple):
     mean: float  # of the most bytes of each stage
 
 
+class PlacedStage(NamedTuple):
+    """A stage among maps that only stay over it."""
+
+    stage: Stage
+    others: int  # the maps that only stay, bit i for map i
+    after: State
+
+
 Key = tuple[int, State, int]  # of a stage: its number, what there is before, the maps that stay after it
 
 
@@ -51,15 +59,15 @@ class Passes:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self._known: dict[Key, Stage] = {}
-        self._compiled: dict[Key, Stage] = {}  # without maps that only stay
+        self._placed: dict[Key, PlacedStage] = {}
+        self._compiled: dict[Key, Stage] = {}
         self._concerned: dict[tuple[int, int], int] = {}  # by the number of a stage and the maps that are there
 
     def schedule(self, table: Masks) -> Schedule:
         """Return the schedule in which the maps of a table stay."""
         instructions = []
-        for _, stage in self._stages(table):
-            instructions += stage.instructions
+        for _, placed in self._stages(table):
+            instructions += placed.stage.instructions
         peak = self.peak(table)
         keep = tuple(frozenset(indices_of(stays)) for stays in table)
         return Schedule(tuple(instructions), peak.bytes, peak.work, keep)
@@ -72,44 +80,54 @@ class Passes:
         peak_bytes = 0
         peak_stage = self.sizes.count
         peak_maps = 0
-        for number, stage in self._stages(table):
+        for number, placed in self._stages(table):
+            stage = placed.stage
             if stage.most is not None:
                 most = alive + stage.most
                 total += most
                 if most > peak_bytes:
                     peak_bytes = most
                     peak_stage = number
-                    peak_maps = stage.maps
+                    peak_maps = stage.maps | placed.others
             alive += stage.growth
             for share in stage.work:
                 work += share
         mean = total / len(table)
         return Peak(peak_bytes, work, peak_stage, indices_of(peak_maps), mean)
 
-    def _stages(self, table: Masks) -> Iterator[tuple[int, Stage]]:
+    def _stages(self, table: Masks) -> Iterator[tuple[int, PlacedStage]]:
         """Yield the stages of a pass by their numbers."""
         state = NOTHING
         for number in range(self.sizes.count, -1, -1):
             key = (number, state, table[number])
-            stage = self._known.get(key)
-            if stage is None:
-                stage = self._stage(number, state, table[number])
-                self._known[key] = stage
-            yield number, stage
-            state = stage.after
+            placed = self._placed.get(key)
+            if placed is None:
+                placed = self._place(number, state, table[number])
+                self._placed[key] = placed
+            yield number, placed
+            state = placed.after
 
-    def _stage(self, number: int, before: State, stays: int) -> Stage:
-        """Return a stage, compiled without the maps that only stay, which are then there beside it."""
+    def _place(self, number: int, before: State, stays: int) -> PlacedStage:
+        """Return a stage, compiled without the maps that only stay."""
         concerned = self._maps_concerned(number, before.alive) | before.alive & ~stays
-        key = (number, before.within(concerned), stays & concerned)
-        if key not in self._compiled:
-            self._compiled[key] = Compiler(self.sizes, *key[1:]).stage(number)
-        stage = self._compiled[key]
-        others = before.within(~concerned)
-        return stage._replace(maps=stage.maps | others.alive, after=stage.after.beside(others))
+        others = before.alive & ~concerned
+        alive, gradients, completed, sent = before
+        before = State(alive & concerned, gradients, completed, sent)
+        stage = self._compile(number, before, stays & concerned)
+        alive, gradients, completed, sent = stage.after
+        after = State(alive | others, gradients, completed, sent)
+        return PlacedStage(stage, others, after)
+
+    def _compile(self, number: int, before: State, stays: int) -> Stage:
+        key = (number, before, stays)
+        stage = self._compiled.get(key)
+        if stage is None:
+            stage = Compiler(self.sizes, before, stays).stage(number)
+            self._compiled[key] = stage
+        return stage
 
     def _maps_concerned(self, number: int, alive: int) -> int:
-        """Return the maps that a stage may read, make or give up, but for those that no longer stay."""
+        """Return the maps that a stage may read or make: those of which its gradient is sent, and what they need."""
         sizes = self.sizes
         if number == sizes.count:
             return mask_of(range(number))
