@@ -22,6 +22,7 @@ from unet3d.planning.largest import Largest, largest
 from unet3d.planning.patches import CUBE, VOXEL, Padding, Series, padded_by_rules, padded_to
 from unet3d.planning.steps import AS_NNUNET, AUTO, SCHEDULES, USUAL_BYTES, ConfigSteps, Peaks, Schedule, Steps
 from unet3d.recomputing.module import Recomputed
+from unet3d.recomputing.program import Program
 
 MODULE_MULTIPLE = 16  # voxels, of the patches of a network whose strides are not known
 FORMS = {"cuda": ("tensors", "allocated", "reserved", "expandable"), "cpu": ("tensors",)}  # of peaks, as printed
@@ -36,6 +37,7 @@ class ModuleSteps(Steps):
         self.path = path
         self.network = memory_of_module.made(path, keywords).train()
         self.channels = channels
+        self.prepared: dict[Any, Program] = {}  # shared by the schedules of a patch
 
     def ledger(self, schedule: Schedule, patch: Triple, budget: int) -> Ledger:
         network: nn.Module = self.network
@@ -44,6 +46,7 @@ class ModuleSteps(Steps):
         plan: Any = schedule.recompute
         if plan != "none":
             network = Recomputed(network, plan)
+            network.prepared = self.prepared
         return memory_of_module.prediction(self.path, network, shape, config).meter.ledger
 
 
