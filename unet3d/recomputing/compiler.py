@@ -32,7 +32,7 @@ class State(NamedTuple):
     alive: int
     gradients: int
     completed: int  # maps whose gradients have the statistics' part
-    sent: int  # maps whose weights have gradients
+    trained: int  # maps whose weights have gradients
 
 
 class Stage(NamedTuple):
@@ -77,27 +77,39 @@ class Compiler:
         self.alive = set(indices_of(before.alive))
         self.gradients = set(indices_of(before.gradients))
         self.completed = set(indices_of(before.completed))
-        self.sent = set(indices_of(before.sent))
+        self.trained = set(indices_of(before.trained))
         self.instructions: list[Instruction] = []
         self.bytes = 0
         self.most: int | None = None
         self.maps_at_most: tuple[int, ...] = ()
         self.work: list[float] = []
 
-    def stage(self, number: int) -> Stage:
-        """Return the compiled stage: the gradient of a map, or after the last number the forward pass."""
-        if number == self.sizes.count:
-            self._forward()
-            self._turn()
-        elif self.sizes.needs_gradient[number] and number in self.gradients:
-            self._backward(number)
-        elif number in self.alive:
-            self._free(number)
+    def made(self, index: int) -> Stage:
+        """Return the making of a map in the forward pass, after which its sources that do not stay are forgotten."""
+        sources = self.sizes.last_reads[index]
+        self._make(index, [source for source in sources if source not in self.stays], ())
+        return self._stage()
+
+    def turned(self) -> Stage:
+        """Return the end of the forward pass, as gradients of the outputs arrive."""
+        self._turn()
+        return self._stage()
+
+    def sent(self, index: int) -> Stage:
+        """Return the stage of the backward pass in which a map's gradient is sent to its sources."""
+        if self.sizes.needs_gradient[index] and index in self.gradients:
+            self._backward(index)
+        elif index in self.alive:
+            self._free(index)
+        return self._stage()
+
+    def _stage(self) -> Stage:
+        """Return what has been compiled."""
         after = State(
             alive=mask_of(self.alive),
             gradients=mask_of(self.gradients),
             completed=mask_of(self.completed),
-            sent=mask_of(self.sent),
+            trained=mask_of(self.trained),
         )
         return Stage(
             instructions=tuple(self.instructions),
@@ -109,12 +121,6 @@ class Compiler:
         )
 
     # Forward
-
-    def _forward(self) -> None:
-        sizes = self.sizes
-        for index in range(sizes.count):
-            dying = [source for source in sizes.last_reads[index] if source not in self.stays]
-            self._make(index, dying, ())
 
     def _make(self, index: int, dying: Iterable[int], through: tuple[int, ...]) -> None:
         """Make a map and forget those that are not read after it."""
@@ -233,8 +239,8 @@ class Compiler:
         targets = self._targets(index, wanted, twice)
         before = self.bytes
         self._hold(targets)
-        if index not in self.sent:
-            self.sent.add(index)
+        if index not in self.trained:
+            self.trained.add(index)
             self.bytes += sizes.of_weights[index]
         beside = self._beside(index, through)
         scratch = beside.send

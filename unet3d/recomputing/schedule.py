@@ -60,7 +60,9 @@ class Passes:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self._placed: dict[Key, PlacedStage] = {}
-        self._compiled: dict[Key, Stage] = {}
+        self._made: dict[tuple[int, int], Stage] = {}  # by a map and what stays of its sources that nothing reads later
+        self._sent: dict[Key, Stage] = {}
+        self._last_reads = [mask_of(sources) for sources in sizes.last_reads]
         self._concerned: dict[tuple[int, int], int] = {}  # by the number of a stage and the maps that are there
 
     def schedule(self, table: Masks) -> Schedule:
@@ -109,28 +111,55 @@ class Passes:
 
     def _place(self, number: int, before: State, stays: int) -> PlacedStage:
         """Return a stage, compiled without the maps that only stay."""
+        if number == self.sizes.count:
+            return self._forward(stays)
         concerned = self._maps_concerned(number, before.alive) | before.alive & ~stays
         others = before.alive & ~concerned
-        alive, gradients, completed, sent = before
-        before = State(alive & concerned, gradients, completed, sent)
-        stage = self._compile(number, before, stays & concerned)
-        alive, gradients, completed, sent = stage.after
-        after = State(alive | others, gradients, completed, sent)
+        alive, gradients, completed, trained = before
+        before = State(alive & concerned, gradients, completed, trained)
+        key = (number, before, stays & concerned)
+        stage = self._sent.get(key)
+        if stage is None:
+            stage = Compiler(self.sizes, before, stays & concerned).sent(number)
+            self._sent[key] = stage
+        alive, gradients, completed, trained = stage.after
+        after = State(alive | others, gradients, completed, trained)
         return PlacedStage(stage, others, after)
 
-    def _compile(self, number: int, before: State, stays: int) -> Stage:
-        key = (number, before, stays)
-        stage = self._compiled.get(key)
-        if stage is None:
-            stage = Compiler(self.sizes, before, stays).stage(number)
-            self._compiled[key] = stage
-        return stage
+    def _forward(self, stays: int) -> PlacedStage:
+        """Return the forward pass, joined from the making of one map after the other."""
+        instructions: list[Instruction] = []
+        work: list[float] = []
+        alive = 0
+        growth = 0
+        most = 0
+        maps = 0
+        for index, last_reads in enumerate(self._last_reads):
+            staying = last_reads & stays
+            stage = self._made.get((index, staying))
+            if stage is None:
+                stage = Compiler(self.sizes, NOTHING._replace(alive=last_reads), staying).made(index)
+                self._made[index, staying] = stage
+            assert stage.most is not None
+            if growth + stage.most > most:
+                most = growth + stage.most
+                maps = alive
+            growth += stage.growth
+            instructions += stage.instructions
+            work += stage.work
+            alive = alive & ~last_reads | stage.after.alive
+        stage = Compiler(self.sizes, NOTHING._replace(alive=alive), stays).turned()
+        if stage.most is not None and growth + stage.most > most:
+            most = growth + stage.most
+            maps = stage.maps
+        growth += stage.growth
+        instructions += stage.instructions
+        joined = Stage(tuple(instructions), growth, most, maps, tuple(work), stage.after)
+        return PlacedStage(joined, 0, joined.after)
 
     def _maps_concerned(self, number: int, alive: int) -> int:
         """Return the maps that a stage may read or make: those of which its gradient is sent, and what they need."""
         sizes = self.sizes
-        if number == sizes.count:
-            return mask_of(range(number))
         key = (number, alive)
         if key not in self._concerned:
             maps = 1 << number
