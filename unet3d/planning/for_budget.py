@@ -172,9 +172,9 @@ def _seconds_a_voxel(draft: Draft, sizes: list[SizedPatch]) -> dict[int, float]:
     if draft.seconds is None or not timing.is_here(draft.config):
         return {}
     small = _small(sizes)
-    widths = FIRST_WIDTHS
+    widths = list(FIRST_WIDTHS)
     if draft.is_given("model.features"):
-        widths = FIRST_WIDTHS[:1]
+        widths = widths[:1]
     rates = {}
     for width in widths:
         config = fits.plain(with_patch(draft, width, small))

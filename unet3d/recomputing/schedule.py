@@ -67,7 +67,7 @@ class Passes:
 
     def schedule(self, table: Masks) -> Schedule:
         """Return the schedule in which the maps of a table stay."""
-        instructions = []
+        instructions: list[Instruction] = []
         for _, placed in self._stages(table):
             instructions += placed.stage.instructions
         peak = self.peak(table)
