@@ -10,7 +10,7 @@ from training import face
 
 from unet3d.recomputing import search
 
-NETWORK = ("model.features=[4,8,8]", "batch=1", "optim=sgd", "loss.batch_dice=false")
+NETWORK = ("model.features=[2,4]", "batch=1", "optim=sgd", "loss.batch_dice=false")
 KINDS = ("tensors", "allocated", "reserved")
 QUESTION = ("--network", "unet_tiny", "--classes", "3", *NETWORK)
 SCHEDULES = {
@@ -81,21 +81,21 @@ def listed(patch: str) -> str:
 
 @pytest.mark.slow
 def test_the_patch_of_a_config_fits_and_the_next_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    assert face("plan", *QUESTION, "device=cuda", "budget=48MiB", "recompute=lean") == 0
+    assert face("plan", *QUESTION, "device=cuda", "budget=24MiB", "recompute=lean") == 0
     (row,) = rows(capsys.readouterr().out, kinds=4)
     network = ["model=unet_tiny", "model.in_channels=1", "model.classes=3", *NETWORK, "device=cuda"]
     words = [*network, *SCHEDULES[row.schedule].split()]
-    answer = checked(capsys, "48MiB", *words, f"data.patch={listed(row.patch)}")
+    answer = checked(capsys, "24MiB", *words, f"data.patch={listed(row.patch)}")
     assert answer["fits"]
     assert row.peaks[:3] == [f"{answer['peak_bytes'][kind] / 2**20:,.1f}" for kind in KINDS]
-    larger = checked(capsys, "48MiB", *words, f"data.patch={listed(row.next)}")
+    larger = checked(capsys, "24MiB", *words, f"data.patch={listed(row.next)}")
     assert not larger["fits"]
     assert row.next_peak == f"{larger['peak_bytes']['reserved'] / 2**20:,.1f}"
 
 
 @pytest.mark.slow
 def test_patches_of_given_proportions_stand_beside_cubes(capsys: pytest.CaptureFixture[str]) -> None:
-    question = [*QUESTION, "--proportions", "4x4x1", "device=cpu", "budget=4MiB", "recompute=lean"]
+    question = [*QUESTION, "--proportions", "4x4x1", "device=cpu", "budget=1MiB", "recompute=lean"]
     assert face("plan", *question) == 0
     cube, thin = rows(capsys.readouterr().out, kinds=1)
     assert len({*cube.patch.split("x")}) == 1
@@ -118,7 +118,7 @@ def test_any_network_is_asked_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.slow
 def test_the_budget_may_be_the_peak_of_a_patch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert face("plan", *QUESTION, "recompute=lean", "device=cpu", "--peak-of", "32x32x32") == 0
+    assert face("plan", *QUESTION, "recompute=lean", "device=cpu", "--peak-of", "20x20x20") == 0
     (row,) = rows(capsys.readouterr().out, kinds=1)
     assert row.schedule == "bf16 lean"
     assert float(row.voxels.removesuffix("x")) > 1

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +12,15 @@ from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
 from unet3d.recomputing import search
+from unet3d.recomputing.compiler import Compiler
 from unet3d.recomputing.costs import Sizes
+from unet3d.recomputing.instructions import Instruction
 from unet3d.recomputing.module import Recomputed, recompute
+from unet3d.recomputing.prepare import prepare
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import compile_schedule, every_map, locate_peak
+from unet3d.recomputing.schedule import Passes, compile_schedule, every_map, locate_peak
 from unet3d.recomputing.soundness import is_sound
+from unet3d.recomputing.stages import NOTHING, Stage, indices_of, mask_of
 
 MIB = 2**20
 
@@ -78,6 +83,58 @@ def test_schedules_are_sound_and_measured_as_compiled(searched: Searched) -> Non
         assert is_sound(sizes, schedule)
         peak = locate_peak(sizes, table)
         assert (schedule.peak_bytes, schedule.work) == (peak.bytes, peak.work)
+
+
+def compiled_alone(sizes: Sizes, table: list[int]) -> Iterator[Stage]:
+    """Yield the stages of a pass, each compiled from all that there is before it."""
+    state = NOTHING
+    for index in range(sizes.count):
+        stage = Compiler(sizes, state, table[-1]).made(index)
+        yield stage
+        state = stage.after
+    stage = Compiler(sizes, state, table[-1]).turned()
+    yield stage
+    for index in reversed(range(sizes.count)):
+        stage = Compiler(sizes, stage.after, table[index]).sent(index)
+        yield stage
+
+
+class Skips(nn.Module):
+    """Three convolutions whose results are read again later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(1, 4, 3, padding=1)
+        self.second = nn.Sequential(nn.Conv3d(4, 4, 3, padding=1), nn.InstanceNorm3d(4, affine=True), nn.ReLU())
+        self.third = nn.Conv3d(8, 4, 3, padding=1)
+        self.last = nn.Conv3d(4, 3, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.first(image)
+        y = self.second(torch.relu(x))
+        z = self.third(torch.cat([x, y], dim=1))
+        return self.last(torch.relu(z) + x)
+
+
+def test_stages_that_passes_share_are_those_of_each_pass_alone() -> None:
+    sizes = prepare(Skips().train(), torch.empty(1, 1, 16, 8, 8), None, on_cpu=True).sizes
+    assert sizes is not None
+    passes = Passes(sizes)
+    for seed in range(50):
+        table = [mask_of(stays) for stays in drawn_table(sizes.count, seed)]
+        instructions: list[Instruction] = []
+        alive = 0
+        most = 0
+        maps: list[int] = []
+        for stage in compiled_alone(sizes, table):
+            instructions += stage.instructions
+            if stage.most is not None and alive + stage.most > most:
+                most = alive + stage.most
+                maps = indices_of(stage.maps)
+            alive += stage.growth
+        peak = passes.peak(table)
+        assert passes.schedule(table).instructions == tuple(instructions)
+        assert (peak.bytes, peak.maps) == (most, maps)
 
 
 def test_no_schedule_needs_more_than_that_in_which_all_stays(searched: Searched) -> None:

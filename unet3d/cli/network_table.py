@@ -1,6 +1,8 @@
 """`unet3d plan --network` and `--module`: the table of the largest patches, each verified by simulated steps."""
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -22,10 +24,12 @@ from unet3d.planning.largest import Largest, largest
 from unet3d.planning.patches import CUBE, VOXEL, Padding, Series, padded_by_rules, padded_to
 from unet3d.planning.steps import AS_NNUNET, AUTO, SCHEDULES, USUAL_BYTES, ConfigSteps, Peaks, Schedule, Steps
 from unet3d.recomputing.module import Recomputed
+from unet3d.recomputing.program import Program
 
 MODULE_MULTIPLE = 16  # voxels, of the patches of a network whose strides are not known
 FORMS = {"cuda": ("tensors", "allocated", "reserved", "expandable"), "cpu": ("tensors",)}  # of peaks, as printed
 COMPARED = {"cuda": "reserved", "cpu": "tensors"}  # with the budget
+NEVER = 2**31 - 1  # collections of younger objects, before one of the oldest
 
 
 class ModuleSteps(Steps):
@@ -36,6 +40,7 @@ class ModuleSteps(Steps):
         self.path = path
         self.network = memory_of_module.made(path, keywords).train()
         self.channels = channels
+        self.prepared: dict[Any, Program] = {}  # shared by the schedules of a patch
 
     def ledger(self, schedule: Schedule, patch: Triple, budget: int) -> Ledger:
         network: nn.Module = self.network
@@ -44,6 +49,7 @@ class ModuleSteps(Steps):
         plan: Any = schedule.recompute
         if plan != "none":
             network = Recomputed(network, plan)
+            network.prepared = self.prepared
         return memory_of_module.prediction(self.path, network, shape, config).meter.ledger
 
 
@@ -108,13 +114,24 @@ def print_largest(
         patches.append(Series(padded, proportions, is_cube=False))
     schedules = [schedule for schedule in (*SCHEDULES, AUTO) if schedule.recompute == recompute]
     total = len(budgets) * len(patches) * len(schedules or SCHEDULES)
-    with counting("largest patches", total) as counter:
+    with counting("largest patches", total) as counter, _young_garbage_alone():
         for series in patches:
             rows += _rows(steps, series, schedules or SCHEDULES, budgets, peak_of, counter)
     print(escaped(f"{about}; batch {steps.batch}, on {steps.device_type}"))
     paper(WIDE).print(terminal_table("Largest patch, predicted peak of a step (MiB)", _table(steps, rows)))
     kind = COMPARED[steps.device_type]
     print(f"By bytes {kind}, each patch fits and the next larger one does not: {steps.simulated} steps simulated.")
+
+
+@contextmanager
+def _young_garbage_alone() -> Iterator[None]:
+    """Let Python look for garbage among young objects alone: to go through all that torch has loaded takes long."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
 
 
 def _rows(

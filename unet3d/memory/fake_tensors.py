@@ -6,7 +6,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -21,6 +21,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.progress import beat
 from unet3d.memory.ledger import CONVOLUTION
 from unet3d.memory.tables import LSTM
+from unet3d.recomputing import meta_kernels
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -81,7 +82,7 @@ class _Corrections(TorchDispatchMode):
         if func is READ_NUMBER and self.ranges.knows(args[0]):
             return self.ranges.number(args[0])
         try:
-            result = func(*args, **(kwargs or {}))
+            result = meta_kernels.run(func, args, kwargs or {})
             self.ranges.follow(func, args, result)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             place = _asking(sys._getframe(1))
@@ -233,16 +234,19 @@ def cuda_autocast() -> Iterator[None]:
         library._destroy()
 
 
-def _cast_on_cpu_only() -> Iterator[str]:
-    """Yield operations with a kernel for the CPU's autocast and none for CUDA's, as pooling and concatenation."""
+@cache
+def _cast_on_cpu_only() -> list[str]:
+    """Return operations with a kernel for the CPU's autocast and none for CUDA's, as pooling and concatenation."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    operations = []
     schemas = torch._C._jit_get_all_schemas()
     names = {f"{schema.name}.{schema.overload_name}".rstrip(".") for schema in schemas}
     for name in sorted(names):
         if not name.startswith("aten::") or not torch._C._dispatch_has_kernel(name):
             continue
         if has_kernel(name, "AutocastCPU") and not has_kernel(name, "AutocastCUDA"):
-            yield name.removeprefix("aten::")
+            operations.append(name.removeprefix("aten::"))
+    return operations
 
 
 def _in_float32(overload: Any, *args: Any) -> Any:

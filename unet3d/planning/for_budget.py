@@ -31,55 +31,76 @@ SLOWER_BY_AMP = 1.1  # times float32's time, at most, for half the bytes of maps
 def choose_precision(draft: Draft) -> None:
     """Choose mixed precision: on CUDA always, on a CPU by the time of a small step."""
     if draft.is_given("amp"):
-        draft.decide("precision", f"amp={draft.config.amp}".lower(), "as given")
+        draft.decide("precision", _amp(draft.config.amp), "as given")
         return
     if draft.device == "cuda":
         draft.set("amp", True)
-        draft.decide("precision", "amp=true, bf16", "half the bytes of maps, and the time of tensor cores", "amp=false")
+        reason = "half the bytes of maps, and the time of tensor cores"
+        draft.decide("precision", "amp=true, bf16", reason, "amp=false")
         return
     if half_precision.has_kernels(torch.bfloat16):
         draft.set("amp", True)
-        draft.decide("precision", "amp=true, bf16", "half the bytes of maps; this CPU computes in bf16", "amp=false")
+        reason = "half the bytes of maps; this CPU computes in bf16"
+        draft.decide("precision", "amp=true, bf16", reason, "amp=false")
         return
-    small = with_patch(draft, FIRST_ON_CPU, _small(_sizes(draft)))
-    seconds = {amp: timing.measured_step(replace(fits.plain(small), amp=amp)) for amp in (False, True)}
-    ratio = seconds[True] / seconds[False]
+    sizes = _sizes(draft)
+    small = with_patch(draft, FIRST_ON_CPU, _small(sizes))
+    config = fits.plain(small)
+    seconds = timing.measured_step(replace(config, amp=False))
+    seconds_by_amp = timing.measured_step(replace(config, amp=True))
+    ratio = seconds_by_amp / seconds
     is_worth = ratio <= SLOWER_BY_AMP
     draft.set("amp", is_worth)
     reason = f"half the bytes of maps; a small step takes {ratio:.2f} times float32's time on this CPU (measured)"
-    draft.decide("precision", f"amp={is_worth}".lower(), reason, f"amp={not is_worth}".lower())
+    draft.decide("precision", _amp(is_worth), reason, _amp(not is_worth))
+
+
+def _amp(is_on: bool) -> str:
+    """Return the option as the command line has it."""
+    return "amp=true" if is_on else "amp=false"
 
 
 def _sizes(draft: Draft) -> list[SizedPatch]:
     """Return the patches to choose from, the largest first."""
     config = draft.config
-    levels = len(config.model.features) if draft.is_given("model.features") else None
-    if draft.is_given("data.patch"):
-        sizes = sized_patches(spacing_of(draft), config.data.patch, levels)
-        x, y, z = config.data.patch
-        return [SizedPatch((x, y, z), sizes[0].levels)]
-    return sized_patches(spacing_of(draft), shape_of(draft), levels)
+    spacing = spacing_of(draft)
+    levels = None
+    if draft.is_given("model.features"):
+        levels = len(config.model.features)
+    if not draft.is_given("data.patch"):
+        return sized_patches(spacing, shape_of(draft), levels)
+    first = sized_patches(spacing, config.data.patch, levels)[0]
+    x, y, z = config.data.patch
+    return [SizedPatch((x, y, z), first.levels)]
 
 
 def _small(sizes: list[SizedPatch]) -> SizedPatch:
     """Return the largest patch whose step is short on any machine."""
-    return next((size for size in sizes if size.voxels <= timing.SMALL), sizes[-1])
+    for size in sizes:
+        if size.voxels <= timing.SMALL:
+            return size
+    return sizes[-1]
 
 
 def with_patch(draft: Draft, first_width: int, size: SizedPatch) -> Config:
     """Return the config with a patch, and the network that suits it."""
     config = draft.config
     model = config.model
+    levels = size.levels
     if not draft.is_given("model.features"):
-        levels = range(len(size.levels.kernels))
-        features = [min(MOST_WIDTH * first_width, first_width * 2**level) for level in levels]
-        model = replace(model, features=features)
+        model = replace(model, features=_widths(first_width, len(levels.kernels)))
     if not draft.is_given("model.kernels"):
-        model = replace(model, kernels=plain_sizes(size.levels.kernels, 3))
+        model = replace(model, kernels=plain_sizes(levels.kernels, 3))
     if not draft.is_given("model.strides"):
-        model = replace(model, strides=plain_sizes(size.levels.strides, 2))
+        model = replace(model, strides=plain_sizes(levels.strides, 2))
     data = replace(config.data, patch=list(size.patch))
     return replace(config, model=model, data=data)
+
+
+def _widths(first: int, levels: int) -> list[int]:
+    """Return the channels of each level: twice those of the level before, up to a limit."""
+    most = MOST_WIDTH * first
+    return [min(most, first * 2**level) for level in range(levels)]
 
 
 def plain_sizes(triples: list[geometry.Triple], usual: int) -> int | list[list[int]]:
@@ -105,18 +126,23 @@ def choose_step(draft: Draft) -> Choice:
     Raises UserError where no patch fits.
     """
     whole_sizes = _sizes(draft)
-    rate = _seconds_a_voxel(draft, whole_sizes)
-    width = _first_width(draft, whole_sizes, rate)
-    sizes = _in_time(draft, whole_sizes, rate.get(width))
+    rates = _seconds_a_voxel(draft, whole_sizes)
+    width = _first_width(draft, whole_sizes, rates)
+    rate = rates.get(width)
+    sizes = _in_time(draft, whole_sizes, rate)
     batch = draft.config.batch if draft.is_given("batch") else LEAST_BATCH
-    whole = replace(draft, config=replace(draft.config, batch=batch, accumulate=_accumulate(draft, 1)))
+    accumulate = draft.config.accumulate if draft.is_given("accumulate") else 1
+    config_of_batch = replace(draft.config, batch=batch, accumulate=accumulate)
+    whole = replace(draft, config=config_of_batch)
 
     def make(size: SizedPatch) -> Config:
         return with_patch(whole, width, size)
 
     def make_in_parts(size: SizedPatch) -> Config:
         config = make(size)
-        return config if draft.is_given("batch", "accumulate") else replace(config, batch=1, accumulate=LEAST_BATCH)
+        if draft.is_given("batch", "accumulate"):
+            return config
+        return replace(config, batch=1, accumulate=LEAST_BATCH)
 
     is_given = draft.is_given("recompute", "ckpt")
     makes = make
@@ -133,12 +159,9 @@ def choose_step(draft: Draft) -> Choice:
     config = makes(size)
     fit = fits.fit_of(config) if is_given else fits.cheapest(config, draft.budget)
     if size == sizes[0] and fit.config.recompute == "none":
-        fit = _grown(draft, fit, rate.get(width))
-    return Choice(fit, width, sizes[: sizes.index(size) + 1], whole_sizes, rate.get(width))
-
-
-def _accumulate(draft: Draft, usual: int) -> int:
-    return draft.config.accumulate if draft.is_given("accumulate") else usual
+        fit = _grown(draft, fit, rate)
+    larger = sizes[: sizes.index(size) + 1]
+    return Choice(fit, width, larger, whole_sizes, rate)
 
 
 def _seconds_a_voxel(draft: Draft, sizes: list[SizedPatch]) -> dict[int, float]:
@@ -149,53 +172,63 @@ def _seconds_a_voxel(draft: Draft, sizes: list[SizedPatch]) -> dict[int, float]:
     if draft.seconds is None or not timing.is_here(draft.config):
         return {}
     small = _small(sizes)
+    widths = list(FIRST_WIDTHS)
+    if draft.is_given("model.features"):
+        widths = widths[:1]
     rates = {}
-    widths = FIRST_WIDTHS if not draft.is_given("model.features") else FIRST_WIDTHS[:1]
     for width in widths:
-        config = replace(fits.plain(with_patch(draft, width, small)), batch=1, accumulate=1)
-        rates[width] = timing.measured_step(config) / small.voxels
+        config = fits.plain(with_patch(draft, width, small))
+        seconds = timing.measured_step(replace(config, batch=1, accumulate=1))
+        rates[width] = seconds / small.voxels
     return rates
 
 
-def _first_width(draft: Draft, sizes: list[SizedPatch], rate: dict[int, float]) -> int:
+def _first_width(draft: Draft, sizes: list[SizedPatch], rates: dict[int, float]) -> int:
     """Return the channels of the first level: the most for which memory and time allow."""
     if draft.is_given("model.features"):
         return FIRST_WIDTHS[0]
     widths = [width for width in FIRST_WIDTHS if width >= FIRST_ON_CPU]
-    if rate and draft.seconds is not None:
-        voxels = sizes[0].voxels * BATCHES[draft.device]
-        enough = [width for width in widths if draft.seconds >= STEPS_FOR_WIDTH * voxels * rate[width]]
+    if rates and draft.seconds is not None:
+        voxels = STEPS_FOR_WIDTH * BATCHES[draft.device] * sizes[0].voxels
+        enough = [width for width in widths if draft.seconds >= voxels * rates[width]]
         widths = enough or [FIRST_ON_CPU]
     elif draft.device == "cpu":
         widths = [FIRST_ON_CPU]
-    for width in (*widths, FIRST_WIDTHS[-1]):
-        state = fits.state_bytes(with_patch(draft, width, sizes[len(sizes) // 2]))
-        if state <= STATE_SHARE * draft.budget:
+    middle = sizes[len(sizes) // 2]
+    least = FIRST_WIDTHS[-1]
+    for width in (*widths, least):
+        config = with_patch(draft, width, middle)
+        if fits.state_bytes(config) <= STATE_SHARE * draft.budget:
             return width
-    return FIRST_WIDTHS[-1]
+    return least
 
 
 def _in_time(draft: Draft, sizes: list[SizedPatch], rate: float | None) -> list[SizedPatch]:
     """Return the patches of which the given time allows enough steps; the smallest where it allows none."""
     if rate is None or draft.seconds is None:
         return sizes
-    most = draft.seconds / (LEAST_STEPS * LEAST_BATCH * rate)
-    return [size for size in sizes if size.voxels <= most] or sizes[-1:]
+    seconds_of_step = draft.seconds / LEAST_STEPS
+    most_voxels = seconds_of_step / (LEAST_BATCH * rate)
+    in_time = [size for size in sizes if size.voxels <= most_voxels]
+    return in_time or sizes[-1:]
 
 
 def _grown(draft: Draft, fit: Fit, rate: float | None) -> Fit:
     """Return the step with as many patches as fit, are useful and leave time for enough steps."""
     if draft.is_given("batch", "accumulate"):
         return fit
-    voxels = prod(fit.config.data.patch)
-    most = min(BATCHES[draft.device], int(SHARE_OF_DATA * voxels_of_data(draft) / voxels))
-    if rate is not None and draft.seconds is not None:
-        most = min(most, int(draft.seconds / (LEAST_STEPS * voxels * rate)))
     batch = fit.config.batch
+    voxels = prod(fit.config.data.patch)
+    share_of_data = SHARE_OF_DATA * voxels_of_data(draft)
+    limits = [BATCHES[draft.device], int(share_of_data / voxels)]
+    if rate is not None and draft.seconds is not None:
+        seconds_of_step = draft.seconds / LEAST_STEPS
+        limits.append(int(seconds_of_step / (voxels * rate)))
+    of_all_patches = fit.occupied_bytes - fits.state_bytes(fit.config)
+    of_patch = max(1, of_all_patches // batch)
     room = draft.budget - fit.occupied_bytes
-    state = fits.state_bytes(fit.config)
-    of_patch = max(1, (fit.occupied_bytes - state) // batch)
-    for larger in range(min(most, batch + int(room / of_patch)), batch, -1):
+    limits.append(batch + int(room / of_patch))
+    for larger in range(min(limits), batch, -1):
         grown = fits.fit_of(replace(fit.config, batch=larger))
         if grown.occupied_bytes <= draft.budget:
             return grown
@@ -204,4 +237,5 @@ def _grown(draft: Draft, fit: Fit, rate: float | None) -> Fit:
 
 def voxels_of_data(draft: Draft) -> float:
     """Return the voxels of all training cases at the spacing that the network sees, by their median."""
-    return prod(shape_of(draft)) * draft.fingerprint.training_cases
+    voxels_of_case = prod(shape_of(draft))
+    return voxels_of_case * draft.fingerprint.training_cases

@@ -24,8 +24,9 @@ In reading order:
     sending         a map's gradient, sent to its sources tile by tile
     instructions    what a pass may do with a map or a gradient
     costs           the sizes of maps, from which schedules are made
-    compiler        a table of the maps that stay, compiled into instructions and bytes
-    schedule        what the compiler gives
+    stages          stages of a pass, and what is alive between them
+    compiler        a stage, compiled into instructions and bytes
+    schedule        a table of the maps that stay, compiled stage by stage
     soundness       whether no instruction reads what is not there
     changes         changes of a table of the maps that stay
     search          the schedules that none beats in both bytes and work
@@ -34,6 +35,7 @@ In reading order:
     whole           a group, carried out
     run             a schedule, carried out
     function        a pass as one autograd function
+    meta_kernels    operations on tensors without data, quickly
     scratch         the tensors beside maps meanwhile, measured on tensors without data
     sizes           all that the search has to know
     prepare         a network's program, from its trace to its sizes, and the choice of a schedule

@@ -7,7 +7,7 @@ from itertools import pairwise
 from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.schedule import Peak
 
-Table = list[set[int]]  # for each stage, the maps that stay after it
+Table = list[int]  # for each stage, the maps that stay after it, bit i for map i
 Flip = tuple[int, int]  # a stage, and a map that stays after it from now on, or no longer does
 AT_PEAK = 0.5  # of the changes: less stays where the peak is
 FIRST_GAP = slice(0, 1)  # after the forward pass
@@ -18,7 +18,7 @@ ALL_GAPS = slice(None)
 def flip(table: Table, flips: Sequence[Flip]) -> None:
     """Change whether maps stay, each after one stage."""
     for stage, index in flips:
-        table[stage] ^= {index}
+        table[stage] ^= 1 << index
 
 
 class Changes:
@@ -52,12 +52,12 @@ class Changes:
         """Let a map stay, or not, from one use of it to the next."""
         index = self.draw.randrange(self.count)
         gap = self.draw.choice(self.gaps[index])
-        stays = index in table[gap[-1]]
+        stays = _stays(table, index, gap[-1])
         return _flips(table, index, gap, not stays)
 
     def _at_peak(self, table: Table, peak: Peak) -> list[Flip]:
         """Let a map that is there at the peak stay no longer, and perhaps one that it is made from, or a reader."""
-        index = self.draw.choice(sorted(peak.maps))
+        index = self.draw.choice(peak.maps)
         stages = range(peak.stage, peak.stage + 1)
         if self.draw.random() < 0.8:
             stages = next((gap for gap in self.gaps[index] if peak.stage in gap), stages)
@@ -72,7 +72,7 @@ class Changes:
 
     def all_at_peak(self, table: Table, peak: Peak) -> Iterator[list[Flip]]:
         """Yield the changes that give up a map that is there at the peak, also for one beside it."""
-        for index in sorted(peak.maps):
+        for index in peak.maps:
             for gap in self.gaps[index]:
                 if peak.stage not in gap:
                     continue
@@ -111,9 +111,14 @@ def _flips(table: Table, index: int, stages: range, stays: bool) -> list[Flip]:
     """Return the flips after which a map stays, or does not, after each of these stages."""
     flips = []
     for stage in stages:
-        if (index in table[stage]) != stays:
+        if _stays(table, index, stage) != stays:
             flips.append((stage, index))
     return flips
+
+
+def _stays(table: Table, index: int, stage: int) -> bool:
+    """Return whether a map stays after a stage."""
+    return bool(table[stage] >> index & 1)
 
 
 def _gaps(sizes: Sizes, index: int) -> list[range]:

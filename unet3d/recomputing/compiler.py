@@ -1,10 +1,11 @@
-"""Compiles a table of the maps that stay into the instructions of a pass, and counts the bytes that are alive at each.
+"""Compiles a stage of a pass into instructions, and counts the bytes that are alive at each.
 
-A map that is needed and is not there is computed a second time, from those that are. Where a map or a gradient lies is
-decided here, once: over another one that nothing reads any more, or in memory of its own.
+What is there as the stage begins, and which maps stay after it, is given. A map that is needed and is not there is
+computed a second time, from those that are. Where a map or a gradient lies is decided here, once: over another one that
+nothing reads any more, or in memory of its own.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 
 from unet3d.recomputing.costs import Beside, Sizes
 from unet3d.recomputing.instructions import (
@@ -19,62 +20,77 @@ from unet3d.recomputing.instructions import (
     Target,
     Turn,
 )
+from unet3d.recomputing.stages import Stage, State, indices_of, mask_of
 
 HALO = 1.3  # rows of a thin map that tiles of its reader make, to those that it has: tiles overlap
 TWICE = 0.03  # of a forward pass: less work than this may be done a second time to save a map
-Keep = Sequence[Set[int]]
 
 
 class Compiler:
-    """A walk through a pass: what is alive, and the most bytes so far."""
+    """A walk through a stage: what is alive, and the most bytes so far."""
 
-    def __init__(self, sizes: Sizes, keep: Keep, writes: bool) -> None:
+    def __init__(self, sizes: Sizes, before: State, stays: int) -> None:
+        """Begin the stage after which the maps of the set `stays` stay."""
         self.sizes = sizes
-        self.keep = keep
-        self.writes = writes  # instructions, too
+        self.stays = frozenset(indices_of(stays))
+        self.alive = set(indices_of(before.alive))
+        self.gradients = set(indices_of(before.gradients))
+        self.completed = set(indices_of(before.completed))
+        self.trained = set(indices_of(before.trained))
         self.instructions: list[Instruction] = []
-        self.alive: set[int] = set()
-        self.gradients: set[int] = set()
-        self.completed: set[int] = set()
-        self.sent: set[int] = set()  # maps whose weights have gradients
         self.bytes = 0
-        self.stage = sizes.count
-        self.of_stages = [0] * (sizes.count + 1)  # the most bytes of each
-        self.peak = 0
-        self.peak_stage = sizes.count
-        self.peak_maps: tuple[int, ...] = ()
-        self.work = 0.0
+        self.most: int | None = None
+        self.maps_at_most: tuple[int, ...] = ()
+        self.work: list[float] = []
 
-    def run(self) -> None:
-        """Compile the whole pass."""
-        self._forward()
+    def made(self, index: int) -> Stage:
+        """Return the making of a map in the forward pass, after which its sources that do not stay are forgotten."""
+        sources = self.sizes.last_reads[index]
+        self._make(index, [source for source in sources if source not in self.stays], ())
+        return self._stage()
+
+    def turned(self) -> Stage:
+        """Return the end of the forward pass, as gradients of the outputs arrive."""
         self._turn()
-        for index in reversed(range(self.sizes.count)):
-            if self.sizes.needs_gradient[index] and index in self.gradients:
-                self._backward(index)
-            elif index in self.alive:
-                self._free(index)
+        return self._stage()
+
+    def sent(self, index: int) -> Stage:
+        """Return the stage of the backward pass in which a map's gradient is sent to its sources."""
+        if self.sizes.needs_gradient[index] and index in self.gradients:
+            self._backward(index)
+        elif index in self.alive:
+            self._free(index)
+        return self._stage()
+
+    def _stage(self) -> Stage:
+        """Return what has been compiled."""
+        after = State(
+            alive=mask_of(self.alive),
+            gradients=mask_of(self.gradients),
+            completed=mask_of(self.completed),
+            trained=mask_of(self.trained),
+        )
+        return Stage(
+            instructions=tuple(self.instructions),
+            growth=self.bytes,
+            most=self.most,
+            maps=mask_of(self.maps_at_most),
+            work=tuple(share for share in self.work if share),
+            after=after,
+        )
 
     # Forward
-
-    def _forward(self) -> None:
-        sizes = self.sizes
-        stays = self.keep[sizes.count]
-        for index in range(sizes.count):
-            dying = []
-            for source in sizes.sources[index]:
-                is_read_later = sizes.users[source][-1] > index
-                if not is_read_later and source not in stays and source not in sizes.outputs:
-                    dying.append(source)
-            self._make(index, dying, ())
 
     def _make(self, index: int, dying: Iterable[int], through: tuple[int, ...]) -> None:
         """Make a map and forget those that are not read after it."""
         sizes = self.sizes
-        over = next((source for source in dying if source in sizes.over_map[index]), None)
-        if self.writes:
-            self.instructions.append(Make(index, over, through))
-        self.work += sizes.work[index]
+        over = None
+        for source in dying:
+            if source in sizes.over_map[index]:
+                over = source
+                break
+        self.instructions.append(Make(index, over, through))
+        self.work.append(sizes.work[index])
         scratch = self._beside(index, through).make
         if over is None:
             self._grow(sizes.bytes[index], scratch)
@@ -92,16 +108,12 @@ class Compiler:
 
     def _note(self, most: int) -> None:
         """Take note of bytes that are there at once."""
-        if most > self.of_stages[self.stage]:
-            self.of_stages[self.stage] = most
-        if most > self.peak:
-            self.peak = most
-            self.peak_stage = self.stage
-            self.peak_maps = tuple(self.alive)
+        if self.most is None or most > self.most:
+            self.most = most
+            self.maps_at_most = tuple(self.alive)
 
     def _free(self, index: int) -> None:
-        if self.writes:
-            self.instructions.append(Free(index))
+        self.instructions.append(Free(index))
         self.alive.discard(index)
         self.bytes -= self.sizes.bytes[index]
 
@@ -110,8 +122,7 @@ class Compiler:
     def _turn(self) -> None:
         """Count the gradients of the outputs, which are written over them where nothing reads these."""
         sizes = self.sizes
-        if self.writes:
-            self.instructions.append(Turn())
+        self.instructions.append(Turn())
         for index in sizes.outputs:
             if not sizes.needs_gradient[index]:
                 continue
@@ -124,45 +135,41 @@ class Compiler:
     def _backward(self, index: int) -> None:
         """Complete the gradient of a map and send it to its sources."""
         sizes = self.sizes
-        stays = self.keep[index]
-        self.stage = index
         if sizes.is_normalised[index] and index not in self.completed:
-            self._complete(index, stays)
+            self._complete(index)
         if index in self.alive:
             self._free(index)
         reads = sizes.reads[index]
-        through = self._through(index, stays)
-        self._make_again(reads.difference(through), stays)
-        for other in self.alive - stays - reads:
+        through = self._through(index)
+        self._make_again(reads.difference(through))
+        for other in sorted(self.alive - self.stays - reads):
             self._free(other)
-        self._send(index, stays, through)
+        self._send(index, through)
         for source in sizes.sources[index]:
             if source in self.gradients and self._goes_on(source, index):
-                self._send_on(source, index, stays)
-        for other in self.alive - stays:
+                self._send_on(source, index)
+        for other in sorted(self.alive - self.stays):
             self._free(other)
 
-    def _complete(self, index: int, stays: Set[int]) -> None:
+    def _complete(self, index: int) -> None:
         """Complete the gradient of a map: where that is not there, by rows that are made of its sources."""
         sizes = self.sizes
         if index in self.alive or not sizes.has_rows[index]:
-            self._make_again([index], stays)
-            if self.writes:
-                self.instructions.append(Complete(index))
+            self._make_again([index])
+            self.instructions.append(Complete(index))
             self._note(self.bytes + sizes.complete_scratch[index])
             return
-        through = tuple(source for source in sizes.sources[index] if self._may_pass(source, stays))
-        self._make_again([source for source in sizes.sources[index] if source not in through], stays)
-        if self.writes:
-            self.instructions.append(CompleteRows(index, through))
-        self.work += sizes.work[index] + self._passing_work(through)
+        through = tuple(source for source in sizes.sources[index] if self._may_pass(source))
+        self._make_again([source for source in sizes.sources[index] if source not in through])
+        self.instructions.append(CompleteRows(index, through))
+        self.work.append(sizes.work[index] + self._passing_work(through))
         self._note(self.bytes + self._beside(index, through).complete_rows)
 
-    def _may_pass(self, source: int, stays: Set[int]) -> bool:
+    def _may_pass(self, source: int) -> bool:
         """Return whether a thin map need not be there: its rows are made where they are read."""
-        return self.sizes.is_thin[source] and source not in self.alive and source not in stays
+        return self.sizes.is_thin[source] and source not in self.alive and source not in self.stays
 
-    def _through(self, index: int, stays: Set[int]) -> tuple[int, ...]:
+    def _through(self, index: int) -> tuple[int, ...]:
         """Return the sources that are in passing as a gradient is sent.
 
         Not those over which the gradient would be written: it would need memory of its own.
@@ -170,7 +177,7 @@ class Compiler:
         sizes = self.sizes
         through = []
         for source in sizes.sources[index]:
-            if source in sizes.reads[index] and self._may_pass(source, stays):
+            if source in sizes.reads[index] and self._may_pass(source):
                 has_place = source in self.gradients or source in sizes.over_gradient[index]
                 if has_place or self._goes_in_parts(source, index) or not sizes.needs_gradient[source]:
                     through.append(source)
@@ -182,37 +189,36 @@ class Compiler:
     def _beside(self, index: int, through: Sequence[int]) -> Beside:
         return self.sizes.beside_through[index] if through else self.sizes.beside[index]
 
-    def _send(self, index: int, stays: Set[int], through: tuple[int, ...]) -> None:
+    def _send(self, index: int, through: tuple[int, ...]) -> None:
         """Send the gradient of a map to its sources, and release it."""
         sizes = self.sizes
         self.gradients.discard(index)
         wanted = [source for source in sizes.sources[index] if sizes.needs_gradient[source]]
         twice = self._twice(index, wanted)
-        targets = self._targets(index, wanted, twice, stays)
+        targets = self._targets(index, wanted, twice)
         before = self.bytes
         self._hold(targets)
-        if index not in self.sent:
-            self.sent.add(index)
+        if index not in self.trained:
+            self.trained.add(index)
             self.bytes += sizes.of_weights[index]
         beside = self._beside(index, through)
         scratch = beside.send
         if twice is not None:
             scratch = beside.send_twice
-            self.work += sizes.work[index] + self._passing_work(through)
+            self.work.append(sizes.work[index] + self._passing_work(through))
             targets.append(Target(twice, "map"))
             self._hold(targets[-1:])
             self.completed.add(twice)
-        if self.writes:
-            instruction = Send if twice is None else SendTwice
-            self.instructions.append(instruction(index, tuple(targets), through))
-        self.work += self._passing_work(through)
+        instruction = Send if twice is None else SendTwice
+        self.instructions.append(instruction(index, tuple(targets), through))
+        self.work.append(self._passing_work(through))
         if sizes.is_one_tile[index]:
             scratch += sum(sizes.bytes[source] for source, place in targets if place == "add")
         self._note(max(self.bytes, before) + scratch)
         if all(place != "gradient" for _, place in targets):
             self.bytes -= sizes.bytes[index]
 
-    def _targets(self, index: int, wanted: Sequence[int], twice: int | None, stays: Set[int]) -> list[Target]:
+    def _targets(self, index: int, wanted: Sequence[int], twice: int | None) -> list[Target]:
         """Return where the gradient of each source goes, without the source that a map is sent to twice."""
         targets = []
         is_reused = False
@@ -222,7 +228,7 @@ class Compiler:
             place: Place = "new"
             if source in self.gradients:
                 place = "add"
-            elif twice is None and self._lies_over_map(source, index, stays):
+            elif twice is None and self._lies_over_map(source, index):
                 place = "map"
             elif not is_reused and source in self.sizes.over_gradient[index]:
                 place = "gradient"
@@ -239,9 +245,9 @@ class Compiler:
                 self.bytes += self.sizes.bytes[source]
             self.gradients.add(source)
 
-    def _lies_over_map(self, source: int, index: int, stays: Set[int]) -> bool:
+    def _lies_over_map(self, source: int, index: int) -> bool:
         """Return whether the gradient of a source is written over its map."""
-        if source not in self.alive or source in stays:
+        if source not in self.alive or source in self.stays:
             return False
         return source in self.sizes.over_source[index] and not self._goes_in_parts(source, index)
 
@@ -260,16 +266,16 @@ class Compiler:
         is_last = sizes.is_thin[source] and source not in sizes.outputs and sizes.users[source][0] == index
         return is_last or self._goes_in_parts(source, index)
 
-    def _send_on(self, index: int, reader: int, stays: Set[int]) -> None:
+    def _send_on(self, index: int, reader: int) -> None:
         """Send on what a reader has sent to a thin map."""
         sizes = self.sizes
         if sizes.is_normalised[index] and index not in self.completed:
-            self._complete(index, stays)
-        if index in self.alive and index not in stays:
+            self._complete(index)
+        if index in self.alive and index not in self.stays:
             self._free(index)
         if sizes.users[index][0] != reader:
-            self.work += sizes.work[index]
-        self._send(index, frozenset(), ())  # a thin map has no source but the image
+            self.work.append(sizes.work[index])
+        self._send(index, ())  # a thin map has no source but the image
 
     def _twice(self, index: int, wanted: Sequence[int]) -> int | None:
         """Return the source whose gradient is written over its map, if a second pass over the tiles is little work."""
@@ -283,7 +289,7 @@ class Compiler:
                 return source
         return None
 
-    def _make_again(self, targets: Iterable[int], stays: Set[int]) -> None:
+    def _make_again(self, targets: Iterable[int]) -> None:
         """Make maps that are not there, from those that are."""
         sizes = self.sizes
         if self.alive.issuperset(targets):
@@ -300,14 +306,14 @@ class Compiler:
         passing: set[int] = set()
         for place, index in enumerate(order):
             readers = sum(index in sizes.sources[later] for later in order[place + 1 :])
-            if sizes.is_thin[index] and index not in stays and (readers > 0 or index not in wanted):
+            if sizes.is_thin[index] and index not in self.stays and (readers > 0 or index not in wanted):
                 passing.add(index)
-                self.work += HALO * sizes.work[index] * readers
+                self.work.append(HALO * sizes.work[index] * readers)
                 continue
             later_sources = {source for later in order[place + 1 :] for source in sizes.sources[later]}
             dying = []
             for source in sizes.sources[index]:
-                is_needed = source in later_sources or source in wanted or source in stays
+                is_needed = source in later_sources or source in wanted or source in self.stays
                 if source in missing and source not in passing and not is_needed:
                     dying.append(source)
             through = tuple(source for source in sizes.sources[index] if source in passing)

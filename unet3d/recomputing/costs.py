@@ -37,13 +37,18 @@ class Sizes:
     over_scratch: Sequence[int]  # bytes more while it is made over another map
     complete_scratch: Sequence[int]  # bytes beside a map and its gradient while that is completed
     users: Sequence[Sequence[int]] = field(init=False)
+    last_reads: Sequence[Sequence[int]] = field(init=False)  # sources that nothing reads later in the forward pass
 
     def __post_init__(self) -> None:
         users: list[list[int]] = [[] for _ in self.bytes]
         for index, sources in enumerate(self.sources):
             for source in sources:
                 users[source].append(index)
+        last_reads = []
+        for index, sources in enumerate(self.sources):
+            last_reads.append([s for s in sources if users[s][-1] == index and s not in self.outputs])
         object.__setattr__(self, "users", users)
+        object.__setattr__(self, "last_reads", last_reads)
 
     @property
     def count(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes, mib
 from unet3d.recomputing.function import autocast_dtype, call_by_program
-from unet3d.recomputing.prepare import PLANS, by_plan, prepare, work_line
+from unet3d.recomputing.prepare import PLANS, by_plan, has_larger_tiles, prepare, work_line
 from unet3d.recomputing.program import Program
 
 Plan = Literal["lean", "tiles", "auto"]
@@ -78,6 +78,7 @@ class Recomputed(nn.Module):
         self.device_type = device_type
         self.is_silent = True  # or to print what to expect of the first schedule
         self.programs: dict[Any, Program] = {}
+        self.prepared: dict[Any, Program] = {}  # without a schedule; networks of equal layers may share it
 
     @property
     def network(self) -> nn.Module:
@@ -115,6 +116,7 @@ class Recomputed(nn.Module):
         other.device_type = self.device_type
         other.is_silent = self.is_silent
         other.programs = dict(self.programs)
+        other.prepared = self.prepared
         return other
 
     def forward(self, image: Tensor) -> Any:
@@ -138,8 +140,7 @@ class Recomputed(nn.Module):
         device_type = self.device_type or image.device.type
         key = (image.shape, image.requires_grad, autocast, image.dtype, image.device, device_type, settings, trained)
         if key not in self.programs:
-            program = prepare(self.network, image, autocast, device_type == "cpu", self.plan)
-            program.fixed_bytes += self.held
+            program = self._prepared(key, image, autocast, device_type == "cpu")
             self.programs[key] = by_plan(program, self.plan, self.budget)
             self._announce(self.programs[key])
             if len(self.programs) == MANY_PROGRAMS:
@@ -148,6 +149,18 @@ class Recomputed(nn.Module):
                 )
                 warnings.warn(f"recompute: {MANY_PROGRAMS} schedules were found, {reason}", stacklevel=2)
         return self.programs[key]
+
+    def _prepared(self, key: Any, image: Tensor, autocast: torch.dtype | None, on_cpu: bool) -> Program:
+        """Return the program without a choice of its schedule."""
+        dtype = autocast or image.dtype
+        key = (key, self.held, has_larger_tiles(self.plan, dtype, on_cpu))
+        program = self.prepared.get(key)
+        if program is None:
+            program = prepare(self.network, image, autocast, on_cpu, self.plan)
+            program.fixed_bytes += self.held
+            if not program.maps.graph.constants:  # which are this network's own tensors
+                self.prepared[key] = program
+        return program
 
     def describe(self, program: Program) -> str:
         """Return a line: the predicted peak, the extra work, and what stays whole."""

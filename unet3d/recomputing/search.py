@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from unet3d.recomputing.changes import Changes, Flip, Table, flip
 from unet3d.recomputing.costs import Sizes
-from unet3d.recomputing.schedule import Peak, Schedule, compile_schedule, every_map, locate_peak
+from unet3d.recomputing.schedule import Passes, Peak, Schedule
+from unet3d.recomputing.stages import mask_of
 
 LIMITS = (1.0, 1.1, 1.3, 1.6, 1.9)  # of work, in forward passes, exceeded by LITTLE_WORK
 LITTLE_WORK = 0.14  # forward passes: small convolutions, sums
@@ -36,7 +37,7 @@ HEAT = 0.03  # of the largest map: bytes for which a change for the worse is acc
 PRICE = 0.05  # of the largest map, in bytes, for a forward pass of work: else work up to the limit is done in vain
 MEAN = 0.02  # of the bytes of a stage, on average: else nothing tells a change for the better beside the peak
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of the largest map, up to which maps stay in the first tables
-Packed = tuple[frozenset[int], ...]
+Packed = tuple[int, ...]
 
 
 class Front:
@@ -44,6 +45,7 @@ class Front:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
+        self.passes = Passes(sizes)
         self.points: dict[tuple[int, float], Packed] = {}
 
     def add(self, peak: int, work: float, table: Table) -> None:
@@ -56,13 +58,13 @@ class Front:
             other_peak, other_work = point
             if other_peak < peak or other_work < work:
                 points[point] = other
-        points[peak, work] = tuple(frozenset(stays) for stays in table)
+        points[peak, work] = tuple(table)
         self.points = points
 
     def schedules(self) -> list[Schedule]:
         """Return the schedules, from the most bytes to the least."""
         ordered = sorted(self.points, reverse=True)
-        return [compile_schedule(self.sizes, self.points[point]) for point in ordered]
+        return [self.passes.schedule(self.points[point]) for point in ordered]
 
 
 def front(sizes: Sizes) -> list[Schedule]:
@@ -72,7 +74,7 @@ def front(sizes: Sizes) -> list[Schedule]:
     tries = min(TRIES, tries)
     starts: dict[float, Table] = {}  # by their scores
     for table in _starts(sizes):
-        peak = locate_peak(sizes, table)
+        peak = best.passes.peak(table)
         best.add(peak.bytes, peak.work, table)
         starts.setdefault(_score(peak, LIMITS[-1], max(sizes.bytes)), table)
     for score in sorted(starts)[:DESCENTS]:
@@ -127,24 +129,26 @@ def _memory(schedule: Schedule) -> int:
 
 def _starts(sizes: Sizes) -> Iterator[Table]:
     """Yield tables in which maps stay that are small and much work, and tables of maps that are small or much work."""
-    yield every_map(sizes)
+    stages = sizes.count + 1
+    every_map = mask_of(range(sizes.count))
+    yield [every_map] * stages
     largest = max(sizes.bytes)
     for least_work in (0.0, 1e-9, 0.01, 0.05):
         for share in SHARES:
-            stays = set()
+            stays = []
             for index in range(sizes.count):
                 is_small = sizes.bytes[index] <= share * largest
                 if is_small and sizes.work[index] >= least_work:
-                    stays.add(index)
-            yield [set(stays) for _ in range(sizes.count + 1)]
+                    stays.append(index)
+            yield [mask_of(stays)] * stages
     for most_work in (1e-9, 0.002, 0.01, 0.05):
         for share in SHARES:
-            stays = set()
+            stays = []
             for index in range(sizes.count):
                 is_small = sizes.bytes[index] <= share * largest
                 if is_small or sizes.work[index] >= most_work:
-                    stays.add(index)
-            yield [set(stays) for _ in range(sizes.count + 1)]
+                    stays.append(index)
+            yield [mask_of(stays)] * stages
 
 
 def _elsewhere(best: Front, limit: float) -> Packed:
@@ -180,14 +184,14 @@ def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.
     sizes = best.sizes
     changes = Changes(sizes, draw)
     largest = max(sizes.bytes)
-    table = [set(stays) for stays in first]
-    peak = locate_peak(sizes, table)
+    table = list(first)
+    peak = best.passes.peak(table)
     score = _score(peak, limit, largest)
     least = _Scored(score, first)
     for number in range(tries):
         flips = changes.of(table, peak)
         flip(table, flips)
-        new_peak = locate_peak(sizes, table)
+        new_peak = best.passes.peak(table)
         new_score = _score(new_peak, limit, largest)
         worse = new_score - score
         temperature = HEAT * largest * (1 - number / tries)
@@ -196,7 +200,7 @@ def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.
             peak = new_peak
             best.add(peak.bytes, peak.work, table)
             if score < least.score:
-                least = _Scored(score, tuple(frozenset(stays) for stays in table))
+                least = _Scored(score, tuple(table))
         else:
             flip(table, flips)
     return least
@@ -207,13 +211,13 @@ def _descend(best: Front, table: Table, limit: float, tries: int) -> None:
     sizes = best.sizes
     changes = Changes(sizes, random.Random(0))
     largest = max(sizes.bytes)
-    peak = locate_peak(sizes, table)
+    peak = best.passes.peak(table)
     least = _score(peak, limit, largest)
     while tries > 0:
         best_flips: Sequence[Flip] = ()
         for flips in changes.all_at_peak(table, peak):
             flip(table, flips)
-            new_peak = locate_peak(sizes, table)
+            new_peak = best.passes.peak(table)
             best.add(new_peak.bytes, new_peak.work, table)
             score = _score(new_peak, limit, largest)
             flip(table, flips)
@@ -224,7 +228,7 @@ def _descend(best: Front, table: Table, limit: float, tries: int) -> None:
         if not best_flips:
             return
         flip(table, best_flips)
-        peak = locate_peak(sizes, table)
+        peak = best.passes.peak(table)
 
 
 def _score(peak: Peak, limit: float, largest: int) -> float:

@@ -8,6 +8,7 @@ from unet3d.base.types import Table, mib
 from unet3d.report.shapes import as_number
 
 NOT_COMPARED = ("budget", "data.root")  # options that change nothing of what was planned
+PACE = {"steps", "eval_every"}  # options that set the number of steps and validations
 TITLE = "Receipt: the plan beside the run (planned minus measured)"
 
 
@@ -30,7 +31,9 @@ class Promise(NamedTuple):
         """Return one of its numbers for people."""
         if value is None:
             return ""
-        return mib(value) if self.name.endswith("(MiB)") else f"{value:,.3g}"
+        if self.name.endswith("(MiB)"):
+            return mib(value)
+        return f"{value:,.3g}"
 
 
 def plan_entry(options: Mapping[str, Any], promise: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,22 +53,63 @@ def promises(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) ->
     plan = memory.get("plan")
     if not plan:
         return []
-    measured = memory.get("measured", {})
-    tensors = measured.get("ledger", measured)
     planned = {name: as_number(value) for name, value in plan.items()}
-    rows = [Promise("peak of tensors (MiB)", "tensors", planned.get("peak_bytes"), tensors.get("peak_bytes"))]
-    if "ledger" in measured:  # of CUDA's allocator
-        allocated = measured.get("peak_bytes")
-        rows.append(Promise("peak allocated (MiB)", "allocated", planned.get("allocated_bytes"), allocated))
-        reserved = as_number(measured.get("reserved_bytes"))
-        rows.append(Promise("peak reserved (MiB)", "reserved", planned.get("reserved_bytes"), reserved))
+    rows = [
+        *_peaks(planned, memory.get("measured", {})),
+        *_seconds(planned, memory, records),
+    ]
+    return [row for row in rows if row.planned is not None]
+
+
+def _peaks(planned: Mapping[str, float | None], measured: Mapping[str, Any]) -> list[Promise]:
+    """Return the peaks of a step: of tensors, and where the run was on a GPU those of its allocator."""
+    tensors = measured.get("ledger", measured)
+    of_tensors = Promise(
+        "peak of tensors (MiB)",
+        "tensors",
+        planned=planned.get("peak_bytes"),
+        measured=tensors.get("peak_bytes"),
+    )
+    if "ledger" not in measured:
+        return [of_tensors]
+    allocated = Promise(
+        "peak allocated (MiB)",
+        "allocated",
+        planned=planned.get("allocated_bytes"),
+        measured=measured.get("peak_bytes"),
+    )
+    reserved = Promise(
+        "peak reserved (MiB)",
+        "reserved",
+        planned=planned.get("reserved_bytes"),
+        measured=as_number(measured.get("reserved_bytes")),
+    )
+    return [of_tensors, allocated, reserved]
+
+
+def _seconds(
+    planned: Mapping[str, float | None],
+    memory: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+) -> list[Promise]:
+    """Return the time of a step, and of all steps and validations where the run has as many as were planned."""
     steps = _numbers(records, "time/step_s")
     validations = _numbers(records, "time/val_s")
-    rows.append(Promise("step (s)", "step", planned.get("step_s"), median(steps) if steps else None))
-    is_as_planned = not {"steps", "eval_every"} & set(_changed(memory))
-    whole = planned.get("seconds") if is_as_planned else None
-    rows.append(Promise("steps and validations (s)", "seconds", whole, sum(steps) + sum(validations) or None))
-    return [row for row in rows if row.planned is not None]
+    of_step = Promise(
+        "step (s)",
+        "step",
+        planned=planned.get("step_s"),
+        measured=median(steps) if steps else None,
+    )
+    is_as_planned = not PACE & set(_changed(memory))
+    total = sum(steps) + sum(validations)
+    of_all = Promise(
+        "steps and validations (s)",
+        "seconds",
+        planned=planned.get("seconds") if is_as_planned else None,
+        measured=total or None,
+    )
+    return [of_step, of_all]
 
 
 def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
@@ -77,8 +121,10 @@ def receipt(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> 
     """Return the receipt as a table; None without a plan."""
     rows = []
     for row in promises(memory, records):
+        planned = row.text(row.planned)
+        measured = row.text(row.measured)
         error = "" if row.error is None else f"{row.error:+.1%}"
-        rows.append([row.name, row.text(row.planned), row.text(row.measured), error])
+        rows.append([row.name, planned, measured, error])
     if not rows:
         return None
     return Table(["of a step, and in all", "planned", "measured", "error"], rows)
@@ -93,8 +139,11 @@ def changes(memory: Mapping[str, Any]) -> str:
 
 
 def _changed(memory: Mapping[str, Any]) -> list[str]:
-    names = memory.get("plan", {}).get("changed")
-    return [str(name) for name in names] if isinstance(names, list) else []
+    plan = memory.get("plan", {})
+    names = plan.get("changed")
+    if not isinstance(names, list):
+        return []
+    return [str(name) for name in names]
 
 
 def compared_numbers(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,95 @@
+"""Operations on fake tensors by torch's meta kernels alone, where a fake mode takes up to ten times as long.
+
+A fake mode looks for an operation in its cache, by a key made from all that its tensors have. Views, copies and sums do
+not need that: their kernels for meta tensors are compiled, take microseconds and say all of a result.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+CPU = torch.device("cpu")
+DEVICE = torch.ops.prim.device.default  # called for fake tensors only
+COMPILED = {
+    torch.ops.aten._foreach_add_.List,
+    torch.ops.aten._foreach_copy_.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.add_.Tensor,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.sum.dim_IntList,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.zero_.default,
+}
+# Operations of two tensors whose meta kernels are slow, and compiled ones that give the same types and layouts.
+ALIKE = {
+    torch.ops.aten.mul_.Tensor: torch.ops.aten.add_.Tensor,
+}
+# Operations that give the tensor that they write over, by the name of it if it is not the first.
+WRITTEN = {
+    torch.ops.aten.addcmul.out: "out",
+    torch.ops.aten.leaky_relu_.default: None,
+    torch.ops.aten.leaky_relu_backward.grad_input: "grad_input",
+}
+OPERATIONS = COMPILED | {*ALIKE} | {*WRITTEN}
+
+
+def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what an operation gives within a fake mode, by its meta kernel where that is enough."""
+    if func is DEVICE and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    if func not in OPERATIONS or not _are_plain(args, kwargs):
+        return func(*args, **kwargs)
+    if func in WRITTEN:
+        name = WRITTEN[func]
+        return args[0] if name is None else kwargs[name]
+    if func in ALIKE:
+        func, args, kwargs = ALIKE[func], args[:2], {}
+    mode = _first(args).fake_mode
+    with in_kernel_invocation_manager(mode):
+        result = func(*args, **kwargs)
+    if isinstance(result, list | tuple):
+        return [_fake(mode, tensor) for tensor in result]
+    return _fake(mode, result)
+
+
+def _are_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether all tensors are fake ones on the CPU whose numbers are not known, and stay there."""
+    if kwargs.get("device") is not None:
+        return False
+    for tensor in _tensors((*args, *kwargs.values())):
+        if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.fake_device != CPU:
+            return False
+    return isinstance(_first(args), FakeTensor)
+
+
+def _first(args: Sequence[Any]) -> Any:
+    """Return the first argument, or of a list the first of it."""
+    first = args[0]
+    return first[0] if isinstance(first, list | tuple) else first
+
+
+def _fake(mode: Any, result: Any) -> Any:
+    """Return a kernel's result as a fake tensor; one that was written to is one already."""
+    if result is None or isinstance(result, FakeTensor):
+        return result
+    return FakeTensor(mode, result, CPU)
+
+
+def _tensors(tree: Iterable[Any]) -> Iterable[torch.Tensor]:
+    """Yield the tensors among arguments, also those in lists."""
+    for part in tree:
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif isinstance(part, list | tuple):
+            yield from _tensors(part)
