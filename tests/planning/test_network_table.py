@@ -95,7 +95,7 @@ def test_the_patch_of_a_config_fits_and_the_next_does_not(capsys: pytest.Capture
 
 @pytest.mark.slow
 def test_patches_of_given_proportions_stand_beside_cubes(capsys: pytest.CaptureFixture[str]) -> None:
-    question = [*QUESTION, "--proportions", "4x4x1", "device=cpu", "budget=1MiB", "recompute=lean"]
+    question = [*QUESTION, "--proportions", "4x4x1", "device=cpu", "budget=2MiB", "recompute=lean"]
     assert face("plan", *question) == 0
     cube, thin = rows(capsys.readouterr().out, kinds=1)
     assert len({*cube.patch.split("x")}) == 1
