@@ -10,7 +10,7 @@ from training import face
 
 from unet3d.recomputing import search
 
-NETWORK = ("model.features=[4,8,8]", "batch=1", "optim=sgd", "loss.batch_dice=false")
+NETWORK = ("model.features=[4,8]", "batch=1", "optim=sgd", "loss.batch_dice=false")
 KINDS = ("tensors", "allocated", "reserved")
 QUESTION = ("--network", "unet_tiny", "--classes", "3", *NETWORK)
 SCHEDULES = {
@@ -95,8 +95,8 @@ def test_the_patch_of_a_config_fits_and_the_next_does_not(capsys: pytest.Capture
 
 @pytest.mark.slow
 def test_patches_of_given_proportions_stand_beside_cubes(capsys: pytest.CaptureFixture[str]) -> None:
-    question = [*QUESTION, "--proportions", "4x4x1", "device=cpu", "budget=4MiB", "recompute=lean"]
-    assert face("plan", *question) == 0
+    question = ["--module", f"{__name__}:Thin", "--args", '{"width": 2}', "--multiple", "8", "--proportions", "4x4x1"]
+    assert face("plan", *question, "device=cpu", "batch=1", "budget=4MiB", "recompute=lean") == 0
     cube, thin = rows(capsys.readouterr().out, kinds=1)
     assert len({*cube.patch.split("x")}) == 1
     x, y, z = (int(length) for length in thin.patch.split("x"))
