@@ -4,6 +4,7 @@ import gc
 import io
 import math
 import os
+import pickle
 import signal
 import subprocess
 from collections.abc import Callable, Generator, Iterator
@@ -11,10 +12,13 @@ from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
+import hydra
 import pytest
 import torch
 from allocator import dispatch_modes
 from guards import Guard, taken_out
+from made_once import made_once
+from omegaconf import DictConfig
 from rich.console import Console as Terminal
 from training import AS_IN_RUNS, TINY, train
 
@@ -100,6 +104,25 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     return pytest.fail(f"passes without its guard, {guard.target}")
 
 
+TREES: dict[tuple, bytes] = {}  # what Hydra has composed in this process
+compose_by_hydra = hydra.compose
+
+
+def compose_once(name: str, overrides: list[str], **named: object) -> DictConfig:
+    """Compose by Hydra, once for equal words in equal places; without the memo where folders of YAML files are named.
+
+    Each call returns a tree of its own, which is then checked as any other. Trainings in other processes compose.
+    """
+    if any("searchpath" in word for word in overrides):
+        return compose_by_hydra(name, overrides, **named)
+    key = (os.getcwd(), compose.config_folder(), os.environ.get("OC_CAUSE"), name, *overrides, str(named))
+    if key not in TREES:
+        TREES[key] = pickle.dumps(compose_by_hydra(name, overrides, **named))
+    tree: DictConfig = pickle.loads(TREES[key])
+    return tree
+
+
+hydra.compose = compose_once
 composed = cache(compose.compose)
 progress.FIRST_LINE = math.inf  # a slow machine prints no more than a fast one
 torch.set_num_threads(1)  # these nets are too small to share; threads that wait for each other take minutes
@@ -115,12 +138,14 @@ def guard(request: pytest.FixtureRequest) -> Guard | None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run, with all that a run writes, for all tests that read it: copy it to change it.
 
-    Each worker of pytest makes one. Its volumes are in `data/phantom` beside it.
+    One is made for all workers of pytest. Its volumes are in `data/phantom` beside it.
     """
-    place = tmp_path_factory.mktemp("finished")
-    done = train(place, *TINY, "amp=true", "ckpt=2", "hydra.run.dir=run", wandb="offline", frills=True)
-    assert done.code == 0, done.err
-    return place / "run"
+
+    def make(place: Path) -> None:
+        done = train(place, *TINY, "amp=true", "ckpt=2", "hydra.run.dir=run", wandb="offline", frills=True)
+        assert done.code == 0, done.err
+
+    return made_once(tmp_path_factory, "finished", make) / "run"
 
 
 @pytest.fixture

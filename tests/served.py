@@ -4,6 +4,8 @@ import gc
 import importlib
 import os
 
+from unet3d.config import compose
+
 MODULES = [
     *("training", "ranked", "guards"),
     *("unet3d.cli.train", "unet3d.run.open_run", "unet3d.report.report", "unet3d.memory.preflight"),
@@ -13,6 +15,7 @@ MODULES = [
 ]
 for name in MODULES:
     importlib.import_module(name)
+compose.compose(["model=unet_tiny"])  # which loads Hydra's plugins and prepares its grammar
 os.environ.pop("PYTHONPATH")  # the server's alone
 # Each training would search it for garbage, and copy its pages by that.
 gc.collect()

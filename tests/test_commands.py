@@ -9,6 +9,8 @@ import pytest
 from test_docs import TEXTS
 from training import PLAIN, TINY, face, train
 
+from unet3d.memory import budget as search_of_ways
+
 SMALL = {  # takes the place of what a page shows
     word.partition("=")[0]: word
     for word in (*TINY[1:], *PLAIN, "model.features=[4]", "model.decoder=null", "model.classes=null")
@@ -90,6 +92,8 @@ def place(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     (tmp_path / "my_configs" / "loss").mkdir(parents=True)
     (tmp_path / "my_configs" / "loss" / "mine.yaml").write_text("path: mine:focal\n")
     monkeypatch.syspath_prepend(tmp_path)
+    for name in ("WITH_BUDGET", "PLANS"):  # ways with recompute, whose search takes most of the time
+        monkeypatch.setattr(search_of_ways, name, ())
     return tmp_path
 
 

@@ -175,13 +175,21 @@ def test_the_python_of_the_page_runs(
     names: dict[str, Any] = {"array": np.random.default_rng(0).random((20, 20, 16), np.float32), "unet3d": unet3d}
     names["affine"] = np.eye(4)
     exec(make_small(training, ('"steps=20", "eval_every=10"', listed(SMALL))), names)
+    smaller = {
+        "(1, 1, 32, 32, 32)": "(1, 1, 8, 8, 8)",
+        "2, 1, 32, 32, 32": "2, 1, 32, 16, 16",
+        "init_filters=8, ": "init_filters=8, blocks_down=(1, 1), blocks_up=(1,), ",
+    }
+    pages_code = "".join(blocks)
+    assert all(shown in pages_code for shown in smaller)
     assert str(names["run"].checkpoint) in capsys.readouterr().out
     shutil.copy(names["run"].checkpoint, "net.pt")
     shutil.copy(next(tmp_path.glob("data/phantom/*/imagesTr/*.nii.gz")), "case.nii.gz")
     for block in blocks:
         if block != training:
-            smaller = block.replace("(1, 1, 32, 32, 32)", "(1, 1, 8, 8, 8)")
-            exec(smaller.replace("2, 1, 32, 32, 32", "2, 1, 32, 16, 16"), names)
+            for shown, less in smaller.items():
+                block = block.replace(shown, less)
+            exec(block, names)
             assert capsys.readouterr().out or "print(" not in block
     assert names["labels"].shape == names["image"].shape == names["probabilities"].shape[1:] == (20, 20, 16)
     assert names["found"].peak_bytes > 0 and names["result"].loss > 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from allocator import peak_bytes, recorded
+from training import forked
 
 from unet3d.config.schema import Phantom
 from unet3d.data import synthetic
@@ -34,32 +35,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synthetic.ensure_phantom(Phantom(cases=6, shape=(24, 24, 24)), tmp_path_factory.mktemp("phantom"))
 
 
-WORDS = {
-    "monai_loop": ["--steps", "3", "--patch", "32", "32", "32", "--filters", "8", "--validation-cases", "2"],
-    "lightning_module": [
-        "--steps",
-        "6",
-        "--patch",
-        "24",
-        "24",
-        "24",
-        "--filters",
-        "8",
-        "16",
-        "32",
-        "--validation-cases",
-        "2",
-    ],
+OPTIONS = {
+    "monai_loop": "--steps 3 --patch 32 32 32 --filters 8 --validation-cases 2",
+    "lightning_module": "--steps 6 --patch 24 24 24 --filters 8 16 32 --validation-cases 2",
 }
+WORDS = {name: options.split() for name, options in OPTIONS.items()}
+PLANS = ("none", "lean")
 
 
-def record(_: int, name: str, words: list[str], out: Path) -> None:
-    """Train in this process; leave losses and the peak in a file."""
+def record(name: str, words: list[str], out: Path) -> None:
+    """Train without and with recompute in this process, forked from the server of trainings.
+
+    Losses and the peak of each are left in a file.
+    """
     torch.set_num_threads(1)
     search.TRIES = FEW_TRIES
-    losses: list[float] = []
-    peak = peak_bytes(recorded(lambda: losses.extend(main_of(name)(words))), SCRATCH)
-    out.write_text(json.dumps([losses, peak]))
+    results = []
+    for plan in PLANS:
+        losses: list[float] = []
+        given = [*words, "--plan", plan]
+        peak = peak_bytes(recorded(lambda losses=losses, given=given: losses.extend(main_of(name)(given))), SCRATCH)
+        results.append([losses, peak])
+    out.write_text(json.dumps(results))
 
 
 def main_of(name: str) -> Callable[[list[str]], list[float]]:
@@ -74,12 +71,12 @@ def test_losses_are_those_without_recompute_and_the_peak_is_smaller(name: str, d
     """Lightning's six steps are more than an epoch of four: a validation lies between them."""
     if name == "lightning_module":
         pytest.importorskip("lightning", reason="needs lightning, of the extra bench")
-    results = []
-    for plan in ("none", "lean"):
-        words = ["--data", str(data), "--plan", plan, *WORDS[name]]
-        torch.multiprocessing.spawn(record, (name, words, tmp_path / plan))
-        results.append(json.loads((tmp_path / plan).read_text()))
-    (plain, plain_peak), (lean, lean_peak) = results
+    out = tmp_path / "results.json"
+    process = forked(record, name, ["--data", str(data), *WORDS[name]], out)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    (plain, plain_peak), (lean, lean_peak) = json.loads(out.read_text())
     assert lean == pytest.approx(plain, rel=ROUNDING)
     assert lean_peak < 0.75 * plain_peak
 
@@ -90,7 +87,7 @@ def train_as_rank(rank: int, ports: list[int], words: list[str], out: Path) -> N
     search.TRIES = FEW_TRIES
     main = main_of("monai_loop")
     losses = []
-    for port, plan in zip(ports, ("none", "lean"), strict=True):
+    for port, plan in zip(ports, PLANS, strict=True):
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
         losses.append(main([*words, "--plan", plan]))
     (out / f"{rank}.json").write_text(json.dumps(losses))

@@ -301,7 +301,6 @@ def test_what_sees_the_batch_is_another_step_in_parts(overrides: list[str], sees
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("programs_of_runs")
 def test_after_out_of_memory_what_needs_less_is_named_whatever_the_budget() -> None:
     """The budget was too high, or memory would not have run out. First what a resumed run may change."""
     asked = config("batch=1", "budget=8GiB")
@@ -327,7 +326,7 @@ def test_a_search_after_out_of_memory_that_takes_long_ends_with_what_it_has() ->
     assert "memory fit" in lines[-1]
 
 
-def test_on_cuda_a_budget_is_of_what_the_allocator_reserves() -> None:
+def test_on_cuda_a_budget_is_of_what_the_allocator_reserves(without_recompute: None) -> None:
     """A small network's tensors lie in a segment of 2 MiB for each of the allocator's pools."""
     words = ("device=cuda", *ONE_PATCH)
     asked = simulated(option(*words))

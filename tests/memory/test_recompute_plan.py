@@ -17,6 +17,8 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import MIB
 from unet3d.config import compose
 from unet3d.config.schema import Config
+from unet3d.memory import budget as search_of_ways
+from unet3d.memory import recompute_plan
 from unet3d.memory.budget import Candidate, find_fit
 from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.ledger import Ledger
@@ -74,7 +76,9 @@ def test_a_budget_gets_the_least_work_with_which_the_simulated_step_fits() -> No
     assert works[0] < works[-1]
 
 
-def test_a_budget_below_the_least_is_refused_with_what_would_fit() -> None:
+def test_a_budget_below_the_least_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WITH_BUDGET", "PLANS"):  # what would fit by recompute: test_plan.py
+        monkeypatch.setattr(search_of_ways, name, ())
     asked = config("recompute=auto", "budget=0.1MiB", "amp=true", "model.features=[4]")
     with pytest.raises(UserError, match=r"budget=0\.1MiB"):
         preflight(asked, asked.model)
@@ -138,7 +142,7 @@ def varying(in_channels: int, classes: int) -> nn.Module:
 def dyn_unet(in_channels: int, classes: int) -> nn.Module:
     """A network of another library."""
     sizes = ([3, 3, 3], [1, 2, 2], [2, 2])
-    network: nn.Module = DynUNet(3, in_channels, classes, *sizes, filters=[4, 6, 8], res_block=True)
+    network: nn.Module = DynUNet(3, in_channels, classes, *sizes, filters=[4, 6, 8])
     return network
 
 
@@ -160,7 +164,8 @@ def depends(in_channels: int, classes: int) -> nn.Module:
 @pytest.mark.parametrize("words", ["recompute=lean amp=true accumulate=2"])
 def test_a_run_of_another_librarys_network_needs_what_was_predicted(tmp_path: Path, words: str) -> None:
     path = f"model.path={__name__}:dyn_unet"
-    done = train(tmp_path, *TINY, path, "steps=2", "hydra.run.dir=run", *words.split(), hook=importable, frills=True)
+    given = (*TINY, *PLAIN, path, "steps=2", "hydra.run.dir=run", *words.split())
+    done = train(tmp_path, *given, hook=importable, frills=True)
     assert done.code == 0, done.err
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert memory["error_bytes"] == 0
@@ -225,7 +230,8 @@ def test_options_of_earlier_versions_are_read_from_files_of_their_runs() -> None
 
 
 @pytest.mark.slow
-def test_the_curve_falls_in_memory_as_it_rises_in_work() -> None:
+def test_the_curve_falls_in_memory_as_it_rises_in_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute_plan, "CURVE_POINTS", 5)
     asked = config("recompute=tiles", "data.patch=[24,24,32]")
     points = curve(asked, asked.model)
     assert len(points) > 3

@@ -139,8 +139,9 @@ def test_other_networks_have_no_zero_scale(network: Callable[..., UNet3D]) -> No
 
 
 def losses(*words: str, steps: int = 3) -> list[float]:
-    """Return the loss of each step of a small training."""
-    small = (NARROW, "model.in_channels=1", "model.classes=3", "data.patch=[64,32,32]", "batch=1")
+    """Return the loss of each step of a training of a preset with half of its levels."""
+    levels = ("model.features=[4,8,12]", "model.blocks=[1,3,2]", "model.kernels=3", "model.strides=2")
+    small = (*levels, "model.in_channels=1", "model.classes=3", "data.patch=[32,16,16]", "batch=1")
     config = compose.compose(["model=nnunet_resenc_m", *small, *words])
     policy = build.policy(config, "cpu", choose_technique(config, config.model))
     model = build.model(config.model, config.seed)
@@ -150,8 +151,8 @@ def losses(*words: str, steps: int = 3) -> list[float]:
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(steps):
-        image = torch.randn(1, 1, 64, 32, 32, generator=generator)
-        batches.append(Batch(image, torch.randint(0, 3, (1, 64, 32, 32), generator=generator).short()))
+        image = torch.randn(1, 1, 32, 16, 16, generator=generator)
+        batches.append(Batch(image, torch.randint(0, 3, (1, 32, 16, 16), generator=generator).short()))
     results = [train_step(model, loss, optimizer, scaler, policy, [batch]) for batch in batches]
     return [result.loss for result in results]
 

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +211,15 @@ def from_plain(values: Mapping[Any, Any]) -> Config:
     if "${" in repr(values):  # it would be resolved, from the environment for example
         raise UserError("a config in a file holds plain values, no ${...}")
     with in_one_line():
-        options = OmegaConf.merge(OmegaConf.structured(Config), of_today(values))
+        options = OmegaConf.merge(_schema(), of_today(values))
     return load(options, here=False)  # type: ignore[arg-type]
+
+
+@cache
+def _schema() -> DictConfig:
+    """Return all options with their types and defaults. It is merged with values, which copies it."""
+    schema: DictConfig = OmegaConf.structured(Config)
+    return schema
 
 
 def to_plain(config: Config) -> dict:
@@ -221,7 +229,7 @@ def to_plain(config: Config) -> dict:
 
 def to_yaml(config: Config) -> str:
     """Return the config as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
