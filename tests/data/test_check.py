@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -636,7 +637,7 @@ def test_check_data_and_a_run_say_that_a_patch_does_not_suit(
     assert face("check-data", *given) == 0
     found = capsys.readouterr().out.splitlines()
     assert told([line for line in found if line.startswith(WARNING)], [wanted]) and " 1 " in found[-1]
-    (command,) = [line.partition(": ")[2].split() for line in found if "unet3d plan data" in line]
+    (command,) = [shlex.split(line.partition(": ")[2]) for line in found if line.startswith("spacing, network")]
     assert command[4:] == given[1:3] + given[4:]
     ended = train(tmp_path, *given, "steps=1", "model.features=[2,4]", "batch=1", "workers=0")
     lines = [line for line in ended.err.splitlines() if line.startswith(f"{WARNING}data.patch")]
