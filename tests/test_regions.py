@@ -15,6 +15,8 @@ from training import face, records, train, weights
 import unet3d
 from unet3d.base.errors import UserError
 from unet3d.base.files import from_csv
+from unet3d.report.methods import methods_paragraph
+from unet3d.report.record import read_run
 from unet3d.run import predict, publish
 from unet3d.training import checkpoint
 
@@ -62,11 +64,17 @@ def test_a_run_has_an_output_for_each_region_and_learns(place: Path) -> None:
     (scores,) = [record for record in records(place / "run") if "val/dice_mean" in record]
     assert {f"val/dice/{name}" for name in NAMES} < scores.keys()
     assert float.fromhex(scores["val/dice/whole_tumor"]) > 0.7
+    last = [float.fromhex(record["train/loss"]) for record in records(place / "run") if "train/loss" in record][-1]
+    assert float.fromhex(scores["val/loss"]) == pytest.approx(last, rel=0.5)
 
 
 def test_the_peak_is_predicted_to_the_byte(place: Path) -> None:
     memory = json.loads((place / "run" / "memory.json").read_text())
     assert memory["predicted"]["peak_bytes"] == memory["measured"]["peak_bytes"]
+
+
+def test_a_methods_paragraph_names_the_regions_of_a_dataset_json(place: Path) -> None:
+    assert "of overlapping regions" in methods_paragraph(read_run(place / "run"))
 
 
 def test_a_label_map_is_the_drawing_of_the_probabilities(place: Path, tmp_path: Path, capsys: Capture) -> None:

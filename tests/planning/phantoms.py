@@ -36,18 +36,22 @@ KINDS = {
 }
 
 
-def write_data_set(folder: Path, kind: Kind, cases: int, scale: float = 1.0) -> Path:
-    """Write a data set of a kind in the Decathlon's layout, of volumes `scale` times as long; return its folder."""
-    shape = [max(4, round(scale * length)) for length in kind.shape]
+def write_data_set(folder: Path, kind: Kind, cases: int, scale: float = 1.0, small: int = 0) -> Path:
+    """Write a data set of a kind in the Decathlon's layout, of volumes `scale` times as long; return its folder.
+
+    `small`: how many more cases it has, the last ones, a quarter as long.
+    """
     affine = np.diag([*kind.spacing, 1.0])
     (folder / "imagesTr").mkdir(parents=True)
     (folder / "labelsTr").mkdir()
     rng = np.random.default_rng(0)
     training = []
-    for number in range(cases):
-        sizes = (shape[0], shape[1], shape[2] - number % 2)
+    for number in range(cases + small):
+        share = scale if number < cases else scale / 4
+        x, y, z = (max(4, round(share * length)) for length in kind.shape)
+        sizes = (x, y, z - 1 + number % 3)  # whose median is the kind's
         image, label = _volume(kind, sizes, rng)
-        name = f"case_{number:02d}.nii.gz"
+        name = f"case_{number:03d}.nii.gz"
         nib.save(nib.Nifti1Image(image, affine), folder / "imagesTr" / name)
         nib.save(nib.Nifti1Image(label, affine), folder / "labelsTr" / name)
         training.append({"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"})

@@ -87,6 +87,15 @@ def test_more_memory_gives_a_larger_patch_and_less_recomputation() -> None:
 
 
 @pytest.mark.slow
+def test_whole_volumes_come_at_once_where_a_schedule_fits_them_and_more_fill_the_budget() -> None:
+    """Two of them do not fit by the plain step."""
+    draft = in_megabytes(150)
+    assert draft.config.data.patch == [96, 96, 96] and draft.config.recompute == "lean"
+    assert draft.config.batch > 2 and draft.config.accumulate == 1
+    assert draft.promise["peak_bytes"] <= 150 * MIB
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes", (12, 400))
 def test_a_promised_peak_is_what_the_run_predicts(megabytes: int) -> None:
     draft = in_megabytes(megabytes)

@@ -92,3 +92,11 @@ def test_it_names_residual_blocks_and_regions(folder: Path) -> None:
     (folder / "config.yaml").write_text(yaml_of(*RECIPE[1:], *words))
     text = methods_paragraph(read_run(folder))
     assert "1-3-4-6-6-6 blocks" in text and "regions" in text
+
+
+def test_it_names_regions_that_the_options_do_not(folder: Path) -> None:
+    """They come from nnU-Net's dataset.json, and memory.json counts them."""
+    assert "regions" not in methods_paragraph(read_run(folder))
+    memory = json.loads((folder / "memory.json").read_text())
+    (folder / "memory.json").write_text(json.dumps(memory | {"regions": 3}))
+    assert "cross-entropy of overlapping regions" in methods_paragraph(read_run(folder))

@@ -1,12 +1,16 @@
 """The loss of a validation is that of the training, of the whole volume, whatever the strips."""
 
+import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
+from unet3d.base.regions import Regions
 from unet3d.base.types import IGNORE, ProbabilityBlock
 from unet3d.config.schema import Loss
+from unet3d.training.loss_chunks import SMOOTH
 from unet3d.training.losses import LOSSES, LossOptions
 from unet3d.training.metrics import CaseScore, summarise
 from unet3d.training.volume_loss import VolumeLoss
@@ -42,6 +46,38 @@ def test_it_is_the_training_loss_of_the_whole_volume(name: str, weights: list[fl
     tensor = torch.tensor(weights) if weights else None
     expected = LOSSES[name](logits[None], label[None], LossOptions(weights=tensor)).item()
     assert loss_of(Loss(name=name, weights=weights), logits, label) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ce", "dice", "dice_ce"])
+def test_of_regions_it_is_the_formula_by_hand(name: str) -> None:
+    """Weighted, with ignored voxels, and with logits that a sigmoid in float32 rounds to 1."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, *SIZES) * 3
+    logits[0, 0, 0, 0] = 40.0
+    label = torch.randint(0, 3, SIZES)
+    label[torch.rand(SIZES) < 0.4] = IGNORE
+    label[0, 0, 0] = 2
+    volume = VolumeLoss.of(Loss(name=name, weights=[1.0, 3.0]), 2, Regions(((1, 2), (2,)), (1, 2)))
+    assert volume is not None
+    list(volume.adding(strips(logits.sigmoid()), label.numpy()))
+    is_labelled = label != IGNORE
+    p = logits.sigmoid()[:, is_labelled].double()
+    truth = torch.stack([label > 0, label == 2])[:, is_labelled]
+    surprise = -torch.where(truth, p, 1 - p).log().mean(1)
+    dice = (2 * (p * truth).sum(1) + SMOOTH) / ((p + truth.double()).sum(1) + SMOOTH)
+    expected = 0.0
+    if name != "dice":
+        expected += (surprise[0] + 3 * surprise[1]).item() / 4
+    if name != "ce":
+        expected += 1 - dice.mean().item()
+    assert volume.value() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_region_that_is_surely_wrong_costs_what_float32_can_say() -> None:
+    volume = VolumeLoss.of(Loss(name="ce"), 1, Regions(((1,),), (1,)))
+    assert volume is not None
+    list(volume.adding(strips(torch.ones(1, *SIZES)), np.zeros(SIZES, np.int16)))
+    assert volume.value() == pytest.approx(25 * math.log(2), rel=1e-6)
 
 
 def test_a_probability_of_zero_is_finite_and_a_volume_without_labels_has_no_loss() -> None:

@@ -1,12 +1,14 @@
 """The short commands of `python -m unet3d`: options, publish, score, check-data, report, compare, folds."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 
 from unet3d.base.errors import UserError, escaped, listed
 from unet3d.cli import lifecycle, options
 from unet3d.config import compose, idle
+from unet3d.config.plan_file import is_settable
 from unet3d.config.schema import Config
 
 
@@ -51,7 +53,7 @@ def score(arguments: argparse.Namespace) -> None:
 def check_data(arguments: argparse.Namespace) -> int:
     """Read every voxel of every case. Return 2 if there is a problem."""
     config = config_with_warnings(arguments.overrides)
-    from unet3d.data import cases, planner, splits, validate
+    from unet3d.data import cases, padding, splits, validate
 
     dataset = cases.dataset_to_check(config.data)
     train: Sequence[cases.Case] = ()
@@ -59,20 +61,27 @@ def check_data(arguments: argparse.Namespace) -> int:
     with suppress(UserError):  # check_cases lists it too
         train, val = splits.split(dataset, config.data)
     headers, lines = validate.check_cases(dataset, dataset.cases, config.data, full=True)
-    suitable = planner.suitable_options(config, [headers[case.id].stored for case in dataset.cases])
-    advice = planner.unsuitable_patch(config, [headers[case.id].target for case in train])
-    if advice:
-        if any(word.startswith("data.patch=") for word in suitable):
-            advice = advice.partition("; ")[0]  # one patch is named, not two
+    advice = padding.mostly_padding(config, [headers[case.id].target for case in train])
+    if advice is not None:
         lines.append(f"{validate.WARNING}{advice}")
     problems = [line for line in lines if not line.startswith(validate.WARNING)]
     summary = validate.summary(dataset, train, val, headers)
-    if suitable:
-        summary.append(f"options that suit it: {' '.join(suitable)}")
+    summary.append(f"spacing, network and patch for it: {_plan_command(arguments.overrides)}")
     for line in [*summary, *listed(lines)]:
         print(escaped(line))
     print(f"{counted(len(problems), 'problem')}, {counted(len(lines) - len(problems), 'warning')}")
     return UserError.exit_code if problems else 0
+
+
+def _plan_command(overrides: Sequence[str]) -> str:
+    """Return the command that plans for the data set of these overrides."""
+    words = ["python", "-m", "unet3d", "plan"]
+    for text, word in zip(overrides, compose.parsed(overrides), strict=True):
+        name = word.key_or_group
+        is_of_data = name == "data" or (name.startswith("data.") and is_settable(name))
+        if is_of_data and name != "data.patch":
+            words.append(text)
+    return shlex.join(words)
 
 
 def report(arguments: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from unet3d.config.plan_file import read_plan
 from unet3d.config.schema import GENERATED, Config, Model
 from unet3d.data.cases import read_dataset
 from unet3d.data.grids import Grid
-from unet3d.data.planner import read_grids, unsuitable_patch
+from unet3d.data.padding import mostly_padding, read_grids
 from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.data.splits import split
 from unet3d.memory import preflight
@@ -68,11 +68,11 @@ def _preflight(config: Config, model_config: Model, before: SavedSchedule | None
 
 
 def _warn_of_patch(config: Config, data: PreparedData | None) -> None:
-    """Print a line where the patch does not suit the training cases; a dry run reads their headers alone."""
+    """Print a line where the patch is mostly padding in the training cases; a dry run reads their headers alone."""
     grids: Sequence[Grid] = ()
     if config.resume is None and not ranks.RANK:
         grids = _listed_grids(config) if data is None else data.train_grids
-    advice = unsuitable_patch(config, grids)
+    advice = mostly_padding(config, grids)
     if advice:
         lifecycle.print_error(f"warning: {escaped(advice)}")
 

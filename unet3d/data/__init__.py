@@ -7,7 +7,7 @@ In reading order:
 - `synthetic`: the phantom and MNI152, which are generated.
 - `nifti`, `nifti_labels`, `nifti_write`: NIfTI files, header before voxels.
 - `image_files`, `hashes`, `headers`: the scan, which keeps up to 256 files open for the reading of their voxels.
-- `validate`, `twins`, `planner`: what the headers and voxels say is wrong, and options that suit.
+- `validate`, `twins`, `padding`: what the headers and voxels say is wrong, and whether a patch is mostly padding.
 - `grids`, `volume`, `restore`: a case on the network's grid, and predictions back on the file's.
 - `preprocess`, `intensity`, `sparse`: a volume as a training case.
 - `disk_cache`, `case_arrays`: prepared cases in files.

@@ -206,6 +206,8 @@ def preflight(config: Config, model_config: Model, before: SavedSchedule | None 
         "without": without,
         "segments": segments,
     }
+    if subject.options.output_regions is not None:
+        memory["regions"] = len(subject.options.output_regions.labels)
     schedule = None
     if technique.program is not None:
         schedule = saved(config, technique.program, validation.is_by_program)

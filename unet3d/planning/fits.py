@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 
 from unet3d import build
-from unet3d.base.errors import UserError
 from unet3d.base.progress import counting
-from unet3d.base.types import MIB, mib
+from unet3d.base.types import MIB
 from unet3d.config.schema import Config
 from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.budget import Candidate, simulated
@@ -119,10 +118,10 @@ def _largest(
     return None if patch is None else series.of(patch)
 
 
-def cheapest(config: Config, budget: int) -> Fit:
+def cheapest(config: Config, budget: int) -> Fit | None:
     """Return the step of a config that fits and costs the least time: recomputing nothing, little, or what it must.
 
-    Raises UserError where none fits.
+    None where none fits.
     """
     fit = fit_of(plain(config))
     if fit.occupied_bytes <= budget:
@@ -135,8 +134,7 @@ def cheapest(config: Config, budget: int) -> Fit:
         fit = fit_of(replace(config, recompute=recompute, ckpt=0, budget=f"{budget / MIB:.6f}MiB"))
         if fit.occupied_bytes <= budget:
             return fit
-    needed = f"data.patch={config.data.patch} needs {mib(by_tiles.occupied_bytes)} MiB of {mib(budget)}"
-    raise UserError(f"{needed}; give a larger budget, or a smaller patch")
+    return by_tiles if by_tiles.occupied_bytes <= budget else None
 
 
 def allocated_bytes(config: Config) -> int:

@@ -24,7 +24,7 @@ BATCHES = {"cpu": 4, "cuda": 16}  # patches a step at most: on a CPU more steps 
 LEAST_BATCH = 2  # patches a step: their variety is worth more than a larger patch
 SHARE_OF_DATA = 0.05  # of all voxels, that a batch has at most
 LEAST_STEPS = 1000  # in the given time, before patch and batch grow
-STEPS_FOR_WIDTH = 2000  # in the given time, before the network is made wider
+STEPS_FOR_WIDTH = 900  # in the given time, before the network is made wider
 SLOWER_BY_AMP = 1.1  # times float32's time, at most, for half the bytes of maps
 
 
@@ -145,20 +145,22 @@ def choose_step(draft: Draft) -> Choice:
         return replace(config, batch=1, accumulate=LEAST_BATCH)
 
     is_given = draft.is_given("recompute", "ckpt")
-    makes = make
     if is_given:
         size = fits.largest_as_given(sizes, make, draft.budget)
     elif fits.fit_of(fits.plain(make(sizes[0]))).occupied_bytes <= draft.budget:
         size = sizes[0]
     else:
-        makes = make_in_parts
-        size = fits.largest_recomputed(sizes, makes, draft.budget)
+        size = fits.largest_recomputed(sizes, make_in_parts, draft.budget)
     if size is None:
         smallest = sizes_text(sizes[-1].patch)
         raise UserError(f"budget={mib(draft.budget)} MiB: no patch fits, not even {smallest}; give a larger budget")
-    config = makes(size)
-    fit = fits.fit_of(config) if is_given else fits.cheapest(config, draft.budget)
-    if size == sizes[0] and fit.config.recompute == "none":
+    fit = fits.fit_of(make(size)) if is_given else None
+    if fit is None and size == sizes[0]:
+        fit = fits.cheapest(make(size), draft.budget)  # no patch is larger: all patches of a step at once
+    if fit is None:
+        fit = fits.cheapest(make_in_parts(size), draft.budget)
+    assert fit is not None, "one step with this patch fits"
+    if size == sizes[0] and fit.config.accumulate == whole.config.accumulate:
         fit = _grown(draft, fit, rate)
     larger = sizes[: sizes.index(size) + 1]
     return Choice(fit, width, larger, whole_sizes, rate)
@@ -227,12 +229,14 @@ def _grown(draft: Draft, fit: Fit, rate: float | None) -> Fit:
     of_all_patches = fit.occupied_bytes - fits.state_bytes(fit.config)
     of_patch = max(1, of_all_patches // batch)
     room = draft.budget - fit.occupied_bytes
-    limits.append(batch + int(room / of_patch))
-    for larger in range(min(limits), batch, -1):
-        grown = fits.fit_of(replace(fit.config, batch=larger))
-        if grown.occupied_bytes <= draft.budget:
-            return grown
-    return fit
+    most = min(limits)
+    known = {batch: fit}
+    number = max(batch, min(most, batch + int(room / of_patch)))
+    while number not in known and number <= most:
+        known[number] = fits.fit_of(replace(fit.config, batch=number))
+        number += 1 if known[number].occupied_bytes <= draft.budget else -1
+    fitting = [number for number, grown in known.items() if grown.occupied_bytes <= draft.budget]
+    return known[max(fitting)]
 
 
 def voxels_of_data(draft: Draft) -> float:

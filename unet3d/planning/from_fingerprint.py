@@ -1,9 +1,13 @@
 """Decisions that follow from the data set alone: spacing, intensities, and which axes are mirrored."""
 
-from unet3d.data.planner import SPACING_VARIATION, common_spacing
+from collections.abc import Sequence
+
+import numpy as np
+
 from unet3d.planning.architecture import median_shape, target_spacing
 from unet3d.planning.draft import Draft, Triple, sizes_text
 
+SPACING_VARIATION = 1.1  # ratio of the spacings of cases from which on they are resampled
 AXES = ("x (left-right)", "y (back-front)", "z (down-up)")
 
 
@@ -25,6 +29,15 @@ def choose_spacing(draft: Draft) -> None:
         draft.set("data.spacing", target)
         reason = "the median of the cases, or the 10th percentile along an axis that is three times coarser"
         draft.decide("spacing", f"{sizes_text(target)} mm", reason, "data.spacing=null, as stored")
+
+
+def common_spacing(shapes: Sequence[Sequence[int]], spacings: Sequence[Sequence[float]]) -> list[float] | None:
+    """Return the target spacing (mm) of cases whose spacings vary; None where they do not."""
+    low = np.min(spacings, axis=0)
+    high = np.max(spacings, axis=0)
+    if (high <= SPACING_VARIATION * low).all():
+        return None
+    return [float(f"{mm:.3g}") for mm in target_spacing(shapes, spacings)]
 
 
 def _listed(values: Triple) -> str:

@@ -105,7 +105,7 @@ def _note_batch(draft: Draft, fit: Fit) -> None:
         draft.decide("batch", f"{config.batch}, accumulate={config.accumulate}", "as given")
     elif config.accumulate > 1:
         choice = f"{config.batch}, accumulate={config.accumulate}"
-        reason = f"{patches} patches a step for variety, one at a time, so that they may be twice as large"
+        reason = f"{patches} patches a step for variety, one at a time, so that they may be larger"
         draft.decide("batch", choice, reason, f"batch={patches}, a smaller patch")
     else:
         limit = f"at most {BATCHES[draft.device]}, {SHARE_OF_DATA:.0%} of all voxels, and what memory and time allow"
@@ -155,4 +155,6 @@ def _why_unused(draft: Draft, choice: Choice) -> str:
         return f"the patch is the whole volume, and {fit.config.batch} of them are enough for a step"
     if fit.config.batch + 1 > most:
         return f"the patch is the whole volume, and {fit.config.batch} of them are {SHARE_OF_DATA:.0%} of all data"
-    return "one more patch of the whole volume does not fit, or takes too much of the time"
+    if fit.config.accumulate > 1:
+        return "the patch is the whole volume, and two at once do not fit"
+    return "the patch is the whole volume, and one more does not fit, or takes too much of the time"

@@ -41,6 +41,7 @@ HALVED = {"halved_peak_bytes": int, "override": str}  # of advice, where half th
 # `preflight` lists of the step that was predicted, and the same of the step that was measured.
 OTHERS = {
     "parameters": int,
+    "regions": int,
     "predicted_validation_bytes": int,
     "error_bytes": int,
     "about": str,

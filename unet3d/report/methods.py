@@ -128,7 +128,7 @@ def _recipe(config: Config, run: RunRecord) -> str:
     optim = config.optim
     patches = config.batch * config.accumulate
     loss = f"the loss {config.loss.path}" if config.loss.path else LOSS_WORDS[config.loss.name]
-    if config.data.regions is not None:
+    if config.data.regions is not None or "regions" in run.memory:  # in memory.json also those of a dataset.json
         loss += " of overlapping regions"
     steps = f"{run.last_step:,} optimizer steps"
     patch = _sizes(config.data.patch)

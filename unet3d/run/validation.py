@@ -51,16 +51,17 @@ def evaluate(
     """Yield the score of each case on the network's grid; `title` names the progress bar.
 
     `classes` is the number of labels in label maps, of which `regions` are made. `keep` gets each case and may take its
-    strips, which are then not computed again. With the options of a `loss`, each score has it, unless there are
-    regions. Of the classes `largest` only the largest component counts.
+    strips, which are then not computed again. With the options of a `loss`, each score has it. Of the classes `largest`
+    only the largest component counts.
     """
     with progress.counting(title, len(cases)) as counter:
         for case in cases:
             prepared = read(case)
             label = prepared.label.numpy()
             volume_loss = None
-            if loss is not None and regions is None:
-                volume_loss = VolumeLoss.of(loss, classes)
+            if loss is not None:
+                outputs = classes if regions is None else len(regions.labels)
+                volume_loss = VolumeLoss.of(loss, outputs, regions)
             probabilities = predictor.strips(prepared.image, case.named)
             if volume_loss is not None:
                 probabilities = volume_loss.adding(probabilities, label)

@@ -25,6 +25,12 @@ class Sums:
     log_likelihood: Tensor | None = None  # of the labels, weighted by class
     weight: Tensor | None = None  # of all labelled voxels
 
+    def add(self, part: "Sums") -> None:
+        """Add the sums of other voxels of the same images."""
+        for name, value in vars(part).items():
+            if value is not None:
+                setattr(self, name, add(getattr(self, name), value))
+
 
 def add(total: Tensor | None, part: Tensor) -> Tensor:
     """Return the sum so far; the first part becomes the total."""

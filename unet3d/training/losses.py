@@ -162,7 +162,7 @@ class InChunks(torch.autograd.Function):
         weights = options.weights
         if weights is not None:
             weights = weights.to(logits.device, exact(logits.dtype))
-        sums = _sum_chunks(logits, label, options.chunk, weights, dice, ce)
+        sums = sum_chunks(logits, label, options.chunk, weights, dice, ce)
         sum_over_ranks(sums, options.batch_dice)
         ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
         value = value_of(sums, ctx.shares, first=1)  # without the background
@@ -207,7 +207,7 @@ class InChunks(torch.autograd.Function):
         return out, None, None, None, None
 
 
-def _sum_chunks(
+def sum_chunks(
     logits: Tensor,
     label: Tensor,
     chunk: int | None,

@@ -47,7 +47,7 @@ class RegionsInChunks(torch.autograd.Function):
     ) -> Tensor:
         table = table.to(logits.device, exact(logits.dtype))
         weights = torch.ones_like(table[:, 0]) if weights is None else weights.to(table)
-        sums = _sum_chunks(logits, label, table, weights, chunk, dice, ce)
+        sums = sum_chunks(logits, label, table, weights, chunk, dice, ce)
         sum_over_ranks(sums, batch_dice)
         ctx.shares = 1 if batch_dice else ranks.count()  # of the mean over images, of which others have theirs
         value = value_of(sums, ctx.shares, first=0)
@@ -87,7 +87,7 @@ class RegionsInChunks(torch.autograd.Function):
         return out, None, None, None, None, None, None, None
 
 
-def _sum_chunks(
+def sum_chunks(
     logits: Tensor,
     label: Tensor,
     table: Tensor,

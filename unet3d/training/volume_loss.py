@@ -1,78 +1,80 @@
-"""The training loss of a whole volume, from the class probabilities that its sliding window gives anyway.
+"""The training loss of a whole volume, from the probabilities of classes or regions that its windows give anyway.
 
-It takes no memory of the device: strips are on the CPU, and a plane of one is in memory a second time.
+It takes no memory of the device: strips are on the CPU, and of one plane there are a few copies.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from unet3d.base.regions import Regions
 from unet3d.base.types import IGNORE, ProbabilityBlock
 from unet3d.config.schema import Loss
-from unet3d.training.loss_chunks import SMOOTH
+from unet3d.training import losses, region_losses
+from unet3d.training.loss_chunks import Sums, value_of
 
 LEAST = 1e-38  # of a probability whose logarithm is taken; a softmax in float32 may give 0
+MOST = 1 - 2**-25  # of a region's probability; a sigmoid in float32 gives 1 for all that is nearer to 1
 WITH_DICE = ("dice", "dice_ce")
 WITH_CE = ("ce", "dice_ce")
 
 
-@dataclass
 class VolumeLoss:
     """Sums over the voxels of one volume, from which its loss follows."""
 
-    name: str
-    weights: NDArray[np.float64]  # of the classes in the cross-entropy
-    overlap: NDArray[np.float64] = field(init=False)  # by class, probability on its voxels
-    size: NDArray[np.float64] = field(init=False)  # by class, probability plus voxels
-    log_likelihood: float = field(default=0.0, init=False)  # of the labels, weighted by class
-    weight: float = field(default=0.0, init=False)  # of all labelled voxels
-
-    def __post_init__(self) -> None:
-        self.overlap = np.zeros(len(self.weights))
-        self.size = np.zeros(len(self.weights))
+    def __init__(self, name: str, weights: Tensor, regions: Regions | None = None) -> None:
+        """Begin without voxels. `weights` K, float64: of classes or `regions` in the cross-entropy."""
+        self._has_dice = name in WITH_DICE
+        self._has_ce = name in WITH_CE
+        self._weights = weights
+        self._table = None if regions is None else torch.tensor(regions.table(), dtype=weights.dtype)
+        self._sums = Sums()
+        self._has_labels = False
 
     @classmethod
-    def of(cls, options: Loss, classes: int) -> "VolumeLoss | None":
-        """Return a loss without voxels; None for a function of the user's own, which may want other tensors."""
+    def of(cls, options: Loss, outputs: int, regions: Regions | None = None) -> "VolumeLoss | None":
+        """Return a loss without voxels; None for a function of the user's own, which may want other tensors.
+
+        `outputs`: the number of classes, or of regions.
+        """
         if options.path is not None or options.name not in (*WITH_DICE, *WITH_CE):
             return None
-        weights = np.ones(classes) if options.weights is None else np.array(options.weights, np.float64)
-        return cls(options.name, weights)
+        weights = [1.0] * outputs if options.weights is None else options.weights
+        return cls(options.name, torch.tensor(weights, dtype=torch.float64), regions)
 
     def adding(self, strips: Iterator[ProbabilityBlock], label: NDArray[np.integer]) -> Iterator[ProbabilityBlock]:
         """Yield the strips unchanged, each once it is added; `label` (X, Y, Z) is of the whole volume."""
         for strip in strips:
-            planes = strip.probabilities.numpy().swapaxes(0, 1)
+            planes = strip.probabilities.unbind(1)
             for plane, truth in zip(planes, label[strip.box], strict=True):
-                self._add(plane, truth)
+                self._add(plane, torch.tensor(truth))
             yield strip
 
-    def _add(self, plane: NDArray[np.float32], truth: NDArray[np.integer]) -> None:
-        """Add class probabilities (K, Y, Z) of a plane with these labels (Y, Z)."""
-        classes = len(self.weights)
-        is_labelled = truth != IGNORE
-        labels = truth[is_labelled].astype(np.intp)
-        probabilities = plane[:, is_labelled]
-        (of_labels,) = np.take_along_axis(probabilities, labels[None], 0)
-        of_labels = of_labels.astype(np.float64)
-        voxels = np.bincount(labels, minlength=classes)
-        gains = np.log(of_labels.clip(LEAST)) * self.weights[labels]
-        self.overlap += np.bincount(labels, of_labels, classes)
-        self.size += probabilities.sum(1, dtype=np.float64)
-        self.size += voxels
-        self.log_likelihood += float(gains.sum())
-        self.weight += float(voxels @ self.weights)
+    def _add(self, plane: Tensor, truth: Tensor) -> None:
+        """Add probabilities (K, Y, Z) of a plane with these labels (Y, Z)."""
+        logits = self._logits(plane.double())[None, :, None]
+        label = truth[None, None]
+        terms = (self._has_dice, self._has_ce)
+        if self._table is None:
+            part = losses.sum_chunks(logits, label, None, self._weights, *terms)
+        else:
+            part = region_losses.sum_chunks(logits, label, self._table, self._weights, None, *terms)
+        self._sums.add(part)
+        self._has_labels |= bool((truth != IGNORE).any())
+
+    def _logits(self, probabilities: Tensor) -> Tensor:
+        """Return logits with these probabilities: softmax makes them of classes again, sigmoid of regions."""
+        if self._table is None:
+            return probabilities.clamp(min=LEAST).log()
+        return probabilities.clamp(LEAST, MOST).logit()
 
     def value(self) -> float | None:
         """Return the loss of the voxels so far; None where none is labelled."""
-        if not self.size.any():
+        if not self._has_labels:
             return None
-        value = 0.0
-        if self.name in WITH_DICE:
-            dice = (2 * self.overlap + SMOOTH) / (self.size + SMOOTH)
-            value += 1 - float(dice[1:].mean())
-        if self.name in WITH_CE:
-            value -= self.log_likelihood / max(self.weight, 1e-8)
-        return value
+        first = 1 if self._table is None else 0  # of classes, Dice leaves out the background
+        return value_of(replace(self._sums), shares=1, first=first).item()
