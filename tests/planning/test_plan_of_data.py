@@ -139,6 +139,16 @@ def test_steps_of_a_device_that_is_not_here_are_unknown() -> None:
     assert any("unknown" in line.reason for line in draft.decisions if line.name == "steps")
 
 
+def test_a_step_that_is_measured_in_place_of_a_long_one_has_maps_to_normalise() -> None:
+    """Of seven levels, the deepest map of a patch of few voxels would be one voxel."""
+    words = ["model.features=[2,2,2,2,2,2,2]", "data.patch=[384,384,256]", "batch=1"]
+    config = compose.compose(["device=cpu", *words])
+    config.model.in_channels, config.model.classes = 1, 2
+    smaller = timing.shrunk(config)
+    assert smaller is not None and prod(smaller.data.patch) < prod(config.data.patch) / 100
+    assert geometry.level_sizes(smaller.data.patch, config.model)[-1] != (1, 1, 1)
+
+
 @pytest.mark.parametrize("text", ("8", "h", "0h", "8 weeks", "-1h", "1e9h"))
 def test_a_time_without_a_unit_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="time="):

@@ -15,6 +15,7 @@ from unet3d.base.progress import counting
 from unet3d.base.types import Batch
 from unet3d.config.schema import Config
 from unet3d.memory.technique import choose_technique
+from unet3d.model import geometry
 from unet3d.training import optim
 from unet3d.training.step import train_step
 from unet3d.training.switches import switched
@@ -62,13 +63,15 @@ def step_time(config: Config) -> StepTime:
 
 
 def shrunk(config: Config) -> Config | None:
-    """Return the config with a patch of a few voxels, which the strides still divide; None where it has no more."""
+    """Return the config with a patch of a few voxels, which leaves more than one of each map; None for a small one."""
     patch = list(config.data.patch)
     while prod(patch) > SMALL:
         axis = patch.index(max(patch))
-        if patch[axis] % 2:
+        shorter = list(patch)
+        shorter[axis] //= 2
+        if patch[axis] % 2 or geometry.larger_patch(shorter, config.model) != shorter:
             break
-        patch[axis] //= 2
+        patch = shorter
     if patch == config.data.patch:
         return None
     return replace(config, data=replace(config.data, patch=patch))
