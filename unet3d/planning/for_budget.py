@@ -23,8 +23,7 @@ STATE_SHARE = 0.25  # of the budget, at most for weights, gradients and the opti
 BATCHES = {"cpu": 4, "cuda": 16}  # patches a step at most: on a CPU more steps are worth more
 LEAST_BATCH = 2  # patches a step: their variety is worth more than a larger patch
 SHARE_OF_DATA = 0.05  # of all voxels, that a batch has at most
-LEAST_STEPS = 1000  # in the given time, before patch and batch grow
-STEPS_FOR_WIDTH = 900  # in the given time, before the network is made wider
+LEAST_STEPS = 900  # in the given time, before patch and batch grow and the network is made wider
 SLOWER_BY_AMP = 1.1  # times float32's time, at most, for half the bytes of maps
 
 
@@ -191,7 +190,7 @@ def _first_width(draft: Draft, sizes: list[SizedPatch], rates: dict[int, float])
         return FIRST_WIDTHS[0]
     widths = [width for width in FIRST_WIDTHS if width >= FIRST_ON_CPU]
     if rates and draft.seconds is not None:
-        voxels = STEPS_FOR_WIDTH * BATCHES[draft.device] * sizes[0].voxels
+        voxels = LEAST_STEPS * BATCHES[draft.device] * sizes[0].voxels
         enough = [width for width in widths if draft.seconds >= voxels * rates[width]]
         widths = enough or [FIRST_ON_CPU]
     elif draft.device == "cpu":
