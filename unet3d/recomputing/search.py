@@ -131,7 +131,7 @@ def _starts(sizes: Sizes) -> Iterator[Table]:
     """Yield tables in which maps stay that are small and much work, and tables of maps that are small or much work."""
     stages = sizes.count + 1
     every_map = mask_of(range(sizes.count))
-    yield [every_map] * stages
+    yield [every_map for _ in range(stages)]
     largest = max(sizes.bytes)
     for least_work in (0.0, 1e-9, 0.01, 0.05):
         for share in SHARES:
@@ -140,7 +140,8 @@ def _starts(sizes: Sizes) -> Iterator[Table]:
                 is_small = sizes.bytes[index] <= share * largest
                 if is_small and sizes.work[index] >= least_work:
                     stays.append(index)
-            yield [mask_of(stays)] * stages
+            mask = mask_of(stays)
+            yield [mask for _ in range(stages)]
     for most_work in (1e-9, 0.002, 0.01, 0.05):
         for share in SHARES:
             stays = []
@@ -148,7 +149,8 @@ def _starts(sizes: Sizes) -> Iterator[Table]:
                 is_small = sizes.bytes[index] <= share * largest
                 if is_small or sizes.work[index] >= most_work:
                     stays.append(index)
-            yield [mask_of(stays)] * stages
+            mask = mask_of(stays)
+            yield [mask for _ in range(stages)]
 
 
 def _elsewhere(best: Front, limit: float) -> Packed:
