@@ -10,6 +10,7 @@ from test_docs import TEXTS
 from training import PLAIN, TINY, face, train
 
 from unet3d.memory import budget as search_of_ways
+from unet3d.planning import timing
 
 SMALL = {  # takes the place of what a page shows
     word.partition("=")[0]: word
@@ -24,6 +25,8 @@ ELSEWHERE = {  # what part of a command says that another test runs it: which
     "data.fold=0,1,2,3,4": "test_folds.py",
     "hydra/launcher=": "test_launchers.py",
     "plan=plan.yaml": "planning/test_plan_of_data.py",
+    "plan --network": "planning/test_network_table.py, of small patches",
+    "plan --module": "planning/test_network_table.py, of small patches",
     "experiment=five_folds": "test_cross_validation.py",
     "-m unet3d folds": "test_cross_validation.py",
     "field_networks:": "by hand: its prediction takes a while",
@@ -94,6 +97,7 @@ def place(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("WITH_BUDGET", "PLANS"):  # ways with recompute, whose search takes most of the time
         monkeypatch.setattr(search_of_ways, name, ())
+    monkeypatch.setattr(timing, "measured_step", lambda _: 0.5)  # planning's tests measure
     return tmp_path
 
 

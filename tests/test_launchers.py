@@ -11,6 +11,9 @@ from subprocess import CompletedProcess
 
 import pytest
 from guards import nothing, without
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
 from jobs import SITE, sweep_of
 from slurm import one_node
 from training import ROOT, TINY, records, status, train
@@ -194,7 +197,12 @@ def test_a_launcher_that_is_not_installed_is_one_line(launcher: str, package: st
 
 
 def without_plugins() -> None:
+    """Undo that Hydra has found plugins, and let it find none."""
     sys.modules["hydra_plugins"] = None  # type: ignore[assignment]
+    Singleton._instances.pop(Plugins, None)
+    launchers = ConfigStore.instance().repo["hydra"]["launcher"]
+    for name in ("joblib", "submitit_local", "submitit_slurm"):
+        launchers.pop(f"{name}.yaml", None)
 
 
 @pytest.mark.slow

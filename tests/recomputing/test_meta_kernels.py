@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from unet3d.recomputing import meta_kernels
 
@@ -33,19 +34,12 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "clone contiguous": lambda x, y: aten.clone(x, memory_format=torch.contiguous_format),
     "copy_": lambda x, y: aten.copy_(x, y),
     "zero_": lambda x, y: aten.zero_(x),
-    "add": lambda x, y: aten.add(x, y),
-    "add a number": lambda x, y: aten.add(x, 0.5),
     "add_": lambda x, y: aten.add_(y, x, alpha=2),
-    "sub": lambda x, y: aten.sub(x, y),
-    "sub_": lambda x, y: aten.sub_(y, x),
-    "mul": lambda x, y: aten.mul(x, y[:, :, :1, :1, :1]),
-    "mul_": lambda x, y: aten.mul_(x, 2),
+    "mul_": lambda x, y: aten.mul_(x, y[:, :, :1, :1, :1]),
+    "mul_ by a number": lambda x, y: aten.mul_(x, 2),
     "addcmul over": lambda x, y: aten.addcmul.out(y[:, :, :1, :1, :1], x, y[:, :, :1, :1, :1], out=x),
     "leaky_relu_": lambda x, y: aten.leaky_relu_(x, 0.01),
-    "leaky_relu_backward": lambda x, y: aten.leaky_relu_backward(x, x, 0.01, False),
     "leaky_relu_backward over": lambda x, y: aten.leaky_relu_backward.grad_input(x, x, 0.01, False, grad_input=x),
-    "mul by a number": lambda x, y: aten.mul(x, 0.5),
-    "mul of integers": lambda x, y: aten.mul(x.int(), 0.5),
     "to another type": lambda x, y: aten._to_copy(x, dtype=torch.float16),
     "to channels last": lambda x, y: aten._to_copy(x, memory_format=torch.channels_last_3d),
     "to a device": lambda x, y: aten._to_copy(x, device=torch.device("cpu")),
@@ -67,7 +61,8 @@ class Noted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations.add(func)
         result = self.run(func, args, kwargs or {})
-        for tensor in result if isinstance(result, list | tuple) else [result]:
+        written = tree_leaves(args) if result is None else []  # of an operation on lists
+        for tensor in (*tree_leaves(result), *written):
             self.results.append(_described(tensor, args))
         return result
 
@@ -81,7 +76,7 @@ def _described(tensor: Any, args: Any) -> Any:
     if not isinstance(tensor, Tensor):
         return tensor
     storage = tensor.untyped_storage()
-    tensors = [value for value in args if isinstance(value, Tensor)]
+    tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
     return (
         tuple(tensor.shape),
         tensor.stride(),

@@ -8,7 +8,7 @@ from contextlib import suppress
 from unet3d.base.errors import UserError, escaped, listed
 from unet3d.cli import lifecycle, options
 from unet3d.config import compose, idle
-from unet3d.config.plan_file import is_settable
+from unet3d.config.plan_file import READ_ALONE, is_settable
 from unet3d.config.schema import Config
 
 
@@ -66,22 +66,24 @@ def check_data(arguments: argparse.Namespace) -> int:
         lines.append(f"{validate.WARNING}{advice}")
     problems = [line for line in lines if not line.startswith(validate.WARNING)]
     summary = validate.summary(dataset, train, val, headers)
-    summary.append(f"spacing, network and patch for it: {_plan_command(arguments.overrides)}")
+    summary += _plan_command(arguments.overrides)
     for line in [*summary, *listed(lines)]:
         print(escaped(line))
     print(f"{counted(len(problems), 'problem')}, {counted(len(lines) - len(problems), 'warning')}")
     return UserError.exit_code if problems else 0
 
 
-def _plan_command(overrides: Sequence[str]) -> str:
-    """Return the command that plans for the data set of these overrides."""
+def _plan_command(overrides: Sequence[str]) -> list[str]:
+    """Return a line with the command that plans for the data set of these overrides; none where they do not say it."""
     words = ["python", "-m", "unet3d", "plan"]
+    names = set()
     for text, word in zip(overrides, compose.parsed(overrides), strict=True):
         name = word.key_or_group
-        is_of_data = name == "data" or (name.startswith("data.") and is_settable(name))
+        names.add(name)
+        is_of_data = name == "data" or (name.startswith("data.") and (is_settable(name) or name in READ_ALONE))
         if is_of_data and name != "data.patch":
             words.append(text)
-    return shlex.join(words)
+    return [f"a plan for it: {shlex.join(words)}"] if "data" in names else []
 
 
 def report(arguments: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from unet3d.base.files import write_text
 from unet3d.base.types import budget_bytes, host_bytes, mib
 from unet3d.cli import plan_network
 from unet3d.config import compose
-from unet3d.config.plan_file import is_settable
+from unet3d.config.plan_file import READ_ALONE, is_settable
 
 SHARE_OF_HOST = 0.5  # of this machine's memory, without a budget on a CPU
 SHARE_OF_CARD = 0.9  # of a GPU's
@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "data.patch" not in given:
         composed = compose.compose_tree([*overrides, ANY_PATCH])
     config = compose.load(composed.options)
+    given -= set(READ_ALONE)
     for name in sorted(given):
         if not is_settable(name):
             raise UserError(f"{name}: a plan does not keep this; give it to train.py")
@@ -63,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {escaped(line)}")
     command = shlex.join(["python", "-m", "unet3d", "plan", *arguments.overrides])
     write_text(out, plan.as_yaml(draft, command))
-    print(f"written: {escaped(out)}; train it: python train.py {escaped(shlex.quote(f'plan={out}'))}")
+    train = shlex.join(["python", "train.py", f"plan={out}", *_read_alone(overrides)])
+    print(f"written: {escaped(out)}; train it: {escaped(train)}")
     return 0
 
 
@@ -77,6 +79,12 @@ def _given(composed: compose.Composed) -> set[str]:
     if "data" in words:
         given.add("data.format")
     return given - set(NOT_RUN)
+
+
+def _read_alone(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that count as data are read and that no plan keeps, so that training needs them, too."""
+    words = zip(overrides, compose.parsed(overrides), strict=True)
+    return [text for text, word in words if word.key_or_group in READ_ALONE]
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -19,7 +19,8 @@ SETTABLE = (
     *("amp", "amp_dtype", "ckpt", "recompute", "channels_last", "device", "budget"),
     *("steps", "batch", "accumulate", "eval_every", "seed"),
 )
-REFUSED = (*IMPORTS, "data.allow_outside", "data.cache_root", "data.split", "data.groups")
+READ_ALONE = ("data.allow_outside", "data.cache_root", "data.split", "data.groups")  # count as a plan is made
+REFUSED = (*IMPORTS, *READ_ALONE)
 BY_LEVEL = ("model.kernels", "model.strides", "model.decoder")  # with an entry for each level, perhaps
 PROMISED = {  # what a plan may promise of its run: the type of each
     "device": str,

@@ -70,9 +70,11 @@ def choose_intensity(draft: Draft) -> None:
         reason = "whole numbers, with air near -1000 and tissue above 0: CT, though no name says so"
         draft.decide("intensity", "ct", reason, "data.intensity=zscore, each volume by its own mean")
     elif are_named:
-        draft.decide("intensity", "auto: ct", "the channel is called CT: one scale for all cases", "zscore")
+        reason = "the channel is called CT: one scale for all cases"
+        draft.decide("intensity", "auto: ct", reason, "data.intensity=zscore")
     else:
-        draft.decide("intensity", "auto: zscore", "no CT: each volume by its own mean and deviation", "none")
+        reason = "no CT: each volume by its own mean and deviation"
+        draft.decide("intensity", "auto: zscore", reason, "data.intensity=none")
 
 
 def choose_mirrors(draft: Draft) -> None:

@@ -6,7 +6,15 @@ from unet3d.base.types import mib, percent
 from unet3d.planning import fits
 from unet3d.planning.draft import Draft, sizes_text
 from unet3d.planning.fits import Fit
-from unet3d.planning.for_budget import BATCHES, LEAST_BATCH, SHARE_OF_DATA, Choice, voxels_of_data
+from unet3d.planning.for_budget import (
+    BATCHES,
+    FIRST_ON_CPU,
+    LEAST_BATCH,
+    LEAST_STEPS,
+    SHARE_OF_DATA,
+    Choice,
+    voxels_of_data,
+)
 from unet3d.planning.from_fingerprint import shape_of, spacing_of
 
 LARGE_PART = 0.8  # of the budget: where less is used, a line says why
@@ -47,7 +55,11 @@ def _note_network(draft: Draft, choice: Choice) -> None:
     depth = len(model.features)
     deepest = [length // unit for length, unit in zip(draft.config.data.patch, levels.units, strict=True)]
     reason = f"axes are halved while 4 voxels are left, here {sizes_text(deepest)}, and spacings are alike"
-    draft.decide("levels", f"{depth}", reason, f"{depth - 1} levels" if depth > 2 else "")
+    instead = f"{depth - 1} levels" if depth > 2 else ""
+    if draft.is_given("model.features"):
+        reason = "as given"
+        instead = ""
+    draft.decide("levels", f"{depth}", reason, instead)
     flat = [level for level, kernel in enumerate(levels.kernels) if 1 in kernel]
     uneven = [level for level, stride in enumerate(levels.strides) if 1 in stride]
     if flat or uneven:
@@ -67,11 +79,13 @@ def _note_network(draft: Draft, choice: Choice) -> None:
 
 
 def _reason_of_width(draft: Draft, choice: Choice) -> str:
+    if choice.first_width < FIRST_ON_CPU:
+        return "weights of wider levels and their state would fill a quarter of the budget"
+    if choice.seconds_a_voxel is not None:
+        return f"the most whose small step, measured, leaves {LEAST_STEPS} steps in the time, at least {FIRST_ON_CPU}"
     if draft.device == "cuda":
-        return "nnU-Net's first 32, doubled to 320, or less where their state would fill the budget"
-    if choice.seconds_a_voxel is None:
-        return "on a CPU half of nnU-Net's: a quarter of the work; time= may allow more"
-    return "the most whose measured small step leaves enough steps in the time, at least 16"
+        return "nnU-Net's first 32, doubled to 320, or less where their state would fill a quarter of the budget"
+    return "on a CPU half of nnU-Net's: a quarter of the work; time= may allow more"
 
 
 def _listed(numbers: list[int]) -> str:
@@ -108,8 +122,8 @@ def _note_batch(draft: Draft, fit: Fit) -> None:
         reason = f"{patches} patches a step for variety, one at a time, so that they may be larger"
         draft.decide("batch", choice, reason, f"batch={patches}, a smaller patch")
     else:
-        limit = f"at most {BATCHES[draft.device]}, {SHARE_OF_DATA:.0%} of all voxels, and what memory and time allow"
-        reason = f"at least {LEAST_BATCH} for variety; {limit}"
+        limits = f"{BATCHES[draft.device]}, {SHARE_OF_DATA:.0%} of all voxels, memory and time"
+        reason = f"{LEAST_BATCH} for variety, and as many more as {limits} allow"
         draft.decide("batch", str(config.batch), reason, f"batch={max(1, config.batch // 2)}")
 
 
@@ -154,7 +168,7 @@ def _why_unused(draft: Draft, choice: Choice) -> str:
     if fit.config.batch >= BATCHES[draft.device]:
         return f"the patch is the whole volume, and {fit.config.batch} of them are enough for a step"
     if fit.config.batch + 1 > most:
-        return f"the patch is the whole volume, and {fit.config.batch} of them are {SHARE_OF_DATA:.0%} of all data"
+        return f"the patch is the whole volume, and one more would be over {SHARE_OF_DATA:.0%} of all data"
     if fit.config.accumulate > 1:
         return "the patch is the whole volume, and two at once do not fit"
     return "the patch is the whole volume, and one more does not fit, or takes too much of the time"

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,8 @@ from unet3d.recomputing.program import Program
 
 Plan = Literal["lean", "tiles", "auto"]
 MANY_PROGRAMS = 20  # of one network; to find a schedule takes seconds
-SETTINGS = (bool, int, float, str, type(None))  # types of attributes that forward may depend on
+# Types of attributes that forward may depend on.
+SETTINGS = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
 
 
 def recompute(
@@ -180,8 +182,9 @@ def _rank() -> int:
 
 
 def _settings(network: nn.Module) -> tuple[Any, ...]:
-    """Return modes, rates of dropout and other plain attributes of all modules: forward may depend on them."""
-    settings = []
+    """Return types, modes, rates of dropout and other plain attributes of all modules: forward may depend on them."""
+    settings: list[Any] = []
     for module in network.modules():
+        settings.append(type(module))
         settings += [item for item in vars(module).items() if isinstance(item[1], SETTINGS)]
     return tuple(settings)

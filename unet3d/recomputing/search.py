@@ -2,8 +2,9 @@
 
 It begins with the tables that keep the smaller maps, and changes them at random: most often, whether a map stays from
 one use of it to the next, or whether one is there at the peak. The number of tries is fixed and the random numbers are
-seeded, so that a network's schedules are always the same. All schedules that were met and that no other beats in both
-bytes and work are the front; a budget takes the one of least work that fits. So less budget never needs more memory.
+seeded, so that a network's schedules are always the same. The schedules that it went through and that no other beats
+in both bytes and work are the front; a budget takes the one of least work that fits. So less budget never needs more
+memory.
 
 Changes at random seldom leave a table in which a large map stays while all that is small is made again. So a few of
 the first tables are also followed down: each time, of all maps that are there at the peak that one is given up which

@@ -1,6 +1,6 @@
 """The training loss of a whole volume, from the probabilities of classes or regions that its windows give anyway.
 
-It takes no memory of the device: strips are on the CPU, and of one plane there are a few copies.
+It takes no memory of a GPU: strips are on the host, where one plane has a few copies in float64.
 """
 
 from collections.abc import Iterator
