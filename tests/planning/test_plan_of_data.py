@@ -1,5 +1,7 @@
 """Plans of three kinds of data: the largest patch within a budget, each decision named, and a step that runs."""
 
+import re
+import shlex
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 from brain import make_brain
 from phantoms import KINDS, Kind, fingerprint, write_data_set
-from training import train
+from training import face, train
 
 from unet3d.base.errors import UserError
 from unet3d.base.files import read_yaml
@@ -176,6 +178,23 @@ def test_each_kind_is_planned_from_its_files_and_its_step_runs(name: str, tmp_pa
         assert geometry.strides(draft.config.model)[0] == (2, 2, 1)
     smaller = timing.shrunk(draft.config) or draft.config
     assert measured_step(smaller) > 0
+
+
+def test_data_behind_links_is_planned_by_the_command_that_check_data_prints(
+    tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_data_set(tmp_path / "data", SMALL, cases=4, scale=0.25)
+    images = root / "imagesTr"
+    images.rename(tmp_path / "elsewhere")
+    images.symlink_to(tmp_path / "elsewhere")
+    assert face("check-data", "data=decathlon", f"data.root={root}", "data.allow_outside=true", "steps=5") == 0
+    (command,) = re.findall(r"python -m unet3d (plan data=.*)", capsys.readouterr().out)
+    plan = tmp_path / "plan.yaml"
+    assert face(*shlex.split(command), "device=cpu", "budget=64MiB", NARROW, "-o", str(plan)) == 0
+    (train_command,) = re.findall(r"python train.py (.*)", capsys.readouterr().out)
+    assert "allow_outside" not in read_yaml(plan)["options"]["data"]
+    config = compose.compose(shlex.split(train_command))
+    assert config.data.allow_outside and config.data.root == str(root)
 
 
 @pytest.mark.slow

@@ -387,6 +387,25 @@ def test_attributes_that_forward_depends_on_change_between_passes() -> None:
             assert_close(output.detach(), expected.detach(), 1e-12)
 
 
+@without("unet3d.recomputing.module._settings", lambda network: ())
+def test_a_layer_or_function_in_the_place_of_another_is_another_network() -> None:
+    class Activated(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act: nn.Module = nn.Sigmoid()
+            self.last: Callable[[Tensor], Tensor] = torch.tanh
+
+        def forward(self, image: Tensor) -> Any:
+            return self.last(self.act(super().forward(image)[0]))
+
+    network = Recomputed(make(Activated))
+    for act, last in ((nn.Sigmoid(), torch.tanh), (nn.Tanh(), torch.tanh), (nn.Tanh(), torch.relu)):
+        network.network.act = act
+        network.network.last = last
+        plain = copy.deepcopy(network.network)
+        assert_close(network(image()).detach(), plain(image()).detach(), 1e-12)
+
+
 def test_an_attribute_that_changes_each_step_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unet3d.recomputing.module.MANY_PROGRAMS", 2)
     network = Recomputed(make(Switched))
