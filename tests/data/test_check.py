@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -637,8 +636,6 @@ def test_check_data_and_a_run_say_that_a_patch_does_not_suit(
     assert face("check-data", *given) == 0
     found = capsys.readouterr().out.splitlines()
     assert told([line for line in found if line.startswith(WARNING)], [wanted]) and " 1 " in found[-1]
-    (command,) = [shlex.split(line.partition(": ")[2]) for line in found if line.startswith("spacing, network")]
-    assert command[4:] == given[1:3] + given[4:]
     ended = train(tmp_path, *given, "steps=1", "model.features=[2,4]", "batch=1", "workers=0")
     lines = [line for line in ended.err.splitlines() if line.startswith(f"{WARNING}data.patch")]
     assert ended.code == 0 and told(lines, [wanted])
