@@ -130,7 +130,7 @@ def _chosen(train: Sequence[Case], grid_of: dict[str, Grid]) -> list[Case]:
 
 
 def _samples(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> list[CaseSample]:
-    """Return what is kept of each case. Raises UserError for one that cannot be read."""
+    """Return a sample of each case. Raises UserError for one that cannot be read."""
     samples = []
     for case in track(cases, "sampling intensities and labels", len(cases)):
         volume = read_volume(

@@ -143,17 +143,19 @@ def choose_step(draft: Draft) -> Choice:
             return config
         return replace(config, batch=1, accumulate=LEAST_BATCH)
 
-    is_given = draft.is_given("recompute", "ckpt")
-    if is_given:
+    fit: Fit | None = None
+    size: SizedPatch | None = sizes[0]
+    if draft.is_given("recompute", "ckpt"):
         size = fits.largest_as_given(sizes, make, draft.budget)
-    elif fits.fit_of(fits.plain(make(sizes[0]))).occupied_bytes <= draft.budget:
-        size = sizes[0]
+        fit = None if size is None else fits.fit_of(make(size))
     else:
-        size = fits.largest_recomputed(sizes, make_in_parts, draft.budget)
+        fit = fits.fit_of(fits.plain(make(sizes[0])))
+        if fit.occupied_bytes > draft.budget:
+            fit = None
+            size = fits.largest_recomputed(sizes, make_in_parts, draft.budget)
     if size is None:
         smallest = sizes_text(sizes[-1].patch)
         raise UserError(f"budget={mib(draft.budget)} MiB: no patch fits, not even {smallest}; give a larger budget")
-    fit = fits.fit_of(make(size)) if is_given else None
     if fit is None and size == sizes[0]:
         fit = fits.cheapest(make(size), draft.budget)  # no patch is larger: all patches of a step at once
     if fit is None:
@@ -215,7 +217,10 @@ def _in_time(draft: Draft, sizes: list[SizedPatch], rate: float | None) -> list[
 
 
 def _grown(draft: Draft, fit: Fit, rate: float | None) -> Fit:
-    """Return the step with as many patches as fit, are useful and leave time for enough steps."""
+    """Return the step with as many patches as fit, are useful and leave time for enough steps.
+
+    The first number tried follows from the bytes of a patch; from there it goes up or down by one.
+    """
     if draft.is_given("batch", "accumulate"):
         return fit
     batch = fit.config.batch

@@ -1,4 +1,4 @@
-"""Decisions that follow from the data set alone: spacing, intensities, and which axes are mirrored."""
+"""Decisions that follow from the data set alone: spacing, intensities, mirrored axes, and rotation."""
 
 from collections.abc import Sequence
 

@@ -3,7 +3,7 @@
 In reading order:
 
     graph           a network as operations on maps
-    refusals        what a schedule cannot repeat, said with its place in the source
+    refusals        lines for networks that a schedule cannot repeat
     trace           how it is read from torch.export
     state           what a pass has beside its maps
     rules           an operation on a few rows: the interface

@@ -1,4 +1,4 @@
-"""What a schedule cannot repeat: modules that are refused, and errors that name the place in the source."""
+"""Refusals of networks that a schedule cannot repeat. Their lines name the place in the source."""
 
 import os
 from pathlib import Path
