@@ -182,7 +182,7 @@ def network_of(name: str, task: Task) -> nn.Module:
         network = build.model(config_of(name, task).model, 0)
         if name != MAX_POOLING and not task.deep_supervision:
             _take_weights(network, plain_conv_unet(task))
-    if task.device != "cpu":  # a fake network cannot be moved
+    if next(network.parameters()).device.type != task.device:  # a fake network, which cannot be moved, is made there
         network = network.to(task.device)
     return network
 

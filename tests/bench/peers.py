@@ -17,9 +17,11 @@ import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from cuda_rows import turn
 from networks import NETWORKS, OURS, THEIRS, WAYS, Task, config_of, network_of, policy_of
 from steps import RowError, Steps, forget_resident_peak, in_own_process, recomputed, resident_bytes
 from torch import nn
@@ -60,22 +62,25 @@ def rows_of(networks: Sequence[str], plans: Sequence[str]) -> list[Row]:
     return rows
 
 
-def measure(row: Row, task: Task, count: int) -> Numbers:
-    """Return what `count` steps take, and before that a step under the ledger."""
+def measure(row: Row, task: Task, count: int, turns: Path | None = None) -> Numbers:
+    """Return what `count` steps take, and before that a step under the ledger; `turns` as in `cuda_rows.turn`."""
     torch.manual_seed(0)
     network = network_of(row.network, task).train()
     policy = policy_of(row.network, task)
     numbers: Numbers = {"parameters": parameters_of(network)}
     if row.plan != "plain":
         network = recomputed(network, row.plan, policy, task)
+    else:
+        numbers["predicted"] = predict(row, task, count)["peak"]
     forget_resident_peak()
     before = resident_bytes()
     steps = Steps(network, policy, task)
     if row.plan != "plain":
         numbers["predicted"] = predicted_bytes(network) + steps.momentum_bytes()
-    numbers["peak"] = steps.peak_bytes()
-    forget_resident_peak()
-    numbers["s"] = statistics.median(steps.seconds(count))
+    with turn(turns):
+        numbers["peak"] = steps.peak_bytes()
+        forget_resident_peak()
+        numbers["s"] = statistics.median(steps.seconds(count))
     numbers["resident"] = resident_bytes("VmHWM") - before
     numbers["loss"] = steps.losses[-1]
     return numbers
@@ -97,7 +102,7 @@ def predict(row: Row, task: Task, count: int) -> Numbers:
 
 def predict_theirs(name: str, task: Task) -> Numbers:
     """Return the same of another library's network."""
-    with fake_mode():
+    with fake_mode(), torch.device(task.device):
         steps = Steps(network_of(name, task).train(), policy_of(name, task), task)
         with closing(LedgerMeter(steps.network, steps.optimizer)) as meter:
             steps.step(meter.mark)
@@ -199,13 +204,14 @@ def main() -> int:
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=PLANS)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU where there is one")
     parser.add_argument("--predict", action="store_true", help="compute the peak of tensors alone, of any size")
-    parser.add_argument("--only", choices=NETWORKS, help=argparse.SUPPRESS)  # plain, in this process, as JSON
+    parser.add_argument("--only", choices=NETWORKS, help=argparse.SUPPRESS)  # one plan, in this process, as JSON
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # of `cuda_rows.turn`
     options = parser.parse_args()
     task = task_of(options)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     task = task._replace(device=device, deep_supervision=options.deep_supervision)
     if options.only:
-        print(json.dumps(measure(Row(options.only, "plain"), task, options.steps)))
+        print(json.dumps(measure(Row(options.only, options.plans[0]), task, options.steps, options.turn)))
         return 0
     return run(rows_of(options.networks, options.plans), options, task)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import launches
 import torch
-from on_cuda import Training
+from cuda_rows import Training
 
 from unet3d.memory.allocator import Allocator, read_settings
 from unet3d.memory.ledger import Ledger
