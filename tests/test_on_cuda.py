@@ -34,7 +34,11 @@ def rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., D
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--device", "cpu", *words])
         code = script.main()
         lines = (tmp_path / "on_cuda.md").read_text().splitlines()
-        rows = [line for line in lines if line.startswith("| ") and not line.startswith(("| config |", "|---"))]
+        rows = [
+            line
+            for line in lines
+            if line.startswith("| ") and not line.startswith(("| config |", "| network |", "|---"))
+        ]
         return Done(code, [line.strip("| ").split(" | ") for line in rows])
 
     return measured

@@ -9,7 +9,6 @@ and measure one at a time.
 
 import argparse
 import fcntl
-import itertools
 import json
 import os
 import statistics
@@ -99,7 +98,7 @@ def turn(path: Path | None) -> Iterator[None]:
 def memory(training: Training, _: Path | None) -> dict[str, int]:
     """Return bytes, predicted and measured; on the CPU, for want of an allocator's counters, only by the ledger."""
     ledger = simulate(training.config, training.config.model, training.technique).ledger
-    held = replay(ledger.events, read_settings(os.environ)[0])
+    held = replay(ledger.requests(), read_settings(os.environ)[0])
     for _step in range(MEASURED_STEPS + 2):
         training.step()
     stats = torch.cuda.memory_stats() if training.device == "cuda" else {}
@@ -108,14 +107,14 @@ def memory(training: Training, _: Path | None) -> dict[str, int]:
         training.step(meter.mark)
     measured = meter.summary()["peak_bytes"]
     return {
-        "tensors": max(itertools.accumulate(change for _, change in ledger.events)),
+        "tensors": ledger.peak_bytes(),
+        "predicted": ledger.peak_requested(),
         "replayed": held.allocated_bytes,
         "replay": held.reserved_bytes,
         "requested": stats.get("requested_bytes.all.peak", measured),
         "allocated": stats.get("allocated_bytes.all.peak", measured),
         "reserved": stats.get("reserved_bytes.all.peak", measured),
         "run": measured,
-        "bound": ledger.workspace_bound(),
     }
 
 

@@ -92,7 +92,7 @@ def figures_of(network: nn.Module, shape: Shape, device: str, precision: str) ->
         "tensors": explanation.peak_bytes,
         "allocated": entry.get("allocated_bytes"),
         "reserved": entry.get("reserved_bytes"),
-        "workspace_bound": entry.get("workspace_bound_bytes"),
+        "workspaces": entry.get("workspace_bytes"),
         "kinds": explanation.categories,
         "phases": {name: peaks["steady"] for name, peaks in explanation.phases.items()},
         "moment": explanation.ledger["moment"]["words"],

@@ -49,7 +49,8 @@ NETWORKS += ("nnU-Net ResidualEncoderUNet", "pytorch-3dunet UNet3D")
 TINY = "model=unet_tiny model.features=[4,8]"
 HEADS = {
     "memory": (
-        "config | tensors | requested | error | replayed | allocated | error | replay | reserved | error | run | bound"
+        "config | tensors | predicted | requested | error | "
+        "replayed | allocated | error | replay | reserved | error | run"
     ),
     "peer": "network | s/step | ratio | allocated MiB | ratio | predicted tensors MiB",
     "timed": "config | s/step | ratio | allocated MiB | ratio",
@@ -57,8 +58,8 @@ HEADS = {
     "windows": "config | s/volume | ratio | labels that differ | allocated MiB | ratio",
 }
 NOTES = """
-MiB are 2^20 bytes. Predicted: tensors (ledger), replayed (blocks) and replay (segments) of the allocator, and by how
-much workspaces of convolutions may exceed tensors (bound). Measured without a ledger: requested, allocated, reserved.
+MiB are 2^20 bytes. Predicted: tensors (ledger), those with workspaces of convolutions (predicted), replayed (blocks)
+and replay (segments) of the allocator. Measured without a ledger: requested, allocated, reserved.
 `run` is what a run reports as `cuda allocated`. Timed rows are bf16 but for those of float32, one at a time. Ratios are
 to the first row of a table, of networks to the same network plain, of a volume's prediction to one window at a time
 with sums on the host.
@@ -162,12 +163,12 @@ def line(row: Row, result: Result, base: Mapping[str, Any] | None) -> str:
     if isinstance(result, str):
         return f"| {row.title} | {result} |"
     if row.kind == "memory":
-        pairs = (("tensors", "requested"), ("replayed", "allocated"), ("replay", "reserved"))
+        pairs = (("predicted", "requested"), ("replayed", "allocated"), ("replay", "reserved"))
         cells = [
             f"{result[predicted] / MIB:,.1f} | {result[seen] / MIB:,.1f} | {result[predicted] / result[seen] - 1:+.2%}"
             for predicted, seen in pairs
         ]
-        cells += [f"{result['run'] / MIB:,.1f}", f"{result['bound'] / MIB:,.1f}"]
+        cells = [f"{result['tensors'] / MIB:,.1f}", *cells, f"{result['run'] / MIB:,.1f}"]
     elif row.kind == "windows":
         cells = [f"{result['s']:.4f}", f"{result['s'] / result['base']:.3f}", f"{result['differing']:.2e}"]
         cells += [f"{result['peak'] / MIB:,.1f}", _ratio(result["peak"], result["base peak"])]

@@ -101,10 +101,10 @@ def test_a_peak_at_the_limit_fits_and_one_of_a_byte_more_does_not(
 def test_the_object_has_the_documented_names_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     answer = checked(capsys, *of_skips(), below="1MiB")
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
-    assert answer["version"] == 1 and not [name for name in answer if f"`{name}`" not in page]
+    assert answer["version"] == 2 and not [name for name in answer if f"`{name}`" not in page]
     assert answer["margin_bytes"] == 2**20 - answer["peak_bytes"]["tensors"] < 0
     assert sum(layer["bytes"] for layer in answer["layers"]) == answer["peak_bytes"]["tensors"]
-    assert answer["layers"][0] == answer["layer"] and answer["workspace_bound_bytes"] is None
+    assert answer["layers"][0] == answer["layer"] and answer["workspace_bytes"] is None
 
 
 def test_on_cuda_the_limit_is_for_what_the_allocator_reserves(
@@ -115,7 +115,7 @@ def test_on_cuda_the_limit_is_for_what_the_allocator_reserves(
         answer = checked(capsys, *words, "device=cuda")
         tensors, allocated, reserved = (answer["peak_bytes"][kind] for kind in ("tensors", "allocated", "reserved"))
         assert answer["compared"] == "reserved" and tensors <= allocated <= reserved
-        assert answer["workspace_bound_bytes"] >= 0
+        assert answer["workspace_bytes"] >= 0
         assert face("memory", *words, "device=cuda", "--below", in_mib(reserved - 1)) == 1
         captured = capsys.readouterr()
         assert mib(reserved) in captured.out and "garbage_collection_threshold" in captured.err

@@ -362,9 +362,6 @@ def test_a_step_that_a_gpu_has_no_room_for_is_refused_with_what_fits(
     assert simulated(changed).reserved_bytes < asked.reserved_bytes
     gpu[0] = asked.reserved_bytes
     capsys.readouterr()
-    workspaces = preflight(asked.config, asked.model).memory["predicted"]["workspace_bound_bytes"]
-    assert f"at most {mib(workspaces)} MiB" in capsys.readouterr().err
-    gpu[0] += workspaces
     preflight(asked.config, asked.model)
     assert not capsys.readouterr().err
 

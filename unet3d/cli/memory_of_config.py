@@ -245,15 +245,15 @@ def _kinds_of_peak(subject: MemoryEstimate) -> Table:
     tensors = mib(subject.peak)
     if build.device_type(subject.config) != "cuda":
         return Table(columns, [["tensors", tensors, "exact count"]])
-    native = replay(subject.ledger.events, Settings(False))
-    expandable = replay(subject.ledger.events, Settings(True))
-    workspaces = mib(subject.entry["workspace_bound_bytes"])
+    native = replay(subject.ledger.requests(), Settings(False))
+    expandable = replay(subject.ledger.requests(), Settings(True))
+    requested = mib(subject.ledger.peak_requested())
     rows = [
-        ["tensors", tensors, "exact count, as the allocator is asked for"],
+        ["tensors", tensors, "exact count"],
+        ["requested, with convolutions' workspaces", requested, "estimate of what cuDNN takes"],
         ["allocated: blocks given out", mib(native.allocated_bytes), "replay"],
         ["reserved by the allocator", mib(native.reserved_bytes), "replay"],
         ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(expandable.reserved_bytes), "replay"],
-        ["convolutions' workspaces, not included", f"up to {workspaces} more", "estimate, input + output of a layer"],
         ["CUDA context", "", "constant of the GPU, outside of the allocator; not predicted"],
     ]
     return Table(columns, rows)

@@ -19,7 +19,7 @@ from unet3d.memory.meter import LedgerMeter
 from unet3d.memory.profile import Example, MakeOptimizer, predict
 from unet3d.training.step import LossFunction
 
-VERSION = 1  # of `Check.as_json`
+VERSION = 2  # of `Check.as_json`
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Check:
     peaks: Mapping[str, int]  # of "tensors"; for cuda also "allocated" and "reserved", by a replay of the allocator
     moment: Mapping[str, Any]  # when most tensors are held, as `describe` says it
     layers: Mapping[str, int]  # what each layer holds then, the largest first
-    workspace_bound: int | None = None  # what convolutions' workspaces may add on CUDA, see `Ledger.workspace_bound`
+    workspace_bytes: int | None = None  # by which convolutions' workspaces raise the peak on CUDA (estimate)
     guesses: Sequence[str] = ()  # where values were taken as 0
     notes: Sequence[str] = ()  # what the replay leaves out
 
@@ -88,7 +88,7 @@ class Check:
             "limit_bytes": self.limit,
             "peak_bytes": dict(self.peaks),
             "margin_bytes": self.margin,
-            "workspace_bound_bytes": self.workspace_bound,
+            "workspace_bytes": self.workspace_bytes,
             "reached_in": {name: self.moment[name] for name in ("phase", "module", "operation", "is_recomputed")},
             "layer": {"name": largest, "bytes": most},
             "layers": [{"name": name, "bytes": size} for name, size in totals.most_common()],
@@ -106,12 +106,12 @@ def check_step(meter: LedgerMeter, name: str, limit: int) -> Check:
         sizes[row["module"]] = row["bytes"]
     peaks = {"tensors": ledger.peak_bytes()}
     notes: list[str] = []
-    workspace_bound = None
+    workspace_bytes = None
     if meter.for_gpu:
         settings, notes = read_settings(os.environ)
-        allocated, reserved = replay(ledger.events, settings)
+        allocated, reserved = replay(ledger.requests(), settings)
         peaks |= {"allocated": allocated, "reserved": reserved}
-        workspace_bound = ledger.workspace_bound()
+        workspace_bytes = ledger.peak_requested() - ledger.peak_bytes()
     return Check(
         name=name,
         device="cuda" if meter.for_gpu else "cpu",
@@ -120,7 +120,7 @@ def check_step(meter: LedgerMeter, name: str, limit: int) -> Check:
         peaks=peaks,
         moment=describe(ledger, moment),
         layers=dict(sizes.most_common()),
-        workspace_bound=workspace_bound,
+        workspace_bytes=workspace_bytes,
         guesses=meter.guesses,
         notes=notes,
     )

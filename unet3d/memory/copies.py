@@ -1,26 +1,47 @@
-"""Copies that torch's convolutions make on a GPU of what does not lie as their kernels want it."""
+"""What convolutions take on a GPU beside their results: copies of what lies otherwise, and workspaces of cuDNN."""
 
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from unet3d.base import workspaces
 from unet3d.memory.ledger import CONVOLUTION, CONVOLUTION_BACKWARD, Ledger
+from unet3d.memory.tracker import ModuleScope
 
 
 class GpuLedger(Ledger):
     """A ledger of fake tensors that stand for tensors on a GPU: copies within convolutions count while they are there.
 
-    See `_convolution` and `convolution_backward` in torch's Convolution.cpp, and its cuDNN stubs.
+    See `_convolution` and `convolution_backward` in torch's Convolution.cpp, and its cuDNN stubs. `workspaces` holds
+    (events before it, bytes) of each convolution, an estimate: see `workspaces.py`. They are in `requests` alone.
     """
+
+    def __init__(self, scope: Callable[[], ModuleScope] = lambda: ModuleScope(""), device_type: str = "cpu") -> None:
+        super().__init__(scope, device_type)
+        self.workspaces: list[tuple[int, int]] = []
+
+    def requests(self) -> list[tuple[int, int]]:
+        """Return the events with those of workspaces, each of which is released at once."""
+        requests: list[tuple[int, int]] = []
+        done = 0
+        for number, (moment, size) in enumerate(self.workspaces):
+            requests += self.events[done:moment]
+            done = moment
+            if size:
+                index = len(self.storages) + number
+                requests += [(index, size), (index, -size)]
+        return requests + self.events[done:]
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is CONVOLUTION:
             image, weight, *others = args
             image = self._laid_out(image, _format(image, weight))
             result = func(image, weight, *others, **kwargs)
-            self.count(result, str(func))  # before the copy goes
+            self._take_workspaces(func, (image, weight, *others), result)
             return result
         if func is CONVOLUTION_BACKWARD:
             gradient, image, weight, *others = args
@@ -29,10 +50,18 @@ class GpuLedger(Ledger):
                 image = self._laid_out(image, wanted)
             gradient = self._laid_out(gradient, wanted)
             result = func(gradient, image, weight, *others, **kwargs)
-            self.count(result, str(func))
+            self._take_workspaces(func, (gradient, image, weight, *others), result)
             del gradient  # before the image
             return result
         return func(*args, **kwargs)
+
+    def _take_workspaces(self, func: Any, arguments: Sequence[Any], result: Any) -> None:
+        """Count results, before copies go, in the order in which they are made, each with its workspace."""
+        results = result if func is CONVOLUTION_BACKWARD else [result]
+        sizes = workspaces.bytes_of_call(func is CONVOLUTION, arguments, result)
+        for tensor, size in zip_longest(results, sizes, fillvalue=0):
+            self.count(tensor, str(func))
+            self.workspaces.append((len(self.events), size))
 
     def _laid_out(self, tensor: Tensor, wanted: torch.memory_format) -> Tensor:
         """Return the tensor in a memory format, counted if it is a copy."""

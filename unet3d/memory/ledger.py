@@ -60,7 +60,6 @@ class Ledger(TorchDispatchMode):
         self.marks: list[tuple[int, str]] = [(0, "before")]
         self.module_events: list[tuple[int, ModuleEvent]] = []
         self.convolutions: list[tuple[int, str, int]] = []  # of each forward call: events before it, module, FLOPs
-        self.workspaces: list[tuple[int, int]] = []  # of each convolution: events with its results, bytes of its maps
         self.layer: Callable[[str], str] = str
         self._scope = scope
         self._device_type = device_type
@@ -128,17 +127,14 @@ class Ledger(TorchDispatchMode):
         alive = self.alive_bytes()
         return alive.index(max(alive))
 
-    def workspace_bound(self) -> int:
-        """Return the most bytes that workspaces of convolutions would add to the peak: by argument, not measured.
+    def requests(self) -> list[tuple[int, int]]:
+        """Return what an allocator is asked for, like `events`: tensors, and scratch memory that is known of."""
+        return self.events
 
-        Engines of cuDNN for half precision and TF32 want channels last. Of NCDHW maps, cuDNN may transpose the input
-        and the output in a workspace. So each convolution, and each gradient of it, is given a workspace as large as
-        both maps, of their own type, while its results are alive. Filters and copies of maps that are not contiguous
-        are not in it, and engines that unfold maps or sum up parts may ask for more.
-        """
-        alive = self.alive_bytes()
-        most = max((alive[moment] + size for moment, size in self.workspaces), default=0)
-        return max(0, most - max(alive))
+    def peak_requested(self) -> int:
+        """Return the most bytes that `requests` hold at once."""
+        changes = (change for _, change in self.requests())
+        return max(accumulate(changes, initial=0))
 
     def phase_spans(self) -> list[tuple[str, int, int]]:
         """Return (phase, first event, end) for each mark, in order."""
@@ -198,10 +194,6 @@ class Ledger(TorchDispatchMode):
         if func is SUM and self._is_in_place(args[0]):
             self._replace(args[0], result)
         self.count(result, str(func), scope)
-        if func is CONVOLUTION:
-            self.workspaces.append((len(self.events), args[0].nbytes + result.nbytes))
-        elif func is CONVOLUTION_BACKWARD:  # of the output's gradient and the input; a map and its gradient are alike
-            self.workspaces.append((len(self.events), args[0].nbytes + args[1].nbytes))
         return result
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -71,8 +71,9 @@ class LedgerMeter:
     def summary(self) -> dict[str, Any]:
         """Return `peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and more by `summarise_ledger`.
 
-        For a GPU also `workspace_bound_bytes`, see `Ledger.workspace_bound`; they are in no other number. `guesses`,
-        if there are any, say where a prediction took 0 for values that it does not have.
+        For a GPU also `workspace_bytes`, an estimate: by how much workspaces of convolutions raise the peak. They are
+        not in `peak_bytes`. `guesses`, if there are any, say where a prediction took 0 for values that it does not
+        have.
         """
         peaks = self.ledger.phase_peaks()
         summary: dict[str, Any] = {
@@ -84,7 +85,7 @@ class LedgerMeter:
             summary["kind"] = "count of tensor bytes, GUESSED"
             summary["guesses"] = list(self.guesses)
         if self.for_gpu:
-            summary["workspace_bound_bytes"] = self.ledger.workspace_bound()
+            summary["workspace_bytes"] = self.ledger.peak_requested() - summary["peak_bytes"]
         return summary | summarise_ledger(self.ledger)
 
     def _record(self, event: ModuleEvent) -> None:

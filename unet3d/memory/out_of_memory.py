@@ -1,6 +1,5 @@
 """Lines on a step that does not fit: why it is refused before a run, and what would have needed less memory after."""
 
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -56,18 +55,6 @@ def refuse_over_card(asked: Candidate, validation: int, windows: int, free: int,
             subject = f"a validation of {windows} windows at once"
             advice = "inference.batch=1, or a smaller data.patch"
         raise UserError(f"{card}; {subject} would hold {mib(validation)} MiB in tensors (predicted); use {advice}")
-
-
-def warn_over_card(asked: Candidate, workspaces: int, free: int) -> None:
-    """Warn if the step fits a GPU's free bytes, and may not with workspaces of at most `workspaces` bytes."""
-    if asked.occupied_bytes + workspaces <= free:
-        return
-    print(
-        f"warning: the step would reserve {mib(asked.occupied_bytes)} of {mib(free)} MiB free (predicted); "
-        f"with convolutions' workspaces, at most {mib(workspaces)} MiB (bound), it may not fit",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def _refuse(asked: Candidate, budget: int, problem: str) -> NoReturn:

@@ -21,7 +21,7 @@ from unet3d.memory.budget import PASSES, Candidate, peaks_without
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
-from unet3d.memory.out_of_memory import refuse_over_budget, refuse_over_card, warn_over_card
+from unet3d.memory.out_of_memory import refuse_over_budget, refuse_over_card
 from unet3d.memory.recompute_plan import saved, window_program
 from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.memory.simulate import fake_batch, fake_model, simulate, validation_peak
@@ -34,7 +34,7 @@ from unet3d.memory.tables import (
     predicted_kind,
     replayed,
     sentence,
-    workspace_bound,
+    with_workspaces,
 )
 from unet3d.memory.technique import choose_technique
 from unet3d.memory.usual_estimates import LayerCount, layer_counts
@@ -249,8 +249,8 @@ def _replay_allocator(subject: MemoryEstimate) -> None:
     """Add to the entry what CUDA's allocator would hold for the step, and print it."""
     entry = subject.entry
     settings, left_out = read_settings(os.environ)
-    entry |= replay(subject.meter.ledger.events, settings)._asdict()
-    print(replayed(entry), workspace_bound(entry), cuda_sizes(entry), *left_out, sep="\n", flush=True)
+    entry |= replay(subject.meter.ledger.requests(), settings)._asdict()
+    print(with_workspaces(entry), replayed(entry), cuda_sizes(entry), *left_out, sep="\n", flush=True)
 
 
 def _fit_validation(subject: MemoryEstimate) -> Validation:
@@ -268,7 +268,6 @@ def _fit_validation(subject: MemoryEstimate) -> Validation:
         single = replace(config, inference=replace(config.inference, batch=1))
         validation = Validation(validation_peak(single, subject.options, _optimizer_bytes(subject)), 1)
     refuse_over_card(subject.candidate, validation.peak_bytes, validation.windows, free, total)
-    warn_over_card(subject.candidate, subject.entry["workspace_bound_bytes"], free)
     return validation
 
 

@@ -62,7 +62,7 @@ class Explanation:
         summary = self.meter.summary()
         if self.is_for_cuda:
             settings, _ = read_settings(os.environ)
-            summary |= replay(self.meter.ledger.events, settings)._asdict()
+            summary |= replay(self.meter.ledger.requests(), settings)._asdict()
         return summary
 
     @property
@@ -109,7 +109,7 @@ class Explanation:
         kind = tables.predicted_kind(self.entry) if self.kind == "predicted" else self.entry["kind"]
         yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({kind})"
         yield f"peak reached in {tables.moment(self.ledger)}"
-        lines = (tables.guessed, tables.replayed, tables.workspace_bound, tables.largest_workspaces, tables.cuda_sizes)
+        lines = (tables.guessed, tables.replayed, tables.with_workspaces, tables.largest_workspaces, tables.cuda_sizes)
         for line_on in lines:
             line = line_on(self.entry)
             if line:

@@ -180,7 +180,7 @@ def validation_peak(
         model = fake_model(config, model_config, torch.float32).eval()
         policy = build.policy(config, "cpu", technique)
         predictor = build.predictor(config, [model], model_config, policy)
-        return _windows(predictor, device_type).peak_bytes() + optimizer_bytes
+        return _windows(predictor, device_type).peak_requested() + optimizer_bytes
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
@@ -229,8 +229,8 @@ def largest_map(predictor: Predictor) -> int:
 
 
 def _predicted_peak(predictor: Predictor) -> int:
-    """Return the most bytes of weights and windows."""
-    return _predicted(predictor).peak_bytes()
+    """Return the most bytes of weights and windows, on a GPU with workspaces of convolutions."""
+    return _predicted(predictor).peak_requested()
 
 
 def _predicted(predictor: Predictor) -> Ledger:
@@ -267,4 +267,4 @@ def reserved_bytes(config: Config, ledger: Ledger) -> int:
     if build.device_type(config) != "cuda":
         return 0
     settings, _ = read_settings(os.environ)
-    return replay(ledger.events, settings).reserved_bytes
+    return replay(ledger.requests(), settings).reserved_bytes

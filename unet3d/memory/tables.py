@@ -26,12 +26,13 @@ CUDA_SIZES = (
 )
 
 
-def workspace_bound(entry: Entry) -> str:
-    """Return how much convolutions' workspaces may add to a predicted peak on CUDA; "" for another entry."""
-    if "workspace_bound_bytes" not in entry:
+def with_workspaces(entry: Entry) -> str:
+    """Return the predicted peak on CUDA with convolutions' workspaces; "" for another entry."""
+    if "workspace_bytes" not in entry:
         return ""
-    more = mib(entry["workspace_bound_bytes"])
-    return f"convolutions' workspaces not included: estimated up to {more} MiB more (input + output of a layer)"
+    requested = mib(entry["peak_bytes"] + entry["workspace_bytes"])
+    more = mib(entry["workspace_bytes"])
+    return f"on CUDA: {requested} MiB requested, {more} MiB of it by convolutions' workspaces (estimate)"
 
 
 def replayed(entry: Entry) -> str:
@@ -39,7 +40,7 @@ def replayed(entry: Entry) -> str:
     if "allocated_bytes" not in entry:
         return ""
     allocated = f"{mib(entry['allocated_bytes'])} MiB allocated"
-    return f"on CUDA: {allocated}, {mib(entry['reserved_bytes'])} MiB reserved (replay)"
+    return f"on CUDA: {allocated}, {mib(entry['reserved_bytes'])} MiB reserved (replay, workspaces included)"
 
 
 def largest_workspaces(entry: Entry) -> str:
@@ -63,7 +64,7 @@ def workspaces(entry: Entry) -> Table:
 
 def cuda_sizes(entry: Entry) -> str:
     """Return how the sizes of a step differ, if it is on CUDA; else ""."""
-    is_on_cuda = "workspace_bound_bytes" in entry or "reserved_bytes" in entry
+    is_on_cuda = "workspace_bytes" in entry or "reserved_bytes" in entry
     return f"On CUDA: {CUDA_SIZES}." if is_on_cuda else ""
 
 

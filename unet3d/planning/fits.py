@@ -143,7 +143,7 @@ def allocated_bytes(config: Config) -> int:
         return 0
     settings, _ = read_settings(os.environ)
     meter = predicted(config, config.model, steps=STEPS_FOR_PEAK)
-    return replay(meter.ledger.events, settings).allocated_bytes
+    return replay(meter.ledger.requests(), settings).allocated_bytes
 
 
 def state_bytes(config: Config) -> int:

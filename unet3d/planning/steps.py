@@ -57,8 +57,8 @@ def peaks_of(ledger: Ledger, device_type: str) -> Peaks:
     if device_type != "cuda":
         return Peaks(tensors)
     settings, _ = read_settings(os.environ)
-    allocated, reserved = replay(ledger.events, settings)
-    expandable = replay(ledger.events, Settings(expandable=True)).reserved_bytes
+    allocated, reserved = replay(ledger.requests(), settings)
+    expandable = replay(ledger.requests(), Settings(expandable=True)).reserved_bytes
     return Peaks(tensors, allocated, reserved, expandable)
 
 

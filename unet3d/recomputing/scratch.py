@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from unet3d.base import workspaces
 from unet3d.recomputing import meta_kernels
 from unet3d.recomputing.compiler import TWICE
 from unet3d.recomputing.costs import Beside
@@ -27,15 +28,21 @@ from unet3d.recomputing.run import Pass
 from unet3d.recomputing.state import State
 from unet3d.recomputing.tiles import MapPlan
 
+CONVOLUTION = torch.ops.aten.convolution.default
+CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes of tensors, made since `reset`, that were alive at once."""
+    """The most bytes of tensors, made since `reset`, that were alive at once.
 
-    def __init__(self) -> None:
+    `has_workspaces`: those of convolutions on a GPU are with them.
+    """
+
+    def __init__(self, has_workspaces: bool = False) -> None:
         super().__init__()
+        self._has_workspaces = has_workspaces
         self.bytes = 0
         self.peak = 0
         self._alive: dict[int, Any] = {}
@@ -64,6 +71,9 @@ class PeakBytes(TorchDispatchMode):
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._watch(tensor, tensor.untyped_storage().nbytes())
+        if self._has_workspaces and func in (CONVOLUTION, CONVOLUTION_BACKWARD):
+            size = max(workspaces.bytes_of_call(func is CONVOLUTION, args, result))
+            self.peak = max(self.peak, self.bytes + size)
         return result
 
     def _watch(self, tensor: Tensor, size: int) -> None:
@@ -154,7 +164,7 @@ class _Meter:
         self.operations = sum(map_.operations for map_ in program.maps.maps)
         self.dtype = dtype
         self.device = device
-        self.count = PeakBytes()
+        self.count = PeakBytes(has_workspaces=not program.on_cpu)
         self.given: set[int] = set()  # storages that are not counted
 
     def scratch(self, map_: Map, of_make: int) -> Scratch:

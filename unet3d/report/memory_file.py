@@ -30,7 +30,7 @@ DETAILS = {
     "levels": [{"level": int | str | None, "bytes": int, **BYTES}],
     "layers": [{"module": str, "level": int | str | None, "bytes": int, **BYTES}],
     "guesses": [str],
-    "workspace_bound_bytes": int,
+    "workspace_bytes": int,
     "workspaces": [{"module": str, "phase": str, "bytes": int}],
     "rank_peak_bytes": [int],
     "state": dict.fromkeys(("params", "grads", "optimizer"), int),

@@ -173,7 +173,7 @@ def _memory_sentences(run: RunRecord) -> list[str]:
         memory_kind(run),
         prediction(run),
         tables.guessed(predicted),
-        tables.workspace_bound(predicted),
+        tables.with_workspaces(predicted),
         tables.largest_workspaces(entry),
         tables.cuda_sizes(entry),
         tables.sentence(advice, predicted["peak_bytes"]) if advice and predicted else "",

@@ -80,7 +80,7 @@ def _print_memory(run: RunRecord) -> None:
     console.print(terminal_table(title, tables.phases(entry)))
     console.print(prediction(run))
     for sentence in (
-        tables.workspace_bound(entry),
+        tables.with_workspaces(entry),
         tables.largest_workspaces(entry),
         tables.cuda_sizes(entry),
     ):

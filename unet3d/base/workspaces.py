@@ -1,0 +1,125 @@
+"""How much scratch memory cuDNN takes within a convolution on a GPU: a rule that was fitted to measurements.
+
+Tensor cores read maps with channels last. Of N C D H W maps in half precision or TF32, cuDNN therefore transposes the
+input, the output and the filter in a workspace, each with its channels filled up to a multiple of 8 (TF32: 4). The
+gradient of a filter is summed up in parts beside that. `tests/bench/workspaces.py` compares the rule with a GPU's
+allocator; docs/memory.md has what it found. Other GPUs and other versions of cuDNN may choose other engines.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+KIB = 2**10
+HALF = (torch.bfloat16, torch.float16)
+ALIGNED_BYTES = 16  # to which the channels of a voxel are filled up
+FEW_CHANNELS = 32  # of thin filters: so many are computed without a workspace
+# Of the parts of a filter's gradient, in float32: of filters of few outputs and many voxels, 120 tiles of 32 x 128.
+FEW_OUTPUTS = 24
+MANY_VOXELS = 2**17  # of all images
+PARTS = 120
+TILE_ROWS = 32
+TILE_COLUMNS = 128
+# Of other filters, by their number of channels, where the map is not small.
+SOME_VOXELS = 2**15
+SUMS = ((32, 128 * KIB), (64, 1_728 * KIB), (128, 3_584 * KIB))
+
+
+def bytes_of_call(is_forward: bool, arguments: Sequence[Any], result: Any) -> list[int]:
+    """Return the workspaces, one after the other, of a call of aten's convolution or of its backward pass.
+
+    `result` is the output, or the gradients of input, filter and bias.
+    """
+    if is_forward:
+        image, weight, *others = arguments
+        return [forward_bytes(image, weight, result, is_transposed=others[-3])]
+    gradient, image, weight, *others = arguments
+    of_image, of_weight, _ = result
+    sizes = [0, 0]
+    if of_image is not None:
+        sizes[0] = image_gradient_bytes(image, weight, gradient, is_transposed=others[-4])
+    if of_weight is not None:
+        sizes[1] = weight_gradient_bytes(image, weight, gradient)
+    return sizes
+
+
+def forward_bytes(image: Tensor, weight: Tensor, output: Tensor, is_transposed: bool) -> int:
+    """Return the workspace of a convolution of N C D H W."""
+    if not _uses_tensor_cores(image) or _reads_one_voxel(weight):
+        return 0
+    if image.dtype == torch.float16 and _is_odd(image, output):  # its kernels take any number of channels
+        return output.nbytes if image.shape[1] == 1 else image.nbytes + output.nbytes + weight.nbytes
+    if image.shape[1] == 1:
+        return 0
+    if _is_thin(weight) and not is_transposed and max(image.shape[1], output.shape[1]) <= FEW_CHANNELS:
+        return 0
+    return _transposed_bytes(image, weight, output)
+
+
+def image_gradient_bytes(image: Tensor, weight: Tensor, gradient: Tensor, is_transposed: bool) -> int:
+    """Return the workspace of the gradient of a convolution's input; `gradient` is that of its output."""
+    if not _uses_tensor_cores(image) or _reads_one_voxel(weight):
+        return 0
+    if _is_thin(weight) and not is_transposed and max(image.shape[1], gradient.shape[1]) <= FEW_CHANNELS:
+        return 0
+    return _transposed_bytes(image, weight, gradient)
+
+
+def weight_gradient_bytes(image: Tensor, weight: Tensor, gradient: Tensor) -> int:
+    """Return the workspace of the gradient of a convolution's filter; `gradient` is that of its output."""
+    size = _transposed_bytes(image, weight, gradient)
+    if not _uses_tensor_cores(image):
+        return size
+    return size + _sums_bytes(weight, gradient)
+
+
+def _uses_tensor_cores(image: Tensor) -> bool:
+    return image.dtype in HALF or (image.dtype == torch.float32 and torch.backends.cudnn.allow_tf32)
+
+
+def _reads_one_voxel(weight: Tensor) -> bool:
+    return math.prod(weight.shape[2:]) == 1
+
+
+def _is_odd(image: Tensor, output: Tensor) -> bool:
+    """Return whether a map has channels to fill up."""
+    unit = ALIGNED_BYTES // image.element_size()
+    return image.shape[1] % unit != 0 or output.shape[1] % unit != 0
+
+
+def _is_thin(weight: Tensor) -> bool:
+    """Return whether a filter is one voxel deep along an axis."""
+    return 1 in weight.shape[2:]
+
+
+def _transposed_bytes(image: Tensor, weight: Tensor, output: Tensor) -> int:
+    """Return the bytes of both maps and the filter with their channels filled up; 0 where channels are last already."""
+    if suggest_memory_format(image) == torch.channels_last_3d:
+        return 0
+    unit = ALIGNED_BYTES // image.element_size()
+    inputs = _filled_up(image.shape[1], unit)
+    outputs = _filled_up(output.shape[1], unit)
+    numbers = image.numel() // image.shape[1] * inputs
+    numbers += output.numel() // output.shape[1] * outputs
+    numbers += inputs * outputs * math.prod(weight.shape[2:])
+    return numbers * image.element_size()
+
+
+def _sums_bytes(weight: Tensor, gradient: Tensor) -> int:
+    """Return the bytes of the parts, in float32, of which the gradient of a filter is the sum."""
+    outputs, inputs = weight.shape[:2]
+    voxels = gradient.numel() // gradient.shape[1]
+    if outputs <= FEW_OUTPUTS and inputs > FEW_OUTPUTS // 2 and not _is_thin(weight) and voxels >= MANY_VOXELS:
+        columns = _filled_up(inputs * math.prod(weight.shape[2:]), TILE_COLUMNS)
+        return PARTS * TILE_ROWS * columns * torch.float32.itemsize
+    if voxels < SOME_VOXELS:
+        return 0
+    return next((size for channels, size in SUMS if max(outputs, inputs) <= channels), 0)
+
+
+def _filled_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
