@@ -77,7 +77,8 @@ def test_a_row_that_fails_is_a_line_and_the_others_go_on(rehearse: Callable[...,
     (failed, memory, network, lever, shares, windows) = done.cells
     assert done.code == 1 and failed[0] == "model=unet_tiny nope=true"
     assert failed[1].startswith("failed: nope: ") and "--help" in failed[1], "its last line"
-    tensors, requested, error = memory[1:4]
+    tensors, predicted, requested, error = memory[1:5]
+    assert tensors == predicted
     assert (tensors, error) == (requested, "+0.00%"), "the prediction is the ledger's"
     assert network[0] == "unet3d model=unet" and network[2] == lever[2] == "1.000"
     assert float(network[1]) > 0 and float(lever[1]) > 0

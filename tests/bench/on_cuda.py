@@ -52,7 +52,7 @@ HEADS = {
         "config | tensors | predicted | requested | error | "
         "replayed | allocated | error | replay | reserved | error | run"
     ),
-    "peer": "network | s/step | ratio | allocated MiB | ratio | predicted tensors MiB",
+    "peer": "network | s/step | ratio | allocated MiB | ratio | predicted requested MiB",
     "timed": "config | s/step | ratio | allocated MiB | ratio",
     "shares": "config | s/step | kernels, s | convolutions | the largest other operations",
     "windows": "config | s/volume | ratio | labels that differ | allocated MiB | ratio",

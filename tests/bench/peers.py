@@ -97,16 +97,16 @@ def predict(row: Row, task: Task, count: int) -> Numbers:
     config = config_of(row.network, task)
     technique = choose_technique(config, config.model)
     meter = simulate(config, config.model, technique, steps=STEPS_FOR_PEAK)
-    return {"parameters": parameters_of(meter.model), "peak": meter.ledger.peak_bytes()}
+    return {"parameters": parameters_of(meter.model), "peak": meter.ledger.peak_requested()}
 
 
 def predict_theirs(name: str, task: Task) -> Numbers:
     """Return the same of another library's network."""
     with fake_mode(), torch.device(task.device):
         steps = Steps(network_of(name, task).train(), policy_of(name, task), task)
-        with closing(LedgerMeter(steps.network, steps.optimizer)) as meter:
+        with closing(LedgerMeter(steps.network, steps.optimizer, for_gpu=task.device == "cuda")) as meter:
             steps.step(meter.mark)
-        return {"parameters": parameters_of(steps.network), "peak": meter.ledger.peak_bytes()}
+        return {"parameters": parameters_of(steps.network), "peak": meter.ledger.peak_requested()}
 
 
 def predicted_bytes(network: Any) -> int:

@@ -166,7 +166,8 @@ class Recomputed(nn.Module):
 
     def describe(self, program: Program) -> str:
         """Return a line: the predicted peak, the extra work, and what stays whole."""
-        peak = f"predicted peak {mib(program.peak_bytes)} MiB of tensors (weights, gradients, maps)"
+        kinds = "weights, gradients, maps" if program.on_cpu else "weights, gradients, maps, and workspaces of cuDNN"
+        peak = f"predicted peak {mib(program.peak_bytes)} MiB of tensors ({kinds})"
         return f"recompute={self.plan}: {peak}, {work_line(program)}"
 
     def _announce(self, program: Program) -> None:
