@@ -193,13 +193,14 @@ def refuse_large_window(predictor: Predictor, path: Path) -> None:
         memory = host_bytes()
     if needed <= memory:
         return
+    kind = "tensors and workspaces" if device.type == "cuda" else f"tensors ({COUNTED})"
     window = f"its window of {'x'.join(map(str, predictor.window))} voxels"
     advice = "predict on a larger device, or train with a smaller data.patch"
     if predictor.batch > 1:
         window = f"{window}, {predictor.batch} at once,"
         advice = f"predict one window at a time (inference.batch=1), {advice}"
     raise UserError(
-        f"{path}: {window} would hold {mib(needed)} MiB in tensors (predicted, {COUNTED}); "
+        f"{path}: {window} would hold {mib(needed)} MiB in {kind}, predicted; "
         f"{device.type} has {mib(memory)} MiB; {advice}"
     )
 
