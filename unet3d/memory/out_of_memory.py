@@ -54,7 +54,8 @@ def refuse_over_card(asked: Candidate, validation: int, windows: int, free: int,
         if windows > 1:
             subject = f"a validation of {windows} windows at once"
             advice = "inference.batch=1, or a smaller data.patch"
-        raise UserError(f"{card}; {subject} would hold {mib(validation)} MiB in tensors and workspaces (predicted); use {advice}")
+        needed = f"{mib(validation)} MiB in tensors and workspaces (predicted)"
+        raise UserError(f"{card}; {subject} would hold {needed}; use {advice}")
 
 
 def _refuse(asked: Candidate, budget: int, problem: str) -> NoReturn:

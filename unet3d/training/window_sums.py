@@ -15,7 +15,7 @@ from torch import Tensor
 from unet3d.training.windows import Axes, Corners, scan_order
 
 FLOAT32 = 4  # bytes
-MARGIN = 8  # 1/8 of a GPU's memory stays free: gaps between blocks are not predicted, workspaces of convolutions estimated
+MARGIN = 8  # 1/8 of a GPU's memory stays free: gaps are not predicted, workspaces of convolutions estimated
 
 
 class HostMemory:
