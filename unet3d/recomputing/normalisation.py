@@ -6,11 +6,11 @@ function of each channel, on any rows. Backward adds up two sums a channel as gr
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from unet3d.recomputing.affine import Affine, constant, is_large
 from unet3d.recomputing.graph import Value, Weight
 from unet3d.recomputing.pointwise import Pointwise, multiplied
 from unet3d.recomputing.rules import RULES, Gradients, Work
@@ -32,26 +32,30 @@ class Normalisation(Pointwise):
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
         value, _, state, *_ = work
-        mean, scale, bias, ones = state.prepare(value, lambda: _of_channels(value, state))
+        rows = inputs[0]
+        if is_large(rows, state) and rows.dtype == state.dtype:
+            return _affine(value, state).apply(rows, state)
+        mean, scale, bias, unit = state.prepare(value, lambda: _of_channels(value, state))
         if not state.on_cpu:
-            return _affine(inputs[0], scale, bias, state.dtype)
-        rows = _as_one(inputs[0], state)
+            return _in_one_launch(rows, scale, bias, state.dtype)
         # A batch normalisation of constant statistics: its kernels convert half precision as they go.
         result: Tensor = torch.ops.aten.native_batch_norm(
-            rows,
+            _as_one(rows, state),
             scale,
             bias,
             mean,
-            ones,
+            unit,
             False,  # by these statistics
             0.0,
             0.0,
         )[0]
-        return result.view(inputs[0].shape)
+        return result.view(rows.shape)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         value, _, state, *_ = work
-        mean, scale, _, ones = state.prepare(value, lambda: _of_channels(value, state))
+        if is_large(gradient, state):
+            return [_gradient_of_large(work, known, gradient.contiguous())]
+        mean, scale, _, unit = state.prepare(value, lambda: _of_channels(value, state))
         if state.on_cpu:
             gradient = gradient.contiguous()
         is_fused = work.wanted[0] and not state.on_cpu  # of rows too: in one launch, and memory of its own
@@ -62,9 +66,9 @@ class Normalisation(Pointwise):
                 _as_one(known[0], state),
                 scale,
                 mean,
-                ones,
+                unit,
                 mean,  # as saved: CUDA's kernel reads them where the gradient of rows is not wanted
-                ones,
+                unit,
                 False,
                 0.0,
                 [is_fused, state.takes_sums, state.takes_sums],
@@ -80,22 +84,38 @@ class Normalisation(Pointwise):
         return [multiplied(gradient, factor, work.may_overwrite)]
 
 
+def _gradient_of_large(work: Work, known: list[Tensor], gradient: Tensor) -> Tensor | None:
+    """Return the gradient of rows on a GPU, if it is wanted, and add both sums, by kernels that fill it.
+
+    Rows with gaps are copied for the sums; the result then takes the memory of the copy.
+    """
+    affine = _affine(work.value, work.state)
+    raw = known.pop()
+    if work.state.takes_sums:
+        of_bias, of_scale = affine.sums(gradient, raw.contiguous(), work.state)
+        _add_sums(work.value, work.state, of_bias, of_scale)
+    del raw
+    if not work.wanted[0]:
+        return None
+    return affine.gradient(gradient, work.state)
+
+
 def complete(value: Value, raw: Tensor, gradient: Tensor, state: State) -> None:
     """Add the part that follows from mean and variance to the gradient of a normalisation's input.
 
-    `raw` and `gradient`: the same rows of the input and of its gradient.
+    `raw` and `gradient`: the same rows of the input and of its gradient. In half precision, the part is rounded before
+    it is added on a GPU, where a map of float32 would be as large as both.
     """
-    terms = state.prepare(("completion", value), lambda: _completion(value, state))
-    if terms is None:
+    part_of = state.prepare(("completion", value), lambda: _completion(value, state))
+    if part_of is None:
         return
-    mean, slope, shift, factor = terms
-    if not state.on_cpu:  # kernels convert as they go
-        part = raw - mean
-        torch.addcmul(shift, part, slope, out=part)
-        gradient.add_(part, alpha=factor)
+    if not state.on_cpu:
+        gradient.add_(part_of.apply(raw, state))
         return
+    assert part_of.shift is not None
+    mean = part_of.mean[..., None, None, None]
     part = raw.to(mean.dtype) - mean
-    part.mul_(slope).add_(shift)
+    part.mul_(part_of.scale[..., None, None, None]).add_(part_of.shift[..., None, None, None])
     if gradient.dtype == part.dtype:
         gradient.add_(part)
     else:
@@ -106,43 +126,26 @@ def close_sums(value: Value, state: State) -> None:
     """Add to the gradients of weight and bias what has been summed up, when all rows have gone by."""
     state.forget("completion", value)  # of another part of the gradient
     state.forget("of weight", value)
-    sums = state.sums.get(value)
-    if sums is None:
+    if value not in state.sums:
         return
+    of_bias, of_scale = _of_whole_channels(state.sums[value])
+    state.sums[value] = (of_bias, of_scale)
     settings = settings_of(value)
-    of_bias, of_scale = sums
     state.add_gradient_of_images(settings.bias, of_bias)
     state.add_gradient_of_images(settings.weight, _of_weight(value, of_scale, state))
 
 
-class _Completion(NamedTuple):
-    """The part of a gradient that statistics give is ((raw - mean) * slope + shift) * factor; each N or 1, C 1 1 1."""
-
-    mean: Tensor
-    slope: Tensor
-    shift: Tensor
-    factor: float
-
-
-def _completion(value: Value, state: State) -> _Completion | None:
-    """Return what statistics give; None where they are constants."""
+def _completion(value: Value, state: State) -> Affine | None:
+    """Return the part of a gradient that statistics give, as a function of raw; None where they are constants."""
     sums = state.sums.pop(value, None)
     known = state.statistics[value]
     if sums is None or known.voxels == 0:
         return None
     if state.on_cpu or value.op == "group_norm":
         slope, shift = _slope_and_shift(value, *sums, state)
-        factor = 1.0
     else:
         slope, shift = _in_few_launches(value, *sums, state)
-        factor = -1 / known.voxels
-    mean = per_channel(known.mean, value.shape[1])
-    return _Completion(
-        mean=mean[..., None, None, None],
-        slope=slope[..., None, None, None],
-        shift=shift[..., None, None, None],
-        factor=factor,
-    )
+    return Affine(per_channel(known.mean, value.shape[1]), slope, shift)
 
 
 def _slope_and_shift(value: Value, of_bias: Tensor, of_scale: Tensor, state: State) -> tuple[Tensor, Tensor]:
@@ -170,14 +173,17 @@ def _slope_and_shift(value: Value, of_bias: Tensor, of_scale: Tensor, state: Sta
 
 
 def _in_few_launches(value: Value, of_bias: Tensor, of_scale: Tensor, state: State) -> tuple[Tensor, Tensor]:
-    """Return the same times -voxels, from what the pass has computed before."""
+    """Return the same from what the pass has computed before."""
+    known = state.statistics[value]
     of_weight = _of_weight(value, of_scale, state)
     if value.op == "batch_norm":
         of_bias = of_bias.sum(0, keepdim=True)
         of_weight = of_weight.sum(0, keepdim=True)
     scale = _scale(value, state)
-    slope = scale * state.statistics[value].inverse_std * of_weight
-    return slope, scale * of_bias
+    zero = state.once("zero", lambda: scale.new_zeros(1))
+    slope = torch.addcmul(zero, scale * known.inverse_std, of_weight, value=-1 / known.voxels)
+    shift = torch.addcmul(zero, scale, of_bias, value=-1 / known.voxels)
+    return slope, shift
 
 
 def _of_weight(value: Value, of_scale: Tensor, state: State) -> Tensor:
@@ -188,32 +194,58 @@ def _of_weight(value: Value, of_scale: Tensor, state: State) -> Tensor:
 
 
 def _add_sums(value: Value, state: State, of_bias: Tensor, of_scale: Tensor) -> None:
-    if value in state.sums:
-        torch._foreach_add_(list(state.sums[value]), [of_bias, of_scale])
-    else:
-        state.sums[value] = (of_bias, of_scale)
+    """Add to the sums of a normalisation, N C, or N C and of each channel's pieces."""
+    known = state.sums.get(value)
+    sums = (of_bias, of_scale)
+    if known is None:
+        state.sums[value] = sums
+        return
+    if known[0].shape != of_bias.shape:
+        known = _of_whole_channels(known)
+        sums = _of_whole_channels(sums)
+        state.sums[value] = known
+    torch._foreach_add_(list(known), list(sums))
+
+
+def _of_whole_channels(sums: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return sums N C, where they are of pieces of channels."""
+    of_bias, of_scale = sums
+    if of_bias.dim() == 2:
+        return sums
+    return of_bias.sum(2), of_scale.sum(2)
+
+
+def _affine(value: Value, state: State) -> Affine:
+    """Return a normalisation on a GPU as a function of its input."""
+    affine: Affine = state.prepare(("affine", value), lambda: Affine(*_terms(value, state)))
+    return affine
 
 
 def _of_channels(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return mean, scale, bias and ones of each of the N C channels; on a GPU the bias of what the mean is still in."""
-    settings = settings_of(value)
-    known = state.statistics[value]
     images, channels = value.shape[:2]
-    mean = per_channel(known.mean, channels)
-    scale = _scale(value, state)
-    if settings.bias is None:
-        bias = torch.zeros_like(scale)
-    else:
-        bias = state.weights[settings.bias.name].detach().to(scale.dtype).expand_as(scale)
-        if state.on_cpu:
-            bias = bias.clone()
+    mean, scale, bias = _terms(value, state)
+    if bias is None:
+        bias = constant(0, scale, state)
+    elif state.on_cpu:
+        bias = bias.clone()
     if not state.on_cpu:
         bias = torch.addcmul(bias, mean, scale, value=-1)
     mean = mean.expand(images, channels).reshape(-1)
     scale = scale.expand(images, channels).reshape(-1)
     bias = bias.expand(images, channels).reshape(-1)
-    ones = state.once(("ones", images * channels), lambda: torch.ones_like(mean))
-    return mean, scale, bias, ones
+    return mean, scale, bias, constant(1, mean, state)
+
+
+def _terms(value: Value, state: State) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return mean, scale and bias of each channel, (N or 1, C)."""
+    settings = settings_of(value)
+    mean = per_channel(state.statistics[value].mean, value.shape[1])
+    scale = _scale(value, state)
+    if settings.bias is None:
+        return mean, scale, None
+    bias = state.weights[settings.bias.name].detach().to(scale.dtype)
+    return mean, scale, bias.expand_as(scale)
 
 
 def _scale(value: Value, state: State) -> Tensor:
@@ -227,7 +259,7 @@ def _scale(value: Value, state: State) -> Tensor:
     return scale
 
 
-def _affine(rows: Tensor, scale: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+def _in_one_launch(rows: Tensor, scale: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a normalisation in one launch, whatever the strides of the rows; kernels convert as they go."""
     shape = (*rows.shape[:2], 1, 1, 1)
     result = torch.empty(rows.shape, dtype=dtype, device=rows.device)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unet3d.recomputing.affine import pieces
 from unet3d.recomputing.graph import Value, Weight
 from unet3d.recomputing.state import State, Statistics
 
@@ -62,7 +63,7 @@ def take_statistics(value: Value, raw: Tensor, state: State) -> None:
     voxels = per_image.numel() // per_image.shape[1]
     if voxels == 1 and (value.op != "group_norm" or images * channels == settings.groups):
         raise ValueError(f"{value.op}: expected more than 1 value per channel when training")
-    mean, variance = _moments(per_image)
+    mean, variance = _moments(per_image, state)
     if running is not None:
         averaged = images if value.op == "instance_norm" else 1
         _update(running, mean, variance, voxels, settings.momentum, averaged)
@@ -94,15 +95,28 @@ def per_channel(values: Tensor, channels: int) -> Tensor:
     return values.repeat_interleave(channels // groups, 1)
 
 
-def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, state: State) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of each channel of N C D H W; of half precision, in float32."""
+    x = x.contiguous()
+    count = 1 if state.on_cpu else pieces(x)
+    if count == 1:
+        return _moments_of_channels(x)
+    images, channels = x.shape[:2]
+    of_pieces = _moments_of_channels(x.view(1, images * channels * count, -1))
+    means, variances = (moment.view(images, channels, count) for moment in of_pieces)
+    between, mean = torch.var_mean(means, (0, 2), correction=0)
+    return mean, variances.mean((0, 2)).add_(between)
+
+
+def _moments_of_channels(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same of contiguous maps, by one block a channel on a GPU."""
     exact = _exact(x)
     channels = x.shape[1]
     # The kernel also updates running statistics, which nothing reads: without them it may round to the type of x.
     running_mean = torch.empty(channels, dtype=exact, device=x.device)
     running_var = torch.empty(channels, dtype=exact, device=x.device)
     mean, variance = torch.ops.aten.batch_norm_update_stats(
-        x.contiguous(),
+        x,
         running_mean,
         running_var,
         1.0,
