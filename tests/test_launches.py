@@ -52,7 +52,7 @@ def test_a_step_launches_few_kernels(script: ModuleType, words: tuple[str, ...],
 @pytest.mark.usefixtures("programs_of_runs")
 @pytest.mark.parametrize(
     ("plan", "size", "most", "of_plain", "of_loss"),
-    [("lean", 64, 700, 0.46, 2**21), ("tiles", 64, 785, 0.39, 0), ("tiles", 128, 910, 0.31, 0)],
+    [("lean", 64, 700, 0.46, 2**21), ("tiles", 64, 785, 0.39, 0), ("tiles", 128, 1050, 0.31, 0)],
 )
 def test_a_step_that_recomputes_launches_few_kernels_in_less_memory(
     script: ModuleType, plan: str, size: int, most: int, of_plain: float, of_loss: int
@@ -70,7 +70,7 @@ def test_a_step_that_recomputes_launches_few_kernels_in_less_memory(
     assert technique.program is not None
     weights = sum(p.nbytes for p in build.model(plain.model, 0).parameters())
     of_optimizer = 2 * weights
-    of_loss += 64 * 2**10  # and a few numbers a channel
+    of_loss += 128 * 2**10  # and a few numbers a channel, or a piece of it
     assert 0 <= peak - technique.program.peak_bytes - of_optimizer <= of_loss
 
 

@@ -111,6 +111,7 @@ def drawn_schedules(seed: int, tiles: int, measures: bool = False) -> Iterator[N
         patch.setattr(prepare, "TILES", tiles)
         patch.setattr(prepare, "FEWEST_TILES", tiles)
         patch.setattr(prepare, "CUDA_TILES", tiles)
+        patch.setattr(prepare, "CUDA_MOST_TILES", tiles)
         patch.setattr(prepare, "CUDA_TILE", 1)
         if seed % 2:
             patch.setattr(affine, "LARGE", 1)  # else no map is large enough for kernels that fill a GPU

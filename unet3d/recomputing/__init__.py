@@ -11,6 +11,7 @@ In reading order:
     joining         rules of concatenation, slices, padding
     convolution     rules of convolutions, with their `convolution_settings`
     halves          few rows of one image, convolved as two images: quicker on the CPU
+    affine          an affine function and sums of each channel, of large maps on a GPU
     statistics      statistics of normalisations
     normalisation   rules of normalisations
     resampling      rules of pooling and interpolation

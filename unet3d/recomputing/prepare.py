@@ -25,7 +25,9 @@ FEWEST_TILES = 12  # the same where tiles are small, and calls take longer than 
 SMALL_TILE = 2**18  # numbers
 LEAN_TILES_IN_HALF = 8  # for "lean" in half precision, where copies and calls take longer than in float32 beside
 LEAN_FEWEST_IN_HALF = 4  # convolutions, and a tile takes half of the bytes
-CUDA_TILES = 3  # of it on a GPU, which waits for launches where there are more
+CUDA_TILES = 3  # of it on a GPU, where a step of more waits for its launches
+CUDA_MOST_TILES = 12  # where tiles are so large that it does not, and workspaces of cuDNN would be large
+CUDA_LARGE_TILE = 43 * 2**20  # numbers
 CUDA_TILE = 2**22  # numbers of a tile there, at least
 
 
@@ -53,7 +55,8 @@ def prepare(
     elif on_cpu:
         numbers = max(largest // TILES, min(largest // FEWEST_TILES, SMALL_TILE))
     else:
-        numbers = max(math.ceil(largest / CUDA_TILES), CUDA_TILE)
+        numbers = min(math.ceil(largest / CUDA_TILES), CUDA_LARGE_TILE)
+        numbers = max(numbers, math.ceil(largest / CUDA_MOST_TILES), CUDA_TILE)
     program = Program(maps, numbers, on_cpu, wanted)
     scratch = scratch_bytes(program, tensors, dtype, autocast, image.device)
     program.sizes = sizes_of(program, dtype, trained, scratch)
