@@ -17,7 +17,7 @@ from unet3d import build
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory.fake_tensors import fake_mode
-from unet3d.memory.peak import step_peak
+from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique
 
 SCRIPT = Path(__file__).parent / "bench" / "launches.py"
@@ -52,12 +52,12 @@ def test_a_step_launches_few_kernels(script: ModuleType, words: tuple[str, ...],
 @pytest.mark.usefixtures("programs_of_runs")
 @pytest.mark.parametrize(
     ("plan", "size", "most", "of_plain", "of_loss"),
-    [("lean", 64, 700, 0.46, 2**21), ("tiles", 64, 785, 0.39, 0), ("tiles", 128, 1050, 0.31, 0)],
+    [("lean", 64, 700, 0.51, 2**21), ("tiles", 64, 785, 0.44, 0), ("tiles", 128, 1400, 0.27, 0)],
 )
 def test_a_step_that_recomputes_launches_few_kernels_in_less_memory(
     script: ModuleType, plan: str, size: int, most: int, of_plain: float, of_loss: int
 ) -> None:
-    """Well within twice and three and a half times plain's 420, and within 0.55 and 0.40 of its peak.
+    """Few beside the memory that is saved: workspaces of convolutions are in both peaks.
 
     `of_loss`: bytes by which the loss's own tensors, which the program does not know, may raise the peak.
     """
@@ -65,8 +65,8 @@ def test_a_step_that_recomputes_launches_few_kernels_in_less_memory(
     config = replace(plain, recompute=plan)
     technique = choose_technique(config, config.model)
     assert 200 < script.counted(config).launches <= most
-    peak = step_peak(config, config.model, technique).peak_bytes
-    assert peak <= of_plain * step_peak(plain, plain.model).peak_bytes
+    peak = simulate(config, config.model, technique).ledger.peak_requested()
+    assert peak <= of_plain * simulate(plain, plain.model).ledger.peak_requested()
     assert technique.program is not None
     weights = sum(p.nbytes for p in build.model(plain.model, 0).parameters())
     of_optimizer = 2 * weights

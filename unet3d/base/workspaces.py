@@ -17,23 +17,30 @@ from torch._prims_common import suggest_memory_format
 KIB = 2**10
 HALF = (torch.bfloat16, torch.float16)
 ALIGNED_BYTES = 16  # to which the channels of a voxel are filled up
-FEW_CHANNELS = 32  # of thin filters: so many are computed without a workspace
-# Of the parts of a filter's gradient, in float32: of filters of few outputs and many voxels, 120 tiles of 32 x 128.
+THIN_CHANNELS = 32  # at most, of filters one voxel deep that are computed without a workspace
+# The gradient of a filter is the sum of parts in float32. Of filters of few channels, a part is a tile of so many rows,
+# an output each, and a multiple of so many columns.
 FEW_OUTPUTS = 24
-MANY_VOXELS = 2**17  # of all images
-PARTS = 120
+FEW_CHANNELS = 32
 TILE_ROWS = 32
 TILE_COLUMNS = 128
-# Of other filters, by their number of channels, where the map is not small.
+PARTS = 120  # for at most FEW_OUTPUTS, of a map of MANY_VOXELS at least, all images together
+MANY_VOXELS = 2**17
+PARTS_BY_VOXELS = ((600_000, 1), (2_000_000, 35), (math.inf, 53))  # for more outputs
+# Of other filters, by their number of channels, of a map of SOME_VOXELS at least.
 SOME_VOXELS = 2**15
-SUMS = ((32, 128 * KIB), (64, 1_728 * KIB), (128, 3_584 * KIB))
+SUMS = ((64, 1_728 * KIB), (128, 3_584 * KIB))
 
 
 def bytes_of_call(is_forward: bool, arguments: Sequence[Any], result: Any) -> list[int]:
     """Return the workspaces, one after the other, of a call of aten's convolution or of its backward pass.
 
-    `result` is the output, or the gradients of input, filter and bias.
+    `result` is the output, or the gradients of input, filter and bias. Convolutions in groups count as without one:
+    torch computes those of a channel each by its own kernel.
     """
+    groups = arguments[-1] if is_forward else arguments[-2]
+    if groups != 1:
+        return [0]
     if is_forward:
         image, weight, *others = arguments
         return [forward_bytes(image, weight, result, is_transposed=others[-3])]
@@ -55,7 +62,7 @@ def forward_bytes(image: Tensor, weight: Tensor, output: Tensor, is_transposed: 
         return output.nbytes if image.shape[1] == 1 else image.nbytes + output.nbytes + weight.nbytes
     if image.shape[1] == 1:
         return 0
-    if _is_thin(weight) and not is_transposed and max(image.shape[1], output.shape[1]) <= FEW_CHANNELS:
+    if _is_thin(weight) and not is_transposed and max(image.shape[1], output.shape[1]) <= THIN_CHANNELS:
         return 0
     return _transposed_bytes(image, weight, output)
 
@@ -64,7 +71,7 @@ def image_gradient_bytes(image: Tensor, weight: Tensor, gradient: Tensor, is_tra
     """Return the workspace of the gradient of a convolution's input; `gradient` is that of its output."""
     if not _uses_tensor_cores(image) or _reads_one_voxel(weight):
         return 0
-    if _is_thin(weight) and not is_transposed and max(image.shape[1], gradient.shape[1]) <= FEW_CHANNELS:
+    if _is_thin(weight) and not is_transposed and max(image.shape[1], gradient.shape[1]) <= THIN_CHANNELS:
         return 0
     return _transposed_bytes(image, weight, gradient)
 
@@ -113,9 +120,13 @@ def _sums_bytes(weight: Tensor, gradient: Tensor) -> int:
     """Return the bytes of the parts, in float32, of which the gradient of a filter is the sum."""
     outputs, inputs = weight.shape[:2]
     voxels = gradient.numel() // gradient.shape[1]
-    if outputs <= FEW_OUTPUTS and inputs > FEW_OUTPUTS // 2 and not _is_thin(weight) and voxels >= MANY_VOXELS:
-        columns = _filled_up(inputs * math.prod(weight.shape[2:]), TILE_COLUMNS)
-        return PARTS * TILE_ROWS * columns * torch.float32.itemsize
+    columns = _filled_up(inputs * math.prod(weight.shape[2:]), TILE_COLUMNS)
+    part = TILE_ROWS * columns * torch.float32.itemsize
+    has_few = outputs <= FEW_OUTPUTS and inputs > FEW_OUTPUTS // 2 and not _is_thin(weight)
+    if has_few and voxels >= MANY_VOXELS:
+        return PARTS * part
+    if max(outputs, inputs) <= FEW_CHANNELS:
+        return part * next(parts for most, parts in PARTS_BY_VOXELS if voxels <= most)
     if voxels < SOME_VOXELS:
         return 0
     return next((size for channels, size in SUMS if max(outputs, inputs) <= channels), 0)

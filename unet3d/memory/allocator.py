@@ -1,8 +1,8 @@
 """A replay of torch's CUDA caching allocator: what it would hold for a list of allocations and releases.
 
 It follows the documented rules on one stream, with the native backend, no garbage collection and enough memory, so
-that nothing cached is ever returned. Segments are assumed to lie at ascending addresses. The order of events is the
-ledger's; another order, or kernels' scratch, may fragment otherwise.
+that nothing cached is ever returned, unless `EMPTY_CACHE` says so. Segments are assumed to lie at ascending addresses.
+The order of events is the ledger's; another order, or kernels' scratch, may fragment otherwise.
 """
 
 import re
@@ -20,6 +20,7 @@ LARGE_SEGMENT = 20 * MIB  # for requests below OWN_SEGMENT, unless the settings 
 OWN_SEGMENT = 10 * MIB  # from here on a segment is as large as its first request, rounded up to SMALL_SEGMENT
 DOUBLINGS = 16  # of a request's size, from 1 MiB to 64 GiB, each with its own number of divisions
 OLD_NAME = "PYTORCH_CUDA_ALLOC_CONF"
+EMPTY_CACHE = -1  # the index of an event at which free segments go back to the driver
 POWERS = {str(2**power): power for power in range(64)}
 
 
@@ -43,10 +44,12 @@ def replay(events: Sequence[tuple[int, int]], settings: Settings | None = None) 
     """Return the peaks after (index, bytes gained or lost) in order."""
     allocator = Allocator(settings or Settings())
     allocated = 0
+    reserved = 0
     for index, change in events:
         allocator.apply(index, change)
         allocated = max(allocated, allocator.allocated_bytes)
-    return Reserved(allocated, allocator.reserved_bytes)  # what is reserved never shrinks
+        reserved = max(reserved, allocator.reserved_bytes)
+    return Reserved(allocated, reserved)
 
 
 def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
@@ -155,7 +158,10 @@ class Allocator:
 
     def apply(self, index: int, change: int) -> None:
         """Take or release what an event of a ledger says; a change of 0 is neither."""
-        if change > 0:
+        if index == EMPTY_CACHE:
+            self.small.empty()
+            self.large.empty()
+        elif change > 0:
             self.take(index, change)
         elif change < 0:
             self.release(index)
@@ -192,6 +198,7 @@ class Pool:
         self.waste = settings.large_segment  # less than this may be left of a block that is not to be split
         self.page = SMALL_SEGMENT if is_small else settings.large_segment
         self.reserved_bytes = 0
+        self._end = 0  # the address behind all segments there ever were
         self.free: list[tuple[int, int]] = []
         self.blocks: dict[int, Block] = {}  # by address, free or not
         self._last: Block | None = None  # at the highest address
@@ -224,6 +231,36 @@ class Pool:
         block.is_free = True
         insort(self.free, (block.size, block.address))
 
+    def empty(self) -> None:
+        """Give segments without a block in use back to the driver; of an expandable one, free pages at its end."""
+        for size, address in list(self.free):
+            block = self.blocks[address]
+            if self.expandable:
+                if block is self._last:
+                    self._shrink(block)
+            elif block.before is None and block.after is None:
+                self.free.remove((size, address))
+                del self.blocks[address]
+                self.reserved_bytes -= size
+
+    def _shrink(self, last: Block) -> None:
+        """Give the whole pages of the last block, which is free, back to the driver."""
+        rest = rounded(last.address, self.page) - last.address
+        gone = last.size - rest
+        if gone <= 0:
+            return
+        self.free.remove((last.size, last.address))
+        self.reserved_bytes -= gone
+        self._end -= gone
+        last.size = rest
+        if rest:
+            insort(self.free, (rest, last.address))
+            return
+        del self.blocks[last.address]
+        self._last = last.before
+        if last.before is not None:
+            last.before.after = None
+
     def _best(self, size: int) -> int | None:
         """Return the index in `free` of the smallest block that fits; None without one.
 
@@ -242,7 +279,8 @@ class Pool:
 
     def _segment(self, size: int, before: Block | None = None) -> Block:
         """Return a new block at the end: a segment of its own, or more of the segment whose last block is `before`."""
-        block = Block(self.reserved_bytes, size, before)
+        block = Block(self._end, size, before)
+        self._end += size
         if before is not None:
             before.after = block
         self.blocks[block.address] = self._last = block
@@ -257,6 +295,7 @@ class Pool:
         self.free.remove((last.size, last.address))
         more = rounded(max(0, size - last.size), self.page)  # it may be there and too large to be split
         last.size += more
+        self._end += more
         self.reserved_bytes += more
         return last
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from unet3d.base import workspaces
+from unet3d.memory.allocator import EMPTY_CACHE
 from unet3d.memory.ledger import CONVOLUTION, CONVOLUTION_BACKWARD, Ledger
 from unet3d.memory.tracker import ModuleScope
 
@@ -23,17 +24,24 @@ class GpuLedger(Ledger):
     def __init__(self, scope: Callable[[], ModuleScope] = lambda: ModuleScope(""), device_type: str = "cpu") -> None:
         super().__init__(scope, device_type)
         self.workspaces: list[tuple[int, int]] = []
+        self.empties_cache = False  # before the last step, as a run does: see `CudaMeter`
 
     def requests(self) -> list[tuple[int, int]]:
-        """Return the events with those of workspaces, each of which is released at once."""
-        requests: list[tuple[int, int]] = []
-        done = 0
+        """Return the events with those of workspaces, each of which is released at once, and of an emptied cache."""
+        scratch: list[tuple[int, list[tuple[int, int]]]] = []
         for number, (moment, size) in enumerate(self.workspaces):
-            requests += self.events[done:moment]
-            done = moment
             if size:
                 index = len(self.storages) + number
-                requests += [(index, size), (index, -size)]
+                scratch.append((moment, [(index, size), (index, -size)]))
+        ends = [moment for moment, name in self.marks if name == "end"]
+        if self.empties_cache and len(ends) > 1:
+            scratch.append((ends[-2], [(EMPTY_CACHE, 0)]))
+            scratch.sort(key=lambda item: item[0])
+        requests: list[tuple[int, int]] = []
+        done = 0
+        for moment, events in scratch:
+            requests += self.events[done:moment] + events
+            done = moment
         return requests + self.events[done:]
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -56,6 +56,8 @@ def simulate(
 
         meter = fake_steps(learner, make, target, config.optim.clip, watch, steps)
         meter.guesses = guesses
+        if isinstance(meter.ledger, GpuLedger):
+            meter.ledger.empties_cache = True
         return meter
 
 
