@@ -3,8 +3,8 @@
     python tests/bench/cuda_rows.py timed "amp=true amp_dtype=bf16 recompute=lean" --patch 96,96,96
 
 Prints one JSON line. Kinds: `memory` compares predicted and measured bytes, `timed` takes seconds, `shares` asks
-torch's profiler, `windows` predicts a volume. With `--turn FILE`, rows that share the file prepare beside each other
-and measure one at a time.
+torch's profiler, `fits` adds what is reserved, `windows` predicts a volume. With `--turn FILE`, rows that share the
+file prepare beside each other and measure one at a time.
 """
 
 import argparse
@@ -14,8 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,21 +83,36 @@ class Training:
         return time.perf_counter() - started
 
 
-@contextmanager
-def turn(path: Path | None) -> Iterator[None]:
-    """Hold the device alone among the processes that name the same file; without a file, hold nothing."""
-    if path is None:
-        yield
-        return
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+class Turn:
+    """A place among the processes that name the same file: all prepare beside each other, then one measures at a time.
+
+    Without a file, nothing waits.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("a")
+        self._lock(fcntl.LOCK_SH)
+
+    def __enter__(self) -> None:
+        self._lock(fcntl.LOCK_EX)  # once nobody prepares or measures
+
+    def __exit__(self, *_: object) -> None:
+        self._lock(fcntl.LOCK_UN)
+
+    def leave(self) -> None:
+        """Measure beside others."""
+        self._lock(fcntl.LOCK_UN)
+
+    def _lock(self, kind: int) -> None:
+        if self._file is not None:
+            fcntl.flock(self._file, kind)
 
 
-def memory(training: Training, _: Path | None) -> dict[str, int]:
+def memory(training: Training, turn: Turn) -> dict[str, int]:
     """Return bytes, predicted and measured; on the CPU, for want of an allocator's counters, only by the ledger."""
     ledger = simulate(training.config, training.config.model, training.technique).ledger
     held = replay(ledger.requests(), read_settings(os.environ)[0])
+    turn.leave()
     for _step in range(MEASURED_STEPS + 2):
         training.step()
     stats = torch.cuda.memory_stats() if training.device == "cuda" else {}
@@ -118,11 +132,11 @@ def memory(training: Training, _: Path | None) -> dict[str, int]:
     }
 
 
-def timed(training: Training, turns: Path | None) -> dict[str, float]:
+def timed(training: Training, turn: Turn) -> dict[str, float]:
     """Return the median seconds of the steps after the first ones, and the allocator's peak, without a ledger."""
     if training.config.compile:
         training.step()  # the compiler takes far longer than the steps
-    with turn(turns):
+    with turn:
         for _ in range(MEASURED_STEPS):
             training.step()
         seconds = [training.step() for _ in range(TIMED)]
@@ -130,13 +144,34 @@ def timed(training: Training, turns: Path | None) -> dict[str, float]:
     return {"s": statistics.median(seconds), "peak": peak}
 
 
-def shares(training: Training, turns: Path | None) -> dict[str, Any]:
+def fits(training: Training, turn: Turn) -> dict[str, float]:
+    """Return what `timed` does, and what the allocator reserves, in the steps after the cache was emptied once."""
+    ledger = simulate(training.config, training.config.model, training.technique).ledger
+    held = replay(ledger.requests(), read_settings(os.environ)[0])
+    with turn:
+        for _ in range(MEASURED_STEPS):
+            training.step()
+        if training.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        seconds = [training.step() for _ in range(TIMED)]
+    stats = torch.cuda.memory_stats() if training.device == "cuda" else {}
+    return {
+        "s": statistics.median(seconds),
+        "replayed": held.allocated_bytes,
+        "replay": held.reserved_bytes,
+        "allocated": stats.get("allocated_bytes.all.peak", 0),
+        "reserved": stats.get("reserved_bytes.all.peak", 0),
+    }
+
+
+def shares(training: Training, turn: Turn) -> dict[str, Any]:
     """Return what the time of all operations consists of: on the GPU where there is one.
 
     `kernel seconds` and `seconds` are of a step: with and without what the device waits for.
     """
     on_gpu = training.device == "cuda"
-    with turn(turns):
+    with turn:
         for _ in range(MEASURED_STEPS):
             training.step()
         seconds = statistics.median(training.step() for _ in range(TIMED))
@@ -166,7 +201,7 @@ def shares(training: Training, turns: Path | None) -> dict[str, Any]:
     }
 
 
-def windows(training: Training, turns: Path | None) -> dict[str, float]:
+def windows(training: Training, turn: Turn) -> dict[str, float]:
     """Return seconds and peak bytes of a volume's prediction, and those with one window at a time and sums on the host.
 
     `differing` is the share of voxels that the two label differently.
@@ -175,7 +210,7 @@ def windows(training: Training, turns: Path | None) -> dict[str, float]:
     predictor = fitted(build.predictor(config, [training.model], config.model, training.policy))
     image = torch.randn(1, *(2 * side for side in config.data.patch))
     plain = replace(predictor, batch=1, sums_on_device=False)
-    with turn(turns):
+    with turn:
         labels, seconds, peak = labelled(predictor, image)
         others, base, base_peak = labelled(plain, image)
     differing = (labels != others).double().mean().item()
@@ -195,9 +230,10 @@ def labelled(predictor: Predictor, image: Tensor) -> tuple[Tensor, float, int]:
     return labels, seconds, torch.cuda.max_memory_allocated() if on_gpu else 0
 
 
-MEASURES: dict[str, Callable[[Training, Path | None], Mapping[str, Any]]] = {
+MEASURES: dict[str, Callable[[Training, Turn], Mapping[str, Any]]] = {
     "memory": memory,
     "timed": timed,
+    "fits": fits,
     "shares": shares,
     "windows": windows,
 }
@@ -211,10 +247,11 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--turn", type=Path, help="file whose lock says whose turn it is")
     options = parser.parse_args()
+    turn = Turn(options.turn)
     try:
         training = Training(options.words.split(), options.device, options.patch)
         with switched(training.config):
-            print(json.dumps(MEASURES[options.kind](training, options.turn)))
+            print(json.dumps(MEASURES[options.kind](training, turn)))
     except UserError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1

@@ -4,15 +4,16 @@
     python tests/bench/on_cuda.py
 
 Writes one Markdown file (`--out`) after every row, so that a kill loses nothing. A row is a process: no row inherits
-another's cache, and one that fails is a line in its table. Rows prepare beside each other. Memory rows also measure
-beside each other, since the allocator's counters are per process; timed rows then measure one at a time, the most
-important first. Rows that the deadline cuts off are listed as not run. Exit code 1: a row failed; 2: no GPU.
+another's cache, and one that fails is a line in its table. Memory rows run beside each other, since the allocator's
+counters are per process. Then as many others as `--at-once` prepare beside each other and measure one at a time, the
+most important first. Rows that the deadline cuts off are listed as not run. Exit code 1: a row failed; 2: no GPU.
 `--device cpu` rehearses with a few tiny rows.
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -43,6 +44,9 @@ LEVERS = ("", "recompute=lean", "recompute=tiles", "ckpt=2", "ckpt=auto")
 NNUNET = f"model=nnunet_hippocampus {BF16}"
 SWITCHES = ("", "channels_last=true", "cuda.benchmark=true", "optim.fused=true", "deterministic=true")
 SWITCHES += ("cuda.benchmark=true channels_last=true", "compile=true", "channels_last=true compile=true")
+SIX_LEVELS = f"{NNUNET} model.features=[32,64,128,256,320,320] optim=sgd"  # nnU-Net's network for 128x128x128
+VOXELS = 128**3
+IN_ITS_MEMORY = (("", "128,128,128"), ("recompute=lean", "192,192,192"), ("recompute=tiles", "224,224,224"))
 WINDOWS = ("", "inference.batch=1", "inference.batch=4", "model.classes=40", "model.classes=40 inference.batch=1")
 NETWORKS = (PLAIN_CONV_UNET, OURS, MAX_POOLING, "MONAI DynUNet", "MONAI BasicUNet", "MONAI SegResNet")
 NETWORKS += ("nnU-Net ResidualEncoderUNet", "pytorch-3dunet UNet3D")
@@ -54,6 +58,7 @@ HEADS = {
     ),
     "peer": "network | s/step | ratio | allocated MiB | ratio | predicted requested MiB",
     "timed": "config | s/step | ratio | allocated MiB | ratio",
+    "fits": ("config and patch | voxels | s/step | replayed MiB | allocated | error | replay MiB | reserved | error"),
     "shares": "config | s/step | kernels, s | convolutions | the largest other operations",
     "windows": "config | s/volume | ratio | labels that differ | allocated MiB | ratio",
 }
@@ -80,6 +85,8 @@ class Row(NamedTuple):
     @property
     def title(self) -> str:
         """Return the row's name in its table."""
+        if self.kind == "fits":
+            return f"{self.name}, {self.patch.replace(',', 'x')}"
         return self.name if self.plan == "plain" else f"{self.name}, recompute {self.plan}"
 
     def command(self, device: str, turn: Path) -> list[str]:
@@ -108,6 +115,8 @@ def rows_on_cuda(patch: str, also: Iterable[str]) -> list[Row]:
         rows += [Row(section, "peer", name, size, plan) for name in NETWORKS for plan in PLANS]
         rows += [Row(section, "peer", name, size) for name in WAYS]
         rows += [Row(f"Levers at {side}x{side}x{side}", "timed", f"{BF16} {lever}".strip(), size) for lever in LEVERS]
+    section = "In the memory of nnU-Net's network"
+    rows += [Row(section, "fits", f"{SIX_LEVELS} {words}".strip(), size) for words, size in IN_ITS_MEMORY]
     at_128 = "128,128,128"
     profiled = (*(f"{BF16} {lever}".strip() for lever in LEVERS[:3]), NNUNET)
     rows += [Row("Shares of a step", "shares", words, at_128) for words in profiled]
@@ -172,6 +181,12 @@ def line(row: Row, result: Result, base: Mapping[str, Any] | None) -> str:
     elif row.kind == "windows":
         cells = [f"{result['s']:.4f}", f"{result['s'] / result['base']:.3f}", f"{result['differing']:.2e}"]
         cells += [f"{result['peak'] / MIB:,.1f}", _ratio(result["peak"], result["base peak"])]
+    elif row.kind == "fits":
+        voxels = math.prod(map(int, row.patch.split(",")))
+        cells = [f"{voxels / VOXELS:.2f}x", f"{result['s']:.4f}"]
+        for predicted, seen in (("replayed", "allocated"), ("replay", "reserved")):
+            error = f"{result[predicted] / result[seen] - 1:+.2%}" if result[seen] else ""
+            cells += [f"{result[predicted] / MIB:,.1f}", f"{result[seen] / MIB:,.1f}", error]
     elif row.kind == "shares":
         others = ", ".join(f"{name} {share:.1%}" for name, share in result["others"].items())
         cells = [f"{result['seconds']:.4f}", f"{result['kernel seconds']:.4f}"]
@@ -234,12 +249,11 @@ def run_all(rows: list[Row], options: argparse.Namespace) -> dict[Row, Result]:
     save(options.out, markdown(rows, results, title))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
         turn = Path(folder) / "turn"
-        for are_of_memory in (True, False):
-            pending = {
-                pool.submit(run, row, options, turn, end): row
-                for row in rows
-                if (row.kind == "memory") == are_of_memory
-            }
+        of_memory = [row for row in rows if row.kind == "memory"]
+        others = [row for row in rows if row.kind != "memory"]
+        together = [others[start : start + options.at_once] for start in range(0, len(others), options.at_once)]
+        for group in (of_memory, *together):
+            pending = {pool.submit(run, row, options, turn, end): row for row in group}
             for future in as_completed(pending):
                 row = pending[future]
                 results[row] = future.result()

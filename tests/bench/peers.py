@@ -16,12 +16,12 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cuda_rows import turn
+from cuda_rows import Turn
 from networks import NETWORKS, OURS, THEIRS, WAYS, Task, config_of, network_of, policy_of
 from steps import RowError, Steps, forget_resident_peak, in_own_process, recomputed, resident_bytes
 from torch import nn
@@ -62,8 +62,8 @@ def rows_of(networks: Sequence[str], plans: Sequence[str]) -> list[Row]:
     return rows
 
 
-def measure(row: Row, task: Task, count: int, turns: Path | None = None) -> Numbers:
-    """Return what `count` steps take, and before that a step under the ledger; `turns` as in `cuda_rows.turn`."""
+def measure(row: Row, task: Task, count: int, turn: Turn | None = None) -> Numbers:
+    """Return what `count` steps take, and before that a step under the ledger, once it is its turn."""
     torch.manual_seed(0)
     network = network_of(row.network, task).train()
     policy = policy_of(row.network, task)
@@ -77,7 +77,7 @@ def measure(row: Row, task: Task, count: int, turns: Path | None = None) -> Numb
     steps = Steps(network, policy, task)
     if row.plan != "plain":
         numbers["predicted"] = predicted_bytes(network) + steps.momentum_bytes()
-    with turn(turns):
+    with turn or nullcontext():
         numbers["peak"] = steps.peak_bytes()
         forget_resident_peak()
         numbers["s"] = statistics.median(steps.seconds(count))
@@ -205,13 +205,14 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU where there is one")
     parser.add_argument("--predict", action="store_true", help="compute the peak of tensors alone, of any size")
     parser.add_argument("--only", choices=NETWORKS, help=argparse.SUPPRESS)  # one plan, in this process, as JSON
-    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # of `cuda_rows.turn`
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # of `cuda_rows.Turn`
     options = parser.parse_args()
     task = task_of(options)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     task = task._replace(device=device, deep_supervision=options.deep_supervision)
     if options.only:
-        print(json.dumps(measure(Row(options.only, options.plans[0]), task, options.steps, options.turn)))
+        turn = Turn(options.turn)
+        print(json.dumps(measure(Row(options.only, options.plans[0]), task, options.steps, turn)))
         return 0
     return run(rows_of(options.networks, options.plans), options, task)
 
