@@ -40,7 +40,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "DynUNet": lambda: DynUNet(3, 1, 2, [3] * 3, STRIDES, STRIDES[1:], filters=[32, 64, 128]),
     "BasicUNet": lambda: BasicUNet(3, 1, 2, features=(32, 32, 64, 64, 128, 32), norm=("group", {"num_groups": 4})),
 }
-WORDS = ("device=cuda", "model=unet_small", "data.patch=[32,32,32]", "batch=2", "amp=true", "amp_dtype=bf16")
+WORDS = ("device=cuda", "model=unet", "data.patch=[64,64,64]", "batch=2", "amp=true", "amp_dtype=bf16")
 
 
 @pytest.mark.parametrize("word", ["ckpt=0", "ckpt=2", "recompute=lean", "recompute=tiles", "optim.fused=true"])
@@ -53,14 +53,14 @@ def test_a_step_requests_what_was_predicted(word: str) -> None:
     model = build.model(config.model, 0).cuda()
     optimizer = optim.optimizer(config.optim, model)
     loss = build.loss(config, config.model.classes or 0, "cuda")
-    batch = Batch(torch.randn(2, 1, 32, 32, 32), torch.zeros(2, 32, 32, 32, dtype=torch.int16))
+    batch = Batch(torch.randn(2, 1, 64, 64, 64), torch.zeros(2, 64, 64, 64, dtype=torch.int16))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     weights = sum(parameter.nbytes for parameter in model.parameters())
     for _ in range(MEASURED_STEPS):
         train_step(model, loss, optimizer, policy.scaler(), policy, [batch], clip=12.0)
     requested = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before + weights
-    assert requested == pytest.approx(ledger.peak_requested(), rel=0.03)
+    assert requested == pytest.approx(ledger.peak_requested(), rel=0.01)
 
 
 def test_probabilities_are_those_of_single_windows_with_sums_on_the_host() -> None:

@@ -113,7 +113,11 @@ def memory(training: Training, turn: Turn) -> dict[str, int]:
     ledger = simulate(training.config, training.config.model, training.technique).ledger
     held = replay(ledger.requests(), read_settings(os.environ)[0])
     turn.leave()
-    for _step in range(MEASURED_STEPS + 2):
+    for _step in range(MEASURED_STEPS):
+        training.step()
+    if training.device == "cuda":  # as a run does after as many steps
+        torch.cuda.empty_cache()
+    for _step in range(2):
         training.step()
     stats = torch.cuda.memory_stats() if training.device == "cuda" else {}
     meter = open_meter(training.model, training.optimizer)

@@ -26,9 +26,11 @@ TILE_ROWS = 32
 TILE_COLUMNS = 128
 PARTS = 120  # for at most FEW_OUTPUTS, of a map of MANY_VOXELS at least, all images together
 MANY_VOXELS = 2**17
+FEWER_PARTS_BYTES = 1_536 * KIB  # of a smaller map
 PARTS_BY_VOXELS = ((600_000, 1), (2_000_000, 35), (math.inf, 53))  # for more outputs
 # Of other filters, by their number of channels, of a map of SOME_VOXELS at least.
 SOME_VOXELS = 2**15
+THIN_SUMS = 1_872 * KIB  # one voxel deep along an axis
 SUMS = ((64, 1_728 * KIB), (128, 3_584 * KIB))
 
 
@@ -122,9 +124,11 @@ def _sums_bytes(weight: Tensor, gradient: Tensor) -> int:
     voxels = gradient.numel() // gradient.shape[1]
     columns = _filled_up(inputs * math.prod(weight.shape[2:]), TILE_COLUMNS)
     part = TILE_ROWS * columns * torch.float32.itemsize
-    has_few = outputs <= FEW_OUTPUTS and inputs > FEW_OUTPUTS // 2 and not _is_thin(weight)
-    if has_few and voxels >= MANY_VOXELS:
-        return PARTS * part
+    if _is_thin(weight):
+        return THIN_SUMS if voxels >= SOME_VOXELS else 0
+    has_few = outputs <= FEW_OUTPUTS and inputs > FEW_OUTPUTS // 2
+    if has_few and voxels >= SOME_VOXELS:
+        return PARTS * part if voxels >= MANY_VOXELS else FEWER_PARTS_BYTES
     if max(outputs, inputs) <= FEW_CHANNELS:
         return part * next(parts for most, parts in PARTS_BY_VOXELS if voxels <= most)
     if voxels < SOME_VOXELS:
