@@ -12,7 +12,7 @@ from evenly import evenly
 
 from unet3d.base.types import MIB
 from unet3d.config import compose
-from unet3d.memory.allocator import Allocator, Pool, Reserved, Settings, read_settings, replay
+from unet3d.memory.allocator import EMPTY_CACHE, Allocator, Pool, Reserved, Settings, read_settings, replay
 from unet3d.memory.simulate import simulate
 from unet3d.training.policy import Technique
 
@@ -106,6 +106,18 @@ def test_a_released_block_merges_with_free_neighbours_on_both_sides(order: tuple
     whole = replay(events(6, 6, 8, *(-index for index in order), 20))
     assert whole == Reserved(20 * MIB, 20 * MIB)
     assert replay(events(6, 6, 8, -1, -3, 14)).reserved_bytes == 34 * MIB  # 6 and 8 with 6 in use between
+
+
+@pytest.mark.parametrize(("settings", "left"), [(DEFAULT, 40), (EXPANDABLE, 80)])
+def test_an_emptied_cache_keeps_segments_in_use(settings: Settings, left: int) -> None:
+    """Of the growing segment, 40 MiB before what is in use stay."""
+    allocator = Allocator(settings)
+    for event in [*events(40, 40, 60, -1, -3), (EMPTY_CACHE, 0)]:
+        allocator.apply(*event)
+    assert allocator.reserved_bytes == left * MIB
+    allocator.apply(9, 60 * MIB)
+    assert allocator.reserved_bytes == (left + 60) * MIB
+    assert replay([*events(40, -1), (EMPTY_CACHE, 0), (9, 20 * MIB)]).reserved_bytes == 40 * MIB, "the peak"
 
 
 def test_segments_do_not_merge_with_each_other() -> None:

@@ -13,10 +13,12 @@ from unet3d.base.types import MIB, Batch
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory import predict, tables
+from unet3d.memory.allocator import EMPTY_CACHE
 from unet3d.memory.copies import GpuLedger
 from unet3d.memory.counters import Counters
 from unet3d.memory.meter import MEASURED_STEPS, CudaMeter
 from unet3d.memory.preflight import preflight
+from unet3d.memory.simulate import simulate
 from unet3d.training.losses import SegmentationLoss, ce
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
@@ -101,6 +103,16 @@ def test_a_workspace_is_requested_while_the_results_are_there_and_released_at_on
     assert ledger.peak_bytes() == IMAGE + WEIGHT + OUTPUT
     assert ledger.peak_requested() == ledger.peak_bytes() + IMAGE + OUTPUT + WEIGHT
     assert sum(change for _, change in ledger.requests()) == sum(change for _, change in ledger.events)
+
+
+def test_a_simulated_run_empties_the_cache_before_its_last_step() -> None:
+    asked = config("device=cuda", "amp=true")
+    ledger = simulate(asked, asked.model).ledger
+    (moment,) = [number for number, (index, _) in enumerate(ledger.requests()) if index == EMPTY_CACHE]
+    ends = [event for event, name in ledger.marks if name == "end"]
+    before = [change for index, change in ledger.requests()[:moment] if index < len(ledger.storages)]
+    assert sum(before) == sum(change for _, change in ledger.events[: ends[-2]])
+    assert len(before) == ends[-2]
 
 
 def test_what_fits_below_a_peak_elsewhere_adds_nothing() -> None:

@@ -232,7 +232,10 @@ class Pool:
         insort(self.free, (block.size, block.address))
 
     def empty(self) -> None:
-        """Give segments without a block in use back to the driver; of an expandable one, free pages at its end."""
+        """Give segments without a block in use back to the driver.
+
+        Of an expandable one, free pages at its end; torch gives others back, too, and takes them again where they were.
+        """
         for size, address in list(self.free):
             block = self.blocks[address]
             if self.expandable:
