@@ -41,13 +41,19 @@ WRITTEN = {
     torch.ops.aten.leaky_relu_.default: None,
     torch.ops.aten.leaky_relu_backward.grad_input: "grad_input",
 }
-OPERATIONS = COMPILED | {*ALIKE} | {*WRITTEN}
+EMPTY_LIKE = torch.ops.aten.empty_like.default
+# Has no meta kernel: a fake mode would carry it out on real numbers, in memory as large as the map.
+UPDATE_STATISTICS = torch.ops.aten.batch_norm_update_stats.default
+OPERATIONS = COMPILED | {*ALIKE} | {*WRITTEN} | {UPDATE_STATISTICS}
 
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what an operation gives within a fake mode, by its meta kernel where that is enough."""
     if func is DEVICE and isinstance(args[0], FakeTensor):
         return args[0].fake_device
+    if func is UPDATE_STATISTICS and isinstance(args[0], FakeTensor):
+        _, running_mean, running_variance, _ = args
+        return run(EMPTY_LIKE, [running_mean], {}), run(EMPTY_LIKE, [running_variance], {})
     if func not in OPERATIONS or not _are_plain(args, kwargs):
         return func(*args, **kwargs)
     if func in WRITTEN:
