@@ -1,5 +1,7 @@
 """Workspaces of convolutions: what they may add to a prediction for CUDA, and what a GPU's allocator says of them."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -74,12 +76,30 @@ def test_workspaces_are_those_of_a_gpu(
     assert found[1] == pytest.approx(measured[1], abs=1024)
 
 
-def test_maps_with_channels_last_are_not_transposed() -> None:
-    image = without_data(2, 16, 32, 32, 32, dtype=BF16).to(memory_format=torch.channels_last_3d)
-    weight = without_data(16, 16, 3, 3, 3, dtype=BF16)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("channels", [16, 15])
+def test_maps_with_channels_last_are_not_transposed(dtype: torch.dtype, channels: int) -> None:
+    image = without_data(2, channels, 32, 32, 32, dtype=dtype).to(memory_format=torch.channels_last_3d)
+    weight = without_data(channels, channels, 3, 3, 3, dtype=dtype)
     assert workspaces.forward_bytes(image, weight, image, False) == 0
     assert workspaces.image_gradient_bytes(image, weight, image, False) == 0
     assert 0 < workspaces.weight_gradient_bytes(image, weight, image) < 2 * MIB
+
+
+@pytest.mark.parametrize("precision, uses_it", [("ieee", False), ("tf32", True)])
+def test_whichever_flag_says_how_float32_is_computed(precision: str, uses_it: bool) -> None:
+    """torch refuses to read the older flag once its newer ones differ."""
+    program = f"""if True:
+        import torch
+        from unet3d.base import workspaces
+        torch.backends.cudnn.conv.fp32_precision = {precision!r}
+        torch.backends.cudnn.rnn.fp32_precision = "ieee"
+        image = torch.empty(1, 8, 8, 8, 8, device="meta")
+        weight = torch.empty(8, 8, 3, 3, 3, device="meta")
+        print(workspaces.forward_bytes(image, weight, image, False) > 0)
+    """
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.stdout.strip() == str(uses_it), process.stderr
 
 
 def convolved(large: int) -> GpuLedger:
@@ -136,7 +156,7 @@ def test_an_explanation_for_a_gpu_states_it() -> None:
     network = nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv3d(4, 3, 1))
     image = torch.zeros(1, 2, 4, 4, 4)
     shown = {device: str(predict(network, image, device=device)) for device in ("cpu", "cuda")}
-    assert "MiB requested" in shown["cuda"] and "workspaces (estimate)" in shown["cuda"]
+    assert "requested on CUDA" in shown["cuda"] and "workspaces" in shown["cuda"] and "(estimate)" in shown["cuda"]
     assert shown["cuda"].count("nvidia-smi") == 1
     assert "workspace" not in shown["cpu"] and "nvidia-smi" not in shown["cpu"]
 

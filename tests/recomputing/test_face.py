@@ -96,6 +96,21 @@ def test_frozen_layers(frozen: str) -> None:
     check(model)
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [lambda: nn.InstanceNorm3d(4, affine=True), lambda: nn.BatchNorm3d(4), lambda: nn.GroupNorm(2, 4)],
+    ids=["instance", "batch", "group"],
+)
+@pytest.mark.parametrize("plan", ["lean", "tiles"])
+def test_a_normalisation_behind_all_that_is_frozen_is_trained(norm: Callable[[], nn.Module], plan: str) -> None:
+    first = nn.Conv3d(1, 4, 3, padding=1).requires_grad_(False)
+    model = nn.Sequential(first, norm(), nn.ReLU(), nn.Conv3d(4, 2, 3, padding=1)).double()
+    example = torch.randn(2, 1, 24, 10, 8, dtype=torch.float64)
+    plain = run(copy.deepcopy(model), example, image_needs_gradient=False)
+    assert plain.gradients["1.weight"] is not None
+    assert_same(run(Recomputed(model, plan), example, image_needs_gradient=False), plain)
+
+
 def test_all_but_one_frozen() -> None:
     model = make().requires_grad_(False)
     model.get_submodule("middle").requires_grad_(True)

@@ -3,7 +3,7 @@
 Tensor cores read maps with channels last. Of N C D H W maps in half precision or TF32, cuDNN therefore transposes the
 input, the output and the filter in a workspace, each with its channels filled up to a multiple of 8 (TF32: 4). The
 gradient of a filter is summed up in parts beside that. `tests/bench/workspaces.py` compares the rule with a GPU's
-allocator; docs/memory.md has what it found. Other GPUs and other versions of cuDNN may choose other engines.
+allocator; docs/gpu.md has what it found. Other GPUs and other versions of cuDNN may choose other engines.
 """
 
 import math
@@ -26,7 +26,8 @@ TILE_ROWS = 32
 TILE_COLUMNS = 128
 PARTS = 120  # for at most FEW_OUTPUTS, of a map of MANY_VOXELS at least, all images together
 MANY_VOXELS = 2**17
-FEWER_PARTS_BYTES = 1_536 * KIB  # of a smaller map
+FEWER_PARTS_SUMS = 1_536 * KIB  # of a smaller map
+MOST_SUMS = 21 * 2**20  # measured
 PARTS_BY_VOXELS = ((600_000, 1), (2_000_000, 35), (math.inf, 53))  # for more outputs
 # Of other filters, by their number of channels, of a map of SOME_VOXELS at least.
 SOME_VOXELS = 2**15
@@ -60,7 +61,9 @@ def forward_bytes(image: Tensor, weight: Tensor, output: Tensor, is_transposed: 
     """Return the workspace of a convolution of N C D H W."""
     if not _uses_tensor_cores(image) or _reads_one_voxel(weight):
         return 0
-    if image.dtype == torch.float16 and _is_odd(image, output):  # its kernels take any number of channels
+    if _has_channels_last(image):
+        return 0
+    if image.dtype == torch.float16 and _is_filled_up(image, output):  # its kernels take any number of channels
         return output.nbytes if image.shape[1] == 1 else image.nbytes + output.nbytes + weight.nbytes
     if image.shape[1] == 1:
         return 0
@@ -87,15 +90,27 @@ def weight_gradient_bytes(image: Tensor, weight: Tensor, gradient: Tensor) -> in
 
 
 def _uses_tensor_cores(image: Tensor) -> bool:
-    return image.dtype in HALF or (image.dtype == torch.float32 and torch.backends.cudnn.allow_tf32)
+    return image.dtype in HALF or (image.dtype == torch.float32 and _may_use_tf32())
+
+
+def _may_use_tf32() -> bool:
+    """Return whether torch lets cuDNN's convolutions of float32 use TF32; "none" means what holds for all of cuDNN."""
+    backends: Any = torch.backends
+    cudnn = backends.cudnn
+    precisions = (cudnn.conv.fp32_precision, cudnn.fp32_precision, backends.fp32_precision)
+    return next((precision for precision in precisions if precision != "none"), "none") == "tf32"
+
+
+def _has_channels_last(image: Tensor) -> bool:
+    return suggest_memory_format(image) != torch.contiguous_format
 
 
 def _reads_one_voxel(weight: Tensor) -> bool:
     return math.prod(weight.shape[2:]) == 1
 
 
-def _is_odd(image: Tensor, output: Tensor) -> bool:
-    """Return whether a map has channels to fill up."""
+def _is_filled_up(image: Tensor, output: Tensor) -> bool:
+    """Return whether a map has channels that would be filled up."""
     unit = ALIGNED_BYTES // image.element_size()
     return image.shape[1] % unit != 0 or output.shape[1] % unit != 0
 
@@ -107,7 +122,7 @@ def _is_thin(weight: Tensor) -> bool:
 
 def _transposed_bytes(image: Tensor, weight: Tensor, output: Tensor) -> int:
     """Return the bytes of both maps and the filter with their channels filled up; 0 where channels are last already."""
-    if suggest_memory_format(image) == torch.channels_last_3d:
+    if _has_channels_last(image):
         return 0
     unit = ALIGNED_BYTES // image.element_size()
     inputs = _filled_up(image.shape[1], unit)
@@ -128,7 +143,7 @@ def _sums_bytes(weight: Tensor, gradient: Tensor) -> int:
         return THIN_SUMS if voxels >= SOME_VOXELS else 0
     has_few = outputs <= FEW_OUTPUTS and inputs > FEW_OUTPUTS // 2
     if has_few and voxels >= SOME_VOXELS:
-        return PARTS * part if voxels >= MANY_VOXELS else FEWER_PARTS_BYTES
+        return min(PARTS * part, MOST_SUMS) if voxels >= MANY_VOXELS else FEWER_PARTS_SUMS
     if max(outputs, inputs) <= FEW_CHANNELS:
         return part * next(parts for most, parts in PARTS_BY_VOXELS if voxels <= most)
     if voxels < SOME_VOXELS:

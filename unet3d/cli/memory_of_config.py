@@ -250,7 +250,7 @@ def _kinds_of_peak(subject: MemoryEstimate) -> Table:
     requested = mib(subject.ledger.peak_requested())
     rows = [
         ["tensors", tensors, "exact count"],
-        ["requested, with convolutions' workspaces", requested, "estimate of what cuDNN takes"],
+        ["requested: with workspaces of convolutions", requested, "estimate"],
         ["allocated: blocks given out", mib(native.allocated_bytes), "replay"],
         ["reserved by the allocator", mib(native.reserved_bytes), "replay"],
         ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(expandable.reserved_bytes), "replay"],

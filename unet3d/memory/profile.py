@@ -180,7 +180,8 @@ def predict(
     """Predict what `explain` would measure, without data; arguments are its own. Allocates no map.
 
     `device`: "cpu" or "cuda", also where there is no GPU; None: where the weights are, "cpu" for weights on meta. On
-    CUDA the prediction is of tensors, without workspaces of convolutions, for which `entry` has a bound.
+    CUDA the peak is of tensors; `entry` also has by how much workspaces of convolutions raise it, and, with them, what
+    the allocator gives out and reserves.
 
     Where the network or the loss reads a value, as in `if x.mean() > 0`, it is taken as 0: a guess, which is a warning
     and in `guesses`. So is the workspace of an LSTM, whose size is not known. Raises UserError where sizes depend on

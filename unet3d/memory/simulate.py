@@ -178,7 +178,7 @@ def validation_peak(
     mirroring.
     """
     device_type = build.device_type(config)
-    with fake_mode(device_type), torch.no_grad():
+    with switched(config), fake_mode(device_type), torch.no_grad():
         model = fake_model(config, model_config, torch.float32).eval()
         policy = build.policy(config, "cpu", technique)
         predictor = build.predictor(config, [model], model_config, policy)

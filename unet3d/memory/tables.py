@@ -32,7 +32,7 @@ def with_workspaces(entry: Entry) -> str:
         return ""
     requested = mib(entry["peak_bytes"] + entry["workspace_bytes"])
     more = mib(entry["workspace_bytes"])
-    return f"on CUDA: {requested} MiB requested, {more} MiB of it by convolutions' workspaces (estimate)"
+    return f"requested on CUDA: {requested} MiB; workspaces of convolutions raise the peak by {more} MiB (estimate)"
 
 
 def replayed(entry: Entry) -> str:
@@ -40,7 +40,7 @@ def replayed(entry: Entry) -> str:
     if "allocated_bytes" not in entry:
         return ""
     allocated = f"{mib(entry['allocated_bytes'])} MiB allocated"
-    return f"on CUDA: {allocated}, {mib(entry['reserved_bytes'])} MiB reserved (replay, workspaces included)"
+    return f"with workspaces: {allocated}, {mib(entry['reserved_bytes'])} MiB reserved (replay of CUDA's allocator)"
 
 
 def largest_workspaces(entry: Entry) -> str:

@@ -113,8 +113,8 @@ def pieces(x: Tensor) -> int:
 
 @cache
 def _divisor(number: int, least: int) -> int:
-    """Return the smallest divisor of a number that is not below another."""
-    return next((divisor for divisor in range(least, number) if number % divisor == 0), number)
+    """Return the smallest divisor of a number between another and sixteen times that; 1 where there is none."""
+    return next((divisor for divisor in range(least, 16 * least) if number % divisor == 0), 1)
 
 
 def constant(number: int, like: Tensor, state: State) -> Tensor:

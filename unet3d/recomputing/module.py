@@ -166,8 +166,10 @@ class Recomputed(nn.Module):
 
     def describe(self, program: Program) -> str:
         """Return a line: the predicted peak, the extra work, and what stays whole."""
-        kinds = "weights, gradients, maps" if program.on_cpu else "weights, gradients, maps, and workspaces of cuDNN"
-        peak = f"predicted peak {mib(program.peak_bytes)} MiB of tensors ({kinds})"
+        kinds = "of tensors (weights, gradients, maps)"
+        if not program.on_cpu:
+            kinds = "(weights, gradients, maps, and workspaces of cuDNN)"
+        peak = f"predicted peak {mib(program.peak_bytes)} MiB {kinds}"
         return f"recompute={self.plan}: {peak}, {work_line(program)}"
 
     def _announce(self, program: Program) -> None:

@@ -82,6 +82,10 @@ class Pass:
         del gradients, gradient, known
         for instruction in self.instructions:
             self._execute_observed(instruction)
+        for map_ in self.by_index:
+            if map_.value not in self.program.wanted:  # nothing before it is trained, and no gradient was completed
+                for norm in map_.norms:
+                    normalisation.close_sums(norm, self.state)
         self.state.close_gradients()
         return self.gradients.pop(graph.image, None)
 
