@@ -20,6 +20,13 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "channels last": lambda: torch.empty(SHAPE).to(memory_format=torch.channels_last_3d),
     "half precision": lambda: torch.empty(SHAPE, dtype=torch.bfloat16),
 }
+
+
+def four(y: Tensor) -> list[Tensor]:
+    """Return weight, bias and running statistics of four channels."""
+    return [y.new_empty(4) for _ in range(4)]
+
+
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "view": lambda x, y: aten.view(x.contiguous(), [1, 8, 6, 5, 3]),
     "slice": lambda x, y: aten.slice(x, 2, 1, 4),
@@ -45,6 +52,11 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "to a device": lambda x, y: aten._to_copy(x, device=torch.device("cpu")),
     "sum": lambda x, y: aten.sum(x, [0, 2], True, dtype=torch.float32),
     "statistics": lambda x, y: aten.batch_norm_update_stats(x.contiguous(), y.new_empty(4), y.new_empty(4), 1.0),
+    "new_empty": lambda x, y: aten.new_empty(x, [3, 2]),
+    "normalisation": lambda x, y: aten.native_batch_norm(x, *four(y), False, 0.0, 0.0),
+    "normalisation backward": lambda x, y: aten.native_batch_norm_backward(
+        x, x, *four(y)[:3], *four(y)[:2], False, 0.0, [True, True, True]
+    ),
     "_foreach_add_": lambda x, y: aten._foreach_add_([y, y], [x, x]),
     "_foreach_copy_": lambda x, y: aten._foreach_copy_([y, x], [x, y]),
 }

@@ -23,6 +23,7 @@ COMPILED = {
     torch.ops.aten.detach.default,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.expand.default,
+    torch.ops.aten.new_empty.default,
     torch.ops.aten.select.int,
     torch.ops.aten.slice.Tensor,
     torch.ops.aten.split_with_sizes.default,
@@ -41,10 +42,14 @@ WRITTEN = {
     torch.ops.aten.leaky_relu_.default: None,
     torch.ops.aten.leaky_relu_backward.grad_input: "grad_input",
 }
+NEW_EMPTY = torch.ops.aten.new_empty.default
 EMPTY_LIKE = torch.ops.aten.empty_like.default
 # Has no meta kernel: a fake mode would carry it out on real numbers, in memory as large as the map.
 UPDATE_STATISTICS = torch.ops.aten.batch_norm_update_stats.default
-OPERATIONS = COMPILED | {*ALIKE} | {*WRITTEN} | {UPDATE_STATISTICS}
+# Known statistics make them simple; by a fake mode they are decomposed into a dozen operations.
+NORMALISE = torch.ops.aten.native_batch_norm.default
+NORMALISE_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+OPERATIONS = COMPILED | {*ALIKE} | {*WRITTEN} | {UPDATE_STATISTICS, NORMALISE, NORMALISE_BACKWARD}
 
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -56,6 +61,8 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return run(EMPTY_LIKE, [running_mean], {}), run(EMPTY_LIKE, [running_variance], {})
     if func not in OPERATIONS or not _are_plain(args, kwargs):
         return func(*args, **kwargs)
+    if func is NORMALISE or func is NORMALISE_BACKWARD:
+        return _normalised(func, args)
     if func in WRITTEN:
         name = WRITTEN[func]
         return args[0] if name is None else kwargs[name]
@@ -67,6 +74,23 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if isinstance(result, list | tuple):
         return [_fake(mode, tensor) for tensor in result]
     return _fake(mode, result)
+
+
+def _normalised(func: Any, args: Sequence[Any]) -> Any:
+    """Return a batch normalisation, or its gradients, by running statistics; by the fake mode where these are taken."""
+    if func is NORMALISE:
+        x, _, _, running_mean, _, is_training, *_ = args
+        if is_training or running_mean is None:
+            return func(*args)
+        nothing = [run(NEW_EMPTY, [x, [0]], {}) for _ in range(2)]
+        return run(EMPTY_LIKE, [x], {}), *nothing
+    _, x, weight, *_, is_training, _, wanted = args
+    if is_training or weight is None:
+        return func(*args)
+    of_what = (x, weight, weight)
+    return tuple(
+        run(EMPTY_LIKE, [tensor], {}) if is_wanted else None for tensor, is_wanted in zip(of_what, wanted, strict=True)
+    )
 
 
 def _are_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
