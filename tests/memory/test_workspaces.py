@@ -68,8 +68,11 @@ def test_workspaces_are_those_of_a_gpu(
     geometry = ([stride] * 3, padding, [1] * 3, is_transposed, [0] * 3, 1)
     output = torch.ops.aten.convolution(image, weight, None, *geometry)
     gradients = torch.ops.aten.convolution_backward(output, image, weight, [0], *geometry, [True, True, False])
-    found = workspaces.bytes_of_call(True, (image, weight, None, *geometry), output)
-    found += workspaces.bytes_of_call(False, (output, image, weight, [0], *geometry, None), gradients)
+    forward = (image, weight, None, *geometry)
+    backward = (output, image, weight, [0], *geometry, None)
+    found = workspaces.bytes_of_call(workspaces.CONVOLUTION, forward, output)
+    found += workspaces.bytes_of_call(workspaces.CONVOLUTION_BACKWARD, backward, gradients)
+    assert found.pop() == 0, "a bias's gradient is a sum"
     for predicted, seen in zip(found, measured, strict=True):
         assert predicted == pytest.approx(seen, rel=NEAR)
     assert found[0] == pytest.approx(measured[0], abs=1024)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+CONVOLUTION = torch.ops.aten.convolution.default
+CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 KIB = 2**10
 HALF = (torch.bfloat16, torch.float16)
 ALIGNED_BYTES = 16  # to which the channels of a voxel are filled up
@@ -35,21 +37,22 @@ THIN_SUMS = 1_872 * KIB  # one voxel deep along an axis
 SUMS = ((64, 1_728 * KIB), (128, 3_584 * KIB))
 
 
-def bytes_of_call(is_forward: bool, arguments: Sequence[Any], result: Any) -> list[int]:
-    """Return the workspaces, one after the other, of a call of aten's convolution or of its backward pass.
+def bytes_of_call(func: Any, arguments: Sequence[Any], result: Any) -> list[int]:
+    """Return the bytes of the workspace with which each result of CONVOLUTION or CONVOLUTION_BACKWARD is made, in turn.
 
     `result` is the output, or the gradients of input, filter and bias. Convolutions in groups count as without one:
     torch computes those of a channel each by its own kernel.
     """
-    groups = arguments[-1] if is_forward else arguments[-2]
-    if groups != 1:
-        return [0]
-    if is_forward:
+    if func is CONVOLUTION:
         image, weight, *others = arguments
-        return [forward_bytes(image, weight, result, is_transposed=others[-3])]
+        groups = others[-1]
+        return [0 if groups != 1 else forward_bytes(image, weight, result, is_transposed=others[-3])]
     gradient, image, weight, *others = arguments
+    groups = others[-2]
     of_image, of_weight, _ = result
-    sizes = [0, 0]
+    sizes = [0, 0, 0]
+    if groups != 1:
+        return sizes
     if of_image is not None:
         sizes[0] = image_gradient_bytes(image, weight, gradient, is_transposed=others[-4])
     if of_weight is not None:
@@ -59,9 +62,7 @@ def bytes_of_call(is_forward: bool, arguments: Sequence[Any], result: Any) -> li
 
 def forward_bytes(image: Tensor, weight: Tensor, output: Tensor, is_transposed: bool) -> int:
     """Return the workspace of a convolution of N C D H W."""
-    if not _uses_tensor_cores(image) or _reads_one_voxel(weight):
-        return 0
-    if _has_channels_last(image):
+    if not _uses_tensor_cores(image) or _reads_one_voxel(weight) or _has_channels_last(image):
         return 0
     if image.dtype == torch.float16 and _is_filled_up(image, output):  # its kernels take any number of channels
         return output.nbytes if image.shape[1] == 1 else image.nbytes + output.nbytes + weight.nbytes

@@ -1,7 +1,6 @@
 """What convolutions take on a GPU beside their results: copies of what lies otherwise, and workspaces of cuDNN."""
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -9,8 +8,9 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from unet3d.base import workspaces
+from unet3d.base.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 from unet3d.memory.allocator import EMPTY_CACHE
-from unet3d.memory.ledger import CONVOLUTION, CONVOLUTION_BACKWARD, Ledger
+from unet3d.memory.ledger import Ledger
 from unet3d.memory.tracker import ModuleScope
 
 
@@ -66,8 +66,8 @@ class GpuLedger(Ledger):
     def _take_workspaces(self, func: Any, arguments: Sequence[Any], result: Any) -> None:
         """Count results, before copies go, in the order in which they are made, each with its workspace."""
         results = result if func is CONVOLUTION_BACKWARD else [result]
-        sizes = workspaces.bytes_of_call(func is CONVOLUTION, arguments, result)
-        for tensor, size in zip_longest(results, sizes, fillvalue=0):
+        sizes = workspaces.bytes_of_call(func, arguments, result)
+        for tensor, size in zip(results, sizes, strict=True):
             self.count(tensor, str(func))
             self.workspaces.append((len(self.events), size))
 

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from unet3d.memory.ledger import CONVOLUTION, CONVOLUTION_BACKWARD, Ledger
+from unet3d.base.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
+from unet3d.memory.ledger import Ledger
 from unet3d.memory.tracker import ModuleScope
 
 REQUESTED = "requested_bytes.all.current"

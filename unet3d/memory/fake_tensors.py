@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unet3d.base.errors import UserError
 from unet3d.base.progress import beat
-from unet3d.memory.ledger import CONVOLUTION
+from unet3d.base.workspaces import CONVOLUTION
 from unet3d.memory.tables import LSTM
 from unet3d.recomputing import meta_kernels
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count
 
+from unet3d.base.workspaces import CONVOLUTION
 from unet3d.memory.tracker import ModuleEvent, ModuleScope
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
-CONVOLUTION = torch.ops.aten.convolution.default
-CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 SUM = torch.ops.aten.add.Tensor
 DEVICE = torch.ops.prim.device.default  # called for fake tensors only
 ADOPTED = "adopted"  # the operation of a storage that existed before the ledger saw it

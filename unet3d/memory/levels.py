@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from unet3d.memory.ledger import CATEGORIES, CONVOLUTION, Ledger, Storage
+from unet3d.base.workspaces import CONVOLUTION
+from unet3d.memory.ledger import CATEGORIES, Ledger, Storage
 from unet3d.model.unet import UNet3D
 
 LevelSizes = dict[int | None, set[int]]  # level -> voxels of the maps that convolutions make there

@@ -57,8 +57,9 @@ def peaks_of(ledger: Ledger, device_type: str) -> Peaks:
     if device_type != "cuda":
         return Peaks(tensors)
     settings, _ = read_settings(os.environ)
-    allocated, reserved = replay(ledger.requests(), settings)
-    expandable = replay(ledger.requests(), Settings(expandable=True)).reserved_bytes
+    requests = ledger.requests()
+    allocated, reserved = replay(requests, settings)
+    expandable = replay(requests, Settings(expandable=True)).reserved_bytes
     return Peaks(tensors, allocated, reserved, expandable)
 
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.base import workspaces
+from unet3d.base.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 from unet3d.recomputing import meta_kernels
 from unet3d.recomputing.compiler import TWICE
 from unet3d.recomputing.costs import Beside
@@ -28,8 +29,6 @@ from unet3d.recomputing.run import Pass
 from unet3d.recomputing.state import State
 from unet3d.recomputing.tiles import MapPlan
 
-CONVOLUTION = torch.ops.aten.convolution.default
-CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
@@ -72,7 +71,7 @@ class PeakBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._watch(tensor, tensor.untyped_storage().nbytes())
         if self._has_workspaces and func in (CONVOLUTION, CONVOLUTION_BACKWARD):
-            size = max(workspaces.bytes_of_call(func is CONVOLUTION, args, result))
+            size = max(workspaces.bytes_of_call(func, args, result))
             self.peak = max(self.peak, self.bytes + size)
         return result
 
